@@ -13,7 +13,7 @@ def main() -> int:
         gc.freeze()
         gc.enable()
         return command()
-    except KeyboardInterrupt:  # during the imports; later the command itself prints it
+    except KeyboardInterrupt:  # during the imports; later the command prints it itself
         print("parallel3d: interrupted", file=sys.stderr, flush=True)
         # Not `return`: if the interrupt came while C code of an import ran Python, the interpreter
         # would still end by the signal.

@@ -1,4 +1,4 @@
-"""Builds what a rank trains, in the order in which each part needs the ones before."""
+"""Builds the parts of a rank's training; each part only needs the ones before it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankParts:
-    """Holds what a rank trains, and what trains it.
+    """Holds a rank's model and the objects that train it.
 
     Attributes:
-        stages: by chunk. tied_name: of the table that another rank holds too.
+        stages: the rank's stages, by chunk.
+        tied_name: name of the table if another rank holds it too; else None.
         executor: runs the stages' forwards and backwards, with their messages.
     """
 
@@ -58,14 +59,14 @@ def build(
     """Builds a rank's parts: layers, parameters, compiled code, optimizer, executor; collective.
 
     Args:
-        schedule: of the run's whole global batch.
+        schedule: the schedule of the run's whole global batch.
         launch: whether stages exchange through shared memory, and how long a message may take.
         timer: gets the baseline latencies of the messages.
     """
     dtype = compute_dtype(blueprint.precision)
-    wide = torch.promote_types(dtype, torch.float32)
+    master_dtype = torch.promote_types(dtype, torch.float32)
     # Layers on the meta device: the engine draws the parameters that this rank keeps.
-    initializer = Initializer(blueprint.seed, wide, device, deferred=True)
+    initializer = Initializer(blueprint.seed, master_dtype, device, deferred=True)
     context = BuildContext.of_run(blueprint, initializer, groups.tp, groups.cp)
     held = blueprint.stages_of(groups.pp.index)
     stages = stages_of_rank(blueprint.model, held, context)
@@ -92,8 +93,8 @@ def build_optimizer(
         spans = [trained_spans(each, optim) for each in held]
         computed = compute_dtype(blueprint.precision)
         half = computed.itemsize < 4 and optim.muon_dtype == "auto"
-        wide = torch.promote_types(computed, torch.float32)
-        dtype = torch.bfloat16 if half or optim.muon_dtype == "bf16" else wide
+        master_dtype = torch.promote_types(computed, torch.float32)
+        dtype = torch.bfloat16 if half or optim.muon_dtype == "bf16" else master_dtype
         muon = Muon(spans, optim.muon_scale, dtype, groups.tp, groups.dp_cp, device)
     return Optimizer(optim, engine.segments, blueprint.seed, muon)
 

@@ -11,10 +11,11 @@ USER_ERROR = 2  # exit code
 
 
 class UserError(ValueError):
-    """User input that cannot work: one sentence; on the command line exit code 2, no traceback.
+    """User input that cannot work, in one sentence; the command line exits with code 2, without
+    traceback.
 
-    A ValueError, as in all of Python: an `except ValueError` that must not catch it needs an
-    `except UserError` before.
+    It is a ValueError, as elsewhere in Python: an `except ValueError` that must not catch it needs
+    an `except UserError` before it.
     """
 
 
@@ -38,12 +39,12 @@ def _brief(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
 
-# PyTorch's, where a GPU's memory is full: a setting that GPU ranks have already.
+# PyTorch's advice when a GPU's memory is full: a setting that GPU ranks already have.
 ALLOCATOR_ADVICE = re.compile(r" If reserved but unallocated memory is large.*")
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text, or its kind where it has none."""
+    """Returns the first line of an error's text, or its class if it has none."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ALLOCATOR_ADVICE.sub("", line)
 
@@ -57,16 +58,16 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def nearest_hint(word: str, known: Iterable[str], key: str = "") -> str:
     """Returns "; the nearest is …" for the end of a sentence, or "" if none is close.
 
-    `key` stands before the word, as "format=".
+    `key` goes before the word, such as "format=".
     """
     close = nearest(word, known)
     return f"; the nearest is {key}{close}" if close else ""
 
 
 def closest(value: int, fits: Callable[[int], bool], limit: int) -> int | None:
-    """Returns the number of 1…limit closest to `value` that fits (ties: the smaller), or None.
+    """Returns the number in 1…limit closest to `value` that fits (ties: the smaller), or None.
 
-    Looks at 50,000 distances at most: sizes far beyond any machine may be typed.
+    It tries at most 50,000 distances, because a user may give sizes far beyond any machine.
     """
     start = max(1, min(value, limit))
     for distance in range(min(limit, 50_000)):

@@ -27,7 +27,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Opens a new file, private to the user, that is no link. Raises OSError."""
+    """Opens a new file, private to the user, and follows no link. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         yield descriptor
@@ -47,9 +47,9 @@ def write_all(descriptor: int, view: memoryview, at: int | None = None) -> None:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Replaces `path` by `content` atomically and flushes it.
+    """Replaces the file `path` with `content` atomically and flushes it.
 
-    A link of that name is replaced, not followed. Raises OSError; then nothing is left behind.
+    A link of that name is replaced, not followed. If it raises OSError, nothing is left behind.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -101,7 +101,7 @@ def no_link(path: str | Path, flags: int) -> int:
 
 
 def is_ours(status: os.stat_result, folder: Path) -> bool:
-    """Returns whether a file of this status belongs to this user, also where owners are mapped."""
+    """Returns whether a file with this status belongs to this user, even if owners are mapped."""
     if status.st_uid == os.geteuid():
         return True
     made = status_of_new_file(folder)
@@ -131,7 +131,7 @@ MAX_SENTENCE = 400
 
 
 def lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Locks an open file for this process, until it is closed; `shared`: others may as well.
+    """Locks an open file for this process, until it is closed; `shared`: others may lock it too.
 
     Returns False on a file system without locks (some NFS and Lustre mounts). Raises
     BlockingIOError if another process has it.
@@ -151,14 +151,15 @@ def open_regular(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path.name} is no regular file")
+            raise ValueError(f"{path.name} is not a regular file")
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 def read_into(descriptor: int, view: memoryview, at: int) -> int:
-    """Fills `view` from byte `at` of the file. Returns the bytes read: fewer only at its end."""
+    """Fills `view` from byte `at` of the file. Returns the number of bytes read, fewer only at the
+    end of the file."""
     done = 0
     while done < len(view) and (got := os.preadv(descriptor, [view[done:]], at + done)):
         done += got

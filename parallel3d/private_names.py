@@ -1,14 +1,15 @@
 """Names that other packages call private, under names of our own.
 
-A private name may go or change its meaning with any release. So parallel3d takes them from here
-alone (tests/unit/test_private_names.py looks), and one that is missing is a sentence at its
-first use, never a default. The same test tries what each one does, with any installed version.
+A private name may disappear or change its meaning with any release. So parallel3d takes them only
+from here (tests/unit/test_private_names.py checks this), and a missing one raises a sentence at its
+first use; there are no defaults. The same test tries the behaviour of each name with the installed
+versions.
 
-Read in torch 2.11, 2.13 and 2.15, hydra-core 1.3.8, fsspec 2026.9.
+The names were read in torch 2.11, 2.13 and 2.15, hydra-core 1.3.8 and fsspec 2026.9. The line
 
     from parallel3d.private_names import foreach_copy_
 
-binds a name once, so that a call costs what a call of torch's costs. No package is imported before.
+binds a name once, so that a call costs no more than torch's. No package is imported before.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ NAMES = {
     "foreach_norm": "torch:_foreach_norm",
     "fused_adamw_": "torch:_fused_adamw_",
     "fused_sgd_": "torch:_fused_sgd_",
-    # Operators. Their arguments are those that the test gives.
+    # Operators, with the arguments that the test gives.
     "flash_forward": "torch:ops.aten._flash_attention_forward",
     "flash_backward": "torch:ops.aten._flash_attention_backward",
     "cpu_flash_forward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
@@ -98,11 +99,11 @@ NAMES = {
     "HydraFiles": "hydra._internal.core_plugins.file_config_source:FileConfigSource",
     "hydra_sources": "hydra._internal.sources_registry:SourcesRegistry",
 }  # fmt: skip
-# The first version that has a name; before it the name is None.
+# The first version that has a name; for older versions the name is None.
 SINCE = {"self_recording_backends": "2.15"}
-PACKAGES = {"torch": "torch", "hydra": "hydra-core"}  # by the module's first part
+PACKAGES = {"torch": "torch", "hydra": "hydra-core"}  # by the first part of the module's name
 
-# Methods of theirs that classes of ours override, so that theirs call ours.
+# Their methods that our classes override, so that their code calls ours.
 OVERRIDDEN = {
     "torch.nn.Module": ("_apply", "_load_from_state_dict", "_save_to_state_dict"),
     "torch.distributed.ProcessGroup": (
@@ -112,11 +113,11 @@ OVERRIDDEN = {
     "torch.cuda._sanitizer.StreamSynchronizations": ("_state_wait_for_other",),
 }  # fmt: skip
 
-# Names of operators, as schemas have them.
+# Names of operators, as in schemas.
 WITHOUT_A_KERNEL = ("_unsafe_view", "_reshape_alias")
 OVERWRITING = ("_foreach_copy_", "_foreach_zero_")
 OF_UNKNOWN_SIZE = ("_local_scalar_dense", "_unique2")
-OF_MANY_TENSORS = ("_foreach_", "_fused_adam")  # how names begin
+OF_MANY_TENSORS = ("_foreach_", "_fused_adam")  # prefixes of names
 FOREACH_NORM = "_foreach_norm"
 
 # Attributes of users' modules and parameters, which PyTorch's DDP looks for too.
@@ -133,7 +134,7 @@ def __getattr__(ours: str) -> Any:
 
 
 def find(place: str, since: str | None = None) -> Any:
-    """Returns what stands at "module:name"; None before version `since`. Raises UserError."""
+    """Returns the object at "module:name"; None before version `since`. Raises UserError."""
     module, _, path = place.partition(":")
     package = PACKAGES[module.partition(".")[0]]
     version = installed(package) or ""
@@ -174,7 +175,7 @@ def schema_of(operator: Any) -> Any:
 
 
 def is_joining(wrapper: Any) -> bool:
-    """Returns whether a `Joinable` of torch's runs under `Join`."""
+    """Returns whether one of torch's `Joinable`s runs under `Join`."""
     return wrapper._join_config.enable
 
 
@@ -218,8 +219,8 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
 
 
 def memory_history(device_module: Any) -> tuple[Callable[..., None], Callable[..., None]] | None:
-    """Returns what switches the allocator's history on and off, and what writes it to a file, as
-    `torch.cuda` has them; None for a device without a module `memory`."""
+    """Returns the functions that switch the allocator's history on and off, and that write it to a
+    file, as in `torch.cuda`; None for a device without a module `memory`."""
     memory = getattr(device_module, "memory", None)
     if memory is None:
         return None
@@ -232,8 +233,8 @@ def memory_history(device_module: Any) -> tuple[Callable[..., None], Callable[..
 def simulated_backend_is_a_group(name: str, group: type) -> None:
     """Lets torch.distributed take a backend in Python whose groups are whole ProcessGroups.
 
-    From 2.15 on torch would record its operations by a hook on a C++ backend, and from 2.14 on
-    split it as one. Neither is there.
+    From 2.15 on, torch would record its operations by a hook on a C++ backend, and from 2.14 on, it
+    would split it like one. It has neither.
     """
     recording = find(NAMES["self_recording_backends"], SINCE["self_recording_backends"])
     if recording is not None:
@@ -251,8 +252,8 @@ def simulated_backend_is_a_group(name: str, group: type) -> None:
 def flight_records() -> list[str]:
     """Returns the flight recorder's content as JSON, for each class of groups that may have one.
 
-    NCCL's groups up to torch 2.14 have a record of their own, which builds with NCCL alone can
-    read. From torch 2.15 on they are in the record of the name that their backend is known by.
+    NCCL's groups up to torch 2.14 have a record of their own, which only builds with NCCL can read.
+    From torch 2.15 on, they are in the record under their backend's name.
     """
     every = {"includeCollectives": True, "onlyActive": False}
     dumps = []

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from html import escape
 
 BACKGROUND = "#ffffff"
-INK, DARK, GREY = "#212529", "#495057", "#868e96"
-# Colours that can be told apart, and of text on them.
+INK = "#212529"
+DARK = "#495057"
+GREY = "#868e96"
+# Colours that can be told apart, each with the colour of text on it.
 PALETTE = (
     *(("#4e79a7", "#ffffff"), ("#f28e2b", INK), ("#59a14f", "#ffffff"), ("#e15759", "#ffffff")),
     *(("#3aa6a0", "#ffffff"), ("#d9b520", INK), ("#b07aa1", "#ffffff"), ("#9c755f", "#ffffff")),
@@ -33,7 +35,8 @@ class Canvas:
         return size * sum(widths)
 
     def _grow(self, right: float, bottom: float) -> None:
-        self.right, self.bottom = max(self.right, right), max(self.bottom, bottom)
+        self.right = max(self.right, right)
+        self.bottom = max(self.bottom, bottom)
 
     def text(
         self,
@@ -93,7 +96,7 @@ class Canvas:
         )
 
     def path(self, commands: str, colour: str, width: float, **marks: object) -> None:
-        """Draws a path within what other elements span; width 0 fills it."""
+        """Draws a path inside the area of other elements; width 0 fills it."""
         ink = f"fill='{colour}'"
         if width:
             ink = f"fill='none' stroke='{colour}' stroke-width='{width:g}'"
@@ -107,7 +110,7 @@ class Canvas:
             f"width='{width}' height='{height}' font-family=\"{FONT}\" data-by='{made_by}'>"
         )
         tip = f"<title>{escape(title)}</title>"
-        # A tooltip shows over the words on its shape as well.
+        # A tooltip also shows when the pointer is over the words on its shape.
         style = "<style>text{pointer-events:none}</style>"
         back = f"<rect width='{width}' height='{height}' fill='{BACKGROUND}'/>"
         return "\n".join([head, tip, style, back, *self.parts, "</svg>"]) + "\n"

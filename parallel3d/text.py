@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-LABEL = 11  # columns of the words at the left
+LABEL = 11  # columns of the label on the left
 
 
 def si(value: float) -> str:
@@ -25,7 +25,7 @@ def byte_text(nbytes: float) -> str:
 
 
 def loss_words(loss: float | None) -> str:
-    """Formats a loss; None: no token to predict."""
+    """Formats a loss; None: there was no token to predict."""
     return "none" if loss is None else f"{loss:.4f}"
 
 
@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 def ms(seconds: float) -> str:
-    """Formats milliseconds in three digits or more; infinite: there is no path."""
+    """Formats milliseconds with three digits or more; "no path" for infinity."""
     if math.isinf(seconds):
         return "no path"
     ms = seconds * 1e3
@@ -50,7 +50,7 @@ def ms(seconds: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Formats 34.1 %, with three digits also for small values."""
+    """Formats 34.1 %, with three digits for small values too."""
     return f"{three_digits(100 * fraction)} %"
 
 
@@ -83,7 +83,7 @@ def wrap(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]], align: Sequence[str]) -> list[str]:
-    """Aligns columns, each by its sign of `align` (< or >), two blanks apart."""
+    """Aligns columns, each by its sign in `align` (< or >), two blanks apart."""
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{a}{n}}" for cell, a, n in zip(row, align, sizes, strict=True)).rstrip()

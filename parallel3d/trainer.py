@@ -56,13 +56,13 @@ Value = TypeVar("Value")
 class StepSums(NamedTuple, Generic[Value]):
     """The sums of a step over the world: shares of this rank on its device, totals on the host.
 
-    All travel in one all-reduce, for which the host waits once. A further sum is one more field,
-    and may have any number of elements.
+    All of them travel in one all-reduce, for which the host waits once. A new sum is one more
+    field, with any number of elements.
 
     Attributes:
         loss, tokens: see `Trainer.share_of_loss`.
-        squared_norm: of the gradients, still multiplied by the loss scale.
-        stop: ranks that were asked to end the run.
+        squared_norm: squared norm of the gradients, still multiplied by the loss scale.
+        stop: number of ranks that were asked to end the run.
         noise: the two squared norms of `train.noise_scale`; empty without it.
     """
 
@@ -83,7 +83,7 @@ def total_sums(shares: StepSums[Tensor], world: Group) -> StepSums[list[float]]:
 
 
 class EvaluatedSet(NamedTuple):
-    """A set that is evaluated; `samples`: all of it, None for a source without an end."""
+    """A set that is evaluated; `samples`: their number, or None for an endless source."""
 
     batches: Batches
     samples: int | None
@@ -94,9 +94,10 @@ class StepResult(NamedTuple):
 
     Attributes:
         loss: mean over the unmasked tokens of the global batch, in nats; None if all are masked.
-        grad_norm: before clipping.
-        tokens: tokens read, masked ones included.
-        skipped: the parameters are unchanged, as the gradients were not finite or there is no loss.
+        grad_norm: norm before clipping.
+        tokens: tokens read, including masked ones.
+        skipped: the parameters are unchanged, because the gradients were not finite or there is no
+            loss.
         stop: a rank was asked to end the run (`stop_requested`).
         noise: estimates of the gradient noise, with `train.noise_scale`.
     """
@@ -116,16 +117,16 @@ class Trainer:
     """Trains one rank's part of the model.
 
     Args:
-        config: a whole configuration; checked here too, for library users.
+        config: a complete configuration; it is checked here too, for library users.
         corpus: from `open_corpus`, with training and held-out samples.
         train_source, valid_source: samples to use instead of a corpus.
-        valid_sets: samples of validation sets by name; a source with `windows` (`Finite`) has so
-            many.
-        token_bytes: (vocabulary,) bytes of text of each token, for the sets' `Score`.
-        valid_files: the sets' open files, of which changes are told.
+        valid_sets: samples of validation sets by name; a source with `windows` (`Finite`) is
+            finite, with that many samples.
+        token_bytes: (vocabulary,) bytes of each token's text, for the sets' `Score`.
+        valid_files: open files of the validation sets; changes to them are reported.
 
     Attributes:
-        before_update: called once a step, before parameters change.
+        before_update: called once per step, before parameters change.
 
     Raises:
         UserError: a configuration that cannot work.
@@ -143,13 +144,13 @@ class Trainer:
 
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
-        goes_on = self.config.run is not None  # maybe: `restore` will know
+        goes_on = self.config.run is not None  # perhaps: only `restore` knows
         size = self.groups.layout.world_size
         config = check_config(self.config, size, own_samples=own_samples, goes_on=goes_on)
-        if config.cp > 1 and config.context_parallel.style == "auto":  # subcommands settle it
+        if config.cp > 1 and config.context_parallel.style == "auto":  # subcommands resolve it
             raise UserError(
-                "context_parallel.style=auto must be gather, heads or ring for a Trainer of one's "
-                "own; the nearest is context_parallel.style=gather"
+                "context_parallel.style=auto must be gather, heads or ring if you create a Trainer "
+                "yourself; the nearest is context_parallel.style=gather"
             )
         self.config = config
         self.blueprint = blueprint = Blueprint.of(config)
@@ -174,16 +175,17 @@ class Trainer:
         self._open_data()
         self.steps_done = 0
         self.consumed_samples = 0
-        self.batch = config.global_batch_size  # of the last step
+        self.batch = config.global_batch_size  # global batch of the last step
         self.stop_requested: Callable[[], bool] = lambda: False
-        # Called once a step, before parameters change.
+        # Called once per step, before parameters change.
         self.before_update: Callable[[], object] = lambda: None
 
     def use(self, schedule: Schedule) -> None:
         """Sets the schedule of training and evaluation, once the checker has proved its program."""
         program, rank = schedule.program(), self.groups.pp.index
         check(program, schedule.microbatches, schedule.assignment)
-        self.schedule, self.program = schedule, program[rank]
+        self.schedule = schedule
+        self.program = program[rank]
         self.forwards = schedule.forwards()[rank]
 
     def _open_data(self) -> None:
@@ -214,14 +216,21 @@ class Trainer:
 
     def _batches(self, source: SampleSource, ahead: bool = False) -> Batches:
         config, dp = self.config, self.groups.dp
-        size, count = config.micro_batch_size, config.num_microbatches
-        masks, window = config.data.document_mask, config.global_batch_size * ahead
         split = None
         if self.groups.cp.size > 1:
             split = SequenceSplit.of_run(self.blueprint, self.groups.cp.index)
-        own = None if self.corpus is not None else config.model.vocab_size
-        where = dp.index, self.device, self.needs_batch
-        return Batches(source, size, count, *where, masks, window, split, own)
+        return Batches(
+            source,
+            config.micro_batch_size,
+            config.num_microbatches,
+            dp.index,
+            self.device,
+            needs_batch=self.needs_batch,
+            document_mask=config.data.document_mask,
+            stride=config.global_batch_size if ahead else 0,
+            split=split,
+            vocab_size=None if self.corpus is not None else config.model.vocab_size,
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -229,7 +238,7 @@ class Trainer:
         return self.batch * self.config.model.seq_length
 
     def _resize(self) -> None:
-        """Takes the global batch of `train.batch_schedule` for the next step.
+        """Switches to the next step's global batch of `train.batch_schedule`.
 
         Evaluations keep `global_batch_size`.
         """
@@ -238,7 +247,8 @@ class Trainer:
             return
         count, forwards = config.microbatches_of(batch), self.forwards
         self.use(self.blueprint.pipeline.schedule(count))
-        self.batch, self.forwards = batch, forwards
+        self.batch = batch
+        self.forwards = forwards
         self.train_batches.resize(count, batch)
         self.noise.batch = batch
         if self.groups.dp.size == 1:
@@ -290,22 +300,32 @@ class Trainer:
             self.loss_scale.update(overflow=not finite)
         self.steps_done = step + 1
         self.consumed_samples += self.batch
-        figures = (loss, grad_norm, lr, self.tokens_per_step)
-        return StepResult(step + 1, *figures, not finite, stop, self.noise.last)
+        return StepResult(
+            step=step + 1,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=self.tokens_per_step,
+            skipped=not finite,
+            stop=stop,
+            noise=self.noise.last,
+        )
 
     def evaluate(self, part: str | None = None) -> float | None:
-        """Returns the mean loss of the held-out samples (`score`); collective.
+        """Returns the mean loss of the held-out samples (`score`), or None if all tokens are
+        masked.
 
-        None if all tokens are masked. `part`: one of `held_out_parts`, the parts of a blend; None:
-        all.
+        Collective. `part`: one of `held_out_parts`, the parts of a blend; None: all of them.
         """
         chosen = self.held_out if part is None else self.held_out_parts[part]
-        assert chosen is not None  # the caller sees to held-out samples
+        assert chosen is not None  # the caller makes sure that there are held-out samples
         return self.score(chosen).loss
 
     def score(self, of: EvaluatedSet) -> Score:
-        """Returns losses and tokens of a set's first `train.eval_batches` global batches, at most
-        of all its samples, each once; collective."""
+        """Returns losses and tokens of a set's first `train.eval_batches` global batches.
+
+        It never reads a sample twice. Collective.
+        """
         size, most = self.config.global_batch_size, self.config.train.eval_batches
         end = of.samples if most is None else most * size
         if end is None:
@@ -313,7 +333,8 @@ class Trainer:
         if of.samples is not None:
             end = min(end, of.samples)
         total = torch.zeros(3, dtype=torch.float64, device=self.device)
-        is_first = self.groups.tp.index == self.groups.cp.index == 0  # of those with equal samples
+        # Of the ranks with equal samples.
+        is_first = self.groups.tp.index == self.groups.cp.index == 0
         self.data_parallel.wait_for_all_gathers()
         for first in range(0, end, size):
             tokens = self.global_tokens(of.batches, first)
@@ -330,9 +351,9 @@ class Trainer:
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """Puts the average of the weights (`optim.ema_decay`) in their place; collective.
+        """Replaces the weights with their average (`optim.ema_decay`) in a block; collective.
 
-        Afterwards all weights are what they were, bit by bit.
+        Afterwards all weights have their previous bits.
         """
         self._swap_ema()
         yield  # an error inside ends the run
@@ -340,7 +361,7 @@ class Trainer:
 
     def _swap_ema(self) -> None:
         self.before_update()  # a save in flight may still copy them
-        self.data_parallel.wait_for_all_gathers()  # which write to this rank's own shard too
+        self.data_parallel.wait_for_all_gathers()  # they write to this rank's own shard too
         self.optimizer.swap_ema()
         self.data_parallel.all_gather_params()
 
@@ -354,9 +375,9 @@ class Trainer:
         return count
 
     def gradient_scale(self, tokens: Tensor) -> Tensor:
-        """Returns what the gradients of a step are multiplied by, with the global batch's tokens.
+        """Returns the factor of a step's gradients, given the global batch's tokens.
 
-        It is the loss scale over the tokens: gradients are of the mean loss, and only summed.
+        It is the loss scale over the tokens: gradients are of the mean loss, and are only summed.
         """
         return self.loss_scale.scale / tokens.clamp(min=1.0)
 
@@ -364,7 +385,7 @@ class Trainer:
         """Returns this rank's share of (Σ losses, tokens) of the global batch.
 
         All tp ranks hold the same loss; only tp rank 0 contributes it. Context-parallel ranks hold
-        the losses of their own tokens, and the count of all.
+        the losses of their own tokens, but the count of all tokens.
         """
         groups = self.groups
         contributes = self.has_loss and groups.tp.index == 0
@@ -373,7 +394,7 @@ class Trainer:
         )
 
     def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float | None, float, bool]:
-        """Reduces over the world: loss, unscaled gradient norm, whether a rank is asked to stop."""
+        """Reduces the loss, the unscaled gradient norm, and whether to stop, over the world."""
         squared = self.share_of_norm()
         own_loss, own_tokens = self.share_of_loss(loss_sum, tokens)
         sums = StepSums(
@@ -387,12 +408,12 @@ class Trainer:
         totals = total_sums(sums, self.groups.world)
         (square,) = totals.squared_norm
         if not math.isfinite(square) and self.config.optim.clip_grad > 0:
-            # Finite gradients above 1e19 have squares beyond fp32, and are as any once they are
-            # clipped. Without clipping AdamW would square them itself.
-            wide = self.share_of_norm(torch.float64)
-            collectives.all_reduce_few(wide, self.groups.world)
+            # Finite gradients above 1e19 have squares beyond fp32, but are ordinary once they are
+            # clipped. Without clipping, AdamW would square them itself.
+            share = self.share_of_norm(torch.float64)
+            collectives.all_reduce_few(share, self.groups.world)
             with blocking(self.groups.world):
-                square = wide.item()
+                square = share.item()
         self.noise.update(totals.noise, self.loss_scale.scale)
         (loss,), (count,), (stops,) = totals.loss, totals.tokens, totals.stop
         mean = loss / count if count else None
@@ -418,13 +439,12 @@ class Trainer:
     def restore(self, progress: Mapping[str, Any], there: Mapping[str, Any] = {}) -> None:
         """Restores `progress`, after the caller has overwritten the `parameter_slices`.
 
-        `there`: the configuration beside it, of the start that saved it.
+        `there`: the configuration saved with it.
         """
         self.steps_done = int(progress["steps"])
         self.consumed_samples = int(progress["consumed_samples"])
         clock = clock_of(progress, there)
-        done = self.steps_done, self.consumed_samples
-        self.length = Length.of_run(self.config, *done, clock)
+        self.length = Length.of_run(self.config, self.steps_done, self.consumed_samples, clock)
         self.optimizer.restore(int(progress["updates"]))
         self.loss_scale.restore(progress)
         self.noise.restore(progress)
@@ -432,7 +452,7 @@ class Trainer:
         self.data_parallel.wait_for_all_gathers()
 
     def step_times(self) -> list[dict[str, Any]]:
-        """Returns every rank's coordinates and mean seconds of a step by kind; collective."""
+        """Returns every rank's coordinates and mean seconds per step by kind; collective."""
         times = self.step_timer.means()
         place = self.groups.layout.coordinates(self.groups.rank)
         row = {"rank": self.groups.rank, **place._asdict(), **times, "step": sum(times.values())}

@@ -11,14 +11,14 @@ from parallel3d.errors import UserError
 
 
 class Tried(NamedTuple):
-    """A range of versions: `oldest` as in pyproject.toml (None: not known), `newest` with all of
-    its patch releases."""
+    """A range of versions: `oldest` as in pyproject.toml (None: unknown), `newest` with all its
+    patch releases."""
 
     oldest: str | None
     newest: str
 
 
-# A newer one is not refused: most work, and whoever needs a new GPU needs a new torch.
+# Newer versions are not refused: most of them work, and a new GPU needs a new torch.
 TRIED = {
     "torch": Tried("2.11", "2.15"),
     "hydra-core": Tried("1.3.2", "1.3"),
@@ -33,7 +33,7 @@ OF_A_SCRIPT = ("torch",)
 
 @functools.cache
 def installed(package: str) -> str | None:
-    """Returns the installed version of a package as pip names it, or None without one."""
+    """Returns the installed version of a package, by pip's name; None if it is not installed."""
     from importlib import metadata  # which takes longer to import than all of this
 
     try:
@@ -43,7 +43,8 @@ def installed(package: str) -> str | None:
 
 
 def parts(version: str) -> tuple[int, ...]:
-    """Returns (2, 15, 0) of "2.15.0a0+git12"; () for a version that begins with no number."""
+    """Returns (2, 15, 0) for "2.15.0a0+git12"; () for a version that does not begin with a
+    number."""
     found = re.match(r"v?(\d+(?:\.\d+)*)", version)
     return tuple(map(int, found[1].split("."))) if found else ()
 
@@ -62,8 +63,8 @@ def check_versions(packages: Iterable[str]) -> None:
 
 
 def newer(packages: Iterable[str]) -> str | None:
-    """Returns a sentence that names the packages which are newer than any that was tried, or whose
-    version cannot be read; None without one."""
+    """Returns a sentence on packages that are newer than any tried version, or whose version cannot
+    be read; None if there is none."""
     found = [
         (package, version, TRIED[package].newest)
         for package in packages
@@ -91,7 +92,7 @@ def tried(package: str) -> str:
 
 
 def within(package: str) -> str:
-    """Returns the range as pip wants it: ">=2.11,<2.16"."""
+    """Returns the range in pip's form: ">=2.11,<2.16"."""
     oldest, newest = TRIED[package]
     *first, last = parts(newest)
     below = ".".join(map(str, (*first, last + 1)))

@@ -1,8 +1,8 @@
-"""Resolves once, from a checked configuration, what every rank of a run holds and does.
+"""Resolves a checked configuration once into what every rank of a run holds and does.
 
-A `Blueprint` is arithmetic on the keys of layout, schedule, layers and batch, and the one reader of
-these keys: the trainer builds what it says, the dry run builds one rank of it, the planner prices
-it. `rank.PipelineRank` has what follows for one rank.
+A `Blueprint` is arithmetic on the keys of layout, schedule, layers and batch, and the only reader
+of these keys: the trainer builds it, the dry run builds one rank of it, the planner prices it.
+`rank.PipelineRank` has the consequences for one rank.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class PipelineSettings:
     """Makes the run's schedule for any number of micro-batches.
 
     Attributes:
-        ranks: of a pipeline. chunks: stages of each rank.
-        microbatches: of a rank in a step of the whole global batch.
-        earlier: the same in the steps of smaller global batches, before (`train.batch_schedule`).
+        ranks: ranks of a pipeline.
+        chunks: stages of each rank.
+        microbatches: micro-batches of a rank in a step of the whole global batch.
+        earlier: micro-batches in the earlier steps with smaller global batches
+            (`train.batch_schedule`).
         work, memory: costs and cap for schedule=auto.
-        whole_backwards: no schedule splits its backwards, as FSDP2 reduces in the backward what
-            gradients are there.
+        whole_backwards: no schedule splits its backwards, because FSDP2 reduces in the backward
+            whatever gradients there are.
     """
 
     name: str
@@ -69,13 +71,12 @@ class PipelineSettings:
         )
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
-        """Returns the schedule for the run's micro-batches, or as many as are given.
+        """Returns the schedule for `microbatches` micro-batches (None: the run's).
 
         Raises UserError if there is no such schedule (see `choose.wanted`).
         """
         count = self.microbatches if microbatches is None else microbatches
-        costs = self.work, self.memory
-        found = wanted(self.name, self.ranks, count, self.chunks, self.file, *costs)
+        found = wanted(self.name, self.ranks, count, self.chunks, self.file, self.work, self.memory)
         return found.with_whole_backwards() if self.whole_backwards else found
 
     def why_chosen(self) -> str:
@@ -95,10 +96,10 @@ class StageBlueprint:
     """One stage of the pipeline.
 
     Attributes:
-        layers: their numbers in the model.
-        recomputed: its layers, the first ones, whose backward repeats a part of the forward.
-        offloaded: its layers, the first ones, that are offloaded.
-        first, last: it holds the embedding, the head.
+        layers: numbers of its layers in the model.
+        recomputed: number of first layers whose backward repeats a part of the forward.
+        offloaded: number of first layers that are offloaded.
+        first, last: whether it holds the embedding, and the head.
     """
 
     layers: range
@@ -119,8 +120,8 @@ class LayerSettings:
         mlp_chunks: pieces in which a recomputed MLP runs.
         gather_qk: q and k are gathered over tp (`Attention.project`).
         cp_style: how attention reads the keys of other context-parallel ranks.
-        cp_balance: ranks of cp get equal work where documents would make it uneven.
-        attention_kernel: as asked for (`models.attention.choose_kernel`).
+        cp_balance: ranks of cp get equal work even if documents would make it uneven.
+        attention_kernel: the configured one (see `models.attention.choose_kernel`).
     """
 
     sp: bool
@@ -151,10 +152,10 @@ class DataParallelSettings:
     """How ranks with equal parameters share their gradients and states.
 
     Attributes:
-        zero: stage of ZeRO.
+        zero: ZeRO stage.
         every_microbatch: FSDP2 reduces after each micro-batch, so that no rank keeps whole
             gradients.
-        bucket_cap_mb, comm_hook: of gradient buckets (`buckets.assign`, `comm_hooks.py`).
+        bucket_cap_mb, comm_hook: settings of gradient buckets (`buckets.assign`, `comm_hooks.py`).
         overlap: buckets are reduced while the last backward runs.
     """
 
@@ -182,10 +183,11 @@ class Blueprint:
 
     Attributes:
         given: `schedule.layers_per_stage`; None: layers are balanced by cost.
-        recompute_layers, offload_layers: of each stage, or one number for all; (): all, none.
+        recompute_layers: number of layers by stage, or one number for all stages; (): all layers.
+        offload_layers: likewise; (): no layers.
         slices: `schedule.slices`; None: on accelerators.
         local_seq_length: tokens of a sample on a context-parallel rank, before sp divides them.
-        device: "cpu", or what is planned for a GPU.
+        device: "cpu"; everything else is planned for a GPU.
         compiles: the forward and backward of the layers are compiled.
         noise_scale: the step estimates the noise of its gradients.
     """
@@ -270,7 +272,7 @@ class Blueprint:
 
     @cached_property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """How many layers each stage has, given or balanced by cost.
+        """Number of layers of each stage, given or balanced by cost.
 
         Raises UserError if the given split does not fit the model, or a stage would be empty.
         """
@@ -282,7 +284,7 @@ class Blueprint:
 
     @cached_property
     def stages(self) -> tuple[StageBlueprint, ...]:
-        """Every stage of the pipeline, by number. Raises UserError (`layers_per_stage`)."""
+        """Stages of the pipeline, by number. Raises UserError (see `layers_per_stage`)."""
         counts = self.layers_per_stage
         last = len(counts) - 1
         return tuple(
@@ -302,14 +304,14 @@ class Blueprint:
         return tuple(self.stages[place.stage(index, chunk)] for chunk in range(place.chunks))
 
     def recompute_forwards(self) -> list[float]:
-        """Returns, by stage, how many times its layers' forward its backward repeats."""
+        """Returns, by stage, how many forwards of its layers its backward repeats."""
         weights = self.pipeline.work.weights
         assert weights is not None
         return [again / part for part, _, again in weights(self.assignment) or ()]
 
     def sends_slices(self, on_accelerator: bool) -> bool:
         """Whether each tensor rank sends only its slice of the hidden states to the next stage:
-        Megatron's scatter_gather_tensors_in_pipeline (Narayanan et al. 2021 §4.1). Needs equal
+        Megatron's scatter_gather_tensors_in_pipeline (Narayanan et al. 2021 §4.1). It needs equal
         states, so no `sp`."""
         tp, pp = self.layout.tp, self.layout.pp
         if self.layer.sp or tp == 1 or pp == 1 or self.model.seq_length % tp:

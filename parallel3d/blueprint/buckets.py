@@ -1,4 +1,4 @@
-"""How tensors are cut and shared out, for those who do it and for the estimates: gradients into
+"""How tensors are cut and distributed, for the training code and the estimates: gradients into
 buckets, optimizer states into pieces, Muon's matrices to home ranks."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def padded_numel(numel: int, shards: int) -> int:
 
 
 def caps_of(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> Sequence[float]:
-    """Returns the MiB at which each bucket closes, the last number for all that follow."""
+    """Returns the MiB at which each bucket closes; the last number holds for all that follow."""
     if bucket_cap_mb is None:
         return [FIRST_BUCKET_MIB, ACCELERATOR_CAP_MIB if accelerated else CPU_CAP_MIB]
     return bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else [bucket_cap_mb]
@@ -37,10 +37,12 @@ def assign(
 
     Like `bucket_cap_mb` of PyTorch's DDP: parameters are never split, and a bucket closes with the
     parameter that makes it reach its cap. With None the first bucket closes at 1 MiB, so that
-    communication starts early, the others at 25 MiB (Li et al. 2020, §3.2.3), or at 128 MiB on an
-    accelerator (`accelerated`). Several caps are for one bucket each, the last for all that follow.
+    communication starts early, and the others at 25 MiB (Li et al. 2020, §3.2.3), or at 128 MiB on
+    an accelerator (`accelerated`). Several caps are for one bucket each, the last one for all that
+    follow.
+
     Parameters numbered in `alone` get their own buckets: both copies of a tied weight must be
-    sharded alike.
+    sharded in the same way.
     """
     caps = caps_of(bucket_cap_mb, accelerated)
     buckets: list[list[int]] = []
@@ -61,13 +63,14 @@ def assign(
 
 
 PIECE = 1 << 24  # elements whose states in bf16 are widened and stepped together on a GPU
-# Whose gradients are in the table's type at a time: of a long sequence all would be the largest
-# tensor of a step.
+# Tokens whose gradients are cast to the table's dtype at a time: all tokens of a long sequence
+# would make the largest tensor of a step.
 LOOKUP_TOKENS = 1 << 16
 
 
 def is_hidden(name: str, dims: int) -> bool:
-    """Whether Muon steps a tensor: the matrices of the layers, no table and no head."""
+    """Whether Muon steps a tensor: it steps the matrices of the layers, but no table and no
+    head."""
     return dims == 2 and name.startswith("layers.")
 
 
@@ -79,7 +82,8 @@ class Home(NamedTuple):
 
 
 def homes(shapes: Mapping[str, tuple[int, ...]], tp: int, dp: int) -> dict[str, Home]:
-    """Returns each matrix's home, alike on all ranks: the longest task to the least busy rank.
+    """Returns each matrix's home, the same on all ranks: the longest task goes to the least busy
+    rank.
 
     A matrix of m × n costs max(m, n) · min(m, n)² (Graham 1969: at most 4/3 of the best balance).
     """

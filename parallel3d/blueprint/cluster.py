@@ -1,6 +1,6 @@
-"""A cluster: NVLink domains, one NIC a GPU on its rail, leaf switches, a spine.
+"""A cluster: NVLink domains, one NIC per GPU on its rail, leaf switches, a spine.
 
-GPUs are counted as *slots*, node by node: the GPUs of all nodes before, plus the local index.
+GPUs are counted as *slots*, node by node: the GPUs of all earlier nodes, plus the local index.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Slots = npt.NDArray[np.int64]
 
 
 class LinkClass(IntEnum):
-    """Class of the link between two GPUs, cheapest first; `NONE`: no wire leads there."""
+    """Class of the link between two GPUs, cheapest first; `NONE`: they are not connected."""
 
     SELF = 0
     NVLINK = 1
@@ -39,11 +39,11 @@ class LinkClass(IntEnum):
 class Link:
     """One GPU's share of a link class, in each direction.
 
-    `gb_per_s` is the datasheet's rate one way: half of NVIDIA's figure for NVLink (450 for an
-    H100's 900 GB/s), an eighth of a NIC's Gb/s. Achievable fractions are in the cost model.
+    `gb_per_s` is the datasheet's rate in one direction: half of NVIDIA's figure for NVLink (450 for
+    an H100's 900 GB/s), an eighth of a NIC's Gb/s. Achievable fractions are in the cost model.
     """
 
-    gb_per_s: float  # 1e9 bytes a second
+    gb_per_s: float  # 1e9 bytes per second
     latency_us: float
 
 
@@ -53,13 +53,13 @@ class Cluster:
 
     `domain_gpus` GPUs share NVLink: a part of a node, a node, or several nodes (NVL72). Local GPU g
     has its NIC on rail g mod `rails`. A *unit* (NVIDIA's scalable unit) is `unit_nodes` nodes with
-    one leaf switch a rail; the spine joins the leaf switches and carries 1/`oversubscription` of
+    one leaf switch per rail; the spine joins the leaf switches and carries 1/`oversubscription` of
     the NICs' bandwidth. `oversubscription` None: there is no spine.
 
-    `node_gpus`, `node_domain` and `node_unit`, an entry a node, are for uneven nodes; empty, they
-    follow from the sizes. A domain of `node_domain` is whole nodes. `local_rail` and
-    `local_domain`: each local GPU's rail and domain in unusual nodes. `origin` describes the
-    source.
+    `node_gpus`, `node_domain` and `node_unit`, with an entry per node, are for uneven nodes; if
+    empty, they follow from the sizes. A domain in `node_domain` consists of whole nodes.
+    `local_rail` and `local_domain`: each local GPU's rail and domain in unusual nodes. `origin`
+    describes the source.
     """
 
     name: str
@@ -157,10 +157,10 @@ class Cluster:
         return np.unique(self.nic).size < self.size
 
     def sorted_slots(self) -> Slots:
-        """Returns (size,): all slots, those with the fastest wires next to each other.
+        """Returns (size,): all slots, with fast connections between neighbours.
 
         Slurm hands out nodes in any order, nodes fail, and some have fewer GPUs. In this order
-        domains and units are contiguous; a domain in several units belongs to that of its first
+        domains and units are contiguous; a domain in several units belongs to the unit of its first
         slot. Whole domains and full units come first, so that a missing GPU only affects the groups
         of the tail. The sort is stable: an even cluster in order stays as it is.
         """
@@ -173,7 +173,8 @@ class Cluster:
     def link_class(self, a: Slots | int, b: Slots | int) -> npt.NDArray[np.int8]:
         """Returns the `LinkClass` between slots `a` and `b`, element by element.
 
-        `RAIL` is one leaf switch: same rail, same unit. All other pairs of domains use the spine.
+        `RAIL` means one leaf switch: the same rail of the same unit. All other pairs of domains use
+        the spine.
         """
         a, b = np.asarray(a), np.asarray(b)
         far = LinkClass.NONE if self.oversubscription is None else LinkClass.SPINE
@@ -197,7 +198,7 @@ class Cluster:
 
     @property
     def intra_name(self) -> str:
-        """What joins a domain, in words."""
+        """The name of the links inside a domain."""
         return {"nvlink": "NVLink", "pcie": "PCIe"}[self.intra]
 
     @property
@@ -206,11 +207,11 @@ class Cluster:
 
     @property
     def forwards(self) -> bool:
-        """Whether NCCL can reach another rail by a GPU of the domain (PXN)."""
+        """Whether NCCL can reach another rail through a GPU of the domain (PXN)."""
         return self.intra == "nvlink" and self.network == "infiniband"
 
     def label(self, kind: LinkClass) -> str:
-        """Formats a class by the wire that it is here: `pcie` where that joins a domain."""
+        """Formats a class by its wire in this cluster: `pcie` if that joins a domain."""
         return self.intra if kind is LinkClass.NVLINK else kind.label
 
     def node_name(self, node: int) -> str:
@@ -241,9 +242,9 @@ USUAL_NODE = 8  # GPUs of a node if neither the configuration nor the ranks deci
 def cluster_from_config(config: ClusterConfig, world_size: int | None = None) -> Cluster:
     """Returns the cluster of the configured sizes, large enough for `world_size` ranks (None: any).
 
-    Defaults: `nodes` as many as the ranks need, else one domain; `gpus_per_node` divides the ranks
-    evenly, else 8; `domain_gpus` a node; `rails` one a GPU; `unit_nodes` all nodes. The last domain
-    and unit may be smaller.
+    By default `nodes` are as many as the ranks need, or one domain; `gpus_per_node` divides the
+    ranks evenly, or is 8; `domain_gpus` is a node; there is one rail per GPU; and `unit_nodes` are
+    all nodes. The last domain and unit may be smaller.
 
     Raises UserError for sizes that contradict each other, or fewer GPUs than ranks.
     """
@@ -256,7 +257,7 @@ def cluster_from_config(config: ClusterConfig, world_size: int | None = None) ->
         nodes = -(-needed // gpus)
     if world_size is not None and nodes * gpus < world_size:
         raise UserError(
-            f"cluster.nodes={nodes} of cluster.gpus_per_node={gpus} are {nodes * gpus} GPUs, and "
+            f"cluster.nodes={nodes} of cluster.gpus_per_node={gpus} have {nodes * gpus} GPUs, but "
             f"{world_size} ranks need one each; the nearest is "
             f"cluster.nodes={-(-world_size // gpus)}."
         )
@@ -273,7 +274,7 @@ def cluster_of(
 ) -> Cluster:
     """Returns nodes of `gpus` GPUs with the configured speeds, domains, rails and units.
 
-    `own`: fields of `Cluster` that were discovered and outdo the configuration's. Raises UserError
+    `own`: discovered fields of `Cluster`, which override the configuration's. Raises UserError
     for domains or rails that do not fit the nodes.
     """
     sizes = {"domain_gpus": config.domain_gpus or gpus, "rails": config.rails or gpus} | own

@@ -12,15 +12,16 @@ OPERATIONS = (
 
 
 def bus_factor(op: str, n: Any) -> Any:
-    """Returns bytes through the busiest port over `nbytes`, of `n` ranks (or an array of them).
+    """Returns the bytes through the busiest port over `nbytes`, for `n` ranks (or an array of
+    them).
 
     It is nccl-tests' busbw factor: bus bandwidth = factor · nbytes / time is comparable with the
-    link's bandwidth for any operation and n. Source: nccl-tests, doc/PERFORMANCE.md,
-    src/scatter.cu and src/gather.cu. 0 for one rank and for a barrier. Raises ValueError for an
+    link's bandwidth for any operation and n. It is 0 for one rank and for a barrier. Source:
+    nccl-tests, doc/PERFORMANCE.md, src/scatter.cu and src/gather.cu. Raises ValueError for an
     unknown name.
     """
     if op not in OPERATIONS:
-        raise ValueError(f"{op!r} is none of {', '.join(OPERATIONS)}")
+        raise ValueError(f"{op!r} is not one of {', '.join(OPERATIONS)}")
     if op == "all_reduce":
         return 2 * (n - 1) / n
     if op in ("broadcast", "reduce", "send_recv"):
@@ -30,13 +31,13 @@ def bus_factor(op: str, n: Any) -> Any:
 
 @dataclass(frozen=True)
 class Transfer:
-    """`count` equal calls of one collective, or messages, of one rank in a step.
+    """Equal calls of one collective, or equal messages, of one rank in a step.
 
     Attributes:
         dim: the group: tp, cp, dp, dp_cp, pp, embedding or world.
         op: one of `OPERATIONS`.
-        nbytes: of one call, the whole buffer, as nccl-tests counts it.
-        count: calls in a step; of send_recv, messages that the rank sends.
+        nbytes: bytes of one call's whole buffer, as nccl-tests counts them.
+        count: calls in a step; for send_recv, messages that the rank sends.
         what: the content, in a few words.
     """
 

@@ -1,4 +1,4 @@
-"""The ranks of every group of a layout, and of groups in two levels of a cluster."""
+"""The ranks of every group of a layout, and groups in two levels on a cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def members(layout: Layout, dim: str) -> Matrix:
     """
     along = (dim,) if dim in DIMENSIONS else GROUPED.get(dim)
     if along is None:
-        raise ValueError(f"{dim!r} is none of {', '.join((*DIMENSIONS, *GROUPED))}")
+        raise ValueError(f"{dim!r} is not one of {', '.join((*DIMENSIONS, *GROUPED))}")
     if dim == "embedding":
         ends = members(layout, "pp")[:, [0, -1]]
         return ends if layout.pp > 1 else ends[:, :1]
@@ -63,9 +63,9 @@ def tiled(groups: npt.NDArray[Any], order: Matrix) -> npt.NDArray[Any]:
 def two_levels(placement: RankMapping, dim: str) -> tuple[list[list[int]], list[list[int]]] | None:
     """Returns the inner and outer groups of ranks that reduce `dim` in two levels.
 
-    The j-th members of the inner groups are an outer group, and hold the same shard between the
-    levels. None without two levels, or if ranks inside a domain are not in the order of their rails
-    (snake), as the members of a process group are in rank order.
+    The j-th members of the inner groups form an outer group, and hold the same shard between the
+    levels. Returns None without two levels, or if ranks inside a domain are not in the order of
+    their rails (snake), because the members of a process group are in rank order.
     """
     ranks = members(placement.layout, dim)
     order = levels(placement.cluster, placement.slots[ranks])

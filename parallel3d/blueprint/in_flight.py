@@ -1,7 +1,7 @@
 """Micro-batches in flight on a rank of a pipeline, before each action of its order.
 
-The schedule's orders are walked once, as counts. Bytes are a matmul with the counts, so that one
-walk serves every model, micro-batch size and recomputation of a search.
+The schedule's orders are walked once, counting. Bytes are a matmul with the counts, so one walk
+serves every model, micro-batch size and recomputation of a search.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from parallel3d.schedules.schedule import Schedule, make
 
 @dataclass(frozen=True)
 class States:
-    """States of one rank before one kind of action on one of its chunks; each row is a different
-    one.
+    """States of one rank before one kind of action on one of its chunks; rows are different states.
 
     Attributes:
         live: by chunk, micro-batches between their forward and their backward (or I).
         deferred: by chunk, micro-batches between I and W.
-        in_flight: sends, which hold their tensors.
-        begun: by chunk, whether it had a backward in this step.
+        in_flight: sends in flight, which hold their tensors.
+        begun: by chunk, whether it has had a backward in this step.
         final: whether the action is the step's last backward.
     """
 
@@ -44,7 +43,8 @@ Seen: TypeAlias = dict[tuple[Kind, int], States]  # (kind, chunk) of the action 
 
 
 def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
-    """Returns as many micro-batches as reach the peak: more only repeat the steady state."""
+    """Returns a number of micro-batches that reaches the peak: more only repeat the steady
+    state."""
     if name == "gpipe" or microbatches <= 4 * pp:
         return microbatches
     return 3 * pp + microbatches % pp
@@ -57,7 +57,8 @@ def _schedule(name: str, pp: int, microbatches: int, vpp: int, whole_backwards: 
 
 
 def states_of(blueprint: Blueprint, rank: int, microbatches: int | None = None) -> Seen:
-    """Returns the states of `rank` along pp in a step of the run's micro-batches, or of so many."""
+    """Returns the states of `rank` along pp in a step of `microbatches` micro-batches (None: the
+    run's)."""
     pipeline = blueprint.pipeline
     count = pipeline.microbatches if microbatches is None else microbatches
     whole = pipeline.whole_backwards
@@ -68,9 +69,11 @@ def states_of(blueprint: Blueprint, rank: int, microbatches: int | None = None) 
 def _states(
     name: str, pp: int, vpp: int, microbatches: int, rank: int, whole_backwards: bool
 ) -> Seen:
-    """Follows the rank's own order alone: a walk of all ranks would cost a search too much."""
+    """Follows the rank's own order alone: a walk of all ranks would be too slow for a search."""
     made = _schedule(name, pp, enough_microbatches(name, pp, microbatches), vpp, whole_backwards)
-    live, deferred, begun = [0] * vpp, [0] * vpp, [0] * vpp
+    live = [0] * vpp
+    deferred = [0] * vpp
+    begun = [0] * vpp
     in_flight = 0
     seen: dict[tuple[Kind, int], set[tuple[int, ...]]] = defaultdict(set)
     around, left = made.assignment.around(rank), vpp * made.microbatches

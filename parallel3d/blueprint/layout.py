@@ -34,7 +34,7 @@ class Layout:
     §3.1: tensor-parallel ranks adjacent, so that they share a node's NVLink).
 
     `loops`: how often a pipeline's stages loop over its ranks (`Blueprint.looped_layout`); with
-    more than one the last rank sends to the first.
+        more than one loop the last rank sends to the first.
 
     Raises ValueError for a size or number of loops below one, or another `order`.
     """
@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def replica_dim(self) -> str:
-        """The group of those ranks."""
+        """The name of the group of ranks with equal parameters."""
         return "dp" if self.cp == 1 else "dp_cp"
 
     @property
@@ -117,5 +117,5 @@ class Layout:
 
 
 def layout_of(config: Config) -> Layout:
-    """Returns the layout of a checked configuration; without `dp` that of one pipeline."""
+    """Returns the layout of a checked configuration; without `dp`, of one pipeline."""
     return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp)

@@ -1,4 +1,4 @@
-"""Lists the operations of a transformer layer as one tensor rank runs them, once for everything.
+"""Lists the operations of a transformer layer on one tensor rank: the one list for all estimates.
 
 Parameters, FLOPs, kept activations, launches and collectives are sums over `layer_ops`; seconds are
 sums of its operations' prices. `parallel3d dryrun` runs the model itself and is the test of the
@@ -22,11 +22,11 @@ class NormCost(NamedTuple):
     """One norm of the hidden states.
 
     Attributes:
-        keeps: tensors of its input's size that stay until the backward; statistics: fp32 numbers a
-            token beside them.
-        forward, backward: launches.
+        keeps: tensors of its input's size that stay until the backward.
+        statistics: fp32 numbers per token that stay too.
+        forward, backward: kernel launches.
         is_fused: one kernel sums the residual stream and normalises it, forward and backward.
-        has_bias: beside its weight.
+        has_bias: it has a bias as well as a weight.
     """
 
     keeps: int
@@ -44,18 +44,18 @@ NORMS = {
 
 
 class Widths(NamedTuple):
-    """Sizes of a layer on one tensor rank, in elements a token; flags are 0 or 1."""
+    """Sizes of a layer on one tensor rank, in elements per token; flags are 0 or 1."""
 
     hidden: Number
-    queries: Number  # of all heads of the rank, as are keys
+    queries: Number  # of all heads of the rank, like `keys`
     keys: Number
-    heads: Number  # query heads, and key heads
+    heads: Number  # query heads
     key_heads: Number
     ffn: Number
     gated: Number = 0  # the MLP's first GEMM has two outputs of `ffn`
     share: Number = 1  # ranks that divide the residual stream: tp under sequence parallelism
     norm: NormCost = NORMS["rmsnorm"]
-    head_norms: Number = 0  # q and k are normalised by head
+    head_norms: Number = 0  # q and k are normalised head by head
     rope: Number = 0
     qkv_bias: Number = 0
     out_bias: Number = 0
@@ -67,22 +67,21 @@ def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
 
     With fewer key-value heads than ranks, each head is replicated on several.
     """
-    heads, key_heads = model.num_attention_heads / tp, max(model.kv_heads / tp, 1)
     return Widths(
-        model.hidden_size,
-        model.num_attention_heads * model.head_size // tp,
-        max(model.kv_heads, tp) * model.head_size // tp,
-        heads,
-        key_heads,
-        model.ffn_size // tp,
-        int(model.activation == "swiglu"),
-        tp if sp else 1,
-        NORMS[model.norm],
-        int(model.qk_norm),
-        int(model.position_embedding == "rope"),
-        int(model.qkv_bias),
-        int(model.out_bias),
-        int(model.bias),
+        hidden=model.hidden_size,
+        queries=model.num_attention_heads * model.head_size // tp,
+        keys=max(model.kv_heads, tp) * model.head_size // tp,
+        heads=model.num_attention_heads / tp,
+        key_heads=max(model.kv_heads / tp, 1),
+        ffn=model.ffn_size // tp,
+        gated=int(model.activation == "swiglu"),
+        share=tp if sp else 1,
+        norm=NORMS[model.norm],
+        head_norms=int(model.qk_norm),
+        rope=int(model.position_embedding == "rope"),
+        qkv_bias=int(model.qkv_bias),
+        out_bias=int(model.out_bias),
+        bias=int(model.bias),
     )
 
 
@@ -90,14 +89,15 @@ class Op(NamedTuple):
     """One operation of a layer, forward and backward.
 
     Attributes:
-        name: the module, as in the names of its parameters.
+        name: name of the module, as in the names of its parameters.
         kind: gemm, attention, norm or elementwise.
-        inputs, outputs: elements a token that it reads and writes; of a GEMM, k and n.
+        inputs, outputs: elements per token that it reads and writes; for a GEMM, k and n.
         parts: the parts of `recompute` that repeat it in the backward.
-        keeps: elements a token that stay until the backward; `statistics`: fp32 numbers beside.
-        forward, backward: launches of kernels besides GEMMs and attention.
-        split: column or row, of a GEMM: sharded outputs, or sharded inputs.
-        bias: of a GEMM.
+        keeps: elements per token that stay until the backward.
+        statistics: fp32 numbers per token that stay too.
+        forward, backward: kernel launches other than GEMMs and attention.
+        split: for a GEMM, "column" (sharded outputs) or "row" (sharded inputs).
+        bias: whether a GEMM has a bias.
     """
 
     name: str
@@ -116,10 +116,13 @@ class Op(NamedTuple):
 def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
     """Lists a layer's operations in their order; `recompute`: the parts that it recomputes.
 
-    A residual sum and a fused norm after it are one kernel, with their gradients, unless the norm
-    is recomputed. Backward of the split into heads: a concatenation; RoPE is a kernel both ways.
+    A residual sum and a fused norm after it are one kernel, forward and backward, unless the norm
+    is recomputed. The backward of the split into heads is a concatenation; RoPE is a kernel in both
+    directions.
     """
-    h, stream, qkv = w.hidden, w.hidden / w.share, w.queries + 2 * w.keys
+    h = w.hidden
+    stream = w.hidden / w.share
+    qkv = w.queries + 2 * w.keys
     up = w.ffn * (1 + w.gated)
     apart = int("norm" in recompute or not w.norm.is_fused)
     norm = {"kind": "norm", "inputs": stream, "outputs": stream}
@@ -127,7 +130,9 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
     norm |= {"statistics": w.norm.statistics / w.share}
     norm |= {"forward": w.norm.forward, "backward": w.norm.backward}
     column, row = {"kind": "gemm", "split": "column"}, {"kind": "gemm", "split": "row"}
-    attention, inner, layer = ("attention", "layer"), ("activation", "mlp", "layer"), ("layer",)
+    attention = ("attention", "layer")
+    inner = ("activation", "mlp", "layer")
+    layer = ("layer",)
     found = [
         Op("input_norm", **norm),
         Op("attention.qkv", inputs=h, outputs=qkv, parts=layer, keeps=qkv, backward=w.qkv_bias,
@@ -144,7 +149,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
         Op("mlp.activation", "elementwise", up, w.ffn, inner, w.ffn, 0, 1, 1),
         Op("mlp.down", inputs=w.ffn, outputs=h, parts=(), forward=w.bias, backward=w.bias,
            bias=w.bias, **row),
-        # The next layer's input. Its gradient is summed by the norm's backward if they are fused.
+        # The next layer's input. The norm's backward sums its gradient if they are fused.
         Op("mlp.residual", "elementwise", 2 * stream, stream, (), stream, 0, 1, apart),
     ]  # fmt: skip
     return found if w.head_norms else [op for op in found if op.name != "attention.qk_norm"]
@@ -162,21 +167,22 @@ def split_counts(ops: Sequence[Op]) -> tuple[int, int]:
 
 
 def flops(ops: Sequence[Op], seq_length: Number) -> Number:
-    """Returns forward FLOPs a token: of the GEMMs, and of causal attention's two matmuls."""
+    """Returns forward FLOPs per token of the GEMMs and of causal attention's two matmuls."""
     gemms = sum(2.0 * op.inputs * op.outputs for op in ops if op.kind == "gemm")
     return gemms + sum(2.0 * op.outputs * seq_length for op in ops if op.kind == "attention")
 
 
 def layer_flops(model: ModelConfig, recompute: Collection[str] | None = None) -> float:
-    """Returns forward FLOPs of a layer and token over all tensor ranks; with `recompute`, only of
-    what its backward repeats."""
+    """Returns forward FLOPs per layer and token over all tensor ranks; with `recompute`, only of
+    the operations that the backward repeats."""
     ops = cached_ops(widths(model), frozenset()).plain
     chosen = ops if recompute is None else repeated(ops, recompute)
     return float(flops(chosen, model.seq_length))
 
 
 def kept(ops: Sequence[Op]) -> tuple[Number, Number]:
-    """Returns (elements, fp32 statistics) a token that these operations keep until the backward."""
+    """Returns (elements, fp32 statistics) per token that these operations keep until the
+    backward."""
     return sum(op.keeps for op in ops), sum(op.statistics for op in ops)
 
 
@@ -184,8 +190,10 @@ class LayerOps(NamedTuple):
     """A layer's operations on one tensor rank of a run.
 
     Attributes:
-        ops: of a layer that recomputes, which are those that it keeps the results of, and those
-            that its backward repeats. plain: of a layer that does not.
+        ops: operations of a layer that recomputes: `kept` and `repeated` together.
+        kept: those whose results it keeps.
+        repeated: those that its backward repeats.
+        plain: operations of a layer that does not recompute.
     """
 
     ops: list[Op]
@@ -221,8 +229,10 @@ FLOPS_FORMULA = "6 × matmul weights + 12 × layers × heads × head_dim × seq_
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """Returns model FLOPs of training (forward and backward) on one token of a `seq_length` sample:
-    FLOPS_FORMULA, by the conventions above."""
+    """Returns model FLOPs of training (forward and backward) on one token of a `seq_length` sample.
+
+    They follow FLOPS_FORMULA and the conventions above.
+    """
     ops = layer_ops(widths(model))
     forward = model.num_layers * flops(ops, 2 * seq_length)  # attention in full
     return float(3 * forward + 6 * model.hidden_size * model.vocab_size)

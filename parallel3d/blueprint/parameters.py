@@ -19,11 +19,11 @@ class LocalParameter(NamedTuple):
 
     Attributes:
         replicated: every tp rank holds all of it, with the gradient of its own tokens.
-        columns: of a matrix; 1: a vector.
-        shared: elements at its end whose gradients several tp ranks sum: of key-value heads that
-            are on several ranks, and of norms of heads, of which each rank has its own heads.
-        owners: sets of ranks with different such elements.
-        tied: the weight of embedding and head alike.
+        columns: columns of a matrix; 1 for a vector.
+        shared: elements at its end whose gradients several tp ranks sum: key-value heads that are
+            on several ranks, and norms of heads, since each rank has its own heads.
+        owners: sets of ranks with different shared elements.
+        tied: it is the weight of both embedding and head.
     """
 
     name: str
@@ -44,9 +44,10 @@ def stage_parameters(
     *,
     borrows_table: bool = False,
 ) -> list[LocalParameter]:
-    """Lists the parameters of a rank whose stage has `layers`, the embedding if `first`, the head
-    if `last`; vocabulary padding included. They are in the order of `Stage.named_parameters()`,
-    which decides the gradient buckets (compared by tests/unit/estimate/test_traffic.py).
+    """Lists the parameters of a rank whose stage has `layers`, the embedding if `first`, and the
+    head if `last`, including vocabulary padding. They are in the order of
+    `Stage.named_parameters()`, which decides the gradient buckets (compared by
+    tests/unit/estimate/test_traffic.py).
 
     A tied weight is in the list once if one stage has both ends. It is not in the head's list if
     the head's stage `borrows_table` from the first stage on the same rank.

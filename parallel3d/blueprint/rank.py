@@ -24,7 +24,7 @@ class PipelineRank:
     """One rank of a pipeline with all of its stages, and the sizes that follow.
 
     Args:
-        index: along pp.
+        index: index along pp.
         data_rank: index along dp_cp, which decides its shards under zero=1.
     """
 
@@ -36,7 +36,9 @@ class PipelineRank:
         self.assignment = blueprint.assignment
         self.layer = blueprint.ops
         self.stages = blueprint.stages_of(index)
-        model, tp, zero = blueprint.model, self.layout.tp, blueprint.data.zero
+        model = blueprint.model
+        tp = self.layout.tp
+        zero = blueprint.data.zero
         self.replicas = self.layout.dp_cp
         self.layer_count = sum(len(stage.layers) for stage in self.stages)
         self.recomputed_layers = sum(stage.recomputed for stage in self.stages)
@@ -50,13 +52,13 @@ class PipelineRank:
         # Bytes of an element of activations, and of accumulated gradients: fp32 or better.
         self.item = ACTIVATION_BYTES[blueprint.precision.name]
         self.grad_item = max(4, self.item)
-        # Tokens of a micro-batch, bytes of all its hidden states (b, s, h), and of the residual
-        # stream on this rank; whether collectives need contiguous copies.
+        # Tokens of a micro-batch, bytes of its hidden states (b, s, h) and of the residual stream
+        # on this rank, and whether collectives need contiguous copies.
         self.tokens = blueprint.micro_batch_size * blueprint.local_seq_length
         self.hidden = self.tokens * model.hidden_size * self.item
         self.stream = self.hidden / (tp if self.sp else 1)
         self.copies = self.sp and blueprint.micro_batch_size > 1
-        # Columns of the logits that this rank computes the loss of.
+        # Columns of the logits in this rank's loss.
         self.columns = model.padded_vocab_size // (tp if model.parallel_output else 1)
 
     @property
@@ -67,7 +69,7 @@ class PipelineRank:
 
     @property
     def loss_chunks(self) -> Mapping[int, int]:
-        """{tokens of a loss chunk: number of such chunks} of a micro-batch."""
+        """Loss chunks of a micro-batch: {tokens of a chunk: number of such chunks}."""
         return loss_chunks(
             self.tokens,
             self.columns,
@@ -78,7 +80,7 @@ class PipelineRank:
 
     @cached_property
     def head_groups(self) -> int:
-        """Sets of key-value heads that context parallelism by gathering takes one by one."""
+        """Number of sets of key-value heads, which context parallelism gathers one by one."""
         w = widths(self.blueprint.model, self.layout.tp)
         of_head = 2 * self.tokens * self.blueprint.model.head_size * self.item
         return int(w.key_heads) // heads_at_once(int(w.key_heads), of_head)
@@ -91,7 +93,7 @@ class PipelineRank:
 
     @property
     def is_tied_to_another(self) -> bool:
-        """Whether two ranks hold a copy of the tied weight each, and this is one of them."""
+        """Whether this is one of two ranks that each hold a copy of the tied weight."""
         return self.first != self.last and self.table.tied
 
     def neighbours(self, offset: int) -> int:
@@ -100,9 +102,16 @@ class PipelineRank:
         return sum(place is not None and place[0] != self.index for place in around)
 
     def held(self, stage: StageBlueprint, layers: range) -> list[LocalParameter]:
-        """Returns the parameters of a stage with these of its layers; a table once on a rank."""
-        model, tp, ends = self.blueprint.model, self.layout.tp, (stage.first, stage.last)
-        return stage_parameters(model, tp, layers, *ends, borrows_table=self.first)
+        """Returns the parameters of a stage with only these layers; a rank has a table only
+        once."""
+        return stage_parameters(
+            self.blueprint.model,
+            self.layout.tp,
+            layers,
+            stage.first,
+            stage.last,
+            borrows_table=self.first,
+        )
 
     @cached_property
     def chunks(self) -> list[list[LocalParameter]]:
@@ -111,7 +120,7 @@ class PipelineRank:
 
     @cached_property
     def ends(self) -> list[LocalParameter]:
-        """Parameters of embedding and head."""
+        """Parameters of the embedding and the head."""
         return [p for stage in self.stages for p in self.held(stage, range(0))]
 
     @cached_property
@@ -133,7 +142,7 @@ class PipelineRank:
 
     @property
     def table(self) -> LocalParameter:
-        """The weight of the head, or the copy of it that is the embedding's, on the ends' ranks."""
+        """The weight of the head, or the embedding's copy of it, on the first and last ranks."""
         return [p for p in self.ends if p.name in TABLES][-1]
 
     @property
@@ -142,8 +151,10 @@ class PipelineRank:
 
 
 def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
-    """Returns the parameters of each bucket, as they lie in it: chunk by chunk, that of the last
-    layers, whose gradients are ready first, before the others."""
+    """Returns the parameters of each bucket, in their order there.
+
+    The chunk of the last layers comes first, because its gradients are ready first.
+    """
     found = []
     for chunk in reversed(rank.chunks):
         ready = chunk[::-1]
@@ -163,7 +174,7 @@ class FlatShard(NamedTuple):
 
     Attributes:
         spans: parameters of one kind, each with the first of its elements and their number.
-        tied: a copy that the norm does not count.
+        tied: it is a copy that the norm does not count.
         shared: elements that tp ranks sum (see `LocalParameter`), for all owners.
     """
 
@@ -192,9 +203,11 @@ class FlatShard(NamedTuple):
 def flat_shards(rank: PipelineRank) -> list[FlatShard]:
     """Returns the gradients that a rank sums over tp and steps, by bucket.
 
-    Under zero=1 its part of every bucket, with zero 2 and 3 its rows of every parameter.
+    Under zero=1 they are its part of every bucket, with zero 2 and 3 its rows of every parameter.
     """
-    tied, shards, at = rank.is_tied_to_another, rank.shards, rank.data_rank
+    tied = rank.is_tied_to_another
+    shards = rank.shards
+    at = rank.data_rank
     found = []
     if rank.fully_sharded:
         for p in rank.parameters:
@@ -205,7 +218,8 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
         return found
     for bucket in buckets_of(rank):
         own = bucket_numel(bucket, shards) // shards
-        start, offset = own * at * (shards > 1), 0
+        start = own * at if shards > 1 else 0
+        offset = 0
         by_kind: dict[tuple[bool, bool], list[tuple[LocalParameter, int, int]]] = defaultdict(list)
         for p in sorted(bucket, key=lambda p: (p.columns > 1, p.replicated)):
             first, end = max(start - offset, 0), min(start + own - offset, p.numel)

@@ -1,6 +1,6 @@
 """Rank mapping: the GPU of a cluster that holds each rank.
 
-A rank is a place in `Layout`'s default order, a slot a GPU of the cluster. Every group holds the
+A rank is a place in `Layout`'s default order; a slot is a GPU of the cluster. Every group holds the
 same ranks in the same order under every mapping, so training gives the same bits.
 """
 
@@ -27,13 +27,13 @@ SNAKED = ("dp", "pp")
 class Tiling:
     """Mixed-radix digits of a slot number, fastest first: `tp8-dp2-pp4-dp16`.
 
-    A dimension may occur more than once: here dp is split, two neighbours inside a domain and 16
-    outside. The earlier digits of a dimension are the faster ones of its index.
+    A dimension may occur more than once: here dp is split into two neighbours inside a domain and
+    16 outside. The earlier digits of a dimension are the faster ones of its index.
 
     `snake` (`tp4-dp2-dp8-snake`): an earlier digit of dp or pp runs backwards in every other turn
-    of the later ones, as in a reflected Gray code. Neighbours then differ in one digit only, so
-    that a ring leaves a domain and enters the next one on the same rail. NCCL reverses its rings on
-    every other node for the same reason (NCCL_CROSS_NIC).
+    of the later ones, as in a reflected Gray code. Neighbours then differ in only one digit, so a
+    ring leaves a domain and enters the next one on the same rail. NCCL reverses its rings on every
+    other node for the same reason (NCCL_CROSS_NIC).
     """
 
     digits: tuple[tuple[str, int], ...]
@@ -50,7 +50,7 @@ class Tiling:
         for part in plain.split("-"):
             match = re.fullmatch(r"(tp|cp|dp|pp)(\d*)", part)
             if match is None:
-                raise ValueError(f"{part!r} is neither a dimension nor one with a factor")
+                raise ValueError(f"{part!r} is not a dimension, with or without a factor")
             digits.append((match[1], int(match[2]) if match[2] else layout.size(match[1])))
         for dim in DIMENSIONS:
             product = math.prod(n for d, n in digits if d == dim)
@@ -75,8 +75,8 @@ class Tiling:
         return np.sum([index[d] * layout.stride(d) for d in DIMENSIONS], axis=0)
 
     def snaked(self, domain: int) -> Tiling | None:
-        """Returns it as a snake that turns at the border of `domain` positions; None if none
-        turns."""
+        """Returns this tiling as a snake that turns at the border of `domain` positions; None if no
+        digit turns."""
         digits: list[tuple[str, int]] = []
         stride = 1
         for dim, factor in self.digits:
@@ -88,7 +88,7 @@ class Tiling:
         return Tiling(tuple(digits), snake=True) if any(times[d] > 1 for d in SNAKED) else None
 
     def moved(self) -> Iterator[Tiling]:
-        """Yields the tilings with one prime factor of a digit at another place."""
+        """Yields the tilings with one prime factor of a digit moved to another place."""
         for i, (dim, factor) in enumerate(self.digits):
             for prime in primes(factor):
                 rest = [*self.digits[:i], (dim, factor // prime), *self.digits[i + 1 :]]
@@ -115,7 +115,7 @@ def primes(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RankMapping:
-    """Rank mapping: `slots[rank]` is the GPU of `rank`; `how` describes its source.
+    """Rank mapping: `slots[rank]` is the GPU of `rank`; `how` describes where it comes from.
 
     Raises ValueError unless every rank has one slot of its own.
     """
@@ -144,7 +144,7 @@ class RankMapping:
         slots: Slots | None = None,
         how: str | None = None,
     ) -> RankMapping:
-        """Counts `tiling` over `slots` (default: all of the cluster's, in order)."""
+        """Counts `tiling` over `slots` (default: all slots of the cluster, in order)."""
         free = np.arange(cluster.size) if slots is None else slots
         if free.size < layout.world_size:
             raise ValueError(f"{free.size} GPUs for {layout.world_size} ranks")

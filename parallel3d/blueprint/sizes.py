@@ -1,4 +1,4 @@
-"""Sizes of a step: chunks of the loss, groups of heads, layers that recompute or are offloaded."""
+"""Sizes of a step: chunks of the loss, groups of heads, recomputed and offloaded layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from parallel3d.blueprint.ops import Number
 
 STYLES = ("gather", "heads", "ring")
-# Bytes of a rank's keys and values that are gathered together: enough to be bound by bandwidth.
+# Bytes of a rank's keys and values that are gathered together, so that bandwidth is the limit.
 LEAST_BYTES = 4 << 20
 
 
@@ -31,25 +31,25 @@ def splits_heads(heads: Number, kv_heads: Number, cp: Number) -> Any:
 
 
 def recomputing(given: Sequence[int] | None, stage: int, layers: int) -> int:
-    """Returns how many of a stage's `layers` layers recompute, by `recompute_layers`."""
+    """Returns how many of a stage's `layers` layers are recomputed, given `recompute_layers`."""
     return offloading(given, stage, layers) if given else layers
 
 
 def offloading(given: Sequence[int] | None, stage: int, layers: int) -> int:
-    """Returns how many of a stage's `layers` layers are offloaded, by `offload_layers`."""
+    """Returns how many of a stage's `layers` layers are offloaded, given `offload_layers`."""
     if not given:
         return 0
     return min(layers, given[0] if len(given) == 1 else given[stage])
 
 
-CPU_BYTES = 64 << 20  # of a chunk's logits in fp32
+CPU_BYTES = 64 << 20  # of a chunk's fp32 logits
 # Each chunk reads the whole output weight twice and adds to its whole gradient: below about this
 # many tokens that takes longer than the matmuls (docs/performance.md).
 CPU_LEAST_TOKENS = 1024
-# Bytes of a chunk's logits in the compute type: 8,372 tokens of Llama 3's vocabulary in bf16.
+# Bytes of a chunk's logits in the compute dtype: 8,372 tokens of Llama 3's vocabulary in bf16.
 # Reading the weight twice and accumulating its fp32 gradient takes an H100 as long as the matmuls
-# of 400 tokens (3.35 TB/s, 700 TFLOP/s; the width cancels out): 5 % of such a chunk, 40 % of one of
-# 1,024 tokens. Beyond 2³¹ elements kernels would need 64-bit indices.
+# of 400 tokens (3.35 TB/s, 700 TFLOP/s; the width cancels out): 5 % of such a chunk, but 40 % of a
+# chunk of 1,024 tokens. Beyond 2³¹ elements kernels would need 64-bit indices.
 ACCELERATOR_BYTES = 2 << 30
 
 
@@ -59,16 +59,16 @@ def loss_chunks(
     """Returns {tokens of a loss chunk: number of such chunks} of a micro-batch, in their order.
 
     Args:
-        columns: of the logits that one rank holds.
-        chunk_tokens: `loss.chunk_tokens`; None: by CPU_BYTES and CPU_LEAST_TOKENS on a CPU, by
-            ACCELERATOR_BYTES on an accelerator.
-        item: bytes of the compute type.
+        columns: columns of the logits that one rank holds.
+        chunk_tokens: `loss.chunk_tokens`; None: it follows from CPU_BYTES and CPU_LEAST_TOKENS on a
+            CPU, and from ACCELERATOR_BYTES on an accelerator.
+        item: bytes of an element in the compute dtype.
     """
     if on_accelerator:
         most = chunk_tokens or max(1, ACCELERATOR_BYTES // (item * columns))
     else:
         most = chunk_tokens or max(CPU_LEAST_TOKENS, CPU_BYTES // (4 * columns))
     count = -(-tokens // most)
-    # Chunks are as equal as can be: a short last one would run at half the speed.
+    # Chunks are as equal as possible: a short last one would run at half the speed.
     size, larger = divmod(tokens, count)
     return +Counter({size + 1: larger, size: count - larger})

@@ -19,17 +19,18 @@ from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Weights
 
 
-@functools.lru_cache(maxsize=1024)  # a search asks often for the same
+@functools.lru_cache(maxsize=1024)  # a search often asks for the same
 def balance_chunks(
     cost: float, layers: int, assignment: StageAssignment, last_extra: float = 0.0
 ) -> tuple[int, ...]:
-    """Returns how many of `layers` layers of one `cost` (in any unit) each stage gets, at least 1.
+    """Returns how many of `layers` layers, each of `cost` (in any unit), each stage gets, at least
+    1.
 
     `last_extra` (head and loss) is added to the last stage's cost. The result minimises the cost of
     the most expensive rank over all of its chunks, then the sum of squared costs of stages, then
-    prefers middle stages and earlier ones. Adding layers one by one where each adds least is the
-    exact optimum: a stage's next layer never adds less than its last one did. Raises UserError if
-    there are more stages than layers.
+    prefers middle stages and earlier ones. Adding layers one by one, each where it adds least,
+    gives the exact optimum: a stage's next layer never adds less than its last one did. Raises
+    UserError if there are more stages than layers.
     """
     stages, ranks = assignment.stages, [rank for rank, _ in assignment.places]
     if stages > layers:
@@ -46,7 +47,7 @@ def balance_chunks(
     extras = [0] * (stages - 1) + [last]
     base = dict.fromkeys(ranks, assignment.chunks * unit)
     base[ranks[-1]] += last
-    # The least possible cost of the most expensive rank: each layer to the cheapest one.
+    # The least possible cost of the most expensive rank: give each layer to the cheapest one.
     cheapest = sorted(base.values())
     for _ in range(layers - stages):
         heapq.heapreplace(cheapest, cheapest[0] + unit)
@@ -95,14 +96,15 @@ def head_cost(model: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class StageWeights:
-    """Computes `choose.Weights` of a stage assignment; the embedding's look-up is taken as free.
+    """Computes `choose.Weights` of a stage assignment; the embedding's look-up counts as free.
 
     Args:
-        layer, head: their costs, in one unit. ranks: of the pipeline.
-        given: `schedule.layers_per_stage`, which rules out other numbers of stages
-            unless `balances` is set: then those are balanced.
+        layer, head: costs of a layer and of the head, in one unit.
+        ranks: ranks of the pipeline.
+        given: `schedule.layers_per_stage`, which rules out other numbers of stages, unless
+            `balances` is set: then those are balanced.
         again: the repeated part of a layer's forward (0 to 1).
-        recompute_layers: by stage (see `recomputing`); all layers where the lengths differ.
+        recompute_layers: layers by stage (see `recomputing`); all layers if the lengths differ.
     """
 
     layers: int
@@ -133,7 +135,9 @@ class StageWeights:
 
     def __call__(self, assignment: StageAssignment) -> Weights | None:
         """Returns None if the model has no such stages."""
-        stages, layers, given = assignment.stages, self.layers, self.given
+        stages = assignment.stages
+        layers = self.layers
+        given = self.given
         if stages > layers:
             return None
         if given is not None and len(given) == stages:

@@ -55,14 +55,15 @@ from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
 from parallel3d.optim.optimizer import EMA
+from parallel3d.text import count
 from parallel3d.trainer import Trainer
 
 
 def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
     """Returns the names of the run's checkpoints that any rank sees, newest first; collective.
 
-    Raises UserError if there are only damaged ones, as the run would begin anew although they may
-    still be needed; TrainingFailure as `read_together`.
+    Raises UserError if there are only damaged ones, because the run would start over although they
+    may still be needed; TrainingFailure like `read_together`.
     """
 
     def here() -> tuple[list[str], list[str]]:
@@ -77,15 +78,15 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
     if damaged and not names:
         raise UserError(
             f"run={run} has no checkpoint but {', '.join(damaged[:3])}"
-            f"{' …' if damaged[3:] else ''} in {run_dir}, and does not begin again at step 1 "
-            "beside what may be saved: give one its name back (step-…) if it is whole, or choose "
+            f"{' …' if damaged[3:] else ''} in {run_dir}, and does not start over at step 1 "
+            "next to what may be saved: give one its name back (step-…) if it is intact, or choose "
             "another run="
         )
     return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
 
 
 def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | None) -> Compared:
-    """Returns whether a run can resume from this checkpoint, and what to log of its files."""
+    """Returns whether a run can resume from this checkpoint, and what to log about its files."""
     refusal = identity.refusal(config.run, identity.changes(manifest.config, config))
     reads = not config.train.eval_only
     if refusal is None and corpus is not None and manifest.data:
@@ -125,15 +126,16 @@ def _other_text(
 
 
 def _other_blend(manifest: Manifest, run: str | None, seq_length: int, here: str) -> str | None:
-    """Refuses another history of the samples that were read; the future may change."""
+    """Returns a refusal if the history of the samples read so far differs; the future may
+    change."""
     samples = int(manifest.progress["consumed_samples"])
     if history_until(manifest.data["blend"], samples) == history_until(here, samples):
         return None
     tokens = samples * seq_length
     return (
         f"run={run} cannot resume with another blend: the weights or the texts of its first "
-        f"{tokens:,} tokens are not what they were; give those of the first start, other ones "
-        f"from here on as in 'data.blend_stages={{{tokens}:{{…}}}}', or choose another run="
+        f"{tokens:,} tokens have changed; give those of the first start, with other ones only "
+        f"from here on, as in 'data.blend_stages={{{tokens}:{{…}}}}', or choose another run="
     )
 
 
@@ -145,18 +147,18 @@ def facts_of(corpus: TrainingText) -> DataFacts:
     )
     if isinstance(corpus, Blend):
         facts["blend"] = corpus.history
-    if corpus.tokenizer != BYTE:  # manifests of bytes are older than tokenizers
+    if corpus.tokenizer != BYTE:  # manifests of byte texts are older than tokenizers
         facts["tokenizer"] = corpus.tokenizer
     return facts
 
 
 def changed_keys(found: list[identity.ConfigChange]) -> list[identity.ConfigChange]:
-    """Returns those of the differing keys that change the steps from a checkpoint on."""
+    """Returns the differing keys that change the steps after a checkpoint."""
     return [change for change in found if change.kind == "reported"]
 
 
 def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, samples: int) -> str:
-    """Returns what a run that resumes has done and has to do, in the unit of its length.
+    """Describes what a resuming run has done and still has to do, in the unit of its length.
 
     `sizes`: the global batch by samples read.
     """
@@ -167,14 +169,14 @@ def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, sample
     batches = [sizes.at(samples), sizes.at(length.sizes.samples(max(steps, length.last_step - 1)))]
     words = " to ".join(f"{size:,}" for size in dict.fromkeys(batches))
     left = length.last_step - steps
-    return f"{done}, {left:,} step{'s' * (left != 1)} of {words} sequences to go"
+    return f"{done}, {count(left, 'step')} of {words} sequences to go"
 
 
 # Restoring and saving
 
 
 def _to_read(trainer: Trainer, manifest: Manifest) -> State:
-    """Returns the trainer's chunks that the checkpoint holds; zeroes an optimizer's at step 0."""
+    """Returns the trainer's chunks that the checkpoint holds; at step 0, zeroes the optimizer's."""
     state = chunks_by_name(trainer.parameter_slices(), shared=False)
     if not manifest.has_weights_alone:
         return {k: v for k, v in state.items() if manifest.has_ema or not k.startswith(f"{EMA}/")}
@@ -186,13 +188,13 @@ def _to_read(trainer: Trainer, manifest: Manifest) -> State:
 
 
 class CheckpointFailure(RuntimeError):
-    """Tells, on all ranks alike, that a save failed by a bug."""
+    """Raised on all ranks if a save failed because of a bug."""
 
 
 class Checkpoints:
     """Restores, saves and closes a run's checkpoints on one rank.
 
-    Every call is collective over the world, at the same step on all ranks.
+    Every call is collective over the world, and made at the same step on all ranks.
 
         checkpoints = Checkpoints(config, run_dir, groups, say)
         first_step = checkpoints.restore(trainer)     # before anything else
@@ -200,7 +202,7 @@ class Checkpoints:
         checkpoints.close()                           # waits for the save in flight
 
     Args:
-        say: logs a sentence for the user; called on rank 0 alone.
+        say: logs a sentence for the user; only called on rank 0.
     """
 
     def __init__(
@@ -212,15 +214,16 @@ class Checkpoints:
         self.say = say
         self.saver: Saver | None = None
         self.step_in_flight: int | None = None
-        self.saved_step = 0  # the newest that is written or in flight
+        self.saved_step = 0  # newest step that is written or in flight
         self.resumed = False  # `restore` has found a checkpoint
-        self.changed = False  # whose steps had other keys, but for rounding
+        self.changed = False  # its steps had other keys, apart from rounding
         self.last_failed = False
         self.number = 0
         self.logged: set[str] = set()
-        self.lines: tuple[str, ...] = ()  # of the manifest that the run resumes from
-        self.waiting: Callable[[], tuple[str, ...]] = tuple  # returns those of the next manifest
-        # The trainer's, after `restore`.
+        self.lines: tuple[str, ...] = ()  # lines of the manifest from which the run resumes
+        # Returns the lines of the next manifest.
+        self.waiting: Callable[[], tuple[str, ...]] = tuple
+        # The trainer's values, after `restore`.
         self.device = torch.device("cpu")
         self.length = Length.of_run(config)
 
@@ -231,18 +234,19 @@ class Checkpoints:
     def restore(self, trainer: Trainer) -> int:
         """Restores the newest good checkpoint, if there is one; returns the first step to run.
 
-        A damaged one is logged and set aside, and the one before it is taken; one that a rank
-        cannot read is left as it is. May be called again in mid-run, to go back. Without any, the
-        trainer stays as it is.
+        A damaged checkpoint is logged and set aside, and the previous one is used; one that a rank
+        cannot read is left unchanged. Without a checkpoint, the trainer is not changed. It may be
+        called again during a run, to go back.
 
         Raises:
-            UserError: on all ranks alike, a run that cannot resume with this configuration or text,
-                or that has no good checkpoint left.
-            TrainingFailure: on all ranks alike, a checkpoint that cannot be read.
+            UserError: on all ranks, if the run cannot resume with this configuration or text, or
+                has no good checkpoint left.
+            TrainingFailure: on all ranks, if a checkpoint cannot be read.
         """
         if self.saver is not None:
             self._settle(wait=True)
-        self.device, self.length = trainer.device, trainer.length
+        self.device = trainer.device
+        self.length = trainer.length
         names = names_of_all(self.config.run, self.run_dir, self._from_all_ranks)
         first_step = 1
         for name in names:
@@ -251,19 +255,21 @@ class Checkpoints:
                 trainer.restore(manifest.progress, manifest.config)
                 self.length = trainer.length
                 self.changed = bool(changed_keys(identity.changes(manifest.config, self.config)))
-                goes_on = manifest.step < self.length.last_step and not self.config.train.eval_only
-                if self.is_first_rank and goes_on:
+                resumes = manifest.step < self.length.last_step and not self.config.train.eval_only
+                if self.is_first_rank and resumes:
                     self._log_changes(manifest)
-                self.saved_step, self.lines = manifest.step, manifest.lines
-                first_step, self.resumed = manifest.step + 1, True
+                self.saved_step = manifest.step
+                self.lines = manifest.lines
+                first_step = manifest.step + 1
+                self.resumed = True
                 break
         else:
             if names:
                 raise UserError(
-                    f"run={self.config.run} has no checkpoint that is whole: start another run="
+                    f"run={self.config.run} has no intact checkpoint: start another run="
                 )
             if self.is_first_rank and os.path.exists(self.run_dir / "metrics.jsonl"):
-                self.say(f"run={self.config.run} has no checkpoint yet: it begins again at step 1")
+                self.say(f"run={self.config.run} has no checkpoint yet: it starts over at step 1")
         if self.config.train.eval_only:
             return first_step  # nothing will be saved
         saver = self._prepare_saver()
@@ -296,7 +302,8 @@ class Checkpoints:
                 self.say(sentence)
 
     def _copies_ahead(self, step: int) -> bool:
-        """Returns whether a save will be copied after `step`, so that memory is allocated now."""
+        """Returns whether a save after `step` will be copied, so that its memory is allocated
+        now."""
         settings, steps = self.config.checkpoint, self.length.last_step
         if not (settings.async_save and settings.every):
             return False
@@ -307,7 +314,8 @@ class Checkpoints:
         return bool(every) and (step % every == 0 or step == self.length.last_step)
 
     def after_step(self, trainer: Trainer) -> None:
-        """Saves if a save is due. Raises CheckpointFailure if the last one failed by a bug."""
+        """Saves if a save is due. Raises CheckpointFailure if the last one failed because of a
+        bug."""
         self._settle(wait=False)
         if self.is_due(trainer.steps_done):
             self.save(trainer, wait=not self.config.checkpoint.async_save)
@@ -320,7 +328,7 @@ class Checkpoints:
         step = trainer.steps_done
         if step == self.saved_step:
             return written
-        # With zero=1 an all-gather in flight also writes this rank's own parameters.
+        # With zero=1, an all-gather in flight also writes this rank's own parameters.
         trainer.data_parallel.wait_for_all_gathers()
         state = chunks_by_name(trainer.parameter_slices(), shared=True)
         if not wait:
@@ -340,7 +348,8 @@ class Checkpoints:
         return not self.last_failed
 
     def _settle(self, *, wait: bool) -> bool:
-        """Agrees on how the save in flight ended; returns False if it was not written."""
+        """Agrees with all ranks on the result of the save in flight; returns False if it was not
+        written."""
         if self.step_in_flight is None:
             return True
         assert self.saver is not None  # `save` has started it
@@ -357,7 +366,8 @@ class Checkpoints:
         problem, is_bug, is_overtaken = self._from_first_rank(
             lambda: [mine.problem, mine.is_bug, mine.is_overtaken]
         )
-        step, self.step_in_flight = self.step_in_flight, None
+        step = self.step_in_flight
+        self.step_in_flight = None
         self.last_failed = problem is not None
         if self.is_first_rank:
             self._log_once(mine.notes)
@@ -408,7 +418,7 @@ class Checkpoints:
         if problem is not None:
             raise TrainingFailure(f"{damage}, and {folder.name} cannot be set aside ({problem})")
         if self.is_first_rank:
-            self.say(f"{damage}: it is now {aside}, and the checkpoint before it is used")
+            self.say(f"{damage}: it is now {aside}, and the previous checkpoint is used")
 
     def _log_changes(self, manifest: Manifest) -> None:
         found = identity.changes(manifest.config, self.config)
@@ -428,7 +438,7 @@ class Checkpoints:
         if manifest.has_ema and self.config.optim.ema_decay is None:
             self.say("optim.ema_decay=null: the average of the weights is dropped")
         elif not manifest.has_ema and self.config.optim.ema_decay is not None:
-            self.say(f"the average of the weights starts from those of step {manifest.step}")
+            self.say(f"the average of the weights starts from the weights of step {manifest.step}")
 
     def _facts(self, trainer: Trainer) -> Manifest:
         return Manifest(

@@ -1,10 +1,10 @@
-"""Defines a checkpoint as a folder: its manifest, its name, and the checkpoints of a run.
+"""Defines the folder of a checkpoint: its manifest and name; and lists the checkpoints of a run.
 
     runs/<run>/checkpoints/ latest                          the name of the newest step-00000500/
         manifest-<SHA-256>.json       steps, samples, configuration, data, the other files' digests
         rank-00000.safetensors …      see `storage`
 
-The manifest's digest is in its name, so that digests cover every byte of a checkpoint. A folder is
+The manifest's digest is in its name, so digests cover every byte of a checkpoint. A folder is
 made under a name that begins with `.saving-` and renamed when it is complete on the disk: `step-…`
 is always complete. Everything here is JSON and text, read without torch.
 """
@@ -38,34 +38,34 @@ CLAIM = ".claim"
 FORMAT = "parallel3d checkpoint"
 VERSION = 1
 PARAMETER = "parameter"  # kind of the weights in a checkpoint; other kinds are an optimizer's
-KINDS = {"model": PARAMETER, "ema": "ema"}  # that are meant by weights=…
+KINDS = {"model": PARAMETER, "ema": "ema"}  # values of weights=…
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{64})\.json")
-_LARGEST_MANIFEST = 16 << 20  # bytes: of a hundred thousand ranks
-# Numbers that `Trainer.restore` needs, beside the loss scale.
+_LARGEST_MANIFEST = 16 << 20  # bytes: enough for a hundred thousand ranks
+# Numbers that `Trainer.restore` needs besides the loss scale.
 COUNTS = ("steps", "consumed_samples", "updates", "good_steps", "overflows")
 
 
 class DamagedCheckpoint(Exception):
-    """Tells, with a sentence, that a checkpoint is provably not what was written."""
+    """Raised, with a sentence, if a checkpoint is provably not what was written."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(plain(sentence))
 
 
 class IncompleteCheckpoint(DamagedCheckpoint):
-    """Tells that a folder lists too few files; this host's view of it may be stale."""
+    """Raised if a folder lists too few files; this host's view of it may be stale."""
 
 
 class UnreadableCheckpoint(Exception):
-    """Tells that the system refuses to read a checkpoint, which proves nothing."""
+    """Raised if the system refuses to read a checkpoint, which proves nothing."""
 
     def __init__(self, what: str, error: OSError) -> None:
         super().__init__(plain(f"{what} cannot be read ({reason(error)})"))
 
 
 def reason(error: OSError) -> str:
-    """Returns why the system refused, with the name in manuals: `ESTALE: Stale file …`."""
+    """Returns why the system refused, with the manual's name: `ESTALE: Stale file …`."""
     name = errno.errorcode.get(error.errno or 0)
     return f"{name}: {error.strerror}" if name else str(error.strerror or error)
 
@@ -81,7 +81,7 @@ def unreadable(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Describes a file in the manifest: its bytes, and the SHA-256 of its length and header."""
+    """Describes a file in the manifest: its size, and the SHA-256 of its length and header."""
 
     name: str
     size: int
@@ -95,7 +95,7 @@ class DataFacts(TypedDict, total=False):
     train_tokens: int
     files: str  # marks of the files
     blend: str  # stages of the blend
-    tokenizer: str  # digest, but for bytes
+    tokenizer: str  # digest; absent for bytes
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ class Manifest:
         step: optimizer steps done.
         progress: `Trainer.progress()`.
         config: the whole configuration of the session that saved it, as nested dicts.
-        data: empty if the caller had own samples.
+        data: empty if the caller had samples of its own.
         saved_at: ISO 8601, UTC.
-        versions: of parallel3d and torch.
+        versions: versions of parallel3d and torch.
         files: one for each rank that had something to write.
-        lines: of metrics.jsonl that were not on the disk by then.
+        lines: lines of metrics.jsonl that were not on the disk by then.
     """
 
     step: int
@@ -130,7 +130,7 @@ class Manifest:
 
     @property
     def has_weights_alone(self) -> bool:
-        """Returns whether it is of step 0, which an import or an average makes of weights."""
+        """Returns whether it is of step 0: an import or an average makes it from weights."""
         return self.step == 0
 
     @property
@@ -143,7 +143,7 @@ def step_folder(step: int) -> str:
 
 
 def entries(run_dir: Path) -> list[Path]:
-    """Returns what lies in a run's folder of checkpoints, if it has one. Raises OSError."""
+    """Returns the entries of a run's folder of checkpoints, if it has one. Raises OSError."""
     try:
         return sorted((run_dir / CHECKPOINTS).iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -192,7 +192,9 @@ def read_manifest(folder: Path) -> Manifest:
             raise DamagedCheckpoint(f"{folder.name} has a manifest that is not what was written")
         manifest = _parsed(parse_json(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{folder.name} has no manifest of ours ({error!r})") from error
+        raise DamagedCheckpoint(
+            f"{folder.name} has no manifest of parallel3d ({error!r})"
+        ) from error
     expected = {file.name for file in manifest.files} | {path.name}
     if missing := sorted(expected - names):
         raise IncompleteCheckpoint(f"{folder.name} lacks {', '.join(missing[:3])}")
@@ -205,20 +207,25 @@ def read_manifest(folder: Path) -> Manifest:
         with unreadable(name):
             size = (folder / file.name).stat().st_size
         if size != file.size:
-            raise DamagedCheckpoint(f"{name} has {size} bytes, {file.size} were written")
+            raise DamagedCheckpoint(f"{name} has {size} bytes, but {file.size} were written")
     return manifest
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
-    """Checks each value, as a digest proves no author. Raises ValueError, KeyError, TypeError."""
+    """Checks each value: a valid digest does not make the content trustworthy.
+
+    Raises ValueError, KeyError, TypeError.
+    """
     if content.pop("format") != FORMAT:
         raise ValueError("another format")
     version = content.pop("version")
     if version != VERSION:
-        raise ValueError(f"version {version}, this parallel3d reads {VERSION}")
+        raise ValueError(f"version {version}, but this parallel3d reads {VERSION}")
     files = tuple(FileDigest(**file) for file in content.pop("files"))
     manifest = Manifest(**content | {"files": files, "lines": tuple(content.get("lines", ()))})
-    progress, config, data = manifest.progress, manifest.config, manifest.data
+    progress = manifest.progress
+    config = manifest.config
+    data = manifest.data
     sections, words = ("model", "data", "optim", "precision"), ("tokenizer", "blend", "files")
     fits = {
         **{file.name: _is_file(file) for file in files},
@@ -274,15 +281,18 @@ Share = Callable[[Any], list[Any]]  # gathers a value from all ranks; collective
 
 
 def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | None]:
-    """Calls `read` on every rank, with retries where it could not read; collective.
+    """Calls `read` on every rank, with retries on ranks that could not read; collective.
 
     A part that the system does not let a rank read (a failing file system, a node without the
-    mount, stale folder entries) proves no damage: then all ranks end alike and change nothing.
+    mount, stale folder entries) does not prove damage: then all ranks end in the same way and
+    change nothing.
 
-    Returns this rank's result and None; or, on all ranks, why the checkpoint is damaged. Raises
-    TrainingFailure on all ranks if one of them cannot read, or does not find what others do.
+    Returns this rank's result and None; or, on all ranks, None and why the checkpoint is damaged.
+    Raises TrainingFailure on all ranks if one of them cannot read, or does not find what others do.
     """
-    result, kind, why = None, _UNREADABLE, ""
+    result = None
+    kind = _UNREADABLE
+    why = ""
     answers: list[tuple[int, str, str]] = []
     for pause in (0.0, *PAUSES_S):
         time.sleep(pause)
@@ -299,8 +309,8 @@ def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | 
         _, why, host = answers[rank]
         raise TrainingFailure(
             f"on rank {rank}, host {host}: {why}, after {len(PAUSES_S) + 1} tries in "
-            f"{sum(PAUSES_S):g} s; no checkpoint was touched: when the file system is well again, "
-            "the same line resumes"
+            f"{sum(PAUSES_S):g} s; no checkpoint was touched: when the file system works again, "
+            "the same command resumes"
         )
     return (None, wrong[0]) if wrong else (result, None)
 

@@ -2,9 +2,8 @@
 
 Every rank writes its file into `.saving-…`, flushes it and notifies rank 0. Rank 0 adds the
 manifest, flushes, and renames the folder to `step-…`: from then on the save has succeeded, and
-errors in the rest (`latest`, removal of old checkpoints) do not change that. In the background
-ranks communicate through the store alone: collectives there would interleave with those of the
-training.
+errors in the rest (`latest`, removal of old checkpoints) do not change that. In the background,
+ranks only communicate through the store: collectives there would interleave with training's.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
     from parallel3d.config.schema import CheckpointConfig
 
 
-# Who may write a run's checkpoints, which of them stay, and the removal of leftovers
+# The right to write a run's checkpoints, the choice of those to keep, and removal of leftovers
 
 _LARGEST = 1 << 16  # bytes
 
@@ -72,8 +71,8 @@ _LARGEST = 1 << 16  # bytes
 class Lease:
     """Claims a run's checkpoints for one start, on rank 0, on file systems without locks.
 
-    Where the file system has locks, one keeps a second start out (`run.directory.take_run`).
-    Elsewhere two starts would remove each other's files: so each start writes its name into the
+    If the file system has locks, a lock keeps a second start out (`run.directory.take_run`).
+    Otherwise two starts would remove each other's files, so each start writes its name into the
     folder, and a start whose name was replaced writes nothing and ends.
 
     Args:
@@ -81,12 +80,13 @@ class Lease:
     """
 
     def __init__(self, run_dir: Path, session: str) -> None:
-        self.run_dir, self.session = run_dir, session
+        self.run_dir = run_dir
+        self.session = session
         self.path = run_dir / CHECKPOINTS / CLAIM
         self.tried = self.taken = False
 
     def take(self) -> list[str]:
-        """Claims the folder, also before the first save; returns sentences to log."""
+        """Claims the folder, even before the first save; returns sentences to log."""
         if self.taken:
             return []
         self.tried, before = True, self._current()
@@ -100,7 +100,8 @@ class Lease:
                 return []
         except OSError as error:
             return [
-                f"{self.path} cannot be written ({reason(error)}): see that no other start runs"
+                f"{self.path} cannot be written ({reason(error)}): make sure that no other start "
+                "runs"
             ]
         return [
             f"{self.run_dir} is on a file system without locks: if the start of {_who(before)} "
@@ -108,7 +109,7 @@ class Lease:
         ]
 
     def lost_to(self) -> str | None:
-        """Returns a sentence if another start has the folder, else claims it if that is left to do.
+        """Returns a sentence if another start has the folder; otherwise claims it, if not yet done.
 
         An unreadable file proves nothing.
         """
@@ -144,19 +145,20 @@ _LEFTOVERS = (UNFINISHED, REMOVED, f".{LATEST}", f".{CLAIM}.")
 
 
 def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Path]:
-    """Returns the checkpoints beyond the last `keep` whose step is no multiple of `keep_every`."""
+    """Returns the checkpoints before the last `keep` whose step is not a multiple of
+    `keep_every`."""
     old = list(newest_first)[settings.keep :]
     every = settings.keep_every
     return [p for p in old if not (every and step_of(p) % every == 0)]
 
 
 def remove_leftovers(run_dir: Path) -> list[str]:
-    """Removes what killed saves and removals left; returns a sentence for each that stays."""
+    """Removes leftovers of killed saves and removals; returns a sentence for each that stays."""
     try:
         left = [path for path in entries(run_dir) if path.name.startswith(_LEFTOVERS)]
     except OSError as error:
         folder = run_dir / CHECKPOINTS
-        return [f"{folder} cannot be looked through for leftovers ({reason(error)})"]
+        return [f"{folder} cannot be searched for leftovers ({reason(error)})"]
     return remove_all(left)
 
 
@@ -168,7 +170,7 @@ def remove_all(paths: Iterable[Path]) -> list[str]:
             if not path.is_dir():
                 path.unlink(missing_ok=True)
                 continue
-            if not path.name.startswith(_LEFTOVERS):  # so that it is no checkpoint any more
+            if not path.name.startswith(_LEFTOVERS):  # so that it is no longer a checkpoint
                 path = path.rename(path.with_name(f"{REMOVED}{path.name}-{uuid.uuid4().hex[:8]}"))
             shutil.rmtree(path)
         except OSError as error:
@@ -177,7 +179,7 @@ def remove_all(paths: Iterable[Path]) -> list[str]:
 
 
 def describe_newest(run_dir: Path) -> str:
-    """Returns half a sentence on the checkpoint that a run has left when a save failed."""
+    """Returns a clause about the newest checkpoint that a run has after a failed save."""
     try:
         old = list_checkpoints(run_dir)
     except OSError as error:
@@ -207,8 +209,8 @@ class SaveResult:
         is_bug: a bug, not an error of the disk.
         is_overtaken: another start has taken over the run.
         notes: sentences on other errors, which change nothing.
-        file: of a part, that the rank wrote, if it had to write any.
-        elements: of a part, how many of each kind are in the file.
+        file: the file that a part wrote, if it had anything to write.
+        elements: number of elements of each kind in a part's file.
     """
 
     problem: str | None = None
@@ -228,27 +230,28 @@ def count_elements(state: State) -> dict[str, int]:
 
 
 def is_complete(totals: Counter[str], elements: int) -> bool:
-    """Returns whether each kind has all elements; Muon has momentum of some, AdamW the others."""
+    """Returns whether each kind has all elements; some have Muon's momentum, the others AdamW's
+    moments."""
     others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
     everywhere = all(n + totals[others.get(kind, "")] == elements for kind, n in totals.items())
     return everywhere and totals[PARAMETER] == elements
 
 
 def failed(rank: int, error: Exception) -> SaveResult:
-    """Returns the result of a save that raised: an OSError in words, a bug with its traceback."""
+    """Returns the result of a failed save: an OSError in words, a bug with its traceback."""
     if isinstance(error, OSError):
         return SaveResult(f"{error.strerror or error} (rank {rank})")
     trace = "".join(traceback.format_exception(error))
     return SaveResult(f"rank {rank}: {trace}", is_bug=True)
 
 
-# The folder of a checkpoint, from its first file to its name
+# The folder of a checkpoint, from its first file to its final name
 
 
 def unfinished_folder(run_dir: Path, step: int, session: str) -> Path:
-    """Returns where the ranks write a checkpoint before it has its name.
+    """Returns the folder of a checkpoint before it has its final name.
 
-    `session` tells tries apart, so that what an earlier one left is not in the way.
+    `session` distinguishes attempts, so that leftovers of an earlier one are not in the way.
     """
     return run_dir / CHECKPOINTS / f"{UNFINISHED}{step:08d}-{session}"
 
@@ -261,10 +264,10 @@ def write_part(unfinished: Path, rank: int, state: State) -> FileDigest | None:
 
 
 def complete(unfinished: Path, facts: Manifest, files: Sequence[FileDigest]) -> Path:
-    """Makes the checkpoint of the ranks' files, or raises; others stay, one of the same step too.
+    """Makes the checkpoint from the ranks' files; an existing one of the same step stays.
 
     Args:
-        facts: all of the manifest but the files and the time.
+        facts: the manifest without the files and the time.
 
     Returns its folder. Raises OSError.
     """
@@ -280,31 +283,31 @@ def complete(unfinished: Path, facts: Manifest, files: Sequence[FileDigest]) -> 
     try:
         os.rename(unfinished, final)
     except OSError:
-        # It may be there: of another start, or as NFS lost the reply to a completed rename.
+        # It may exist: from another start, or because NFS lost the reply to a completed rename.
         if not os.path.isdir(final):
             raise
     return final
 
 
 _ALIGNED = 64  # bytes: alignment of staged chunks
-# Bytes. torch pins a power of two: one slab of 33 GiB would take 64 GiB of the host's memory.
+# Bytes of a slab. torch pins powers of two: one slab of 33 GiB would take 64 GiB of host memory.
 SLAB = 1 << 30
 
 
 class Staging:
-    """Copies chunks to CPU memory, which is kept from save to save, so that training can go on.
+    """Copies chunks to CPU memory, which is kept between saves, so that training can continue.
 
     The copy is made while the next step computes its gradients: parameters and moments do not
     change before the update, which waits for the copy (`Trainer.before_update`). There is one copy
-    at a time: the next one overwrites it (`Saver.start` waits for the save before).
+    at a time, and the next one overwrites it (`Saver.start` waits for the previous save).
     """
 
     def __init__(self) -> None:
         self.slabs: list[Tensor] = []  # uint8, pinned for chunks on an accelerator
-        self.stream: Any = None  # for copies that overlap with the training
+        self.stream: Any = None  # stream of copies that overlap with training
 
     def prepare(self, state: State) -> list[tuple[str, Chunk, Tensor, Tensor]]:
-        """Allocates (at half a second a GB) what `state` lacks, for before a save.
+        """Allocates the missing memory for `state`, at half a second per GB; call it before a save.
 
         Returns (name, chunk, its values, its place) of every chunk. They are packed into slabs, the
         largest first.
@@ -330,7 +333,7 @@ class Staging:
         return found
 
     def now(self, state: State) -> Any:
-        """Returns an event behind the values of `state`; None on a CPU."""
+        """Returns an event after the values of `state`; None on a CPU."""
         device = device_of(state)
         if not accelerator.is_accelerator(device):
             return None
@@ -341,8 +344,8 @@ class Staging:
     def copy(self, state: State, ready: Any = None) -> State:
         """Returns a copy of the values in the slabs; chunks larger than a slab are cut by rows.
 
-        On an accelerator they are copied on a stream of their own, behind `ready` (of `now`), so
-        not behind later work. The copy is complete at the return.
+        On an accelerator they are copied on a stream of their own, after `ready` (see `now`), and
+        so not after later work. The copy is complete when this returns.
         """
         copied = {name: dataclasses.replace(tensor, chunks=[]) for name, tensor in state.items()}
         pairs = []
@@ -366,7 +369,7 @@ class Staging:
             with accelerator.on_stream(self.stream):
                 for target, source in pairs:
                     target.copy_(source, non_blocking=True)
-        finally:  # also after an error: queued copies still write to the slabs
+        finally:  # even after an error: queued copies still write to the slabs
             self.stream.synchronize()
 
 
@@ -376,7 +379,7 @@ def device_of(state: State) -> torch.device:
 
 
 def _parts(state: State) -> Iterator[tuple[str, Chunk, Tensor]]:
-    """Yields (name, chunk, values) of every chunk, cut by rows to fit into a slab."""
+    """Yields (name, chunk, values) of every chunk, cut by rows to fit into slabs."""
     for name, tensor in state.items():
         for chunk, values in tensor.chunks:
             if values.nbytes <= SLAB:
@@ -407,9 +410,9 @@ class Saver:
     """Writes one rank's part of the saves of a run; at most one is in flight.
 
     Args:
-        run_dir: on a file system that all hosts share.
+        run_dir: the run's folder, on a file system that all hosts share.
         session: shared by all ranks of this start of the run, and different for each start.
-        lease: rank 0's on the folder; None where no other start can be.
+        lease: rank 0's lease on the folder; None if there can be no other start.
     """
 
     def __init__(
@@ -422,25 +425,29 @@ class Saver:
         timeout_s: float,
         lease: Lease | None = None,
     ) -> None:
-        self.run_dir, self.settings = run_dir, settings
+        self.run_dir = run_dir
+        self.settings = settings
         self.folder = run_dir / CHECKPOINTS
-        self.rank, self.world_size, self.session = rank, world_size, session
-        self.timeout_s, self.lease = timeout_s, lease
+        self.rank = rank
+        self.world_size = world_size
+        self.session = session
+        self.timeout_s = timeout_s
+        self.lease = lease
         self.outcome: SaveResult | None = None
         self.thread: threading.Thread | None = None
         self.staging = Staging()
         self.copied = threading.Event()  # the values of the current save may change again
 
     def start(self, save: Save, *, background: bool, copies: bool = True) -> None:
-        """Begins a save; without `background` it has ended on this rank at the return.
+        """Begins a save; without `background` it has ended on this rank when this returns.
 
-        At the end `outcome` is set: on rank 0 of the whole save, elsewhere of this rank's part. In
-        the background the values may not change before `copied` is set; without `copies`, for the
-        end of a run, not before the end of the save. Must be called by the thread that computes the
-        values. Raises RuntimeError if another save is in flight.
+        At the end `outcome` is set: on rank 0 for the whole save, elsewhere for this rank's part.
+        In the background the values may not change before `copied` is set or, without `copies` (at
+        the end of a run), before the end of the save. The thread that computes the values must call
+        it. Raises RuntimeError if another save is in flight.
         """
         if self.thread is not None:
-            raise RuntimeError("a save is under way, and its copies are where this one's would be")
+            raise RuntimeError("a save is in flight, and occupies the memory for copies")
         self.outcome = None
         if not background:
             self._work(save)
@@ -477,7 +484,7 @@ class Saver:
         self.outcome = outcome
 
     def _part(self, save: Save, copy: Callable[[State], State]) -> SaveResult:
-        """Writes this rank's file of what `copy` makes of the values."""
+        """Writes this rank's file, with the values that `copy` returns."""
         try:
             state = copy(save.state)
             self.copied.set()
@@ -492,18 +499,18 @@ class Saver:
         """Completes the checkpoint on rank 0 when all parts are there, or removes them."""
         try:
             parts = [mine, *self._parts_of_others(save)]
-            # First: the other start may have caused a failure.
+            # Checked first: the other start may have caused a failure.
             if self.lease is not None and (other := self.lease.lost_to()) is not None:
                 return SaveResult(other, is_overtaken=True)
             bad = [part for part in parts if part.problem is not None]
             outcome = max(bad, key=lambda p: p.is_bug) if bad else self._complete(save, parts)
         except Exception as error:
             outcome = failed(self.rank, error)
-        left = remove_all([self._unfinished(save)])  # not there, if it succeeded
+        left = remove_all([self._unfinished(save)])  # it is gone if the save succeeded
         return dataclasses.replace(outcome, notes=(*outcome.notes, *left))
 
     def _complete(self, save: Save, parts: list[SaveResult]) -> SaveResult:
-        """Makes the checkpoint of all parts. Raises OSError and RuntimeError if it cannot."""
+        """Makes the checkpoint from all parts. Raises OSError and RuntimeError if it cannot."""
         totals: Counter[str] = sum((Counter(part.elements) for part in parts), Counter())
         if not is_complete(totals, save.elements):
             raise RuntimeError(f"the ranks wrote {dict(totals)} elements, not {save.elements}")
@@ -518,11 +525,11 @@ class Saver:
         store, deadline = _store(), time.monotonic() + self.timeout_s
         while not store.check(others):
             if time.monotonic() > deadline:
-                raise TimeoutError(None, f"no word of every rank within {self.timeout_s:g} s")
+                raise TimeoutError(None, f"not all ranks have answered within {self.timeout_s:g} s")
             time.sleep(POLL_S)
         try:
             parts = [_part_of(facts) for facts in get_all(store, others)]
-        except ValueError as error:  # a message that no rank has signed
+        except ValueError as error:  # a message without a rank's signature
             raise OSError(None, str(error)) from None
         for key in others:
             store.delete_key(key)
@@ -535,7 +542,7 @@ class Saver:
             gone = expired(list_checkpoints(self.run_dir), self.settings)
         except OSError as error:  # the older ones stay until the new one is certain
             done = f"{step_folder(save.step)} is written"
-            return [f"{done}, but {LATEST} or the folder could not be ({reason(error)})"]
+            return [f"{done}, but {LATEST} or the folder could not be updated ({reason(error)})"]
         return remove_all(gone)
 
     def _unfinished(self, save: Save) -> Path:

@@ -4,14 +4,14 @@ A rank's part of a checkpoint is one file:
 
     length of the header (8 bytes) | header, JSON | the chunks' bytes, concatenated
 
-The header names every chunk `kind/name/first row,first column` with its type, shape and offset;
+The header names every chunk `kind/name/first row,first column` with its dtype, shape and offset;
 `__metadata__` has the full shapes and a SHA-256 of each chunk. The manifest of the checkpoint has
 the SHA-256 of length and header. So every byte is covered, and a reader verifies exactly the chunks
-that it reads, in the memory that it takes them from. Any safetensors reader opens the file.
+that it reads, in the memory from which it takes them. Any safetensors reader opens the file.
 
 A checkpoint is independent of ranks, stages, buckets and shards: it holds chunks of full tensors,
-and a reader intersects those that it wants with those that are there. Which rank writes which
-element is arithmetic (`share`), so a save needs no communication and may run in a thread.
+and a reader intersects its wanted chunks with the stored ones. The choice of the rank that writes
+an element is arithmetic (`share`), so a save needs no communication and may run in a thread.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from parallel3d.parameters.segments import Chunk, chunks_of_range
 if TYPE_CHECKING:
     from parallel3d.parameters.slices import ParameterSlice
 
-# Ranks that hold equal values divide a slice by rows if each gets at least so many elements. A
-# smaller slice is written by one of them: with more, headers would outweigh values.
+# Ranks that hold equal values divide a slice by rows if each gets at least this many elements. A
+# single one writes a smaller slice: with more writers, headers would outweigh values.
 SHARED_ELEMENTS = 4096
 _LENGTH = 8  # bytes
-_LARGEST_HEADER = 64 << 20  # bytes, with its length: of a quarter of a million chunks
+_LARGEST_HEADER = 64 << 20  # bytes, including its length: enough for a quarter of a million chunks
 _MOST = 1 << 60  # elements of a tensor
-_BLOCK = 4 << 20  # bytes: written while they are in the processor's cache from hashing
+_BLOCK = 4 << 20  # bytes that are written while they are in the processor's cache from hashing
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -86,9 +86,9 @@ State = dict[str, TensorChunks]
 def share(part: ParameterSlice) -> tuple[int, int]:
     """Returns (first element, count) of the part of a slice that this holder writes.
 
-    Counted from the slice's start. The holders of a slice write each element exactly once. They
-    divide the local parameter at the ends of rows, wherever a slice begins: the two holders of a
-    tied embedding may shard it differently.
+    Elements count from the slice's start. The holders of a slice write each element exactly once.
+    They divide the local parameter at the ends of rows, wherever a slice begins, because the two
+    holders of a tied embedding may shard it differently.
     """
     index, holders = part.copies.index, part.copies.count
     count = next(iter(part.values.values())).numel()
@@ -103,7 +103,7 @@ def share(part: ParameterSlice) -> tuple[int, int]:
 
 
 def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str, TensorChunks]:
-    """Returns `kind/name` → views of chunks; `shared`: without those that another rank writes."""
+    """Returns `kind/name` → views of chunks; `shared`: without chunks that another rank writes."""
     tensors: dict[str, TensorChunks] = {}
     for part in parts:
         first, count = 0, next(iter(part.values.values())).numel()
@@ -127,10 +127,10 @@ def write_state(path: Path, state: State) -> FileDigest:
         for chunk, values in tensor.chunks
     }
     if len(parts) != sum(len(tensor.chunks) for tensor in state.values()):
-        raise ValueError("a chunk is there twice")
+        raise ValueError("a chunk is given twice")
     full_shapes = {name: list(tensor.full_shape) for name, tensor in state.items()}
     digests = dict.fromkeys(parts, bytes(hashlib.sha256().digest_size).hex())
-    start = len(_header(full_shapes, parts, digests))  # equal, whatever the digests are
+    start = len(_header(full_shapes, parts, digests))  # the same for all digests
     with new_file(path) as descriptor:
         os.lseek(descriptor, start, os.SEEK_SET)
         for name, values in parts.items():
@@ -172,13 +172,13 @@ def _write_chunk(descriptor: int, values: Tensor) -> str:
 
 @dataclass(frozen=True, order=True)
 class StoredChunk:
-    """Describes a chunk of a full tensor in a file; in the order of the disk.
+    """Describes a chunk of a full tensor in a file; sorts in the order on disk.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         at: first byte in the file.
         name: `kind/name` of the tensor.
-        full_shape, dtype: of the full tensor.
+        full_shape, dtype: shape and dtype of the full tensor.
         digest: SHA-256 of its bytes, hexadecimal.
     """
 
@@ -201,7 +201,7 @@ class StoredChunk:
             with unreadable(file), open_regular(self.path) as descriptor:
                 done = read_into(descriptor, view, self.at)
         except ValueError as error:
-            raise DamagedCheckpoint(f"{file} is no file any more ({error})") from error
+            raise DamagedCheckpoint(f"{file} is no longer a file ({error})") from error
         if done < len(view) or hashlib.sha256(view).hexdigest() != self.digest:
             what = f"{self.name} at {self.chunk.offsets}"
             raise DamagedCheckpoint(f"{file} {what} is not what was written")
@@ -214,7 +214,7 @@ def _name(path: Path) -> str:
 
 
 def _chunks_in(path: Path, expected: FileDigest) -> list[StoredChunk]:
-    """Returns the chunks of a file, of its verified header; raises as `read_state`."""
+    """Returns the chunks of a file, from its verified header; raises like `read_state`."""
     file = _name(path)
     try:
         with unreadable(file), open_regular(path) as descriptor:
@@ -226,16 +226,16 @@ def _chunks_in(path: Path, expected: FileDigest) -> list[StoredChunk]:
             header = bytearray(size)
             read_into(descriptor, memoryview(header), 0)
         if hashlib.sha256(header).hexdigest() != expected.header:
-            raise DamagedCheckpoint(f"{file} has a header that was not written so")
+            raise DamagedCheckpoint(f"{file} has a header that is not what was written")
         return list(_parsed(bytes(header), path, expected.size))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedCheckpoint(
-            f"{file} is no checkpoint file of parallel3d ({error!r})"
+            f"{file} is not a checkpoint file of parallel3d ({error!r})"
         ) from error
 
 
 def _parsed(header: bytes, path: Path, size: int) -> Iterator[StoredChunk]:
-    """Yields the chunks of a header; checks each value, as a digest proves no author."""
+    """Yields the chunks of a header; checks each value, as a digest does not prove its content."""
     content = parse_json(header[_LENGTH:])
     ours = parse_json(content.pop("__metadata__")["parallel3d"].encode())
     at = len(header)
@@ -246,27 +246,27 @@ def _parsed(header: bytes, path: Path, size: int) -> Iterator[StoredChunk]:
         full = tuple(int(n) for n in ours["full_shapes"][name])
         fits = all(end <= n for end, n in zip(chunk.ends, full, strict=True))
         if not fits or math.prod(full) > _MOST or min(first) < 0 or min(chunk.sizes) < 1:
-            raise ValueError(f"{key} is no chunk of {full}")
+            raise ValueError(f"{key} is not a chunk of {full}")
         stored = StoredChunk(
             path, at, name, chunk, full, DTYPES[entry["dtype"]], ours["sha256"][key]
         )
         at += stored.nbytes
         if entry["data_offsets"] != [stored.at - len(header), at - len(header)]:
-            raise ValueError(f"{key} lies elsewhere")
+            raise ValueError(f"{key} is elsewhere")
         yield stored
     if at != size:
-        raise ValueError(f"chunks up to byte {at}, and {size} bytes")
+        raise ValueError(f"chunks up to byte {at}, but {size} bytes")
 
 
 def read_state(folder: Path, state: State) -> Manifest:
     """Fills the chunks of `state` from a checkpoint of any layout; no communication.
 
-    Everything read is verified first. Values of another type are converted. Raises
-    UnreadableCheckpoint, and DamagedCheckpoint, also if the checkpoint lacks wanted values; `state`
-    may then be half filled.
+    All values are verified before they are used, and converted if the dtype differs. Raises
+    UnreadableCheckpoint; and DamagedCheckpoint, even if the checkpoint only lacks wanted values:
+    `state` may then be partly filled.
     """
     manifest, stored = _opened(folder)
-    # Of each stored chunk, what is wanted: (values to fill, their chunk, the part in both).
+    # By stored chunk, the wanted parts: (values to fill, their chunk, the part in both).
     wanted: dict[StoredChunk, list[tuple[Tensor, Chunk, Chunk]]] = defaultdict(list)
     for name, tensor in state.items():
         there = stored.get(name)
@@ -298,7 +298,7 @@ def read_full(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[str
     """Returns `kind/name` → full, unpadded CPU tensor, verified; for models that fit one process.
 
     Kinds are "parameter", "ema" and the optimizer's "exp_avg", "exp_avg_sq" or "momentum"; kinds
-    that the checkpoint lacks are left out. Raises as `read_state`.
+    that the checkpoint lacks are left out. Raises like `read_state`.
     """
     first = {n: s[0] for n, s in _opened(folder)[1].items() if n.partition("/")[0] in kinds}
     empty = {name: torch.empty(s.full_shape, dtype=s.dtype) for name, s in first.items()}
@@ -307,12 +307,12 @@ def read_full(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[str
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Returns `kind/name` → full shape, of verified headers; raises as `read_state`."""
+    """Returns `kind/name` → full shape, from verified headers; raises like `read_state`."""
     return {name: chunks[0].full_shape for name, chunks in _opened(folder)[1].items()}
 
 
 def verify_checkpoint(folder: Path) -> Manifest:
-    """Verifies every byte and that chunks cover each tensor once; raises as `read_state`."""
+    """Verifies every byte and that chunks cover each tensor once; raises like `read_state`."""
     manifest, stored = _opened(folder)
     chunks = [chunk for some in stored.values() for chunk in some]
     buffer = bytearray(max((chunk.nbytes for chunk in chunks), default=0))
@@ -330,7 +330,7 @@ def _opened(folder: Path) -> tuple[Manifest, dict[str, list[StoredChunk]]]:
             stored[chunk.name].append(chunk)
     for name, chunks in stored.items():
         elements, shapes = sum(c.chunk.elements for c in chunks), {c.full_shape for c in chunks}
-        # Also, a header cannot demand more memory than its file has.
+        # This also keeps a header from demanding more memory than its file has.
         if shapes != {chunks[0].full_shape} or elements != math.prod(chunks[0].full_shape):
             raise DamagedCheckpoint(f"{folder.name} holds {elements} elements of {name}")
     return manifest, dict(stored)

@@ -1,8 +1,8 @@
 """Collectives of the framework: one place for torch versions, backends, timing and logging.
 
 The `*_async` and `*_bucket` functions return a handle; the result may be read after its `wait()`,
-which on NCCL orders streams and on gloo blocks the host. Several may be in flight on a group, which
-all ranks start and wait for in the same order. A group of one communicates nothing.
+which on NCCL orders streams and on gloo blocks the host. Several may be in flight on a group if all
+ranks start them, and wait for them, in the same order. A group of one communicates nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CompletedWork:
 
 
 def kind_of(group: Group) -> str:
-    """Returns the kind of time (`step_timer.KINDS`) under which a group's communication counts."""
+    """Returns the kind of time (`step_timer.KINDS`) that a group's communication counts as."""
     return KIND_OF_GROUP.get(group.name, "model")
 
 
@@ -54,7 +54,7 @@ class Timed:
 
 
 def observed(name: str, tensor: Tensor, group: Group, start: Callable[[], Work]) -> Work:
-    """Starts a collective; logs it, and times its wait, on the CPU also its start."""
+    """Starts a collective; logs it, and times its wait and, on the CPU, its start."""
     if group.size == 1:
         return CompletedWork()
     timer = group.timer
@@ -160,7 +160,7 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
 
 
 def all_gather_bucket(tensor: Tensor, group: Group) -> Work:
-    """Starts gathering a flat bucket in place, of which each rank holds its shard."""
+    """Starts gathering a flat bucket in place; each rank holds its own shard."""
     own = own_shard(tensor, group)
     return observed("all_gather", tensor, group, lambda: _gather(tensor, own, group))
 
@@ -218,7 +218,7 @@ def all_to_all_uneven(tensor: Tensor, group: Group, given: list[int], taken: lis
 
 
 def _all_to_all(out: Tensor, tensor: Tensor, group: Group, *splits: list[int]) -> Work:
-    # As bytes: gloo knows fewer types than PyTorch.
+    # As bytes: gloo knows fewer dtypes than PyTorch.
     outs, given = out.view(torch.uint8), tensor.view(torch.uint8)
     taken_bytes, given_bytes = splits or (None, None)
     return _begun(
@@ -241,7 +241,7 @@ class Each:
 
 
 def ring_shift_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts sending `tensor` to the next rank; the result is what the rank before sends."""
+    """Starts sending `tensor` to the next rank; the result is the previous rank's tensor."""
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()
@@ -251,8 +251,11 @@ def ring_shift_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
         if (shared := _shared_memory(tensor, group)) is not None:
             return shared.shift(tensor, out)
         peers = (group.ranks[(group.index + step) % group.size] for step in (1, -1))
-        ways = zip((dist.isend, dist.irecv), (tensor, out), peers, strict=True)
-        operations = [dist.P2POp(*way, group.handle) for way in ways]
+        following, previous = peers
+        operations = [
+            dist.P2POp(dist.isend, tensor, following, group.handle),
+            dist.P2POp(dist.irecv, out, previous, group.handle),
+        ]
         return Each(dist.batch_isend_irecv(operations), (tensor, out))
 
     return out, observed("ring_shift", tensor, group, start)
@@ -266,7 +269,7 @@ def broadcast(tensor: Tensor, source: int, group: Group) -> Tensor:
 
 
 def differs(numbers: Tensor, group: Group) -> bool:
-    """Returns whether any of these integers (n,) differs between ranks; alike on all of them."""
+    """Returns whether any of these integers (n,) differs between ranks; the same on all of them."""
     if group.size == 1:
         return False
     both = torch.stack((numbers, ~numbers))  # the largest, and the complement of the smallest

@@ -1,7 +1,7 @@
 """Exchange of small values between ranks as JSON: nothing that arrives from a rank is unpickled.
 
 The JSON bytes travel as a uint8 tensor on the group's device (NCCL knows no other memory). Values
-come back as JSON makes them: tuples become lists, keys strings. A handle of None is a group of one.
+come back in JSON's types: tuples become lists, keys strings. A handle of None is a group of one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def check_agreement(
         for key, value in theirs.items():
             if value != first[key]:
                 raise UserError(
-                    f"{call}({key}={value}) on rank {rank} must be {key}={first[key]} as on rank "
-                    f"{ranks[0]}: all ranks give the same arguments"
+                    f"{call}({key}={value}) on rank {rank} must be {key}={first[key]}, as on rank "
+                    f"{ranks[0]}: all ranks must give the same arguments"
                 )
 
 
@@ -77,7 +77,7 @@ def messages(sizes: Sequence[int], most: int) -> Iterator[range]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the type that `str` names."""
+    """Returns the dtype with this `str`."""
     return getattr(torch, name.removeprefix("torch."))
 
 

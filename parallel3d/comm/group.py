@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from parallel3d.comm.shared_memory import SharedCollectives
     from parallel3d.comm.step_timer import StepTimer
 
-EXTERNAL = "own"  # name of a group that was made elsewhere
+EXTERNAL = "external"  # name of a group that this package did not make
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,14 @@ class Group:
         return self
 
 
-SINGLE = Group("single", (0,), 0, None)  # of layers built outside of any cluster: unsharded
+# The group of unsharded layers, built outside of any cluster.
+SINGLE = Group("single", (0,), 0, None)
 
 GroupLike = Group | dist.ProcessGroup | DeviceMesh | None
 
 
 def group_of(group: GroupLike) -> Group:
-    """Returns the `Group` of a process group, of a mesh of one dimension, or of all ranks (None).
+    """Returns the `Group` of a process group, of a one-dimensional mesh, or of all ranks (None).
 
     Raises UserError for something else, and if this rank is not in the group.
     """
@@ -55,7 +56,7 @@ def group_of(group: GroupLike) -> Group:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise UserError(
-                f"group={group!r} must be a mesh of one dimension; give one of them, as "
+                f"group={group!r} must be a mesh of one dimension; select one of them, such as "
                 f"mesh[{(group.mesh_dim_names or ('tp',))[-1]!r}]"
             )
         return group_of_mesh(group) or group_of(group.get_group())
@@ -74,7 +75,7 @@ def group_of(group: GroupLike) -> Group:
     return Group(EXTERNAL, ranks, index, handle)
 
 
-# Typed access to what is attached to a mesh: its groups, with their shared memory.
+# Typed access to the groups that are attached to a mesh, with their shared memory.
 
 
 def set_groups_of_mesh(mesh: DeviceMesh, by_dim: dict[str, Group]) -> None:
@@ -82,7 +83,7 @@ def set_groups_of_mesh(mesh: DeviceMesh, by_dim: dict[str, Group]) -> None:
 
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
-    """Returns our group of a mesh of one dimension, or None if the mesh was made elsewhere."""
+    """Returns our group of a one-dimensional mesh; None if this package did not make the mesh."""
     root = root_of_mesh(mesh)  # a slice knows the mesh that it was cut out of
     names = mesh.mesh_dim_names or ("",)
     by_dim: dict[str, Group] = getattr(root, "parallel3d_groups", {})
@@ -90,9 +91,9 @@ def group_of_mesh(mesh: DeviceMesh) -> Group | None:
 
 
 def mesh_of_group(group: Group, device_type: str) -> DeviceMesh:
-    """Returns a mesh of one dimension over a group of several ranks; not collective."""
+    """Returns a one-dimensional mesh over a group of several ranks; not collective."""
     assert group.handle is not None
-    # PyTorch takes meshes of equal ranks and names for one another, in caches that outlive a group:
-    # the communicator's name tells them apart.
+    # PyTorch's caches, which outlive a group, confuse meshes with equal ranks and names, so the
+    # name includes the communicator's.
     name = f"{group.name}_{group.handle.group_name}"
     return DeviceMesh.from_group(group.handle, device_type, mesh_dim_names=(name,))

@@ -1,7 +1,7 @@
-"""Log of the operations that a rank communicates, from which a hang is diagnosed afterwards.
+"""Log of a rank's communication, from which a hang is diagnosed afterwards.
 
-An entry is a tuple appended to a list (under a microsecond a collective); nothing is written, sent
-or formatted before something is wrong. `faults/watchdog.py` reads the log of a rank that hangs.
+An entry is a tuple appended to a list (under a microsecond per collective); nothing is written,
+sent or formatted until something is wrong. `faults/watchdog.py` reads the log of a rank that hangs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LoggedOperation(NamedTuple):
     dtype: str
     peer: int | None = None
 
-    def alike(self, other: LoggedOperation) -> bool:
+    def is_same_call(self, other: LoggedOperation) -> bool:
         """Returns whether both are the same call, whatever their numbers."""
         return self._replace(number=0) == other._replace(number=0)
 
@@ -53,9 +53,9 @@ class LoggedOperation(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """An operation that differs from the one at this place the time before.
+    """An operation that differs from the one in the same place the last time.
 
-    `now` is None where the phase ended without it; `after` is the operation that followed `was`.
+    `now` is None if the phase ended without it; `after` is the operation that followed `was`.
     """
 
     now: LoggedOperation | None
@@ -64,22 +64,22 @@ class Divergence(NamedTuple):
 
     @property
     def is_other_tensor(self) -> bool:
-        """Returns whether it is the same call with another tensor, and not one left out."""
+        """Returns whether it is the same call with another tensor, not a call that was left out."""
         now, was = self.now, self.was
-        if now is None or (self.after is not None and now.alike(self.after)):
+        if now is None or (self.after is not None and now.is_same_call(self.after)):
             return False
         return (now.group, now.name, now.peer) == (was.group, was.name, was.peer)
 
     def __str__(self) -> str:
         if self.is_other_tensor:
             return f"called {self.now}, where a step before it was {self.was.tensor}"
-        if self.now is None or (self.after is not None and self.now.alike(self.after)):
+        if self.now is None or (self.after is not None and self.now.is_same_call(self.after)):
             return f"left out {self.was.name} of {self.was.group} ({self.was.tensor})"
         return f"went to {self.now}, where a step before it was {self.was}"
 
 
 class OperationLog:
-    """Operations of one rank in all of its groups, since the last phase boundary and before it.
+    """Operations of one rank in all of its groups, since the last phase boundary and before.
 
     Attributes:
         progress: grows whenever an operation starts or ends, and at every boundary.
@@ -97,15 +97,16 @@ class OperationLog:
         self._notes: list[LoggedOperation] = []
         self._phase = ""
         self._previous: dict[str, list[LoggedOperation]] = {}  # phase → its entries the last time
-        # The latest phases, newest first, each with the entries of the time before: a step, and
-        # possibly an evaluation or a health check between two steps.
+        # The latest phases, newest first, each with its entries the last time: a step, and possibly
+        # an evaluation or a health check between two steps.
         self._closed: deque[tuple[list[LoggedOperation], list[LoggedOperation]]] = deque(maxlen=3)
 
     def boundary(self, phase: str) -> None:
         """Begins a phase ("train step", "evaluation") that has the same operations every time."""
         self._closed.appendleft((self._notes, self._previous.get(self._phase, [])))
         self._previous[self._phase] = self._notes
-        self._notes, self._phase = [], phase
+        self._notes = []
+        self._phase = phase
         self.progress += 1
 
     def start(
@@ -124,14 +125,14 @@ class OperationLog:
         return note
 
     def latest(self, count: int) -> list[LoggedOperation]:
-        """Returns the newest of each group and of this phase, and the one that the host waits
-        for."""
+        """Returns the newest entries of each group and of this phase, and the one that the host
+        waits for."""
         notes = [*self.newest.values(), *self._notes[-count:]]
         notes += [] if self.waiting is None else [self.waiting]
         return list(dict.fromkeys(notes))
 
     def divergence(self) -> Divergence | None:
-        """Returns where this phase, or one of the latest before it, left its usual operations."""
+        """Returns where this phase, or a recent one, deviated from its usual operations."""
         previous = self._previous.get(self._phase, [])
         found = _first_difference(list(self._notes), previous, is_over=False)
         for notes, before in tuple(self._closed):
@@ -146,7 +147,7 @@ def _first_difference(
         after = before[i + 1] if i + 1 < len(before) else None
         if i >= len(now):
             return Divergence(None, was, after) if is_over else None
-        if not now[i].alike(was):
+        if not now[i].is_same_call(was):
             return Divergence(now[i], was, after)
     return None
 
@@ -157,12 +158,15 @@ class LoggedWork:
     __slots__ = ("log", "note", "work")
 
     def __init__(self, log: OperationLog, note: LoggedOperation, work: Any) -> None:
-        self.log, self.note, self.work = log, note, work
+        self.log = log
+        self.note = note
+        self.work = work
 
     def wait(self) -> None:
         """Waits; if that raises, `log.waiting` still names the operation."""
         log = self.log
-        outer, log.waiting = log.waiting, self.note
+        outer = log.waiting
+        log.waiting = self.note
         self.work.wait()
         log.waiting = outer
         log.progress += 1
@@ -173,14 +177,15 @@ def blocking(group: _Group) -> Iterator[None]:
     """Logs that the host waits for `group`'s newest operation while it reads a device value.
 
     The wait for a handle of NCCL only orders streams: this is where a host finds that a rank is
-    missing. An error clears the entry, as on a device it may come from anything before.
+    missing. An error clears the entry, because on a device it may come from any earlier work.
     """
     log = group.log
     note = None if log is None else log.newest.get(group.name)
     if log is None or note is None:
         yield
         return
-    outer, log.waiting = log.waiting, note
+    outer = log.waiting
+    log.waiting = note
     try:
         yield
     finally:
@@ -191,12 +196,15 @@ def blocking(group: _Group) -> Iterator[None]:
 def logged(
     group: _Group, name: str, tensor: Tensor, start: Callable[[], Any], peer: int | None = None
 ) -> Any:
-    """Starts an operation, or a message to or from `peer`; logs it and its wait if groups do."""
+    """Starts an operation, or a message to or from `peer`; logs it and its wait if the group has a
+    log."""
     log = group.log
     if log is None:
         return start()
     note = log.start(group, name, tensor, peer)
-    outer, log.waiting = log.waiting, note  # some block as they start
+    # Some operations block when they start.
+    outer = log.waiting
+    log.waiting = note
     work = start()
     log.waiting = outer
     return LoggedWork(log, note, work)

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from parallel3d.private_names import Backend
 
 
-DEFAULTS = (False, ())  # `nccl_settings` of a group that leaves everything to the backend
+DEFAULTS = (False, ())  # `nccl_settings` of a group without settings
 BACKWARD = "pp_backward"  # the group of a pipeline's gradients
 GLOO_ON = "gloo_on"  # gloo on a chosen interface; torch's own gloo backend ignores its options
 
-# Groups with enough bytes for an interface of their own; the others carry a few numbers a step and
-# cross rails, so they stay on the interface of the rendezvous.
+# Groups with enough bytes for an interface of their own; the others carry a few numbers per step
+# and cross rails, so they stay on the interface of the rendezvous.
 DATA_KINDS = ("tp", "cp", "dp", "dp_cp", "dp_inner", "dp_outer", "pp", BACKWARD, "embedding")
 
 Ranks = list[list[int]]
@@ -53,19 +53,19 @@ class ProcessGroups:
     tp, cp, dp, pp  along one dimension
     dp_cp        dp × cp: the ranks with equal parameters, over which gradients are summed and
                  ZeRO shards; with cp = 1 it is dp
-    pp_backward  pp once more, for the gradients that travel back (see `pipeline.p2p`): on NCCL a
+    pp_backward  the ranks of pp, for the gradients that travel back (see `pipeline.p2p`): on NCCL a
                  communicator of its own, elsewhere the same group
-    embedding    first and last stage of a pipeline (tied embeddings)
+    embedding    the first and the last stage of a pipeline (tied embeddings)
     world        all ranks (loss and gradient norm)
-    dp_inner     hierarchical all-reduce: members of dp_cp in one NVLink domain (else of one);
+    dp_inner     hierarchical all-reduce: members of dp_cp in one NVLink domain;
                  HSDP (ddp.shard_size): members that shard one copy of the model
     dp_outer     one member of each domain; HSDP: the replicas
-    device       this rank's, on which it communicates
+    device       the device on which this rank communicates
     """
 
     layout: Layout
     rank: int
-    # In order of creation, alike on all ranks.
+    # In order of creation, which is the same on all ranks.
     tp: Group = SINGLE
     cp: Group = SINGLE
     dp: Group = SINGLE
@@ -77,7 +77,7 @@ class ProcessGroups:
     dp_inner: Group = SINGLE
     dp_outer: Group = SINGLE
     device: torch.device = CPU
-    maker: GroupMaker | None = None  # of groups of an initialised world
+    maker: GroupMaker | None = None  # None without an initialised world
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -85,9 +85,9 @@ class ProcessGroups:
 
         With context parallelism it has cp too, between dp and tp.
 
-        For FSDP2, DTensor, DCP, and the parts of this library. Its communicators are those of the
-        groups. Dimensions of one rank share one more, of this rank alone, made when the mesh is
-        first used: on NCCL that is collective over the world.
+        It serves FSDP2, DTensor, DCP and the parts of this library. Its communicators are those of
+        the groups. Dimensions of size 1 share another one, of this rank alone, which is made when
+        the mesh is first used: on NCCL that is collective over the world.
 
         Raises UserError for groups without a world.
         """
@@ -166,7 +166,7 @@ class ProcessGroups:
         wanted |= dict(zip(("dp_inner", "dp_outer"), levels or (), strict=False))
         made = {kind: maker.group(kind, ranks) for kind, ranks in wanted.items()}
         if device_type == "cpu" and maker.launch.shared_memory:
-            # With cp, dp sums a few numbers alone.
+            # With cp, dp only sums a few numbers.
             for kind in ("tp", "cp", "dp") if layout.cp == 1 else ("tp", "cp", "dp_cp"):
                 made[kind] = _with_shared_memory(made[kind], timeout_s)
         made.setdefault("dp_cp", made["dp"])
@@ -198,8 +198,8 @@ class ProcessGroups:
         for group in groups:
             if group.shared is not None:
                 group.shared.memory.close()
-        # In order of creation, alike on all ranks: NCCL's members destroy a communicator together,
-        # and ranks that take two of them in different orders would deadlock.
+        # In order of creation, the same on all ranks: NCCL's members destroy a communicator
+        # together, and ranks that took two of them in different orders would deadlock.
         handles = [group.handle for group in groups]
         if self.maker is not None:
             handles.append(self.maker.alone)
@@ -212,7 +212,7 @@ def shards_and_replicas(layout: Layout, shard_size: int) -> tuple[Ranks, Ranks] 
     """Returns inner and outer groups of dp_cp for HSDP (Zhao et al. 2023 §3.2.2).
 
     A copy of the model is sharded over `shard_size` consecutive members, which are the closest in
-    the default order, and replicated over the rest. None where one copy takes all members.
+    the default order, and replicated over the rest. Returns None if one copy takes all members.
     """
     if shard_size == layout.dp_cp:
         return None
@@ -238,7 +238,8 @@ class GroupMaker:
     Attributes:
         splits: the world's backend if it can split (NCCL), else None (gloo).
         made: (settings, ranks) of groups → this rank's group.
-        alone: the group of this rank alone, for a mesh's dimensions of one rank, once it is made.
+        alone: the group of this rank alone, for a mesh's dimensions of size 1; None until it is
+            made.
     """
 
     device: torch.device
@@ -257,7 +258,8 @@ class GroupMaker:
             self.splits = backend if backend.supports_splitting else None
 
     def group(self, kind: str, all_ranks: Ranks) -> Group:
-        """Returns this rank's group among `all_ranks`, a list alike on every rank of the world."""
+        """Returns this rank's group among `all_ranks`, a list that is the same on every rank of the
+        world."""
         rank = dist.get_rank()
         mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
         handle = None
@@ -279,11 +281,12 @@ class GroupMaker:
         return made
 
     def _settings(self, kind: str) -> Hashable:
-        """Returns settings that need groups apart from others of the same ranks; None for none."""
+        """Returns settings that need groups of their own next to others of the same ranks, or
+        None."""
         if self.splits is not None:
             settings = nccl_settings(kind, self.launch)
-            # What travels beside operations of the same ranks: gradients that are sent back, and
-            # those that are reduced while cp gathers keys.
+            # These run next to operations of the same ranks: gradients are sent back, and are
+            # reduced while cp gathers keys.
             if kind in (BACKWARD, "dp_cp"):
                 return kind, settings
             return None if settings == DEFAULTS else settings
@@ -291,12 +294,12 @@ class GroupMaker:
         return GLOO_ON if self.interfaces is not None and kind in DATA_KINDS else None
 
     def make(self, kind: str, all_ranks: Ranks, mine: list[int]) -> dist.ProcessGroup | None:
-        """Creates the groups of a kind, alike on every rank; returns this rank's, `mine`."""
+        """Creates the same groups of a kind on every rank; returns this rank's group, `mine`."""
         if self.splits is not None:
-            # One communicator split for all groups of a kind; created one by one, each group would
-            # cost every rank of the world a collective call.
+            # A split makes all groups of a kind at once; created one by one, each group would cost
+            # every rank of the world a collective call.
             options = nccl_options(kind, self.launch, self.timeout, self.splits)
-            # torch's annotations allow for what is given to ranks outside of all groups.
+            # torch's annotations allow for the value that ranks outside of all groups get.
             made: Any = dist.split_group(
                 split_ranks=all_ranks, timeout=self.timeout, group_desc=kind, pg_options=options
             )
@@ -327,7 +330,7 @@ class GroupMaker:
         return self.whole_mesh
 
     def _make_alone(self) -> dist.ProcessGroup | None:
-        """Returns a group of this rank alone; with NCCL collective over the world."""
+        """Returns a group of this rank alone; with NCCL it is collective over the world."""
         rank, world = dist.get_rank(), dist.get_world_size()
         if world == 1:
             return dist.group.WORLD
@@ -350,8 +353,8 @@ class GroupMaker:
 class Interfaces:
     """Network interfaces by kind of group: within one NVLink domain, or across domains.
 
-    `nvlink` and `rail` are names or globs, None for the system's choice. Where a glob matches
-    several, a GPU takes the one of its own rail.
+    `nvlink` and `rail` are names or globs, None for the system's choice. If a glob matches several,
+    a GPU takes the one on its own rail.
     """
 
     placement: RankMapping
@@ -360,7 +363,7 @@ class Interfaces:
 
     @classmethod
     def of_run(cls, cluster: ClusterConfig, placement: RankMapping | None) -> Interfaces | None:
-        """Returns the configured interfaces; None where the choice is left to the system."""
+        """Returns the configured interfaces; None if the choice is left to the system."""
         if placement is None or not (cluster.nvlink_interface or cluster.rail_interface):
             return None
         return cls(placement, cluster.nvlink_interface, cluster.rail_interface)
@@ -378,7 +381,7 @@ class Interfaces:
         members = slots[list(ranks)]
         inside = np.unique(cluster.domain[members]).size == 1
         key, pattern = ("nvlink", self.nvlink) if inside else ("rail", self.rail)
-        # Without a spine nothing joins the rails: such a group meets where the world does.
+        # Without a spine nothing joins the rails: such a group uses the world's interface.
         is_joined = (
             inside or cluster.oversubscription or np.unique(cluster.rail_of[members]).size == 1
         )
@@ -395,7 +398,7 @@ class Interfaces:
 
 
 def gloo_on(interface: str, timeout: datetime.timedelta) -> Any:
-    if not hasattr(dist.Backend, GLOO_ON.upper()):  # torch knows it once per process
+    if not hasattr(dist.Backend, GLOO_ON.upper()):  # torch registers it once per process
         dist.Backend.register_backend(GLOO_ON, _create_gloo, extended_api=True, devices=["cpu"])
     from parallel3d.private_names import GlooOptions
 

@@ -33,8 +33,8 @@ from parallel3d.host.quotas import available_cores
 CPU = torch.device("cpu")
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
 LOOK_S = 1.0  # how often a sleeping rank tests whether its peer lives
-# Peers that compute the same arrive together: spin before sleeping. Not where ranks outnumber the
-# cores: spinning would only keep a core from the peer.
+# Peers that compute the same arrive together, so a rank spins before it sleeps. It does not if
+# ranks outnumber the cores: spinning would only keep a core from the peer.
 SPIN_S = 100e-6
 
 
@@ -62,7 +62,7 @@ class SharedMemory:
     """Signals and bytes (`data`, uint8) shared by a group's ranks; see `open_shared_memory`.
 
     Each kind of signal has a semaphore for every pair of ranks: with one for all peers, two posts
-    of a fast peer would be taken for one post of each of two peers.
+    of a fast peer would look like one post from each of two peers.
     """
 
     index: int
@@ -80,7 +80,7 @@ class SharedMemory:
         address = everything.data_ptr()
         self.data = everything[_semaphore_area(self.kinds * self.size**2) :]
         self.clock, self.wait_until = _wait_until(self.libc)
-        # Of each [kind][source][target]; the source posts it, and the target waits for it.
+        # One for each [kind][source][target]; the source posts it, and the target waits for it.
         places = product(range(self.kinds), range(self.size), range(self.size))
         self.semaphores = {
             place: ctypes.c_void_p(address + number * SEMAPHORE_BYTES)
@@ -89,7 +89,7 @@ class SharedMemory:
         }
 
     def close(self) -> None:
-        """Closes the file, and so drops the lock by which peers see this rank alive."""
+        """Closes the file, and so drops the lock that shows peers that this rank is alive."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -116,7 +116,7 @@ class SharedMemory:
                 raise ConnectionError(f"member {peer} of the group has ended")
             if time.perf_counter() - start > self.timeout_s:
                 raise TimeoutError(
-                    f"member {peer} of the group was not heard of for {self.timeout_s:g} s"
+                    f"member {peer} of the group has not been heard of for {self.timeout_s:g} s"
                 )
 
     def _sleep(self, semaphore: ctypes.c_void_p, seconds: float) -> bool:
@@ -155,9 +155,9 @@ def open_shared_memory(
 ) -> SharedMemory | None:
     """Creates memory shared by the group's ranks; None if they cannot share any; collective.
 
-    The first rank creates a file, which the others open through that rank's /proc entry. In a
-    container with its own PID namespace they cannot; where host names differ they do not try.
-    `signals`: for each kind of signal, how many are there at the start.
+    The first rank creates a file, which the others open through that rank's /proc entry. They
+    cannot in a container with its own PID namespace, and do not try if host names differ.
+    `signals`: for each kind of signal, the initial value of its semaphores.
     """
     semaphores = [initial for initial in signals for _ in range(size**2)]
     length = _semaphore_area(len(semaphores)) + data_bytes
@@ -179,7 +179,8 @@ def open_shared_memory(
 
 
 def _create(length: int, semaphores: Sequence[int]) -> int:
-    """Creates a file of `length` bytes with its semaphores; -1 without memory for it or Linux."""
+    """Creates a file of `length` bytes with its semaphores; -1 without enough memory or without
+    Linux."""
     if not hasattr(os, "memfd_create"):
         return -1
     descriptor = os.memfd_create("parallel3d")
@@ -204,7 +205,8 @@ def _identity(descriptor: int) -> list[int]:
 
 
 def _attach(path: str, identity: list[int]) -> int:
-    """Opens the first rank's file; -1 if this rank cannot see it, or sees another in its place."""
+    """Opens the first rank's file; -1 if this rank cannot see it, or sees another file in its
+    place."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -220,9 +222,9 @@ def _attach(path: str, identity: list[int]) -> int:
 SLOT_BYTES = 4 << 20
 CHUNK_BYTES = 1 << 20  # stays in a core's cache between its two passes
 SLOTS = 2
-MOST_VIEWS = 256  # kept
+MOST_VIEWS = 256  # cached views at most
 
-# Writes a result from what the ranks bring to it, each (n,), in order of ranks.
+# Writes a result from the ranks' contributions, each (n,), in rank order.
 Finish = Callable[[Tensor, list[Tensor], int], None]
 
 
@@ -247,17 +249,18 @@ class SharedCollectives:
     """Collectives of one group on one of its ranks, on contiguous tensors of any size.
 
     A collective writes the rank's tensor into one of its two slots, posts a semaphore to each peer,
-    waits for theirs and reads their slots. Operations alternate between the slots, and a rank
-    starts its next operation only after reading all peers' slots of the last. So a peer's signal
-    for operation n + 1 also says that this peer is done with operation n, whose slot may then take
-    operation n + 2: no second signal is needed.
+    waits for their signals and reads their slots. Operations alternate between the slots, and a
+    rank starts its next operation only after it has read all peers' slots of the last one. So a
+    peer's signal for operation n + 1 also says that this peer is done with operation n, whose slot
+    may then take operation n + 2: no second signal is needed.
 
-    Several may be in flight. A tensor that fits a slot is written at once, unless the one before it
-    is still to be read; others go through in chunks, one operation each, when they are waited for.
+    Several may be in flight. A tensor that fits into a slot is written at once, unless the previous
+    one has not yet been read; others go through in chunks, one operation each, when they are waited
+    for.
 
     Attributes:
-        unread: has been written, and is to be read before the next is written.
-        views: the slots as tensors, of which making one costs as much as a small sum.
+        unread: the operation that has been written and must be read before the next one is written.
+        views: the slots as tensors; making a view costs as much as a small sum.
     """
 
     memory: SharedMemory
@@ -269,15 +272,16 @@ class SharedCollectives:
     def open(
         cls, handle: dist.ProcessGroup, index: int, size: int, timeout_s: float
     ) -> SharedCollectives | None:
-        """Opens the group's shared memory; None where ranks cannot share any; collective."""
+        """Opens the group's shared memory; None if the ranks cannot share any; collective."""
         data = size * SLOTS * (SLOT_BYTES + ctypes.sizeof(ctypes.c_int64))
         memory = open_shared_memory(handle, index, size, data, timeout_s)
         return None if memory is None else cls(memory)
 
     def __post_init__(self) -> None:
-        # Behind the slots: bytes in each slot. Ranks with tensors of different sizes would
-        # otherwise add leftovers of an older operation.
-        self.size, self.index = self.memory.size, self.memory.index
+        # After the slots come the bytes in each slot: otherwise ranks with tensors of different
+        # sizes would add leftovers of an older operation.
+        self.size = self.memory.size
+        self.index = self.memory.index
         self.peers = [rank for rank in range(self.size) if rank != self.index]
         count = self.size * SLOTS
         address = self.memory.data.data_ptr() + count * SLOT_BYTES
@@ -300,11 +304,11 @@ class SharedCollectives:
         return SharedWork(self, tensor, self.size, out, self.size, _copy)
 
     def shift(self, tensor: Tensor, out: Tensor) -> SharedWork:
-        """Starts sending `tensor` to the next rank; `out` is what the rank before sends."""
+        """Starts sending `tensor` to the next rank; `out` is the previous rank's tensor."""
         return SharedWork(self, tensor, 1, out, 1, _shift)
 
     def write(self, given: Tensor) -> list[Tensor]:
-        """Writes this rank's slot and signals; returns what each rank has there for this one."""
+        """Writes this rank's slot and signals; returns each rank's part for this one there."""
         turn = self.operations % SLOTS
         self.operations += 1
         slots = self._slots(turn, given.shape, given.dtype)
@@ -312,7 +316,7 @@ class SharedCollectives:
         self.sizes[self.index * SLOTS + turn] = given.nbytes
         for peer in self.peers:
             self.memory.post(peer)
-        if self.size == 2:  # a + b in place; of more ranks' sums `out` may have no term of its own
+        if self.size == 2:  # a + b in place; with more ranks `out` must not be a term of the sum
             slots[self.index] = given
         return slots if given.dim() == 1 else [slot[self.index] for slot in slots]
 
@@ -328,7 +332,8 @@ class SharedCollectives:
         return self.views[key].copy()
 
     def wait_for_peers(self) -> None:
-        """Waits until every peer has written its slot; RuntimeError if one has another size."""
+        """Waits until every peer has written its slot. Raises RuntimeError if one has another
+        size."""
         turn = (self.operations - 1) % SLOTS
         mine = self.sizes[self.index * SLOTS + turn]
         for peer in self.peers:
@@ -336,7 +341,7 @@ class SharedCollectives:
             if (theirs := self.sizes[peer * SLOTS + turn]) != mine:
                 raise RuntimeError(
                     f"member {peer} of the group brought {theirs} bytes to a collective, "
-                    f"this rank {mine}"
+                    f"but this rank {mine}"
                 )
 
 
@@ -344,8 +349,8 @@ class SharedWork:
     """Handle of a shared-memory collective.
 
     Args:
-        rows: parts of `tensor`, one for each rank, or 1 for all ranks.
-        out_rows: parts of `out`, one of each rank, or 1 of all ranks.
+        rows: parts of `tensor`: one for each rank, or a single one for all ranks.
+        out_rows: parts of `out`: one from each rank, or a single one from all ranks.
     """
 
     def __init__(
@@ -357,7 +362,9 @@ class SharedWork:
         out_rows: int,
         finish: Finish,
     ) -> None:
-        self.shared, self.finish, self.most_rows = shared, finish, max(rows, out_rows)
+        self.shared = shared
+        self.finish = finish
+        self.most_rows = max(rows, out_rows)
         self.given = tensor.view(-1) if rows == 1 else tensor.view(rows, -1)
         self.out = self.given
         if out is not tensor:
@@ -372,8 +379,10 @@ class SharedWork:
         if self.done:
             return
         self.done = True
-        # Let go of: a handle may live on, and the tensors' memory must not.
-        given, out, parts = self.given, self.out, self.parts
+        # Releases the tensors: a handle may live longer than their memory should.
+        given = self.given
+        out = self.out
+        parts = self.parts
         del self.given, self.out, self.parts
         if parts is not None:
             self._read(out, parts)

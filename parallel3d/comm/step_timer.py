@@ -3,7 +3,7 @@
 | kind      | contents                                                                         |
 |-----------|----------------------------------------------------------------------------------|
 | forward   | layers and loss, without the kinds below that happen inside                        |
-| backward  | the same of the backward pass, with weight gradients and recomputation            |
+| backward  | the same for the backward pass, with weight gradients and recomputation           |
 | tp        | tensor-parallel collectives, as far as this rank waits for them or works on them  |
 | cp        | keys and values (or heads) of the sequence's other parts, likewise                |
 | pp        | messages between stages: posting, copying, and waiting for one in flight          |
@@ -16,12 +16,12 @@
 Only *exposed* communication is counted. Nested times count once, for the innermost kind: a
 tensor-parallel wait within a forward is tp.
 
-Idle is told from pp by whether the message is in flight: through shared memory the semaphore knows
-when it was sent. On a network the baseline latency of a message between two stages that both wait
-is measured once, when the trainer is built (`pipeline.p2p.measure_baseline_latency`); the rest of
-a longer receive is the pipeline bubble, hence idle (and so is a later slowdown of the network).
-All-reduces of a few numbers at the end of a step are split in the same way. Collectives over tp
-and dp count whole: they include the wait for a late member, as in figure 6 of Li et al. 2020
+Idle differs from pp in that no message is in flight: in shared memory the semaphore knows when it
+was sent. On a network the baseline latency of a message between two stages that both wait is
+measured once, when the trainer is built (`pipeline.p2p.measure_baseline_latency`); the rest of a
+longer receive is the pipeline bubble, hence idle (and so is a later slowdown of the network).
+All-reduces of a few numbers at the end of a step are split in the same way. Collectives over tp and
+dp count as a whole: they include the wait for a late member, as in figure 6 of Li et al. 2020
 (PyTorch Distributed).
 """
 
@@ -42,10 +42,10 @@ from parallel3d.device.accelerator import Ranges
 KINDS = ("forward", "backward", "tp", "cp", "pp", "dp", "model", "optimizer", "data", "idle")
 KIND_OF_GROUP = {kind: kind for kind in ("tp", "cp", "dp", "pp")}
 KIND_OF_GROUP |= dict.fromkeys(("dp_cp", "dp_inner", "dp_outer"), "dp")
-BASE = "optimizer"  # everything outside of the other kinds
+BASE = "optimizer"  # everything that is not another kind
 WARMUP_STEPS = 3  # slow because of allocators, caches, lazy connections
-# On an accelerator one step of so many is timed. A prime: an event of every tenth step is then
-# neither always among them nor never.
+# On an accelerator one step in this many is timed. It is a prime, so that an event of every tenth
+# step is neither always nor never among them.
 EVERY = 7
 
 Interval = tuple[str, float]  # kind, and the seconds above which its time is idle
@@ -61,7 +61,7 @@ class HostTimes:
         self.since = 0.0
 
     def start(self) -> bool:
-        """Returns whether the step that begins is timed: on the CPU every one."""
+        """Returns whether the step that begins is timed: on the CPU every step is."""
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.since = time.perf_counter()
         return True
@@ -86,23 +86,24 @@ class HostTimes:
 class DeviceTimes:
     """Times by events on an accelerator's compute stream, read once the device has passed them.
 
-    The compute stream is the one that is current where a step begins. It waits for a collective's
+    The compute stream is the one that is current when a step begins. It waits for a collective's
     stream in the handle's `wait()`, so the events around that call enclose the exposed time; the
-    start of a collective only queues and has no mark. Calls under another current stream have none
-    either: FSDP2 (zero ≥ 2) gathers and reduces on its own streams, so that its exposed time counts
+    start of a collective only queues and has no mark. Calls under another current stream have no
+    mark either: FSDP2 (zero ≥ 2) gathers and reduces on its own streams, so its exposed time counts
     as forward and backward, and dp holds little more than the sum of the tokens.
 
     A mark costs some microseconds of the host and about one of the stream, and a step with tp has
-    thousands. So the first `WARMUP_STEPS` are timed, then one step of `EVERY`. Nothing
+    thousands. So the first `WARMUP_STEPS` are timed, then one step in `EVERY`. Nothing
     synchronises: a step is read when the next one ends.
     """
 
     marks_starts = False
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.api = device, accelerator.module(device)
+        self.device = device
+        self.api = accelerator.module(device)
         self.stream: Any = None
-        self.number = 0  # of steps begun
+        self.number = 0  # steps begun so far
         self.free: list[Any] = []  # events
         self.marks: list[tuple[Any, Interval]] = []
         self.steps: deque[list[tuple[Any, Interval]]] = deque()
@@ -122,7 +123,7 @@ class DeviceTimes:
         return True
 
     def counts(self) -> bool:
-        """Returns whether the compute stream is current, also in the thread of a backward."""
+        """Returns whether the compute stream is current; also works in the thread of a backward."""
         return self.api.current_stream(self.device) == self.stream
 
     def mark(self, kind: str, idle_beyond: float) -> None:
@@ -132,7 +133,8 @@ class DeviceTimes:
         self.steps.append(self.marks)
 
     def finished(self, wait: bool) -> Iterator[dict[str, float]]:
-        """Yields the times of the steps that the device has completed; with `wait` of all."""
+        """Yields the times of the steps that the device has completed; with `wait`, of all
+        steps."""
         while self.steps and (wait or self.steps[0][-1][0].query()):
             marks = self.steps.popleft()
             if wait:
@@ -160,8 +162,8 @@ class StepTimer:
     Attributes:
         baseline_latency: group → seconds that its smallest all-reduce, or (pp) a message between
             stages, takes when no rank is late. Without an entry nothing is idle.
-        last: seconds by kind of the step that became known as the last one ended (on an accelerator
-            the one before), None if none did.
+        last: seconds by kind of the step that became known when the last one ended (on an
+            accelerator the step before it); None if there was none.
         ranges: a profiler's ranges, opened and closed with every kind; None without a profiler.
     """
 
@@ -174,7 +176,7 @@ class StepTimer:
         self.running = False
         self.ranges: Ranges | None = None
         self._stack: list[str] = []
-        self._steps = 0  # of which `_sums` are, without those of the warm-up once there are others
+        self._steps = 0  # steps in `_sums`, without the warm-up once there are others
         self._sums = dict.fromkeys(KINDS, 0.0)
         self._is_warm = False
 
@@ -187,14 +189,17 @@ class StepTimer:
         if self.running:
             self.times.mark(BASE, torch.inf)
             self.times.end()
-        self.running, self.last = False, None
+        self.running = False
+        self.last = None
         self._take(wait=False)
 
     def _take(self, wait: bool) -> None:
         for spent in self.times.finished(wait):
             self.last = spent
             if self._steps == WARMUP_STEPS and not self._is_warm:
-                self._is_warm, self._steps, self._sums = True, 0, dict.fromkeys(KINDS, 0.0)
+                self._is_warm = True
+                self._steps = 0
+                self._sums = dict.fromkeys(KINDS, 0.0)
             self._steps += 1
             for kind, seconds in spent.items():
                 self._sums[kind] += seconds
@@ -216,7 +221,7 @@ class StepTimer:
 
     @contextmanager
     def within(self, kind: str, name: str | None = None) -> Iterator[None]:
-        """Counts a block as `kind`. (After an exception the step's times are void.)"""
+        """Counts a block as `kind`. After an exception the step's times are void."""
         self.push(kind, name)
         yield
         self.pop()
@@ -230,7 +235,7 @@ class StepTimer:
         return nullcontext() if self.ranges is None else self.ranges.within(name)
 
     def means(self) -> dict[str, float]:
-        """Returns mean seconds a step by kind, without warm-up if possible; synchronises."""
+        """Returns mean seconds per step by kind, without the warm-up if possible; synchronises."""
         if isinstance(self.times, DeviceTimes):
             self._take(wait=True)
         return {kind: seconds / max(1, self._steps) for kind, seconds in self._sums.items()}

@@ -1,8 +1,8 @@
 """The store of a job: where it listens, and how its messages are signed and verified.
 
-torch's store has no authentication: whoever reaches its port reads, lists and writes all keys. So
-it listens on no more addresses than the ranks need. Where the job has a secret, the same on all
-ranks (`PARALLEL3D_SECRET`; the launchers generate one), keys have the secret's digest as prefix and
+torch's store has no authentication: whoever reaches its port can read, list and write all keys. So
+it listens on no more addresses than the ranks need. If the job has a secret, the same on all ranks
+(`PARALLEL3D_SECRET`; the launchers generate one), keys have the secret's digest as prefix and
 values are signed. Entries of torch itself, such as gloo's addresses, are not signed.
 """
 
@@ -36,7 +36,7 @@ def secret() -> bytes:
 def listen_at(host: str, port: int, loopback: bool = True) -> socket.socket | None:
     """Returns a socket that listens on one address of `host`; port 0 takes a free one.
 
-    None where the name resolves to no address of this machine or, without `loopback`, only to
+    Returns None if the name resolves to no address of this machine or, without `loopback`, only to
     loopback (Debian resolves a host's own name to 127.0.1.1). Raises OSError if the port is taken.
     """
     try:
@@ -48,7 +48,7 @@ def listen_at(host: str, port: int, loopback: bool = True) -> socket.socket | No
             continue
         try:
             return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
-        except OSError as error:  # else an address of another machine or network
+        except OSError as error:  # otherwise it is an address of another machine or network
             if error.errno == errno.EADDRINUSE:
                 raise
     return None
@@ -62,7 +62,7 @@ def listen_everywhere(port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether `host` is written as this machine's loopback."""
+    """Returns whether `host` is a spelling of this machine's loopback."""
     if host == "localhost":
         return True
     try:
@@ -81,7 +81,7 @@ def one_host_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve(host: str, listening: socket.socket, **more: Any) -> TCPStore:
-    """Returns a store that takes over a listening socket; `more` as for TCPStore."""
+    """Returns a store that takes over a listening socket; `more`: further arguments of TCPStore."""
     from torch.distributed import TCPStore
 
     port = listening.getsockname()[1]
@@ -96,7 +96,8 @@ def serve(host: str, listening: socket.socket, **more: Any) -> TCPStore:
 
 
 def behind_secret(store: Store) -> PrefixStore:
-    """Returns the store under a digest of the job's secret: two jobs on one port stay apart."""
+    """Returns the store under a digest of the job's secret, so that two jobs on one port stay
+    apart."""
     from torch.distributed import PrefixStore
 
     return PrefixStore(hashlib.sha256(secret()).hexdigest()[:16], store)
@@ -114,7 +115,7 @@ def get(store: Store, key: str) -> Any:
 
 
 def get_all(store: Store, keys: Sequence[str]) -> list[Any]:
-    """Returns the values of several keys by one request."""
+    """Returns the values of several keys with one request."""
     return list(map(_verified, keys, store.multi_get(list(keys))))
 
 

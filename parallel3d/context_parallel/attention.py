@@ -1,7 +1,7 @@
 """Causal attention of sequences that are split over context-parallel ranks, in three styles.
 
-Bytes that a rank sends a layer and micro-batch, with K = bytes of keys and values of the whole
-padded sequences of one tensor rank in the type of attention, Q = those of queries, and p = cp:
+Bytes that a rank sends per layer and micro-batch, with p = cp, K = bytes of the keys and values of
+the whole padded sequences on one tensor rank in attention's dtype, and Q = bytes of the queries:
 
 | style  | forward                                 | backward                                |
 |--------|-----------------------------------------|-----------------------------------------|
@@ -15,10 +15,12 @@ padded sequences of one tensor rank in the type of attention, Q = those of queri
 
 K' is K, or with fewer key-value heads than ranks p / heads times as much. Under recomputation of
 attention the forward is repeated; gather then keeps what it has gathered for the backward that
-follows: two all-gathers in all. With attention dropout K and V are gathered apart, whole, and kept.
+follows: two all-gathers in all. With attention dropout, K and V are gathered separately and whole,
+and kept.
 
-gather: K and V of some heads are gathered while attention to those before runs. A query attends to
-consecutive positions, from its document's start on, so a document costs a call of the kernel.
+gather: K and V of some heads are gathered while attention to the previous ones runs. A query
+attends to consecutive positions, from its document's start on, so a document costs a call of the
+kernel.
 ring: K and V of a rank travel to the next while attention to them runs, and results are merged
 (Liu et al. 2023, Ring Attention). heads: each rank attends with a part of the heads to whole
 sequences (Jacobs et al. 2023, DeepSpeed-Ulysses).
@@ -55,12 +57,12 @@ from parallel3d.device.fused import operator, register, registered
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """How the ranks over which sequences are split attend together.
+    """The ranks that share sequences, and how they exchange keys and values.
 
     Attributes:
-        keeps: the forward is one that is recomputed, which its backward follows at once: what has
-            been gathered is kept for that.
-        handle: of this object, for the operators (see `device.fused.register`).
+        keeps: this forward is a recomputation, which its backward follows at once: gathered tensors
+            are kept for it.
+        handle: stands for this object in operators (see `device.fused.register`).
     """
 
     group: Group = SINGLE
@@ -98,15 +100,28 @@ def attend_across(
 ) -> Tensor:
     """Attends from this rank's queries to the keys of all ranks, each within its own document.
 
-    By gathered keys, or in a ring. q (b, heads, n, head_dim), k and v with as many heads or fewer.
+    Keys are gathered, or travel in a ring. q (b, heads, n, head_dim), k and v with as many heads or
+    fewer.
     """
     of = shard.blocks
-    order = shard.order, shard.places
-    return _attend(q, k, v, cp.handle, of.table, of.calls, of.edges, *order, kernel, cp.keeps)
+    return _attend(
+        q,
+        k,
+        v,
+        cp.handle,
+        of.table,
+        of.calls,
+        of.edges,
+        shard.order,
+        shard.places,
+        kernel,
+        cp.keeps,
+    )
 
 
 class _Run(NamedTuple):
-    """What the keys of all ranks are, and how they come here: the operator's `where`."""
+    """Arguments of the attention operator: blocks of keys, and how to fetch those of other
+    ranks."""
 
     handle: Tensor
     table: Tensor
@@ -147,9 +162,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, kept: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    kept: Tensor,
     *how: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     run = _Run(*how)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     if run.cp.group.size == 1:
@@ -168,8 +189,8 @@ def _forward_shape(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, 
 
 
 def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
-    is_split = more[-4] is not None  # `order`
-    if is_split:
+    run = _Run(*more[-len(_Run._fields) :])  # after the kept tensors
+    if run.order is not None:
         return empty_for_blocks(q, q.dtype)[0], *k.new_empty(2, *k.shape).unbind(0)
     return tuple(empty_for_blocks(x, x.dtype)[0] for x in (q, k, v))
 
@@ -187,7 +208,7 @@ _attend = operator(
 )
 
 
-# Gathered keys and values, of some heads after the other
+# Gathered keys and values, a few heads at a time
 
 
 def _heads_at_once(k: Tensor) -> int:
@@ -213,7 +234,7 @@ def _gathered(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields some heads, and their keys and values (2, heads, b · padded, head_dim).
 
-    Those of the next heads are gathered meanwhile. `kept`: to write them to.
+    The next heads are gathered meanwhile. `kept`: where to write them.
     """
     at_once = _heads_at_once(k)
     parts = [slice(i, i + at_once) for i in range(0, k.shape[1], at_once)]
@@ -237,45 +258,59 @@ def _start_gather(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def in_sequence_order(by_rank: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
-    """(size, b, n, …, head_dim) of all ranks → (…, b · padded, head_dim), heads one by one.
+    """Turns (size, b, n, …, head_dim) of all ranks into (…, b · padded, head_dim), head by head.
 
-    A kernel that reads a head's keys in a row is faster by a tenth than with other heads between.
+    A kernel is a tenth faster when it reads a head's keys in a row than with other heads between.
     """
     return torch.index_select(by_rank.flatten(0, 2).movedim(0, -2), -2, order, out=out)
 
 
 def in_rank_order(whole: Tensor, places: Tensor) -> Tensor:
-    """(…, b · padded, head_dim) → (size · b · n, …, head_dim)."""
+    """Turns (…, b · padded, head_dim) into (size · b · n, …, head_dim)."""
     return whole.movedim(-2, 0).index_select(0, places)
 
 
 def _together(k: Tensor, v: Tensor) -> Tensor:
-    """Is the inverse of `_apart`."""
+    """Inverts `_apart`."""
     return torch.stack((k.transpose(0, 1), v.transpose(0, 1))).flatten(2, 3)
 
 
 def _apart(whole: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """(2, heads, b · padded, head_dim) → (b, heads, padded, head_dim) twice."""
+    """Splits (2, heads, b · padded, head_dim) into two (b, heads, padded, head_dim)."""
     k, v = whole.unflatten(2, (batch, -1)).transpose(1, 2).unbind(0)
     return k, v
 
 
 def _gather_backward(
-    of_q: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-    kept: Tensor, run: _Run,
-) -> Tensor:  # fmt: skip
-    """Adds to the gradient of q; returns those of k and v, (2, b, heads, n, head_dim)."""
+    of_q: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    kept: Tensor,
+    run: _Run,
+) -> Tensor:
+    """Adds to the gradient of q; returns the gradients of k and v, (2, b, heads, n, head_dim)."""
     b, of_keys = len(k), k.new_empty(2, *k.shape)
-    wide = torch.promote_types(k.dtype, torch.float32)
+    accum_dtype = torch.promote_types(k.dtype, torch.float32)
     finish_reducing: Callable[[], None] | None = None
     group, block = run.cp.group, run.block(0)
     for heads, whole in _kept(kept) or _gathered(k, v, group, run.order, None):
-        of_whole = torch.zeros_like(whole, dtype=wide)
+        of_whole = torch.zeros_like(whole, dtype=accum_dtype)
         of = _query_heads(heads, q, k)
         differentiate_block(
-            of_q[:, of], *_apart(of_whole, b), grad[:, of], q[:, of], *_apart(whole, b),
-            out[:, of], sums[:, of], block, run.kernel,
-        )  # fmt: skip
+            of_q[:, of],
+            *_apart(of_whole, b),
+            grad[:, of],
+            q[:, of],
+            *_apart(whole, b),
+            out[:, of],
+            sums[:, of],
+            block,
+            run.kernel,
+        )
         finish = _start_reducing(of_whole, of_keys[:, :, heads], run.places, group)
         if finish_reducing is not None:  # reduced while these gradients were made
             finish_reducing()
@@ -286,7 +321,7 @@ def _gather_backward(
 
 
 def _kept(kept: Tensor) -> Iterator[tuple[slice, Tensor]] | None:
-    """Returns what `_gathered` has yielded in the forward; None if it was not kept."""
+    """Returns the results of `_gathered` in the forward; None if they were not kept."""
     if not kept.numel():
         return None
     heads = kept.shape[2]
@@ -294,10 +329,10 @@ def _kept(kept: Tensor) -> Iterator[tuple[slice, Tensor]] | None:
 
 
 def _start_reducing(whole: Tensor, to: Tensor, places: Tensor, group: Group) -> Callable[[], None]:
-    """Sums gradients (2, heads, b · padded, head_dim) over the ranks, each for its tokens.
+    """Starts to sum gradients (2, heads, b · padded, head_dim) over the ranks, each for its tokens.
 
-    Returns what waits for the sum and writes it to `to` (2, b, heads, n, head_dim), in its type, as
-    tensor parallelism's reductions.
+    Returns a function that waits for the sum and writes it to `to` (2, b, heads, n, head_dim). The
+    sum is in the dtype of `to`, like tensor parallelism's reductions.
     """
     to = to.permute(1, 3, 0, 2, 4)  # (b, n, 2, heads, head_dim)
     by_rank = in_rank_order(whole, places).to(to.dtype)
@@ -315,7 +350,7 @@ def _start_reducing(whole: Tensor, to: Tensor, places: Tensor, group: Group) -> 
 
 
 def _around(own: Tensor, group: Group) -> Iterator[Tensor]:
-    """Yields this rank's block, that of the rank before it, and so on, while the next travels."""
+    """Yields this rank's block, then the previous rank's, and so on, while the next one travels."""
     block = own
     for _ in range(group.size - 1):
         following, arriving = collectives.ring_shift_async(block, group)
@@ -326,19 +361,34 @@ def _around(own: Tensor, group: Group) -> Iterator[Tensor]:
 
 
 def _ring_backward(
-    of_q: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor,
-    _: Tensor, run: _Run,
-) -> Tensor:  # fmt: skip
-    """As `_gather_backward`. Gradients travel a step behind their keys, and end with the owner."""
-    b, wide = len(k), torch.promote_types(k.dtype, torch.float32)
+    of_q: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    _: Tensor,
+    run: _Run,
+) -> Tensor:
+    """Does the same as `_gather_backward`; gradients travel a step behind their keys, to the
+    owner."""
+    b, accum_dtype = len(k), torch.promote_types(k.dtype, torch.float32)
     so_far: tuple[Tensor, Work] | None = None  # on its way here
     group = run.cp.group
     for i, block in enumerate(_around(_together(k, v), group)):
-        of_block = torch.zeros_like(block, dtype=wide)
+        of_block = torch.zeros_like(block, dtype=accum_dtype)
         differentiate_block(
-            of_q, *_apart(of_block, b), grad, q, *_apart(block, b), out, sums, run.block(i),
+            of_q,
+            *_apart(of_block, b),
+            grad,
+            q,
+            *_apart(block, b),
+            out,
+            sums,
+            run.block(i),
             run.kernel,
-        )  # fmt: skip
+        )
         if i == 0:
             own = of_block
             continue
@@ -351,7 +401,7 @@ def _ring_backward(
 
 
 def add_arriving(gradients: Tensor, others: tuple[Tensor, Work]) -> None:
-    """Adds what ranks have summed that had these keys before."""
+    """Adds the sum of the ranks that had these keys before."""
     found, arriving = others
     arriving.wait()
     gradients.add_(found)
@@ -371,7 +421,7 @@ def to_heads(
     """Exchanges parts of sequences for parts of the heads: (b, heads, n, head_dim) → (b, heads /
     size, padded, head_dim).
 
-    With fewer key-value heads than ranks each goes to the ranks that have its query heads.
+    With fewer key-value heads than ranks, each goes to the ranks that have its query heads.
     """
     size = cp.group.size
     parts = [repeated(x, max(x.shape[1], size)).unflatten(1, (size, -1)) for x in (q, k, v)]
@@ -382,7 +432,7 @@ def to_heads(
 
 
 def to_tokens(y: Tensor, cp: ContextParallel, shard: SequenceShard) -> Tensor:
-    """Is the inverse of `to_heads`, for the result of attention."""
+    """Inverts `to_heads`, for the result of attention."""
     return _exchange(y, cp, shard, "to_tokens")
 
 
@@ -396,8 +446,10 @@ BACK = {"gather": "scatter", "to_heads": "to_tokens", "to_tokens": "to_heads"}
 def _exchanged(
     x: Tensor, handle: Tensor, order: Tensor, places: Tensor, way: str, size: int
 ) -> Tensor:
-    """(b, heads, n or padded, head_dim) → the same of the other tokens; `scatter` sums."""
-    group, b, tokens = registered(handle).group, len(x), x.transpose(1, 2)
+    """Exchanges (b, heads, n or padded, head_dim) the given way; "scatter" sums."""
+    group = registered(handle).group
+    b = len(x)
+    tokens = x.transpose(1, 2)
     if way in ("gather", "to_heads"):
         if way == "gather":
             by_rank = collectives.all_gather(tokens.unsqueeze(0), group)

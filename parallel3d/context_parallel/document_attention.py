@@ -1,7 +1,7 @@
-"""Kernels of causal attention within documents, of queries to blocks of keys.
+"""Kernels of causal attention within documents, from queries to blocks of keys.
 
-On a CPU each document is a call of PyTorch's kernel; on a GPU in half precision all are one call of
-the varlen kernel.
+On a CPU each document is a call of PyTorch's kernel; on a GPU in half precision all documents are
+one call of the varlen kernel.
 
 Under context parallelism queries are fewer than keys, which may come in blocks (`attend_block`). A
 query's results of several calls are merged by their log Σ exp(scores); the gradients of a call need
@@ -97,10 +97,10 @@ def _joined(
 
 
 class Block(NamedTuple):
-    """A block of keys, and what queries read of it: see `AttentionBlocks`, of which this is one.
+    """One block of `AttentionBlocks`: keys, and the queries that read them.
 
     Attributes:
-        is_first: the block that all queries read, each also its own key.
+        is_first: all queries read this block, each also its own key.
         is_only: there is no other block, and each key is read by its own segment alone.
     """
 
@@ -137,20 +137,20 @@ def _rows(table: Tensor) -> list[list[int]]:
 def empty_for_blocks(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Allocates a result (b, heads, n, head_dim) and its sums (b, heads, n), in fp32 or better.
 
-    `dtype`: of the result instead.
+    `dtype`: the result's dtype instead.
     """
     b, heads, n, size = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    sums = q.new_empty(b, n, heads, dtype=wide).transpose(1, 2)
-    return q.new_empty(b, n, heads, size, dtype=dtype or wide).transpose(1, 2), sums
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    sums = q.new_empty(b, n, heads, dtype=accum_dtype).transpose(1, 2)
+    return q.new_empty(b, n, heads, size, dtype=dtype or accum_dtype).transpose(1, 2), sums
 
 
 def empty_for_only_block(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocates the same as `empty_for_blocks`, the result in the type of q, the sums stored as
-    (heads, b, n): as flash attention gives and takes them."""
+    """Allocates the same as `empty_for_blocks` in flash attention's form: the result in the dtype
+    of q, the sums stored as (heads, b, n)."""
     b, heads, n, size = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    sums = q.new_empty(heads, b, n, dtype=wide).transpose(0, 1)
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    sums = q.new_empty(heads, b, n, dtype=accum_dtype).transpose(0, 1)
     return q.new_empty(b, n, heads, size).transpose(1, 2), sums
 
 
@@ -170,9 +170,15 @@ def attend_only_block(
 
 
 def differentiate_only_block(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, block: Block,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    block: Block,
     kernel: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v."""
     if not _uses_varlen_kernel(q, kernel):
         of_q, of_k, of_v = (empty_for_blocks(x, x.dtype)[0] for x in (q, k, v))
@@ -198,7 +204,7 @@ def attend_block(
     """Adds attention to a block of keys; the first block, which all queries read, writes it.
 
     out, q (b, heads, n, head_dim), sums (b, heads, n), as `empty_for_blocks` makes them; k, v
-    (b, fewer or as many heads, keys, head_dim).
+    (b, as many heads or fewer, keys, head_dim).
     """
     if _uses_varlen_kernel(q, kernel):
         out, sums = _viewed(out), _viewed(sums)
@@ -223,12 +229,21 @@ def attend_block(
 
 
 def differentiate_block(
-    of_q: Tensor, of_k: Tensor, of_v: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    out: Tensor, sums: Tensor, block: Block, kernel: str,
-) -> None:  # fmt: skip
+    of_q: Tensor,
+    of_k: Tensor,
+    of_v: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    block: Block,
+    kernel: str,
+) -> None:
     """Adds the gradients of a block of keys to those of q, k and v; the only block writes them.
 
-    `out`, `sums`: of all blocks.
+    `out`, `sums`: the results over all blocks.
     """
     if _uses_varlen_kernel(q, kernel):
         of_q, of_k, of_v = map(_viewed, (of_q, of_k, of_v))
@@ -294,14 +309,14 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Returns whether the kernel runs on this device, by running it once.
 
-    Raises what says nothing of that: memory that is full, a device in error, other arguments.
+    Raises errors that say nothing about that: full memory, a device in error, other arguments.
     """
     try:
         x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
         edges = torch.arange(3, device=device).int()
         flash_forward(x, x, x, edges, edges, 1, 1, 0.0, True, False)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # tells nothing of the kernel, and what is raised is not kept
+        raise  # says nothing about the kernel; exceptions are not cached
     except RuntimeError as error:  # NotImplementedError too
         if "Declaration:" in str(error):  # torch's operator takes other arguments
             raise
@@ -317,12 +332,13 @@ def _uses_varlen_kernel(q: Tensor, kernel: str) -> bool:
 
 
 def _concatenated(x: Tensor) -> Tensor:
-    """(b, heads, s, head_dim) → (b · s, heads, head_dim); a view where x is stored that way."""
+    """Turns (b, heads, s, head_dim) into (b · s, heads, head_dim); a view if x is stored that
+    way."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _viewed(x: Tensor) -> Tensor:
-    """Is `_concatenated` of a tensor to write to; raises if that would be a copy."""
+    """Does the same as `_concatenated` for writing; raises if that would be a copy."""
     tokens = x.transpose(1, 2)
     return tokens.view(-1, *tokens.shape[2:])
 
@@ -332,7 +348,8 @@ def _as_batch(x: Tensor, batch: int) -> Tensor:
 
 
 def _flash_backward(parts: tuple[Tensor, ...], *sequences: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`sequences`: edges of queries and keys, the longest of each, and whether it is causal."""
+    """Runs the kernel; `sequences`: edges of queries and keys, the longest of each, and if
+    causal."""
     q, (*of_sequences, causal) = parts[1], sequences
     # The kernel wants a generator state although nothing is dropped.
     state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
@@ -356,22 +373,27 @@ def _plain_gradients_alone(
 
 
 def _plain_gradients(
-    causal: bool, grad: Tensor, q: Tensor, out: Tensor | None, sums: Tensor | None, k: Tensor,
+    causal: bool,
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor | None,
+    sums: Tensor | None,
+    k: Tensor,
     v: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients by the formula (Dao et al. 2022, §B.2).
 
     With P = softmax(scores): dV = Pᵀ·dO, dP = dO·Vᵀ, dS = P ∘ (dP − rowsum(dP ∘ P)).
 
-    `out`, `sums`: of all keys of a query; None: these are all.
+    `out`, `sums`: the results over all keys of a query; None: `k` holds all of them.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
     times, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
-    k, v = (x.to(wide).repeat_interleave(times, 1) for x in (k, v))
-    of_q, of_k, of_v = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    k, v = (x.to(accum_dtype).repeat_interleave(times, 1) for x in (k, v))
+    of_q, of_k, of_v = (torch.zeros_like(x, dtype=accum_dtype) for x in (q, k, v))
     for rows, queries, scores in _plain_scores(q, k, causal):
         keys, values = (x[:, :, : scores.shape[-1]] for x in (k, v))
-        of_out = grad[:, :, rows].to(wide)
+        of_out = grad[:, :, rows].to(accum_dtype)
         of_p = of_out @ values.transpose(-2, -1)
         if out is None or sums is None:
             p = scores.softmax(-1)
@@ -402,8 +424,8 @@ def _plain_scores(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, T
 
 def _plain_attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Returns the result and log Σ exp(scores), in fp32 or better."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    k, v = (x.to(wide).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    k, v = (x.to(accum_dtype).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     parts = [
         (scores.softmax(-1) @ v[:, :, : scores.shape[-1]], scores.logsumexp(-1))
         for _, _, scores in _plain_scores(q, k, causal)

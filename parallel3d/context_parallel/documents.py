@@ -18,21 +18,22 @@ Ints = npt.NDArray[np.int32]
 
 
 BLOCKS = 16  # most blocks of a rank in a balanced split: each may cost a call of the kernel
-EVEN = 0.05  # a split whose slowest rank has so much more work than the mean is even enough
+EVEN = 0.05  # accepted imbalance: the slowest rank's extra work over the mean
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """Splits sequences over `size` ranks, of which this one is `index`.
+    """Splits sequences over `size` ranks; this one is number `index`.
 
     A sequence is padded at its end, and cut into 2 · size pieces. Rank r holds pieces r and
     2 · size − 1 − r, so that all ranks have as many pairs of query and key under a causal mask
     (Brandon et al. 2023, Striped Attention; Llama 3 report, §3.3.2). Where documents make that
-    uneven, a `balanced` split gives each rank as many blocks, by the work of their attention.
+    uneven, a `balanced` split gives each rank the same number of blocks, chosen by their
+    attention's work.
 
     Attributes:
         length: tokens of a sequence.
-        multiple: divides the tokens of a rank, as tp does under sequence parallelism.
+        multiple: divides the tokens of a rank (tp, under sequence parallelism).
         ring: attention reads the keys of one rank after the other, not of the whole sequence.
     """
 
@@ -52,7 +53,7 @@ class SequenceSplit:
             size=blueprint.layout.cp,
             index=index,
             multiple=blueprint.rank_multiple,
-            # With a part of the heads each rank attends to whole sequences: nothing is uneven.
+            # With style=heads each rank attends to whole sequences, so nothing is uneven.
             balanced=layer.cp_balance and layer.cp_style != "heads",
             ring=layer.cp_style == "ring",
         )
@@ -69,7 +70,7 @@ class SequenceSplit:
     def pad_starts(self, starts: Ints) -> Ints:
         """Pads (b, length) starts of documents to (b, padded): the padding is a document by itself.
 
-        If it is longer than a sequence, as beside very short ones, several: none has more positions
+        Padding longer than a sequence becomes several documents, so that none has more positions
         than the model knows.
         """
         padding = np.arange(self.length, self.padded, dtype=np.int32) // self.length * self.length
@@ -97,9 +98,9 @@ class SequenceSplit:
         return best
 
     def _balanced(self, starts: Ints, count: int) -> Ints:
-        """Returns `held` with `count` blocks of each sequence a rank.
+        """Returns `held` with `count` blocks of each sequence per rank.
 
-        The one with the most work is given first, to the rank with the least work so far.
+        Blocks are given in order of falling work, each to the rank with the least work so far.
         """
         blocks = np.arange(self.padded, dtype=np.int32).reshape(self.size * count, -1)
         pairs = blocks.reshape(-1) - starts + 1  # of each query
@@ -139,13 +140,13 @@ class AttentionBlocks:
     The shapes of the tensors do not depend on the documents: one compilation serves all.
 
     Attributes:
-        table: (blocks, m + 1, 5) int32 on the host. In a block's first row the number of its
-            segments; in the others sample, first query, number of queries, first key, `before`.
+        table: (blocks, m + 1, 5) int32 on the host. A block's first row has the number of its
+            segments; the others have sample, first query, number of queries, first key, `before`.
         calls: (blocks, m + 1, 7) int32 on the host: likewise, the calls of a kernel that reads
             sequences of different lengths: first query, queries, first key, keys, sequences,
             longest queries, longest keys.
-        edges: (blocks, 2, 2 · m) int32 on the device: the edges of the sequences, of queries and
-            of keys, of all calls. Without elements on a CPU, which has no such kernel.
+        edges: (blocks, 2, 2 · m) int32 on the device: the edges of the sequences of all calls, for
+            queries and for keys. Empty on a CPU, which has no such kernel.
     """
 
     table: Tensor
@@ -158,16 +159,16 @@ class SequenceShard:
     """The tokens of b sequences that one context-parallel rank holds, n of each.
 
     Attributes:
-        positions: (b, n) int64 on the device: of each token in its sequence, ascending.
+        positions: (b, n) int64 on the device: each token's position in its sequence, ascending.
         starts: (b, n) int32 on the device: where the token's document begins in the sequence.
-        order: (b · padded,) int64 on the device: of each token of the b sequences its place among
-            the (size, b, n) tokens of all ranks; what an all-gather of (b, n) gives.
-        places: (size · b · n,) int64 on the device, the inverse: of each token in rank order its
-            place in the b sequences.
+        order: (b · padded,) int64 on the device: the place of each token of the b sequences among
+            the (size, b, n) tokens of all ranks, the result of an all-gather of (b, n).
+        places: (size · b · n,) int64 on the device, the inverse: the place in the b sequences of
+            each token in rank order.
         held: (size, b, n) int32 on the host: the positions that each rank holds.
         blocks: which queries attend to which keys, a block of keys after the other (see
-            `AttentionBlocks`): one block of the whole sequence in order; in a ring one of each
-            rank, its own first, then that of the rank before it, and so on.
+            `AttentionBlocks`): one block of the whole sequence in order; in a ring one block per
+            rank, this rank's first, then the previous rank's, and so on.
         index: of this rank.
         imbalance: the work of the slowest rank's attention over the mean, less 1.
     """
@@ -199,7 +200,7 @@ class Documents:
 
     Attributes:
         starts: (b, s) int32 on the device: where the document of each position begins.
-        blocks: of queries and keys of whole samples, one block.
+        blocks: queries and keys of whole samples, in one block.
         shard: the tokens that this rank holds, under context parallelism.
     """
 
@@ -208,7 +209,8 @@ class Documents:
     shard: SequenceShard | None = None
 
     def positions(self) -> Tensor:
-        """(b, s), or (b, n) of a shard, int64 on the device: each token's place in its document."""
+        """Returns each token's place in its document: (b, s), or (b, n) of a shard, int64 on the
+        device."""
         if self.shard is not None:
             return self.shard.positions - self.shard.starts
         return torch.arange(self.starts.shape[1], device=self.starts.device) - self.starts
@@ -254,7 +256,8 @@ def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> Sequence
 def _attention_blocks(
     held: Ints, starts: Ints, device: torch.device, split: SequenceSplit
 ) -> AttentionBlocks:
-    """Returns which keys the queries of this rank attend to, with the positions that ranks hold."""
+    """Returns this rank's queries and the keys that they attend to, given the positions of all
+    ranks."""
     table = segments_of(held, starts, split)
     queries = table.shape[1] - 1
     calls = np.zeros((len(table), queries + 1, 7), dtype=np.int32)
@@ -314,7 +317,7 @@ def _plan_calls(rows: Ints, n: int, keys: int, causal: bool, calls: Ints, edges:
             planned.append((query, key, []))
         elif key > next_key:
             planned[-1][2].append((0, key - next_key))
-        count = before + number * causal
+        count = before + number if causal else before
         planned[-1][2].append((number, count))
         next_query, next_key = query + number, key + count
     calls[0] = len(planned)

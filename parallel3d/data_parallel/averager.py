@@ -27,7 +27,8 @@ class DDPBucket:
     Attributes:
         members: numbers of its parameters, in the order of readiness.
         flat: their gradients, concatenated.
-        total: the sum over the ranks, once there is one; totals: each member's part of it.
+        total: the sum over the ranks, once there is one.
+        totals: each member's part of `total`.
     """
 
     members: list[int]
@@ -41,7 +42,7 @@ def arrange(
     ready: Sequence[int],
     bucket_cap_mb: float | Sequence[float] | None,
 ) -> list[list[int]]:
-    """Assigns parameters to buckets of one type, ordered by when they are full."""
+    """Assigns parameters to buckets of one dtype, in the order in which the buckets are full."""
     by_type: dict[torch.dtype, list[int]] = {}
     for number in ready:
         by_type.setdefault(parameters[number].dtype, []).append(number)
@@ -56,17 +57,18 @@ def arrange(
 
 
 class BackwardFlags:
-    """Raises on every rank an error that one of them found in a backward, by a sum of flags.
+    """Raises an error that one rank found in a backward on every rank, by a sum of flags.
 
-    On a CPU at the end of that backward. On an accelerator reading the flags would make the host
-    wait, so they are read when the next backward begins.
+    A CPU reads the flags at the end of that backward. On an accelerator reading the flags would
+    make the host wait, so they are read when the next backward begins.
 
     Attributes:
         fault: the error of this rank in the current backward.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self.group = group
+        self.device = device
         self.fault: str | None = None
         self.noted: tuple[str | None, Tensor, Any] | None = None
 
@@ -75,7 +77,8 @@ class BackwardFlags:
 
     def note(self, flag: Tensor, other: str | None) -> None:
         """Ends a backward; `flag` (1,) is above zero after an error on any rank."""
-        finding, self.fault = self.fault or other, None
+        finding = self.fault or other
+        self.fault = None
         event = None
         if accelerator.is_accelerator(self.device):
             flag = flag.to("cpu", non_blocking=True)
@@ -86,7 +89,7 @@ class BackwardFlags:
             self.check()
 
     def check(self) -> None:
-        """Raises RuntimeError on every rank alike; collective if there is an error."""
+        """Raises the same RuntimeError on every rank; collective if there is an error."""
         if self.noted is None:
             return
         (finding, flag, event), self.noted = self.noted, None
@@ -110,44 +113,45 @@ class _Watch:
 
 
 def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> None:
-    """Raises ValueError for a parameter of two wrappers if one keeps gradients in buckets."""
+    """Raises ValueError if two wrappers share a parameter and one keeps gradients in buckets."""
     for name, parameter in named:
         for hook in (post_accumulate_grad_hooks(parameter) or {}).values():
             other = hook.averager() if isinstance(hook, _Watch) else None
-            # The first one to send a bucket would scale the gradient that the other has yet to
+            # The first one to send a bucket would scale a gradient that the other still has to
             # read.
             if other is not None and (as_views or other.as_views):
                 raise ValueError(
-                    f"parameter {name} is in another DistributedDataParallel already, which "
-                    "gradient_as_bucket_view=True of either does not allow; the nearest is False "
+                    f"parameter {name} is already in another DistributedDataParallel, which is "
+                    "not allowed if either has gradient_as_bucket_view=True; the nearest is False "
                     "for both, or delete the other first"
                 )
 
 
 class GradientAverager:
-    """Averages the `.grad` of some parameters over a group; each average is collective.
+    """Averages the `.grad` of some parameters over a group; collective.
 
-    Afterwards the `.grad` of every parameter is the mean over the ranks of their `.grad`, where a
-    missing one counts as zero. Gradients accumulated by earlier backwards (under `no_sync`) are
-    included, as the mean is linear. Where no rank has a gradient, none is made.
+    Afterwards the `.grad` of every parameter is the mean of the ranks' `.grad`; a missing one
+    counts as zero. Gradients accumulated by earlier backwards (under `no_sync`) are included, as
+    the mean is linear. If no rank has a gradient, none is made.
 
     With `watch` every backward is averaged while `enabled`: a gradient is copied into its bucket
     when it arrives, and a bucket is started when it is full, in the same order on every rank.
-    Gradients that have not arrived at the end of the backward are zero. Without, `average` does all
-    of it after the backwards.
+    Gradients that have not arrived at the end of the backward are zero. Without `watch`, `average`
+    does all of this after the backwards.
 
-    The last bucket, which holds the first layer, is started at the end. It carries the flags: for
-    each parameter whether this rank has a gradient, and whether this rank found an error. So
-    neither needs a message of its own.
+    The last bucket, which holds the first layer, is started at the end. It carries the flags
+    (whether this rank has a gradient of each parameter, and whether it found an error), which
+    therefore need no message of their own.
 
     Args:
         names, parameters: in the order of the module, the same on every rank.
-        bucket_cap_mb: for all buckets; or for each, the last one for those after it too.
-        as_views: keep gradients in the buckets (`gradient_as_bucket_view`).
+        bucket_cap_mb: one size for all buckets, or a size for each; the last one also holds for the
+            buckets after it.
+        as_views: keeps gradients in the buckets (`gradient_as_bucket_view`).
         static: every backward uses the same parameters, each as often as the first one did.
-        measure: rebuild the buckets in the order of the first backward.
-        overlap: start buckets during the backward; else all at its end.
-        watch: average at the end of each backward.
+        measure: rebuilds the buckets in the order of the first backward.
+        overlap: starts buckets during the backward; else all at its end.
+        watch: averages at the end of each backward.
 
     Attributes:
         enabled: whether backwards are averaged.
@@ -169,12 +173,19 @@ class GradientAverager:
         overlap: bool = True,
         watch: bool = True,
     ) -> None:
-        self.names, self.parameters, self.group = list(names), list(parameters), group
-        self.bucket_cap_mb, self.as_views, self.static = bucket_cap_mb, as_views, static
-        self.measure, self.overlap = measure, overlap
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.group = group
+        self.bucket_cap_mb = bucket_cap_mb
+        self.as_views = as_views
+        self.static = static
+        self.measure = measure
+        self.overlap = overlap
         self.hook: tuple[object, CommHook] | None = None
         self.device = self.parameters[0].device
-        self.enabled, self.running, self.began = True, False, False
+        self.enabled = True
+        self.running = False
+        self.began = False
         self.scale = 1.0 / group.size
         self.unused: set[int] | None = None
         self.expected = [1] * len(self.parameters)
@@ -211,7 +222,7 @@ class GradientAverager:
     def use(self, state: object, hook: CommHook) -> None:
         """Reduces the buckets by `hook`. Raises RuntimeError after the first backward."""
         if self.hook is not None:
-            raise RuntimeError("a communication hook is registered already; there is one at most")
+            raise RuntimeError("a communication hook is already registered; only one is allowed")
         if self.began:
             raise RuntimeError("a communication hook must be registered before the first backward")
         self.hook = (state, hook)
@@ -231,11 +242,11 @@ class GradientAverager:
             self.begin()
 
     def begin(self) -> None:
-        """Begins a backward. Its end is that of the outermost one, as checkpoints nest them."""
+        """Begins a backward; it ends with the outermost one, since checkpoints nest backwards."""
         if self.running:
             return
         self.errors.check()
-        # Called at the end of the outermost backward, not of one that recomputes a layer.
+        # Runs at the end of the outermost backward, not of one that recomputes a layer.
         execution_engine.queue_callback(self._end)
         self._reset()
         silent = {n for n, count in enumerate(self.expected) if count == 0} | (self.unused or set())
@@ -272,7 +283,7 @@ class GradientAverager:
         else:
             self.errors.found(
                 f"{self.names[number]} got a second gradient in one backward; static_graph=True "
-                "allows it where every backward does the same"
+                "allows it if every backward does the same"
             )
 
     def _take(self, number: int) -> None:
@@ -291,7 +302,7 @@ class GradientAverager:
                 parameter.grad = view
         elif self.hook is not None:
             view.copy_(grad)
-        else:  # never in place: another wrapper may have yet to read the gradient
+        else:  # never in place: another wrapper may still have to read the gradient
             torch.mul(grad, self.scale, out=view)
         for index in self.reducer.filled(number):
             self._start(index)
@@ -310,7 +321,7 @@ class GradientAverager:
         self.transport.flags.copy_(moved(given, self.device))
 
     def _end(self) -> None:
-        """Ends the backward: sends what is left and writes the means."""
+        """Ends the backward: sends the remaining buckets and writes the means."""
         self.running = False
         self._check_static()
         for number, left in enumerate(self.reducer.left):
@@ -386,7 +397,8 @@ class GradientAverager:
         self.transport.release()
         self.errors.note(self.transport.summed_flags[-1:], self.transport.fault)
         if self.measure:
-            self.measure, self.measured = False, True
+            self.measure = False
+            self.measured = True
             seen = set(self.reducer.arrivals)
             mine = [*self.reducer.arrivals, *(n for n in self.order if n not in seen)]
             ready = broadcast_json(mine, self.group.handle, self.device)

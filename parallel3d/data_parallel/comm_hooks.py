@@ -19,11 +19,11 @@ from parallel3d.device.accelerator import is_on_accelerator
 
 
 class SideStream:
-    """A `CommHook`: runs all phases of another hook on an accelerator stream of their own.
+    """Runs all phases of another hook on an accelerator stream of their own; a `CommHook` itself.
 
-    A phase waits for the collective of the phase before: on the compute stream this would block the
-    backward. The compute stream waits once, when the step needs the sums. Buckets follow each other
-    in the same order on every rank.
+    A phase waits for the previous phase's collective, which would block the backward on the compute
+    stream. The compute stream waits once, when the step needs the sums. Buckets run in the same
+    order on every rank.
 
     Lifetimes: tensors that the phases allocate belong to the side stream. The bucket belongs to the
     compute stream and must not be freed before that stream has waited: the handle keeps it.
@@ -64,17 +64,19 @@ class _Queued:
 class HierarchicalAllReduce:
     """Reduce-scatters a bucket inside NVLink domains, all-reduces the shards between domains.
 
-    A flat ring over several domains sends all gradients through a NIC. Here only 1/g of them leaves
-    a domain of g members, between members of equal index, which are on one rail
+    A flat ring over several domains sends all gradients through a NIC. Here only 1/g of them leave
+    a domain of g members, between members with equal indices, which share a rail
     (`estimate.network.two_level_time`).
     """
 
     def __init__(self, inner: Group, outer: Group, bucket: GradBucket) -> None:
-        self.inner, self.outer = inner, outer
+        self.inner = inner
+        self.outer = outer
         tensor = bucket.buffer()
         even = tensor.numel() // inner.size * inner.size
-        # The rest has fewer elements than the inner group members.
-        self.whole, self.rest = tensor[:even], tensor[even:]
+        # The rest has fewer elements than the inner group has members.
+        self.whole = tensor[:even]
+        self.rest = tensor[even:]
         self.shard = self.whole
         self.scattering: Work | None = None
         if even:
@@ -93,12 +95,13 @@ class HierarchicalAllReduce:
 class InBf16:
     """Sends a bucket as bf16 and adds in fp32; the class is a `CommHook`.
 
-    Two roundings of at most 2⁻⁹ for any number of ranks; an all-reduce of bf16 tensors sends the
-    same bytes and rounds after each of its n − 1 additions.
+    It rounds twice, by at most 2⁻⁹, for any number of ranks; an all-reduce of bf16 tensors sends
+    the same bytes but rounds after each of its n − 1 additions.
     """
 
     def __init__(self, group: Group, bucket: GradBucket) -> None:
-        self.tensor, self.group = bucket.buffer(), group
+        self.tensor = bucket.buffer()
+        self.group = group
         numel = self.tensor.numel()
         rounded = self.tensor.new_zeros(padded_numel(numel, group.size), dtype=torch.bfloat16)
         rounded[:numel] = self.tensor

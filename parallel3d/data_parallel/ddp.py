@@ -58,8 +58,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     Every rank starts with the weights of the first one. After each backward the `.grad` of every
     parameter is the mean over the ranks. Names of parameters, attributes and state dicts are those
     of the module itself. Arguments and their order are those of
-    `torch.nn.parallel.DistributedDataParallel`; those not named below must be at their defaults.
-    The names in the module's `_ddp_params_and_buffers_to_ignore` are not synchronised.
+    `torch.nn.parallel.DistributedDataParallel`; arguments that are not listed below must have their
+    defaults. The names in the module's `_ddp_params_and_buffers_to_ignore` are not synchronised.
 
     Constructor, forward (which broadcasts buffers) and backward are collective. Parameters must not
     be added or replaced afterwards. Copying (`copy.deepcopy`), and pickling with the group of all
@@ -67,33 +67,34 @@ class DistributedDataParallel(nn.Module, Joinable):
     a communication hook.
 
     Args:
-        module: with all parameters on one device.
+        module: has all parameters on one device.
         device_ids: None, or the module's device, to which inputs are moved.
         output_device: None or the same device.
         broadcast_buffers: broadcast the first rank's buffers now and in every forward.
-        forward_sync_buffers: the same for every forward alone; overrides `broadcast_buffers`.
-        process_group: a group of `parallel3d.init` (groups.dp), a ProcessGroup of PyTorch's, a mesh
-            of one dimension, or None for all ranks.
-        device_mesh: the same as a mesh given as `process_group`.
+        forward_sync_buffers: broadcast them in every forward; overrides `broadcast_buffers`.
+        process_group: a group of `parallel3d.init` (groups.dp), a ProcessGroup of PyTorch, a
+            one-dimensional mesh, or None for all ranks.
+        device_mesh: has the same effect as a mesh for `process_group`.
         check_reduction: ignored, as in PyTorch.
         init_sync: verify that the ranks' modules agree, and broadcast the first rank's values.
         bucket_cap_mb: closes a bucket that reaches this size, in MiB. None: 1 for the first one, 25
             for the others (on an accelerator 128, in shared memory 1).
         find_unused_parameters: look in the graph for parameters that a backward will not reach, so
-            that their buckets need not wait for its end. Unused parameters are no error without it.
+            that their buckets need not wait for its end. Without it, unused parameters are not an
+            error either.
         gradient_as_bucket_view: keep gradients in the buckets instead of copying them out.
         static_graph: every backward reaches the same parameters, each as often as in the first.
         bucket_cap_mb_list: `bucket_cap_mb` of each bucket, the last one for all that follow.
         overlap: start buckets during the backward; else all at its end.
 
     Raises:
-        ValueError: on every rank alike, modules that differ, with the first difference; parameters
-            on several devices; one whose optimizer steps in the backward; one that another wrapper
-            has too, if either keeps gradients in buckets.
+        ValueError: on every rank, if the modules differ, with the first difference; for parameters
+            on several devices, a parameter whose optimizer steps in the backward, or one that
+            another wrapper has too, if either keeps gradients in buckets.
         RuntimeError: no parameter to train; from a forward, a parameter that was frozen when the
-            module was wrapped, or was added or replaced since; from a backward, on every rank
-            alike: a parameter got a second gradient in it, or with static_graph another number of
-            them than in the first.
+            module was wrapped, or was added or replaced since; from a backward, on every rank: a
+            parameter got a second gradient or, with static_graph, another number of gradients than
+            in the first backward.
     """
 
     broadcast_bucket_size = MESSAGE_BYTES
@@ -161,7 +162,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.broadcast_buffers = wanted if forward_sync_buffers is None else forward_sync_buffers
         self._bucket_cap_mb = list(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
         self._overlap = overlap
-        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = self.require_forward_sync = True
         self.by_initial_size = True  # see `join`
@@ -266,7 +268,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients on each rank, without reducing them until a backward outside."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
@@ -275,13 +278,14 @@ class DistributedDataParallel(nn.Module, Joinable):
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Lets `hook(state, bucket)` reduce each bucket's gradients.
 
-        As in PyTorch: it gets a `GradBucket` that is neither summed nor divided, and returns a
-        future of a tensor of the same shape. Once, and before the first backward.
+        Like PyTorch's hook, it gets a `GradBucket` that is neither summed nor divided, and returns
+        a future of a tensor of the same shape. A hook is registered once, before the first
+        backward.
 
         Raises:
-            TypeError: no callable; later, from a backward, a hook that returns no future.
-            RuntimeError: the second hook, or too late; from a backward, on every rank alike, a hook
-                that returned another shape.
+            TypeError: the hook is not callable; later, from a backward, it returns no future.
+            RuntimeError: a second hook, or a hook after the first backward; from a backward, on
+                every rank, a hook that returned another shape.
         """
         if not callable(hook):
             raise TypeError(
@@ -309,7 +313,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Args:
             divide_by_initial_world_size: average over all ranks; else over those with inputs.
-            enable: False if all ranks have as many inputs.
+            enable: False if all ranks have the same number of inputs.
             throw_on_early_termination: raise RuntimeError on all ranks when one has no more inputs.
         """
         if self.group.size == 1:
@@ -359,7 +363,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads into the module, also names of PyTorch's DistributedDataParallel (`module.…`).
+        """Loads into the module; accepts names of PyTorch's DistributedDataParallel (`module.…`)
+        too.
 
         Raises ValueError for `assign`, which would replace the parameters.
         """
@@ -396,7 +401,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raises RuntimeError, as PyTorch's class, for a group without all ranks."""
+        """Raises RuntimeError for a group without all ranks, like PyTorch's class."""
         if self.group.size != (dist.get_world_size() if dist.is_initialized() else 1):
             raise RuntimeError(
                 f"a DistributedDataParallel over {self.group.size} of {dist.get_world_size()} "
@@ -413,7 +418,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         super().__setstate__(state)
         self.__dict__.setdefault("group", group_of(None))
         self._reset_state()
-        self.device = next(iter(self.numbers)).device  # where it was loaded to
+        self.device = next(iter(self.numbers)).device  # the device that it was loaded to
         self.inputs_to = None if self.inputs_to is None else self.device
 
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
@@ -436,11 +441,11 @@ def _group_of(
     process_group: GroupLike,
     device_mesh: DeviceMesh | None,
 ) -> Group:
-    """Returns the group of both arguments.
+    """Returns the group that the two arguments name.
 
-    Raises RuntimeError, as PyTorch's class, for both a group and a mesh, and for a mesh of several
-    dimensions; TypeError for something else than devices in the second place; ValueError for no
-    group, if torch.distributed is not initialised, and if this rank is not in the group.
+    Raises RuntimeError, like PyTorch's class, for both a group and a mesh, and for a mesh of
+    several dimensions; TypeError if `device_ids` is not a list of devices; ValueError if this rank
+    is not in the group, or without a group if torch.distributed is not initialised.
     """
     if device_ids is not None and not isinstance(device_ids, (list, tuple)):
         raise TypeError(
@@ -482,13 +487,13 @@ def _own_device(
 def _check_defaults(**given: tuple[object, object]) -> None:
     for name, (value, default) in given.items():
         if value != default:
-            raise ValueError(f"{name}={value!r} is not built here; the nearest is {name}={default}")
+            raise ValueError(f"{name}={value!r} is not supported; the nearest is {name}={default}")
 
 
 def _warn_of_deprecated(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None, check_reduction: bool
 ) -> None:
-    """Warns where PyTorch's class does, of arguments that it is going to lose."""
+    """Warns of deprecated arguments, when PyTorch's class does."""
     if check_reduction:
         warnings.warn("check_reduction is deprecated and ignored", FutureWarning, stacklevel=3)
     if broadcast_buffers is not None:
@@ -536,7 +541,7 @@ def left(named: Iterable[tuple[str, T]], ignored: Set[str]) -> list[tuple[str, T
 
 
 def described(module: nn.Module, ignored: Set[str]) -> list[str]:
-    """Describes parameters and buffers, which must be the same on all ranks, in their order."""
+    """Describes parameters and buffers in their order, which must be the same on all ranks."""
     parameters = left(module.named_parameters(), ignored)
     named: list[tuple[str, Tensor]] = [(f"parameter {name}", p) for name, p in parameters]
     named += [(f"buffer {name}", b) for name, b in left(module.named_buffers(), ignored)]
@@ -581,7 +586,7 @@ def check_trainable(trained: Sequence[tuple[str, nn.Parameter]], module: nn.Modu
     """Raises ValueError, or RuntimeError without parameters; all ranks' modules must agree."""
     if not trained:
         raise RuntimeError(
-            "the module has no parameter that requires a gradient: nothing is there to reduce"
+            "the module has no parameter that requires a gradient: there is nothing to reduce"
         )
     for name, parameter in trained:
         if is_lazy(parameter):
@@ -590,8 +595,8 @@ def check_trainable(trained: Sequence[tuple[str, nn.Parameter]], module: nn.Modu
             )
         if hasattr(parameter, "placements"):
             raise ValueError(
-                f"parameter {name} is a DTensor, as fully_shard makes them, which must not be "
-                "wrapped: fully_shard averages gradients itself; give the module without it"
+                f"parameter {name} is a DTensor, made by fully_shard, and must not be wrapped: "
+                "fully_shard averages gradients itself; give the module without it"
             )
     check_optimizers(trained)
     devices = sorted({str(parameter.device) for _, parameter in trained})
@@ -602,7 +607,7 @@ def check_trainable(trained: Sequence[tuple[str, nn.Parameter]], module: nn.Modu
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             raise ValueError(
-                f"{name} has sparse gradients, which are not reduced; sparse=False are"
+                f"{name} has sparse gradients, which cannot be reduced; set sparse=False"
             )
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism in flat buckets, which the optimizer steps whole or in shards (ZeRO 1)."""
+"""Data parallelism in flat buckets, which the optimizer steps as a whole or in shards (ZeRO 1)."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Bucket:
 
     The model's parameters are views of `param`, gradients are added to `grad`, one collective
     reduces it, and the optimizer steps the `segments` of `own`: everything, or under ZeRO this
-    rank's shard. Parameters that are treated alike, and so make one segment, stand together.
+    rank's shard. Parameters with the same treatment are next to each other and make one segment.
 
     Attributes:
         data: the ranks over which `grad` is summed.
-        shards: those that step a part each; this rank alone, if each of them steps everything.
+        shards: the ranks that step a part each; this rank alone if each rank steps everything.
     """
 
     index: int
@@ -72,10 +72,11 @@ def build_buckets(
     ranks.
 
     Args:
-        sharded: these ranks step a part each.
-        groups_of: over which groups a parameter has copies.
+        sharded: whether ranks step a part each.
+        groups_of: returns the groups over which a parameter has copies.
         first: index of the first bucket.
-        values: called for one parameter at a time, so that deferred ones never exist twice.
+        values: returns initial values; called for one parameter at a time, so that deferred ones
+            never exist twice.
     """
     ready = list(reversed(parameters))
     item = torch.promote_types(param_dtype, torch.float32).itemsize
@@ -90,7 +91,7 @@ def build_buckets(
         apart = {j for j, i in enumerate(places) if spec_of(ready[i][1]).tied}
         assigned = assign(sizes, bucket_cap_mb, apart, accelerated)
         buckets += [[places[j] for j in members] for members in assigned]
-    buckets.sort(key=max)  # in the order in which they are full
+    buckets.sort(key=max)  # in the order in which they become full
     ordered = [dict(ready[i] for i in sorted(members, reverse=True)) for members in buckets]
     return [
         _build(i, p, param_dtype, sharded, groups_of, values) for i, p in enumerate(ordered, first)
@@ -114,12 +115,12 @@ def _build(
     data = groups_of(spec_of(next(iter(params.values())))).data
     shards = data if sharded else SINGLE
     device = next(iter(params.values())).device
-    wide = torch.promote_types(dtype, torch.float32)
+    accum_dtype = torch.promote_types(dtype, torch.float32)
     total = padded_numel(sum(p.numel() for p in params.values()), shards.size)
     shard = total // shards.size
     own = slice(shard * shards.index, shard * (shards.index + 1))
     flat = torch.zeros(total, dtype=dtype, device=device)
-    grad = torch.zeros(total, dtype=wide, device=device)
+    grad = torch.zeros(total, dtype=accum_dtype, device=device)
     bucket = Bucket(index, {}, flat, grad, own, data, shards)
     offset = 0
     for kind in sorted({segment_kind(p) for p in params.values()}):
@@ -128,8 +129,8 @@ def _build(
         first, last = max(offset, own.start), min(end, own.stop)
         if first < last:
             master = flat[first:last]
-            if dtype != wide:
-                master = torch.empty(last - first, dtype=wide, device=device)
+            if dtype != accum_dtype:
+                master = torch.empty(last - first, dtype=accum_dtype, device=device)
             spans = _spans(alike, offset, first, last)
             groups = groups_of(spans[0].spec)
             if sharded:
@@ -142,7 +143,7 @@ def _build(
             whole = values(p).flatten()
             flat[offset:until] = whole
             begin, stop = max(first, offset), min(last, until)
-            if begin < stop and dtype != wide:
+            if begin < stop and dtype != accum_dtype:
                 master[begin - first : stop - first] = whole[begin - offset : stop - offset]
             p.data = flat[offset:until].view(p.shape)
             state_of(p).main_grad = grad[offset:until].view(p.shape)
@@ -175,20 +176,20 @@ class GradientObserver(Protocol):
 class BucketedDataParallel:
     """Owns gradient buckets, their reduction, and the all-gather of stepped parameters.
 
-    Gradients are added in the buckets. Only the last ones of a step trigger reductions (Li et al.
-    2020, §3.2.4): a parameter gets one per micro-batch and use, in any order that a pipeline
-    schedule computes them. The loss is already divided by the tokens of the global batch, so the
-    reduction is a plain sum.
+    Gradients are added in the buckets. Only a parameter's last gradient of a step counts for a
+    reduction (Li et al. 2020, §3.2.4): there is one per micro-batch and use, in the order in which
+    the pipeline schedule computes them. The loss is already divided by the tokens of the global
+    batch, so the reduction is a plain sum.
 
     Under ZeRO stage 1 (Rajbhandari et al. 2020 §5.1) gradients are reduce-scattered, each rank
     steps its shard, and the parameters are gathered while the next forward begins, layer by layer.
 
     Args:
-        chunks: the parameters of each stage by name, in forward order, fp32 or better. No bucket
-            holds parameters of two stages, which are ready at other times.
-        dtype: the compute type.
-        groups_of: over which groups a parameter has copies.
-        bucket_cap_mb, overlap: as of DistributedDataParallel.
+        chunks: the parameters of each stage by name, in forward order, fp32 or better. Stages
+            finish at different times, so no bucket mixes two.
+        dtype: the compute dtype.
+        groups_of: returns the groups over which a parameter has copies.
+        bucket_cap_mb, overlap: as in DistributedDataParallel.
         hook: reduces the buckets; None: reduce-scatter or all-reduce.
         values: initial values of a parameter (see `build_buckets`).
         observer: sees the gradients before they are reduced.
@@ -211,10 +212,13 @@ class BucketedDataParallel:
         values: InitFn = Tensor.detach,
         observer: GradientObserver | None = None,
     ) -> None:
-        self.groups_of, self.sharded = groups_of, zero > 0
+        self.groups_of = groups_of
+        self.sharded = zero > 0
         self.parameters = {name: p for chunk in chunks for name, p in chunk.items()}
         self.names = list(self.parameters)
-        self.cap, self.overlap, self.dtype = bucket_cap_mb, overlap, dtype
+        self.cap = bucket_cap_mb
+        self.overlap = overlap
+        self.dtype = dtype
         self.comm_hook = hook or (reduce_scatter if self.sharded else all_reduce)
         self.gathering: dict[int, Work] = {}
         self.works: list[Work] = []
@@ -227,7 +231,7 @@ class BucketedDataParallel:
 
     def _fill_buckets(self, chunks: list[list[str]], values: InitFn = Tensor.detach) -> None:
         self.buckets: list[Bucket] = []
-        for names in reversed(chunks):  # as their gradients become ready
+        for names in reversed(chunks):  # the order in which their gradients become ready
             named = [(name, self.parameters[name]) for name in names]
             self.buckets += build_buckets(
                 named,
@@ -267,7 +271,7 @@ class BucketedDataParallel:
         parameter.register_post_accumulate_grad_hook(accumulate)
 
     def spans_of(self, index: int) -> list[ParameterSpan]:
-        """Returns what rank `index` of dp steps, in the order of its segments."""
+        """Returns the spans that rank `index` of dp steps, in the order of its segments."""
         found = []
         for bucket in self.buckets:
             shard = bucket.param.numel() // bucket.shards.size
@@ -276,7 +280,7 @@ class BucketedDataParallel:
         return found
 
     def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
-        """Returns what the pipeline calls for these stages: themselves."""
+        """Returns the objects that the pipeline calls for these stages: the stages themselves."""
         return stages
 
     def start_step(self, microbatches: int) -> None:
@@ -296,7 +300,7 @@ class BucketedDataParallel:
         left = self.reducer.arrived(number)
         if left < 0:
             raise RuntimeError(
-                f"{self.names[number]}: its gradient came once more than the forward used it"
+                f"{self.names[number]}: it got more gradients than the forward has uses of it"
             )
         if self.observer is not None:
             name = self.names[number]
@@ -345,12 +349,13 @@ class BucketedDataParallel:
         divided = [bucket for bucket in self.buckets if bucket.shards.size > 1]
         if divided:
             with self.step_timer.range("parameter all-gather"):
-                for bucket in reversed(divided):  # those of the first layers first
+                for bucket in reversed(divided):  # the first layers first
                     work = collectives.all_gather_bucket(bucket.param, bucket.shards)
                     self.gathering[bucket.index] = work
 
     def pre_forward(self, part: str) -> None:
-        """Waits for the parameters whose names begin with `part`; in equal order on all ranks."""
+        """Waits for the parameters whose names begin with `part`; in the same order on all
+        ranks."""
         if not self.gathering:
             return
         last = min(

@@ -2,12 +2,12 @@
 
 Every block is an FSDP unit, and the rest of the stage (embedding, final norm, head, so that a tied
 table is one tensor) is one more. Under stage 3 the parameters of a block are freed after its
-forward and gathered again for its backward; the others, and all under stage 2, stay until the
-step's last backward.
+forward and gathered again for its backward. The other parameters, and all parameters under stage 2,
+stay until the step's last backward.
 
-Added here: sums instead of means (the loss is already divided), one flat gradient buffer, the names
-of parameters without a gradient, and our own collectives, which are timed, logged, counted, and use
-shared memory on one host.
+This module adds sums instead of means (the loss is already divided), one flat gradient buffer, the
+names of parameters without a gradient, and our own collectives, which are timed, logged and
+counted, and use shared memory on one host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class ShardGroups(NamedTuple):
-    """The ranks over which a module's parameters lie: `shards` hold a part each, and `replicas` the
+    """The ranks that hold a module's parameters: `shards` hold a part each, `replicas` hold the
     same part (HSDP)."""
 
     shards: Group
@@ -47,15 +47,15 @@ class FullyShardedDataParallel:
     """Shards the parameters, gradients and optimizer state of a rank's stages over dp.
 
     Args:
-        stages: with parameters in fp32 or better, which become the masters.
-        units: the modules whose parameters are gathered together, each with the ranks over which
-            they lie; a unit inside another one stands before it.
-        rest: the ranks over which the parameters outside of all units lie.
-        groups_of: over which groups a parameter has copies.
-        initializer: of the stages; if `deferred`, the values are drawn here.
-        dtype: the compute type, in which parameters are gathered.
+        stages: modules with parameters in fp32 or better, which become the masters.
+        units: the modules whose parameters are gathered together, each with the ranks that hold
+            them; a unit inside another one comes first.
+        rest: the ranks that hold the parameters outside of all units.
+        groups_of: returns the groups over which a parameter has copies.
+        initializer: initial values of the stages; if `deferred`, they are drawn here.
+        dtype: the compute dtype, in which parameters are gathered.
         every_microbatch: reduce-scatter in every backward, and sum over HSDP replicas at the end,
-            so that no rank holds unsharded gradients of more than a unit; else only in the last
+            so that no rank holds unsharded gradients of more than one unit; else only in the last
             backward.
 
     Attributes:
@@ -78,14 +78,15 @@ class FullyShardedDataParallel:
         self.held = _held(stages, divided)
         specs = {name: spec_of(p) for name, p in _named(stages).items()}
         self.whole = {name: p.shape for name, p in _named(stages).items()}
-        wide = torch.promote_types(dtype, torch.float32)
-        policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
+        accum_dtype = torch.promote_types(dtype, torch.float32)
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=accum_dtype, cast_forward_inputs=False)
         # FSDP2 could reduce over replicas itself, with a mesh of two dimensions; our all-reduce
         # hook does it, so that this sum is timed and logged too.
         meshes = {
             held.shards: mesh_of_group(held.shards, initializer.device.type) for _, held in divided
         }
-        self.zero, self.every_microbatch = zero, every_microbatch
+        self.zero = zero
+        self.every_microbatch = every_microbatch
         self.reduces_each = every_microbatch  # backward of this step
         for module, held in divided:  # drawn and sharded one after the other
             if initializer.deferred:
@@ -110,9 +111,10 @@ class FullyShardedDataParallel:
             unit.set_custom_reduce_scatter(_ReduceScatter(held.shards))  # type: ignore[arg-type]
             if held.replicas.size > 1 and not every_microbatch:
                 unit.set_all_reduce_hook(_sum_over(held.replicas))
-        # A backward gathers the block before ahead. FSDP2's own guess, the unit before it in the
-        # latest forward, may be of another chunk or micro-batch, and is gathered in vain.
-        self.root.set_modules_to_backward_prefetch([self.root])  # none: it is gathered
+        # Each block's backward prefetches the preceding block. FSDP2's own guess, the preceding
+        # unit in the latest forward, may belong to another chunk or micro-batch and be useless.
+        # The root prefetches itself, which is nothing: it is already gathered.
+        self.root.set_modules_to_backward_prefetch([self.root])
         for stage in stages:
             blocks = [m for m in stage.modules() if isinstance(m, FSDPModule) and m is not root]
             for before, block in zip([*blocks[:1], *blocks], blocks, strict=False):
@@ -124,14 +126,15 @@ class FullyShardedDataParallel:
             numel[self.held[name]] += _local(parameter).numel()
         device = _local(next(iter(self.parameters.values()))).device
         self.gradients = {
-            held: torch.zeros(n, dtype=wide, device=device) for held, n in numel.items()
+            held: torch.zeros(n, dtype=accum_dtype, device=device) for held, n in numel.items()
         }
         self.segments: list[Segment] = []
         self.gradient_of: dict[str, Tensor] = {}
         used: Counter[ShardGroups] = Counter()
         for name, parameter in self.parameters.items():
             state, held = state_of(parameter), self.held[name]
-            state.spec, state.compute_dtype = specs[name], dtype
+            state.spec = specs[name]
+            state.compute_dtype = dtype
             flat = _local(parameter).view(-1)
             grad = self.gradients[held][used[held] : used[held] + flat.numel()]
             used[held] += flat.numel()
@@ -170,7 +173,8 @@ class FullyShardedDataParallel:
         return ParameterSpan(name, spec, first * width, (end - first) * width)
 
     def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
-        """Returns what the pipeline calls for these stages: through the root where that is none."""
+        """Returns the objects that the pipeline calls for these stages; they go through the root if
+        it is not a stage."""
         if not isinstance(self.root, _Chunks):
             return stages
         return cast(Sequence[T], [_Chunk(self.root, i) for i in range(len(stages))])
@@ -179,9 +183,9 @@ class FullyShardedDataParallel:
         for flat in self.gradients.values():
             flat.zero_()
         self.without_gradient = set(self.parameters)
-        # Reduced once, gradients of the ends of a rank's two chunks meet: those of the first
-        # backward in fp32, those of the last in the compute type, which FSDP2 refuses, unless
-        # every parameter has had a backward before.
+        # With one reduction per step, gradients of the ends of a rank's two chunks meet: the first
+        # backward's in fp32, the last one's in the compute dtype. FSDP2 refuses that, unless every
+        # parameter has had a backward before.
         self.reduces_each = self.every_microbatch or microbatches == 1
         self._last_backward(False)
 
@@ -190,7 +194,8 @@ class FullyShardedDataParallel:
         self._last_backward(True)
 
     def _last_backward(self, last: bool) -> None:
-        # Of several chunks the last backward of all: behind it FSDP2 reduces what the others left.
+        # With several chunks, only the very last backward triggers FSDP2's reduction of all of
+        # them.
         self.root.set_requires_gradient_sync(last or self.reduces_each)
         self.root.set_is_last_backward(last)
         self.root.set_reshard_after_backward(last, recurse=self.zero == 2)
@@ -205,7 +210,7 @@ class FullyShardedDataParallel:
         return self.gradient_of[name]
 
     def all_gather_params(self) -> None:
-        """Frees gathered parameters of the step before; the next forward gathers the new ones."""
+        """Frees the previous step's gathered parameters; the next forward gathers the new ones."""
         for unit in self.units:
             unit.reshard()
 
@@ -217,7 +222,7 @@ class FullyShardedDataParallel:
 
 
 class _Chunks(nn.Module):
-    """The stages of a rank as one FSDP root, which a table that two of them read needs."""
+    """Holds a rank's stages as one FSDP root, as a table that two of them read requires."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -232,7 +237,8 @@ class _Chunk:
     """Calls one stage of a root."""
 
     def __init__(self, root: nn.Module, chunk: int) -> None:
-        self.root, self.chunk = root, chunk
+        self.root = root
+        self.chunk = chunk
 
     def __call__(self, *args: object) -> Tensor:
         result: Tensor = self.root(self.chunk, *args)
@@ -253,7 +259,7 @@ def _named(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 def _held(
     stages: Sequence[nn.Module], divided: Sequence[tuple[nn.Module, ShardGroups]]
 ) -> dict[str, ShardGroups]:
-    """Returns name → ranks over which a parameter lies: those of the first module that has it."""
+    """Returns name → the ranks that hold a parameter: those of the first module that has it."""
     found: dict[nn.Parameter, ShardGroups] = {}
     for module, held in divided:
         found |= {p: held for p in module.parameters() if p not in found}
@@ -293,14 +299,14 @@ class _ReduceScatter(_Collective):
         async_op: bool = False,
     ) -> None:
         if op != dist.ReduceOp.SUM:
-            raise ValueError(f"FSDP2 reduces by {op}, and gradients of one loss are sums")
+            raise ValueError(f"FSDP2 reduces by {op}, but gradients of one loss are sums")
         collectives.reduce_scatter_into(output_tensor, input_tensor, self.group).wait()
 
 
 def _draw_own_rows(unit: nn.Module, initializer: Initializer, shards: Group) -> None:
     """Allocates a unit's parameters and draws the rows of this rank's shard."""
     for parameter in unit.parameters():
-        if isinstance(parameter, DTensor):  # of a unit that is sharded already
+        if isinstance(parameter, DTensor):  # of a unit that is already sharded
             continue
         whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         rows = len(whole)
@@ -320,12 +326,12 @@ def all_reduce_replicas(flat: Tensor, replicas: Group) -> None:
         # FSDP2 allocated `flat` on its reduce-scatter stream, and adds it to the existing `.grad`
         # on its all-reduce stream, the current one. After that nothing refers to `flat`, and the
         # next unit's reduce-scatter, on a stream that waits for neither, would get the same memory.
-        # From torch 2.15 on FSDP2 keeps it itself.
+        # From torch 2.15 on, FSDP2 itself keeps it.
         flat.record_stream(accelerator.module(flat.device).current_stream(flat.device))
 
 
 def first_row(rows: int, ranks: int, rank: int) -> int:
-    """Returns the first row of a shard as torch.chunk cuts; the last shards may be empty."""
+    """Returns the first row of a shard, cut like torch.chunk; the last shards may be empty."""
     return min(rows, -(-rows // ranks) * rank)
 
 

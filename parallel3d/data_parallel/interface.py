@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class DataParallel(Protocol):
-    """Reduces the gradients of a rank's stages over dp, and distributes what the ranks step.
+    """Reduces the gradients of a rank's stages over dp, and distributes the stepped parameters.
 
     A step calls `start_step`, the forwards and backwards, `start_last_microbatch` before the last
     backward, `finish_step`, and after the optimizer `all_gather_params`.
@@ -27,15 +27,15 @@ class DataParallel(Protocol):
     segments: list[Segment]
 
     def spans_of(self, index: int) -> list[ParameterSpan]:
-        """Returns what rank `index` of dp steps, in the order of its segments."""
+        """Returns the spans that rank `index` of dp steps, in the order of its segments."""
         ...
 
     def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
-        """Returns what the pipeline calls for these stages."""
+        """Returns the objects that the pipeline calls for these stages."""
         ...
 
     def start_step(self, microbatches: int) -> None:
-        """Clears the gradients for a step of so many micro-batches."""
+        """Clears the gradients for a step of `microbatches` micro-batches."""
         ...
 
     def start_last_microbatch(self) -> None:
@@ -55,7 +55,8 @@ class DataParallel(Protocol):
         ...
 
     def pre_forward(self, part: str) -> None:
-        """Waits for the parameters whose names begin with `part`; in equal order on all ranks."""
+        """Waits for the parameters whose names begin with `part`; in the same order on all
+        ranks."""
         ...
 
     def wait_for_all_gathers(self) -> None:

@@ -3,10 +3,10 @@
 McCandlish et al. 2018 ("An Empirical Model of Large-Batch Training", arXiv:1812.06162): the squared
 norm of a gradient of B sequences is |G|² + tr(Σ)/B on average, so two batch sizes give both terms
 (appendix A.1). tr(Σ)/|G|², in sequences, is the batch at which noise and gradient are equal: far
-below it twice the batch saves half the steps, far above it hardly any.
+below it, doubling the batch halves the number of steps; far above it, it saves hardly any.
 
-The two sizes are those of a replica's own gradient, before its bucket is reduced (with dp=1 the
-gradient after the first micro-batch), and of the reduced one: no further forward or backward.
+The two gradients are a replica's own, before its bucket is reduced (with dp=1 the gradient after
+the first micro-batch), and the reduced one, so no further forward or backward is needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from parallel3d.tensor_parallel.partial_gradients import is_partial
 if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
 
-HEAD_TABLE = "head.table"  # of an output head that is not tied
+HEAD_TABLE = "head.table"  # the table of an untied output head
 KEEP = 0.98  # decay of the running means per step: they average over about 50 steps
 
 
@@ -49,16 +49,17 @@ class Noise(NamedTuple):
 
 
 class PartialNorms:
-    """Computes squared gradient norms of a part of the batch and of all of it, during a step.
+    """Computes squared gradient norms of a part of the batch and of the whole batch, during a step.
 
-    Both are over parameters whose gradient on one replica is complete before the reduction over dp.
-    Left out are replicated parameters under sequence parallelism, shards with `tp_replicas` > 1, a
-    table tied over two stages and, with dp=1, the head's table, which gets gradients of several
-    micro-batches before the other parameters.
+    Both cover the parameters whose gradient on one replica is complete before the reduction over
+    dp. They leave out replicated parameters under sequence parallelism, shards with `tp_replicas` >
+    1, a table tied over two stages and, with dp=1, the head's table, which gets gradients of
+    several micro-batches before the other parameters.
     """
 
     def __init__(self, groups: ProcessGroups, device: torch.device, sp: bool) -> None:
-        self.tp, self.cp = groups.tp, groups.cp
+        self.tp = groups.tp
+        self.cp = groups.cp
         self.by_replicas = groups.dp.size > 1
         self.sp = sp and groups.tp.size > 1
         self.part = torch.zeros((), dtype=torch.float64, device=device)
@@ -99,7 +100,8 @@ class PartialNorms:
         return sum_of_powers(self._counted(span, grad, CopyGroups(tp=self.tp)), self.part.device)
 
     def _counted(self, span: ParameterSpan, grad: Tensor, groups: CopyGroups) -> list[Tensor]:
-        """Returns what this rank counts of the flat gradient of a span, copied over `groups`."""
+        """Returns the runs of a span's flat gradient, copied over `groups`, that this rank
+        counts."""
         spec = span.spec
         if not self.by_replicas and (spec.uses > 1 or span.name == HEAD_TABLE):
             return []
@@ -124,7 +126,9 @@ class NoiseScale:
     """
 
     def __init__(self, batch: int, parts: int, norms: PartialNorms | None) -> None:
-        self.batch, self.parts, self.norms = batch, parts, norms
+        self.batch = batch
+        self.parts = parts
+        self.norms = norms
         # Running means of both estimates, each divided by the squared norm of its step: otherwise
         # the first steps, with ten times larger gradients, would outweigh the next hundred. Both
         # start at zero, which does not change their quotient.
@@ -140,9 +144,9 @@ class NoiseScale:
 
         Args:
             squares: sums over all ranks. First, Σ over the replicas of the squared norms of their
-                gradients, or the squared norm of the first micro-batch's; second, that of the whole
-                batch's gradient. Each gradient is divided by the tokens of the global batch.
-            loss_scale: by which the gradients are multiplied.
+                gradients, or of the first micro-batch's gradient; second, the squared norm of the
+                whole batch's gradient. Each gradient is divided by the tokens of the global batch.
+            loss_scale: factor of the gradients.
         """
         if self.norms is None or not math.isfinite(sum(squares)) or squares[1] == 0:
             return

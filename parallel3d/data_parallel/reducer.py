@@ -14,7 +14,7 @@ from parallel3d.private_names import is_dense
 
 
 class Reducer:
-    """Counts the gradients that buckets miss, and tells which buckets are full, in their order.
+    """Counts the missing gradients of buckets, and tells which buckets are full, in their order.
 
     So every rank issues the same collectives in the same order, whatever the order in which its
     gradients arrive. Its users decide where a gradient lands, when a backward ends and how a bucket
@@ -25,10 +25,10 @@ class Reducer:
     Args:
         members: by bucket, the numbers of its parameters.
         overlap: a bucket may start when it is full; else all of them at the end.
-        held: so many buckets at the end wait for the end.
+        held: the last `held` buckets are never started early.
 
     Attributes:
-        left: by parameter, gradients that have yet to arrive.
+        left: by parameter, gradients that have not yet arrived.
         arrivals: numbers of parameters in the order in which their last gradients arrived.
         started: buckets whose reduction has been started.
     """
@@ -36,20 +36,22 @@ class Reducer:
     def __init__(
         self, members: Sequence[Sequence[int]], overlap: bool = True, held: int = 0
     ) -> None:
-        self.members, self.overlap, self.held = members, overlap, held
+        self.members = members
+        self.overlap = overlap
+        self.held = held
         self.bucket_of = {n: index for index, numbers in enumerate(members) for n in numbers}
         self.begin([0] * len(self.bucket_of))
 
     def begin(self, expected: Sequence[int]) -> None:
-        """Begins a step or a backward that brings each parameter so many gradients."""
+        """Begins a step or a backward; `expected`: gradients that each parameter will get in it."""
         self.left = list(expected)
         self.missing = [len(numbers) for numbers in self.members]
         self.arrivals: list[int] = []
         self.started = 0
 
     def arrived(self, number: int) -> int:
-        """Counts a gradient of a parameter; returns how many are left, below 0 if it is one too
-        many. After the last one, the caller calls `filled`."""
+        """Counts a gradient of a parameter; returns how many are left, below 0 if it was not
+        expected. After the last one, the caller calls `filled`."""
         left = self.left[number] = self.left[number] - 1
         if left == 0:
             self.arrivals.append(number)
@@ -64,9 +66,10 @@ class Reducer:
         return range(first, self.started)
 
     def rest(self) -> range:
-        """Returns the buckets to start at the end: a parameter without a gradient costs overlap,
-        never a hang."""
-        first, self.started = self.started, len(self.members)
+        """Returns the buckets to start at the end, so that a parameter without a gradient costs
+        overlap but never a hang."""
+        first = self.started
+        self.started = len(self.members)
         return range(first, self.started)
 
 
@@ -74,7 +77,7 @@ class Reducer:
 
 
 def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Returns the part of `flat` of each parameter, in its strides if these leave no gaps."""
+    """Returns the part of `flat` for each parameter, with its strides if they leave no gaps."""
     views, start = [], 0
     for p in parameters:
         part = flat[start : start + p.numel()]
@@ -92,7 +95,9 @@ class GradBucket:
     def __init__(
         self, index: int, last: bool, buffer: Tensor, parameters: Sequence[nn.Parameter]
     ) -> None:
-        self._index, self._last, self._buffer = index, last, buffer
+        self._index = index
+        self._last = last
+        self._buffer = buffer
         self._parameters = list(parameters)
 
     def index(self) -> int:
@@ -117,9 +122,10 @@ class GradBucket:
 
 
 CommHook = Callable[[Any, GradBucket], Work]
-"""Starts the reduction of a bucket; the first argument is its state, for hooks of this package the
-group. The handle (a `torch.futures.Future`, for one) waits for the reduced gradients, and returns
-them unless they are in the bucket's buffer, as those of this package are."""
+"""Starts the reduction of a bucket. The first argument is the hook's state; hooks of this package
+get the group. The returned handle (such as a `torch.futures.Future`) waits for the reduced
+gradients and returns them, unless they are in the bucket's buffer, where hooks of this package
+leave them."""
 
 
 def all_reduce(group: Group, bucket: GradBucket) -> Work:

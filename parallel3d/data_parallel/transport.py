@@ -24,10 +24,10 @@ from parallel3d.private_names import (
     unsafe_preserve_version_counter,
 )
 
-DEFAULT_TIMEOUT_S = 1800.0  # of torch.distributed
+DEFAULT_TIMEOUT_S = 1800.0  # torch.distributed's default
 MESSAGE_BYTES = 64 << 20
 LINE = 64  # bytes of a cache line
-# In shared memory a bucket costs two signals, so that small ones are worth their overlap.
+# In shared memory a bucket costs only two signals, so overlap pays even for small ones.
 SHARED_CAP_MIB = 1.0
 
 
@@ -38,7 +38,8 @@ def is_shared(group: Group, device: torch.device) -> bool:
 
 
 def open_memory(group: Group, size: int, signals: Sequence[int] = (0,)) -> SharedMemory | None:
-    """Opens `size` bytes that a group of several ranks shares; None if it cannot; collective."""
+    """Opens `size` bytes that a group of several ranks shares; None if that is impossible;
+    collective."""
     assert group.handle is not None
     if group.shared is not None:
         timeout_s = group.shared.memory.timeout_s
@@ -49,10 +50,10 @@ def open_memory(group: Group, size: int, signals: Sequence[int] = (0,)) -> Share
     return open_shared_memory(group.handle, group.index, group.size, size, timeout_s, signals)
 
 
-# Tensors of any types in a row of bytes, each from a cache line on
+# Packs tensors of any dtypes into a row of bytes, each from a new cache line on
 
 
-Size = tuple[int, torch.dtype]  # elements of a tensor, and their type
+Size = tuple[int, torch.dtype]  # elements of a tensor, and their dtype
 
 
 def _length(size: Size) -> int:
@@ -86,7 +87,8 @@ def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> None:
-    """Copies the values of member `source` to every member, in place; any types and strides."""
+    """Copies the values of member `source` to every member, in place, for any dtypes and
+    strides."""
     lengths = [_length(size) for size in _sizes(tensors)]
     for span in messages(lengths, MESSAGE_BYTES):
         part = [tensors[i] for i in span]
@@ -106,7 +108,7 @@ class BufferSync:
         self, module: nn.Module, group: Group, device: torch.device, ignored: Set[str]
     ) -> None:
         self.group = group
-        # Users may replace buffers, so that each access looks them up in their module.
+        # Users may replace buffers, so each access looks them up in their module.
         seen: set[int] = set()
         self.places = []
         for prefix, part in module.named_modules():
@@ -147,17 +149,15 @@ class BufferSync:
 
 
 # Sums of buckets
-#
-# A transport sums several buffers over a group, which every rank starts in the same order. It has
-#
-# buffers        this rank's, to be filled with gradients and started when they are full
-# flags          for the reducer, summed too: to be written before the last start
-# summed_flags   after `finish`
+# A transport sums several buffers over a group; every rank starts them in the same order. It has
+# buffers        this rank's buffers, to be filled with gradients and started when they are full
+# flags          of the reducer, summed too; to be written before the last start
+# summed_flags   their sums, after `finish`
 # fault          an error on this rank, as a sentence
 # adds           `finish` yields the terms to add to this rank's buffers, not the sums
 #
 # and is used in the order `before` (the buffers may be written), `start` of each, `finish` (yields
-# the sums in order), `release` (what `finish` yielded may be written again).
+# the sums in order), `release` (the yielded tensors may be written again).
 
 
 class BackendTransport:
@@ -166,7 +166,7 @@ class BackendTransport:
     On a CPU each bucket waits for the previous one, if that is a future. A hook's second message is
     sent by the thread that ends its first, so that with several buckets in flight two ranks could
     send in different orders and deadlock (as PyTorch's PowerSGD hook does on gloo). Hooks of this
-    package send theirs in `wait`.
+    package send it in `wait`.
 
     With a hook, which may round a buffer, the flags are a message of their own.
 
@@ -185,8 +185,11 @@ class BackendTransport:
         group: Group,
         hook: tuple[object, CommHook] | None,
     ) -> None:
-        self.group, self.members, self.hook = group, members, hook
-        self.sent, self.buffers = [], []
+        self.group = group
+        self.members = members
+        self.hook = hook
+        self.sent = []
+        self.buffers = []
         for parameters in members:
             like, numel = parameters[0], sum(p.numel() for p in parameters)
             more = flags if hook is None and parameters is members[-1] else 0
@@ -220,11 +223,14 @@ class BackendTransport:
         self.pending.append(pending)
 
     def finish(self) -> Iterator[Tensor]:
-        started, self.pending, self.fault = self.pending, [], None
+        started = self.pending
+        self.pending = []
+        self.fault = None
         for index, (pending, buffer) in enumerate(zip(started, self.buffers, strict=True)):
             made = pending.wait()
             made = made[0] if isinstance(made, (list, tuple)) else made
-            if made is None or isinstance(made, bool):  # as a work of torch.distributed returns
+            # None and booleans are the return values of torch.distributed's works.
+            if made is None or isinstance(made, bool):
                 made = buffer
             if isinstance(made, Tensor) and made.shape == buffer.shape:
                 yield made
@@ -254,36 +260,40 @@ FULL, SUMMED = 0, 1
 
 
 class SharedTransport:
-    """Sums buffers in shared memory: a reduce-scatter, then an all-gather, without copies between.
+    """Sums buffers in shared memory: a reduce-scatter, then an all-gather, without copies in
+    between.
 
-    A rank's buffers lie in shared memory. `start` posts that a buffer is full. At the end of the
+    A rank's buffers are in shared memory. `start` posts that a buffer is full. At the end of the
     backward every rank sums its slice of each bucket, over all ranks, into a shared total, posts
     it, and reads the other ranks' slices: as many bytes as a ring moves, and no system call unless
     a rank must wait.
 
     Two kinds of signals (full, summed) order all accesses. A buffer is filled again only after its
     total was read here, and every peer had read the buffer before it posted its slice of the total.
-    A total is written again only when all peers have started that buffer again, before which they
-    read the total.
+    A total is written again only when all peers have started that buffer again, which they do after
+    they have read the total.
 
     With `adds`, two ranks need no total: each adds the other's buffer to its own gradients, which
-    saves memory traffic and one wait. `release` then posts that the buffer was read, after
-    gradients were made of it that this rank did not have.
+    saves memory traffic and one wait. `release` then posts that the buffer was read, once it has
+    also filled gradients that this rank lacked.
 
     Args:
-        sizes: of the buckets; the last one has the flags behind its gradients.
+        sizes: sizes of the buckets; in the last one the flags follow the gradients.
     """
 
     fault: str | None = None
 
     def __init__(self, memory: SharedMemory, sizes: Sequence[Size], flags: int, adds: bool) -> None:
-        self.adds, self.memory = adds, memory
-        self.size, self.index = memory.size, memory.index
+        self.adds = adds
+        self.memory = memory
+        self.size = memory.size
+        self.index = memory.index
         self.peers = [rank for rank in range(self.size) if rank != self.index]
-        # Of every rank its buffers, then the totals, then numbers of backwards.
+        # Layout: every rank's buffers, then the totals, then numbers of backwards.
         length = sum(map(_length, sizes))
         *ranks, totals = (_views(memory.data[length * i :], sizes) for i in range(self.size + 1))
-        self.by_rank, self.whole = ranks, ranks[1 - self.index] if adds else totals
+        self.by_rank = ranks
+        self.whole = ranks[1 - self.index] if adds else totals
         stamps = memory.data[length * (self.size + 1) :][: 8 * self.size * len(sizes)]
         self.stamps = stamps.view(torch.int64).view(self.size, -1).numpy()
         *self.buffers, last = ranks[self.index]
@@ -333,7 +343,7 @@ class SharedTransport:
             if (theirs := self.stamps[peer, index]) != self.step:
                 raise RuntimeError(
                     f"member {peer} of the group brought bucket {index} of its backward number "
-                    f"{theirs}, this rank that of its number {self.step}"
+                    f"{theirs}, but this rank is in its backward number {self.step}"
                 )
 
     def release(self) -> None:
@@ -371,10 +381,10 @@ def open_transport(
     hook: tuple[object, CommHook] | None,
     elsewhere: bool,
 ) -> Transport:
-    """Returns shared memory or the backend; collective. `elsewhere`: sums go to other tensors."""
+    """Opens shared memory or the backend; collective. `elsewhere`: sums go to other tensors."""
     if hook is None and is_shared(group, members[0][0].device):
         sizes = [
-            (sum(p.numel() for p in part) + flags * (part is members[-1]), part[0].dtype)
+            (sum(p.numel() for p in part) + (flags if part is members[-1] else 0), part[0].dtype)
             for part in members
         ]
         needed = sum(map(_length, sizes)) * (group.size + 1) + 8 * group.size * len(sizes)

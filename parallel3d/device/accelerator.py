@@ -1,7 +1,7 @@
 """The only module that knows which kind of device a tensor is on, and a profiler's ranges.
 
 CUDA and ROCm GPUs, other accelerators that torch knows and the simulated one
-(`parallel3d.simulated_device`) take the same lines: their modules (`torch.cuda`, …) share names.
+(`parallel3d.simulated_device`) share this code: their modules (`torch.cuda`, …) share names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-HOST = ("cpu", "meta")  # types whose operations end when they return
+HOST = ("cpu", "meta")  # device types whose operations end when they return
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -70,7 +70,8 @@ def device_of_words() -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Makes `device` the thread's current one; no-op on a CPU. ValueError without an index."""
+    """Makes `device` the thread's current one; no-op on a CPU. Raises ValueError without an
+    index."""
     if is_accelerator(device):
         module(device).set_device(device)
 
@@ -92,12 +93,14 @@ def name(device: torch.device) -> str:
 
 
 def bus_id(device: torch.device) -> str | None:
-    """Returns the PCI address as Linux writes it ("0000:1b:00.0"); None if not known."""
+    """Returns the PCI address in Linux's form ("0000:1b:00.0"); None if unknown."""
     if not is_accelerator(device):
         return None
     facts = module(device).get_device_properties(device)
     try:
-        domain, bus, slot = facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id
+        domain = facts.pci_domain_id
+        bus = facts.pci_bus_id
+        slot = facts.pci_device_id
     except AttributeError:
         return None
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"

@@ -1,4 +1,4 @@
-"""The one table of GPUs: what their datasheets say of compute, memory and links."""
+"""The one table of GPUs, from their datasheets: compute, memory and links."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ class Device:
     """One GPU's datasheet.
 
     Attributes:
-        pattern: of the name that its driver reports; "": no running device is taken for it.
-        peak: dense TFLOP/s by type with accumulation in fp32 (vendors print twice that, with 2:4
-            sparsity). fp64 is of matrix units, fp32 of plain units or of matrix units that take
-            true fp32.
-        memory_gib, memory_gb_s: as the driver reports it, and B/s · 1e-9.
+        pattern: pattern of the name that its driver reports; "": no running device is recognised as
+            it.
+        peak: dense TFLOP/s by dtype with accumulation in fp32 (vendors print twice that, with 2:4
+            sparsity). fp64 is the rate of matrix units, fp32 that of plain units or of matrix units
+            for true fp32.
+        memory_gib: memory as the driver reports it.
+        memory_gb_s: bandwidth, B/s · 1e-9.
         units: multiprocessors (compute units).
-        link_gb_s: one way, to the GPUs of its domain; 0: the planner has no constants for this GPU.
+        link_gb_s: rate in one direction to the GPUs of its domain; 0: the planner has no constants
+            for this GPU.
     """
 
     name: str
@@ -52,13 +55,13 @@ _MI300X = _peaks(1307.4, fp64=163.4, fp32=163.4, tf32=653.7, fp8=2614.9)
 _MI355X = _peaks(2516.6, fp32=157.3, fp8=5033.2)
 
 # fmt: off
-DATASHEETS = (  # of two patterns that match a name, the first counts
+DATASHEETS = (  # if two patterns match a name, the first one counts
     Device("v100", "", "NVIDIA V100 SXM3 datasheet", {"fp16": 125.0}, 31.7, 900, 80, 150),
     Device("a100", r"\bA100\b", "NVIDIA A100 datasheet", _A100, 79.2, 2039, 108, 300),
     Device("h100_nvl", r"\bH100 NVL\b", "NVIDIA H100 NVL datasheet", _HOPPER_NVL, units=132),
     Device("h100_pcie", r"\bH100 PCIe\b", "NVIDIA H100 PCIe datasheet", _H100_PCIE, units=114),
     Device("h100", r"\bH100\b", "NVIDIA H100 SXM datasheet", _H100_SXM, 79.1, 3350, 132, 450),
-    # HBM2e and a power limit of 500 W, and the H100's peak.
+    # It has HBM2e and a power limit of 500 W, but the H100's peak.
     Device("h100_500w", "", "NVIDIA H100 SXM datasheet", _H100_SXM, 94.5, 2400, 132, 450),
     Device("h200_nvl", r"\bH200 NVL\b", "NVIDIA H200 NVL datasheet", _HOPPER_NVL, units=132),
     Device("h200", r"\bH200\b", "NVIDIA H200 datasheet", _H100_SXM, 139.8, 4800, 132, 450),
@@ -81,23 +84,25 @@ DATASHEETS = (  # of two patterns that match a name, the first counts
 )
 # fmt: on
 
-DEVICES = {d.name: d for d in DATASHEETS if d.link_gb_s}  # those of the planner
+DEVICES = {d.name: d for d in DATASHEETS if d.link_gb_s}  # the devices that the planner knows
 
-# Names of slices: of NVIDIA's virtual GPUs (GRID A100-20C, NVIDIA H100-2-20C), and MIG.
+# Names of slices: NVIDIA's virtual GPUs (GRID A100-20C, NVIDIA H100-2-20C), and MIG.
 SLICE = re.compile(r"\bMIG\b|^GRID |-[0-9]+(C|Q|B|A|CME)$")
-# A slice with the whole GPU's name: AMD's partitions (CPX), a hypervisor's share. A100s have half
-# the memory of the datasheet's.
-LEAST_UNITS, MOST_UNITS, LEAST_MEMORY = 0.95, 1.1, 0.45
+# A slice may have the whole GPU's name: AMD's partitions (CPX), a hypervisor's share. Some A100s
+# have half the datasheet's memory.
+LEAST_UNITS = 0.95
+MOST_UNITS = 1.1
+LEAST_MEMORY = 0.45
 
 
 def find_device(name: str, units: int = 0, memory: int = 0) -> Device | None:
     """Returns the datasheet of the device that its driver calls `name`.
 
-    None if it is unknown, or if its name, its number of multiprocessors or its memory are those of
+    Returns None if it is unknown, or if its name, number of multiprocessors or memory are those of
     a slice or of another chip.
 
     Args:
-        units, memory: multiprocessors and bytes, as the driver says; 0: not known.
+        units, memory: multiprocessors and bytes that the driver reports; 0: unknown.
     """
     if SLICE.search(name):
         return None

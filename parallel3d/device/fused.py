@@ -26,11 +26,11 @@ _numbers = itertools.count()
 
 
 def register(thing: Any) -> Tensor:
-    """Returns a handle, an int64 scalar on the CPU, by which an operator finds `thing`, while it
+    """Returns a handle, an int64 scalar on the CPU, by which an operator finds `thing` while it
     lives.
 
-    A tensor, because a plain number would be a constant of the compiled code, which every layer
-    would then need a copy of.
+    It is a tensor because a plain number would be a constant of the compiled code, and every layer
+    would need a copy of that code.
     """
     number = next(_numbers)
     _registered[number] = thing
@@ -63,11 +63,11 @@ def operator(
     Args:
         inputs: schema of the arguments that have a gradient.
         where: schema of the other ones, tensors first.
-        run: returns the result of inputs and `where`; or a tuple of the result and of what else the
-            gradient needs.
-        gradient: returns the gradients of the inputs, given that of the result, what is saved, and
-            `where`.
-        shape, gradient_shape: the same on tensors without values.
+        run: returns the result for the inputs and `where`, or a tuple of the result and other
+            tensors that the gradient needs.
+        gradient: returns the gradients of the inputs, given the result's gradient, the saved
+            tensors, and `where`.
+        shape, gradient_shape: the same for tensors without values.
         kept: None: nothing is saved; "": the inputs; else also the results, whose schema this is.
     """
     count, tensors = inputs.count("Tensor"), where.count("Tensor")
@@ -92,7 +92,8 @@ def operator(
     def remember(ctx: Any, inputs: tuple, output: Any) -> None:
         where = inputs[count:]
         ctx.save_for_backward(*saved(inputs, _as_tuple(output)), *where[:tensors])
-        ctx.constants, ctx.others = where[tensors:], len(where)
+        ctx.constants = where[tensors:]
+        ctx.others = len(where)
 
     def differentiate(ctx: Any, grad: Tensor, *_: Tensor) -> tuple:
         found = compiled_gradient(grad, *ctx.saved_tensors, *ctx.constants)
@@ -106,7 +107,7 @@ def operator(
         @staticmethod
         def forward(ctx: Any, *given: Any) -> Tensor:
             outputs = _as_tuple(run(*given))
-            # Not saved tensors, so that recomputation may end before this node.
+            # These are not saved tensors, so that recomputation may end before this node.
             ctx.where = given[count:]
             ctx.save_for_backward(*saved(given, outputs))
             return outputs[0]
@@ -131,15 +132,15 @@ log = logging.getLogger(__name__)
 Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
 
-# TorchInductor's options with which all ranks compile kernels of equal bits. Otherwise each rank
+# TorchInductor's options that give all ranks kernels with equal bits. Otherwise each rank
 # autotunes the split of its reductions, and replicated results of tensor ranks, such as gradients
 # of norms, would differ in their last bits.
 EQUAL_BITS: dict[str, str | int | bool | Callable[..., Any]] = {"deterministic": True}
-# Largest argument below which a kernel of its own saves microseconds but costs seconds to compile:
-# one token at a time in `generate`, say.
+# Below this size of the largest argument a kernel saves microseconds but costs seconds to compile,
+# for instance for one token at a time in `generate`.
 LEAST_ELEMENTS = 1 << 20
-# Kinds of arguments that a function is compiled for, seconds each; further ones (`generate` with
-# prompts of all lengths) run as separate operations.
+# Most kinds of arguments for which a function is compiled, seconds each; further kinds (`generate`
+# with prompts of all lengths) run as separate operations.
 MOST_KERNELS = 64
 
 
@@ -184,20 +185,21 @@ class _Fused(Generic[*Ts, T]):
     def _run_compiled(self, *args: *Ts) -> T:
         from parallel3d.private_names import DynamoError, RecompileLimit
 
-        # Detached, or training and evaluation would be two kernels.
+        # Detached, because training and evaluation would otherwise be two kernels.
         plain = [a.detach() if isinstance(a, Tensor) else a for a in args]
         kernel = self._kernel(tuple(map(_kind, plain)))
         try:
             with torch.no_grad():
                 return kernel(*plain)
         except (RecompileLimit, DynamoError) as error:
-            # Raised before anything ran. The plain function is slower and gives the same.
+            # It is raised before anything ran. The plain function is slower and gives the same
+            # result.
             self._warn(first_line(error))
             self.compiles = False
             return self.function(*args)
 
     def _kernel(self, kind: Hashable) -> Callable[..., T]:
-        """Returns the kernel for arguments of this kind; beyond the limit the plain function.
+        """Returns the kernel for arguments of this kind; beyond the limit, the plain function.
 
         Dynamo finds compiled code through a function's code object and refuses a ninth shape of
         one (`recompile_limit`), so each kind gets a code object of its own.
@@ -239,10 +241,10 @@ def fused(function: Callable[[*Ts], T], *, least: int | None = None) -> Callable
     device's `fused_kernel` counts it as one kernel. Values may differ from the plain run by
     rounding: intermediates stay in fp32 registers.
 
-    For use inside autograd nodes with written-out gradients: compiled results have no graph. It may
-    write into its arguments. Positional arguments only.
+    It is for use inside autograd nodes with written-out gradients: compiled results have no graph.
+    The function may write into its arguments, which must be positional.
 
     Args:
-        least: elements of its largest argument from which it is compiled; None: LEAST_ELEMENTS.
+        least: it is compiled if its largest argument has this many elements; None: LEAST_ELEMENTS.
     """
     return _Fused(function, least)

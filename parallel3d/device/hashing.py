@@ -1,7 +1,7 @@
 """Counter-based hash of dropout and of stochastic rounding: equal bits for every layout.
 
-A row has a 64-bit key, the finaliser of SplitMix64 (Steele et al. 2014) modulo 2⁶⁴ of a number that
-the caller makes of seed, place and row. Its low and high half L and H and the column c are mixed
+A row has a 64-bit key: SplitMix64's finaliser (Steele et al. 2014), modulo 2⁶⁴, of a number that
+the caller makes from seed, place and row. Its low and high half L and H and the column c are mixed
 like MurmurHash3's finaliser, modulo 2³²:
 
     x = c · 0x9E3779B9 + L;  x ^= x >> 16;  x *= 0x21F0AAAD;  x ^= x >> 15;
@@ -16,9 +16,13 @@ import hashlib
 
 from torch import Tensor, int32
 
-SAMPLE, ROW = 0xD1B54A32D192ED03, 0xABC98388FB8FAC03  # factors of the numbers in a key
+# Factors of the numbers in a key.
+SAMPLE = 0xD1B54A32D192ED03
+ROW = 0xABC98388FB8FAC03
 FINISH = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-CHANNEL, FIRST, SECOND = 0x9E3779B9, 0x21F0AAAD, 0x735A2D97
+CHANNEL = 0x9E3779B9
+FIRST = 0x21F0AAAD
+SECOND = 0x735A2D97
 
 
 def signed(value: int, bits: int) -> int:
@@ -27,7 +31,7 @@ def signed(value: int, bits: int) -> int:
 
 
 def site_key(text: str) -> int:
-    """Returns a signed 64-bit number of a text, such as a seed and a place in the model."""
+    """Returns a signed 64-bit number for a text, such as a seed and a place in the model."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -41,7 +45,7 @@ def halves(key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mixed(low: Tensor, high: Tensor, column: Tensor) -> Tensor:
-    """Returns 32 random bits of each row and column, int32, broadcast."""
+    """Returns 32 random bits for each row and column, int32, broadcast."""
     bits = column * signed(CHANNEL, 32) + low
     bits ^= _shifted(bits, 16, 32)
     bits *= FIRST

@@ -1,6 +1,6 @@
 """Matmuls by the fastest CPU backend.
 
-PyTorch multiplies fp16 matrices on a CPU without half-precision units at 0.2 to 4 GFLOP/s a core,
+PyTorch multiplies fp16 matrices on a CPU without half-precision units at 0.2 to 4 GFLOP/s per core,
 fp32 ones at 80 (1024³, EPYC with AVX-512). So fp16 operands are widened to fp32, which is exact,
 and the result is rounded once, like on tensor cores, which accumulate in fp32 too.
 
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Multiply-adds from which oneDNN is faster: a call costs some 15 µs more than MKL's, and a matmul
-# of this size takes 350.
+# oneDNN is faster from this number of multiply-adds on: a call costs some 15 µs more than MKL's,
+# and a matmul of this size takes 350 µs.
 ONEDNN_MIN_SIZE = 1 << 24
 
 
@@ -30,8 +30,8 @@ def is_widened(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes x·Wᵀ + b: (…, in), (out, in), (out,) → (…, out)."""
     if is_widened(x):
-        wide = None if bias is None else bias.float()
-        return linear(x.float(), weight.float(), wide).to(x.dtype)
+        bias = None if bias is None else bias.float()
+        return linear(x.float(), weight.float(), bias).to(x.dtype)
     if _takes_onednn(x, weight, weight.shape[0]):
         return by_onednn(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -46,7 +46,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 @functools.cache
 def onednn_is_faster(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Returns whether oneDNN is faster in large fp32 matmuls: on AMD with AVX-512 (Zen 4 on)."""
+    """Returns whether oneDNN is faster in large fp32 matmuls: on AMD with AVX-512 (since Zen 4)."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not cpuinfo.is_file():
         return False
     return torch.backends.mkldnn.is_available() and "AuthenticAMD" in cpuinfo.read_text()
@@ -62,7 +62,8 @@ def _takes_onednn(x: Tensor, other: Tensor, outputs: int) -> bool:
 
 
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes `linear` of fp32 CPU tensors without gradient; `weight` may be a transposed view."""
+    """Computes `linear` for fp32 CPU tensors without gradient; `weight` may be a transposed
+    view."""
     # A build without oneDNN has no such operator.
     from parallel3d.private_names import linear_pointwise
 

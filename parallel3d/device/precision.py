@@ -1,4 +1,4 @@
-"""Number formats: compute type, matmul precision, determinism, and fp16's loss scale."""
+"""Number formats: compute dtype, matmul precision, determinism, and fp16's loss scale."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ COMPUTE = {
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """Returns the type of parameters and activations. Masters and gradients are fp32 or better."""
+    """Returns the dtype of parameters and activations. Masters and gradients are fp32 or better."""
     return COMPUTE[precision.name]
 
 
 def master_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """Returns the type of master weights and of checkpoints."""
+    """Returns the dtype of master weights and of checkpoints."""
     return torch.promote_types(compute_dtype(precision), torch.float32)
 
 
@@ -47,9 +47,9 @@ def set_numerics(precision: PrecisionConfig, device: torch.device, deterministic
 def set_determinism(device: torch.device) -> None:
     """Makes this process compute the same bits from the same inputs.
 
-    A CPU's kernels do anyway. On a GPU PyTorch has slower forms of kernels that add in order of
-    arrival, and raises RuntimeError for one that has none; cuBLAS needs its own workspaces, by a
-    variable that it reads at its first matmul.
+    A CPU's kernels do so anyway. On a GPU, PyTorch replaces kernels that add in order of arrival
+    with slower ones, and raises RuntimeError if there is none; cuBLAS needs workspaces of its own,
+    set by a variable that it reads at its first matmul.
     """
     if not accelerator.is_accelerator(device):
         return
@@ -64,7 +64,7 @@ class LossScale:
     """Dynamic loss scaling (Micikevicius et al. 2018 §3.2), with Megatron-LM's hysteresis.
 
     The scale backs off after `hysteresis` overflows since it last grew or backed off, and grows
-    after `window` steps in a row without one. In types with fp32's range it stays 1.
+    after `window` steps in a row without one. In dtypes with fp32's range it stays 1.
     """
 
     config: PrecisionConfig
@@ -108,9 +108,8 @@ class LossScale:
         """Continues from `progress`; a configured scale stays as configured."""
         if self.is_dynamic:
             self.scale = float(progress["loss_scale"])
-            self.good_steps, self.overflows = (
-                int(progress[name]) for name in ("good_steps", "overflows")
-            )
+            self.good_steps = int(progress["good_steps"])
+            self.overflows = int(progress["overflows"])
 
     def unscaled(self, norm: float) -> float:
         """Returns the norm of the gradients without the scale that they still carry."""

@@ -294,11 +294,11 @@ def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
             continue
         members = [states[rank] for rank in state.ranks.get(mine.group, ()) if rank in states]
         theirs = {s.rank: found for s in members if (found := _entry(s, mine)) is not None}
-        others = [rank for rank, found in theirs.items() if not found.alike(mine)]
+        others = [rank for rank, found in theirs.items() if not found.is_same_call(mine)]
         if not others:
             continue
         # The rarer call is at fault; of equally frequent ones the later rank's.
-        same = [rank for rank, found in theirs.items() if found.alike(mine)]
+        same = [rank for rank, found in theirs.items() if found.is_same_call(mine)]
         odd, usual = (same, others) if len(same) < len(others) else (others, same)
         blamed, witness = states[odd[0]], states[usual[0]]
         call = theirs[blamed.rank]

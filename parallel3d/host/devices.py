@@ -1,6 +1,6 @@
 """Chooses the device of this host's ranks, and their environment variables; without torch.
 
-`choose_device` is the one judge of `device=` for every subcommand and for the library.
+`choose_device` alone decides on `device=`, for every subcommand and for the library.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from parallel3d.device.datasheets import BLACKWELL
 from parallel3d.errors import UserError
 from parallel3d.host.gpus import Found, Gpu, find, is_nvidia_build
 from parallel3d.host.quotas import available_cores
+from parallel3d.text import count
 
-# The first name is the one that torch ≥ 2.9 reads; the others are older and still work.
+# torch ≥ 2.9 reads the first name; the others are older and still work.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # Collectives and messages that NCCL's flight recorder keeps, at about a kilobyte of host memory
 # each. A step of 32 layers with tp and 16 micro-batches has some 5,000, torch's default is 2,000.
 RECORDED = 20_000
-# From 2.15 on torch's "nccl" is another class of groups, unless this is 0 when the first is made.
-# parallel3d's groups, diagnosis of hangs and ends of runs were tried with the old class alone.
+# From 2.15 on, torch's "nccl" is another class of groups, unless this is 0 when the first group is
+# made. parallel3d's groups, diagnosis of hangs and ends of runs were only tried with the old class.
 NEW_NCCL = "TORCH_DIST_USE_NCCL2"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 TF32 = "NVIDIA_TF32_OVERRIDE"
@@ -40,8 +41,8 @@ def gpu_environment(
     given = {*environ, *parse_nccl_env(cluster.nccl_env)}
     wanted = {}
     if not given.intersection(ALLOCATOR):
-        # Growing segments instead of blocks of fixed sizes: freed memory can be used in another
-        # shape, where micro-batches, buckets and gathered layers alternate.
+        # Segments grow, instead of blocks of fixed sizes: freed memory can be used in another shape
+        # when micro-batches, buckets and gathered layers alternate.
         wanted[ALLOCATOR[0]] = "expandable_segments:True"
     if not given.intersection(RECORDER):
         wanted[RECORDER[0]] = str(RECORDED)
@@ -53,13 +54,13 @@ def gpu_environment(
 
 
 def _needs_order(tp: int, zero: int) -> bool:
-    """Returns whether kernels must start in the order in which they were queued.
+    """Returns whether kernels must start in the order in which they are queued.
 
     The backward of a tensor-parallel linear layer queues the all-reduce of the input's gradient
-    and then computes the weight gradient, which hides it if the all-reduce gets its multiprocessors
-    first. With several hardware queues a GPU before Blackwell may start the larger kernel first and
-    leave none. With zero ≥ 2 whole layers are gathered and scattered on concurrent streams, which
-    a single queue would serialise.
+    and then computes the weight gradient, which hides the all-reduce if that gets its
+    multiprocessors first. With several hardware queues, a GPU older than Blackwell may start the
+    larger kernel first and leave none. With zero ≥ 2 whole layers are gathered and scattered on
+    concurrent streams, which a single queue would serialise.
     """
     if tp == 1 or zero >= 2:
         return False
@@ -67,7 +68,7 @@ def _needs_order(tp: int, zero: int) -> bool:
     return capability is None or capability < BLACKWELL
 
 
-# Several ranks on one GPU, by NCCL from 2.30 on: slow, for trying a layout where there is one GPU.
+# NCCL from 2.30 on lets several ranks share a GPU: slow, but enough to try a layout on one GPU.
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 CPU = "cpu"
 CUDA = "cuda"
@@ -77,11 +78,11 @@ OR_CPU = "; or give device=cpu to compute on the CPU"
 
 
 class HostError(UserError):
-    """A user error that may be true on this host alone: every host prints its own."""
+    """A user error that may only concern this host: every host prints its own."""
 
 
 class DeviceChoice(NamedTuple):
-    """The device type of a host's ranks, a line of what is used of what is there, and the GPUs."""
+    """The device type of a host's ranks, a line on the used and present devices, and the GPUs."""
 
     kind: str
     line: str = ""
@@ -97,17 +98,17 @@ def choose_device(
 ) -> DeviceChoice:
     """Returns the device type for the `ranks_here` ranks of this host, from `device=requested`.
 
-    device=auto takes the CPU only where the driver says that there is no GPU, or there is no
-    driver, and nothing says that a GPU is meant.
+    device=auto takes the CPU only if the driver says that there is no GPU, or there is no driver,
+    and nothing indicates that a GPU is intended.
 
     Args:
-        launched: a launcher started the ranks, and may show each its own GPUs only, as Slurm's
-            binding does: whether they are distinct, only all ranks together know (`shared_gpu`).
+        launched: a launcher started the ranks, and may show each rank only its own GPUs, like
+            Slurm's binding: only all ranks together know whether they are distinct (`shared_gpu`).
         environ: variables of this process; None: its own.
 
     Raises:
-        HostError: GPUs that cannot be used, or fewer than ranks; with device=auto none where one is
-            meant, with device=cuda none at all.
+        HostError: GPUs cannot be used, or are fewer than the ranks; there is none with device=cuda,
+            or with device=auto if one is intended.
     """
     if requested in (CPU, SIMULATED):
         return DeviceChoice(requested, _line_of_cpu(requested))
@@ -127,8 +128,8 @@ def choose_device(
         raise HostError(f"device=cuda, but host {host} gives no GPU: {found.lack}{OR_CPU}")
     if found.hints:
         raise HostError(
-            f"device=auto finds no GPU on host {host}, as {found.lack}, but a GPU is meant by "
-            f"{', '.join(found.hints)}: {_remedy(found)}{OR_CPU}"
+            f"device=auto finds no GPU on host {host}, since {found.lack}, but a GPU is expected "
+            f"because of {', '.join(found.hints)}: {_remedy(found)}{OR_CPU}"
         )
     more = f"; {found.remark}" if found.remark else ""
     return DeviceChoice(CPU, f"{_line_of_cpu(CPU)}: {found.lack}{more}")
@@ -154,16 +155,15 @@ def _line_of_gpus(found: Found, ranks_here: int, one_each: bool) -> str:
     used = ranks_here if one_each else min(ranks_here, len(found.gpus))
     there = max(used, found.on_host)
     names = " and ".join(dict.fromkeys(gpu.name for gpu in found.gpus[:used] if gpu.name))
-    return (
-        f"device: {used} of {there} GPU{'s' * (there > 1)} of this host{f', {names}' * bool(names)}"
-    )
+    line = f"device: {used} of {count(there, 'GPU')} of this host"
+    return f"{line}, {names}" if names else line
 
 
 def shared_gpu(of_ranks: Sequence[tuple[str, str]]) -> str | None:
-    """Returns a sentence if two ranks compute on one GPU, unless NCCL is told that they may.
+    """Returns a sentence if two ranks compute on one GPU, unless NCCL has been told to allow it.
 
     Args:
-        of_ranks: each rank's host and its GPU's identity, "" for a CPU or where none is known.
+        of_ranks: each rank's host and its GPU's identity, "" for a CPU or if unknown.
     """
     first: dict[str, int] = {}
     for rank, (host, gpu) in enumerate(of_ranks):
@@ -171,8 +171,8 @@ def shared_gpu(of_ranks: Sequence[tuple[str, str]]) -> str | None:
             return (
                 f"ranks {other} and {rank} of host {host} compute on one GPU ({gpu}): start at "
                 "most as many ranks on a host as it has GPUs, show each its own (or all of them), "
-                f"or set {SHARED_GPUS}=1, by which NCCL lets ranks share one; device=cpu computes "
-                "on the CPU"
+                f"or set {SHARED_GPUS}=1, with which NCCL lets ranks share one; device=cpu "
+                "computes on the CPU"
             )
     return None
 
@@ -187,16 +187,16 @@ def gpu_of_rank(device: str, environ: Mapping[str, str]) -> str:
 
 
 def check_numerics(kind: str, precision: str, environ: Mapping[str, str]) -> None:
-    """Raises UserError if a variable that wins over every program contradicts `precision`.
+    """Raises UserError if a variable that overrides every program contradicts `precision`.
 
-    cuBLAS never computes in tf32 where NVIDIA_TF32_OVERRIDE is 0; another value makes it.
+    cuBLAS never computes in tf32 if NVIDIA_TF32_OVERRIDE is 0; any other value forces it.
     """
     value = environ.get(TF32, "").strip()
     other = "fp32" if value == "0" else "tf32"
     wins = value and precision in ("fp32", "tf32") and precision != other
     if wins and kind == CUDA and is_nvidia_build():
         raise UserError(
-            f"{TF32}={value} makes cuBLAS compute in {other} whatever a program asks for, but "
+            f"{TF32}={value} makes cuBLAS compute in {other}, whatever a program asks for, but "
             f"precision={precision}; unset it, or give precision={other}"
         )
 
@@ -210,7 +210,7 @@ def device_of_rank(kind: str, local_rank: int) -> str:
         raise HostError(
             f"torch finds no device of type {kind} on host {socket.gethostname()}; give device=cpu"
         )
-    return f"{kind}:{local_rank % count}"  # Slurm may show each rank its own GPU alone
+    return f"{kind}:{local_rank % count}"  # Slurm may show each rank only its own GPU
 
 
 def _torch_count(kind: str) -> int:

@@ -1,7 +1,8 @@
-"""GPUs that torch can use on this host, what says that there should be some, without torch.
+"""Finds the GPUs that torch can use on this host, and hints that there should be some, without
+torch.
 
-The driver is asked, by its own numbers, so that masks and its order (the fastest first) are those
-of the ranks; NVML and nvidia-smi count otherwise. A wrong `device` must be refused within two
+It asks the driver and uses its numbers, so that masks and the order (the fastest first) are those
+of the ranks; NVML and nvidia-smi count differently. A wrong `device` must be refused within two
 seconds, and torch alone takes one to import.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel3d.errors import UserError, first_line
+from parallel3d.text import count
 
 ROOT = Path("/")
 MASKS = (
@@ -31,18 +33,19 @@ MASKS = (
     *("GPU_DEVICE_ORDINAL", "CUDA_DEVICE_ORDER"),
 )
 NOTHING = ("", "-1", "NoDevFiles", "none", "void")  # a mask that hides all GPUs
-# Variables by which a scheduler or a platform says which or how many GPUs a job has.
+# Variables in which a scheduler or a platform says which or how many GPUs a job has.
 OF_JOBS = re.compile(
     r"SLURM_GPUS(_ON_NODE|_PER_NODE|_PER_TASK|_PER_SOCKET)?|SLURM_(JOB|STEP)_GPUS|PBS_NGPUS"
     r"|PBS_GPUFILE|SGE_HGR_gpu|SLURM_TRES_PER_TASK|LSB_GPU_REQ|SKYPILOT_NUM_GPUS_PER_NODE"
     r"|SM_NUM_GPUS|DSTACK_GPUS_NUM|BEAKER_ASSIGNED_GPU_COUNT|MA_NUM_GPUS|MLP_WORKER_GPU"
     r"|NGC_GPUS_PER_NODE|LEPTON_RESOURCE_ACCELERATOR_NUM"
 )
-OWN_MEMORY = 8 << 30  # of a GPU that is meant for computing; a laptop's shares the processor's
+# Least memory of a GPU for computing; a laptop's GPU shares the processor's memory.
+OWN_MEMORY = 8 << 30
 
 
 class Gpu(NamedTuple):
-    """One GPU as CUDA or HIP shows it to this process. `memory` in bytes; "" and 0: not known."""
+    """One GPU as CUDA or HIP shows it to this process. `memory` is in bytes; "" and 0: unknown."""
 
     uuid: str = ""
     name: str = ""
@@ -53,20 +56,20 @@ class Gpu(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """Returns what no other GPU of the job's hosts has; "" if not known."""
+        """Returns text that no other GPU of the job's hosts has; "" if unknown."""
         return self.uuid or (f"{boot_id()}/{self.bus}" if self.bus else "")
 
 
 class Found(NamedTuple):
-    """Holds what this host shows of its GPUs.
+    """What this host reveals about its GPUs.
 
     Attributes:
-        gpus: that torch can use, in their order.
-        fault: why a GPU that is there cannot be used, and what to do; "" where none is known of.
-        lack: why there is none, where the driver says so or there is no driver.
-        hints: what says that a GPU is meant.
-        remark: what may say so and does not count, as every image for GPUs has it.
-        hidden: the mask by which a person hides the GPUs, outside of a scheduler's job.
+        gpus: GPUs that torch can use, in torch's order.
+        fault: why an existing GPU cannot be used, and what to do; "" without such a GPU.
+        lack: why there is no GPU, if the driver says so or there is no driver.
+        hints: signs that a GPU is intended.
+        remark: a weak sign, which does not count because every image for GPUs shows it.
+        hidden: the mask with which a person hides the GPUs, outside of a scheduler's job.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -79,7 +82,7 @@ class Found(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The driver's: its GPUs, or a code or error of its own."""
+    """The driver's answer: its GPUs, or its code or error."""
 
     gpus: tuple[Gpu, ...] = ()
     code: int = 0
@@ -87,7 +90,7 @@ class Answer(NamedTuple):
 
 
 def find(environ: Mapping[str, str]) -> Found:
-    """Returns what this host shows. Raises UserError if torch is not installed."""
+    """Returns what this host reveals. Raises UserError if torch is not installed."""
     build = torch_build()
     gpus, fault, lack = _usable(build, environ)
     on_host = max(len(gpus), len(_device_files(ROOT)))
@@ -146,23 +149,27 @@ def _usable(
 
 # The driver
 
-NO_DEVICE, NOT_INITIALIZED = 100, 3
-BROKEN = "nvidia-smi or dmesg may say more; reset the GPU, or start the host again"
+NO_DEVICE = 100
+NOT_INITIALIZED = 3
+BROKEN = "nvidia-smi or dmesg may say more; reset the GPU, or restart the host"
 CODES = {
-    2: ("OUT_OF_MEMORY", "its memory is full: end what else runs there (nvidia-smi lists it)"),
-    3: ("NOT_INITIALIZED", "start this process anew"),
+    2: (
+        "OUT_OF_MEMORY",
+        "its memory is full: end the other processes there (nvidia-smi lists them)",
+    ),
+    3: ("NOT_INITIALIZED", "restart this process"),
     34: ("STUB_LIBRARY", "take the folder cuda/lib64/stubs out of LD_LIBRARY_PATH"),
     46: ("DEVICE_UNAVAILABLE", "another process has it exclusively (nvidia-smi -q -d COMPUTE)"),
-    101: ("INVALID_DEVICE", "look at CUDA_VISIBLE_DEVICES"),
+    101: ("INVALID_DEVICE", "check CUDA_VISIBLE_DEVICES"),
     201: ("INVALID_CONTEXT", BROKEN),
     214: ("ECC_UNCORRECTABLE", BROKEN),
-    304: ("OPERATING_SYSTEM", "look at the limits (ulimit) and at dmesg"),
-    800: ("NOT_PERMITTED", "look at the rights of /dev/nvidia*"),
-    801: ("NOT_SUPPORTED", "look at the driver's version"),
+    304: ("OPERATING_SYSTEM", "check the limits (ulimit) and dmesg"),
+    800: ("NOT_PERMITTED", "check the permissions of /dev/nvidia*"),
+    801: ("NOT_SUPPORTED", "check the driver's version"),
     802: ("SYSTEM_NOT_READY", "start the fabric manager (systemctl start nvidia-fabricmanager)"),
     803: (
         "SYSTEM_DRIVER_MISMATCH",
-        "the driver's library and its kernel module have different versions: start the host again",
+        "the driver's library and its kernel module have different versions: restart the host",
     ),
     804: (
         "COMPAT_NOT_SUPPORTED_ON_DEVICE",
@@ -170,16 +177,16 @@ CODES = {
         "LD_LIBRARY_PATH",
     ),
     805: ("MPS_CONNECTION_FAILED", "start MPS (nvidia-cuda-mps-control -d), or unset CUDA_MPS_*"),
-    806: ("MPS_RPC_FAILURE", "start MPS anew"),
-    807: ("MPS_SERVER_NOT_READY", "wait for MPS, or start it anew"),
+    806: ("MPS_RPC_FAILURE", "restart MPS"),
+    807: ("MPS_SERVER_NOT_READY", "wait for MPS, or restart it"),
     808: ("MPS_MAX_CLIENTS_REACHED", "MPS serves no more processes"),
     809: ("MPS_MAX_CONNECTIONS_REACHED", "MPS serves no more processes"),
-    999: ("UNKNOWN", "start the host again, or load the driver's module anew (nvidia-modprobe -u)"),
+    999: ("UNKNOWN", "restart the host, or reload the driver's module (nvidia-modprobe -u)"),
 }
 
 
 def code_words(code: int) -> str:
-    """Returns a sentence of the driver's code: its number, its name and what to do."""
+    """Returns a sentence for the driver's code: its number, its name and a remedy."""
     name, remedy = CODES.get(code, ("", BROKEN))
     named = f" CUDA_ERROR_{name}" if name else ""
     return f"the driver does not start (cuInit: {code}{named}): {remedy}"
@@ -213,12 +220,13 @@ def _asked_cuda(masks: tuple[tuple[str, str], ...]) -> Answer:
     driver = _driver()
     assert driver is not None  # it was loaded before
     answer = in_subprocess(lambda: ask_cuda(driver))
-    # A process that has used CUDA cannot start it in a child; asking it here costs nothing then.
+    # A process that has used CUDA cannot start it in a child, but then asking it here costs
+    # nothing.
     return ask_cuda(driver) if answer.code == NOT_INITIALIZED else answer
 
 
 def ask_cuda(driver: ctypes.CDLL) -> Answer:
-    """Starts the driver in this process, and returns what it shows."""
+    """Starts the driver in this process, and returns its answer."""
     count = ctypes.c_int(0)
     if code := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return Answer(code=code)
@@ -229,7 +237,9 @@ UNITS, CAPABILITY = 16, 75  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, …_COMP
 
 
 def _cuda_gpu(driver: ctypes.CDLL, index: int) -> Gpu:
-    gpu, raw, memory = ctypes.c_int(0), (ctypes.c_ubyte * 16)(), ctypes.c_size_t(0)
+    gpu = ctypes.c_int(0)
+    raw = (ctypes.c_ubyte * 16)()
+    memory = ctypes.c_size_t(0)
     text = ctypes.create_string_buffer(96)
 
     def number(attribute: int) -> int:
@@ -242,7 +252,7 @@ def _cuda_gpu(driver: ctypes.CDLL, index: int) -> Gpu:
 
     if driver.cuDeviceGet(ctypes.byref(gpu), index) != 0:
         return Gpu()
-    # The second version tells slices (MIG) of one GPU apart.
+    # The second version distinguishes slices (MIG) of one GPU.
     known = driver.cuDeviceGetUuid_v2(raw, gpu) == 0
     sized = driver.cuDeviceTotalMem_v2(ctypes.byref(memory), gpu) == 0
     return Gpu(
@@ -270,16 +280,18 @@ def ask_rocm() -> Answer:
     for index in range(torch.cuda.device_count()):
         facts: Any = torch.cuda.get_device_properties(index)
         bus = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-        name, units, memory = facts.name, facts.multi_processor_count, facts.total_memory
+        name = facts.name
+        units = facts.multi_processor_count
+        memory = facts.total_memory
         # Partitions of one GPU (CPX) share its address and differ by their UUID.
         found.append(Gpu(f"GPU-{facts.uuid}", name, bus, units, memory, facts.major))
     return Answer(tuple(found))
 
 
 def in_subprocess(ask: Callable[[], Answer]) -> Answer:
-    """Returns the result of `ask` in a process of its own; an error or a crash as its text.
+    """Returns the result of `ask` in a process of its own; an error or a crash is its text.
 
-    Asking initialises the driver, and a process forked afterwards, as local ranks are, could not
+    Asking initialises the driver, and a process forked afterwards, such as a local rank, could not
     initialise it again.
     """
     reading, writing = os.pipe()
@@ -311,7 +323,7 @@ def in_subprocess(ask: Callable[[], Answer]) -> Answer:
 def _missing(name: str, environ: Mapping[str, str], count: int) -> str:
     """Returns a sentence if the mask in variable `name` has more GPUs than the driver shows.
 
-    The driver shows those before the first that it does not have.
+    The driver shows the GPUs before the first one that it does not have.
     """
     mask = environ.get(name, "")
     words = [word.strip() for word in mask.split(",")]
@@ -320,14 +332,14 @@ def _missing(name: str, environ: Mapping[str, str], count: int) -> str:
         return ""
     return (
         f"{name}={mask} names {len(words)} GPUs, but the driver shows {count} of them: name each "
-        "GPU that is there once"
+        "existing GPU once"
     )
 
 
 def _contradicting(environ: Mapping[str, str]) -> str:
     """Returns a sentence if the masks of ROCm contradict each other.
 
-    ROCR_VISIBLE_DEVICES counts the host's GPUs, and the others count what it leaves.
+    ROCR_VISIBLE_DEVICES counts the host's GPUs, and the others count those that it leaves.
     """
     lists = {name: _numbers(environ.get(name)) for name in MASKS[:3]}
     cuda, hip, rocr = lists.values()
@@ -341,7 +353,7 @@ def _contradicting(environ: Mapping[str, str]) -> str:
     if rocr is not None and inner is not None and max(inner, default=0) >= len(rocr) > 0:
         return (
             f"ROCR_VISIBLE_DEVICES={environ['ROCR_VISIBLE_DEVICES']} leaves GPUs 0 to "
-            f"{len(rocr) - 1}, and {name}={environ[name]} names others: unset {name}"
+            f"{len(rocr) - 1}, but {name}={environ[name]} names others: unset {name}"
         )
     return ""
 
@@ -351,11 +363,11 @@ def _numbers(mask: str | None) -> list[int] | None:
     return [int(word) for word in words] if all(map(str.isdecimal, words)) else None
 
 
-# Hints that a GPU is meant
+# Hints that a GPU is intended
 
 
 def _of_job(environ: Mapping[str, str]) -> list[str]:
-    """Returns the variables of a scheduler that give the job GPUs."""
+    """Returns the scheduler's variables that give the job GPUs."""
     found = []
     for name, value in sorted(environ.items()):
         wanted = value.strip() not in ("", "0", "(null)", "N/A", *NOTHING)
@@ -373,7 +385,7 @@ def _device_files(root: Path) -> list[str]:
 
 
 def _of_machine(root: Path) -> list[str]:
-    """Returns the device files of GPUs, what nvidia-smi lists, and NVIDIA's cards on the bus."""
+    """Returns the device files of GPUs, the list of nvidia-smi, or NVIDIA's cards on the bus."""
     found = _device_files(root)[:1]
     if (root / "dev/kfd").exists() and _computes(root):
         found.append("/dev/kfd")
@@ -382,12 +394,12 @@ def _of_machine(root: Path) -> list[str]:
     if listed := _listed():
         return [f"nvidia-smi says {listed!r}"]
     if cards := _nvidia_cards(root):
-        return [f"an NVIDIA card is at {cards[0]}, though its driver gives nothing"]
+        return [f"an NVIDIA card is at {cards[0]}, though its driver shows nothing"]
     return []
 
 
 def _computes(root: Path) -> bool:
-    """Returns whether a GPU behind /dev/kfd has memory of its own; True where nothing says.
+    """Returns whether a GPU behind /dev/kfd has memory of its own; True if that is unknown.
 
     The graphics unit of an AMD processor has the file too.
     """
@@ -397,7 +409,7 @@ def _computes(root: Path) -> bool:
 
 
 def _bank_size(bank: Path) -> int:
-    """Returns bytes of a bank of a GPU's own memory (heaps 1 and 2); 0 for the system's."""
+    """Returns the bytes of a bank of a GPU's own memory (heaps 1 and 2); 0 for system memory."""
     fields = dict(line.split()[:2] for line in _lines(bank) if len(line.split()) >= 2)
     return int(fields.get("size_in_bytes", 0)) if fields.get("heap_type") in ("1", "2") else 0
 
@@ -426,20 +438,20 @@ def _nvidia_cards(root: Path) -> list[str]:
 
 
 def _remark(environ: Mapping[str, str], root: Path) -> str:
-    """Returns what may say that a GPU is meant, and what to do then; "" if nothing does."""
+    """Returns a weak sign that a GPU is intended, and a remedy; "" without one."""
     image = environ.get("NVIDIA_VISIBLE_DEVICES", "")
-    how = "a container gets them by docker run --gpus all or apptainer exec --nv"
-    if count := len(list((root / "proc/driver/nvidia/gpus").glob("*"))):
-        return f"the host's driver has {count} GPU{'s' * (count > 1)}; {how}"
+    how = "a container gets them with docker run --gpus all or apptainer exec --nv"
+    if gpus := len(list((root / "proc/driver/nvidia/gpus").glob("*"))):
+        return f"the host's driver has {count(gpus, 'GPU')}; {how}"
     if image.strip() not in NOTHING:
-        return f"NVIDIA_VISIBLE_DEVICES={image} is of an image for GPUs; {how}"
+        return f"NVIDIA_VISIBLE_DEVICES={image} comes from an image for GPUs; {how}"
     if shutil.which("nvidia-smi") is not None:
         return "nvidia-smi is installed, but lists no GPU"
     return ""
 
 
 def _lines(path: Path) -> Iterable[str]:
-    """Returns the lines of a file of the kernel's; none where it has no such file."""
+    """Returns the lines of a kernel file; none if there is no such file."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -447,7 +459,7 @@ def _lines(path: Path) -> Iterable[str]:
 
 
 def boot_id() -> str:
-    """Returns what tells this start of this host from every other host's."""
+    """Returns an identifier of this boot of this host."""
     return "".join(_lines(ROOT / "proc/sys/kernel/random/boot_id"))
 
 

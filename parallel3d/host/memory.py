@@ -1,8 +1,8 @@
 """Memory and CPUs of a rank: malloc's thresholds, huge pages, garbage collection, NUMA binding.
 
 Activations of a few megabytes are freed and allocated all the time. By default the C library
-returns such blocks to the system, which clears new pages for the next; and pages of 4 KiB cost
-page-table walks.
+returns such blocks to the system, which has to clear new pages for the next ones; and pages of 4
+KiB cost page-table walks.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ RESERVED = 3 << 29  # address space, below LARGEST; memory is taken as it is tou
 def keep_freed_memory(reserved: int = RESERVED) -> bool:
     """Makes malloc serve blocks of any size from one heap that never shrinks, in huge pages.
 
-    For before the first large allocation. Huge pages need "always" or "madvise" in
-    /sys/kernel/mm/transparent_hugepage/enabled. Returns False where the C library is not glibc or
-    the address space is limited.
+    Call it before the first large allocation. Huge pages need "always" or "madvise" in
+    /sys/kernel/mm/transparent_hugepage/enabled. Returns False if the C library is not glibc or the
+    address space is limited.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "gnu_get_libc_version") or not hasattr(mmap, "MADV_HUGEPAGE"):
         return False
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     kept = libc.mallopt(M_MMAP_THRESHOLD, LARGEST) and libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
     block = libc.malloc(reserved) if kept else None
     if block is None:
         return False
-    # Freed at once, the block stays as the untouched end of the heap.
+    # The block is freed at once and stays as the untouched end of the heap.
     first = (block + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE
     length = (block + reserved) // HUGE_PAGE * HUGE_PAGE - first
     advised = libc.madvise(first, length, mmap.MADV_HUGEPAGE) == 0
@@ -55,8 +56,8 @@ def keep_freed_memory(reserved: int = RESERVED) -> bool:
 def give_back_freed_memory() -> bool:
     """Makes malloc return blocks of `GIVEN_BACK` bytes and more to the system when freed.
 
-    By itself glibc starts to keep blocks of up to 32 MiB in its heaps, between longer-lived ones:
-    a process then holds its largest activations several times. Returns False without glibc.
+    By default glibc starts to keep blocks of up to 32 MiB in its heaps, between longer-lived ones,
+    and a process then holds its largest activations several times. Returns False without glibc.
     """
     libc = ctypes.CDLL(None)
     is_glibc = hasattr(libc, "gnu_get_libc_version")
@@ -85,8 +86,8 @@ SYS = Path("/sys")
 def bind_near(bus_id: str, sys: Path = SYS) -> set[int]:
     """Binds the calling thread, and threads that it starts, to the NUMA node of a PCI device.
 
-    Only if the machine has several nodes and this process may use all CPUs: otherwise srun, numactl
-    or a container has chosen. Returns the chosen CPUs; empty if none were.
+    It only does so if the machine has several nodes and this process may use all CPUs: otherwise
+    srun, numactl or a container has chosen. Returns the chosen CPUs; empty if none were.
     """
     if not hasattr(os, "sched_setaffinity"):
         return set()
@@ -98,9 +99,9 @@ def bind_near(bus_id: str, sys: Path = SYS) -> set[int]:
 
 
 def cpus_near(bus_id: str, sys: Path = SYS) -> set[int]:
-    """Returns the CPUs of the device's NUMA node; empty with one node, or if not known."""
+    """Returns the CPUs of the device's NUMA node; empty with one node, or if unknown."""
     nodes = {path.parent: _cpus_of(path) for path in sys.glob("devices/system/node/node*/cpulist")}
-    if sum(bool(cpus) for cpus in nodes.values()) < 2:  # some nodes have a GPU's memory only
+    if sum(bool(cpus) for cpus in nodes.values()) < 2:  # some nodes only have a GPU's memory
         return set()
     try:
         node = int((sys / "bus/pci/devices" / bus_id / "numa_node").read_text())

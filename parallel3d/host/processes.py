@@ -34,13 +34,15 @@ def _stat(pid: int) -> list[str]:
 
 
 def born(pid: int) -> int:
-    """Returns the start time in ticks since boot, unique with the pid (pids recur). 0: unknown."""
+    """Returns the start time in ticks since boot, unique together with the pid (pids recur); 0:
+    unknown."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def process_begun() -> float:
-    """Returns the Unix time at which this process began; now, where the system does not tell."""
+    """Returns the Unix time at which this process began; the current time if the system does not
+    say."""
     now = time.time()
     if sys.platform != "linux" or not (ticks := born(os.getpid())):
         return now
@@ -77,18 +79,18 @@ def set_process_name(name: str) -> None:
 
 
 def kill(pid: int, born: int) -> None:
-    """Sends SIGKILL, if that very process exists and may be killed."""
+    """Sends SIGKILL if exactly that process exists and may be killed."""
     if state_letter(pid, born):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def of_this_job(processes: Sequence[dict[str, Any] | None]) -> list[tuple[int, int]]:
-    """Returns (pid, born) of those records {pid, born, host} that are of this host and job.
+    """Returns (pid, born) of the records {pid, born, host} that belong to this host and job.
 
     Others may write to the store of the records, so the kernel is asked: the process must belong to
-    the same user and have got the same job from its launcher. Ours gives its ranks none that the
-    kernel shows, and ends them itself.
+    the same user, and its launcher must have given it the same job. Our own launcher gives its
+    ranks no job that the kernel shows, and ends them itself.
     """
     mine, found = _job(os.getpid()), []
     for record in processes:
@@ -108,7 +110,7 @@ def _owner(pid: int) -> int:
 
 
 def _job(pid: int) -> dict[bytes, bytes]:
-    """Returns a process's job variables as its launcher set them; empty if they cannot be read."""
+    """Returns the job variables that a process's launcher set; empty if they cannot be read."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -117,8 +119,8 @@ def _job(pid: int) -> dict[bytes, bytes]:
     return {name: found[name] for name in JOB if name in found}
 
 
-# Standard output and error. A reader that has gone (`| head`), a full disk under a log, a lost
-# terminal and a closed descriptor cost the output, not the training.
+# Standard output and error. With a reader that has gone (`| head`), a full disk under a log, a lost
+# terminal or a closed descriptor, output is lost, but training continues.
 
 
 class _Dropping(io.FileIO):
@@ -132,9 +134,9 @@ class _Dropping(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Makes standard streams print question marks for letters that they lack.
+    """Makes standard streams print question marks for characters that they cannot encode.
 
-    Opens /dev/null in place of closed descriptors, which a later file would get.
+    It opens /dev/null for closed descriptors, which a later file would otherwise get.
     """
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -143,7 +145,8 @@ def prepare_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not a test's or a notebook's, in memory
+        # Unlike the stream of a test or a notebook, in memory.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""CPUs and memory that this process may use: the machine's, its affinity, and its cgroups' limits.
+"""CPUs and memory that this process may use, by the machine, its affinity and its cgroups' limits.
 
 A container's or a job's limits are written in the process's own control group or in one above it:
 /proc/self/cgroup names the group, /proc/self/mountinfo where its files are. Kernels have version 1
@@ -26,14 +26,14 @@ def cores() -> int:
 def available_cores(root: Path = ROOT) -> int:
     """Returns the number of cores that this process may use within its groups' quota of CPU.
 
-    A quota of 2.5 cores counts as 2, one below a core as 1: more threads than the quota stand still
-    for the rest of each period.
+    A quota of 2.5 cores counts as 2, and less than one core counts as 1: threads beyond the quota
+    are stopped for the rest of each period.
     """
     return max(1, math.floor(min(cores(), _cpu_quota(root))))
 
 
 def _cpu_quota(root: Path) -> float:
-    """Returns the least quota in cores of the own groups; infinite without one."""
+    """Returns the smallest quota, in cores, of this process's groups; infinite without one."""
     quotas = [math.inf]
     for folder in _groups("cpu", 2, root):
         # "<µs of CPU> <µs of time>", or "max …"
@@ -49,7 +49,7 @@ def _cpu_quota(root: Path) -> float:
 
 
 def memory_in_all(root: Path = ROOT) -> float:
-    """Returns the bytes of the machine, or of the least limit of the own groups."""
+    """Returns the bytes of the machine's memory, or the smallest limit of this process's groups."""
     whole = _machine(root, "MemTotal")
     if math.isinf(whole):
         whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -57,7 +57,7 @@ def memory_in_all(root: Path = ROOT) -> float:
 
 
 def available_memory(root: Path = ROOT) -> float:
-    """Returns the bytes that this process may still take; infinite where nothing says.
+    """Returns the bytes that this process may still allocate; infinite if nothing limits them.
 
     Pages of files, which the kernel drops when memory is short, count as free.
     """
@@ -66,15 +66,16 @@ def available_memory(root: Path = ROOT) -> float:
 
 
 def _machine(root: Path, name: str) -> float:
-    """Returns bytes by /proc/meminfo; infinite where it does not say."""
+    """Returns the bytes under `name` in /proc/meminfo; infinite if it is missing there."""
     found = re.search(rf"^{name}: +(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
     return 1024.0 * int(found[1]) if found else math.inf
 
 
 def _limits(root: Path) -> Iterator[tuple[float, float]]:
-    """Yields (limit, bytes in use that cannot be dropped) of the own groups with a limit.
+    """Yields (limit, bytes in use that cannot be dropped) of this process's groups with a limit.
 
-    Above memory.high the kernel slows a group down until it stands nearly still: it counts as one.
+    memory.high counts as a limit, because above it the kernel slows a group down to a near
+    standstill.
     """
     for folder in _groups("memory", 2, root):
         limits = [_number(folder / name) for name in ("memory.max", "memory.high")]
@@ -84,7 +85,7 @@ def _limits(root: Path) -> Iterator[tuple[float, float]]:
     for folder in _groups("memory", 1, root):
         # Without a limit the file has the largest number of pages, far above any machine's.
         limit = _number(folder / "memory.limit_in_bytes")
-        # Limits of groups above that are not mounted here.
+        # Limits of parent groups that are not mounted here.
         of_all = _statistics(folder).get("hierarchical_memory_limit")
         if known := [each for each in (limit, of_all) if each is not None]:
             used = _number(folder / "memory.usage_in_bytes") or 0
@@ -110,10 +111,10 @@ def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
         mine = of_version_2 if version == 2 else controller in controllers.split(",")
         mounts = [*_mounted(controller, version, root)] if mine else []
         if mounts:
-            # A container may have the host's mount beside its own: the one that shows the group,
-            # and the most above it.
+            # A container may have both the host's mount and its own: take one that shows the group,
+            # and most of its parents.
             mount, top = min(mounts, key=lambda at: (not _is_in(path, at[1]), len(at[1])))
-            # The mount shows the hierarchy from `top` on: all of it on a host, a container's own
+            # The mount shows the hierarchy from `top` on: the whole on a host, a container's own
             # group in its namespace. A group outside of `top` ("/../other") cannot be seen.
             inside = path[len(top.rstrip("/")) :] if _is_in(path, top) else "/"
             folder = mount / inside.strip("/")
@@ -128,7 +129,7 @@ def _is_in(path: str, top: str) -> bool:
 
 
 def _mounted(controller: str, version: int, root: Path) -> Iterator[tuple[Path, str]]:
-    """Yields where a hierarchy is mounted and the group that the mount shows at its top."""
+    """Yields the mount points of a hierarchy, each with the group at its top."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kind = before.split(), after.split()
@@ -149,13 +150,13 @@ def _character(octal: re.Match[str]) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """Returns the number in a file; None for "max", or where there is no such file."""
+    """Returns the number in a file; None for "max", or if there is no such file."""
     text = _text(path).strip()
     return int(text) if re.fullmatch(r"-?[0-9]+", text) else None
 
 
 def _text(path: Path) -> str:
-    """Returns a file's text; "" where the kernel has no such file or keeps it from this process."""
+    """Returns a file's text; "" if the kernel has no such file or denies access to it."""
     try:
         return path.read_text()
     except OSError:

@@ -51,20 +51,20 @@ def choose_kernel(blueprint: Blueprint, device: torch.device) -> str:
         kernel = FLASH
         if accelerator.has_values(device):  # a dry run does not need the package
             _activate(asked)
-    if kernel != MATH:  # which accepts all shapes
+    if kernel != MATH:  # the math kernel accepts all shapes
         _try(blueprint, device, kernel)
     return kernel
 
 
 def avoids_cudnn(blueprint: Blueprint, device: torch.device) -> bool:
-    """Whether `auto` leaves out cuDNN, which PyTorch would prefer.
+    """Whether `auto` excludes cuDNN, which PyTorch would prefer.
 
     Tensor parallelism divides the key-value heads: without this a layout could change the model.
     """
     asked = blueprint.layer.attention_kernel
     if asked != AUTO or device.type != "cuda" or torch.version.hip is not None:
         return False
-    half = blueprint.precision.name in HALF_PRECISION  # cuDNN has no attention for other types
+    half = blueprint.precision.name in HALF_PRECISION  # cuDNN has no attention for other dtypes
     if not half or _local_kv_heads(blueprint) >= LEAST_KV_HEADS:
         return False
     return accelerator.module(device).get_device_capability(device)[0] == BLACKWELL
@@ -75,7 +75,7 @@ def _local_kv_heads(blueprint: Blueprint) -> int:
 
 
 def _activate(asked: str) -> None:
-    """Replaces torch's flash attention by the package's, for the rest of the process."""
+    """Replaces torch's flash attention with the package's, for the rest of the process."""
     name, module = PACKAGES[asked]
     try:
         if registry.current_flash_attention_impl() != name:
@@ -84,7 +84,7 @@ def _activate(asked: str) -> None:
         raise UserError(
             f"attention_kernel={asked}: torch {torch.__version__} cannot use {module} here "
             f"({first_line(error).rstrip('.')}); the nearest is attention_kernel=flash, which "
-            "torch brings along."
+            "torch includes."
         ) from error
 
 
@@ -103,7 +103,7 @@ def _try(blueprint: Blueprint, device: torch.device, kernel: str) -> None:
             f"attention_kernel={blueprint.layer.attention_kernel} has no kernel for heads of "
             f"{model.head_size} in {str(dtype).removeprefix('torch.')} on this "
             f"{accelerator.name(device)} ({first_line(error).rstrip('.')}); the nearest is "
-            "attention_kernel=auto, which takes the fastest that there is."
+            "attention_kernel=auto, which takes the fastest available one."
         ) from error
 
 
@@ -126,9 +126,9 @@ def causal_attention(
     Args:
         qkv: (b, s, (heads + 2 · kv_heads) · head_dim): q, k and v concatenated.
         rotary: cos and sin to rotate q and k with; None: no rotation.
-        dropout: of the probabilities, if there are `samples`: slower than PyTorch's kernel.
+        dropout: dropout of the probabilities, if there are `samples`; slower than PyTorch's kernel.
         documents: attention stays within each; None: a sample is one document.
-        cp: how ranks over which sequences are split attend together, if documents are of a shard.
+        cp: how the ranks that share sequences attend together, if `documents` have a shard.
 
     Returns: (b, s, heads · head_dim).
     """
@@ -147,10 +147,11 @@ def attend_split(
     dropout: Dropout | None = None,
     samples: Tensor | None = None,
 ) -> Tensor:
-    """Is `causal_attention` of q (b, heads, s, head_dim), k and v with as many heads or fewer."""
+    """Does `causal_attention` for q (b, heads, s, head_dim), and k and v with as many heads or
+    fewer."""
     shard = None if documents is None else documents.shard
     exchanged = shard if cp.style == "heads" else None
-    if exchanged is not None:  # to whole sequences of some heads
+    if exchanged is not None:  # for whole sequences of some heads
         q, k, v = to_heads(q, k, v, cp, exchanged)
         shard = None
     heads, dtype = q.shape[1], q.dtype
@@ -160,7 +161,9 @@ def attend_split(
     if drops or (shard is None and not kernel_shares_heads(q)):
         k, v = repeated(k, heads), repeated(v, heads)
     if _is_slow_below_fp32(q):
-        q, k, v = q.float(), k.float(), v.float()
+        q = q.float()
+        k = k.float()
+        v = v.float()
     if dropout is not None and samples is not None:
         y = attend_dropping(q, k, v, dropout, samples, documents)
     elif documents is None:
@@ -182,17 +185,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, kernel: str = AU
 def kernel_shares_heads(q: Tensor) -> bool:
     """Whether the kernel for `q` reads one key-value head for several query heads.
 
-    Flash attention and cuDNN do. In fp32 on a GPU PyTorch would fall back to s × s scores.
+    Flash attention and cuDNN do. In fp32 on a GPU, PyTorch would fall back to s × s scores.
     """
     return is_on_accelerator(q) and q.dtype in (torch.bfloat16, torch.float16)
 
 
 def _is_slow_below_fp32(q: Tensor) -> bool:
-    """Whether PyTorch's CPU kernel is faster in fp32 than in the narrower type of q.
+    """Whether PyTorch's CPU kernel is faster in fp32 than in the narrower dtype of q.
 
-    In fp16 always (see `device.matmul`), in bf16 for short sequences of narrow heads. Forward and
-    backward of (2, 8, 256, 32) took 7.2 ms in bf16 and 4.9 ms in fp32 with both casts, those of
-    (1, 8, 1024, 64) 24 and 43 ms (one core with AMX).
+    It always is in fp16 (see `device.matmul`), and in bf16 for short sequences of narrow heads.
+    Forward and backward of (2, 8, 256, 32) took 7.2 ms in bf16 and 4.9 ms in fp32 with both casts;
+    of (1, 8, 1024, 64), 24 and 43 ms (one core with AMX).
     """
     short = q.shape[-1] < 64 and q.shape[-2] < 1024
     narrow = q.dtype == torch.bfloat16 and q.device.type == "cpu"

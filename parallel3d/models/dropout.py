@@ -1,4 +1,4 @@
-"""Dropout with layout-independent masks, also of attention probabilities.
+"""Dropout of activations and attention probabilities, with layout-independent masks.
 
 A mask is a hash of (seed, site, sample of the run, head, position, channel), where a site is a
 place in the model, `layers.3.mlp`. So all layouts drop the same elements, no mask is stored,
@@ -8,7 +8,7 @@ Each row (all dimensions but the channel) has a 64-bit number, modulo 2⁶⁴:
 
     site + A · sample + B · (2³² · head + position)
 
-which is hashed with the channel to 32 bits x (`device/hashing.py`). An element is dropped if the
+It is hashed with the channel to 32 bits x (`device/hashing.py`). An element is dropped if the
 low 31 bits of x are below p · 2³¹; the others are divided by 1 − p.
 """
 
@@ -33,13 +33,15 @@ class Dropout(nn.Module):
 
     Args:
         site: place in the model, the same for every layout.
-        first_head: of this rank's shard of the heads.
-        part: number of this rank's part of the sequence, of equal parts.
+        first_head: first head of this rank's shard of the heads.
+        part: number of this rank's part of the sequence, among equal parts.
     """
 
     def __init__(self, seed: int, site: str, p: float, first_head: int = 0, part: int = 0) -> None:
         super().__init__()
-        self.p, self.first_head, self.part = p, first_head, part
+        self.p = p
+        self.first_head = first_head
+        self.part = part
         # A tensor, so that all layers share compiled code.
         self.site = torch.tensor(site_key(f"{seed}/dropout/{site}"))
 
@@ -48,8 +50,8 @@ class Dropout(nn.Module):
     ) -> Tensor:
         """Drops elements of x, (b, [heads,] s, channels), unless `samples` is None.
 
-        `samples` are (b,) int64 numbers of the samples in the run; `documents` know the positions
-        of tokens that context parallelism has split.
+        `samples` are the (b,) int64 numbers of the samples in the run; `documents` have the
+        positions of tokens that context parallelism has split.
         """
         if samples is None or self.p == 0.0:
             return x
@@ -59,7 +61,7 @@ class Dropout(nn.Module):
         return _dropout(x, samples, self.site, positions, self.first_head, first, self.p)
 
 
-@functools.partial(fused, least=0)  # even small calls: it would be fifteen launches
+@functools.partial(fused, least=0)  # even small calls, which would be fifteen launches
 def row_keys(
     start: Tensor, rows: tuple[int, ...], first_head: int, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -99,9 +101,14 @@ def drop(x: Tensor, low: Tensor, high: Tensor, p: float) -> Tensor:
 
 
 def _dropped(
-    x: Tensor, samples: Tensor, site: Tensor, positions: Tensor | None, first_head: int,
-    first_position: int, p: float,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    samples: Tensor,
+    site: Tensor,
+    positions: Tensor | None,
+    first_head: int,
+    first_position: int,
+    p: float,
+) -> Tensor:
     rows = tuple(x.shape[1:-1])
     if positions is None:
         positions = torch.arange(first_position, first_position + rows[-1], device=x.device)
@@ -123,9 +130,10 @@ _dropout = operator(
 
 # Attention with dropped probabilities, in blocks of rows.
 
-# Scores of one block: on a CPU 4 MiB in fp32, which stay in its cache; on an accelerator enough
-# that launch overhead is negligible.
-AT_ONCE, AT_ONCE_ON_ACCELERATOR = 1 << 20, 1 << 24
+# Scores of one block: 4 MiB in fp32 on a CPU, which stay in its cache; on an accelerator enough to
+# make launch overhead negligible.
+AT_ONCE = 1 << 20
+AT_ONCE_ON_ACCELERATOR = 1 << 24
 # Queries of a block on a CPU: (1, 16, 4096, 64) took 4.0 s with 4 and 1.5 s with 32 (one core),
 # because every block reads all keys.
 LEAST_ROWS = 32
@@ -146,8 +154,8 @@ def attend_dropping(
     opaque operator.
 
     Args:
-        q, k, v: (b, heads, s, head_dim), as many heads each; with more keys than queries, those of
-            whole sequences that context parallelism has split.
+        q, k, v: (b, heads, s, head_dim), with the same number of heads; under context parallelism k
+            and v are those of whole sequences, so there are more keys than queries.
         dropout: its heads begin with the first of `q`.
         samples: (b,) numbers of the samples in the run.
         documents: attention stays within each; None: a sample is one document.
@@ -156,16 +164,26 @@ def attend_dropping(
     """
     starts = positions = None
     if documents is not None and q.shape[2] < k.shape[2]:
-        assert documents.shard is not None  # else queries and keys are equally many
+        assert documents.shard is not None  # else there are as many queries as keys
         starts, positions = documents.shard.starts, documents.shard.positions
     elif documents is not None:
         starts = documents.starts
-    where = (starts, positions, samples, dropout.site, dropout.first_head, dropout.p)
-    return _dropped_attention(q, k, v, *where)
+    return _dropped_attention(
+        q,
+        k,
+        v,
+        starts,
+        positions,
+        samples,
+        dropout.site,
+        dropout.first_head,
+        dropout.p,
+    )
 
 
 class _Block(NamedTuple):
-    """Scores that are computed together: of these samples and queries, and the first `keys`."""
+    """Scores that are computed together: those of some samples and queries for the first `keys`
+    keys."""
 
     samples: slice
     rows: slice
@@ -175,8 +193,8 @@ class _Block(NamedTuple):
 def _blocks(q: Tensor, keys: int) -> Iterator[_Block]:
     """Yields the blocks of all scores.
 
-    On a CPU without the keys that no query of a block sees; elsewhere all of one shape, as each
-    shape needs a fused kernel.
+    On a CPU a block leaves out the keys that none of its queries sees. Elsewhere all blocks have
+    one shape, as each shape needs a fused kernel.
     """
     b, heads, s, _ = q.shape
     if not is_accelerator(q.device):
@@ -200,14 +218,14 @@ def _divisor(n: int, most: int) -> int:
 def _probabilities(scores: Tensor, positions: Tensor, starts: Tensor | None) -> Tensor:
     """Returns the softmax, in fp32 or better, over the keys that each query sees.
 
-    `positions`: (b or 1, s) of the queries.
+    `positions`: those of the queries, (b or 1, s).
     """
     key = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
     unseen = key > positions[:, None, :, None]
     if starts is not None:
         unseen = unseen | (key < starts[:, None, :, None])
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return wide.masked_fill(unseen, -torch.inf).softmax(-1)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores.masked_fill(unseen, -torch.inf).softmax(-1)
 
 
 @fused
@@ -221,10 +239,15 @@ def dropped_softmax(
 
 @fused
 def dropped_softmax_backward(
-    grad: Tensor, scores: Tensor, positions: Tensor, starts: Tensor | None, low: Tensor,
-    high: Tensor, p: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Recomputes the forward's result; returns it and the gradient of the scores."""
+    grad: Tensor,
+    scores: Tensor,
+    positions: Tensor,
+    starts: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    p: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns the forward's result, recomputed, and the gradient of the scores."""
     # Dao et al. 2022, §B.2, with the mask Z over 1 − p: dP = Z ∘ (dO·Vᵀ), dS = P ∘ (dP − Σ dP ∘ P).
     probabilities = _probabilities(scores, positions, starts)
     dropped = are_dropped(low, high, scores.shape[-1], p)
@@ -235,9 +258,16 @@ def dropped_softmax_backward(
 
 
 def _scores(
-    block: _Block, q: Tensor, k: Tensor, starts: Tensor | None, positions: Tensor | None,
-    samples: Tensor, site: Tensor, head: int, p: float,
-) -> tuple[Any, ...]:  # fmt: skip
+    block: _Block,
+    q: Tensor,
+    k: Tensor,
+    starts: Tensor | None,
+    positions: Tensor | None,
+    samples: Tensor,
+    site: Tensor,
+    head: int,
+    p: float,
+) -> tuple[Any, ...]:
     """Computes the scores of a block from scaled `q`; returns the arguments of its softmax."""
     of, rows, keys = block
     scores = q[of, :, rows] @ k[of, :, :keys].mT
@@ -262,8 +292,8 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_q, scale = _empty(q), 1 / math.sqrt(q.shape[-1])
-    q, wide = q * scale, torch.promote_types(q.dtype, torch.float32)
-    of_k, of_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+    q, accum_dtype = q * scale, torch.promote_types(q.dtype, torch.float32)
+    of_k, of_v = (torch.zeros_like(x, dtype=accum_dtype) for x in (k, v))
     for block in _blocks(q, k.shape[2]):
         of, rows, keys = block
         of_out = grad[of, :, rows]

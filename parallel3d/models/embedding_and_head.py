@@ -31,7 +31,8 @@ class Embedding(nn.Module):
 
     def __init__(self, model: ModelConfig, ctx: BuildContext, uses: int, tied: bool) -> None:
         super().__init__()
-        self.tp, self.sp = ctx.tp, ctx.sequence_parallel
+        self.tp = ctx.tp
+        self.sp = ctx.sequence_parallel
         self.word = VocabParallelEmbedding(
             model.vocab_size,
             model.hidden_size,
@@ -59,7 +60,7 @@ class Embedding(nn.Module):
         samples: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Embeds tokens (b, s), whose positions are those in `documents`, or in the sample."""
+        """Embeds tokens (b, s); positions count within `documents`, or within the sample."""
         x = self.word(tokens)
         if self.position is not None:
             first = x.shape[1] * self.tp.index if self.sp else 0
@@ -80,7 +81,9 @@ class Head(nn.Module):
         self, model: ModelConfig, ctx: BuildContext, tied_table: nn.Parameter | None
     ) -> None:
         super().__init__()
-        self.tp, self.sp, self.model = ctx.tp, ctx.sequence_parallel, model
+        self.tp = ctx.tp
+        self.sp = ctx.sequence_parallel
+        self.model = model
         self.norm = Norm("final_norm", model, ctx.init)
         self.table = _table(model, ctx, model.tie_embeddings) if tied_table is None else tied_table
         loss = ctx.loss
@@ -112,7 +115,7 @@ class Head(nn.Module):
 
 
 def _table(model: ModelConfig, ctx: BuildContext, tied: bool) -> nn.Parameter:
-    """Creates a table of the head's own: its weight, or a copy of the word embedding."""
+    """Creates the head's own table: its weight, or a copy of the word embedding."""
     spec = vocabulary_spec(
         model.vocab_size,
         model.padded_vocab_size,

@@ -33,8 +33,8 @@ class BuildContext:
     recompute: frozenset[str] = frozenset()  # parts of a layer: see `recompute.py`
     loss: LossConfig = field(default_factory=LossConfig)
     half_loss: bool = False  # see `tensor_parallel.loss.Objective`
-    chunks: int = 1  # in which sequence parallelism communicates
-    mlp_chunks: int = 1  # in which a recomputed MLP runs
+    chunks: int = 1  # pieces in which sequence parallelism communicates
+    mlp_chunks: int = 1  # pieces in which a recomputed MLP runs
     gather_qk: bool = False  # see `Attention.project`
     attention_kernel: str = AUTO  # see `document_attention.BACKENDS`
     cp: Group = SINGLE
@@ -87,7 +87,9 @@ class Norm(nn.Module):
 
     def __init__(self, name: str, model: ModelConfig, init: Initializer) -> None:
         super().__init__()
-        self.kind, self.eps, self.size = model.norm, model.norm_eps, (model.hidden_size,)
+        self.kind = model.norm
+        self.eps = model.norm_eps
+        self.size = (model.hidden_size,)
 
         def vector(part: str, fill: float) -> nn.Parameter:
             shard = ShardSpec(f"{name}.{part}", self.size, (0,), self.size, fill=fill)
@@ -131,8 +133,8 @@ def _scaled(frequency: Tensor, model: ModelConfig) -> Tensor:
     """Scales frequencies for longer sequences (Llama 3.1's reference_impl, `apply_scaling`).
 
     A pair that turns less than `rope_low_freq_factor` times in `rope_original_length` tokens turns
-    `rope_scaling_factor` times slower, one that turns more than `rope_high_freq_factor` times
-    stays, and between the two the factor is linear in the number of turns.
+    `rope_scaling_factor` times slower, and a pair that turns more than `rope_high_freq_factor`
+    times is unchanged. In between, the factor is linear in the number of turns.
     """
     if model.rope_scaling_factor == 1:
         return frequency
@@ -150,8 +152,8 @@ def output_std(model: ModelConfig) -> float:
 class QKNorm(nn.Module):
     """Applies RMSNorm to every head of q and k before RoPE (Henry et al. 2020; Qwen3 report, §2).
 
-    Every tp rank holds both weights, and each rank's gradient is that of its own heads, to be
-    summed over tp with or without sequence parallelism (`ShardSpec.tp_replicas`).
+    Every tp rank holds both weights. A rank's gradient covers only its own heads, and is summed
+    over tp with or without sequence parallelism (`ShardSpec.tp_replicas`).
 
     Shapes: (b, s, (heads + 2 · kv_heads) · head_dim) → the same.
     """
@@ -169,7 +171,8 @@ class QKNorm(nn.Module):
             shard = ShardSpec(name, size, (0,), size, fill=1.0, tp_replicas=tp)
             return ctx.init.parameter(ParameterSpec(size, (shard,), replicated=tp == 1))
 
-        self.q, self.k = weight("q"), weight("k")
+        self.q = weight("q")
+        self.k = weight("k")
 
     def forward(self, qkv: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
@@ -207,9 +210,14 @@ def norm_heads_forward(
 
 @fused
 def norm_heads_backward(
-    grad: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, q_scale: Tensor,
-    k_scale: Tensor, shape: Heads,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    shape: Heads,
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, _ = heads_of(qkv, shape)
     grad_q, grad_k, grad_v = heads_of(grad, shape)
     grad_q, grad_q_weight = _gradients(grad_q, q, q_weight, q_scale)
@@ -224,7 +232,8 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns those of x and the weight: with n = x · scale, dx = scale · (g·w − n·mean(g·w·n))."""
+    """Returns the gradients of x and of the weight: with n = x · scale, dx = scale · (g·w −
+    n·mean(g·w·n))."""
     normed = x * scale
     grad_weight = (grad * normed).flatten(0, -2).sum(0)
     weighed = grad * weight

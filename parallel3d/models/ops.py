@@ -1,8 +1,9 @@
 """RMSNorm, SwiGLU and rotary positions as single autograd nodes.
 
 Autograd's own graphs read and write the activations two to three times as often. On an accelerator
-forward and backward of a node are one kernel each (`fused`). In a compiled block (`compile=true`)
-the functions are plain arithmetic, which TorchInductor fuses with the code around it.
+the forward and the backward of a node are one kernel each (`fused`). In a compiled block
+(`compile=true`) the functions are plain arithmetic, which TorchInductor fuses with the code around
+it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def add_rms_norm_forward(
 def add_rms_norm_backward(
     grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of each term and of the weight, given those of the sum and the norm."""
+    """Returns the gradients of each term and of the weight, given the gradients of the sum and the
+    norm."""
     return _norm_gradients(grad_total, grad, total, weight, scale)
 
 
@@ -96,7 +98,7 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich 2019).
 
-    Statistics in fp32 or better. Shapes: (..., h), (h,) → (..., h).
+    Statistics are in fp32 or better. Shapes: (..., h), (h,) → (..., h).
     """
     if not torch.compiler.is_compiling():
         return _RMSNorm.apply(x, weight, eps)
@@ -126,7 +128,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns x + y (x where y is None) and its `rms_norm`, in one kernel, forward and backward."""
+    """Returns x + y (x if y is None) and its `rms_norm`, in one kernel, forward and backward."""
     return _AddRMSNorm.apply(x, y, weight, eps)
 
 
@@ -189,7 +191,7 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, shape: Heads, rotary: Rotary) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*rotary)
-        if is_on_accelerator(qkv):  # whose attention kernels accept (b, s, heads, head_dim)
+        if is_on_accelerator(qkv):  # its attention kernels accept (b, s, heads, head_dim)
             return tuple(x.transpose(1, 2) for x in split_heads_forward(qkv, *rotary, shape))
         q, k, v = heads_of(qkv, shape)
         batch, sequence = qkv.shape[:2]

@@ -1,4 +1,4 @@
-"""Applies data parallelism to the stages of a transformer, as a run's configuration wants it."""
+"""Applies a run's data parallelism to the stages of a transformer."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def data_parallel_engine(
     """Creates the engine of a rank's stages, whose parameters are fp32 or better.
 
     Args:
-        initializer: of the stages, `deferred`: each rank draws only the values that it keeps.
-        dtype: the compute type.
-        observer: of buckets; the checks refuse it with FSDP2, which has none.
+        initializer: initial values of the stages; `deferred`: each rank draws only the values that
+            it keeps.
+        dtype: the compute dtype.
+        observer: observes buckets; the checks refuse it with FSDP2, which has none.
     """
     groups_of = partial(copy_groups, groups=groups)
     if settings.zero > 1 and _has_copies(stages, groups_of):
@@ -72,7 +73,7 @@ def data_parallel_engine(
 
 
 def _has_copies(stages: Sequence[Stage], groups_of: GroupsOf) -> bool:
-    # A function, so that no reference to a parameter is left: FSDP2 frees what it has sharded.
+    # A function, so that no reference to a parameter is left: FSDP2 frees sharded parameters.
     specs = (spec_of(p) for stage in stages for p in stage.parameters())
     return any(groups_of(spec).data.size > 1 for spec in specs)
 

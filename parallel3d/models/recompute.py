@@ -1,21 +1,21 @@
 """Activation recomputation (Chen et al. 2016; Korthikanti et al. 2022 §5), and compiler backends.
 
-| a part in `recompute` | no longer kept of a layer | recomputed in the backward |
+| a part in `recompute` | no longer kept by a layer | recomputed in the backward |
 |---|---|---|
 | norm | the results of both norms | both norms, from the residual stream |
 | activation | the input of `down` | the non-linearity, from the result of `up` |
-| attention | all between `qkv` and `out`, the input of `out` too | attention, from the projection |
+| attention | all between `qkv` and `out`, and the input of `out` | attention, from the projection |
 | mlp | the same, and the result of `up` | its GEMM and the non-linearity, from the norm's result |
 | layer | all but its input | the layer, up to the input of its last GEMM |
 
-With norm and mlp the MLP is recomputed from the residual stream. `none` is no part, `selective`
-attention, `full` layer. `recompute_layers` limits it to the first layers of a stage, since early
-stages hold the activations of most micro-batches.
+With norm and mlp the MLP is recomputed from the residual stream. `none` means no part, `selective`
+means attention, `full` means layer. `recompute_layers` limits it to the first layers of a stage,
+since early stages hold the activations of most micro-batches.
 
-Communication is repeated in the same order on every rank of a tensor group: by `layer`, without
-sequence parallelism one all-reduce, with it two all-gathers and a reduce-scatter; by `mlp` one
-all-gather with it; by other parts none. A segment ends in a linear layer, whose GEMM and reduction
-are not repeated.
+Communication is repeated in the same order on every rank of a tensor group. `layer` repeats one
+all-reduce without sequence parallelism, and two all-gathers and a reduce-scatter with it; `mlp`
+repeats one all-gather with it; other parts repeat none. A segment ends in a linear layer, whose
+GEMM and reduction are not repeated.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def checkpoint_up_to_linear(
     """Returns `linear(function(*args))`; with `recompute`, recomputes its input, not its GEMM.
 
     In eager mode the linear layer is inside the checkpoint, which ends with its input (see
-    `linear_ops._Keep`). In a compiled block it is outside: the compiler keeps no result from the
+    `linear_ops._Keep`). In a compiled block it is outside: the compiler keeps no result from
     inside, and would run the GEMM again.
     """
     if not recompute:
@@ -86,7 +86,7 @@ def shared_inductor(
         compiled = compile_fx(graph, inputs, config_patches={**EQUAL_BITS, **options})
     else:
         compiled = compile_fx(graph, inputs, inner_compile=one_at_a_time, config_patches=options)
-    assert callable(compiled)  # the other types are those of ahead-of-time compilation
+    assert callable(compiled)  # other types come from ahead-of-time compilation
     return compiled
 
 

@@ -1,6 +1,6 @@
 """The decoder-only transformer (GPT, Llama, Qwen3, …), its pipeline stages, and decoding.
 
-Parallelism is in the layers that blocks are made of (`tensor_parallel`). Hidden states are (batch,
+Parallelism is inside the layers of the blocks (`tensor_parallel`). Hidden states are (batch,
 sequence, hidden); under sequence parallelism the residual stream holds sequence/tp.
 """
 
@@ -52,8 +52,8 @@ from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, gather_h
 if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
 
-# Blocks of one compiled graph: enough that the cost of entering a graph (0.4 ms measured) is
-# negligible, few enough that a deep stage compiles in seconds.
+# Blocks of one compiled graph: enough to make the cost of entering a graph (0.4 ms measured)
+# negligible, few enough to compile a deep stage in seconds.
 GRAPH_BLOCKS = 8
 
 
@@ -62,7 +62,8 @@ class MLP(nn.Module):
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.activation, self.recompute = model.activation, ctx.recompute
+        self.activation = model.activation
+        self.recompute = ctx.recompute
         self.chunks = ctx.mlp_chunks if "mlp" in ctx.recompute else 1
         prefix, ffn = f"layers.{layer}.mlp", model.ffn_size
         names = ("gate", "up") if self.activation == "swiglu" else ("up",)
@@ -119,8 +120,10 @@ class Attention(nn.Module):
         # With fewer key-value heads than ranks, a head is on all ranks that have its query heads.
         replicas = max(1, ctx.tp.size // model.kv_heads)
         self.kv_heads = model.kv_heads * replicas // ctx.tp.size
-        self.recompute, self.kernel = ctx.recompute, ctx.attention_kernel
-        self.tp, self.gathers = ctx.tp, ctx.gather_qk and ctx.tp.size > 1
+        self.recompute = ctx.recompute
+        self.kernel = ctx.attention_kernel
+        self.tp = ctx.tp
+        self.gathers = ctx.gather_qk and ctx.tp.size > 1
         keeps = ctx.cp_style == "gather" and not ctx.recompute.isdisjoint(("attention", "layer"))
         self.cp = ContextParallel(ctx.cp, ctx.cp_style, keeps)
         prefix = f"layers.{layer}.attention"
@@ -180,7 +183,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns q, k and v of this rank's heads, concatenated, from norm(x).
 
-        With `tensor_parallel.attention=gather_qk` through an all-gather of q and k of all heads.
+        With `tensor_parallel.attention=gather_qk` it all-gathers q and k of all heads.
         """
         qkv = checkpoint_up_to_linear(self.qkv, norm, x, recompute="norm" in self.recompute)
         if not self.gathers:
@@ -227,9 +230,9 @@ class TransformerBlock(nn.Module):
     def _sum_and_norm(
         self, x: Tensor, y: Tensor | None, norm: Norm
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Returns x + y (x where y is None), and a function that computes its norm.
+        """Returns x + y (x if y is None), and a function that computes its norm.
 
-        A fused kernel computes both at once, unless the norm is recomputed: then it must not be
+        A fused kernel computes both at once, unless the norm is recomputed, and so must not be
         kept.
         """
         if self.keeps_norms and norm.is_fused_with_sum(x):
@@ -251,25 +254,27 @@ def _run_blocks(
 
 
 def _run_block(block: TransformerBlock, *args: Any) -> Tensor:
-    """Runs the forward that a block has before `compile_blocks` gives it another."""
+    """Runs the forward that a block has before `compile_blocks` replaces it."""
     return TransformerBlock.forward(block, *args)
 
 
 class Stage(nn.Module):
-    """Runs contiguous layers; the first stage has the embedding, the last one head and loss.
+    """Runs contiguous layers; the first stage has the embedding, the last one the head and the
+    loss.
 
     Args:
         layers: global layer numbers of this stage.
-        first, last: whether it holds the embedding, the head. Both: the whole model.
+        first, last: whether it holds the embedding, and the head; with both it is the whole model.
         first_stage: for a last stage whose rank also holds the first (a V schedule): the stage
             whose word embedding a tied head reads.
-        recomputed: number of layers that recompute, the first ones; None: all.
+        recomputed: number of first layers that are recomputed; None: all.
 
     Attributes:
         pre_forward: hook called before the forward reads the parameters of "embedding", "layers.3"
             or "head"; sharded parameters are all-gathered (unsharded) there.
-        tied_table: local name of the word embedding that another rank holds too, if any.
-        offload, offloaded: by what, and how many of the first layers are offloaded.
+        tied_table: local name of the word embedding if another rank holds it too; else None.
+        offload: moves saved tensors of the offloaded layers to the host.
+        offloaded: number of first layers that are offloaded.
     """
 
     def __init__(
@@ -285,7 +290,9 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         first_and_last_share_rank |= first and last
-        self.first, self.last, self.uses_dropout = first, last, model.dropout > 0
+        self.first = first
+        self.last = last
+        self.uses_dropout = model.dropout > 0
         self.pre_forward: Callable[[str], None] = lambda part: None
         self.run_blocks = _run_blocks
         self.offload: ActivationOffload | None = None
@@ -330,8 +337,9 @@ class Stage(nn.Module):
 
         Args:
             hidden: (b, s, h), or (b, s/tp, h) under sequence parallelism; None on the first stage.
-            tokens, labels: (b, s) ids, of this rank's tokens alone under context parallelism, as
-                hidden; loss_mask: (b, s) bool. Read by first and last stage alone.
+            tokens, labels: (b, s) ids; under context parallelism, like `hidden`, only of this
+                rank's tokens. Only the first and the last stage read them.
+            loss_mask: (b, s) bool; only the last stage reads it.
             samples: (b,) numbers of the samples in the run, for dropout.
             documents: attention and positions are within each; None: a sample is one document.
             loss_scale: scalar gradient of the sum of the losses in the backward; None: evaluation,
@@ -350,7 +358,7 @@ class Stage(nn.Module):
         assert x is not None  # only the first stage has no hidden states
         blocks = list(self.blocks.items())
         shared = rotary, samples, documents
-        # Layers that are offloaded come and go one by one.
+        # Offloaded layers are moved one at a time, so each is a graph of its own.
         cuts = [*range(self.offloaded), *range(self.offloaded, len(blocks), GRAPH_BLOCKS)]
         for i, end in zip(cuts, [*cuts[1:], len(blocks)], strict=False):
             graph = blocks[i:end]
@@ -389,18 +397,18 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     """Compiles the forward and backward of the blocks, in groups that share their code.
 
     Blocks that FSDP2 shards are compiled one by one, inside its hooks, which gather and free them.
-    Gradients of the linear layers go to their buckets (see `tensor_parallel.linear_ops`), under
-    FSDP2 alone to `.grad`.
+    Gradients of the linear layers go to their buckets (see `tensor_parallel.linear_ops`); only
+    under FSDP2 they go to `.grad`.
 
     Args:
         saves_operands: weight gradients may be deferred (see `shared_inductor`).
     """
     options: dict[str, bool] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
-        # Models of other shapes in this process then do not count as recompilations.
+        # Then models of other shapes in this process do not count as recompilations.
         options["isolate_recompiles"] = True
     backend = without_inplace_reuse if saves_operands else shared_inductor
-    # Its overloads differ between the versions of torch.
+    # Its overloads differ between versions of torch.
     torch_compile: Callable[..., Callable[..., Tensor]] = torch.compile
     how = {"backend": backend, "fullgraph": True, "dynamic": False, **options}
     compiled, one = torch_compile(_run_blocks, **how), torch_compile(_run_block, **how)
@@ -415,8 +423,8 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
                 layer.handle = register(layer)
 
 
-# Decoding, one token at a time, on tensor-parallel ranks and through the stages of a pipeline: one
-# sequence, no sequence parallelism.
+# Decoding of one sequence, one token at a time, on tensor-parallel ranks and through the stages of
+# a pipeline, without sequence parallelism.
 
 
 class Blank(Initializer):
@@ -445,10 +453,13 @@ class Decoder:
     """Computes the logits of the next token with a KV cache; collective over tp × pp."""
 
     def __init__(self, model: ModelConfig, groups: ProcessGroups, stage: Stage) -> None:
-        self.model, self.groups, self.stage = model, groups, stage
+        self.model = model
+        self.groups = groups
+        self.stage = stage
         self.window = self.model.seq_length
         example = next(stage.parameters())
-        self.device, self.dtype = example.device, example.dtype
+        self.device = example.device
+        self.dtype = example.dtype
         self.caches: dict[str, Tensor] = {}
         for name, block in stage.blocks.items():
             kv_heads, size = block.attention.kv_heads, block.attention.head_dim
@@ -462,11 +473,12 @@ class Decoder:
         """Returns logits (vocab_size,) of the token after `tokens` on the last stage, else None.
 
         Call it with the whole sequence so far; tokens of earlier calls are cached. When the window
-        of `seq_length` tokens is full, its latter half is read again, from position 0 on.
+        of `seq_length` tokens is full, its second half is read again, from position 0 on.
         """
         start = self._window_start(len(tokens))
         if start != self.start or len(tokens) - start - self.cached != 1:
-            self.start, self.cached = start, 0
+            self.start = start
+            self.cached = 0
         window = tokens[start:]
         new = torch.tensor([window[self.cached :]], device=self.device)
         if self.stage.embedding is not None:
@@ -496,7 +508,7 @@ class Decoder:
         return x + embedding.position[self.cached : self.cached + tokens.shape[1]]
 
     def _exchange(self, call: Callable, x: Tensor, offset: int) -> None:
-        """Sends x to the next stage (1), or receives it from the one before (-1)."""
+        """Sends x to the next stage (1), or receives it from the previous one (-1)."""
         pp = self.groups.pp
         assert pp.handle is not None  # there is another stage
         transfer(call, x, pp.ranks[pp.index + offset], pp.handle)
@@ -510,7 +522,7 @@ class Decoder:
     def _attend(self, attention: Attention, cache: Tensor, qkv: Tensor) -> Tensor:
         """Computes attention of new tokens (1, n, …) over all tokens in `cache`, and caches them.
 
-        Either the cache is empty or n is 1, so no other mask than the causal one is needed.
+        Either the cache is empty or n is 1, so only the causal mask is needed.
         """
         first, end = self.cached, self.cached + qkv.shape[1]
         if attention.qk_norm is not None:

@@ -1,9 +1,9 @@
 """Muon (Jordan et al. 2024): matrices step by their momentum, made orthogonal by Newton-Schulz.
 
 Each logical matrix (q, k, v, gate and up apart, uncut) has one home among the ranks of its stage.
-Momentum and master stay where the shards are, so ZeRO and checkpoints see flat ranges as ever. A
-step sends the shards of each update to its home and the orthogonal matrix back, along tp inside a
-node and along dp on its rail: one all-to-all each way and dimension.
+Momentum and master stay where the shards are, so ZeRO and checkpoints still see flat ranges. A step
+sends the shards of each update to its home and the orthogonal matrix back, along tp inside a node
+and along dp on its rail: one all-to-all per direction and dimension.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024
 STEPS = 5
-SMALLEST_NORM = 1e-7  # by which an update of less is divided, as in torch.optim.Muon
+SMALLEST_NORM = 1e-7  # least divisor of an update, as in torch.optim.Muon
 
 
 def is_hidden_shard(shard: ShardSpec) -> bool:
@@ -35,7 +35,8 @@ def is_hidden_shard(shard: ShardSpec) -> bool:
 def newton_schulz(update: Tensor) -> Tensor:
     """Returns the matrix (m, n) with its singular values moved to about 1 (0.68 to 1.14).
 
-    Those that are tiny beside the largest one stay smaller. Computes in the matrix's own type.
+    Values that are tiny compared to the largest one stay smaller. Computes in the matrix's own
+    dtype.
     """
     a, b, c = COEFFICIENTS
     tall = update.shape[0] > update.shape[1]
@@ -48,9 +49,9 @@ def newton_schulz(update: Tensor) -> Tensor:
 
 
 def scale(shape: tuple[int, ...], mode: str) -> float:
-    """Returns the factor of an orthogonal update, by the names of torch.optim.Muon.
+    """Returns the factor of an orthogonal update; `mode` has torch.optim.Muon's names.
 
-    match_rms_adamw (Liu et al. 2025 §2.2): steps as large as AdamW's usually are.
+    match_rms_adamw (Liu et al. 2025 §2.2) makes steps as large as AdamW's usually are.
     """
     rows, columns = shape
     if mode == "original":
@@ -72,8 +73,8 @@ class HiddenMatrix:
 
     @classmethod
     def of(cls, spec: ParameterSpec, shard: ShardSpec, tp: Group) -> HiddenMatrix:
-        cut = [i for i, (full, own) in enumerate(zip(shard.full_shape, shard.shape, strict=True))
-               if full != own]  # fmt: skip
+        sizes = zip(shard.full_shape, shard.shape, strict=True)
+        cut = [i for i, (full, own) in enumerate(sizes) if full != own]
         copies = CopyGroups(tp=tp).over_tp(spec, shard)
         found = cls(shard.full_shape, shard.shape, cut[0] if cut else 0, copies)
         assert len(cut) <= 1 and shard.start[found.axis] == found.start(tp.index), shard
@@ -109,8 +110,8 @@ class Muon:
     """Makes the updates of a stage's hidden matrices orthogonal, each on its home rank.
 
     Args:
-        spans: of each dp rank, what it steps, in order (`BucketedDataParallel.spans_of`).
-        dtype: in which matrices are sent and made orthogonal.
+        spans: by dp rank, the spans that it steps, in order (`BucketedDataParallel.spans_of`).
+        dtype: the dtype in which matrices are sent and made orthogonal.
         tp, dp: this rank's groups. Ranks of dp may hold the same elements with equal bits.
     """
 
@@ -123,7 +124,9 @@ class Muon:
         dp: Group,
         device: torch.device,
     ) -> None:
-        self.mode, self.tp, self.dp = mode, tp, dp
+        self.mode = mode
+        self.tp = tp
+        self.dp = dp
         self.empty = torch.empty(0, dtype=dtype, device=device)
         found = [ranges_of(each) for each in spans]
         self.pieces = [[piece for piece, *_ in each] for each in found]
@@ -138,17 +141,18 @@ class Muon:
         for index, held in enumerate(self.pieces):
             for piece in held:
                 self.holders.setdefault(piece, []).append(index)
-        # Where each dp rank holds everything, nothing is sent before Newton-Schulz along dp.
+        # If each dp rank holds everything, nothing is sent along dp before Newton-Schulz.
         self.gathers = any(len(each) < dp.size for each in self.holders.values())
 
     def takes(self, shard: ShardSpec) -> bool:
-        """Whether it makes the updates of a full tensor: of the hidden matrices."""
+        """Whether it makes the updates of this full tensor: only of hidden matrices."""
         return is_hidden_shard(shard)
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
-        """Replaces the gradients of these segments, which are updates, by orthogonal ones, scaled.
+        """Replaces the gradients of these segments, which are updates, with orthogonal ones,
+        scaled.
 
-        Collective over tp and dp, also where a rank has no segment of hidden matrices.
+        Collective over tp and dp, even for a rank without a segment of hidden matrices.
         """
         views: dict[MatrixRange, Tensor] = {}
         for segment in segments:
@@ -165,9 +169,9 @@ class Muon:
         def moved(source: int, target: int) -> dict[MatrixRange, int]:
             found = {}
             for piece in self.pieces[source]:
-                holders = self.holders[piece]  # of equal bits, of which one gives
-                giver = target if target in holders else holders[target % len(holders)]
-                if self.homes[piece.matrix].dp == target and giver == source:
+                holders = self.holders[piece]  # of equal bits: one of them sends
+                sender = target if target in holders else holders[target % len(holders)]
+                if self.homes[piece.matrix].dp == target and sender == source:
                     found[piece] = piece.end - piece.first
             return found
 
@@ -196,7 +200,7 @@ class Muon:
         """Returns the whole matrices whose home is this rank."""
 
         def moved(source: int, target: int) -> dict[str, int]:
-            # The first of the ranks that hold a shard gives it.
+            # The first of the ranks that hold a shard sends it.
             home = self._at_home(target)
             return {n: home[n] for n in home if source % self.matrices[n].copies == 0}
 
@@ -236,12 +240,12 @@ def _exchange(
     empty: Tensor,
     group: Group,
 ) -> list[tuple[Name, Tensor]]:
-    """Sends some tensors to each rank of a group; returns the flat ones that each gave, by name.
+    """Sends some tensors to each rank of a group; returns the received ones, flat, with names.
 
     Args:
-        moved: (source, target) → names and elements of what goes from one to the other.
-        tensor_of: (name, target) → what this rank gives.
-        empty: of the type in which they are sent.
+        moved: (source, target) → names and numbers of elements of the tensors to send.
+        tensor_of: (name, target) → the tensor that this rank sends.
+        empty: an empty tensor of the dtype in which they are sent.
     """
     ranks = range(group.size)
     sent = [moved(group.index, target) for target in ranks]

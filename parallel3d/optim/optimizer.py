@@ -27,13 +27,14 @@ from parallel3d.private_names import (
 if TYPE_CHECKING:
     from parallel3d.optim.keys import OptimConfig, Treatment
 
-EMA = "ema"  # kind of state: the average of the masters, in their type
-NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own type
+EMA = "ema"  # kind of state: the average of the masters, in their dtype
+NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own dtype
 
 
 @dataclass
 class FlatGroup:
-    """Segments with equal treatment, and their optimizer state. Frozen ones keep theirs as it is.
+    """Segments with equal treatment, and their optimizer state. Frozen groups keep their state
+    unchanged.
 
     `state` holds AdamW's two moments, or the momentum of SGD or Muon, and with `optim.ema_decay`
     the average of the weights; `steps` is the kernels' own step count, a scalar per segment.
@@ -54,7 +55,7 @@ class FlatGroup:
         names: tuple[str, ...],
         dtype: torch.dtype | None,
     ) -> FlatGroup:
-        """Makes the states, zero, in `dtype` (None: that of the masters)."""
+        """Makes states of zeros in `dtype` (None: the masters' dtype)."""
         masters = [s.master for s in segments]
         state = {name: [torch.zeros_like(m, dtype=dtype) for m in masters] for name in names}
         steps = [torch.zeros((), dtype=torch.float32, device=m.device) for m in masters]
@@ -73,7 +74,7 @@ class MatrixUpdates(Protocol):
     """Makes the updates of some parameters from their momentum (`muon.Muon`)."""
 
     def takes(self, shard: ShardSpec) -> bool:
-        """Whether it makes the updates of a full tensor."""
+        """Whether it makes the updates of this full tensor."""
         ...
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
@@ -88,11 +89,11 @@ class Optimizer:
     second to every rank's start.
 
     Args:
-        muon: of `optim.name=muon`; it updates the matrices that it takes, AdamW the other
+        muon: for `optim.name=muon`: updates the matrices that it takes; AdamW updates the other
             parameters.
 
     Attributes:
-        segments: those that are trained.
+        segments: the trained segments.
         updates: number of steps so far, without skipped ones.
     """
 
@@ -103,7 +104,8 @@ class Optimizer:
         seed: int = 0,
         muon: MatrixUpdates | None = None,
     ) -> None:
-        self.optim, self.muon = optim, muon
+        self.optim = optim
+        self.muon = muon
         names: tuple[str, ...] = ("momentum",) if optim.momentum else ()
         if optim.name != "sgd":
             names = ("exp_avg", "exp_avg_sq")
@@ -116,11 +118,13 @@ class Optimizer:
             by_shape = _split(some, muon.takes) if muon is not None else {False: some}
             hidden, rest = by_shape.get(True, []), by_shape.get(False, [])
             kinds = [(True, optim.weight_decay), (False, 0.0)]
-            alike = [(decay, [s for s in rest if s.spec.decays is d], names) for d, decay in kinds]
-            alike.append((optim.weight_decay, hidden, ("momentum",)))
-            self.groups += [FlatGroup.of(treated, *each, dtype) for each in alike if each[1]]
+            parts = [(decay, [s for s in rest if s.spec.decays is d], names) for d, decay in kinds]
+            parts.append((optim.weight_decay, hidden, ("momentum",)))
+            for decay, members, states in parts:
+                if members:
+                    self.groups.append(FlatGroup.of(treated, decay, members, states, dtype))
         self.trained = [group for group in self.groups if not group.treated.frozen]
-        # Of each segment whose states are rounded.
+        # Rounding pieces, by segment.
         rounded = [s for group in self.groups for s in group.segments if dtype and group.state]
         self.pieces = {id(s): pieces_of(s, seed) for s in rounded}
         self.updates = 0
@@ -134,14 +138,15 @@ class Optimizer:
     def squared_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
         """Returns this rank's share of the squared gradient norm, each parameter once, float64.
 
-        Not finite if any gradient here is not, also of a parameter that another rank counts, or
-        if its squares are beyond `summed_in`; None: fp32, or fp64 for gradients of that type.
+        It is not finite if any gradient here is not, even one that another rank counts, or if the
+        squares overflow in `summed_in` (None: fp32, or fp64 for fp64 gradients).
         """
         counted: list[Tensor] = []
         rest: list[Tensor] = []
         for segment in self.segments:
             for copies, run in segment.by_copies():
-                (counted if copies.is_first else rest).append(run.grad)
+                grads = counted if copies.is_first else rest
+                grads.append(run.grad)
         return norm_share(counted, rest, self.device, summed_in=summed_in)
 
     @torch.no_grad()
@@ -151,8 +156,8 @@ class Optimizer:
         The clip factor is min(1, clip_grad / (norm + 1e-6)), as in torch.nn.utils.
 
         Args:
-            grad_norm: without the loss scale.
-            loss_scale: by which the gradients are still multiplied.
+            grad_norm: the norm without the loss scale.
+            loss_scale: factor that the gradients still carry.
         """
         factor = 1.0 / loss_scale
         if self.optim.clip_grad > 0:
@@ -180,19 +185,20 @@ class Optimizer:
         self.updates += 1
 
     def _rounded_pieces(self, group: FlatGroup) -> Iterator[FlatGroup]:
-        """Yields a group a piece at a time, with states in the masters' type; rounds them after."""
+        """Yields a group piece by piece, with states in the masters' dtype, which it rounds
+        afterwards."""
         for i, segment in enumerate(group.segments):
             stored = {name: s[i] for name, s in group.state.items() if name != EMA}
             for piece in self.pieces[id(segment)]:
                 here = slice(piece.start, piece.end)
                 master = segment.master[here]
                 inside = replace(segment, master=master, grad=segment.grad[here])
-                wide = {name: [s[here].to(master.dtype)] for name, s in stored.items()}
-                yield replace(group, segments=[inside], state=wide, steps=[group.steps[i]])
+                state = {name: [s[here].to(master.dtype)] for name, s in stored.items()}
+                yield replace(group, segments=[inside], state=state, steps=[group.steps[i]])
                 bits = piece.random_bits(self.updates)
                 for half, name in enumerate(stored):
                     # Removed, as the caller still has the dict when the next piece is made.
-                    store_rounded(stored[name][here], wide.pop(name)[0], bits, half)
+                    store_rounded(stored[name][here], state.pop(name)[0], bits, half)
                 del bits
 
     @torch.no_grad()
@@ -214,8 +220,8 @@ class Optimizer:
     def _divisor(self, factor: float) -> Tensor | None:
         """Returns 1 / factor for the kernels to divide by; None: multiply the gradients first.
 
-        Accelerators divide in the kernel, which saves reading and writing each gradient once. CPUs
-        multiply first, and so does fp64, as the kernels read fp32.
+        Accelerators divide in the kernel, which saves one read and write of each gradient. CPUs
+        multiply first, and so does fp64, because the kernels read fp32.
         """
         fp32 = all(s.grad.dtype == torch.float32 for s in self.segments)
         if not (self.segments and fp32 and is_accelerator(self.device)):
@@ -295,7 +301,7 @@ def _split(
 
 
 def trained_spans(spans: list[ParameterSpan], optim: OptimConfig) -> list[ParameterSpan]:
-    """Returns the spans without what is frozen."""
+    """Returns the spans without frozen tensors."""
     if not optim.freeze:
         return spans
 
@@ -315,7 +321,7 @@ def norm_share(
 ) -> Tensor:
     """Returns Σ |g|^p over the flat gradients that this rank counts (inf: max |g|), float64.
 
-    Not finite if any gradient here is not, also of the rest, which another rank counts.
+    It is not finite if any gradient here is not, even in `rest`, which another rank counts.
     """
     # 0 · inf and 0 · NaN are NaN
     own, others = (sum_of_powers(grads, device, norm_type, summed_in) for grads in (counted, rest))
@@ -328,9 +334,9 @@ def sum_of_powers(
     norm_type: float = 2.0,
     summed_in: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns Σ |g|^norm_type, or max |g| for inf, float64; of half precision taken in fp32.
+    """Returns Σ |g|^norm_type, or max |g| for inf, float64; half precision is summed in fp32.
 
-    `summed_in`: type of the sums inside a gradient, instead of fp32 or the gradient's own.
+    `summed_in`: dtype of the sums inside a gradient, instead of fp32 or the gradient's own.
     """
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -351,8 +357,8 @@ def sum_of_powers(
 
 
 def learning_rate(optim: OptimConfig, train_steps: int, step: float) -> float:
-    """Returns the learning rate of `step`, counted from 1; a fraction where a run has gone on with
-    another batch (`Length.place`).
+    """Returns the learning rate of `step`, counted from 1; a fraction if a run was resumed with
+    another batch size (`Length.place`).
 
     Linear warm-up reaches `lr` at the last warm-up step. Then: constant; linear or cosine
     (Loshchilov and Hutter 2016) down to `min_lr` at `lr_decay_steps`; inverse-square-root:

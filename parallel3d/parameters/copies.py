@@ -1,7 +1,7 @@
-"""Which ranks hold equal bits of a run of elements, and whether this rank is the first of them.
+"""Tells which ranks hold a run of elements with equal bits, and whether this rank is their first.
 
-Norms, checkpoints, gathering, the check for drift, Muon and the noise scale ask here, and nowhere
-else: `copy_groups` alone tells one kind of parameter from another.
+Norms, checkpoints, gathering, the check for drift, Muon and the noise scale ask only here:
+`copy_groups` alone distinguishes kinds of parameters.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class CopyGroups:
     """This rank's groups over which a parameter, or the part of it that a rank steps, has copies.
 
     Attributes:
-        data: the ranks over which its gradients are summed; of a part that is stepped, those of
-            them that step it too.
-        tp: the tensor-parallel ranks, which hold it whole (`ParameterSpec.replicated`), or of which
-            consecutive ones hold the same shard (`ShardSpec.tp_replicas`).
-        stages: first and last stage, of a table that both hold; else this rank alone.
+        data: the ranks over which its gradients are summed; for a part that is stepped, the ranks
+            among them that also step it.
+        tp: the tensor-parallel ranks, which hold it whole (`ParameterSpec.replicated`) or, in
+            consecutive runs, the same shard (`ShardSpec.tp_replicas`).
+        stages: the first and the last stage for a table that both hold; else this rank alone.
     """
 
     data: Group = SINGLE
@@ -51,7 +51,7 @@ class CopyGroups:
         return self.tp.size if spec.replicated else shard.tp_replicas
 
     def of(self, spec: ParameterSpec, shard: ShardSpec) -> Copies:
-        """Returns the copies of a shard; those of padding are counted as any shard's."""
+        """Returns the copies of a shard; copies of padding count like any shard's."""
         near = self.over_tp(spec, shard)
         index = self.data.index * near + self.tp.index % near
         count = self.data.size * near
@@ -68,7 +68,7 @@ class CopyGroups:
 
     def of_whole(self, spec: ParameterSpec) -> list[Group]:
         """Returns the groups all of whose ranks hold all of the local parameter."""
-        # A rank whose rows are padding alone knows of no shard, but the others hold some.
+        # A rank with nothing but padding knows of no shard, but the others hold some.
         is_whole = spec.replicated or bool(spec.shards)
         is_whole &= all(self.over_tp(spec, shard) == self.tp.size for shard in spec.shards)
         return [self.data, *([self.tp] if is_whole else []), self.stages]

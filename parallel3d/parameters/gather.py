@@ -28,8 +28,8 @@ def owned_shards(
 ) -> list[tuple[ShardSpec, Tensor]]:
     """Returns the shards that this rank owns; each shard of the model has exactly one owner.
 
-    The owner is the first of the ranks that hold a copy. Collective over dp where parameters are
-    sharded over it.
+    The owner is the first rank that holds a copy. Collective over dp if parameters are sharded over
+    it.
     """
     shards: list[tuple[ShardSpec, Tensor]] = []
     for parameter in parameters:
@@ -41,7 +41,7 @@ def owned_shards(
 
 
 def full_local_parameter(parameter: nn.Parameter) -> Tensor:
-    """Returns this rank's local parameter; collective over dp where FSDP2 shards it."""
+    """Returns this rank's local parameter; collective over dp if FSDP2 shards it."""
     local = parameter.detach()
     full_tensor: Callable[[], Tensor] | None = getattr(local, "full_tensor", None)
     return local if full_tensor is None else full_tensor().to(state_of(parameter).compute_dtype)
@@ -50,7 +50,8 @@ def full_local_parameter(parameter: nn.Parameter) -> Tensor:
 def gather_shards(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
 ) -> list[tuple[int, ShardSpec, Tensor]]:
-    """Returns (rank, shard, CPU tensor) of all shards, replicas too, on rank 0; collective."""
+    """Returns (rank, shard, CPU tensor) of all shards, including replicas, on rank 0;
+    collective."""
     held = [(spec_of(p), full_local_parameter(p)) for p in parameters]
     shards = [(shard, shard.of_local(local)) for spec, local in held for shard in spec.shards]
     return _gather(shards, held[0][1].device, groups)
@@ -61,7 +62,7 @@ def _gather(
 ) -> list[tuple[int, ShardSpec, Tensor]]:
     """Sends specs and dtypes as JSON, then the values as bytes, rank by rank.
 
-    NCCL sends device memory alone, so rank 0's device holds one message at a time.
+    NCCL only sends device memory, so rank 0's device holds one message at a time.
     """
     # Not `dataclasses.astuple`, which makes deep copies.
     facts = [[[getattr(spec, f) for f in FIELDS], str(values.dtype)] for spec, values in shards]

@@ -28,7 +28,9 @@ def add_weight_gradient(
     is added later, to the bucket or to `.grad`.
 
     Args:
-        weight: (out, in). grad: (tokens, out). x: (tokens, in), or a function that returns it.
+        weight: (out, in).
+        grad: (tokens, out).
+        x: (tokens, in), or a function that returns it.
     """
     state, queue = state_of(weight), deferred_queue(weight)
     main_grad = state.main_grad
@@ -55,9 +57,9 @@ def add_weight_gradient(
 def add_matmul(out: Tensor, grad: Tensor, x: Tensor) -> None:
     """Adds the matmul gradᵀ·x (out, in), of (tokens, out) and (tokens, in), to a wider `out`.
 
-    Without rounding where the device's GEMM accumulates half precision into fp32, and for fp16 on a
-    CPU, which is widened. Elsewhere the result is rounded to the type of its factors before it is
-    added: 8 bits in bf16, and infinite beyond 65,504 in fp16.
+    Nothing is rounded if the device's GEMM accumulates half precision into fp32, nor for fp16 on a
+    CPU, which is widened. Otherwise the result is rounded to the dtype of its factors before it is
+    added: to 8 bits in bf16, and to infinity beyond 65,504 in fp16.
     """
     if out.dtype == grad.dtype:
         out.addmm_(grad.t(), x)
@@ -73,7 +75,7 @@ def add_matmul(out: Tensor, grad: Tensor, x: Tensor) -> None:
 def supports_wide_addmm(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Whether a GEMM of `narrow` matrices on `device` can add to a `wide` one.
 
-    PyTorch has it since 2.10, not for every device, so it is tried once.
+    PyTorch supports it since 2.10, but not on every device, so it is tried once.
     """
     if not accelerator.is_accelerator(device):
         return False
@@ -87,7 +89,7 @@ def supports_wide_addmm(device: torch.device, narrow: torch.dtype, wide: torch.d
 
 
 def add_gradient(parameter: Tensor, grad: Tensor) -> None:
-    """Adds a finished gradient to the parameter's bucket, or to `.grad` where it has none."""
+    """Adds a finished gradient to the parameter's bucket, or to `.grad` if it has none."""
     state = state_of(parameter)
     if state.main_grad is None:
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad

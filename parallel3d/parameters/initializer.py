@@ -1,4 +1,4 @@
-"""Initial values of parameters, which depend on no layout."""
+"""Initial values of parameters, independent of the layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BAND = 1 << 24  # elements drawn at a time: 64 MiB of host memory, a transfer at
 
 @dataclass(frozen=True)
 class Initializer:
-    """Creates parameters whose values depend on (seed, name, index) alone, on no layout.
+    """Creates parameters whose values depend on (seed, name, index) alone, not on the layout.
 
     A matrix is drawn in tiles of 256 × 256, each from its own counter-based stream (Philox, Salmon
     et al. 2011) keyed by (seed, name, tile), on `drawing_threads` threads, in bands of at most
@@ -117,7 +117,7 @@ class Initializer:
 def drawing_threads(device: torch.device) -> int:
     """Returns the number of threads on which a rank on `device` draws its parameters.
 
-    torch's number; on an accelerator at least the rank's share of the host's cores, because
+    This is torch's number; on an accelerator at least the rank's share of the host's cores, because
     torchrun sets OMP_NUM_THREADS=1 and one thread takes minutes for an 8B model.
     """
     threads = torch.get_num_threads()

@@ -1,13 +1,13 @@
 """Stochastic rounding of optimizer states to bf16, the same for every layout.
 
 16 random bits are added to those of an fp32 value, and the low 16 are cut off: it becomes its upper
-neighbour in bf16 with the probability of its distance from the lower one, so the mean of many
-roundings is the value, and a moment that grows by less than half a step of bf16 still grows. Values
-of bf16 stay as they are.
+neighbour in bf16 with a probability proportional to its distance from the lower one. So the mean of
+many roundings is the value, and a moment that grows by less than half a step of bf16 still grows.
+Values that bf16 can represent stay unchanged.
 
 The random bits are a hash (`device/hashing.py`) of seed, update, name of the full tensor, row and
-column, with the row's number, modulo 2⁶⁴, site + A · update + B · row. Of its 32 bits an
-optimizer's first state takes the low half, its second the high half.
+column, with the row's number, modulo 2⁶⁴, site + A · update + B · row. An optimizer's first state
+takes the low half of its 32 bits, its second state the high half.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from parallel3d.parameters.segments import Chunk, Segment, chunks_of_range
 
 # Elements of a piece, whose states are widened at once: on a CPU they stay in its cache; on an
 # accelerator they are enough that launch overhead is small.
-AT_ONCE, AT_ONCE_ON_ACCELERATOR = 1 << 16, PIECE
+AT_ONCE = 1 << 16
+AT_ONCE_ON_ACCELERATOR = PIECE
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Piece:
     """Elements [start, end) of a segment, with the chunks of full tensors that they hold.
 
     Attributes:
-        places: of the chunks: first element, counted from `start`, rows and columns; other elements
+        places: by chunk, its first element, counted from `start`, rows and columns; other elements
             are padding.
         numbers: int64 (chunks, 2), site + B · first row, and first column.
     """
@@ -44,7 +45,8 @@ class Piece:
     numbers: Tensor
 
     def random_bits(self, update: int) -> Tensor:
-        """Returns 32 bits of each element, int32; of padding any, which leave its zeros."""
+        """Returns 32 random bits for each element, int32; arbitrary bits for padding, whose zeros
+        stay zeros."""
         device = self.numbers.device
         bits = torch.empty(self.end - self.start, dtype=torch.int32, device=device)
         # Filled by a kernel: copying a number from the host would block it.
@@ -69,7 +71,7 @@ def pieces_of(segment: Segment, seed: int) -> list[Piece]:
                     chunks.append([])
                 chunks[-1].append((begin, site, inner))
         offset += span.numel
-    # Padding goes with the piece before it.
+    # Padding belongs to the piece before it.
     starts = [0, *(some[0][0] for some in chunks[1:]), segment.master.numel()]
     pieces = []
     for some, start, end in zip(chunks, starts, starts[1:], strict=False):
@@ -111,7 +113,7 @@ def _fill(out: Tensor, number: Tensor, shift: Tensor) -> None:
 def store_rounded(out: Tensor, values: Tensor, bits: Tensor, half: int) -> None:
     """Rounds `values` into `out`, bf16, by a half (0: the low one) of each element's `bits`.
 
-    Those in fp64 are rounded to the nearest of fp32 before.
+    Values in fp64 are first rounded to the nearest fp32.
     """
     some = bits if half == 0 else bits >> 16
     wide = values.to(torch.float32).view(torch.int32) + (some & 0xFFFF)

@@ -25,7 +25,7 @@ class ParameterSpan(NamedTuple):
     numel: int
 
     def by_kind(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, ParameterSpan]]:
-        """Yields the span in runs of shards of one kind, as q, k and v lie in one parameter."""
+        """Yields the span in runs of shards of one kind: one parameter may hold q, k and v."""
         for kind, first, end in self.spec.by_kind(kind_of, self.start, self.numel):
             yield kind, self._replace(start=self.start + first, numel=end - first)
 
@@ -39,9 +39,10 @@ class Segment:
     """A flat shard of parameters with equal optimizer settings, the part that this rank steps.
 
     Attributes:
-        param: flat, in the compute type; grad: flat, fp32 or better.
+        param: flat, in the compute dtype.
+        grad: flat, fp32 or better.
         master: flat tensor that the optimizer steps: `param` itself if that is fp32 or better.
-        groups: over which its elements, as they are stepped, have copies.
+        groups: the groups over which its elements, as they are stepped, have copies.
     """
 
     param: Tensor
@@ -52,11 +53,13 @@ class Segment:
 
     @property
     def spec(self) -> ParameterSpec:
-        """The spec of its first parameter: all decay, and are replicated and tied, alike."""
+        """The spec of its first parameter; weight decay, replication and tying are the same for
+        all."""
         return self.spans[0].spec
 
     def by_kind(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, Segment]]:
-        """Yields the segment in runs of one kind, as views; whole if there is one kind alone."""
+        """Yields the segment in runs of one kind, as views; as a whole if there is only one
+        kind."""
         apart = [pair for span in self.spans for pair in span.by_kind(kind_of)]
         runs = [(kind, [span for _, span in run]) for kind, run in groupby(apart, itemgetter(0))]
         if len(runs) == 1:
@@ -111,7 +114,7 @@ def chunks_of_range(
     A bucket's shard may begin in the middle of a row, so a range of a matrix is at most three
     chunks: the rest of a row, whole rows, the beginning of a row.
 
-    Each as (shard, chunk, first element of the chunk, counted from `start`). Elements outside of
+    Each is (shard, chunk, first element of the chunk, counted from `start`). Elements outside of
     all shards are padding. Raises ValueError for tensors of more than two dimensions and for shards
     that are not whole rows of the local parameter.
     """

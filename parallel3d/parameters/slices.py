@@ -1,4 +1,5 @@
-"""Lists what a rank steps as runs of elements with their optimizer state, for checkpoints."""
+"""Lists the parameters that a rank steps as runs of elements with optimizer state, for
+checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class ParameterSlice:
 
 
 def parameter_slices(groups: Iterable[FlatGroup]) -> list[ParameterSlice]:
-    """Returns slices of everything that this rank steps, of the groups of its optimizer."""
+    """Returns slices of everything that this rank steps, given its optimizer's groups."""
     found: list[ParameterSlice] = []
     for group in groups:
         for i, segment in enumerate(group.segments):

@@ -2,7 +2,7 @@
 
 A spec lists the shards of *full* matrices that a local parameter holds: q, k and v apart, gate and
 up apart, the vocabulary without its padding. Initialisation, gathering, comparison and resharding
-read this one description, so a layout changes only where the numbers are stored.
+read only this description, so a layout changes nothing but the place of the numbers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ShardSpec:
         start: first row (and column) of the shard in the full tensor.
         row: first row of the shard in the local parameter.
         std: standard deviation of the initial values around 0; 0 for the constant `fill`.
-        tp_replicas: consecutive tp ranks that hold this same shard: key-value heads when there are
-            fewer than ranks, norms of heads. Each rank has the gradient of its own query heads
+        tp_replicas: consecutive tp ranks that hold this same shard: key-value heads if there are
+            fewer than ranks, or norms of heads. Each rank has the gradient of its own query heads
             alone, so the gradients are summed.
     """
 
@@ -54,7 +54,7 @@ class ShardSpec:
 
 
 Kind = TypeVar("Kind")
-NO_SHARD = ShardSpec("", (), (), ())  # of padding alone
+NO_SHARD = ShardSpec("", (), (), ())  # stands for a parameter of padding alone
 
 
 def tp_replicas_of(shard: ShardSpec) -> int:
@@ -70,7 +70,8 @@ class ParameterSpec:
         shards: the shards it holds; rows outside of them are padding and stay zero.
         replicated: every tp rank holds the same values. Under sequence parallelism its gradient is
             a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2).
-        tied: the first and the last stage of a pipeline hold a copy each, of the word embedding.
+        tied: the first and the last stage of a pipeline each hold a copy; true of the word
+            embedding.
         uses: reads per forward pass: 2 for a tied table on a single stage.
     """
 
@@ -86,7 +87,7 @@ class ParameterSpec:
         """Yields (kind, first, end), counted from `start`, of runs of shards of one kind.
 
         Together they are elements [start, start + numel) of the flattened local parameter. Padding
-        goes with the shard before it.
+        belongs to the shard before it.
         """
         width = math.prod(self.shape[1:])
         rows = [(kind_of(shard), shard.row) for shard in self.shards or (NO_SHARD,)]
@@ -99,13 +100,13 @@ class ParameterSpec:
                 yield kind, first, last
 
     def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (tp_replicas, first, end) of equally replicated elements, as `by_kind`."""
+        """Yields (tp_replicas, first, end) of equally replicated elements, like `by_kind`."""
         return self.by_kind(tp_replicas_of, start, numel)
 
     def shards_in(self, start: int, numel: int) -> Iterator[tuple[ShardSpec, int, int, int]]:
         """Yields (shard, first, end, at) of the shards in a range of the flattened parameter.
 
-        Elements [first, end) of the flattened shard, which stand `at` elements behind `start`.
+        [first, end) are elements of the flattened shard; `first` is `at` elements after `start`.
         """
         for shard in self.shards:
             begin = shard.row * math.prod(shard.shape[1:])

@@ -21,9 +21,10 @@ class WeightGradients:
     """Queues deferred weight gradients of linear layers.
 
     Zero-bubble schedules (Qi et al. 2023, arXiv:2401.10241) compute the gradient of a stage's input
-    first (I) and those of its weights later (W), where the rank would idle. All linear layers call
-    `add_weight_gradient`, so deferring these calls splits a backward. Between I and W only the
-    layer's input and its output gradient are kept. Norms, biases and embeddings belong to I.
+    first (I) and the gradients of its weights later (W), when the rank would otherwise be idle. All
+    linear layers call `add_weight_gradient`, so deferring these calls splits a backward. Between I
+    and W only the layer's input and its output gradient are kept. Norms, biases and embeddings
+    belong to I.
     """
 
     def __init__(self) -> None:
@@ -48,8 +49,10 @@ class ParameterState:
         spec: the shards of full tensors that it holds; None for a parameter of a user's module.
         tp: the group of the tensor-parallel layer of `import parallel3d` that it belongs to.
         pp: the group of the `Pipeline` that it belongs to, whose other ranks do not hold it.
-        main_grad: view of a gradient bucket to which its gradients are added; None: to `.grad`.
-        additions: to `main_grad` that are one gradient; added: so many since the last one.
+        main_grad: view of a gradient bucket, to which its gradients are added; None: they go to
+            `.grad`.
+        additions: number of additions to `main_grad` that make one gradient.
+        added: number of additions since the last complete gradient.
         register_grad_ready: notifies the reducer of a gradient that was added to `main_grad`.
         weight_gradients: queue of its pipeline stage; None: its gradients are never deferred.
         compute_dtype: type in which FSDP2 gathers it for the model; None: FSDP2 does not shard it.
@@ -66,14 +69,15 @@ class ParameterState:
     compute_dtype: torch.dtype | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as nothing: groups end with their process, and parameters are saved without."""
+        """Pickles to an empty placeholder: process groups cannot be pickled."""
         return OrderedDict, ()  # a type that `torch.load(weights_only=True)` admits
 
 
 def state_of(parameter: Tensor) -> ParameterState:
     """Returns the parameter's state: the one attribute that this package hangs on a tensor."""
     state = getattr(parameter, "parallel_state", None)
-    if not isinstance(state, ParameterState):  # none, or that of a parameter from a file
+    # It is missing, or the placeholder of a parameter from a file.
+    if not isinstance(state, ParameterState):
         state = ParameterState()
         parameter.parallel_state = state  # type: ignore[attr-defined]
     return state

@@ -37,16 +37,16 @@ T = TypeVar("T")
 
 
 class PipelineStage(Protocol):
-    """Runs some consecutive layers; any module can be one."""
+    """Runs some consecutive layers; any module can be a stage."""
 
     def parameters(self) -> Iterable[nn.Parameter]: ...
 
     def __call__(self, x: Any, *args: Any) -> Any:
-        """Returns a tensor or a tuple of tensors, the last stage a loss.
+        """Returns a tensor or a tuple of tensors; the last stage returns a loss.
 
         Args:
-            x: what the stage before returned; None on the first one.
-            args: the micro-batch, as loaded, and the scale of the loss; None: an evaluation.
+            x: the output of the previous stage; None on the first stage.
+            args: the loaded micro-batch, and the scale of the loss (None in an evaluation).
         """
 
 
@@ -71,7 +71,8 @@ class MicroBatches:
 
     def __init__(self, load: Loader, order: Iterable[int]) -> None:
         """`order`: their numbers in the order of the forwards, repeated for each chunk."""
-        self.load, self.order = load, deque(order)
+        self.load = load
+        self.order = deque(order)
         self.held: dict[int, tuple[Any, ...]] = {}
 
     def take(self) -> tuple[Any, ...]:
@@ -90,7 +91,7 @@ class MicroBatches:
 class ActionTimes:
     """Collects the start and end of every computation of one step on this rank.
 
-    By the host's clock, or on an accelerator by events on the compute stream. All ranks start a
+    It reads the host's clock, or on an accelerator events of the compute stream. All ranks start a
     step together, after the reductions that end the step before, so their times are comparable.
     """
 
@@ -124,7 +125,7 @@ class ActionTimes:
 
 
 class _Start(torch.autograd.Function):
-    """Starts a backward from tensors with the gradients `grads`, which a list may get later.
+    """Starts a backward from tensors with the gradients `grads`, a list that may be filled later.
 
     `torch.autograd.backward(ys, grads)` does the same, but imports sympy to compare the shapes, a
     tenth of a CPU rank's start.
@@ -159,11 +160,11 @@ class _End(torch.autograd.Function):
 
 @dataclass
 class _Live:
-    """What a backward needs of its forward, whose inputs and outputs are not kept.
+    """The traces of a forward for its backward; inputs and outputs are not kept.
 
     Attributes:
         start: the result of `_Start`. given: gradients of the outputs.
-        grads: those of the inputs, from `_End`.
+        grads: gradients of the inputs, from `_End`.
     """
 
     start: Tensor
@@ -175,13 +176,13 @@ class Executor:
     """Runs pipeline programs with the stages of one rank.
 
     Args:
-        stages: of this rank, by chunk.
-        sends: by number of a stage, what it sends to the next one. These and the `channel` may be
-            exchanged between two steps.
+        stages: the stages of this rank, by chunk.
+        sends: by stage number, the outputs that it sends to the next stage. `sends` and `channel`
+            may be replaced between two steps.
         channel: the group's shared memory, if it has any.
         keeps_failures: an exception of a stage is kept in `failure` instead of raised. This rank
-            goes on with zeros to the end of the step, so that its neighbours do not wait for it.
-        offload: of what the stages keep for the backward.
+            continues with zeros to the end of the step, so that its neighbours do not wait for it.
+        offload: moves tensors that the stages save for the backward to the host.
     """
 
     def __init__(
@@ -195,11 +196,16 @@ class Executor:
         keeps_failures: bool = False,
         offload: ActivationOffload | None = None,
     ) -> None:
-        self.stages, self.route, self.sends, self.device = stages, route, sends, device
-        self.channel, self.step_timer = channel, step_timer or StepTimer()
+        self.stages = stages
+        self.route = route
+        self.sends = sends
+        self.device = device
+        self.channel = channel
+        self.step_timer = step_timer or StepTimer()
         if channel is not None:
             channel.step_timer = self.step_timer
-        self.keeps_failures, self.offload = keeps_failures, offload
+        self.keeps_failures = keeps_failures
+        self.offload = offload
         self.failure: StageFailure | None = None
         self.last_stage = route.assignment.stages - 1
         self.live: dict[Place, _Live] = {}  # from F to B or I
@@ -281,7 +287,7 @@ class Executor:
         return self.route.assignment.stage(self.route.group.index, action.chunk)
 
     def _sent(self, action: Action) -> StageOutputs:
-        """Returns what a message holds."""
+        """Returns the shapes and dtype of the tensors in a message."""
         return self.sends[self._stage(action) - (action.kind in (Kind.RECV_F, Kind.SEND_B))]
 
     def _communicate(self, group: Sequence[Action]) -> None:
@@ -311,7 +317,7 @@ class Executor:
         self.step_timer.pop(self.step_timer.baseline_latency.get("pp", math.inf))
 
     def _received(self, kind: Kind, step: Action) -> Values:
-        """Returns what the stage before (RECV_F) or after (RECV_B) gives for `step`."""
+        """Returns the result of the previous (RECV_F) or next stage (RECV_B) that `step` needs."""
         action = Action(kind, step.microbatch, step.chunk)
         if action in self.local_handoff:
             return self.local_handoff.pop(action)
@@ -320,11 +326,12 @@ class Executor:
         return self._sent(action).values(transfer.tensor)
 
     def _hand_off(self, kind: Kind, step: Action, values: Values) -> None:
-        """Gives a result to the stage after (SEND_F) or before (SEND_B): local or by outbox."""
+        """Gives a result to the next (SEND_F) or previous stage (SEND_B), locally or by the
+        outbox."""
         me, (offset, received) = self.route.group.index, _NEXT[kind]
         place = self.route.assignment.neighbour(me, step.chunk, offset)
         if place is not None and place[0] == me:
-            values = tuple(value.contiguous() for value in values)  # as a message has them
+            values = tuple(value.contiguous() for value in values)  # like the tensors of a message
             self.local_handoff[Action(received, step.microbatch, place[1])] = values
         else:
             action = Action(kind, step.microbatch, step.chunk)
@@ -343,10 +350,11 @@ class Executor:
         if self.step_timer.ranges is None:
             return None
         names = [f"{_NAMES[a.kind]} m{a.microbatch} c{a.chunk}" for a in actions]
-        return f"{'wait ' * waits}{', '.join(names)}"
+        listed = ", ".join(names)
+        return f"wait {listed}" if waits else listed
 
     def _attempt(self, step: Action, compute: Callable[[], T]) -> T | None:
-        """Returns the result of `compute`; None after a failure, where those are kept."""
+        """Returns the result of `compute`; None after a failure, if failures are kept."""
         if self.failure is not None:
             return None
         try:
@@ -452,7 +460,7 @@ def _differentiate(live: _Live, grads: Values) -> None:
 
 def _run_deferred(queue: list[DeferredGradient]) -> None:
     queue.reverse()
-    while queue:  # popped, so that each one's operands are freed after it
+    while queue:  # popped, so that the operands of each are freed after it
         queue.pop()()
 
 

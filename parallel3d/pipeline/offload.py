@@ -1,14 +1,15 @@
-"""Keeps in host memory what layers save for their backward, until the pipeline program reads it.
+"""Keeps tensors that layers save for their backward in host memory until the program needs them.
 
     forward of a layer    saved tensors are collected; at its end they are copied to pinned slabs
     next boundary         the compute stream waits for the copies, and the tensors are freed
     action before the     the newest layer of the micro-batch is copied back
       backward
-    backward of a layer   the compute stream waits for its copies; the layer before is copied back
+    backward of a layer   the compute stream waits for its copies; the preceding layer is copied
+    back
 
 All copies are queued on one stream, so a slab is free for the next copy as soon as its last one is
-queued, and the host never waits. On a CPU they are plain copies. Two layers' tensors are on the
-device beside what was not offloaded: of the layer that computes, and of the one that is copied.
+queued, and the host never waits. On a CPU they are plain copies. Besides the tensors that stay, the
+device holds those of two layers: the one that computes and the one that is being copied.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class HostSlabs:
     """Lends pinned slabs of equal size; they are reused, and never returned to the system.
 
     Attributes:
-        count: slabs that exist. free: those that are not lent.
+        count: slabs that exist.
+        free: slabs that are not lent.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,19 +70,21 @@ class _Stored:
     """
 
     def __init__(self, flat: Tensor) -> None:
-        self.nbytes, self.saved = flat.numel(), 0
+        self.nbytes = flat.numel()
+        self.saved = 0
         self.flat: Tensor | None = flat
 
 
 @dataclass(eq=False)
 class _Layer:
-    """What one layer keeps of one micro-batch.
+    """The offloaded tensors of one layer for one micro-batch.
 
     Attributes:
-        earlier: the layer before it, which is read after it.
-        storages: by identity; none once they are on the way back, so that each is freed with the
-            autograd nodes that read it.
-        slabs: their bytes, one storage behind the other. copied, returned: events.
+        earlier: the preceding layer, whose backward comes after this one's.
+        storages: by identity; emptied once their copies back are queued, so that each is freed with
+            the autograd nodes that read it.
+        slabs: bytes of the storages, one after the other.
+        copied, returned: events after the copies to the host and back.
     """
 
     host: HostSlabs
@@ -93,7 +97,7 @@ class _Layer:
     entered: bool = False
 
     def __del__(self) -> None:
-        self.host.give(self.slabs)  # of a backward that did not run
+        self.host.give(self.slabs)  # if the backward did not run
 
     def pieces(self) -> Iterator[tuple[_Stored, slice, Tensor]]:
         """Yields (storage, range of its bytes, these bytes in a slab)."""
@@ -121,15 +125,16 @@ class _View(NamedTuple):
 class ActivationOffload:
     """Moves the saved tensors of layers to host memory and back; the executor says when.
 
-    A storage is copied once and whole, however many views of it are saved. Those below
-    OFFLOADED_BYTES, or of which less than half is saved, parameters, and what all layers share stay
-    on the device.
+    A storage is copied once and whole, however many views of it are saved. Small storages (below
+    OFFLOADED_BYTES), storages of which less than half is saved, parameters, and tensors that all
+    layers share stay on the device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.host = device, HostSlabs(device)
+        self.device = device
+        self.host = HostSlabs(device)
         self.stream: Any = None  # created by the first copy
-        self.place: Place | None = None  # of the forward that runs
+        self.place: Place | None = None  # the micro-batch and chunk of the running forward
         self.turns = False  # its backward comes next
         self.newest: dict[Place, _Layer] = {}  # of micro-batches that wait for their backward
         # Layers whose copies are queued and whose tensors are still on the device.
@@ -138,7 +143,8 @@ class ActivationOffload:
     @contextmanager
     def forward(self, place: Place, turns: bool) -> Iterator[None]:
         """Offloads the layers inside; `turns`: the backward of `place` is the next action."""
-        self.place, self.turns = place, turns
+        self.place = place
+        self.turns = turns
         try:
             yield
         finally:
@@ -148,7 +154,7 @@ class ActivationOffload:
     def layer(
         self, module: nn.Module, shared: Any, *, stays: bool, is_last: bool
     ) -> Iterator[None]:
-        """Runs the forward of a layer, whose saved tensors are offloaded.
+        """Runs the forward of a layer and offloads the tensors that it saves.
 
         Args:
             shared: tensors that other layers read too, or tuples and objects that hold some.
@@ -178,8 +184,14 @@ class ActivationOffload:
                 flat = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
                 stored = layer.storages[address] = _Stored(flat)
             stored.saved += tensor.nbytes
-            how = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-            return _View(layer, stored, tensor.dtype, *how)
+            return _View(
+                layer,
+                stored,
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+                int(tensor.storage_offset()),
+            )
 
         with saved_tensors_hooks(pack, self.unpack):
             yield
@@ -192,12 +204,12 @@ class ActivationOffload:
             self.newest[self.place] = layer
 
     def prefetch(self, place: Place) -> None:
-        """Starts to bring back what the backward of `place` reads first."""
+        """Starts to bring back the tensors that the backward of `place` reads first."""
         if place in self.newest:
             self.fetch(self.newest[place])
 
     def backward(self, place: Place) -> None:
-        """Is called before the backward of `place`."""
+        """Prepares the backward of `place`, which comes next."""
         self.prefetch(place)
         self.newest.pop(place, None)
 
@@ -221,7 +233,7 @@ class ActivationOffload:
         self.leaving.append(layer)
 
     def fetch(self, layer: _Layer) -> None:
-        """Queues the copies of a layer back to the device, unless it has not left."""
+        """Queues the copies of a layer back to the device, if it has left."""
         if layer.fetched:
             return
         layer.fetched = True
@@ -242,7 +254,8 @@ class ActivationOffload:
         self.host.give(layer.slabs)
 
     def unpack(self, saved: Tensor | _View) -> Tensor:
-        """Returns what autograd has saved; the first of a layer fetches it and the layer before."""
+        """Returns a saved tensor; the first one of a layer fetches this layer and the preceding
+        one."""
         if isinstance(saved, Tensor):
             return saved
         layer = saved.layer
@@ -260,7 +273,7 @@ class ActivationOffload:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Queues the copies inside behind all that is queued so far."""
+        """Queues the copies inside behind all work queued so far."""
         if not accelerator.is_accelerator(self.device):
             yield
             return

@@ -37,12 +37,12 @@ Values = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class StageOutputs:
-    """Describes what a stage gives the next one, and packs it into a message.
+    """Describes the outputs of a stage, and packs them into a message for the next one.
 
     Gradients that come back have the same shapes.
 
     Attributes:
-        shapes: of one tensor, or of several of one type.
+        shapes: of one tensor, or of several with one dtype.
         slices: each member of this group sends a part of the message, which is all-gathered on the
             next stage (Megatron-LM's scatter_gather_tensors_in_pipeline).
     """
@@ -53,7 +53,7 @@ class StageOutputs:
 
     @classmethod
     def of(cls, returned: Any, stage: int) -> StageOutputs:
-        """Describes what `stage` returned. Raises UserError for what cannot be sent."""
+        """Describes the return value of `stage`. Raises UserError if it cannot be sent."""
         values = as_tuple(returned)
         rule = f"stage {stage} of the pipeline must return a tensor or a tuple of them"
         if not values or not all(isinstance(value, Tensor) for value in values):
@@ -82,7 +82,7 @@ class StageOutputs:
             whole = torch.cat([value.reshape(-1) for value in values])
         if self.slices.size == 1:
             return whole
-        # A copy, which does not keep the whole alive until it is sent.
+        # A copy does not keep the whole alive until it is sent.
         return whole.view(-1).chunk(self.slices.size)[self.slices.index].clone()
 
     def values(self, message: Tensor) -> Values:
@@ -101,7 +101,7 @@ class StageOutputs:
 
 
 def as_tuple(values: Any) -> tuple[Any, ...]:
-    """Returns what a module returned, a value or a tuple or list of several, as a tuple."""
+    """Returns a module's return value (one value, a tuple or a list) as a tuple."""
     return tuple(values) if isinstance(values, tuple | list) else (values,)
 
 
@@ -150,11 +150,11 @@ def post(
 ) -> list[PendingTransfer]:
     """Starts one communication group of a program: its sends and receives together.
 
-    Through shared memory if there is a `channel` and all messages fit. NCCL matches messages by
-    position, so messages of one direction are one batch, and the checker proves that both ends have
-    the same order; gloo also matches tags. A communicator runs on one stream, so a late peer blocks
-    every message behind it: activations and gradients have a communicator each, and no receive is
-    posted before its place in the program.
+    Messages go through shared memory if there is a `channel` and all of them fit. NCCL matches
+    messages by position, so messages of one direction are one batch, and the checker proves that
+    both ends have the same order; gloo also matches tags. A communicator runs on one stream, so a
+    late peer blocks every message behind it: activations and gradients have a communicator each,
+    and no receive is posted before its place in the program.
     """
     works: dict[Action, Work] = {}
     shared = channel if channel and all(channel.fits(tensor) for _, tensor in messages) else None
@@ -199,9 +199,9 @@ def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[A
 
 
 SLOT_BYTES = 4 << 20  # larger messages go through the backend
-ALIGNMENT = 64  # of a slot: a cache line
-SLOTS = 4  # at least: so many messages a sender may be ahead of its receiver
-FILLED, FREE = 0, 1  # kinds of signals: of a link's slots
+ALIGNMENT = 64  # of a slot, in bytes: a cache line
+SLOTS = 4  # minimum: so far may a sender be ahead of its receiver
+FILLED, FREE = 0, 1  # kinds of signals about a link's slots
 
 Pair = tuple[int, int]
 
@@ -239,7 +239,7 @@ class SharedP2P:
     ) -> SharedP2P | None:
         """Opens links between the ranks of neighbouring stages; by default a rank has one stage.
 
-        None if the ranks cannot share memory; collective over the group.
+        Returns None if the ranks cannot share memory; collective over the group.
         """
         if group.handle is None:
             return None
@@ -247,7 +247,9 @@ class SharedP2P:
         pairs = {(a, b) for x, y in pairwise(ranks) if x != y for a, b in ((x, y), (y, x))}
         links = {pair: number for number, pair in enumerate(sorted(pairs))}
         memory = open_shared_memory(
-            *(group.handle, group.index, group.size),
+            group.handle,
+            group.index,
+            group.size,
             data_bytes=len(links) * slots * slot_bytes,
             timeout_s=timeout_s,
             signals=(0, slots),
@@ -258,9 +260,9 @@ class SharedP2P:
     def of_programs(
         cls, programs: Sequence[PipelineProgram], route: P2PRoute, message: Tensor, timeout_s: float
     ) -> SharedP2P | None:
-        """Opens links with enough slots for these programs, of the size of their largest message.
+        """Opens links with enough slots for these programs, each as large as `message`.
 
-        None also if that does not fit.
+        Also returns None on an accelerator, and if `message` exceeds SLOT_BYTES.
         """
         group, assignment = route.group, route.assignment
         if group.size == 1 or message.device.type != "cpu" or message.nbytes > SLOT_BYTES:
@@ -320,7 +322,7 @@ class PendingReceive:
 # Baseline latencies
 
 
-LATENCY_TRIES = 5  # the fastest of so many transfers is the baseline latency
+LATENCY_TRIES = 5  # transfers, of which the fastest gives the baseline latency
 
 
 def measure_baseline_latency(
@@ -328,8 +330,9 @@ def measure_baseline_latency(
 ) -> dict[str, float]:
     """Measures seconds of a transfer when no rank is late, by group; collective.
 
-    An all-reduce of one number for dp, embedding and world; for pp, without shared memory, half the
-    round trip of a `message` with the slower neighbour. `StepTimer` counts longer waits as idle.
+    For dp, embedding and world it times an all-reduce of one number; for pp, without shared memory,
+    half the round trip of a `message` with the slower neighbour. `StepTimer` counts longer waits as
+    idle.
     """
     number = torch.zeros(1, dtype=torch.float64, device=message.device)
     latencies = {

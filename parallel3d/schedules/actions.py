@@ -14,8 +14,8 @@ class Kind(StrEnum):
 
     B is a whole backward. I is its half that computes the gradient of the input, for which the
     previous stage waits; W is the other half, the gradients of the weights, needed only at the end
-    of the step (Qi et al. 2023, arXiv:2401.10241). A micro-batch passes a chunk backward either as
-    B, or as I and at any later time W.
+    of the step (Qi et al. 2023, arXiv:2401.10241). In each chunk a micro-batch has either one B, or
+    an I and, at any later time, a W.
 
     "_F" messages are activations for the next stage; "_B" messages are gradients of activations,
     computed by B or I, for the previous stage.
@@ -65,11 +65,11 @@ class Action:
 
     def __post_init__(self) -> None:
         if self.microbatch < 0 or self.chunk < 0:
-            raise ValueError(f"micro-batches and chunks count from 0, unlike those of {self}")
+            raise ValueError(f"micro-batches and chunks count from 0, but {self} has less")
         object.__setattr__(self, "row", row_of(self.kind, self.chunk))
 
     def __str__(self) -> str:
-        """Returns the compact form: "F0", "SB12"; chunks other than the first as in "F3.1"."""
+        """Returns the compact form: "F0", "SB12"; or "F3.1" for a chunk other than the first."""
         return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
     @classmethod
@@ -78,7 +78,7 @@ class Action:
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(
-                f"{text!r} is no pipeline action; they look like F0, B3, SF0, RB1 or F3.1"
+                f"{text!r} is not a pipeline action: actions look like F0, B3, SF0, RB1 or F3.1"
             )
         kind, microbatch, chunk = match.groups()
         return cls(Kind(kind), int(microbatch), int(chunk or 0))

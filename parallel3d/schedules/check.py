@@ -37,7 +37,7 @@ def check(
     assignment = assignment or StageAssignment(len(program) or 1)
     if len(program) not in (0, assignment.ranks):
         raise ScheduleError(
-            f"the program has {len(program)} ranks, and its assignment {assignment.ranks}"
+            f"the program has {len(program)} ranks, but its assignment has {assignment.ranks}"
         )
     count = highest(program) + 1 if microbatches is None else microbatches
     found = None
@@ -69,7 +69,8 @@ def _fault(
 def fault_of_rank(
     steps: Sequence[Step], rank: int, assignment: StageAssignment, count: int
 ) -> str | None:
-    """Describes the first fault of one rank's actions, whatever the other ranks do; None: none.
+    """Describes the first fault of one rank's actions, whatever the other ranks do; None if there
+    is none.
 
     Messages may be missing, as they are in compute orders.
     """
@@ -90,8 +91,8 @@ def fault_of_rank(
         halves = {input, weight} & places.keys()
         if whole in places and halves:
             return (
-                f"rank {rank} has {whole} beside {halves.pop()}: a micro-batch takes either B, or "
-                "I and W"
+                f"rank {rank} has both {whole} and {halves.pop()}: a micro-batch takes either B, "
+                "or I and W"
             )
         splits = halves or (has_halves and whole not in places)
         duties = (forward, input, weight) if splits else (forward, whole)

@@ -18,8 +18,15 @@ LARGEST = 300_000  # micro-batches × stages that can be searched in a few secon
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """A schedule with its seconds, its time over the busiest rank's compute (fraction), its idle
-    share of all ranks, and its peak of live activations as a fraction of 1F1B's."""
+    """A schedule and its measurements.
+
+    Attributes:
+        seconds: duration of one step.
+        overhead: `seconds` over the busiest rank's compute, - 1.
+        bubble: idle fraction of all ranks' time.
+        peak_live: peak of live activations as a fraction of 1F1B's.
+        why: a sentence for the log.
+    """
 
     schedule: Schedule
     seconds: float
@@ -47,7 +54,7 @@ def wanted(
         return read_file(file, ranks, microbatches, chunks if chunks > 1 else None)
     if file is not None:
         raise UserError(
-            f"schedule.file={plain(file)} is read with schedule=file alone, but schedule={name}; "
+            f"schedule.file={plain(file)} is only read with schedule=file, but schedule={name}; "
             "the nearest is schedule=file."
         )
     if name == "auto":
@@ -59,7 +66,7 @@ def wanted(
 def chosen(
     ranks: int, microbatches: int, chunks: int, work: RankWork, memory: float
 ) -> ScheduleChoice:
-    """`choose` with its checks, cached: a run asks several times for a search of seconds."""
+    """Checks and chooses, cached: a run asks several times for a search that takes seconds."""
     check_search(ranks, microbatches, chunks, memory)
     return choose(ranks, microbatches, chunks, work, memory)
 
@@ -105,8 +112,8 @@ def measure(schedule: Schedule, work: RankWork) -> ScheduleChoice:
 def measured_schedules(
     ranks: int, microbatches: int, chunks: int, work: RankWork
 ) -> list[ScheduleChoice]:
-    """Times all named schedules, with `chunks` chunks where they can have them, for which `work`
-    has costs."""
+    """Times all named schedules for which `work` has costs, with `chunks` chunks where a schedule
+    takes any number of them."""
     named = [
         make(name, ranks, microbatches, 2 if name in V_SHAPED else chunks if name in LOOPED else 1)
         for name in NAMED_SCHEDULES
@@ -125,10 +132,10 @@ def choose(
 ) -> ScheduleChoice:
     """Returns the fastest schedule that holds at most `memory` times 1F1B's peak of activations.
 
-    Tries all named schedules (`named`: their measurements, if there are any) and greedy schedules
+    Tries all named schedules (`named`: their measurements, if already made) and greedy schedules
     of up to `chunks` chunks per rank. Ties go to the lower peak, then to fewer chunks.
 
-    Raises UserError where the cap is below one micro-batch.
+    Raises UserError if the cap is below one micro-batch.
     """
     _check_memory(ranks, microbatches, memory)
     if named is None:
@@ -141,7 +148,7 @@ def choose(
     if best is None:
         raise UserError(
             f"schedule.memory={memory:g}: no schedule of pp={ranks} and num_microbatches="
-            f"{microbatches} holds as little; the nearest is schedule.memory=1."
+            f"{microbatches} fits into it; the nearest is schedule.memory=1."
         )
     return replace(best, why=_why(best, fitting, memory))
 

@@ -27,15 +27,17 @@ _COLOURS = {
     Kind.I: ("#f2a33a", "#f8cd8d"),
     Kind.W: ("#a3d69b", "#cdeac8"),
 }
-_EMPTY, _EDGE, _WAY = "#ffffff", "#d5dae0", "#5c636a"
+_EMPTY = "#ffffff"
+_EDGE = "#d5dae0"
+_WAY = "#5c636a"
 _MOST_BOXES = 8000  # above it, one path per colour and rank, without tooltips
-_MOST_WAYS = 1500  # messages whose lines are drawn
+_MOST_WAYS = 1500  # with more messages no lines are drawn
 
 
 def render_text(timeline: Timeline, width: int | None = None) -> str:
     """Draws a fixed-width picture, one line per rank: `F3─` forward, `B3━━━` backward, `·` idle.
 
-    I and W are the halves of a split backward, `F3.1` is of chunk 1. Boxes are to scale, the
+    I and W are the halves of a split backward, `F3.1` belongs to chunk 1. Boxes are to scale, the
     shortest as wide as its name. A picture wider than `width` columns has one letter for the
     dominant kind in each column's time.
     """
@@ -74,7 +76,9 @@ def _text_line(spans: Sequence[Span], scale: float, columns: int) -> str:
 
 def _overview_line(spans: Sequence[Span], makespan: float, columns: int) -> str:
     """Draws the whole step in `columns` letters: the kind that fills most of each column's time."""
-    line, step, first = [], makespan / columns, 0
+    line = []
+    step = makespan / columns
+    first = 0
     for column in range(columns):
         start, end = column * step, (column + 1) * step
         while first < len(spans) and spans[first].end <= start:
@@ -122,15 +126,20 @@ def render_svg(
 
 
 class TimelinePicture:
-    """One timeline, drawn below what its canvas holds; the time axis ends at `until`."""
+    """Draws one timeline below the contents of its canvas; the time axis ends at `until`."""
 
     def __init__(
         self, canvas: Canvas, timeline: Timeline, width: int, until: float, unit: str
     ) -> None:
-        self.canvas, self.timeline, self.until, self.unit = canvas, timeline, until, unit
+        self.canvas = canvas
+        self.timeline = timeline
+        self.until = until
+        self.unit = unit
         ranks = len(timeline.spans)
         self.row, self.gap = (34, 6) if ranks <= 16 else (max(12, 560 // ranks), 2)
-        self.top, self.left, self.right = canvas.bottom + 92, 76, width - 76
+        self.top = canvas.bottom + 92
+        self.left = 76
+        self.right = width - 76
         self.scale = (self.right - self.left) / until
         self.chunks = 1 + max(span.action.chunk for spans in timeline.spans for span in spans)
 
@@ -153,7 +162,10 @@ class TimelinePicture:
             y, middle = self.y(rank), self.y(rank) + self.row / 2 + 0.36 * size
             canvas.text(self.left - 10, middle, f"{label} {rank}", size=size, anchor="end")
             canvas.rect(self.left, y, self.right - self.left, self.row, _EMPTY, _EDGE)
-            (self._draw_boxes if few else self._draw_outlines)(spans, y)
+            if few:
+                self._draw_boxes(spans, y)
+            else:
+                self._draw_outlines(spans, y)
             canvas.text(self.right + 10, middle, f"{bubble:.1%}", size=size)
         below = self.y(len(timeline.spans)) + 14
         canvas.text(self.left, below, f"0{self.unit}", size=13)
@@ -179,8 +191,8 @@ class TimelinePicture:
             tip = f"{span.action}: {span.start:.6g}{unit} to {span.end:.6g}{unit}"
             edge = "#ffffff" if wide > 4 else ""
             self.canvas.rect(x, y, wide, self.row, self._shade(span), edge, tip=tip)
-            # A digit is about 0.6 em wide; the size fits the longest number, so that all are shown
-            # alike.
+            # A digit is about 0.6 em wide; the size fits the longest number, so that all have one
+            # size.
             size = min(15.0, 0.8 * self.row, (wide - 3) / (0.6 * digits))
             if size >= 9:
                 dark = kind == Kind.F and span.action.chunk * 2 < self.chunks
@@ -194,7 +206,7 @@ class TimelinePicture:
                 )
 
     def _draw_outlines(self, spans: Sequence[Span], y: float) -> None:
-        """Draws boxes without words as one path a colour, a tenth of the bytes."""
+        """Draws boxes without words as one path per colour, which takes a tenth of the bytes."""
         paths: dict[str, list[str]] = defaultdict(list)
         for span in spans:
             wide = (span.end - span.start) * self.scale

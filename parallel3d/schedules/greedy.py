@@ -55,8 +55,8 @@ def greedy_schedules(
 class _Run:
     """Schedules one step; queues are lists with the number of entries done.
 
-    Makes a program, unlike `walk`, which reads one: what a rank does next depends on what has come
-    by now, so that events are taken in order of time.
+    It makes a program, while `walk` reads one: the next action of a rank depends on the inputs that
+    have arrived by then, so events are handled in order of time.
 
     Args:
         base: orders whose forwards, input gradients and weight gradients each keep their order.
@@ -76,8 +76,11 @@ class _Run:
         wait_fraction: float,
         alternates: bool,
     ) -> None:
-        self.assignment, self.hop, self.caps = assignment, costs.hop, caps
-        self.wait_fraction, self.alternates = wait_fraction, alternates
+        self.assignment = assignment
+        self.hop = costs.hop
+        self.caps = caps
+        self.wait_fraction = wait_fraction
+        self.alternates = alternates
         self.seconds = {Kind.F: costs.forward, Kind.I: costs.input, Kind.W: costs.weight}
         self.forwards = [_queue(order, (Kind.F,)) for order in base]
         self.inputs = [_queue(order, (Kind.I, Kind.B)) for order in base]
@@ -103,7 +106,8 @@ class _Run:
         return self.done[rank][Kind.W] == len(self.inputs[rank])
 
     def decide(self, rank: int, now: float) -> None:
-        """Starts the rank's next action by the rule, or wakes it when that may change."""
+        """Starts the rank's next action by the rule, or wakes the rank when its next input
+        arrives."""
         if self.is_done(rank):
             return
         done = self.done[rank]

@@ -1,4 +1,4 @@
-"""Adds messages to compute orders, and counts those of two ranks that wait to be read."""
+"""Adds messages to compute orders, and counts unread messages between two ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from parallel3d.schedules.actions import (
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Pair, highest, peer_of, walk
 
-# What the executor of a program keeps, as the planner's memory has to know.
+# Limits of the executor; the planner's memory needs them too.
 # Sends that may be in flight before the rank waits for the oldest: it bounds their memory.
 SENDS = 8
-# Of offloaded activations: a power of two, to which PyTorch's allocator of pinned memory rounds.
+# Size of a slab for offloaded activations: a power of two, because PyTorch's allocator of pinned
+# memory rounds up to one.
 SLAB_BYTES = 16 << 20
-# Smaller tensors (statistics, norm weights) stay: a copy of 1 MiB takes some 20 µs by PCIe 5.
+# Smaller tensors (statistics, norm weights) are not offloaded: a copy of 1 MiB takes some 20 µs
+# over PCIe 5.
 OFFLOADED_BYTES = 1 << 20
 
 
@@ -43,15 +45,16 @@ def add_communication(
     messages outgrow the transport's buffer. Chunks of one rank exchange no messages; no group is
     empty. A send stands right after its computation.
 
-    Without a `assignment` (one chunk per rank) a receive stands right before its reader, which is
-    correct for orders that read messages in the order of the sends. With a `assignment` a receive
+    Without an `assignment` (one chunk per rank) a receive stands right before its reader, which is
+    correct for orders that read messages in the order of the sends. With an `assignment` a receive
     stands at its arrival when every action takes one unit of time, so that any order that can run
-    at all also runs with messages: one made at time t stands on both ranks before the first action
-    that starts at t or later. So all actions and messages fit into one order of time: ranks that
-    follow it never wait in a circle, and both ends have their messages in the same order.
+    at all also runs with messages: a message made at time t stands on both ranks before the first
+    action that starts at t or later. So all actions and messages fit into one order of time: ranks
+    that follow it never wait in a circle, and both ends have their messages in the same order.
 
     `count`: micro-batches; default: the highest number + 1.
-    Raises ScheduleError if ranks wait in a circle, `assignment` given; else the checker finds it.
+    Raises ScheduleError if an `assignment` is given and ranks wait in a circle; without one, the
+    checker finds the circle.
     """
     count = count or 1 + max(0, highest(compute))
     placed = assignment or StageAssignment(len(compute) or 1)
@@ -122,7 +125,7 @@ def _merged(
     arrivals: Iterable[_Arrival],
     sent: dict[int, tuple[CommGroup, ...]],
 ) -> list[Step]:
-    """Returns one rank's steps; of simultaneous arrivals the first one, the lower peer's, goes
+    """Returns one rank's steps; simultaneous arrivals keep their order, in which lower peers come
     first."""
     in_time = sorted(arrivals, key=itemgetter(0))
     coming = iter([*in_time, _NEVER]).__next__
@@ -144,16 +147,17 @@ _NEVER: _Arrival = float("inf"), Action(Kind.F, 0)
 
 
 def peak_unread(program: Sequence[Sequence[Step]], assignment: StageAssignment) -> dict[Pair, int]:
-    """Returns (sender, receiver) → the most messages that a rank has asked for and not yet read.
+    """Returns (sender, receiver) → the most messages that the receiver has asked for and not yet
+    read.
 
-    Where messages are sent into slots, which the receiver empties up to a message when a
-    computation reads it, so many slots are enough: a sound program, whose groups have one send and
-    that first, then waits for nothing that it would not wait for without buffers.
+    This many slots per pair are enough for a transport in which the receiver frees all slots up to
+    a message when a computation reads it: a sound program whose groups have at most one send, in
+    first place, then never waits where it would not wait without buffers.
     """
     peaks: dict[Pair, int] = {}
     for rank, steps in enumerate(program):
         asked, read = Counter[Pair](), Counter[Pair]()
-        numbers: dict[Action, tuple[Pair, int]] = {}  # of a receive: its place among its pair's
+        numbers: dict[Action, tuple[Pair, int]] = {}  # receive → its pair, its place there
         for step in steps:
             if isinstance(step, Action):
                 kind = Kind.RECV_F if step.kind == Kind.F else Kind.RECV_B

@@ -60,7 +60,7 @@ class StageAssignment:
         ]
 
     def neighbour(self, rank: int, chunk: int, offset: int) -> tuple[int, int] | None:
-        """Returns the (rank, chunk) `offset` (+1 or -1) stages on; None beyond the model."""
+        """Returns the (rank, chunk) `offset` (+1 or -1) stages further; None beyond the model."""
         stage = self.stage(rank, chunk) + offset
         return self.places[stage] if 0 <= stage < self.stages else None
 
@@ -78,8 +78,8 @@ def gpipe(ranks: int, microbatches: int) -> ComputeSchedule:
     """All forwards, then all backwards, both in the order of micro-batches.
 
     Backwards in reverse order would free no more memory. In this order gradients are summed as
-    under 1F1B and on a single process, so the sums are bit-identical, and the last micro-batch's
-    backward is the last everywhere, where gradient reduction starts.
+    under 1F1B and in a single process, so the sums are bit-identical. The last micro-batch's
+    backward, in which gradient reduction starts, is the last one on every rank.
     """
     order = [*actions_of(Kind.F, 0, microbatches), *actions_of(Kind.B, 0, microbatches)]
     return [order.copy() for _ in range(ranks)]
@@ -113,13 +113,14 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
 def interleaved_zero_bubble(
     ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> ComputeSchedule:
-    """ZB-H1, over chunks as `interleaved`: half its way back to the first gradient, W at the end.
+    """ZB-H1 over the chunks of `interleaved`, with a shorter warm-up and postponed weight
+    gradients.
 
-    Only the gradients of inputs have to travel back before a rank can go on, so that the warm-up
-    counts a rank's distance from the last one once. Rank r puts its first r gradients of weights
-    off to the end, where they fill what would be idle; with groups of `ranks`
-    micro-batches it holds no more than 1F1B's first rank.
-    Groups of `group` instead of `ranks` micro-batches hold more and need less where hops are slow.
+    Only the gradients of inputs have to travel back before a rank can continue, so the warm-up
+    counts a rank's distance from the last rank once, not twice. Rank r postpones its first r weight
+    gradients to the end, where they fill idle time; with groups of `ranks` micro-batches it holds
+    no more than 1F1B's first rank. Groups of `group` instead of `ranks` micro-batches hold more
+    activations and are faster where hops are slow.
     """
     groups = _groups(group or ranks, microbatches)
     forwards, inputs, weights = (
@@ -128,12 +129,12 @@ def interleaved_zero_bubble(
     orders = []
     for rank in range(ranks):
         warmup = min((chunks - 1) * groups[0] + ranks - 1 - rank, len(forwards))
-        late = min(rank, len(forwards) - warmup)  # gradients of weights that wait for the end
+        late = min(rank, len(forwards) - warmup)  # weight gradients that wait for the end
         order = _in_turn(forwards[: warmup + late], inputs[:late], warmup)
         order += chain.from_iterable(
             zip(forwards[warmup + late :], inputs[late:], weights, strict=False)
         )
-        # No forward is left: inputs, those after the first `rank` each with a weight's.
+        # No forward is left: input gradients; after the first `rank`, each with a weight gradient.
         done = len(forwards) - warmup
         early = inputs[done:rank]
         order += early
@@ -146,7 +147,7 @@ def interleaved_zero_bubble(
 def zero_bubble_v(ranks: int, microbatches: int) -> ComputeSchedule:
     """ZB-V: two chunks a rank, placed as a V; no idle time in the middle where F = I = W.
 
-    Fewer micro-batches than 2 ranks - 1 take the order of that many with the rest left out.
+    Fewer micro-batches than 2 ranks - 1 take the order of 2 ranks - 1, without the missing ones.
     """
     return [
         [step for step in _zbv_rank(ranks, rank, microbatches) if step.microbatch < microbatches]
@@ -155,7 +156,7 @@ def zero_bubble_v(ranks: int, microbatches: int) -> ComputeSchedule:
 
 
 def _zbv_rank(ranks: int, rank: int, microbatches: int) -> list[Action]:
-    """The order of one rank: "F0" below is the next forward of chunk 0, and so on."""
+    """Returns the order of one rank: "F0" below is the next forward of chunk 0, and so on."""
     steady = max(2 * ranks - 1, microbatches) - (2 * ranks - 1)  # rounds beyond the shortest step
     below = ranks - rank
     pattern = (
@@ -168,24 +169,28 @@ def _zbv_rank(ranks: int, rank: int, microbatches: int) -> list[Action]:
         + ["I0", "W0"] * below
     )
     count = max(2 * ranks - 1, microbatches)
-    lines = {f"{kind}{chunk}": actions_of(kind, chunk, count)
-             for kind in (Kind.F, Kind.I, Kind.W) for chunk in (0, 1)}  # fmt: skip
+    lines = {
+        f"{kind}{chunk}": actions_of(kind, chunk, count)
+        for kind in (Kind.F, Kind.I, Kind.W)
+        for chunk in (0, 1)
+    }
     coming = {word: iter(of) for word, of in lines.items()}
     order = [next(coming[word]) for word in pattern]
-    # The weights' gradients that are left, later chunk first.
+    # The remaining weight gradients, the later chunk first.
     return order + list(coming["W1"]) + list(coming["W0"])
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:
-    """Sizes of the groups that pass chunk by chunk: `ranks` each or a little more, the largest
-    first; one group of all where there are fewer micro-batches than ranks."""
+    """Returns the sizes of the groups that pass chunk by chunk: `ranks` each or a little more, the
+    largest first; a single group if there are fewer micro-batches than ranks."""
     count = max(1, microbatches // ranks)
     size, more = divmod(microbatches, count)
     return [size + 1] * more + [size] * (count - more)
 
 
 def _by_group(kind: Kind, groups: Sequence[int], chunks: int) -> list[Action]:
-    """A group passes all chunks before the next one does, from the last to the first but in F."""
+    """Orders one kind of action: a group passes all chunks, upwards in F and else downwards, before
+    the next group does."""
     order: list[Action] = []
     first, count = 0, sum(groups)
     for size in groups:

@@ -18,7 +18,7 @@ ONE_CHUNK = ("gpipe", "1f1b", "zb_h1")
 LOOPED = ("interleaved", "interleaved_zb")
 V_SHAPED = ("zbv", "v_half")
 NAMED_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half")
-# Their orders need messages in the order of the sends: a receive stands right before its reader.
+# Schedules that read messages in the order of the sends: a receive stands right before its reader.
 IN_ORDER = ("gpipe", "1f1b")
 
 
@@ -62,7 +62,8 @@ class Schedule:
 
 
 def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Returns the schedule `name`, one of NAMED_SCHEDULES, on `ranks` ranks of `chunks` chunks.
+    """Returns the schedule `name`, one of NAMED_SCHEDULES, on `ranks` ranks with `chunks` chunks
+    each.
 
     Raises:
         UserError: an unknown name, or a number of chunks that the schedule does not have.
@@ -149,8 +150,11 @@ class _Pattern(NamedTuple):
 
 
 def v_half(ranks: int, microbatches: int) -> ComputeSchedule:
-    """V-Half: about half of 1F1B's activations, two chunks as a V; about half of 1F1B's bubble from
-    four ranks on, more than twice of it on two and three."""
+    """V-Half: two chunks in a V and about half of 1F1B's activations.
+
+    The bubble is about half of 1F1B's from four ranks on, but more than twice as large on two and
+    three.
+    """
     return _orders(_pattern(ranks), microbatches)
 
 

@@ -25,7 +25,7 @@ LARGEST = 1 << 26  # bytes of `schedule.file`: about six million actions
 
 
 def write_table(schedule: Schedule) -> str:
-    """Writes the orders as CSV: a row a rank, a cell an action."""
+    """Writes the orders as CSV: a row per rank, a cell per action."""
     lines = []
     for rank, order in enumerate(schedule.orders):
         stages = [schedule.assignment.stage(rank, c) for c in range(schedule.assignment.chunks)]
@@ -34,10 +34,10 @@ def write_table(schedule: Schedule) -> str:
 
 
 def read_file(file: str | None, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """Reads `read_table`'s table from a file; raises UserError also for one that is unreadable."""
+    """Reads `read_table`'s table from a file; also raises UserError if it is unreadable."""
     if file is None:
         raise UserError(
-            "schedule=file needs schedule.file=…, a table with a row of actions a rank; the "
+            "schedule=file needs schedule.file=…, a table with one row of actions per rank; the "
             "nearest is schedule=1f1b."
         )
     shown = file if file.isprintable() and " " not in file else repr(file)
@@ -69,8 +69,8 @@ def read_table(
     rows = [_cells(line, key, number) for number, line in enumerate(text.splitlines(), 1)]
     rows = [row for row in rows if row]
     if len(rows) != ranks:
-        raise UserError(f"{key} has {len(rows)} rows of actions, one a rank, but pp={ranks}.")
-    assignment = _placement(rows, key)
+        raise UserError(f"{key} has {len(rows)} rows of actions, one per rank, but pp={ranks}.")
+    assignment = _assignment(rows, key)
     if chunks is not None and assignment.chunks != chunks:
         raise UserError(
             f"{key} has {assignment.chunks} stages per rank, but vpp={chunks}; the nearest is "
@@ -121,15 +121,15 @@ def _cells(line: str, key: str, number: int) -> list[Cell]:
         match = _CELL.fullmatch(word)
         if match is None or len(word) > 30:
             raise UserError(
-                f"{key}, line {number}: {word[:40]!r} is no action; they are a stage, one of F, B, "
-                "I and W, and a micro-batch, as in 0F3."
+                f"{key}, line {number}: {word[:40]!r} is not an action: an action is a stage, one "
+                "of F, B, I and W, and a micro-batch, as in 0F3."
             )
         cells.append((int(match[1]), Kind(match[2]), int(match[3])))
     return cells
 
 
-def _placement(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
-    """Returns the loop or V that has every stage on the rank where the table has it."""
+def _assignment(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
+    """Returns the loop or V that places every stage as the table does."""
     held = [{stage for stage, _, _ in row} for row in rows]
     chunks = max(1, len(held[0]))
     loop, vee = (StageAssignment(len(rows), chunks, shape) for shape in SHAPES)
@@ -141,7 +141,7 @@ def _placement(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
     in_loop, in_v = (sorted(_stages(one, rank))[:6] for one in (loop, vee))
     raise UserError(
         f"{key}: rank {rank} has the stages {sorted(held[rank])[:6]}, but with {chunks} per rank "
-        f"{in_loop} lie there, one rank after the other, or {in_v}, as a V."
+        f"it must have {in_loop}, in a loop, or {in_v}, in a V."
     )
 
 

@@ -1,5 +1,5 @@
-"""Walks a pipeline program: the one loop that times it, finds its deadlocks and counts what it
-holds."""
+"""Walks a pipeline program: the one loop that times it, finds its deadlocks and counts its live
+activations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ Weights: TypeAlias = Sequence[tuple[float, float, float]]
 class RankWork:
     """Seconds that a rank computes per micro-batch, over all its layers.
 
-    The layers are spread evenly over chunks, or by `weights`; None there: no such stages exist.
+    The layers are spread evenly over chunks, or by `weights`, which returns None for stages that do
+    not exist.
     """
 
     forward: float = 1.0
@@ -79,7 +80,7 @@ class RankWork:
 
 
 class ScheduleError(ValueError):
-    """Raised for a program that would hang or not compute the model; names the place."""
+    """Raised, with the place, for a program that would hang or not compute the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,8 @@ Pair: TypeAlias = tuple[int, int]  # (sender, receiver)
 
 
 class Wait(NamedTuple):
-    """A rank that can never go on: at `step`, for `message` (of a group) and for rank `peer`; None:
-    for no other rank, as what it misses is its own."""
+    """A rank that waits for ever at `step`: for `message`, if the step is a group, and for rank
+    `peer`, or None if it lacks a computation of its own."""
 
     step: Step
     message: Action | None
@@ -128,9 +129,9 @@ class Wait(NamedTuple):
 
 @dataclass
 class Walk:
-    """What a walk found, by rank.
+    """The findings of a walk, by rank.
 
-    starts, ends: seconds of each compute action, in order; of orders without messages.
+    starts, ends: seconds of each compute action, in order; only of orders without messages.
     peaks: the most chunk-activations (one micro-batch in one chunk) held at once, from the start of
         F to the end of B or W. Qi et al. 2023 (table 1) count 34 units until I and 32 from there to
         W; counting 34 throughout is a safe upper bound.
@@ -164,7 +165,7 @@ class Walk:
         return self
 
     def deadlock(self) -> str:
-        """Follows who waits for whom, from the first waiting rank until one comes up again."""
+        """Follows who waits for whom, from the first waiting rank until a rank comes up again."""
         path: list[int] = []
         rank: int | None = min(self.waits)
         while rank in self.waits and rank not in path:
@@ -204,8 +205,7 @@ def walk(
         program: compute orders; with `blocks` also the groups of messages.
         costs: default: each rank's layers take one second per F, I and W.
         blocks: a group blocks until all of its counterparts are posted: a transport without
-            buffers, the worst case. Otherwise messages move by themselves, a hop after they were
-            made.
+            buffers, the worst case. Otherwise a message arrives by itself, a hop after it was made.
         count: micro-batches; default: the highest number + 1.
 
     Raises ScheduleError for orders without an action, IndexError for an action of another rank or
@@ -234,8 +234,9 @@ def time_orders(
 ) -> Timeline:
     """Times every action as early as its rank's order and its input allow.
 
-    The input is the result of the stage before (after, for a backward), plus a hop if that is on
-    another rank. Raises ScheduleError if ranks wait in a circle or a rank has no action.
+    The input is the result of the previous stage (of the next one, for a backward), plus a hop if
+    that stage is on another rank. Raises ScheduleError if ranks wait in a circle or a rank has no
+    action.
     """
     found = walk(orders, assignment, costs).ended()
     return Timeline(
@@ -260,7 +261,7 @@ def highest(program: Sequence[Sequence[Step]]) -> int:
 
 
 def _advance(runs: Sequence[Iterator[int]]) -> list[int]:
-    """Advances the runs in turn until none can go on; returns their last places."""
+    """Advances the runs in turn until none can advance; returns their last places."""
     places, order = [-1] * len(runs), list(range(len(runs)))
     before = -1
     while True:
@@ -276,13 +277,14 @@ def _advance(runs: Sequence[Iterator[int]]) -> list[int]:
 _Times: TypeAlias = list[float | None]  # by micro-batch: when it was done or posted
 
 
-# Of a computation: its input and the hop to it, what of its own rank it needs, what it makes (B
-# makes I and W), seconds, change of live.
+# A computation: its input and the hop to it, the computation of its own rank that it needs, its
+# results (B makes I and W), seconds, and its change of the live activations.
 _Compute: TypeAlias = tuple[_Times | None, float, _Times | None, _Times, _Times | None, float, int]
-# Of a message: the computation that makes it (None: a receive), itself, its counterpart, the flow,
-# the first message's name.
+# A message: the computation that makes it (None: a receive), itself, its counterpart, the flow, and
+# the name of the flow's first message.
 _Message: TypeAlias = tuple[_Times | None, _Times, _Times, list[int], int]
-# Of no action of the rank: the list has no time for any micro-batch, so that it is an IndexError.
+# Stands for an action that the rank does not have: its list is empty, so that a look-up raises
+# IndexError.
 _NO_COMPUTE: _Compute = (None, 0.0, None, [], None, 0.0, 0)
 _NO_MESSAGE: _Message = ([], [], [], [], 0)
 
@@ -298,8 +300,11 @@ class _Walker:
         blocks: bool,
         count: int,
     ) -> None:
-        self.program, self.assignment, self.costs = program, assignment, costs
-        self.blocks, self.count = blocks, count
+        self.program = program
+        self.assignment = assignment
+        self.costs = costs
+        self.blocks = blocks
+        self.count = count
         self.done = defaultdict[tuple[Kind, int], _Times](lambda: [None] * count)
         self.whole = self.groups = 0  # B's, which count twice; groups of messages
         ranks = assignment.ranks
@@ -355,8 +360,12 @@ class _Walker:
             self.groups += 1
 
     def rules(self, rank: int) -> tuple[list[_Compute], list[_Message]]:
-        """Returns what the rank's computations and messages need and make, by `Action.row`."""
-        costs, found, times, passes = self.costs, self.found, self.done, not self.blocks
+        """Returns the inputs and results of the rank's computations and messages, by
+        `Action.row`."""
+        costs = self.costs
+        found = self.found
+        times = self.done
+        passes = not self.blocks
         rows = row_of(Kind.F, self.assignment.chunks)
         computes, messages = [_NO_COMPUTE] * rows, [_NO_MESSAGE] * rows
         for chunk, (stage, before, after) in enumerate(self.assignment.around(rank)):
@@ -392,7 +401,7 @@ class _Walker:
         return computes, messages
 
     def wait(self, rank: int, step: Step) -> Wait:
-        """Returns what a rank lacks that cannot go on."""
+        """Returns what a rank that cannot advance is waiting for."""
         computes, messages = self.rules(rank)
         if isinstance(step, Action):
             source = computes[step.row][0]

@@ -1,8 +1,8 @@
-"""Simulates an accelerator on the CPU, to find what a GPU would object to without one.
+"""Simulates an accelerator on the CPU, to find errors of GPU code without a GPU.
 
 `device=simulated` trains on it. Tensors hold their values on the CPU, or none (`dryrun`), but
 belong to a device of their own: with streams and events, a current device for each thread, pinned
-memory, and a process-group backend that orders streams as NCCL does. Data races, results that are
+memory, and a process-group backend that orders streams like NCCL. Data races, results that are
 read too early and mismatched collectives raise errors.
 """
 

@@ -1,4 +1,5 @@
-"""Runs attention on the simulated device: one kernel forward, one backward, as flash attention."""
+"""Runs attention on the simulated device: one kernel forward, one backward, like flash
+attention."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.tensor import SimulatedTensor, launch, simulated
 
 aten = torch.ops.aten
-FLASH, FLASH_BACKWARD = "flash attention", "flash attention backward"
+FLASH = "flash attention"
+FLASH_BACKWARD = "flash attention backward"
 
 
 def register() -> torch.library.Library:
@@ -44,7 +46,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """(b, heads, s, d), (b, kv heads, s, d) twice → (b, heads, s, d), stored (b, s, heads, d)."""
+    """Attends: (b, heads, s, d), (b, kv heads, s, d) twice → (b, heads, s, d), stored (b, s, heads,
+    d)."""
     if attn_mask is not None or dropout_p:
         raise NotImplementedError(f"attention with a mask or dropout on the {TYPE} device")
     if is_causal and query.shape[2] != key.shape[2]:
@@ -53,9 +56,11 @@ def _attention(
         raise RuntimeError("fewer key-value heads than query heads need enable_gqa=True")
     if not _is_supported(query):
         if not torch.backends.cuda.math_sdp_enabled():
-            raise RuntimeError("No available kernel. Aborting execution.")  # as torch
-        how = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return math_attention(query, key, value, **how)[0]
+            raise RuntimeError("No available kernel. Aborting execution.")  # torch's message
+        found = math_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return found[0]
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     sizes = q.shape[1], k.shape[1]
     found = flash_forward(q, k, v, None, None, *sizes, 0.0, is_causal, False, scale=scale)
@@ -63,7 +68,8 @@ def _attention(
 
 
 def _is_supported(query: Tensor) -> bool:
-    """Returns whether an enabled kernel takes the type: flash and cuDNN only half precision."""
+    """Returns whether an enabled kernel takes the dtype: flash and cuDNN only take half
+    precision."""
     allowed = torch.backends.cuda
     narrow = query.dtype in (torch.bfloat16, torch.float16)
     return allowed.mem_efficient_sdp_enabled() or (
@@ -72,21 +78,30 @@ def _is_supported(query: Tensor) -> bool:
 
 
 def _forward(
-    _: Any, q: SimulatedTensor, k: SimulatedTensor, v: SimulatedTensor,
-    edges: SimulatedTensor | None, key_edges: SimulatedTensor | None, longest: int,
-    longest_keys: int, dropout: float, causal: bool, *rest: Any, scale: float | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """(…, tokens, heads, d) → the same, and the logarithms of the sums (…, heads, tokens).
+    _: Any,
+    q: SimulatedTensor,
+    k: SimulatedTensor,
+    v: SimulatedTensor,
+    edges: SimulatedTensor | None,
+    key_edges: SimulatedTensor | None,
+    longest: int,
+    longest_keys: int,
+    dropout: float,
+    causal: bool,
+    *rest: Any,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Attends: (…, tokens, heads, d) → the same, and the logarithms of the sums (…, heads, tokens).
 
-    With edges sequences are packed, without heads at the front. A causal sequence's last query
+    With edges, sequences are packed, without a batch dimension. A causal sequence's last query
     reads its last key.
     """
     _check_packed(q, edges, longest)
     _check_packed(k, key_edges, longest_keys)
     out = simulated(torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device))
     of_sums = *q.shape[:-3], q.shape[-2], q.shape[-3]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    sums = simulated(torch.empty(of_sums, dtype=wide, device=q.device))
+    accum_dtype = torch.promote_types(q.dtype, torch.float32)
+    sums = simulated(torch.empty(of_sums, dtype=accum_dtype, device=q.device))
     for part, keys in _sequences(q, edges, key_edges):
         whole = _swapped(q.data_[part]), _swapped(k.data_[keys]), _swapped(v.data_[keys])
         scores, _, values = _scores(*whole, causal, scale)
@@ -98,17 +113,28 @@ def _forward(
 
 
 def _backward(
-    _: Any, grad: SimulatedTensor, q: SimulatedTensor, k: SimulatedTensor, v: SimulatedTensor,
-    out: SimulatedTensor, sums: SimulatedTensor, edges: SimulatedTensor | None,
-    key_edges: SimulatedTensor | None, longest: int, longest_keys: int, dropout: float,
-    causal: bool, *rest: Any, scale: float | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The result may be of more keys: `out` and `sums` are of all of them."""
+    _: Any,
+    grad: SimulatedTensor,
+    q: SimulatedTensor,
+    k: SimulatedTensor,
+    v: SimulatedTensor,
+    out: SimulatedTensor,
+    sums: SimulatedTensor,
+    edges: SimulatedTensor | None,
+    key_edges: SimulatedTensor | None,
+    longest: int,
+    longest_keys: int,
+    dropout: float,
+    causal: bool,
+    *rest: Any,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Differentiates attention to some keys; `out` and `sums` may be results over more keys."""
     _check_packed(q, edges, longest)
     _check_packed(k, key_edges, longest_keys)
     grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
     for to in grads:
-        to.data_.zero_()  # as the kernel does where keys have no queries
+        to.data_.zero_()  # like the kernel, for keys without queries
     for part, keys in _sequences(q, edges, key_edges):
         of_q, of_out, attended = (_swapped(t.data_[part]) for t in (q, grad, out))
         whole = of_q, _swapped(k.data_[keys]), _swapped(v.data_[keys])
@@ -124,9 +150,9 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns scores (…, heads, s, t), keys and values of every query head, in fp32 or better."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    wide, times = torch.promote_types(q.dtype, torch.float32), q.shape[-3] // k.shape[-3]
-    keys, values = (t.to(wide).repeat_interleave(times, -3) for t in (k, v))
-    scores = q.to(wide) @ keys.transpose(-2, -1) * scale
+    accum_dtype, times = torch.promote_types(q.dtype, torch.float32), q.shape[-3] // k.shape[-3]
+    keys, values = (t.to(accum_dtype).repeat_interleave(times, -3) for t in (k, v))
+    scores = q.to(accum_dtype) @ keys.transpose(-2, -1) * scale
     if causal:
         queries, keys_of_all = scores.shape[-2:]
         future = torch.ones(queries, keys_of_all, dtype=torch.bool).triu(1 + keys_of_all - queries)
@@ -135,9 +161,15 @@ def _scores(
 
 
 def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, causal: bool,
-    scale: float | None, out: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Tensor,
+    causal: bool,
+    scale: float | None,
+    out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v (Dao et al. 2022, algorithm 4, in one block)."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores, keys, values = _scores(q, k, v, causal, scale)
@@ -174,7 +206,7 @@ def _check_packed(x: Tensor, edges: SimulatedTensor | None, longest: int) -> Non
 def _sequences(
     q: SimulatedTensor, edges: SimulatedTensor | None, key_edges: SimulatedTensor | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Yields the tokens and keys of each packed sequence; all at once of others."""
+    """Yields the tokens and keys of each packed sequence, or all at once without packing."""
     if q.data_.is_meta:
         return
     if edges is None or key_edges is None:

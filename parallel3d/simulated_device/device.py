@@ -1,4 +1,4 @@
-"""Provides `torch.simulated`, a device module with names that `torch.cuda` has too."""
+"""Provides `torch.simulated`, a device module with names of `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def index_of(device: Any) -> int:
 
 
 class SimulatedStream:
-    """Orders kernels. `wait_*` orders it behind others; only `synchronize` makes the host wait."""
+    """Orders kernels. `wait_*` puts it behind others; only `synchronize` makes the host wait."""
 
     def __init__(self, device: Any = None, priority: int = 0, number: int | None = None) -> None:
-        self.index, self.priority = index_of(device), priority
+        self.index = index_of(device)
+        self.priority = priority
         machine = this_machine()
         self.number = machine.new_stream(self.index) if number is None else number
 
@@ -46,7 +47,7 @@ class SimulatedStream:
     def device(self) -> torch.device:
         return torch.device(TYPE, self.index)
 
-    # FSDP2 of torch 2.15 hands a stream on by these three.
+    # FSDP2 of torch 2.15 passes a stream on by these three.
 
     @property
     def stream_id(self) -> int:
@@ -61,7 +62,7 @@ class SimulatedStream:
         return PRIVATE_USE
 
     def is_capturing(self) -> bool:
-        """Returns False: no graph of kernels is captured here, which torch's optimizers ask."""
+        """Returns False: no graph of kernels is captured here; torch's optimizers ask."""
         return False
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
@@ -94,16 +95,18 @@ class SimulatedStream:
 
 
 class SimulatedEvent:
-    """Marks a place in a stream. Times are the host's, when it was recorded."""
+    """Marks a place in a stream. Its time is the host's when it was recorded."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> None:
         self.timed = enable_timing
         machine = this_machine()
-        self.number, self._dropped = machine.new_event(), machine.dropped_events
+        self.number = machine.new_event()
+        self._dropped = machine.dropped_events
         self.stream: int | None = None
-        self.sequence, self.at = 0, 0.0
+        self.sequence = 0
+        self.at = 0.0
 
     def __del__(self) -> None:
         self._dropped.append(self.number)
@@ -128,7 +131,7 @@ class SimulatedEvent:
         this_machine().wait_for_event(self.number, "an event's synchronize")
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
-        """Returns milliseconds to `end`. Raises RuntimeError where `torch.cuda` would."""
+        """Returns milliseconds to `end`. Raises RuntimeError if `torch.cuda` would."""
         if not (self.timed and end.timed):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         if not (self.query() and end.query()):
@@ -137,9 +140,10 @@ class SimulatedEvent:
 
 
 class SimulatedModule:
-    """Implements `torch.get_device_module("simulated")`; `machine` is no name of torch.cuda."""
+    """Implements `torch.get_device_module("simulated")`; `machine` is not a name of torch.cuda."""
 
-    Stream, Event = SimulatedStream, SimulatedEvent
+    Stream = SimulatedStream
+    Event = SimulatedEvent
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self.machine = machine
@@ -182,7 +186,7 @@ class SimulatedModule:
 
     @contextmanager
     def stream(self, stream: SimulatedStream | None) -> Iterator[None]:
-        """Sets the current stream; on exit restores device and stream, as `torch.cuda.stream`."""
+        """Sets the current stream; on exit restores device and stream, like `torch.cuda.stream`."""
         if stream is None:
             yield
             return
@@ -239,7 +243,8 @@ class SimulatedModule:
     def max_memory_allocated(self, device: Any = None) -> int:
         return self.machine.usage[index_of(device)].peak
 
-    memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
+    memory_reserved = memory_allocated
+    max_memory_reserved = max_memory_allocated
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         usage = self.machine.usage[index_of(device)]

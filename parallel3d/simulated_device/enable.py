@@ -1,4 +1,4 @@
-"""Registers the simulated device with PyTorch, once in a process."""
+"""Registers the simulated device with PyTorch, once per process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FACTORIES = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "
 def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
     """Makes `torch.device("simulated", i)` a device of this process, if it is not one already.
 
-    Must be called before anything is differentiated: autograd counts the devices when it first
+    It must be called before anything is differentiated: autograd counts the devices when it first
     runs.
 
     Args:
@@ -32,7 +32,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
     machine.special |= SPECIAL | nccl.functional() | attention.flash()
     module = SimulatedModule(machine)
     setup_python_backend(TYPE, backend_module=module)
-    torch.accelerator.device_count = lambda: DEVICES  # in C++ there is one
+    torch.accelerator.device_count = lambda: DEVICES  # C++ has only one
     torch.accelerator.current_stream = module.current_stream  # type: ignore[assignment]
     library = torch.library.Library("_", "IMPL")
     library.fallback(dispatch, "PrivateUse1")
@@ -45,7 +45,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
 
 
 def _whole_factories() -> torch.library.Library:
-    """Implements factories that PyTorch composes of an empty tensor and its resizing."""
+    """Implements factories that PyTorch composes from an empty tensor and a resize."""
     library = torch.library.Library("aten", "IMPL")
     for name in FACTORIES:
         packet, _, overload = name.partition(".")
@@ -88,7 +88,8 @@ def _give_pinned_memory() -> None:
         pinned.untyped_storage().pinned = True  # type: ignore[attr-defined]
         return pinned
 
-    torch.empty, torch.zeros = with_pinned("empty"), with_pinned("zeros")
+    torch.empty = with_pinned("empty")
+    torch.zeros = with_pinned("zeros")
     torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.is_pinned = (  # type: ignore[method-assign]
         lambda self, device=None: is_pinned(self)  # type: ignore[arg-type]

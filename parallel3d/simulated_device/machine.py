@@ -1,8 +1,8 @@
 """Simulates the devices of a process: streams, events, memory, kernels and races.
 
-Kernels run at once, on the host. The machine keeps account of what a device would do later: the
-stream of a kernel and what orders it, the block of memory of a tensor, and copies to the host that
-have not been waited for. Observers are notified of everything; `dryrun` is one.
+Kernels run at once, on the host. The machine tracks the later work of a device: the stream of a
+kernel and its dependencies, a tensor's block of memory, and copies to the host that nobody has
+waited for. Observers, such as `dryrun`, are notified of everything.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from parallel3d.private_names import TensorsAccessed, handle_kernel_launch, sanitizer
 
-# An overload, its arguments and its result, in terms of the data behind the tensors.
+# An overload, its arguments and its result, with the data behind the tensors.
 Call = tuple[Any, Sequence[Any], dict[str, Any], Any]
-Range = tuple[int, int]  # first byte, and the one after the last
+Range = tuple[int, int]  # first byte, and the byte after the last
 
 
 class Use(NamedTuple):
@@ -41,7 +41,7 @@ class Kernel:
     """Describes one launch, for observers.
 
     Attributes:
-        name: of the operator.
+        name: name of the operator.
         call: None for a collective, and for operators that count as one (`fused_kernel`).
         launches: kernels that a GPU would launch for it.
     """
@@ -60,22 +60,22 @@ class Kernel:
 
 
 class Observer:
-    """Does nothing when it is notified; to be overridden."""
+    """Does nothing when it is notified; subclasses override its methods."""
 
     def kernel(self, kernel: Kernel) -> None:
-        """Is called when a kernel was launched."""
+        """Called when a kernel was launched."""
 
     def collective(self, name: str, group: Any, tensor: Tensor) -> None:
-        """Is called when a collective or message was started, with this rank's tensor."""
+        """Called when a collective or message was started, with this rank's tensor."""
 
     def host_wait(self, why: str) -> None:
-        """Is called when the host has waited for the device."""
+        """Called when the host has waited for the device."""
 
     def allocated(self, block: StorageMemory) -> None:
-        """Is called when memory was allocated."""
+        """Called when memory was allocated."""
 
     def freed(self, block: StorageMemory) -> None:
-        """Is called when memory was freed."""
+        """Called when memory was freed."""
 
 
 @dataclass(eq=False)
@@ -83,8 +83,8 @@ class StorageMemory:
     """Describes the memory of a storage.
 
     Attributes:
-        used_on: streams, by `record_stream`.
-        label: an observer's.
+        used_on: streams that `record_stream` named.
+        label: text of an observer.
     """
 
     memory: AllocatorBlock
@@ -96,12 +96,13 @@ class StorageMemory:
 
 
 class _Owner:
-    """Is attached to a storage, with which its memory is freed."""
+    """Belongs to a storage, and frees its memory together with it."""
 
     __slots__ = ("block", "freed")
 
     def __init__(self, block: StorageMemory, freed: deque[StorageMemory]) -> None:
-        self.block, self.freed = block, freed
+        self.block = block
+        self.freed = freed
 
     def __del__(self) -> None:
         # Any thread may get here at any moment, so the rest is left to the next allocation.
@@ -128,8 +129,9 @@ class FusedKernel:
     def __init__(self) -> None:
         self.reads: dict[tuple[StorageMemory, Range], Use] = {}
         self.writes: dict[tuple[StorageMemory, Range], Use] = {}
-        self.read: set[StorageMemory] = set()  # that were first read
-        self.own: set[StorageMemory] = set()  # that were first written; reads do not count
+        self.read: set[StorageMemory] = set()  # blocks that were first read
+        # Blocks that were first written; their reads do not count.
+        self.own: set[StorageMemory] = set()
 
     def add(self, kernel: Kernel) -> None:
         for use in kernel.reads:
@@ -142,16 +144,16 @@ class FusedKernel:
             self.writes[use.block, use.where] = use
 
     def kernel(self, name: str, stream: int) -> Kernel:
-        """Returns them as one, which does not write what is freed already."""
+        """Returns them as one kernel, which does not write memory that is already freed."""
         writes = [use for use in self.writes.values() if not use.block.is_freed]
         return Kernel(name, stream, list(self.reads.values()), writes)
 
 
-FRAMES = 6  # of a reported stack
+FRAMES = 6  # frames of a reported stack
 
 
 class Race(RuntimeError):
-    """Is raised when two streams use the same memory, one writes, and nothing orders them."""
+    """Raised when two streams use the same memory, one writes, and nothing orders them."""
 
 
 class _Stack(list):
@@ -175,7 +177,7 @@ def _program_frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
 
 
 class _Accesses(TensorsAccessed):
-    """Keeps the last read of each stream alone: what is ordered behind it is behind all."""
+    """Keeps only the last read of each stream: an access ordered after it is after all of them."""
 
     def add_read(self, data_ptr: int, access: Any) -> None:
         reads = self.accesses[data_ptr].reads
@@ -196,7 +198,7 @@ class _Syncs(sanitizer.StreamSynchronizations):
         for stream, state in self.current_sync_states.items():
             host[stream] = state[stream]
         for state in self.current_sync_states.values():
-            state.update(host)  # no stream has waited for more than the other's newest kernel
+            state.update(host)  # no stream has waited for more than another's newest kernel
 
 
 class AllocatorBlock:
@@ -205,17 +207,19 @@ class AllocatorBlock:
     __slots__ = ("cells", "cuts", "size", "stream")
 
     def __init__(self, size: int, stream: int, cell: int) -> None:
-        self.size, self.stream = size, stream
-        self.cuts, self.cells = [0, max(size, 1)], [cell]
+        self.size = size
+        self.stream = stream
+        self.cuts = [0, max(size, 1)]
+        self.cells = [cell]
 
 
 class Races:
     """Finds accesses to the same memory from two streams that nothing orders; `launch` raises Race.
 
-    Uses PyTorch's stream sanitizer (`torch.cuda._sanitizer`): each stream has a vector clock, each
-    memory its last write and the reads since. Here memory is ranges of bytes, not addresses, so
-    that a bucket overlaps with a view in its middle. A block that is reused keeps its accesses, as
-    the blocks of a caching allocator do.
+    It uses PyTorch's stream sanitizer (`torch.cuda._sanitizer`): each stream has a vector clock,
+    each memory its last write and the reads since. Here memory is ranges of bytes, not addresses,
+    so a bucket overlaps with a view in its middle. A reused block keeps its accesses, like the
+    blocks of a caching allocator.
 
     Streams and events are numbers; stream 0 is the first device's default stream.
     """
@@ -232,7 +236,7 @@ class Races:
         self.forget()
 
     def forget(self) -> None:
-        """Starts again: all kernels so far are done, and dropped streams are removed."""
+        """Starts over: all kernels so far are done, and dropped streams are removed."""
         self.handler = sanitizer.EventHandler()
         self.handler.tensors_accessed = _Accesses()
         self.syncs = self.handler.syncs = _Syncs()
@@ -245,7 +249,7 @@ class Races:
         return AllocatorBlock(size, stream, self._new_cell(None))
 
     def tidy(self, memory: AllocatorBlock) -> None:
-        """Merges the ranges of a reused block, if its stream is behind all accesses."""
+        """Merges the ranges of a reused block, if its stream is ordered after all accesses."""
         accesses = self.handler.tensors_accessed.accesses
         past = [accesses[cell] for cell in memory.cells if cell in accesses]
         done = [access for info in past for access in (*info.reads, info.write) if access]
@@ -286,7 +290,7 @@ class Races:
         writes: list[tuple[AllocatorBlock, Range]],
     ) -> None:
         """Runs a kernel on `stream`. Raises Race if its accesses are not ordered with others."""
-        for _ in range(2):  # cutting a block for a later range makes a new cell of an earlier one
+        for _ in range(2):  # cutting a block for a later range may split a cell of an earlier one
             written = {cell for where in writes for cell in self._cells_of(*where)}
             read = {cell for where in reads for cell in self._cells_of(*where)} - written
         errors = handle_kernel_launch(
@@ -317,13 +321,14 @@ def place() -> tuple[str, int]:
 
 
 DEVICES = 8
-ROUNDING = 512  # bytes: blocks of the allocator are multiples
+ROUNDING = 512  # bytes; blocks of the allocator are multiples of it
 SYNCHRONIZING = "called a synchronizing CUDA operation"
 FIRST_SIDE_STREAM = 100  # numbers below are the devices' default streams
 
 
 class _Thread(threading.local):
-    """Holds a thread's current device (None in autograd's: the main thread's) and streams."""
+    """Holds a thread's current device (None in autograd's threads: the main thread's) and
+    streams."""
 
     def __init__(self) -> None:
         is_of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
@@ -338,14 +343,14 @@ class SimulatedMachine:
 
     Args:
         data: where the values of tensors are: "cpu", or "meta" for none.
-        checks_races: False saves time.
+        checks_races: whether races are found; False saves time.
 
     Attributes:
         touched: devices with a context of this process, which `set_device` or a stream makes.
         host_waits: how often the host waited for a device.
-        warns_of_waits: as after `torch.cuda.set_sync_debug_mode("warn")`.
+        warns_of_waits: set by `set_sync_debug_mode("warn")`, like torch.cuda's.
         special: operator → implementation, for operators that are more than a kernel.
-        libraries: of operators, which are unregistered when they are dropped.
+        libraries: libraries of operators, which are unregistered when they are dropped.
     """
 
     data: str = "cpu"
@@ -364,7 +369,7 @@ class SimulatedMachine:
         self._main_device = 0
         self.thread = _Thread()
         self._freed: deque[StorageMemory] = deque()
-        self.dropped_events: deque[int] = deque()  # filled by whatever thread drops one
+        self.dropped_events: deque[int] = deque()  # filled by the thread that drops one
         self._pools: dict[tuple[int, int], list[AllocatorBlock]] = {}
         self._pending: list[PendingKernel] = []
         self._numbers = count(FIRST_SIDE_STREAM)
@@ -426,11 +431,11 @@ class SimulatedMachine:
 
         Args:
             is_detected: whether PyTorch's debug mode detects such a wait. It detects its own
-                blocking copies and waits for streams, not those for events, devices and
-                collectives, nor those inside the driver.
+                blocking copies and waits for streams, but not waits for events, devices and
+                collectives, nor waits inside the driver.
         """
         if is_detected and self.warns_of_waits:
-            # At the program's line, as C++ warns.
+            # At the program's line, like C++'s warning.
             warnings.warn_explicit(SYNCHRONIZING, UserWarning, *place())
         with self.lock:
             self.races.syncs.all_streams_wait_for_stream(stream)
@@ -495,7 +500,8 @@ class SimulatedMachine:
         return _Owner(block, self._freed)
 
     def resized(self, storage: Any) -> None:
-        """Frees or allocates the memory of a resized storage (FSDP2 frees parameters so)."""
+        """Frees or allocates the memory of a resized storage (FSDP2 frees parameters in this
+        way)."""
         owner = getattr(storage, "owner", None)
         if owner is None or owner.block.nbytes == _rounded(storage.nbytes()):
             return
@@ -509,7 +515,7 @@ class SimulatedMachine:
             self.usage[block.device].live -= block.nbytes
             for observer in self.observers:
                 observer.freed(block)
-            # After `record_stream` it is unknown here when the other stream is done.
+            # After `record_stream` it is unknown when the other stream will be done.
             if not block.used_on - {block.memory.stream}:
                 key = (block.memory.stream, block.nbytes)
                 self._pools.setdefault(key, []).append(block.memory)
@@ -535,7 +541,7 @@ class SimulatedMachine:
         host_reads: Sequence[tuple[AllocatorBlock, Range]] = (),
         host_writes: Sequence[tuple[AllocatorBlock, Range]] = (),
     ) -> None:
-        """Records a kernel, which has run already, and its use of pinned memory. Raises Race."""
+        """Records a kernel, which has already run, and its use of pinned memory. Raises Race."""
         if self.thread.fused is not None:
             self.thread.fused.add(kernel)
             return

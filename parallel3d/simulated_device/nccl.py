@@ -1,14 +1,14 @@
-"""Provides a process-group backend that behaves as NCCL, over gloo.
+"""Provides a process-group backend that behaves like NCCL, over gloo.
 
-Differences of NCCL from gloo that it has:
+It has these differences of NCCL from gloo:
 
 - A collective runs on a stream of its group, behind the current stream; `wait()` orders the current
   stream behind it. Until then its results are poison here.
-- It takes contiguous tensors of its device alone; a gather or scatter may be in place only at the
+- It only takes contiguous tensors of its device; a gather or scatter may be in place only at the
   rank's own part.
 - Tensors without elements are not sent, so nobody waits for them.
-- All members call the same operations in the same order, by position and not by tag, and make and
-  destroy groups in one order. Mismatches are reported.
+- All members call the same operations in the same order, matched by position and not by tag, and
+  make and destroy groups in one order. Mismatches are reported.
 
 If tensors have no values (`data="meta"`) there are no other members: one process is one rank of any
 world, every collective and message is done at its `wait()`, and nothing is compared.
@@ -43,17 +43,17 @@ from parallel3d.simulated_device.machine import extent
 from parallel3d.simulated_device.tensor import SimulatedTensor, launch, poison
 
 JOIN_S = 10.0
-HEADER = 400  # bytes: the words that go before an operation's data
+HEADER = 400  # bytes of the words that precede an operation's data
 Run = Callable[[Tensor], Sequence[Tensor]]  # a flat copy of the inputs → values of the outputs
 
 
 class Mismatch(RuntimeError):
-    """Is raised when members of a group call different operations or orders."""
+    """Raised when members of a group call different operations, or in different orders."""
 
 
 @dataclass
 class WireMessage:
-    """Holds a send or receive of a member."""
+    """A send or receive of a member."""
 
     peer: int
     number: int  # among the messages between the two in this direction
@@ -84,7 +84,7 @@ class WireMessage:
 
 
 class WorkerThread:
-    """Runs jobs in order on a thread, also while the interpreter ends, which it does not delay."""
+    """Runs jobs in order on a thread, even while the interpreter ends, which it does not delay."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -102,7 +102,8 @@ class WorkerThread:
         self.jobs.put(None)
 
     def join(self) -> None:
-        """Waits for the end: unwinding it at the interpreter's end may abort the process."""
+        """Waits for the thread's end: unwinding it at the interpreter's end may abort the
+        process."""
         self.thread.join(JOIN_S)
 
     def _run(self) -> None:
@@ -125,9 +126,10 @@ class Wire:
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        self.rank, self.size = rank, size
-        self.name = "world"  # of the group, for messages of errors
-        # The stubs have the operations on ProcessGroup alone.
+        self.rank = rank
+        self.size = size
+        self.name = "world"  # of the group, for error messages
+        # Only ProcessGroup's stub has the operations.
         self.gloo = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
         self.queue = WorkerThread()
         self.calls = 0
@@ -137,7 +139,7 @@ class Wire:
     def start(
         self, call: str, run: Run = lambda _: [], sent: Tensor | None = None
     ) -> Future[Sequence[Tensor]]:
-        """Queues an operation, which raises Mismatch unless all members' `call` is equal."""
+        """Queues an operation, which raises Mismatch unless all members have the same `call`."""
         self.calls += 1
         return self.queue.submit(self._do, f"{call} as operation {self.calls}", run, sent)
 
@@ -151,7 +153,7 @@ class Wire:
         return run(sent)
 
     def told(self, words: str) -> list[str]:
-        """Returns what each member says."""
+        """Returns the words of each member."""
         return self.queue.submit(self._tell, words).result()
 
     def _tell(self, words: str) -> list[str]:
@@ -223,7 +225,7 @@ class BatchWork(dist.Work):
 
 
 class CollectiveWork(dist.Work):
-    """Is the handle of a collective; keeps `held` until somebody has waited."""
+    """Handle of a collective; keeps `held` until somebody has waited."""
 
     def __init__(
         self,
@@ -233,7 +235,9 @@ class CollectiveWork(dist.Work):
         held: Any,
     ) -> None:
         super().__init__()
-        self.done, self.outputs, self.held = done, outputs, held
+        self.done = done
+        self.outputs = outputs
+        self.held = held
         self.behind = stream.record_event()
         self.ended = False
         this_machine().once_known(stream.number, self.end)
@@ -245,7 +249,7 @@ class CollectiveWork(dist.Work):
         if self.done is not None:
             for output, value in zip(self.outputs, self.done.result(), strict=True):
                 output.data_.copy_(value.view(output.shape))
-        self.outputs = ()  # the machine keeps this handle longer, until the host has waited
+        self.outputs = ()  # the machine keeps this handle until the host has waited
 
     def wait(self, timeout: Any = None) -> bool:
         self.end()
@@ -279,7 +283,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _reduced(parts: list[Tensor], op: str) -> Tensor:
-    """Reduces in fp32 or better, as NCCL does."""
+    """Reduces in fp32 or better, like NCCL."""
     is_half = parts[0].dtype in (torch.bfloat16, torch.float16)
     stacked = torch.stack(parts)
     return REDUCTIONS[op](stacked.float() if is_half else stacked).to(parts[0].dtype)
@@ -306,15 +310,20 @@ class SimulatedNCCL(dist.ProcessGroup):
         device: int | None = None,
         world: SimulatedNCCL | None = None,
     ) -> None:
-        begin: Any = super().__init__  # not in every stub of torch's with these arguments
+        begin: Any = super().__init__  # not every torch stub has these arguments
         begin(rank, size)
-        self.store, self.options, self.timeout = store, options or Options(), timeout
-        self._rank, self._size, self.world = rank, size, world or self
+        self.store = store
+        self.options = options or Options()
+        self.timeout = timeout
+        self._rank = rank
+        self._size = size
+        self.world = world or self
         self.ended: list[SimulatedNCCL] = []  # on the world's group: destroyed groups in order
         self.index = this_machine().device if device is None else device
         self.bound_device_id = torch.device(TYPE, self.index)
         self.stream = SimulatedStream(self.index)
-        self._name, self.description = "", "world"
+        self._name = ""
+        self.description = "world"
         is_alone = this_machine().data == "meta"
         self.wire = None if is_alone else Wire(store, rank, size, timeout)
 
@@ -380,7 +389,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         group_desc: str | None = None,
         **more: Any,
     ) -> SimulatedNCCL | None:
-        """Makes a group of some members; collective over this group, as ncclCommSplit."""
+        """Makes a group of some members; collective over this group, like ncclCommSplit."""
         if self.wire is not None:
             self.wire.start(f"split into {group_desc}").result()
         if self._rank not in ranks:
@@ -396,7 +405,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         """Destroys the group with all members, in the same order as their other groups.
 
         Raises Mismatch if another member is in an operation of the group: on NCCL both would wait.
-        The destruction of the world waits for those of all groups, so that members that destroy two
+        The world's destruction waits for that of all groups, so that members that destroy two
         groups in different orders are reported.
         """
         if self.wire is None:
@@ -420,7 +429,7 @@ class SimulatedNCCL(dist.ProcessGroup):
             raise
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._rank} destroys group {self.description}, and not all members do: "
+                f"rank {self._rank} destroys group {self.description}, but not all members do: "
                 "NCCL waits for them"
             ) from error
 
@@ -440,7 +449,7 @@ class SimulatedNCCL(dist.ProcessGroup):
     # --- operations ----------------------------------------------------------------------------
 
     def _check(self, name: str, tensors: Sequence[Tensor]) -> list[SimulatedTensor]:
-        """Returns the tensors. Raises as NCCL for what it does not take."""
+        """Returns the tensors. Raises NCCL's errors for tensors that it does not take."""
         checked = []
         for t in tensors:
             if not isinstance(t, SimulatedTensor):
@@ -489,7 +498,7 @@ class SimulatedNCCL(dist.ProcessGroup):
             poison(t.data_)
 
     def _check_in_place(self, name: str, whole: Tensor, part: Tensor) -> None:
-        """Raises RuntimeError for a part inside the whole at another place than the rank's own."""
+        """Raises RuntimeError for a part of the whole that is not in the rank's own place."""
         if not (isinstance(whole, SimulatedTensor) and isinstance(part, SimulatedTensor)):
             return  # refused by `_check`
         if storage_address(whole.untyped_storage()) != storage_address(part.untyped_storage()):
@@ -499,7 +508,8 @@ class SimulatedNCCL(dist.ProcessGroup):
             raise RuntimeError(f"{name} in place needs the part to be number {self._rank}")
 
     def _of_all(self, result: Callable[[list[Tensor]], Sequence[Tensor]]) -> Run:
-        """Returns what computes an operation's outputs of the flat inputs of all members."""
+        """Returns a function that computes an operation's outputs from the flat inputs of all
+        members."""
         return lambda sent: result(self.connected.all_gather(sent))
 
     def allreduce(  # type: ignore[override]
@@ -535,7 +545,7 @@ class SimulatedNCCL(dist.ProcessGroup):
     def scatter(  # type: ignore[override]
         self, outputs: list[Tensor], given: list[list[Tensor]], opts: Any
     ) -> CollectiveWork:
-        """Scatters by a gathering, to which non-roots pass tensors of equal size."""
+        """Scatters by gathering; non-roots pass tensors of equal size."""
         parts = given[0] if given else [torch.empty_like(outputs[0]) for _ in range(self._size)]
         run = self._of_all(lambda everyone: [self._part(everyone[opts.rootRank])])
         return self._start("scatter", parts, outputs, run, f"from {opts.rootRank}")
@@ -558,7 +568,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         self, output: Tensor, given: Tensor, output_sizes: list, input_sizes: list, opts: Any = None
     ) -> CollectiveWork:
         def run(sent: Tensor) -> Sequence[Tensor]:
-            """Exchanges rows: as many as the sizes say, without sizes equally many."""
+            """Exchanges rows: as many as the sizes say, or equally many without sizes."""
             rows = sent.view(torch.uint8).view(len(given), -1) if sent.numel() else sent
             got = torch.empty(output.shape, dtype=sent.dtype)
             taken = got.view(-1).view(torch.uint8).view(len(output), -1) if got.numel() else got
@@ -577,7 +587,7 @@ class SimulatedNCCL(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def barrier(self, opts: Any = None) -> CollectiveWork:
-        """Makes the host wait, as NCCL's."""
+        """Makes the host wait, like NCCL's."""
         token = torch.zeros(1, device=torch.device(TYPE, self.index))
         started = self._start("barrier", [token], [token], lambda sent: [sent])
         started.wait()
@@ -618,7 +628,7 @@ def register() -> None:
             return plain(operations)
         with nullcontext() if group.wire is None else group.wire.batch():
             works = plain(operations)
-        return [BatchWork(works)]  # one handle, as NCCL
+        return [BatchWork(works)]  # one handle, like NCCL's
 
     dist.batch_isend_irecv = batched  # type: ignore[assignment]
     dist.distributed_c10d.batch_isend_irecv = batched  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """Provides tensors on the simulated device: wrappers around data, whose operators run at once.
 
 Every operator arrives here after autograd. It runs on the data, and is reported to the machine as a
-kernel: its stream, and the memory that it reads and writes. Views share their storage's block.
+kernel, with its stream and the memory that it reads and writes. Views share their storage's block.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class SimulatedTensor(torch.Tensor):
             layout=data.layout,
             device=torch.device(TYPE, 0),
         )
-        made.data_, made.device_index = data, device_index
+        made.data_ = data
+        made.device_index = device_index
         return made
 
     @classmethod
@@ -77,7 +78,8 @@ class SimulatedTensor(torch.Tensor):
     @data.setter
     def data(self, new: Tensor) -> None:
         TensorBase.data.__set__(self, new)
-        self.data_, self.device_index = simulated(new).data_, simulated(new).device_index
+        self.data_ = simulated(new).data_
+        self.device_index = simulated(new).device_index
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.data_.untyped_storage()
@@ -109,7 +111,7 @@ class SimulatedTensor(torch.Tensor):
         this_machine().block_of(self.data_, self.device_index).used_on.add(stream.number)
 
     def __format__(self, spec: str) -> str:
-        """Formats numbers, as PyTorch does for its own class alone."""
+        """Formats numbers, which PyTorch only does for its own class."""
         return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -122,7 +124,7 @@ def simulated(tensor: Tensor) -> SimulatedTensor:
 
 
 def unwrap(value: Any, originals: dict[int, SimulatedTensor]) -> Any:
-    """Returns an argument with data in the place of simulated tensors, added to `originals`."""
+    """Returns an argument with data in place of simulated tensors, which it adds to `originals`."""
     if isinstance(value, SimulatedTensor):
         originals[id(value.data_)] = value
         return value.data_
@@ -178,7 +180,7 @@ def _device_index_of(
     arguments: Iterable,
     machine: SimulatedMachine,
 ) -> int:
-    """Returns the device of all tensors. Raises RuntimeError as CUDA would if they differ."""
+    """Returns the device of all tensors. Raises CUDA's RuntimeError if they differ."""
     found = {t.device_index for t in originals.values()}
     others = [t for t in _tensors(arguments) if not isinstance(t, SimulatedTensor)]
     wrong = [t for t in others if t.dim() > 0 and not facts.name.startswith("index")]
@@ -253,9 +255,9 @@ def launch(
     host_writes: Iterable[Tensor] = (),
     stream: int | None = None,
 ) -> None:
-    """Reports a kernel that is no operator of PyTorch's, by default on the current stream.
+    """Reports a kernel that is not an operator of PyTorch, by default on the current stream.
 
-    Tensors are simulated ones, but for pinned memory that it reads or writes.
+    Tensors are simulated, except pinned memory that it reads or writes.
     """
     machine = this_machine()
     read, written = [simulated(t) for t in inputs], [simulated(t) for t in outputs]
@@ -329,7 +331,8 @@ def _copies_into(pinned: Tensor) -> int:
 
 
 def _check_unchanged(source: Tensor, before: Tensor, copies: int) -> None:
-    if _copies_into(source) != copies:  # since then by the device, in an order that `Races` checks
+    # The device has written since then, in an order that `Races` checks.
+    if _copies_into(source) != copies:
         return
     if not torch.equal(source.detach().view(torch.uint8), before.view(torch.uint8)):
         raise RuntimeError(
@@ -368,8 +371,9 @@ def _foreach_copy(operator: Any, targets: list, sources: list, non_blocking: boo
         _copy(operator, target, source, non_blocking)
 
 
-def _to(operator: Any, tensor: Tensor, *, device: Any = None, non_blocking: bool = False,
-        **kwargs: Any) -> Tensor:  # fmt: skip
+def _to(
+    operator: Any, tensor: Tensor, *, device: Any = None, non_blocking: bool = False, **kwargs: Any
+) -> Tensor:
     device = None if device is None else torch.device(device)
     kwargs.pop("pin_memory", None)
     if not isinstance(tensor, SimulatedTensor):  # from the host
@@ -378,7 +382,7 @@ def _to(operator: Any, tensor: Tensor, *, device: Any = None, non_blocking: bool
     if device is None or device.type == TYPE:
         return run(operator, tensor, **kwargs)
     data = tensor.data_.to(kwargs.get("dtype") or tensor.dtype)
-    # As PyTorch: the target of a non-blocking copy is pinned.
+    # Like PyTorch's, the target of a non-blocking copy is pinned.
     target = torch.empty(data.shape, dtype=data.dtype, pin_memory=non_blocking)
     _to_host(target, SimulatedTensor(data, tensor.device_index), non_blocking)
     return target
@@ -410,7 +414,7 @@ def _addmm(
 def _index_add(
     operator: Any, table: SimulatedTensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any
 ) -> Tensor:
-    """Adds rows with equal indices in an order of the device's own, as atomics do."""
+    """Adds rows with equal indices in the device's own order, like atomics."""
     if (
         dim == 0
         and table.device_index % 2
@@ -497,7 +501,8 @@ def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> in
 
 
 def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[str, int]:
-    """Returns the bytes of arguments that are touched in part: rows of lookups and additions."""
+    """Returns the bytes of arguments that are only touched in part: rows of lookups and
+    additions."""
     if table := _LOOKUPS.get(facts.name):
         return {table: out.nbytes}
     if rows := _ADDITIONS.get(facts.name):

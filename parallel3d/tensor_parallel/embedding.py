@@ -65,8 +65,8 @@ def look_up(ids: Tensor, weight: Tensor, deterministic: bool) -> Tensor:
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, deterministic: bool) -> None:
     """Adds rows[i] to table[ids[i]]; `deterministic`: with equal bits for equal inputs.
 
-    On accelerators the usual kernel adds by atomic operations in any order; the other sorts the
-    ids.
+    On accelerators the usual kernel adds by atomic operations in any order; the deterministic one
+    sorts the ids.
     """
     if deterministic and is_on_accelerator(table):
         table.index_put_((ids,), rows, accumulate=True)
@@ -87,7 +87,8 @@ def vocabulary_spec(
     tied: bool = False,
     uses: int = 1,
 ) -> ParameterSpec:
-    """Returns the rows of a table that rank `index` holds, of `padded` rows with the padding."""
+    """Returns the rows of a table that rank `index` holds, out of `padded` rows including the
+    padding."""
     rows = padded if replicated else padded // ranks
     start = 0 if replicated else rows * index
     real = max(0, min(rows, vocab_size - start))
@@ -105,15 +106,15 @@ class VocabParallelEmbedding(ShardedModule):
         replicated: every rank holds the table and nothing is sent; under sequence parallelism each
             rank then looks up its own part of the sequence.
         sequence_parallel: the result is this rank's part of the sequence.
-        sum_partial_gradients: as of `RowParallelLinear`, for a replicated table.
-        uses: reads per forward pass, as a tied head is one more.
-        group, seed, name, std, init: as of `ColumnParallelLinear`.
+        sum_partial_gradients: as in `RowParallelLinear`, for a replicated table.
+        uses: reads of the table per forward pass; a tied head adds one.
+        group, seed, name, std, init: as in `ColumnParallelLinear`.
 
-    Shapes: (…) int64, alike on all ranks → (…, embedding_dim); with sequence parallelism (b, s) →
+    Shapes: (…) int64, equal on all ranks → (…, embedding_dim); with sequence parallelism (b, s) →
     (b, s/tp, embedding_dim).
 
     Raises:
-        UserError: num_embeddings that do not divide; a seed without a name.
+        UserError: num_embeddings is not a multiple of the ranks, or a seed has no name.
         IndexError: on every rank, an id outside of the table. On an accelerator the check would
             make the host wait: such ids give zeros there.
     """
@@ -139,8 +140,10 @@ class VocabParallelEmbedding(ShardedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group, name, std)
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.replicated, self.uses = replicated, uses
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.replicated = replicated
+        self.uses = uses
         self.padded = num_embeddings if padded is None else padded
         key = "num_embeddings" if padded is None else "padded"
         ranks = 1 if replicated else self.group.size
@@ -176,7 +179,7 @@ class VocabParallelEmbedding(ShardedModule):
             value = getattr(embedding, key)
             if value is not None and value is not False:
                 raise UserError(
-                    f"VocabParallelEmbedding.from_embedding: {key}={value} is not built here; give "
+                    f"VocabParallelEmbedding.from_embedding: {key}={value} is not supported; give "
                     f"an embedding without {key}"
                 )
         rows, width = embedding.weight.shape
@@ -208,4 +211,4 @@ class VocabParallelEmbedding(ShardedModule):
         return reduce_from_tensor_parallel(partial, self.group)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, of which 1/{self.group.size} is here"
+        return f"{self.num_embeddings}, {self.embedding_dim}, 1/{self.group.size} of it here"

@@ -1,7 +1,7 @@
 """Linear layers split over a tensor-parallel group (Shoeybi et al. 2019 §3).
 
 Their constructors are those of `nn.Linear`. Each rank holds its shard of the weights, state dicts
-hold the full tensors. So a checkpoint loads into `nn.Linear`, and into any number of ranks. Reading
+hold the full tensors. So a checkpoint loads into `nn.Linear`, and on any number of ranks. Reading
 a state dict gathers the shards: it is collective over the group.
 
 With sequence parallelism (Korthikanti et al. 2022 §4.2.2) the reductions become reduce-scatters and
@@ -38,14 +38,16 @@ from parallel3d.tensor_parallel.mappings import (
 class ShardedModule(nn.Module, ABC):
     """Holds this rank's shards of parameters; its state dict holds the full tensors.
 
-    A parameter that holds several matrices (q, k and v) has them one below the other there.
+    Matrices that share a parameter (q, k and v) are stacked by rows there.
     """
 
     gathers_state = True  # see `sharded_state_dict`
 
     def __init__(self, group: GroupLike, name: str, std: float) -> None:
         super().__init__()
-        self.group, self.name, self.std = group_of(group), name, std
+        self.group = group_of(group)
+        self.name = name
+        self.std = std
 
     def check_divides(self, key: str, value: int, ranks: int) -> None:
         """Raises UserError unless `value` is a multiple of the number of ranks that share it."""
@@ -69,7 +71,7 @@ class ShardedModule(nn.Module, ABC):
     def initializer(
         self, seed: int | None, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> Initializer | None:
-        """Returns what draws weights by (seed, name), None without a seed.
+        """Returns the initializer for (seed, name); None without a seed.
 
         Raises:
             UserError: there is a seed, but no name.
@@ -78,18 +80,18 @@ class ShardedModule(nn.Module, ABC):
             return None
         if not self.name:
             raise UserError(
-                f"{type(self).__name__}(seed={seed}) must have a name as well, by which its "
-                "weights are told from those of other layers; give name='mlp.up' or the like"
+                f"{type(self).__name__}(seed={seed}) must have a name as well, which tells its "
+                "weights from those of other layers; give name='mlp.up' or the like"
             )
         place = torch.get_default_device() if device is None else torch.device(device)
         return Initializer(seed, dtype or torch.get_default_dtype(), place)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Does what every module does; FSDP2 goes past `register_parameter` where none is here."""
+        """Must exist: without it FSDP2 bypasses `register_parameter`."""
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Describes the parameter: `assign=True` and FSDP2 bring new ones."""
+        """Describes the parameter, as `assign=True` and FSDP2 register new ones."""
         super().register_parameter(name, param)
         self._describe()
 
@@ -99,7 +101,7 @@ class ShardedModule(nn.Module, ABC):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._describe()  # off the meta device they are new
+        self._describe()  # leaving the meta device makes new parameters
         return self
 
     def _describe(self) -> None:
@@ -108,14 +110,15 @@ class ShardedModule(nn.Module, ABC):
             parameter = parameters.get(key)
             if parameter is not None:
                 state = state_of(parameter)
-                state.tp, state.spec = self.group, spec
+                state.tp = self.group
+                state.spec = spec
 
     @abstractmethod
     def specs(self, index: int) -> dict[str, ParameterSpec | None]:
         """Returns the parameters that rank `index` of the group holds; None: there is none."""
 
     def register_shards(self, values: Initializer | nn.Module) -> None:
-        """Registers this rank's parameters: `values` draws them, or has the full ones."""
+        """Registers this rank's parameters: `values` draws them, or holds the full ones."""
         for key, spec in self.specs(self.group.index).items():
             if spec is None:
                 self.register_parameter(key, None)
@@ -137,10 +140,11 @@ class ShardedModule(nn.Module, ABC):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # buffers of the caller's
+        # For buffers that the caller has added.
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         for key, spec in self._held(self.group.index).items():
             parameter = self.get_parameter(key)
-            # As other modules, those of `fully_shard` give DTensors in any case.
+            # Modules of `fully_shard` give DTensors in any case, like other modules.
             if self.gathers_state and not hasattr(parameter, "placements"):
                 destination[prefix + key] = self._full(key, parameter, keep_vars)
             else:
@@ -186,12 +190,12 @@ class ShardedModule(nn.Module, ABC):
 
 
 def _full_shape(spec: ParameterSpec) -> tuple[int, ...]:
-    """Returns the shape of the full matrices that a parameter holds, one below the other."""
+    """Returns the shape of the full matrices of a parameter, stacked by rows."""
     return sum(shard.full_shape[0] for shard in spec.shards), *spec.shards[0].full_shape[1:]
 
 
 def _local(spec: ParameterSpec, full: Tensor) -> Tensor:
-    """Returns a rank's local parameter, of the full matrices one below the other."""
+    """Returns a rank's local parameter, given the full matrices, stacked by rows."""
     local, row = full.new_zeros(spec.shape), 0
     for shard in spec.shards:
         matrix = full.narrow(0, row, shard.full_shape[0])
@@ -213,7 +217,7 @@ def _like(linear: nn.Linear, group: GroupLike) -> dict[str, Any]:
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns all in the type of autocast, if it is on: the autograd nodes ignore autocast."""
+    """Casts to autocast's dtype, if it is on: the autograd nodes bypass autocast."""
     kind = x.device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return x, weight, bias
@@ -229,30 +233,30 @@ class ColumnParallelLinear(ShardedModule):
     """Splits the output features of an `nn.Linear` over `group`.
 
     One GEMM may serve several matrices (q, k and v; gate and up): each is split on its own, so that
-    every rank holds whole heads and matching halves. `sizes` are the numbers of features here.
+    every rank holds whole heads and matching halves. `sizes` has this rank's number of features of
+    each.
 
     Args:
         out_features: a number, or matrix name → its number, with the results side by side.
         group: `groups.tp`, a group of torch.distributed, or None for all ranks.
         gather_output: every rank gets all features instead of its own.
         sequence_parallel: the input is this rank's part of the sequence, and is gathered.
-        chunks: in which the sequence is gathered (see `linear_ops.gather_linear`).
-        recomputed: where x is recomputed in the backward, do so without this GEMM.
+        chunks: number of pieces in which the sequence is gathered (see `linear_ops.gather_linear`).
+        recomputed: if x is recomputed in the backward, stop before this GEMM.
         tp_replicas: matrix name → consecutive ranks that hold the same rows of it (key-value heads
             when there are fewer than ranks).
         sum_partial_gradients: sum the gradients of these rows in the backward; False: they stay
-            those of this rank's use, and `optim.all_reduce_shared_kv_grads` sums those of all
-            layers at once.
+            partial, and `optim.all_reduce_shared_kv_grads` sums those of all layers at once.
         seed, name, std: weights are normal with `std` and depend on (seed, name) alone, biases are
             zero. Without a seed `nn.Linear` draws them from PyTorch's generator, which must have
             the same state on all ranks; they are then equal for every size of the group.
         init: draws the weights in place of `seed`, in its own type and on its own device.
 
-    Shapes: (…, in_features), alike on all ranks → (…, Σ out_features / tp); with sequence
+    Shapes: (…, in_features), equal on all ranks → (…, Σ out_features / tp); with sequence
     parallelism from (b, s/tp, in_features) to (b, s, Σ out_features / tp).
 
     Raises:
-        UserError: out_features that do not divide; a seed without a name.
+        UserError: out_features cannot be split evenly, or a seed has no name.
     """
 
     split = "column"
@@ -288,11 +292,12 @@ class ColumnParallelLinear(ShardedModule):
         if gather_output and len(self.matrices) > 1:
             raise UserError(
                 "ColumnParallelLinear(gather_output=True) must have one matrix, not "
-                f"{', '.join(self.matrices)}, of which each rank has a part; give "
+                f"{', '.join(self.matrices)}, each split over the ranks; give "
                 "gather_output=False instead"
             )
         self.in_features, self.out_features = in_features, sum(self.matrices.values())
-        self.gather_output, self.recomputed = gather_output, recomputed
+        self.gather_output = gather_output
+        self.recomputed = recomputed
         self.sums_shared = sum_partial_gradients and max(tp_replicas.values(), default=1) > 1
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
         self.handle: Tensor | None = None  # in compiled code: see `device.fused.register`
@@ -312,7 +317,9 @@ class ColumnParallelLinear(ShardedModule):
         return rows * shared // size
 
     def specs(self, index: int) -> dict[str, ParameterSpec | None]:
-        weights, biases, row = [], [], 0
+        weights = []
+        biases = []
+        row = 0
         for (matrix, rows), local in zip(self.matrices.items(), self.sizes, strict=True):
             shared = self.tp_replicas.get(matrix, 1)
             start = index // shared * local
@@ -357,28 +364,28 @@ class ColumnParallelLinear(ShardedModule):
         return gather_from_vocabulary(y, self.group) if self.gather_output else y
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, of which 1/{self.group.size} is here"
+        return f"{self.in_features}, {self.out_features}, 1/{self.group.size} of it here"
 
 
 class RowParallelLinear(ShardedModule):
     """Splits the input features of an `nn.Linear` over `group` and all-reduces the results.
 
     Every rank holds the bias, which is added after the sum. Its usual input is the output of a
-    `ColumnParallelLinear`, whose arguments these are as far as not said here.
+    `ColumnParallelLinear`, with which it shares the arguments that are not listed here.
 
     Args:
         sequence_parallel: the results are reduce-scattered along the sequence.
-        chunks: in which they are.
-        sum_partial_gradients: under sequence parallelism, all-reduce the gradient of the bias, to
-            which a rank's tokens contribute; False: `optim.all_reduce_layernorm_grads` does it for
-            all layers at once.
+        chunks: number of pieces in which they are.
+        sum_partial_gradients: under sequence parallelism, all-reduce the gradient of the bias,
+            since each rank has its own tokens' share; False: `optim.all_reduce_layernorm_grads`
+            does it for all layers at once.
 
-    Shapes: (…, in_features / tp), this rank's → (…, out_features), alike on all ranks; with
+    Shapes: (…, in_features / tp), this rank's → (…, out_features), equal on all ranks; with
     sequence parallelism from (b, s, in_features / tp) to (b, s/tp, out_features).
 
     Raises:
-        UserError: in_features that do not divide; a seed without a name; an input that has not this
-            rank's number of features, or a sequence that does not divide.
+        UserError: in_features or the sequence cannot be split evenly, a seed has no name, or an
+            input has another number of features than this rank.
     """
 
     split = "row"
@@ -406,7 +413,9 @@ class RowParallelLinear(ShardedModule):
         super().__init__(group, name, std)
         self.has_bias = bias
         self.check_divides("in_features", in_features, self.group.size)
-        self.in_features, self.out_features, self.recomputed = in_features, out_features, recomputed
+        self.in_features = in_features
+        self.out_features = out_features
+        self.recomputed = recomputed
         self.sp = _sequence_chunks(sequence_parallel, self.group, chunks)
         self.sums_bias = sum_partial_gradients and self.sp is not None
         self.handle: Tensor | None = None  # in compiled code: see `device.fused.register`
@@ -432,8 +441,8 @@ class RowParallelLinear(ShardedModule):
         if x.shape[-1] != self.weight.shape[1]:
             raise UserError(
                 f"RowParallelLinear({self.in_features}, {self.out_features}) got {x.shape[-1]} "
-                f"features, but must get this rank's {self.weight.shape[1]}, as a "
-                "ColumnParallelLinear of the same group makes them"
+                f"features, but must get this rank's {self.weight.shape[1]}, the "
+                "output of a ColumnParallelLinear of the same group"
             )
         if self.sp is not None:
             self.check_sequence(x, 3, self.group.size * self.sp)
@@ -449,7 +458,7 @@ class RowParallelLinear(ShardedModule):
         return y + (copy_to_tensor_parallel(bias, self.group) if self.sums_bias else bias)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, of which 1/{self.group.size} is here"
+        return f"{self.in_features}, {self.out_features}, 1/{self.group.size} of it here"
 
 
 # Shards as PyTorch's DTensors
@@ -459,8 +468,8 @@ def _only_shard(spec: ParameterSpec) -> ShardSpec:
     if len(spec.shards) != 1 or spec.shards[0].shape != spec.shape:
         names = " and ".join(shard.name or "matrix" for shard in spec.shards)
         raise UserError(
-            f"a parameter that holds {names} is no DTensor, which must have one matrix without "
-            "padding; give each matrix a layer of its own, or use full_state_dict instead"
+            f"a parameter that holds {names} cannot be a DTensor, which must have one matrix "
+            "without padding; give each matrix a layer of its own, or use full_state_dict instead"
         )
     return spec.shards[0]
 
@@ -507,7 +516,7 @@ def dtensor_of(local: Tensor, spec: ParameterSpec, tp: Group) -> Tensor:
 
 
 def own_shard(value: Tensor, parameter: Tensor, spec: ParameterSpec) -> Tensor:
-    """Returns what `parameter` takes of a DTensor that `dtensor_of` made.
+    """Returns the part of a `dtensor_of` result that belongs to `parameter`.
 
     Raises UserError for a DTensor that is split in another way.
     """

@@ -43,7 +43,7 @@ def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, scatter
 
 
 def _backward(grad: Tensor, x: Tensor, handle: Tensor, *sizes: int) -> Tensor:
-    # To the compiler this is a pure function of `grad`. That it adds to `main_grad` is safe because
+    # To the compiler this is a pure function of `grad`. Adding to `main_grad` is safe because
     # nothing in a compiled block reads a gradient bucket.
     layer: LinearLayer = registered(handle)
     grad = grad.contiguous()
@@ -74,8 +74,8 @@ compiled_linear = operator(
 # while the GEMM of chunk i runs. The backward of a column-parallel layer needs no chunks: its two
 # GEMMs hide its two collectives.
 #
-# A chunk of an (s/tp) shard has s/(tp·chunks) tokens; gathered it holds such a run of every rank,
-# and its results go to tp places of the sequence:
+# A chunk of an (s/tp) shard has s/(tp·chunks) tokens; once gathered it holds such a run from every
+# rank, and its results go to tp places of the sequence:
 #
 #     sequence    |  rank 0: a0 a1 a2 a3  |  rank 1: b0 b1 b2 b3  |
 #     chunks=2       chunk 0: a0 a1 b0 b1    chunk 1: a2 a3 b2 b3
@@ -132,7 +132,7 @@ def _linear_scatter_in_chunks(x: Tensor, weight: Tensor, group: Group, chunks: i
     scattered: list[Tensor] = []
     reducing: Work = CompletedWork()
     for i in range(chunks):
-        y = linear(_take(whole, i), weight)  # runs while the chunk before is reduced
+        y = linear(_take(whole, i), weight)  # runs while the previous chunk is reduced
         reducing.wait()
         part, reducing = collectives.reduce_scatter_async(y, group)
         scattered.append(part)
@@ -256,8 +256,8 @@ class _Keep(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     """Runs the communication and the GEMM of a column- or row-parallel layer in one node.
 
-    As two nodes, autograd would finish the reduction of the input gradient before it starts the
-    weight gradient. `kept`: has the `_Keep` node that saved x, if one has.
+    With two nodes, autograd would finish the reduction of the input gradient before it starts the
+    weight gradient. `kept`: the `_Keep` node that saved x, or [].
     """
 
     @staticmethod
@@ -271,8 +271,12 @@ class _Linear(torch.autograd.Function):
         sp: int | None,
         kept: list[Any],
     ) -> Tensor:
-        ctx.split, ctx.weight, ctx.has_bias = split, weight, bias is not None
-        ctx.where, ctx.kept = (group, sp), kept
+        ctx.split = split
+        ctx.weight = weight
+        ctx.has_bias = bias is not None
+        ctx.group = group
+        ctx.sp = sp
+        ctx.kept = kept
         if not kept:
             ctx.save_for_backward(x)
         return run_forward(split, x, weight, bias, group, sp)
@@ -281,15 +285,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         grad = grad.contiguous()
         (x,) = (ctx.kept[0] if ctx.kept else ctx).saved_tensors
-        # With its graph a deferred weight gradient would keep the stage's input, and its gradient.
+        # With its graph, x in a deferred weight gradient would keep the stage's input and its
+        # gradient.
         x = x.detach()
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
         others = grad_bias, None, None, None
-        if ctx.split == "column" and ctx.where[1] is None and not ctx.needs_input_grad[1]:
+        if ctx.split == "column" and ctx.sp is None and not ctx.needs_input_grad[1]:
             # x is data: no reduction.
-            rows = grad.flatten(0, -2), x.flatten(0, -2)
-            return None, None, add_weight_gradient(ctx.weight, *rows), *others
-        return None, *run_backward(ctx.split, grad, x, ctx.weight, *ctx.where), *others
+            grad_weight = add_weight_gradient(ctx.weight, grad.flatten(0, -2), x.flatten(0, -2))
+            return None, None, grad_weight, *others
+        gradients = run_backward(ctx.split, grad, x, ctx.weight, ctx.group, ctx.sp)
+        return None, *gradients, *others
 
 
 def linear_node(
@@ -303,9 +309,9 @@ def linear_node(
 ) -> Tensor:
     """Runs `column_forward` ("column") or `row_forward` ("row").
 
-    `recomputed`: where x is, it is without this GEMM.
+    `recomputed`: a recomputation of x must stop before this GEMM.
     """
     kept: list[Any] = []
-    if recomputed and x.requires_grad:  # of data nothing is recomputed
+    if recomputed and x.requires_grad:  # data is never recomputed
         x = _Keep.apply(x, kept)
     return _Linear.apply(split, x, weight, bias, group, sp, kept)

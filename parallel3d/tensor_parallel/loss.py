@@ -20,9 +20,9 @@ from parallel3d.parameters.gradients import add_matmul
 from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first
 
-# Block of rows that is processed at a time without fused kernels. On a CPU it stays in the cache
-# from one pass to the next; elsewhere it fills the device, and stays small compared to the logits
-# in half precision, which are widened to fp32 block by block.
+# Bytes of a block of rows, which is processed at a time without fused kernels. On a CPU it stays in
+# the cache from one pass to the next; elsewhere it fills the device, and stays small compared to
+# the logits in half precision, which are widened to fp32 block by block.
 BLOCK_BYTES = {"cpu": 1 << 20}
 LARGE_BLOCK_BYTES = 64 << 20
 
@@ -35,7 +35,7 @@ class Objective:
     (Chowdhery et al. 2022 §5).
 
     Attributes:
-        vocab_size: tokens without padding; columns beyond are left out of softmax and mean.
+        vocab_size: tokens without padding; the columns beyond are left out of softmax and mean.
         half: keep logits, statistics and losses in half precision, as Megatron-LM's
             --fp16-lm-cross-entropy; else statistics and losses are fp32 or better.
     """
@@ -50,10 +50,10 @@ class Objective:
 def vocabulary_statistics(
     logits: Tensor, target: Tensor, inside: Tensor, real: int, with_sum: bool
 ) -> Tensor:
-    """Computes `ChunkLoss.statistics` in one pass over the logits, unchanged.
+    """Computes `ChunkLoss.statistics` in one pass over the logits, which stay unchanged.
 
     Args:
-        target: (tokens, 1) column of the label, any where `inside` (tokens,) is false.
+        target: (tokens, 1) column of the label, arbitrary where `inside` (tokens,) is false.
         real: number of columns without padding.
     """
     # TorchInductor turns this form into one online pass over a row (Milakov and Gimelshein 2018).
@@ -95,10 +95,10 @@ def logits_to_gradient(
 class ChunkLoss:
     """Computes the losses of some tokens, and their gradients in place of the logits.
 
-    Call `statistics`, then `losses` with those of all ranks, then `gradient`. Maximum, exponentials
-    and sums are fp32 or better unless the objective is `half`. Without fused kernels, fp32 and fp64
-    logits become exponentials and then gradients in one buffer; logits in half precision stay until
-    they become gradients, and are widened to fp32 block by block.
+    Call `statistics`, then `losses` with the statistics of all ranks, then `gradient`. Maximum,
+    exponentials and sums are fp32 or better unless the objective is `half`. Without fused kernels,
+    fp32 and fp64 logits become exponentials and then gradients in one buffer; logits in half
+    precision stay until they become gradients, and are widened to fp32 block by block.
 
     Args:
         logits: (tokens, columns), this rank's columns; overwritten.
@@ -107,7 +107,8 @@ class ChunkLoss:
     """
 
     def __init__(self, logits: Tensor, labels: Tensor, first: int, objective: Objective) -> None:
-        self.objective, columns = objective, logits.shape[1]
+        self.objective = objective
+        columns = logits.shape[1]
         self.logits = logits
         self.real = max(0, min(columns, objective.vocab_size - first))  # the rest is padding
         self.fused = fuses(logits.device) and not objective.half
@@ -126,9 +127,10 @@ class ChunkLoss:
             yield run, block if self.in_place else block.to(self.dtype)
 
     def statistics(self) -> Tensor:
-        """Returns (3 or 4, tokens) numbers over this rank's columns, padding left out.
+        """Returns (3 or 4, tokens) statistics of this rank's columns without padding.
 
-        Maximum, Σ exp(z − maximum), z of the label (0 elsewhere) and, for label smoothing, Σ z.
+        The rows are the maximum, Σ exp(z − maximum), z of the label (0 if it is on another rank)
+        and, for label smoothing, Σ z.
         """
         if self.fused and self.real:
             smooths = self.objective.label_smoothing > 0
@@ -153,7 +155,9 @@ class ChunkLoss:
 
     def losses(self, ranks: Tensor) -> Tensor:
         """Returns (tokens,) losses from the statistics (ranks, 3 or 4, tokens) of all ranks."""
-        maxima, sums, targets = ranks[:, 0], ranks[:, 1], ranks[:, 2]
+        maxima = ranks[:, 0]
+        sums = ranks[:, 1]
+        targets = ranks[:, 2]
         highest = maxima.amax(0)
         total = (sums * torch.exp(maxima - highest)).sum(0)
         self.log_sum = highest + torch.log(total)
@@ -166,14 +170,21 @@ class ChunkLoss:
         return losses + z_loss * self.log_sum.square()
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Overwrites the logits with their gradient, given that of the losses (tokens,)."""
+        """Overwrites the logits with their gradient, given the gradient of the losses (tokens,)."""
         smoothing, z_loss = self.objective.label_smoothing, self.objective.z_loss
         of_softmax = grad * (1.0 + 2.0 * z_loss * self.log_sum) if z_loss else grad
         at_target = (grad * self.inside).mul_(smoothing - 1.0).unsqueeze(1)
         spread = (grad * (smoothing / self.objective.vocab_size)).unsqueeze(1)
         if self.fused:
-            columns = (self.log_sum.unsqueeze(1), of_softmax.unsqueeze(1), at_target, self.target)
-            logits_to_gradient(self.logits, *columns, spread if smoothing else None, self.real)
+            logits_to_gradient(
+                self.logits,
+                self.log_sum.unsqueeze(1),
+                of_softmax.unsqueeze(1),
+                at_target,
+                self.target,
+                spread if smoothing else None,
+                self.real,
+            )
             return self.logits
         # In place the logits are exp(z − maximum) by now: this factor makes them the softmax.
         factor = of_softmax
@@ -196,10 +207,10 @@ class ChunkLoss:
 class HeadLoss:
     """Computes the losses of hidden states against an LM head split over `group`, in chunks.
 
-    Per chunk of tokens: logits, statistics, losses, gradients in place of the logits and their two
-    GEMMs, before the next chunk reuses the memory. Recomputing the logits in the backward would
-    cost a fourth GEMM; keeping them would need the full logits in memory. Liger Kernel (Hsu et al.
-    2024, §3.2) does the same in fused kernels on one device.
+    Each chunk of tokens computes logits, statistics, losses, gradients in place of the logits and
+    their two GEMMs before the next chunk reuses the memory. Recomputing the logits in the backward
+    would cost a fourth GEMM; keeping them would need the full logits in memory. Liger Kernel (Hsu
+    et al. 2024, §3.2) does the same in fused kernels on one device.
 
     Attributes:
         sp: hidden states are (b, s/tp, h) and are gathered first.
@@ -256,15 +267,17 @@ class HeadLoss:
                 self._write_losses(losses[chunk], tokens[chunk], table, labels[chunk])
             return losses.mul_(mask).sum(), None, None
         main_grad = state_of(table).main_grad
-        wide = torch.promote_types(table.dtype, torch.float32)
-        of_table = torch.zeros_like(table, dtype=wide) if main_grad is None else main_grad
+        of_table = main_grad
+        if of_table is None:
+            accum_dtype = torch.promote_types(table.dtype, torch.float32)
+            of_table = torch.zeros_like(table, dtype=accum_dtype)
         grad_x, factor = torch.empty_like(tokens), mask * loss_scale.to(mask.dtype)
         rows = table.shape[0]
         for chunk in chunks:
             grad = self._write_losses(losses[chunk], tokens[chunk], table, labels[chunk]).gradient(
                 factor[chunk]
             )
-            if grad.shape[1] > rows:  # of all gathered columns
+            if grad.shape[1] > rows:  # the columns of all ranks were gathered
                 grad = grad.narrow(1, rows * group.index, rows)
             if accelerator.is_on_accelerator(grad):
                 torch.mm(grad, table, out=grad_x[chunk])
@@ -326,7 +339,8 @@ class _HeadLoss(torch.autograd.Function):
         head: HeadLoss,
     ) -> Tensor:
         loss, *ctx.gradients = head.run(x, table, labels, loss_mask, loss_scale)
-        ctx.table, ctx.loss_scale = table, loss_scale
+        ctx.table = table
+        ctx.loss_scale = loss_scale
         return loss
 
     @staticmethod

@@ -74,7 +74,7 @@ def _gather(x: Tensor, group: Group) -> Tensor:
 
 
 def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
-    """Returns what every rank holds, for split work; its gradient is summed over the ranks (f)."""
+    """Passes a replicated tensor to split work; its gradient is summed over the ranks (f)."""
 
     def backward(grad: Tensor) -> Tensor:
         return collectives.all_reduce(grad.clone(memory_format=torch.contiguous_format), group)
@@ -140,8 +140,8 @@ def rows_of_replicated(weight: Tensor, group: Group, partial_sums: bool) -> Tens
     """Returns this rank's rows of a replicated table, for a head split over the vocabulary.
 
     All uses of a replicated parameter must give the same kind of gradient: complete on each rank
-    (the rows are gathered), or with `partial_sums`, which sequence parallelism adds over tp after
-    the backward, a part of the sum (the other ranks' rows are zero).
+    (the rows are gathered), or with `partial_sums` a part of a sum (the other ranks' rows are
+    zero), which sequence parallelism adds over tp after the backward.
     """
     shape = weight.shape
 

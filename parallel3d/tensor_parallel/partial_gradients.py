@@ -1,4 +1,4 @@
-"""Sums of gradients of which each rank of tp, or the first and the last stage, has a part."""
+"""Sums gradients that are split in parts over tp, or over the first and the last stage."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
 
 def is_partial(spec: ParameterSpec, shard: ShardSpec, sp: bool) -> bool:
-    """Whether ranks that hold copies of a shard have a part each of its gradient.
+    """Whether ranks that hold copies of a shard have only a part each of its gradient.
 
-    `sp`: under sequence parallelism over several ranks.
+    `sp`: sequence parallelism is on, over several ranks.
     """
     return spec.tied or shard.tp_replicas > 1 or (spec.replicated and sp)
 
@@ -25,7 +25,7 @@ def all_reduce_layernorm_grads(segments: list[Segment], tp: Group) -> None:
     """All-reduces the gradients of replicated parameters over tp, under sequence parallelism.
 
     Norms, biases after row-parallel layers and position embeddings have seen this rank's tokens
-    alone (Korthikanti et al. 2022 §4.2.2). One all-reduce for all of them.
+    alone (Korthikanti et al. 2022 §4.2.2). One all-reduce serves all of them.
     """
     partial = [s.grad for s in segments if s.spec.replicated]
     if tp.size == 1 or not partial:
@@ -39,7 +39,7 @@ def all_reduce_layernorm_grads(segments: list[Segment], tp: Group) -> None:
 def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
     """All-reduces the gradients of shared key-value heads and of head norms over their replicas.
 
-    These are the runs with `tp_replicas` > 1. One all-reduce over all of tp.
+    These are the runs with `tp_replicas` > 1. One all-reduce over tp serves all of them.
     """
     shared: dict[int, list[Tensor]] = {}
     for segment in segments:
@@ -50,10 +50,11 @@ def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
 
 @torch.no_grad()
 def all_reduce_embedding_grads(table_grad: Tensor | None, embedding: Group) -> None:
-    """All-reduces the gradient of a tied table over first and last stage, as Megatron-LM does."""
+    """All-reduces the gradient of a tied table over the first and the last stage, as Megatron-LM
+    does."""
     if table_grad is not None and embedding.size > 1:
-        # A small sum first: it takes the wait for the other stage, so that the time of the second
-        # one is communication alone.
+        # A small sum first absorbs the wait for the other stage, so that the time of the second one
+        # is communication alone.
         number = torch.zeros(1, dtype=torch.float64, device=table_grad.device)
         collectives.all_reduce_few(number, embedding)
         collectives.all_reduce(table_grad, embedding)

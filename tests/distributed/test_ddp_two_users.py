@@ -258,7 +258,7 @@ def refusals() -> list[str]:
 def test_what_two_users_would_spoil_is_refused(pool: Pool) -> None:
     for found in pool.run(2, refusals):
         for sentence in found[:3]:
-            assert "parameter 0.weight is in another DistributedDataParallel" in sentence
+            assert "parameter 0.weight is already in another DistributedDataParallel" in sentence
         for sentence in found[3:]:
             assert "parameter 0.weight has an optimizer that steps in the backward" in sentence
 

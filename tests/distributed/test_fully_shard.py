@@ -135,4 +135,4 @@ def test_averaging_what_is_averaged_already_is_refused(pool: Pool) -> None:
     assert pipeline.startswith(
         "UserError: Pipeline(dp=…) must be without modules under fully_shard"
     )
-    assert ddp.startswith("ValueError: parameter 0.weight is a DTensor, as fully_shard makes them")
+    assert ddp.startswith("ValueError: parameter 0.weight is a DTensor, made by fully_shard")

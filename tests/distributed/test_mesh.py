@@ -147,7 +147,9 @@ def every_kind_of_group() -> None:
     try:
         group_of(square)
     except p3d.UserError as error:
-        assert "must be a mesh of one dimension; give one of them, as mesh['b']" in str(error)
+        assert "must be a mesh of one dimension; select one of them, such as mesh['b']" in str(
+            error
+        )
     else:
         raise AssertionError("a square mesh was taken")
 

@@ -88,8 +88,8 @@ def other_size(size: int) -> str:
 
 def test_tensors_of_different_sizes_are_refused_on_both_ranks(pool: Pool) -> None:
     assert pool.run(2, other_size, 2) == [
-        "member 1 of the group brought 16 bytes to a collective, this rank 12",
-        "member 0 of the group brought 12 bytes to a collective, this rank 16",
+        "member 1 of the group brought 16 bytes to a collective, but this rank 12",
+        "member 0 of the group brought 12 bytes to a collective, but this rank 16",
     ]
 
 
@@ -106,7 +106,7 @@ def missing_peer(size: int) -> str:
 
 def test_a_peer_that_does_not_come_is_named_after_the_timeout(pool: Pool) -> None:
     answers = pool.run(2, missing_peer, 2)
-    assert answers[0] == "member 1 of the group was not heard of for 0.3 s"
+    assert answers[0] == "member 1 of the group has not been heard of for 0.3 s"
 
 
 def memory_of_a_group() -> float:

@@ -288,7 +288,7 @@ def test_generate_passes_over_a_damaged_checkpoint(trained: Shell, runs: Path) -
     assert "step-00000020" in ended.errors[0]
     assert ended.errors[-1] == "parallel3d: run=mine, step 10, seed=1234"
     assert refused.code == 2
-    assert "no checkpoint that is whole" in refused.errors[-1]
+    assert "no intact checkpoint" in refused.errors[-1]
 
 
 def test_generate_refuses_what_cannot_be(

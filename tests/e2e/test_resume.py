@@ -151,7 +151,7 @@ def test_blend_goes_on_under_another_layout(shell: Shell) -> None:
     average = "optim.ema_decay=0.9"
     rest = train(shell, "run=mine", *data, later, average, "dp=1", f"train.steps={STEPS}", ranks=1)
     assert rest.code == 0, rest
-    assert "the average of the weights starts from those of step 3" in rest.err
+    assert "the average of the weights starts from the weights of step 3" in rest.err
     assert f"data.blend_stages None → {{100000: {{'{c}': 1}}}}" in rest.err
     mine, undisturbed = curve(shell.cwd / "runs" / "mine"), curve(shell.cwd / "runs" / "whole")
     assert len(mine) == len(undisturbed) == STEPS
@@ -272,7 +272,7 @@ def test_a_start_that_saved_nothing_binds_no_later_one(shell: Shell) -> None:
     anew = start("run=new", "init_from=old", "train.steps=1", "seed=4", "checkpoint.every=1")
     assert anew.code == 0, anew
     assert "init_from=old@2 gives model" in anew.err
-    assert "begins again at step 1" in anew.err
+    assert "starts over at step 1" in anew.err
     bound = start("run=new", "init_from=old", "train.steps=2", "seed=5")
     assert bound.code == 2 and "seed is 4 there, now 5" in bound.err
 

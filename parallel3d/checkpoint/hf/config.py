@@ -1,7 +1,7 @@
 """Maps Hugging Face models to ours: the tensors' names, and config.json read key by key.
 
-Pure: no torch, no files. Defaults are those of transformers' configuration classes, which a
-config.json may leave out. Keys without a counterpart are refused in one sentence each.
+It uses no torch and no files. Defaults, which a config.json may leave out, are those of
+transformers' configuration classes. Keys without a counterpart are refused in one sentence each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from parallel3d.config.fields import show
 from parallel3d.config.schema import ModelConfig, full_shapes_of
 from parallel3d.errors import UserError, nearest_hint
 
-LLAMA, QWEN2, QWEN3, GPT2 = "llama", "qwen2", "qwen3", "gpt2"
+LLAMA = "llama"
+QWEN2 = "qwen2"
+QWEN3 = "qwen3"
+GPT2 = "gpt2"
 TITLES = {LLAMA: "Llama", QWEN2: "Qwen2", QWEN3: "Qwen3", GPT2: "GPT-2"}
 ARCHITECTURES = {
     LLAMA: "LlamaForCausalLM",
@@ -55,7 +58,7 @@ _GPT2 = (
     },
     {"transformer.ln_f": "final_norm"},
 )
-# Our key; that of Llama and Qwen, and of GPT-2; transformers' defaults for Llama, Qwen and GPT-2.
+# Our key; the key of Llama and Qwen, and of GPT-2; transformers' defaults for Llama, Qwen, GPT-2.
 _KEYS: tuple[tuple[str, str, str, Any, Any, Any], ...] = (
     ("hidden_size", "hidden_size", "n_embd", 4096, 4096, 768),
     ("num_layers", "num_hidden_layers", "n_layer", 32, 32, 12),
@@ -66,13 +69,13 @@ _KEYS: tuple[tuple[str, str, str, Any, Any, Any], ...] = (
     ("tie_embeddings", "tie_word_embeddings", "tie_word_embeddings", False, False, True),
     ("init_std", "initializer_range", "initializer_range", 0.02, 0.02, 0.02),
 )
-# transformers' GPT2Config.attribute_map: sizes by Llama's names, which GPT-2 may have as well.
+# transformers' GPT2Config.attribute_map: sizes under Llama's names, which GPT-2 may use as well.
 _GPT2_ALIASES = {llama: gpt2 for _, llama, gpt2, *_ in _KEYS[:4]}
-# model.activation ↔ GPT-2's activation_function. Llama has SwiGLU alone, under the name silu.
+# model.activation ↔ GPT-2's activation_function. Llama only has SwiGLU, under the name silu.
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 # Other names of the tanh approximation, equal up to rounding.
 SPELLINGS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-# Keys of rope_type=llama3, and ours.
+# Keys of rope_type=llama3 → our keys.
 ORIGINAL = "original_max_position_embeddings"
 SCALING = {
     "factor": "rope_scaling_factor",
@@ -84,7 +87,7 @@ EOS, POSITIONS = "eos_token_id", "max_position_embeddings"
 TOKENS = ("bos_token_id", EOS, "pad_token_id")
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Keys that cannot change a logit of these families in evaluation, by purpose. `modeling_utils`,
-# `masking_utils` and `modeling_*` of transformers 5.23.0 read them for something else, or never.
+# `masking_utils` and `modeling_*` of transformers 5.23.0 use them for other things, or never.
 _HARMLESS = {
     "the file": "_name_or_path name_or_path _commit_hash architectures transformers_version dtype "
     "torch_dtype finetuning_task task_specific_params tokenizer_class model_max_length "
@@ -97,9 +100,9 @@ _HARMLESS = {
     "other heads": "classifier_dropout num_labels _num_labels id2label label2id problem_type "
     "summary_activation summary_first_dropout summary_last_dropout summary_proj_to_labels "
     "summary_type summary_use_proj",
-    "what a call returns": "output_attentions output_hidden_states return_dict torchscript "
+    "the output of a call": "output_attentions output_hidden_states return_dict torchscript "
     "tie_last_hidden_states is_decoder",
-    "how the same is computed": "reorder_and_upcast_attn _attn_implementation_autoset "
+    "the implementation": "reorder_and_upcast_attn _attn_implementation_autoset "
     "_flash_attn_2_enabled",
     "Qwen's window, where use_sliding_window is false": "max_window_layers",
     "generation": "use_cache assistant_confidence_threshold assistant_lookbehind bad_words_ids "
@@ -112,7 +115,7 @@ _HARMLESS = {
 }
 HARMLESS = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
 ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
-# Keys that change what a model of these families computes, with the values that do not.
+# Keys that change the result of a model of these families, with their harmless values.
 FIXED: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
@@ -128,7 +131,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "attn_implementation": ATTENTION,
     "_attn_implementation": ATTENTION,
 }
-SHOWN = 100  # characters of a value that is refused
+SHOWN = 100  # characters shown of a refused value
 WORDS = {
     int: "a whole number",
     float: "a number",
@@ -149,14 +152,16 @@ class Keys:
         where: str = "config.json",
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """`aliases`: other name → key. Of both, transformers takes the alias."""
-        self.where, self._left = where, dict(content)
+        """`aliases`: other name → key. If both are present, transformers takes the alias."""
+        self.where = where
+        self._left = dict(content)
         for alias, key in (aliases or {}).items():
             if alias in self._left:
                 self._left[key] = self._left.pop(alias)
 
     def get(self, key: str, default: Any, kind: type, *, null: Any = _REFUSED) -> Any:
-        """Returns a value. Raises UserError unless it is of `kind`; whole numbers are floats."""
+        """Returns a value. Raises UserError unless it is of `kind`; whole numbers count as
+        floats."""
         value = self._left.pop(key, _REFUSED)
         if value is _REFUSED:
             return default
@@ -182,7 +187,7 @@ class Keys:
             if key not in harmless:
                 raise UserError(
                     f"{self.where} has {key}={_brief(value)}, which parallel3d does not know and "
-                    "which may change what the model computes: take it out if it does not"
+                    "which may change the model's results: remove it if it does not"
                 )
 
     def _error(self, key: str, value: Any, must: str) -> UserError:
@@ -203,7 +208,7 @@ class HFTensor:
     Attributes:
         name: transformers' name, `model.layers.0.self_attn.q_proj.weight`.
         parts: our tensors, concatenated along dimension 0.
-        shape: of the tensor in the file.
+        shape: shape of the tensor in the file.
         transposed: the file holds the transpose of the joined parts.
     """
 
@@ -216,9 +221,9 @@ class HFTensor:
 def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
     """Returns every tensor of `model` in the format `kind`, in the order of the layers.
 
-    Llama (`LlamaForCausalLM`), Qwen2 and Qwen3 have equal names, with separate q, k and v, as here.
-    GPT-2 (`GPT2LMHeadModel`) joins and transposes them: its layers are `Conv1D`, whose weight is
-    (inputs, outputs). Rotary dimensions are paired (d, d + r/2) there as here, so rows stay in
+    Llama (`LlamaForCausalLM`), Qwen2 and Qwen3 have the same names, with separate q, k and v, as
+    here. GPT-2 (`GPT2LMHeadModel`) joins and transposes them: its layers are `Conv1D`, whose weight
+    is (inputs, outputs). Rotary dimensions are paired (d, d + r/2) there as here, so rows stay in
     place. A tied head is left out, as in transformers.
     """
     shapes, tensors = full_shapes_of(model), []
@@ -270,19 +275,19 @@ def hf_kind(model: ModelConfig) -> str:
         if value not in allowed:
             raise UserError(
                 f"model.{key}={show(value)} has no counterpart in Hugging Face's "
-                f"{TITLES[kind]} format, which {by} goes to: there it must be "
+                f"{TITLES[kind]} format, which {by} selects: there it must be "
                 f"{' or '.join(show(a) for a in allowed)}"
             )
     if kind != GPT2 and model.head_size % 2:
         raise UserError(
             f"model.num_attention_heads={model.num_attention_heads} gives heads of "
-            f"{model.head_size}: Hugging Face's {TITLES[kind]} format rotates even heads alone"
+            f"{model.head_size}: Hugging Face's {TITLES[kind]} format only rotates even heads"
         )
     return kind
 
 
 def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """Returns (key, value, values that the format knows) of all keys that the format fixes."""
+    """Returns (key, value, values that the format knows) for all keys that the format fixes."""
     heads = model.num_attention_heads
     if kind == GPT2:
         return [
@@ -317,7 +322,7 @@ def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         # transformers before version 5 reads torch_dtype and rope_theta, later versions dtype and
-        # rope_parameters; each ignores the other's.
+        # rope_parameters; each ignores the other's keys.
         "torch_dtype": TORCH_NAMES[dtype],
         "dtype": TORCH_NAMES[dtype],
         "use_cache": True,
@@ -339,7 +344,7 @@ def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "rope_parameters": {"rope_theta": model.rotary_base} | rope,
         "attention_dropout": model.dropout,
     }
-    if rope["rope_type"] != "default":  # as transformers before version 5 reads it
+    if rope["rope_type"] != "default":  # for transformers before version 5
         keys["rope_scaling"] = rope
     if kind != QWEN2 or model.head_size * model.num_attention_heads != model.hidden_size:
         keys["head_dim"] = model.head_size
@@ -403,7 +408,7 @@ def _from_llama(keys: Keys, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     width = _head_dim(keys, kind, hidden, heads)
     keys.require("hidden_act", ("silu", "swish"), "silu")
-    _all_alike(keys, kind, sizes["num_layers"])
+    _check_layer_types(keys, kind, sizes["num_layers"])
     groups, ffn = (heads, 11008) if kind == LLAMA else (32, 22016)
     return {
         "num_query_groups": keys.get("num_key_value_heads", groups, int, null=heads),
@@ -432,7 +437,7 @@ def _head_dim(keys: Keys, kind: str, hidden: int, heads: int) -> int:
     return width
 
 
-def _all_alike(keys: Keys, kind: str, layers: int) -> None:
+def _check_layer_types(keys: Keys, kind: str, layers: int) -> None:
     """Raises UserError unless every layer attends to all earlier tokens."""
     keys.require("use_sliding_window", (False,), False)
     if kind == LLAMA:
@@ -446,7 +451,7 @@ def _all_alike(keys: Keys, kind: str, layers: int) -> None:
         Keys({"layer_types": layer_type}).require("layer_types", ("full_attention",), None)
     if len(types) != layers:
         raise UserError(
-            f"config.json has layer_types of {len(types)} layers and num_hidden_layers={layers}"
+            f"config.json has layer_types of {len(types)} layers, but num_hidden_layers={layers}"
         )
 
 
@@ -465,8 +470,9 @@ def _attention(keys: Keys, kind: str) -> dict[str, Any]:
 def _rope(keys: Keys, positions: int) -> dict[str, Any]:
     """Returns base and scaling, in both spellings, by transformers' precedence.
 
-    `rope_scaling` before `rope_parameters`, as a whole; the base in it before that at the top; but
-    `original_max_position_embeddings` at the top before that in it, else all positions.
+    `rope_scaling` wins over `rope_parameters`, as a whole. The base in it wins over the top-level
+    one, but the top-level `original_max_position_embeddings` wins over the one in it; the default
+    is all positions.
     """
     old = keys.get("rope_scaling", None, dict)
     new = keys.get("rope_parameters", None, dict)

@@ -1,6 +1,6 @@
 """Writes and reads Hugging Face folders: safetensors, config.json, generation_config.json.
 
-Processes one file or tensor at a time, so that the model need not fit into memory. Nothing is
+It processes one file or tensor at a time, so the model need not fit into memory. Nothing is
 unpickled.
 """
 
@@ -41,13 +41,14 @@ from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
 from parallel3d.files import new_folder, open_regular, plain
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9  # where transformers starts a new file as well
-# Masks and rotary tables in old checkpoints, which we compute.
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9  # transformers starts a new file at this size as well
+# Masks and rotary tables in old checkpoints; we compute them.
 NO_WEIGHTS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
-LARGEST_HEADER = 4 << 20  # bytes: some 40,000 tensors, of which 126 layers have 1,137
+LARGEST_HEADER = 4 << 20  # bytes: some 40,000 tensors, while 126 layers have 1,137
 BASE_PREFIX = re.compile(r"^(model|transformer)\.")
 
 Read = Callable[[Iterable[str]], dict[str, Tensor]]
@@ -69,20 +70,20 @@ def export_hf(
     """Writes `model` as a folder that transformers' `from_pretrained` opens. Returns its files.
 
     Args:
-        read: names of our tensors → full, unpadded tensors; called for the parts of one file at a
-            time.
-        folder: created here; it must not exist, or be empty. It appears complete or not at all.
-        dtype: of the weights in the files, a key of `COMPUTE`.
-        end_of_text: separates documents, None: unknown; begin_of_text: begins a prompt, None: the
-            same.
-        ends: takes an `eos_token_id`, None for none, and returns that of the export, in which are
-            all tokens at which a generation stops.
+        read: names of our tensors → full, unpadded tensors; called for one file at a time.
+        folder: it is created here, and must be empty if it exists. It appears complete or not at
+            all.
+        dtype: dtype of the weights in the files, a key of `COMPUTE`.
+        end_of_text: separates documents; None: unknown.
+        begin_of_text: begins a prompt; None: `end_of_text`.
+        ends: takes an `eos_token_id` or None, and returns the one to export, with all tokens at
+            which a generation stops.
         kept: `kept_keys` of the config.json that the model was imported from.
         beside: more files, by name, such as a tokenizer's; they override ours.
 
     Raises:
-        UserError: a model that neither format can express, a weight that is no finite number in
-            `dtype`, a folder that is not empty, a disk that is full.
+        UserError: a model that no format can express, a weight that is not finite in `dtype`, a
+            folder that is not empty, or a full disk.
     """
     tensors = hf_tensors(model, hf_kind(model))
     begin = end_of_text if begin_of_text is None else begin_of_text
@@ -128,7 +129,7 @@ def _shards(tensors: list[HFTensor], itemsize: int, shard_bytes: int) -> dict[st
 
 
 def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
-    """Returns a tensor as the file holds it; raises UserError unless it is finite there."""
+    """Returns a tensor in the file's form; raises UserError unless it is finite there."""
     whole = torch.cat([parts[name] for name in tensor.parts])
     whole = whole.t() if tensor.transposed else whole
     made = whole.to(COMPUTE[dtype]).contiguous()
@@ -147,7 +148,7 @@ class HFFolder:
 
     Attributes:
         kind: its format, "llama", "gpt2" …
-        keys: of our `model` section.
+        keys: keys of our `model` section.
         untied: config.json ties the head to the embedding, but the files hold another head.
         kept: see `kept_keys`.
     """
@@ -163,8 +164,8 @@ def read_hf_config(folder: Path) -> HFFolder:
     config = read_json(folder, CONFIG, f"from={folder}")
     if not config:
         raise UserError(
-            f"from={folder} must be a folder with {CONFIG} and safetensors, as save_pretrained "
-            "writes it"
+            f"from={folder} must be a folder with {CONFIG} and safetensors, written by "
+            "save_pretrained"
         )
     try:
         kind, keys = from_hf(config)
@@ -173,7 +174,7 @@ def read_hf_config(folder: Path) -> HFFolder:
     except UserError as error:
         raise UserError(f"from={folder}: {plain(str(error))}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        raise UserError(  # a size that is no number, or 0
+        raise UserError(  # a size that is not a number, or 0
             f"from={folder}: {CONFIG} has values that make no sense ({plain(str(error))})"
         ) from None
     untied = keys["tie_embeddings"] and _has_own_head(folder, kind)
@@ -183,7 +184,7 @@ def read_hf_config(folder: Path) -> HFFolder:
 
 
 def _has_own_head(folder: Path, kind: str) -> bool:
-    """Returns whether the files' head differs from the embedding, as transformers compares."""
+    """Returns whether the files' head differs from the embedding, compared like in transformers."""
     with ExitStack() as stack:
         where = _tensors(folder, stack)
         name = EMBEDDINGS[kind]
@@ -194,8 +195,8 @@ def _has_own_head(folder: Path, kind: str) -> bool:
         shapes = [tuple(where[key].get_slice(key).get_shape()) for key in keys]
         if shapes[0] != shapes[1] or len(shapes[0]) != 2:
             raise UserError(
-                f"from={folder}: {HEAD} has shape {shapes[0]}, and {embedding}, to which "
-                f"config.json ties it, {shapes[1]}"
+                f"from={folder}: {HEAD} has shape {shapes[0]}, but {embedding}, to which "
+                f"config.json ties it, has {shapes[1]}"
             )
         head, table = (where[key].get_tensor(key) for key in keys)
         return not bool((head == table).all())
@@ -212,7 +213,7 @@ def tensors_of(
     """Yields our tensors one by one, (name, full tensor).
 
     Args:
-        dtype: None for that of the files.
+        dtype: dtype of the tensors; None: the files' dtype.
         wanted: names of our tensors; None: all.
 
     Raises:
@@ -246,14 +247,14 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def _tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Opens the files; returns the file of each key, as in transformers the last that has it."""
+    """Opens the files; returns the file of each key, the last that has it, as in transformers."""
     files = [stack.enter_context(_open(path)) for path in _files(folder)]
     return {key: file for file in files for key in file.keys()}  # noqa: SIM118
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns model.safetensors, else the files of the index. Raises UserError if none is there."""
-    # Files alone: opening a pipe would wait for its writer.
+    """Returns model.safetensors, else the files of the index. Raises UserError if there is none."""
+    # Only files: opening a pipe would wait for its writer.
     found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     paths = {path.name: path for path in found}
     _refuse_other_readings(folder, paths)
@@ -264,23 +265,23 @@ def _files(folder: Path) -> list[Path]:
     if pickles := sorted(path.name for path in folder.glob("*.bin")):
         raise UserError(
             f"from={folder} holds {pickles[0]}, which is a pickle and could run anything: "
-            "parallel3d reads safetensors alone; save the model anew with save_pretrained"
+            "parallel3d only reads safetensors; save the model again with save_pretrained"
         )
     raise UserError(f"from={folder} holds no {WEIGHTS} and no {INDEX}")
 
 
 def _refuse_other_readings(folder: Path, names: Iterable[str]) -> None:
-    """Raises UserError for files that make transformers compute, or read, something else."""
+    """Raises UserError for files that change what transformers computes or reads."""
     if (folder / ADAPTER).exists():
         raise UserError(
-            f"from={folder} holds {ADAPTER}, and what the model computes depends on whether the "
-            "adapter is applied: merge it into the weights (merge_and_unload), or take it away"
+            f"from={folder} holds {ADAPTER}, and the model's results depend on whether the "
+            "adapter is applied: merge it into the weights (merge_and_unload), or remove it"
         )
     shards = [name for name in names if DISTRIBUTED.match(name)]
     if shards:
         raise UserError(
             f"from={folder} holds {shards[0]}, a part of a distributed checkpoint of transformers, "
-            "which parallel3d does not read: save the model anew with save_pretrained"
+            "which parallel3d does not read: save the model again with save_pretrained"
         )
 
 
@@ -292,7 +293,7 @@ def _indexed(folder: Path, paths: Mapping[str, Path]) -> list[Path]:
     missing = [name for name in named if name not in paths]
     if missing:
         name = plain(missing[0])
-        raise UserError(f"from={folder}: {name}, which {INDEX} names, is not there")
+        raise UserError(f"from={folder}: {name}, which {INDEX} names, is missing")
     return [paths[name] for name in named]
 
 
@@ -312,7 +313,7 @@ def _open(path: Path) -> Any:
 def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
     """Raises UserError for more layers than tensors, before names are made for every layer."""
     if model.num_layers > tensors:
-        raise UserError(f"{where} has {model.num_layers} layers, and there are {tensors} tensors")
+        raise UserError(f"{where} has {model.num_layers} layers, but only {tensors} tensors exist")
 
 
 def _match(
@@ -321,7 +322,7 @@ def _match(
     """Returns transformers' name → key in the files, perhaps without prefix or tied embedding."""
     keys = {}
     for tensor in tensors:
-        # Keys of a bare `LlamaModel` or `GPT2Model`, as of the first GPT-2, have no prefix.
+        # Keys of a bare `LlamaModel` or `GPT2Model`, such as the first GPT-2, have no prefix.
         names = [tensor.name, BASE_PREFIX.sub("", tensor.name)]
         names += [HEAD] if tied and tensor.name == EMBEDDINGS[kind] else []
         key = next((k for k in names if k in where), None)

@@ -126,7 +126,7 @@ def test_no_run_begins_anew_beside_damaged_checkpoints(
     folder = make(tmp_path, 3)
     assert names_of_all("mine", tmp_path, alone) == [folder.name]
     folder.rename(folder.with_name("damaged-step-00000003"))
-    with pytest.raises(UserError, match=r"damaged-step-00000003 .* does not begin again at step 1"):
+    with pytest.raises(UserError, match=r"damaged-step-00000003 .* does not start over at step 1"):
         names_of_all("mine", tmp_path, alone)
     monkeypatch.setattr(os, "listdir", refuse(errno.EIO))
     with pytest.raises(TrainingFailure, match="EIO"):

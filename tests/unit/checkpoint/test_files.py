@@ -252,7 +252,7 @@ def test_planted_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
     (folder / "rank-00001.safetensors").write_bytes(content)
     digest = FileDigest("rank-00001.safetensors", len(content), hashlib.sha256(content).hexdigest())
     write_manifest(folder, dataclasses.replace(manifest, files=(manifest.files[0], digest)))
-    with pytest.raises(DamagedCheckpoint, match="is no checkpoint file of parallel3d"):
+    with pytest.raises(DamagedCheckpoint, match="is not a checkpoint file of parallel3d"):
         load(folder)
     assert not ran.exists()
 

@@ -165,7 +165,7 @@ def test_the_savers_thread_takes_the_ranks_device(
     thread.join()
     assert gpu.current[thread.ident] == GPU  # else `Gpu.stream` has raised
     assert gpu.said[0] == "event on compute" and gpu.said[-1] == "synchronize"
-    with pytest.raises(RuntimeError, match="a save is under way"):
+    with pytest.raises(RuntimeError, match="a save is in flight"):
         saver.start(SimpleNamespace(step=4, state={}), background=False)
 
 

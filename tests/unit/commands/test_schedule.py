@@ -177,7 +177,7 @@ GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("0F1", "0X1", "line 1: '0X1' is no action; they are a stage"),
+        ("0F1", "0X1", "line 1: '0X1' is not an action: an action is a stage"),
         ("0F1,", "", "rank 0 never does 0F1"),
         ("1B1", "1B1,1B1", "rank 1 has 1B1 twice"),
         ("0F1", "0F1,0F7", "rank 0 has 0F7, but micro-batches are 0 to 1"),
@@ -189,7 +189,7 @@ GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B0",
             "rank 0 waits for ever for the input of 0B0, while rank 1 does not go beyond 1F1",
         ),
-        ("1F0,1B0,1F1,1B1", "", "has 1 rows of actions, one a rank, but pp=2"),
+        ("1F0,1B0,1F1,1B1", "", "has 1 rows of actions, one per rank, but pp=2"),
         ("1F0", "2F0", "rank 1 has the stages [1, 2]"),
     ],
 )

@@ -83,7 +83,7 @@ def test_a_ring_closes_and_a_chain_does_not() -> None:
 
 
 def test_unknown_dimension_is_refused() -> None:
-    with pytest.raises(ValueError, match="'ep' is none of tp, cp, dp, pp, world, embedding"):
+    with pytest.raises(ValueError, match="'ep' is not one of tp, cp, dp, pp, world, embedding"):
         members(Layout(tp=2), "ep")
 
 
