@@ -88,7 +88,8 @@ def fused_functions() -> set[str]:
             continue
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, fused._Fused):
-                found.add(f"{value.__module__}.{value.__name__}")
+                plain = value.function
+                found.add(f"{plain.__module__}.{plain.__name__}")
     return found
 
 

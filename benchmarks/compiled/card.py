@@ -125,7 +125,7 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
             get_active_torch_device=lambda: torch.device("cuda", 0),
         )
     )
-    interface = {
+    interface: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
         "get_device_properties": lambda device=None: properties,
@@ -187,10 +187,10 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(library._destroy)
-        for name, value in interface.items():
-            stack.enter_context(patch.object(CudaInterface, name, staticmethod(value)))
-        for name, value in worker.items():
-            stack.enter_context(patch.object(CudaInterface.Worker, name, staticmethod(value)))
+        for name, function in interface.items():
+            stack.enter_context(patch.object(CudaInterface, name, staticmethod(function)))
+        for name, function in worker.items():
+            stack.enter_context(patch.object(CudaInterface.Worker, name, staticmethod(function)))
         for name, value in module.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(

@@ -67,8 +67,8 @@ def compiled_table(rows: Sequence[Row]) -> str:
         launches = "/".join(dict.fromkeys(str(_launches(row)) for row in each if row))
         moved = "/".join(dict.fromkeys(f"{_bytes(row) / elements:.1f}" for row in each if row))
         cells = [f"`{function}`", case, launches, moved]
-        for row in each:
-            cells += _figures(row)
+        for of_card in each:
+            cells += _figures(of_card)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -12,8 +12,9 @@ import logging
 import subprocess
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,11 +63,8 @@ def compiled(card: Card, calls: Iterable[Call]) -> list[dict[str, Any]]:
         for name, end in parts:
             kernels = launched[begin:end]
             begin = end
-            measured, refused = found(
-                lambda kernels=kernels: [
-                    figures(kernel, kernels.count(kernel)) for kernel in dict.fromkeys(kernels)
-                ]
-            )
+            counts = {kernel: kernels.count(kernel) for kernel in kernels}
+            measured, refused = found(partial(all_figures, counts))
             row = shared | {"function": name, "kernels": measured}
             rows.append(row | ({"error": refused} if refused else {}))
         if error:
@@ -86,7 +84,7 @@ def compiled(card: Card, calls: Iterable[Call]) -> list[dict[str, Any]]:
         for case, words in LARGE.items():
             config = configured(words)
             size = config.micro_batch_size * config.model.seq_length * config.model.hidden_size
-            rows_of(case, size, lambda config=config: run_blocks(config, lambda: len(launched)))
+            rows_of(case, size, partial(run_blocks, config, lambda: len(launched)))
     return rows
 
 
@@ -142,6 +140,7 @@ def run_blocks(config: Config, launches: Callable[[], int]) -> list[tuple[str, i
     """Forward and backward of all layers under `compile=true`, and `launches()` after each."""
     import torch
 
+    from parallel3d.blueprint.blueprint import Blueprint
     from parallel3d.comm.group import SINGLE
     from parallel3d.models.layers import BuildContext
     from parallel3d.models.transformer import Stage, compile_blocks
@@ -155,13 +154,15 @@ def run_blocks(config: Config, launches: Callable[[], int]) -> list[tuple[str, i
             return torch.empty(spec.shape, dtype=torch.bfloat16, device=self.device)
 
     device, model = torch.device("cuda", 0), config.model
-    context = BuildContext.of_run(config, Empty(config.seed, torch.float32, device), SINGLE)
+    context = BuildContext.of_run(
+        Blueprint.of(config), Empty(config.seed, torch.float32, device), SINGLE
+    )
     stage = Stage(model, range(model.num_layers), False, False, context)
     compile_blocks([stage], saves_operands=False)
     size = (config.micro_batch_size, model.seq_length, model.hidden_size)
     x = torch.empty(size, dtype=torch.bfloat16, device=device, requires_grad=True)
     samples = torch.empty(size[0], dtype=torch.int64, device=device) if model.dropout else None
-    y = stage.run_blocks(list(stage.layers.values()), x, stage.rotary, samples, None)
+    y = stage.run_blocks([*stage.blocks.values()], x, stage.rotary, samples, None)
     parts = [(f"{model.num_layers} blocks, forward", launches())]
     y.backward(torch.empty_like(y))
     return [*parts, (f"{model.num_layers} blocks, backward", launches())]
@@ -172,6 +173,11 @@ def largest(call: Call) -> int:
     from torch import Tensor
 
     return max(a.numel() for a in call.arguments if isinstance(a, Tensor))
+
+
+def all_figures(launches: Mapping[Any, int]) -> list[dict[str, Any]]:
+    """The figures of kernels, by how often each was launched."""
+    return [figures(kernel, count) for kernel, count in launches.items()]
 
 
 def figures(kernel: Any, launches: int) -> dict[str, Any]:
@@ -269,8 +275,9 @@ def interpreted(card: Card, calls: Iterable[Call]) -> list[dict[str, Any]]:
             for kind in ("as called", "in fp32"):
                 launches.clear()
                 given = call if kind == "as called" else widened(call)
-                differences, error = found(lambda given=given: compared(given, twins))
-                row = {"card": card.name, "case": call.case, "function": call.name, "kind": kind}
+                differences, error = found(partial(compared, given, twins))
+                row: dict[str, Any] = {"card": card.name, "case": call.case}
+                row |= {"function": call.name, "kind": kind}
                 row |= {"launches": len(launches), "results": differences}
                 rows.append(row | ({"error": error} if error else {}))
                 print("interpreted", *row.values(), error, flush=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import Dataset
 
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
 from parallel3d.data.corpus import check_data, open_corpus
@@ -115,7 +116,7 @@ def peer(folder: Path, sets: int, mask: bool) -> dict[str, Any]:
     """A DataLoader, shuffled, over windows of the same files in maps, one worker: this thread."""
     del mask
     import torch
-    from torch.utils.data import ConcatDataset, DataLoader, Dataset
+    from torch.utils.data import ConcatDataset, DataLoader
 
     class Windows(Dataset[Any]):
         def __init__(self, path: Path) -> None:
@@ -131,7 +132,9 @@ def peer(folder: Path, sets: int, mask: bool) -> dict[str, Any]:
     before, start = resident(), time.perf_counter()
     files = [folder / f"set-{number:04d}.bin" for number in range(sets)]
     order = torch.Generator()
-    text = ConcatDataset([Windows(file) for file in files])
+    text: ConcatDataset[tuple[torch.Tensor, torch.Tensor]] = ConcatDataset(
+        [Windows(file) for file in files]
+    )
     loader = DataLoader(text, shuffle=True, generator=order.manual_seed(0))
     batches = iter(loader)
     next(batches)

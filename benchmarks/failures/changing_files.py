@@ -317,7 +317,7 @@ class Stage:
             os.chdir(self.disk)
             recorder.provenance = lambda: HERE
             before()
-            command_line._run_hydra = without_hydra(composed(words))
+            command_line._run_hydra = without_hydra(composed(words))  # type: ignore[assignment]
             code = command_line.main(words)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
@@ -482,7 +482,8 @@ def run_cells(names: list[tuple[str, str, str]], starts: Sequence[int] = (1, 2))
         importlib.import_module(name)
     use_some_http()
     # A file of several blocks: some are fetched when the run begins, others later.
-    remote.BLOCK, remote.PAUSES_S = 1000, (0.0, 0.0)
+    remote.BLOCK = 1000
+    remote.PAUSES_S = (0.0,) * len(remote.PAUSES_S)
     by_name, found = {kind.name: kind for kind in kinds()}, []
     with bench(starts) as one:
         for name, moment, how in names:

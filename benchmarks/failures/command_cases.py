@@ -97,7 +97,8 @@ def composed(words: tuple[str, ...]) -> tuple[Any, Any]:
         got.append((config, HydraConfig.instance().cfg))
         return 0
 
-    real, command_line._run_job = command_line._run_job, take
+    real = command_line._run_job
+    command_line._run_job = take  # type: ignore[assignment]
     try:
         code = command_line.main(words)
     finally:
@@ -175,7 +176,7 @@ class Stage:
             self.before()
             if case.words[0] != "checkpoint" and not case.through_hydra:
                 words = tuple(w for w in case.words if not w.startswith("prompt="))
-                command_line._run_hydra = without_hydra(composed(words))
+                command_line._run_hydra = without_hydra(composed(words))  # type: ignore[assignment]
             with files:
                 code = command_line.main(case.words)
         except BaseException:  # as the interpreter does
@@ -224,7 +225,7 @@ def kill_after(step: int) -> Callable[[], None]:
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        health.Health.after_step = after_step
+        health.Health.after_step = after_step  # type: ignore[method-assign]
 
     return prepare
 

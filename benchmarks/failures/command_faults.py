@@ -149,7 +149,8 @@ def each(world: World, pairs: list[Pair], jobs: int) -> Iterator[Result]:
 
 def campaign(world: World, pairs: list[Pair], jobs: int, say: Callable[[str], None]) -> dict:
     """Try the pairs. Returns the counts and what was wrong."""
-    start, wrong = time.monotonic(), []
+    start = time.monotonic()
+    wrong: list[str] = []
     ended: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     scenarios: Counter[str] = Counter()

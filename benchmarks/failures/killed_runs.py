@@ -7,8 +7,10 @@ import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from benchmarks.failures.random_files import HOOK, Failing
 from parallel3d.metrics.jsonl import rows_of
@@ -58,7 +60,7 @@ class Command:
     starts: int = 0
 
     launcher = "ours"
-    popen = subprocess.Popen
+    popen: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
     targets: tuple[str, ...] = ("a rank", "all ranks", "the launcher")
 
     @property

@@ -22,8 +22,10 @@ WHAT = ("EIO", "ESTALE", "ENOSPC", "EACCES", "EMFILE", SHORT, SLOW, LOST)
 CALLS = (1, 1, 3, 30)  # that a fault lasts
 LAST_BEGIN = 600  # a rank of these runs makes about as many calls
 # What tells the processes of a start apart, and a rank from itself when it is started again.
-NAMES = ("RANK", "TORCHELASTIC_RESTART_COUNT", "SLURM_PROCID", "SLURM_STEP_ID")
-NAMES += ("SLURM_RESTART_COUNT",)
+NAMES = (
+    *("RANK", "TORCHELASTIC_RESTART_COUNT"),
+    *("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class RandomFiles(FailingFiles):
         with self._lock:
             number = self.seen
             self.seen += 1
-            if not self.begin <= number < self.end:
+            if self.fault is None or not self.begin <= number < self.end:
                 return None
             self.failed += 1
             if self.failed == 1:

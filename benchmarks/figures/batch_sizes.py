@@ -163,8 +163,8 @@ def show(runs: list[Run], svg: Path | None) -> None:
     if svg is not None:
         curves = []
         for run in runs:
-            points = zip(run.tokens, run.smooth(), strict=True)
-            curves.append(Line(f"{run.batch}", [(t / 1000, loss) for t, loss in points if t]))
+            seen_at = zip(run.tokens, run.smooth(), strict=True)
+            curves.append(Line(f"{run.batch}", [(t / 1000, at) for t, at in seen_at if t]))
         svg.write_text(picture(curves, reached, fits, (min(scales), max(scales))))
 
 

@@ -81,7 +81,7 @@ def _attention_case(given: Given, shape: tuple[int, int, int, int, int]) -> Row:
     members = SDPBackend.__members__.items()
     case: Row = {
         "shape": f"(b {batch}, heads {heads}/{kv_heads}, s {length}, d {width})",
-        "chosen": next(name for name, member in members if int(member) == choice),
+        "chosen": next(name for name, member in members if member.value == choice),
         "forward_ms": {},
         "both_ms": {},
     }

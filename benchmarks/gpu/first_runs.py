@@ -175,7 +175,7 @@ def trace(given: Given) -> Row:
         spent[event.name] += us
     total = sum(spent.values())
     most = spent.most_common(TOP_KERNELS)
-    top = [{"name": name, "ms": 1e-3 * us, "share": us / total} for name, us in most]
+    top: list[Row] = [{"name": name, "ms": 1e-3 * us, "share": us / total} for name, us in most]
     for row in top:
         print(f"{row['ms']:9.2f} ms {100 * row['share']:5.1f} %  {row['name'][:100]}")
     kind = "operation (host)" if host else "kernel"
@@ -201,8 +201,8 @@ def _busy_share(spans: list[tuple[float, float]]) -> float:
 def communicators(given: Given) -> Row:
     """A process group of one: made, split, used, and destroyed in the order of making."""
     device, backend = given.device, accelerator.backend_of(given.device)
-    bound = {"device_id": device} if given.on_accelerator else {}
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **bound)
+    bound = device if given.on_accelerator else None
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
     try:
         value = torch.ones(4, device=device)
         groups = [dist.group.WORLD]

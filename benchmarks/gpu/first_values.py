@@ -69,6 +69,11 @@ FULL = Shapes(2, 4096, 32, 8, 64, 8192, 128256, 2048)
 TINY = Shapes(2, 64, 4, 2, 16, 96, 301, 64)
 
 
+def plain(function: Any) -> Callable[..., Any]:
+    """Returns the operators of a function under `fused`, without its kernel."""
+    return function.function
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A function under `fused` with its arguments, and how near its results must be."""
@@ -141,7 +146,7 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
 
     x, grad = random(batch, sequence, hidden), random(batch, sequence, hidden)
     weight = random(hidden)
-    scale = ops.rms_norm_forward.function(x, weight, 1e-5)[1]
+    scale = plain(ops.rms_norm_forward)(x, weight, 1e-5)[1]
     yield "rms_norm", Comparison(ops.rms_norm_forward, (x, weight, 1e-5))
     yield "rms_norm backward", Comparison(ops.rms_norm_backward, (grad, x, weight, scale))
     yield "add_rms_norm", Comparison(ops.add_rms_norm_forward, (x, grad, weight, 1e-5))
@@ -161,7 +166,7 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     yield "split_heads backward", Comparison(ops.split_heads_backward, (*parts, *turn))
 
     weights = random(shapes.head_dim), random(shapes.head_dim)
-    scales = layers.norm_heads_forward.function(qkv, *weights, heads, 1e-5)[1:]
+    scales = plain(layers.norm_heads_forward)(qkv, *weights, heads, 1e-5)[1:]
     yield "norm_heads", Comparison(layers.norm_heads_forward, (qkv, *weights, heads, 1e-5))
     yield (
         "norm_heads backward",
@@ -172,13 +177,13 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     starts, places = dropout.starts_of_keys(samples, site), torch.arange(sequence, device=device)
     of_heads = (starts, (shapes.heads, sequence), 0, places)
     yield "dropout's keys", Comparison(dropout.row_keys, of_heads, limit=0.0)
-    keys = dropout.row_keys.function(starts, (sequence,), 0, places)
+    keys = plain(dropout.row_keys)(starts, (sequence,), 0, places)
     yield "dropout", Comparison(dropout.drop, (x, *keys, 0.1), has_zeros=True)
 
     few = 4
     scores = random(1, few, sequence, sequence)
     queries = places.to(torch.int32)[None]
-    keys = dropout.row_keys.function(starts[:1], (few, sequence), 0, places)
+    keys = plain(dropout.row_keys)(starts[:1], (few, sequence), 0, places)
     seen = (queries, None, *keys, 0.1)
     softmax, backward = (
         dropped_attention.dropped_softmax,
@@ -200,7 +205,7 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
         name = "" if real == columns else ", padded"
         arguments = (logits, target, inside, real, True)
         yield f"loss's statistics{name}", Comparison(statistics, arguments, limit=WIDE)
-        maximum, total = statistics.function(*arguments)[:2]
+        maximum, total = plain(statistics)(*arguments)[:2]
         log_sum = (maximum + total.log()).unsqueeze(1)
         one = torch.full_like(log_sum, 1 / tokens)
         columns_of = (log_sum, one, -one, target, 1e-6 * one, real)
@@ -300,7 +305,7 @@ def attention_values(given: Given) -> Row:
         # The last: a length whose half block cuDNN has computed wrongly.
         cases = [(32, 32, 4096, 64), (32, 8, 4096, 64), (24, 24, 4096, 128), (24, 8, 4096, 128)]
         cases += [(32, 8, 2112, 64)]
-    rows = {}
+    rows: Row = {}
     for heads, kv_heads, length, width in cases:
         random = _random(given.device)
         parts = [random(1, length, n, width) for n in (heads, kv_heads, kv_heads, heads)]

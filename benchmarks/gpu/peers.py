@@ -198,8 +198,8 @@ def side_by_side(name: str, size: Size, device: torch.device, compiled: bool) ->
         for trainer in steps:
             seconds = statistics.median(one[trainer] for one in rounds)
             ratios = [one[trainer] / one["parallel3d"] for one in rounds]
-            found[trainer] = {"step_ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
-            found[trainer] |= {"times_ours": statistics.median(ratios), "rounds": ratios}
+            row: dict[str, Any] = {"step_ms": 1e3 * seconds, "tokens_per_s": tokens / seconds}
+            found[trainer] = row | {"times_ours": statistics.median(ratios), "rounds": ratios}
         return {"trainers": found, "absent": absent, "peak_memory_gb": peak_memory_gb(device)}
 
     return first_that_fits(size, device, run)

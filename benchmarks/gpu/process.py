@@ -127,7 +127,10 @@ def _said(err: str) -> str | None:
             found = next((said for said in after if said and not said[0].isspace()), found)
     sentences = [line for line in lines if line.startswith("parallel3d: ")]
     rest = [line for line in lines if line.strip()]
-    return found or (sentences or rest or [None])[-1]
+    if found is not None:
+        return found
+    last = sentences or rest
+    return last[-1] if last else None
 
 
 def _shortened(text: str) -> str:

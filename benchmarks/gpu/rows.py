@@ -80,7 +80,7 @@ def device_of(word: str) -> torch.device:
 
 def read_preset(path: Path) -> dict[str, Any]:
     """A model's preset, which is flat: `key: value` a line, comments. No YAML reader needed."""
-    values = {}
+    values: dict[str, Any] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         key, colon, word = line.partition("#")[0].partition(":")
         word = word.strip()

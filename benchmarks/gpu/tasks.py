@@ -339,7 +339,7 @@ class Bench:
         """The calls with their tasks and seconds; without calls the groups."""
         kinds = [(f"--call {number}", names) for number, names in enumerate(self.calls, 1)]
         kinds = kinds or [
-            (f"--group {group}", [n for n, task in self.tasks.items() if task.group == group])
+            (f"--group {group}", tuple(n for n, task in self.tasks.items() if task.group == group))
             for group in self.groups
         ]
         lines, total = [], 0

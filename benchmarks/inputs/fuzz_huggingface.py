@@ -359,7 +359,8 @@ def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
     """Tokens, and the logits of the model that `checkpoint import` reads. Raises UserError."""
     found = read_hf_config(folder)
     model = replace(ModelConfig(), **found.keys)
-    stage, held = huggingface.blank_model(model), {}
+    stage = huggingface.blank_model(model)
+    held: dict[str, Any] = {}
     for parameter in stage.parameters():
         held |= {piece.name: (piece, parameter.detach()) for piece in spec_of(parameter).shards}
     tensors = tensors_of(folder, model, found.kind, dtype=torch.float32)

@@ -16,10 +16,12 @@ from parallel3d.config.overrides import groups, presets
 from parallel3d.config.schema import SECTIONS
 
 # Keys of the machine, of where files go and of other subcommands; and the length of the run.
-NOT_THE_ENGINES = ("tp", "pp", "dp", "cp", "vpp", "run", "device", "compile", "placement", "prompt")
-NOT_THE_ENGINES += ("rank_file", "cluster.", "data.", "logger.", "launch.", "verify.", "topology.")
-NOT_THE_ENGINES += ("bench.", "generate.", "train.steps", "model.num_layers", "model.vocab_")
-NOT_THE_ENGINES += ("model.hidden_size", "recovery.watchdog_s")
+NOT_THE_ENGINES = (
+    *("tp", "pp", "dp", "cp", "vpp", "run", "device", "compile", "placement", "prompt"),
+    *("rank_file", "cluster.", "data.", "logger.", "launch.", "verify.", "topology."),
+    *("bench.", "generate.", "train.steps", "model.num_layers", "model.vocab_"),
+    *("model.hidden_size", "recovery.watchdog_s"),
+)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,12 +33,13 @@ from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.sampler import Sample
+from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.trainer import Trainer
 from tests.e2e.command import Shell
 from tests.e2e.rails import RAILNET, Rails, why_not
 
 MODES = ("overlap", "after", "nothing")
-MODEL = {
+MODEL: dict[str, Any] = {
     "name": "llama", "num_layers": 8, "hidden_size": 256, "num_attention_heads": 8,
     "ffn_hidden_size": 688, "seq_length": 256, "norm": "rmsnorm", "position_embedding": "rope",
     "activation": "swiglu", "bias": False, "tie_embeddings": False,
@@ -48,9 +49,11 @@ MODEL = {
 class Ramp:
     """Any tokens do."""
 
+    seq_length = MODEL["seq_length"]
+
     def sample(self, i: int) -> Sample:
-        tokens = (np.arange(MODEL["seq_length"] + 1) * 7 + i) % 256
-        return Sample(tokens, np.ones(MODEL["seq_length"], dtype=bool))
+        tokens = (np.arange(self.seq_length + 1) * 7 + i) % 256
+        return Sample(tokens, np.ones(self.seq_length, dtype=bool))
 
 
 class Turn(NamedTuple):
@@ -71,7 +74,8 @@ def of_rank(dp: int, rounds: int, sequences: int, bucket_mb: float) -> None:
     config.ddp.bucket_cap_mb = bucket_mb
     groups = ProcessGroups.create(Layout(dp=dp), "cpu", 60, config.launch)
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
-    engine = trainer.data_parallel
+    engine, timer = trainer.data_parallel, trainer.step_timer
+    assert isinstance(engine, BucketedDataParallel)
     sending = engine.comm_hook
     turns = []
     for number in range(rounds + 1):
@@ -84,7 +88,8 @@ def of_rank(dp: int, rounds: int, sequences: int, bucket_mb: float) -> None:
             trainer.train_step()
             ms = 1e3 * (time.perf_counter() - start)
             if number:  # the first warms up
-                turns.append(Turn(mode, ms, 1e3 * trainer.step_timer.last["dp"]))
+                assert timer.last is not None
+                turns.append(Turn(mode, ms, 1e3 * timer.last["dp"]))
     if dist.get_rank() == 0:
         sent = sum(bucket.grad.nbytes for bucket in engine.buckets)
         print(json.dumps({"megabytes": sent / 1e6, "turns": turns}))

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from tests.e2e.command import Shell
+from tests.e2e.forked import Forked
 from tests.e2e.rails import Rails, why_not
 from tests.e2e.test_rails import EIGHT, SCRAMBLED, SMALL
 
@@ -37,6 +38,7 @@ def main() -> None:
     limits = ("--rail-mbit", str(given.rail_mbit), "--spine-mbit", str(given.spine_mbit))
     with tempfile.TemporaryDirectory(prefix="parallel3d-") as folder:
         shell = Shell(Path(folder), Path(folder))
+        forked = Forked(shell)
         network = Rails.start(Path(folder) / "net", hosts=4, gpus=2, options=limits)
         words = (*EIGHT, *SMALL, *shell.text(), f"train.steps={given.steps}")
         print("| placement | | NVLink MB | rails MB | spine MB | step s | of auto |")
@@ -44,7 +46,7 @@ def main() -> None:
         best = None
         try:
             for placement, what in PLACEMENTS.items():
-                ran = network.train(shell, SCRAMBLED, *words, f"placement={placement}")
+                ran = network.train(forked, SCRAMBLED, *words, f"placement={placement}")
                 step = statistics.median(ran.step_times_s[1:])  # the first warms up
                 best = best or step
                 megabytes = " | ".join(f"{ran.on(k) / 1e6:.1f}" for k in ("nvl", "rail", "spine"))

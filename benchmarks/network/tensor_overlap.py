@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from tests.e2e.command import Shell
+from tests.e2e.forked import Forked
 from tests.e2e.rails import Rails, Ran, why_not
 
 WARM_UP = 2
@@ -51,6 +52,7 @@ def main() -> None:
     megabytes: dict[int, float] = {}
     with tempfile.TemporaryDirectory(prefix="parallel3d-") as folder:
         shell = Shell(Path(folder), Path(folder), {"OMP_NUM_THREADS": "1"})
+        forked = Forked(shell)
         limits = ("--rail-mbit", str(given.rail_mbit))
         network = Rails.start(Path(folder) / "net", hosts=2, gpus=1, options=limits)
         words = (*RUN, *shell.text(), f"train.steps={given.steps}")
@@ -58,7 +60,7 @@ def main() -> None:
             for _ in range(given.rounds):
                 for chunks in given.chunks:
                     key = f"tensor_parallel.chunks={chunks}"
-                    ran = network.train(shell, ["h1g0", "h2g0"], *words, key, timeout_s=600)
+                    ran = network.run(forked, ["h1g0", "h2g0"], "train", *words, key, timeout_s=600)
                     times[chunks] += ran.step_times_s[WARM_UP:]
                     waits[chunks] += exposed_tp_s(ran)[WARM_UP:]
                     megabytes[chunks] = ran.on("rail") / given.steps / 1e6

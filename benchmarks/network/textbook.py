@@ -44,7 +44,7 @@ SMALLEST, LARGEST = 256, 65536  # elements
 class Case(NamedTuple):
     collective: str
     n: int
-    count: int
+    numel: int
 
 
 class Row(NamedTuple):
@@ -99,7 +99,7 @@ def rank_main(rank: int, netns: str, folder: Path, given: argparse.Namespace) ->
                 times[case, form].append(seconds)
     rows = [
         Row(case, form, min(times[case, form]),
-            price_of(case.collective, form, case.n, case.count, ITEM, link))
+            price_of(case.collective, form, case.n, case.numel, ITEM, link))
         for case, form in drawn
     ]  # fmt: skip
     if rank == 0:
@@ -109,7 +109,7 @@ def rank_main(rank: int, netns: str, folder: Path, given: argparse.Namespace) ->
 
 def one_call(rank: int, case: Case, form: str, group: dist.ProcessGroup, link: Link) -> float:
     """Seconds from the first rank's start to the last one's end, on the machine's one clock."""
-    buffer = torch.full((case.count,), rank + 1.0)
+    buffer = torch.full((case.numel,), rank + 1.0)
     dist.barrier()
     begun = time.monotonic()
     if rank < case.n:

@@ -18,7 +18,9 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,7 +104,7 @@ class Unused(nn.Module):
         return self.last(F.relu(branch(F.relu(self.first(x)))))
 
 
-MODULES = {
+MODULES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     "MLP": (mlp, "vectors", {}),
     "CNN": (cnn, "images", {}),
     "transformer": (lambda: Language(3, tied=False), "tokens", {}),
@@ -167,7 +169,7 @@ def difference(ours: Side, theirs: Side) -> float:
     worst = 0.0
     for a, b in zip(ours.net.parameters(), theirs.net.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None)
-        if a.grad is not None:
+        if a.grad is not None and b.grad is not None:
             off = (a.grad - b.grad).abs().max() / b.grad.abs().max().clamp(min=1e-12)
             worst = max(worst, off.item())
     found = torch.tensor(worst, dtype=torch.float64)

@@ -71,9 +71,16 @@ def torchrun(ranks: int, *args: str) -> list[str]:
     return [*launcher, "--nproc-per-node", str(ranks), *args]
 
 
+def layout_of(text: str) -> tuple[int, int, int]:
+    """Reads "tp,pp,dp"."""
+    tp, pp, dp = map(int, text.split(","))
+    return tp, pp, dp
+
+
 def run(command: list[str]) -> tuple[str, float]:
     """What the command prints, and the largest resident set of its processes in MiB."""
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     printed = process.stdout.read()
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -131,7 +138,7 @@ def variants(layout: tuple[int, int, int], wanted: Sequence[str]) -> list[str]:
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[dict]]]:
     """Layout → contender → one median step in ms, and the memory in MiB, per round."""
-    layouts = {text: tuple(map(int, text.split(","))) for text in args.layouts}
+    layouts = {text: layout_of(text) for text in args.layouts}
     result: dict[str, dict[str, list[dict]]] = {
         text: {name: [] for name in [OURS_NAME, *variants(layout, args.peers)]}
         for text, layout in layouts.items()

@@ -89,10 +89,13 @@ class Contender:
         one = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(self.ranks)}
         one["LOCAL_WORLD_SIZE"] = one["WORLD_SIZE"]
         for rank in map(str, range(self.ranks)):
-            env = environment() | one | {"RANK": rank, "LOCAL_RANK": rank}
-            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            env = environment() | one | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             words = [sys.executable, *self.words]
-            self.processes.append(subprocess.Popen(words, env=env, **quiet))
+            self.processes.append(
+                subprocess.Popen(
+                    words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+            )
         self._run_until(WARMUP)
 
     def turn(self) -> None:
@@ -217,13 +220,14 @@ def _row(of: Setting, turns: int, names: tuple[Sequence[str], Sequence[str]]) ->
         for contender in (*sides[0], *sides[1]):
             contender.end()
     ranked = [sorted(side, key=lambda c: c.ms) for side in sides]
-    said = [", ".join([*map(str, ranked[0])]), ", ".join([*map(str, ranked[1]), *failed])]
+    ours = ", ".join(map(str, ranked[0]))
+    others = ", ".join([*map(str, ranked[1]), *failed])
     best = zip(ranked[1][0].medians, ranked[0][0].medians, strict=True)
-    ratios = [theirs / ours for theirs, ours in best]  # of turns, one straight after the other
+    ratios = [theirs / mine for theirs, mine in best]  # of turns, one straight after the other
     cpu = statistics.median(map(operator.truediv, ranked[1][0].computed, ranked[0][0].computed))
     ratio = f"**{statistics.median(ratios):.2f}×** ({min(ratios):.2f}–{max(ratios):.2f})"
     ratio += f", of CPU {cpu:.2f}×"
-    line = f"| {of.pp} | {of.microbatches} | {said[0]} | {said[1]} | {ratio} |"
+    line = f"| {of.pp} | {of.microbatches} | {ours} | {others} | {ratio} |"
     print(line, flush=True)
     return ranked[0][0]
 

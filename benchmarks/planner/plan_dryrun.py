@@ -33,8 +33,10 @@ from parallel3d.estimate.traffic import group_size, transfers
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED
 from parallel3d.topology.assumptions import preset
 
-PRESETS = ("llama_1b", "llama3_8b", "llama3_70b", "gpt2_124m", "gpt3_175b", "qwen3_8b")
-PRESETS += ("qwen2_5_0_5b", "megatron_1t")
+PRESETS = (
+    *("llama_1b", "llama3_8b", "llama3_70b", "gpt2_124m", "gpt3_175b"),
+    *("qwen3_8b", "qwen2_5_0_5b", "megatron_1t"),
+)
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4), (8, 2))  # tp, pp
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
 RECOMPUTE = ("none", "selective", "full", "[norm,activation]", "[mlp]", "[norm,attention,mlp]")
@@ -77,7 +79,7 @@ def sample(seed: int, layers: int) -> Iterator[Keys]:
             chance.choice((1, 1, 2, 4)),
         )
         count = pp * chance.choice((1, 2, 3))
-        keys = {
+        keys: Keys = {
             "model": chance.choice(PRESETS), "layers": layers * pp * vpp, "tp": tp, "pp": pp,
             "vpp": vpp, "dp": dp, "cp": cp,
             "style": chance.choice(STYLES if cp > 1 else STYLES[:1]),

@@ -41,7 +41,7 @@ from parallel3d.host.memory import keep_freed_memory
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "name": "tiny_llama", "num_layers": 8, "hidden_size": 128, "num_attention_heads": 8,
     "ffn_hidden_size": 344, "seq_length": 128, "norm": "rmsnorm", "position_embedding": "rope",
     "activation": "swiglu", "bias": False, "tie_embeddings": False,
@@ -128,7 +128,7 @@ def contenders(file: str) -> list[Config]:
 def alone(file: str) -> list[Config]:
     """One rank; micro-batch, global batch and what of the model is another."""
     gpt = {"activation": "gelu", "norm": "layernorm", "position_embedding": "learned"}
-    shapes = (
+    shapes: tuple[tuple[int, int, dict[str, Any]], ...] = (
         (1, 4, {}),
         (4, 16, {}),
         (2, 4, {"hidden_size": 256, "ffn_hidden_size": 688}),
@@ -238,7 +238,7 @@ def main() -> None:
             print(f"\n{world} ranks, the plan's choice first")
             report(rows)
             for name, of in (("step", 3), ("work", 5)):
-                loss = rows[0][of] / min(row[of] for row in rows) - 1
+                loss = float(rows[0][of]) / min(float(row[of]) for row in rows) - 1
                 found.setdefault(f"auto_{world}", {})[name] = loss
                 print(f"layout=auto loses {100 * loss:.1f} % of the best measured ({name})")
     print(f"load at the end: {os.getloadavg()[0]:.1f}")

@@ -86,7 +86,7 @@ def folds(runs: Sequence[Run], kind: Callable[[Run], float] | None = None) -> li
     sets, so that none is in two folds."""
     keys = [("", kind(run)) if kind else (run.set, run.group) for run in runs]
     order: dict[str, list[float | str]] = {}
-    for name, key in sorted(set(keys)):  # type: ignore[type-var]
+    for name, key in sorted(set(keys)):
         order.setdefault(name, []).append(key)
     return [order[name].index(key) % FOLDS for name, key in keys]
 

@@ -4,7 +4,7 @@ weighed down. One set of constants for all rows; nothing knows which table a row
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +97,7 @@ class Table:
     work: StepWork
     starts: NDArray[np.int64]
     peaks: Mapping[str, float] | None = None  # the memory's constants: for stalls of full GPUs
-    held: Array | float = 0.0
+    held: Array = field(default_factory=lambda: np.zeros(1))
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Table:
@@ -108,7 +108,7 @@ class Table:
 
     def seconds(self, c: Constants) -> Array:
         """The planner's step time of each run: its fastest candidate's."""
-        found = step(self.work, c).total
+        found = np.asarray(step(self.work, c).total)
         if self.peaks is not None:
             found = memory.stalled(self.work, self.peaks, self.held, found)
         return np.minimum.reduceat(found, self.starts)

@@ -209,12 +209,10 @@ def misc(row: Row) -> Run | None:
     batch = row.get("global_batch", 512)
     micro = row.get("microbatch") or (1 if "MT-NLG" in name else None)
     chosen = batches(batch, over["dp"], micro)
-    place = (
-        ("v100", "fp16", "edr") if old else ("a100", "fp16", "opa" if "BLOOM" in name else "hdr")
-    )
+    device, fabric = ("v100", "edr") if old else ("a100", "opa" if "BLOOM" in name else "hdr")
     ends = "ends" if "BLOOM" in name else "even"
-    place = (*place, "deepspeed" if "BLOOM" in name or "MT-NLG" in name else "megatron")
-    made = [candidate(*place, split=ends, **over, **b) for b in chosen]
+    engine = "deepspeed" if "BLOOM" in name or "MT-NLG" in name else "megatron"
+    made = [candidate(device, "fp16", fabric, engine, split=ends, **over, **b) for b in chosen]
     return Run(row["id"], "misc_single_rows", name, made, row.get("iter_time_s_derived"))
 
 

@@ -264,7 +264,7 @@ def megascale(row: Row) -> Run:
 
 
 def _shape_only(row: Row) -> Row:
-    made = {k: row[k] for k in ("layers", "hidden", "heads", "vocab") if k in row}
+    made: dict[str, Any] = {k: row[k] for k in ("layers", "hidden", "heads", "vocab") if k in row}
     return {**made, "ffn": 4 * made["hidden"]} if "hidden" in made else made
 
 

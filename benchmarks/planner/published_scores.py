@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +70,7 @@ class Choice:
     correlation: float  # of the layouts that ran
 
 
-def choose(runs: Sequence[Run], seconds: Array, fits: Array) -> list[Choice]:
+def choose(runs: Sequence[Run], seconds: Array, fits: NDArray[Any]) -> list[Choice]:
     """Each group's choice: the least predicted time among layouts that are said to fit.
 
     Regret is its measured time over the best measured one. A choice that failed when it was run is

@@ -61,10 +61,11 @@ def dry_run() -> list[dict]:
 
 def assignments(*more: str) -> tuple[parallel3d.Config, list[tuple[str, RankMapping]]]:
     """The configuration, and the three placements, ours first."""
-    report = make_report(parallel3d.compose(*JOB, *more, world_size=6), JOB, {})
+    config = parallel3d.compose(*JOB, *more, world_size=6)
+    report = make_report(config, JOB, {})
     cluster, layout = report.cluster, report.layout
     crossed = np.array([0, 1, 3, 2, 4, 5])  # the second server's GPUs change places
-    return report.config, [
+    return config, [
         ("tensor groups inside, stages along rails", report.placement),
         ("the second server turned round", RankMapping(cluster, layout, crossed, "crossed")),
         ("pipelines inside", RankMapping.tiled(cluster, layout, Tiling.parse("pp-tp", layout))),

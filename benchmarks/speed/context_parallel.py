@@ -23,7 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +62,7 @@ def trained(words: tuple[str, ...]) -> list[dict]:
 
 
 def steps(tokens: int, rounds: int) -> None:
-    ways = {"one process": ()}
+    ways: dict[str, tuple[str, ...]] = {"one process": ()}
     ways |= {style: ("cp=2", f"context_parallel.style={style}") for style in STYLES}
     times: dict[str, list[float]] = {name: [] for name in ways}
     losses: dict[str, float] = {}
@@ -93,24 +95,28 @@ class PlainRing(torch.autograd.Function):
     """The ring of textbooks: contiguous halves, a blocking send and receive a block."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rank, size = dist.get_rank(), dist.get_world_size()
-        out = lse = None
+        out: Tensor | None = None
+        lse: Tensor | None = None
         keys, values = k, v
         for turn in range(size):
             source = (rank - turn) % size
             if source <= rank:
                 flash = aten._scaled_dot_product_flash_attention_for_cpu
                 part, of_part = flash(q, keys, values, 0.0, source == rank)
-                fresh = out is None
-                out, lse = (part, of_part) if fresh else merged(out, lse, part, of_part)
+                if out is None or lse is None:
+                    out, lse = part, of_part
+                else:
+                    out, lse = merged(out, lse, part, of_part)
             if turn + 1 < size:
                 keys, values = passed_on(keys), passed_on(values)
+        assert out is not None  # a rank attends to its own half at least
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, lse = ctx.saved_tensors
         rank, size = dist.get_rank(), dist.get_world_size()
         of_q, of_k, of_v = (torch.zeros_like(x) for x in (q, k, v))
@@ -133,6 +139,7 @@ def passed_on(x: Tensor) -> Tensor:
     taken = torch.empty_like(x, memory_format=torch.contiguous_format)
     sending = dist.isend(x.contiguous(), (rank + 1) % size)
     dist.recv(taken, (rank - 1) % size)
+    assert sending is not None
     sending.wait()
     return taken
 
@@ -162,8 +169,9 @@ def attention_on_ranks(tokens: int, rounds: int) -> None:
     half, split = tokens // 2, p3d.SplitSequences([[tokens]], groups.cp)
 
     def ours(style: str) -> Callable[..., Tensor]:
-        how = {"documents": split, "style": style}
-        return lambda q, k, v: p3d.context_parallel_attention(q, k, v, groups.cp, **how)
+        return partial(
+            p3d.context_parallel_attention, group=groups.cp, documents=split, style=style
+        )
 
     ways: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
         style: (ours(style), random(half)) for style in STYLES
@@ -199,10 +207,11 @@ def torch_context_parallel(inputs: list[Tensor]) -> str:
         mesh = init_device_mesh("cpu", (2,))
         begun = time.perf_counter()
         whole = [x.detach() for x in inputs]  # which it splits in place
-        kept = {"buffer_seq_dims": [2, 2, 2], "no_restore_buffers": set(whole)}
-        with context_parallel(mesh, buffers=whole, **kept):
-            leaves = [x.requires_grad_() for x in whole]
-            F.scaled_dot_product_attention(*leaves, is_causal=True).sum().backward()
+        with context_parallel(
+            mesh, buffers=whole, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(whole)
+        ):
+            q, k, v = (x.requires_grad_() for x in whole)
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
         return f"{1000 * (time.perf_counter() - begun):.0f} ms"
     except Exception as error:  # any of them is the answer
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"

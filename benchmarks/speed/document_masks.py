@@ -72,6 +72,7 @@ def trained(documents: list[bytes], vocabulary: int) -> Tokenizer:
 
 def bpe_stream(documents: list[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
     eot = tokenizer.token_to_id("<eot>")
+    assert eot is not None
     spelled = [d.decode("utf-8", "replace") for d in documents]
     encoded = tokenizer.encode_batch(spelled, add_special_tokens=False)
     return np.concatenate([np.append(e.ids, eot) for e in encoded]), eot
@@ -122,8 +123,7 @@ def row(
 
 def alone(inputs: list[Tensor], grad: Tensor, length: int, count: int) -> float:
     """The median where the sample is one document: what the detour costs."""
-    whole = torch.tensor((1, length, 0, *([length] * length)), dtype=torch.int32)
-    documents = Documents(torch.zeros(1, length, dtype=torch.int32), whole, whole[2:])
+    (documents,) = windows(np.zeros(length + 1, dtype=np.uint16), 1, length, 1)
     return statistics.median(
         seconds(lambda q, k, v: attend_within(q, k, v, documents), inputs, grad)
         for _ in range(min(count, 5))

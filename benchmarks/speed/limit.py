@@ -73,6 +73,7 @@ def operators(trainer: Trainer) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         trainer.train_step()
     found: Counter[str] = Counter()
+    assert trainer.step_timer.last is not None
     seconds = sum(trainer.step_timer.last.values())
     for event in profiled.key_averages():
         kind = next((k for k, pattern in KINDS if re.search(pattern, event.key)), REST)

@@ -67,6 +67,7 @@ def worker(rank: int, args: argparse.Namespace, chunk: str, dtype: str) -> None:
         logits = F.linear(x, table).float().flatten(0, 1)
         losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
         (losses * mask.flatten()).sum().backward(scale)
+        assert table.grad is not None
         main_grad.add_(table.grad)
         x.grad = table.grad = None
 

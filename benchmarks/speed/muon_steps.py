@@ -69,7 +69,7 @@ def main() -> None:
         )
         if kind in alone:
             spans, own = [trainer.data_parallel.spans_of(0)], trainer.optimizer.muon
-            assert own is not None
+            assert isinstance(own, Muon)
             trainer.optimizer.muon = Muon(
                 spans, own.mode, torch.float32, groups.tp, SINGLE, own.empty.device
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 import torch
 
@@ -15,14 +16,14 @@ from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"state": "bf16"},
     "fp32, average": {"ema_decay": 0.999},
 }
 
 
-def optimizer_of(rows: int, columns: int, **keys: object) -> Optimizer:
+def optimizer_of(rows: int, columns: int, **keys: Any) -> Optimizer:
     shape = (rows, columns)
     spec = ParameterSpec(shape, (ShardSpec("w", shape, (0, 0), shape),), replicated=False)
     flat = torch.randn(rows * columns)

@@ -77,8 +77,9 @@ def all_of_theirs(ranks: int, count: int, chunks: int) -> Iterator[Schedule]:
 
 
 def table(ranks: int, count: int, chunks: int, costs: list[float], hops: list[float]) -> None:
+    forward, input, weight = costs
     for hop in hops:
-        work = RankWork(*costs, hop)
+        work = RankWork(forward, input, weight, hop)
         rows = [("PyTorch", measure(one, work)) for one in all_of_theirs(ranks, count, chunks)]
         best = min(row.overhead for _, row in rows)
         forms = measured_schedules(ranks, count, chunks, work)

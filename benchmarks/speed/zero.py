@@ -18,6 +18,7 @@ import statistics
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from parallel3d.host.memory import keep_freed_memory
 from parallel3d.trainer import Trainer
 
 SEQUENCE = 256
-MODEL = {
+MODEL: dict[str, Any] = {
     "name": "llama", "num_layers": 8, "hidden_size": 256, "num_attention_heads": 8,
     "ffn_hidden_size": 688, "seq_length": SEQUENCE, "norm": "rmsnorm", "position_embedding": "rope",
     "activation": "swiglu", "bias": False, "tie_embeddings": False,
@@ -42,6 +43,8 @@ MICROBATCHES = 8  # of 2 sequences, over all ranks: 4,096 tokens a step
 
 class Ramp:
     """Any tokens do."""
+
+    seq_length = SEQUENCE
 
     def sample(self, i: int) -> Sample:
         tokens = (np.arange(SEQUENCE + 1) * 7 + i) % 256
@@ -92,7 +95,8 @@ def step_times(groups: ProcessGroups, rounds: int, precision: str) -> list[tuple
             trainer.data_parallel.wait_for_all_gathers()  # before the other's turn
             row.append(1e3 * (time.perf_counter() - start) / TURN)
         if number:  # the first warms up
-            rows.append(tuple(row if number % 2 else reversed(row)))
+            zero0, zero1 = row if number % 2 else reversed(row)
+            rows.append((zero0, zero1))
     return rows
 
 
@@ -110,7 +114,7 @@ def _rank(index: int, size: int, port: int, job: functools.partial, result: Conn
     dist.destroy_process_group()
 
 
-def on_ranks(size: int, job: functools.partial) -> object:
+def on_ranks(size: int, job: functools.partial) -> Any:
     """What `job(groups)` returns on rank 0 of `size` new processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

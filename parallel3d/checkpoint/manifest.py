@@ -273,7 +273,7 @@ def _is_number(value: Any) -> bool:
 
 # Reading on all ranks
 
-PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # before each further try
+PAUSES_S: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)  # before each further try
 _WHOLE, _DAMAGED, _INCOMPLETE, _UNREADABLE = range(4)
 
 T = TypeVar("T")

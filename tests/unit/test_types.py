@@ -1,4 +1,4 @@
-"""Runs mypy over the package, with the settings of pyproject.toml."""
+"""Runs mypy over the package and the benchmarks, with the settings of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_the_package_has_no_type_errors() -> None:
+def test_package_and_benchmarks_have_no_type_errors() -> None:
     command = (sys.executable, "-m", "mypy", "--no-error-summary")
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr

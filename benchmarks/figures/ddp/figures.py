@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,7 +109,7 @@ class Bench:
 
     def report(self) -> dict[str, object]:
         """By figure its rows; seconds."""
-        figures: dict[str, object] = {"ranks": self.group.size, "steps": self.steps * ROUNDS}
+        figures: dict[str, Any] = {"ranks": self.group.size, "steps": self.steps * ROUNDS}
         for name, measure in {
             "2ab": self.calls,
             "2cd": self.ready,
@@ -241,7 +242,7 @@ class Bench:
 
     def _first(self, members: list[int]) -> dist.ProcessGroup:
         """A group of these ranks, on the network interfaces of the run's own groups."""
-        more: dict[str, object] = {}
+        more: dict[str, Any] = {}
         cluster, placement = self.config.cluster, self.worker.placement
         interfaces = Interfaces.of_run(cluster, placement) if self.group.size > 1 else None
         if interfaces is not None and self.group.index < len(members) > 1:

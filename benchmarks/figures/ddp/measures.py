@@ -196,6 +196,7 @@ def readiness(name: str, group: Group, device: torch.device, steps: int) -> list
         times.append([])
         sizes.clear()
         with net.no_sync():  # computing alone
+            assert net.averager is not None
             net.averager.enabled = False
             finish()
             start = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.figures.ddp.measures import PARTS
 from benchmarks.figures.ddp.nets import NETS
@@ -11,11 +12,11 @@ from benchmarks.figures.ddp.pictures import bars, curves
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.text import three_digits
 
-Rows = Sequence[Mapping[str, object]]
+Rows = Sequence[Mapping[str, Any]]
 Series = dict[str, list[float | None]]
 
 
-def write_report(figures: Mapping[str, object], folder: Path) -> None:
+def write_report(figures: Mapping[str, Any], folder: Path) -> None:
     """ddp_figures.json, ddp_figures.md and figure_*.svg; the tables are printed."""
     write_json(folder / "ddp_figures.json", dict(figures))
     lines = [f"{figures['ranks']} ranks, medians of {figures['steps']} steps; ms.", ""]
@@ -77,7 +78,8 @@ def _word(place: object) -> str:
 def _table(below: str, places: Sequence[str], series: Series) -> list[str]:
     rows = [f"| {below} | {' | '.join(series)} |", "|---" * (1 + len(series)) + "|"]
     for i, place in enumerate(places):
-        cells = [three_digits(v[i]) if v[i] is not None else "" for v in series.values()]
+        values = [of_series[i] for of_series in series.values()]
+        cells = ["" if value is None else three_digits(value) for value in values]
         rows.append(f"| {place} | {' | '.join(cells)} |")
     return rows
 

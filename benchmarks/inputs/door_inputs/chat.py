@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -541,7 +542,7 @@ def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:
         right = _right(name, drawn, peer)
         yield Input(
             text,
-            lambda row=drawn.row, reader=reader, inner=tokenizer._inner: _taken(row, reader, inner),
+            partial(_taken, drawn.row, reader, tokenizer._inner),
             right,
             common=right is not REFUSAL and drawn.everyday,
         )

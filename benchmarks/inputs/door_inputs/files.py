@@ -17,7 +17,9 @@ import shutil
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow
@@ -83,7 +85,7 @@ def _arrow(texts: list[str]) -> bytes:
     return out.getvalue()
 
 
-def _tar(content: bytes, mode: str) -> bytes:
+def _tar(content: bytes, mode: Literal["w", "w:gz", "w:bz2", "w:xz"]) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode=mode) as made:
         info = tarfile.TarInfo("rows.jsonl")
@@ -193,12 +195,14 @@ def _at_a_door(
     rng: random.Random, path: Path, right: object, what: str, common: bool
 ) -> Iterator[Input]:
     cache = path.parent / ".cache" if path.is_file() else path.parent / f".cache-{path.name}"
-    door = rng.choice([tokenized, learned, trained, evaluated])
-    name = f"{door.__name__}: {path.name!r}, {what}"
-    if door in (tokenized, learned):
-        yield Input(name, lambda: door(str(path)), right, common)
-    else:
-        yield Input(name, lambda: door(str(path), cache), right, common)
+    doors: dict[str, Callable[[], object]] = {
+        "tokenized": partial(tokenized, str(path)),
+        "learned": partial(learned, str(path)),
+        "trained": partial(trained, str(path), cache),
+        "evaluated": partial(evaluated, str(path), cache),
+    }
+    door = rng.choice([*doors])
+    yield Input(f"{door}: {path.name!r}, {what}", doors[door], right, common)
 
 
 def _named_well(rng: random.Random, root: Path) -> Iterator[Input]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs.door_inputs.answers import REFUSAL, Input
+from parallel3d.config.identity import decisive
 from parallel3d.config.length import Length, clock_of
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
@@ -56,7 +57,9 @@ def lives(rng: random.Random) -> Iterator[Input]:
         tokens = budget * sequence - rng.randrange(sequence)
         length = {"steps": budget} if by_steps else {"tokens": float(tokens)}
         # By hand: the samples after each step, and where each start ends.
-        read, after, cuts = 0, [], []
+        read = 0
+        after: list[int] = []
+        cuts: list[int] = []
         for batch in batches[:-1]:
             for _ in range(rng.randint(0, 40)):
                 if len(after) >= budget if by_steps else read >= budget:
@@ -77,7 +80,8 @@ def lives(rng: random.Random) -> Iterator[Input]:
             shares = [min(1.0, one / first / end) for one in after]
             shares[-1] = 1.0
             rates = [MIN_LR + (LR - MIN_LR) * (1 - share) for share in shares]
-        right = len(after), after[-1], [round(rate, 12) for rate in rates] or round(MIN_LR, 12)
+        shown_rates: list[float] | float = [round(rate, 12) for rate in rates]
+        right = len(after), after[-1], shown_rates or round(MIN_LR, 12)
         text = f"train {length} seq_length={sequence}, batches {batches} from steps {[0, *cuts]}"
 
         def take(
@@ -96,8 +100,8 @@ def lives(rng: random.Random) -> Iterator[Input]:
                 for step in range(steps + 1, last + 1):
                     rates.append(learning_rate(config.optim, found.end, found.place(step)))
                 steps, read = last, found.sizes.samples(last)
-                kept = {"steps": steps, "consumed_samples": read}
-                kept |= {"clock": found.clock_at(steps, read)}
+                kept: dict[str, Any] = {"steps": steps, "consumed_samples": read}
+                kept["clock"] = found.clock_at(steps, read)
                 clock = clock_of(json.loads(json.dumps(kept)), dataclasses.asdict(config))
             shown = [round(rate, 12) for rate in rates]
             return steps, read, shown if plain else shown[-1]
@@ -238,7 +242,7 @@ def ids(rng: random.Random, folder: Path) -> Iterator[Input]:
         if kept:
             (run_dir / "wandb-id").write_text(f"{kept}\n")
             ledger = Ledger(run_dir)
-            ledger.begin(kept, "gone", 1, config_of(64, {"steps": 9}, 8))
+            ledger.begin(kept, "gone", 1, decisive(config_of(64, {"steps": 9}, 8)))
             ledger.sent(Row(last, False), closed=True)
             if lr != LR and last >= first:
                 right = "a new id"
@@ -254,7 +258,7 @@ def ids(rng: random.Random, folder: Path) -> Iterator[Input]:
         ) -> object:
             config = config_of(64, {"steps": 9}, 8)
             config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=lr))
-            found = begin(run_dir, first, config, environ).id
+            found = begin(run_dir, first, decisive(config), environ).id
             is_new = found not in before and found != environ.get("WANDB_RUN_ID")
             return "a new id" if is_new else found
 

@@ -139,7 +139,8 @@ def pair_of(rng: random.Random, path: Path, which: int) -> Input:
     mixed = begins and rng.random() < 0.3
     beyond = rng.random() < 0.1
     count = rng.randint(8, 60)
-    stream, borders = [], []
+    stream: list[int] = []
+    borders: list[int] = []
     with IndexedWriter(where / "pair", np.dtype("<u2")) as writer:
         for number in range(count):
             first = rng.randrange(5)

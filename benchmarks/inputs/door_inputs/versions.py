@@ -15,8 +15,10 @@ from parallel3d import versions
 from parallel3d.versions import TRIED, check_versions, newer
 
 NAMED, SILENT = "named", "silent"
-ENDINGS = ("", "", "+cpu", "+cu132", ".post1", "rc1", "a0+git1f2e3d", "a0+9f.nv26.10")
-ENDINGS += (".dev20261120+cu132",)
+ENDINGS = (
+    *("", "", "+cpu", "+cu132", ".post1", "rc1"),
+    *("a0+git1f2e3d", "a0+9f.nv26.10", ".dev20261120+cu132"),
+)
 ODD = ("git-1f2e3d", "main", "", "unknown", "v2.13.0")  # of builds from source
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.inputs.door_inputs.answers import REFUSAL, Input
 from parallel3d.commands.verbs import Verb, parse
@@ -79,7 +79,9 @@ def taken_from_file(text: str, folder: Path, package: str = "") -> Config:
     tree: Any = read_yaml(path, package)
     for section in reversed(package.split(".") if package else []):
         tree = {section: tree}
-    return config_of(OmegaConf.merge(pickle.loads(_defaults()), OmegaConf.create(tree)))
+    merged = OmegaConf.merge(pickle.loads(_defaults()), OmegaConf.create(tree))
+    assert isinstance(merged, DictConfig)
+    return config_of(merged)
 
 
 def taken_again(config: Config) -> Config:
