@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv beside this folder and installs parallel3d with its tests into it; quick when done.
+# Makes .venv beside this folder and installs parallel3d into it; quick when done.
 #
-#   ./launch/setup.sh          make or update the environment
-#   source launch/setup.sh     the same, and $VENV names it afterwards
+#   ./launch/setup.sh             what training needs
+#   ./launch/setup.sh test        also what tests and docs need (the extra `test` of pyproject.toml)
+#   source launch/setup.sh SET    one of the two, train or test; $VENV names the environment afterwards
 #
 # Needs bash and Python >= 3.11 with venv, nothing else. PYTHON picks another interpreter.
 # On a machine without a GPU pip may fetch torch's CUDA build, which is several times larger: set
@@ -28,7 +29,8 @@ _p3d_python() {
   return 1
 }
 
-# What the environment was made from: the stamp of a finished set-up holds the same line.
+# What the environment was made from. The stamp of a finished set-up holds the same line behind the
+# name of its set.
 _p3d_fingerprint() {
   local python=$1
   {
@@ -55,8 +57,23 @@ _p3d_usable() {
     [[ "$("$VENV/bin/python" -c "$version" 2>/dev/null)" == "$("$1" -c "$version")" ]]
 }
 
+# Says that there is a CPU build, where pip is about to fetch torch with CUDA's libraries: on Linux,
+# unless the newest build of the pinned version that pip finds, which it takes, is one for the CPU.
+_p3d_warn_of_cuda() {
+  local pinned builds
+  [[ $(uname -s) == Linux ]] || return 0
+  "$VENV/bin/python" -m pip show torch >/dev/null 2>&1 && return
+  pinned=$(sed -n 's/^torch==//p' "$_p3d_root/constraints.txt")
+  builds=$("$VENV/bin/python" -m pip index versions torch 2>/dev/null | sed -n 's/^Available.*: //p')
+  [[ ", $builds" =~ ", $pinned"("+"[a-z0-9.]+)?(,|$) && ${BASH_REMATCH[1]} == +cpu ]] && return
+  _p3d_say "torch $pinned comes with CUDA's libraries, a download of over 2 GB. A machine without" \
+    "a GPU needs its CPU build alone, 200 MB: stop here (Ctrl-C) and start again with" \
+    "PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU wheels>, which pytorch.org/get-started names."
+}
+
 _p3d_install() {
-  local python=$1 fingerprint=$2 start=$SECONDS
+  local python=$1 set=$2 fingerprint=$3 extra="" start=$SECONDS
+  [[ $set == train ]] || extra="[$set]"
   if _p3d_usable "$python"; then
     _p3d_say "bringing $VENV up to date"
   elif _p3d_say "making $VENV with $("$python" --version)" &&
@@ -65,28 +82,39 @@ _p3d_install() {
       "(on Debian and Ubuntu the package python3-venv)."
     return 1
   fi
-  _p3d_say "$((SECONDS - start)) s; installing torch and the rest, once (a minute or a few)"
-  if ! _p3d_pip install -c "$_p3d_root/constraints.txt" -e "$_p3d_root[test]"; then
+  _p3d_warn_of_cuda
+  _p3d_say "$((SECONDS - start)) s; installing what $set needs, once (a minute or a few)"
+  if ! _p3d_pip install -c "$_p3d_root/constraints.txt" -e "$_p3d_root$extra"; then
     _p3d_say "the installation failed after $((SECONDS - start)) s; pip's words are above."
     return 1
   fi
-  printf '%s\n' "$fingerprint" >"$VENV/.parallel3d-stamp"
+  printf '%s %s\n' "$set" "$fingerprint" >"$VENV/.parallel3d-stamp"
   _p3d_say "$((SECONDS - start)) s; done"
 }
 
 _p3d_setup() {
-  local python fingerprint
+  local set=${1:-train} python fingerprint
+  if [[ $set != train && $set != test ]]; then
+    _p3d_say "$set is no set of packages: train or test"
+    return 2
+  fi
   python=$(_p3d_python) || return
   fingerprint=$(_p3d_fingerprint "$python")
-  _p3d_done() { [[ $(cat "$VENV/.parallel3d-stamp" 2>/dev/null) == "$fingerprint" ]]; }
+  # With what tests need, all that training needs is there.
+  _p3d_done() {
+    case $(cat "$VENV/.parallel3d-stamp" 2>/dev/null) in
+    "$set $fingerprint" | "test $fingerprint") ;;
+    *) return 1 ;;
+    esac
+  }
   _p3d_done && return
   # Two scripts at once: one installs, the other waits and finds it done.
   (
     if command -v flock >/dev/null; then
       flock -n 9 || { _p3d_say "another set-up is at work; waiting for it" && flock 9; }
     fi
-    _p3d_done || _p3d_install "$python" "$fingerprint"
+    _p3d_done || _p3d_install "$python" "$set" "$fingerprint"
   ) 9>"$_p3d_root/.venv.lock"
 }
 
-_p3d_setup
+_p3d_setup "$@"

@@ -7,7 +7,7 @@
 # A set is shared by two or three processes, file by file; a choice runs in one.
 # The first start makes .venv beside this folder. Works from any directory.
 set -euo pipefail
-source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh" test
 cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
 # Some images set it: each of the hundreds of processes would compile the package for itself.
 unset PYTHONDONTWRITEBYTECODE
