@@ -220,14 +220,14 @@ def _row(of: Setting, turns: int, names: tuple[Sequence[str], Sequence[str]]) ->
         for contender in (*sides[0], *sides[1]):
             contender.end()
     ranked = [sorted(side, key=lambda c: c.ms) for side in sides]
-    ours = ", ".join(map(str, ranked[0]))
-    others = ", ".join([*map(str, ranked[1]), *failed])
+    us = ", ".join(map(str, ranked[0]))
+    them = ", ".join([*map(str, ranked[1]), *failed])
     best = zip(ranked[1][0].medians, ranked[0][0].medians, strict=True)
     ratios = [theirs / mine for theirs, mine in best]  # of turns, one straight after the other
     cpu = statistics.median(map(operator.truediv, ranked[1][0].computed, ranked[0][0].computed))
     ratio = f"**{statistics.median(ratios):.2f}×** ({min(ratios):.2f}–{max(ratios):.2f})"
     ratio += f", of CPU {cpu:.2f}×"
-    line = f"| {of.pp} | {of.microbatches} | {ours} | {others} | {ratio} |"
+    line = f"| {of.pp} | {of.microbatches} | {us} | {them} | {ratio} |"
     print(line, flush=True)
     return ranked[0][0]
 
