@@ -165,6 +165,11 @@ def test_a_part_of_the_library_needs_little_of_the_package(
     assert sum(found.values()) <= lines, told
 
 
+def test_the_optimizer_needs_little_of_the_package() -> None:
+    found = closure_of("parallel3d.optim.optimizer")
+    assert len(found) <= 15, ", ".join(sorted(found))
+
+
 def test_imports_in_functions_count_and_those_for_types_do_not(tmp_path: Path) -> None:
     (tmp_path / "sample" / "deep").mkdir(parents=True)
     for name, text in {
