@@ -49,3 +49,37 @@ def test_the_table_of_layers_has_every_package() -> None:
     names = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
     names |= {path.name for path in package.glob("*.py") if not path.name.startswith("__")}
     assert {name for name in names if f"`{name}`" not in table} == set()
+
+
+def test_the_table_of_benchmarks_has_every_script_and_its_pages() -> None:
+    folder = ROOT / "benchmarks"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    named = [row[0].strip("| `") for row in rows]
+    scripts = {
+        str(path.relative_to(folder)).removesuffix("/__main__.py")
+        for path in (*folder.glob("*/**/*.py"), *folder.glob("*/*.sh"))
+        if path.suffix == ".sh" or "__main__" in path.name + path.read_text(encoding="utf-8")
+    }
+    assert sorted(named) == sorted(scripts)
+    for row in rows:
+        for link in re.findall(r"\]\(([^)]+)\)", row[-1]):
+            text = (folder / link).read_text(encoding="utf-8")
+            path = row[0].strip("| `").removesuffix(".py")
+            module = path.replace("/", ".")
+            short = module.rpartition(".")[2] if module != "gpu.first" else "gpu_first"
+            names = (f"benchmarks.{module}", f"benchmarks.{short}", f"benchmarks/{path}")
+            assert any(name in text for name in names), (link, row[0])
+
+
+def test_commands_with_short_names_call_a_script_in_a_folder() -> None:
+    folder = ROOT / "benchmarks"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    short = {path.stem for path in folder.glob("*.py")}
+    sentence = page.split("have short names too: ")[1].split(", as")[0]
+    assert short == set(re.findall(r"`(\w+)`", sentence))
+    for name in short:
+        text = (folder / f"{name}.py").read_text(encoding="utf-8")
+        (module,) = re.findall(r"^from (benchmarks\.\w+\.\w+) import main$", text, re.MULTILINE)
+        assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+        assert f"`python -m benchmarks.{name}`" in text
