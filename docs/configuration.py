@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import (
     Key,
     all_keys,
@@ -17,7 +18,7 @@ from parallel3d.config.fields import (
     typed_name,
 )
 from parallel3d.config.overrides import groups, presets
-from parallel3d.config.schema import SECTIONS, Config, conf_dir
+from parallel3d.config.schema import Config, conf_dir, sections_of
 
 INTRO = """\
 # Configuration
@@ -105,16 +106,17 @@ def _presets_table(group: str) -> str:
 
 
 def _sections() -> str:
-    keys = list(all_keys().values())
+    keys = list(all_keys(CommandConfig).values())
     own = [key for key in keys if "." not in key.name]
     parts = ["## Top level\n", f"{Config.__doc__}\n", _keys_table(own)]
-    for name, section in SECTIONS.items():
+    sections = sections_of(CommandConfig)
+    for name, section in sections.items():
         inside = [key for key in keys if key.name.startswith(f"{name}.")]
         parts += [f"## {name}\n", f"{section.__doc__}\n", _keys_table(inside)]
         if name in groups():
             parts.append(_presets_table(name))
     for name in groups():
-        if name not in SECTIONS:
+        if name not in sections:
             parts += [f"## {name}\n", f"`{name}=…` sets keys of any section.\n"]
             parts.append(_presets_table(name))
     return "\n".join(parts)

@@ -31,7 +31,7 @@ from parallel3d.cli import command_line, hydra_run
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import all_keys
 from parallel3d.config.overrides import composing_error, config_of, groups, presets, register
-from parallel3d.config.schema import SECTIONS, Config, conf_dir
+from parallel3d.config.schema import Config, conf_dir, sections_of
 from parallel3d.errors import UserError, readable
 from parallel3d.run.failure import full_stop
 
@@ -190,7 +190,7 @@ def fault(sentence: str, words: Sequence[str]) -> str | None:
         return "is Hydra's, not ours"
     names = {name for key in all_keys() for name in (key, key.rpartition(".")[2])}
     names |= {
-        *SECTIONS,
+        *sections_of(Config),
         *groups(),
         "world size",
         "KEY=VALUE",

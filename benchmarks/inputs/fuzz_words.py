@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.inputs.fuzz_values import HUGE, NUMBERS, OBJECTS, ODD, REFERENCES, TEXTS
 from parallel3d.config.fields import Key, all_keys
 from parallel3d.config.overrides import groups, presets
-from parallel3d.config.schema import SECTIONS
+from parallel3d.config.schema import Config, sections_of
 
 # Keys of the machine, of where files go and of other subcommands; and the length of the run.
 NOT_THE_ENGINES = (
@@ -68,7 +68,7 @@ def by_hand(seed: object, number: int) -> tuple[dict[str, Any], Any]:
         key.name: _object(key, rng) for key in (keys[number % len(keys)], *_more(rng, (0, 2)))
     }
     if rng.random() < 0.05:
-        values[rng.choice((*SECTIONS, "nope", "model.nope"))] = rng.choice(OBJECTS)
+        values[rng.choice((*sections_of(Config), "nope", "model.nope"))] = rng.choice(OBJECTS)
     return values, rng.choice((None, None, 1, 4, *OBJECTS))
 
 
@@ -151,7 +151,7 @@ def _any_value(rng: random.Random) -> str:
 def _assign(key: Key, value: str, rng: random.Random, *, quotes: bool = True) -> str:
     """KEY=VALUE, the value now and then in quotes, as who knows Hydra would type it."""
     name = key.name.removesuffix(".name") if key.meta["choices"] else key.name
-    name = key.name if name in SECTIONS and rng.random() < 0.5 else name
+    name = key.name if name in sections_of(Config) and rng.random() < 0.5 else name
     if quotes and rng.random() < 0.25:
         value = rng.choice((f"'{value}'", '"' + value.replace('"', '\\"') + '"'))
     return f"{name}={value}"

@@ -64,7 +64,7 @@ def row(keys: Keys, memory: float, plays: bool) -> str:
     if plays:
         index, said = peak_stage(planned(config))
         rank = index * config.tp * (config.dp or 1) * config.cp
-        found = find_facts(replace(config, dryrun=replace(config.dryrun, rank=rank)))
+        found = find_facts(config, rank)
         cells.append(f"{off(found['peak_bytes'], said.total):+.1f}")
     return " | ".join(cells)
 

@@ -25,8 +25,10 @@ from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.commands.dryrun.command import find_facts
+from parallel3d.commands.dryrun.keys import DryrunConfig
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_config
-from parallel3d.config.schema import ClusterConfig, Config, DryrunConfig, ModelConfig
+from parallel3d.config.schema import ClusterConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import host_memory, peak_memory
 from parallel3d.estimate.traffic import group_size, transfers
@@ -45,14 +47,14 @@ ROUNDED = 1e-9  # per cent, of sums of floats
 Keys = dict[str, Any]
 
 
-def configured(keys: Keys) -> Config:
+def configured(keys: Keys) -> CommandConfig:
     """The checked configuration of a case. Raises UserError for what cannot run."""
     keys = dict(keys)
     model = preset("model", keys.pop("model"))
     model["num_layers"] = keys.pop("layers", model["num_layers"])
     for key in {"norm", "seq_length"} & {*keys}:
         model[key] = keys.pop(key)
-    config = Config(
+    config = CommandConfig(
         cluster=ClusterConfig(**preset("cluster", "dgx_h100")),
         model=ModelConfig(**model),
         dryrun=DryrunConfig(rank=keys.pop("rank", 0)),
@@ -101,7 +103,7 @@ def sample(seed: int, layers: int) -> Iterator[Keys]:
 def compare(keys: Keys) -> dict[str, tuple[float, float]]:
     """By `NAMES`, what was played and what the planner says: bytes, launches, bytes."""
     config = configured(keys)
-    facts, layout = find_facts(config), layout_of(config)
+    facts, layout = find_facts(config, config.dryrun.rank), layout_of(config)
     where = layout.coordinates(facts["rank"])
     shard = where.dp * layout.cp + where.cp
     played = (facts["peak_bytes"], facts["launches"], _sum(facts["groups"]), facts["host_bytes"])

@@ -32,24 +32,22 @@ from parallel3d.cli.hydra_run import (
     order_arguments,
     without_alias,
 )
+from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN, Subcommand, refuse_options_of_others
 from parallel3d.commands import data as data_command
-from parallel3d.commands.bench.checks import check_communication
-from parallel3d.commands.calibrate.command import CALIBRATE, calibrate_config
 from parallel3d.commands.checkpoint import command as checkpoint_command
 from parallel3d.commands.from_run import (
-    EVAL,
     GENERATE,
     config_from_run,
     run_on_checkpoint,
     take_prompt,
 )
 from parallel3d.commands.init_from import begun_from
+from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.recipes import INIT_VERBS, init, recipes
 from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
 from parallel3d.commands.report import KEYS as REPORT_KEYS
 from parallel3d.commands.report import report
 from parallel3d.commands.verbs import HELP, Verb
-from parallel3d.config.checks import check_config, single_process
 from parallel3d.config.fields import check_fields
 from parallel3d.config.overrides import (
     check_filled,
@@ -72,7 +70,6 @@ from parallel3d.host.devices import (
 from parallel3d.host.processes import prepare_streams
 from parallel3d.metrics.checks import check_loggers
 from parallel3d.run.directory import (
-    CONFIG_FILE,
     check_run,
     config_there,
     has_begun,
@@ -92,25 +89,13 @@ from parallel3d.run.launcher_environment import (
 )
 from parallel3d.run.local_workers import listen_here, run_here
 from parallel3d.run.rendezvous import CAN_GO_ON, OtherStart, tell_rank_0
-from parallel3d.run.worker import APPS, count_ranks_here, run_joined
+from parallel3d.run.worker import count_ranks_here, run_joined
 from parallel3d.versions import OF_A_RUN, check_versions, newer
 
 CGROUPS = Path("/proc/self/cgroup")
 FAILED = 1
 INTERRUPTED = 130
 READER_GONE = 141
-TRAIN, VERIFY = "train", "verify"
-NEED_DATA = (TRAIN, VERIFY)
-FROM_RUNS = (GENERATE, EVAL)  # take the model from a run
-# Subcommands of this process alone, by the modules of their functions: topology, schedule and plan
-# without torch, dryrun on a device that is not there.
-ALONE = {
-    "topology": "parallel3d.topology.report",
-    "schedule": "parallel3d.commands.schedule",
-    "plan": "parallel3d.commands.plan",
-    "dryrun": "parallel3d.commands.dryrun.command",
-}
-WITHOUT_TORCH = ("topology", "schedule", "plan")
 # Subcommands that Hydra has no part in, with their verbs; report has keys of its own.
 FAMILIES: dict[str, tuple[Callable[[Sequence[str]], int], Mapping[str, Verb]]] = {
     "checkpoint": (checkpoint_command.checkpoint, checkpoint_command.VERBS),
@@ -119,8 +104,8 @@ FAMILIES: dict[str, tuple[Callable[[Sequence[str]], int], Mapping[str, Verb]]] =
     "recipes": (recipes, RECIPES_VERBS),
     "report": (report, {"": REPORT_KEYS}),
 }
-SUBCOMMANDS = (
-    *(*APPS, *ALONE),
+ALL = (
+    *SUBCOMMANDS,
     *(f"{word} {verb}".strip() for word, (_, verbs) in FAMILIES.items() for verb in verbs),
 )
 # Subcommands of earlier versions, with the command of the repository that replaces them.
@@ -145,15 +130,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif arguments[0] in ("-sc", "--shell-completion"):
             if any(word.startswith("query=") for word in arguments):
                 verbs = {word: verbs for word, (_, verbs) in FAMILIES.items()}
-                help_text.complete(SUBCOMMANDS, verbs)
+                help_text.complete(ALL, verbs)
             else:
-                _run_hydra(TRAIN, arguments)
+                _run_hydra(SUBCOMMANDS[TRAIN], arguments)
         elif arguments[0] in FAMILIES:
             return FAMILIES[arguments[0]][0](arguments[1:])
         elif " ".join(arguments[:2]) in SUBCOMMANDS:
-            _run_hydra(" ".join(arguments[:2]), arguments[2:])
+            _run_hydra(SUBCOMMANDS[" ".join(arguments[:2])], arguments[2:])
         elif arguments[0] in SUBCOMMANDS:
-            _run_hydra(arguments[0], arguments[1:])
+            _run_hydra(SUBCOMMANDS[arguments[0]], arguments[1:])
         else:
             raise UserError(_unknown_subcommand(arguments))
     except UserError as error:
@@ -180,17 +165,19 @@ def _reader_gone() -> int:
     return READER_GONE
 
 
-def _run_hydra(app: str, arguments: list[str]) -> None:
-    """Composes the configuration and runs `app` on it, as `@hydra.main` would.
+def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
+    """Composes the configuration and runs the subcommand on it, as `@hydra.main` would.
 
     Raises UserError if it cannot be composed; SystemExit carries the job's exit code past Hydra,
     which would otherwise continue with a sweep's next job.
     """
     check_twice(arguments)  # by the names that are typed
-    arguments, prompt = take_prompt(arguments) if app == GENERATE else (arguments, None)
-    arguments, own = order_arguments([without_alias(word, app) for word in arguments])
+    arguments, prompt = take_prompt(arguments) if command.name == GENERATE else (arguments, None)
+    arguments = [without_alias(word, command.name) for word in arguments]
+    refuse_options_of_others(command, arguments)
+    arguments, own = order_arguments(arguments, command.schema)
     if HELP & set(arguments):
-        print(help_text.of_subcommand(app, own))
+        print(help_text.of_subcommand(command, own))
         return
     # Hydra prints errors itself, in many lines, unless this makes it raise them.
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -202,112 +189,127 @@ def _run_hydra(app: str, arguments: list[str]) -> None:
     def job(composed: DictConfig) -> None:
         nonlocal begun
         begun = True
-        code = _run_job(app, composed, prompt, own)
+        code = _run_job(command, composed, prompt, own)
         if code and SUBMITIT in os.environ:
             raise UserError(failed_elsewhere(code))
         if code:
             raise SystemExit(code)
 
     try:
-        hydra_run.run(job, arguments)
+        hydra_run.run(job, arguments, command.schema)
     except Exception as error:
         # Hydra also raises errors of Python's conversions of a value, such as OverflowError.
         if begun and not isinstance(error, (HydraException, OmegaConfBaseException)):
             raise
         if wants_traceback:
             traceback.print_exc()
-        raise composing_error(error, arguments) from None
+        raise composing_error(error, arguments, command.schema) from None
     finally:
         if not wants_traceback:
             os.environ.pop("HYDRA_FULL_ERROR", None)
 
 
 def _run_job(
-    app: str, composed: DictConfig, prompt: str | None = None, own: Path | None = None
+    command: Subcommand, composed: DictConfig, prompt: str | None = None, own: Path | None = None
 ) -> int:
     """Checks a composed configuration and runs it. Returns the exit code, after logging errors.
 
     `own`: the folder of --config-dir.
     """
     place: RankAssignment | None = None
-    lines: list[str] = []
     try:
         config = config_of(composed)
-        if app not in ALONE:
-            place = _place(app, config.launch, config.world_size)
+        if command.alone is None:
+            place = _place(command, config.launch, config.world_size)
         # Under srun every task gets here with the same configuration.
         first = place.rank == 0 if place else prints_for_all(os.environ)
-        _check_versions(app, config.logger, first)
+        _check_versions(command, config.logger, first)
         typed = HydraConfig.get().overrides.task
-        hydra_run.check_sweep_words(typed)
+        hydra_run.check_sweep_words(typed, command.schema)
         config = typed_alternatives(config, typed)
-        world_size = place.world_size if place else None
-        if app in FROM_RUNS:
-            if app == GENERATE and place is not None:
-                raise UserError(
-                    f"generate starts its tp × pp ranks by itself: type it without {place.launcher}"
-                )
+        if command.of_run:
+            assert isinstance(config, CommandConfig)  # its schema
             if prompt is not None:
                 config = replace(config, prompt=prompt)
-            config = config_from_run(app, config, typed, world_size)
-            if place is None:
-                return run_on_checkpoint(app, config)
-            store = None
-            if not place.local_world_size:
-                place, store = count_ranks_here(config.launch, config.run, place)
-            return run_joined(app, config, place, _checked_here(app, config, place), store)
-        config = replace(config, run=numbered(config.run))
-        if app == TRAIN or config.init_from is not None:
-            check_fields(config)
-            with _time_limit(config.launch.timeout_s, config.runs_dir):
-                config, lines = _with_earlier(app, config, given_by(typed, own), world_size)
-        if app in ALONE:
-            function = getattr(importlib.import_module(ALONE[app]), app)
-            try:
-                return function(config, typed) if first else 0
-            except BrokenPipeError:  # here, or Hydra prints a line of its own
-                return _reader_gone()
-        if app in NEED_DATA:
-            check_filled(config, typed, own)
-        store = None
-        if app == TRAIN and config.layout == "auto":
-            # Here, because the planner would take a tenth of a second of every command's start.
-            from parallel3d.commands.best_layout import take_layout
-
-            if place is not None and not place.local_world_size:
-                place, store = count_ranks_here(config.launch, config.run, place)
-            config = take_layout(config, typed, place)
-        if app == CALIBRATE:
-            config = calibrate_config(config, typed, world_size)
-        elif app in NEED_DATA:
-            config = check_config(
-                config, world_size, goes_on=_goes_on(app, config.runs_dir, config.run)
-            )
-            if app == VERIFY:
-                single_process(config)  # refused here, once, and not by its ranks
-        else:
-            config = check_communication(config, world_size)
-        if place is None:
-            return _start(app, config, lines)
-        if not place.local_world_size:
-            place, store = count_ranks_here(config.launch, config.run, place)
-        kind = _checked_here(app, config, place)
-        for line in lines if first else ():
-            print_line(line)
-        return run_joined(app, config, place, kind, store)
+            return _run_on_run(command, config, typed, place)
+        config, lines = _with_earlier(command, config, given_by(typed, own), place)
+        if command.alone is not None:
+            return _run_alone(command, config, typed) if first else 0
+        return _run_ranks(command, config, typed, place, own, lines)
     except UserError as error:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
         # Not resolved: an interpolation that fails would fail in the overrides as well.
         arguments = OmegaConf.to_container(HydraConfig.get().overrides.task)
         assert isinstance(arguments, list)
-        return _refuse(composing_error(error, arguments), place)
+        return _refuse(composing_error(error, arguments, command.schema), place)
 
 
-def _place(app: str, launch: LaunchConfig, world_size: int) -> RankAssignment | None:
+def _run_alone(command: Subcommand, config: Config, typed: Sequence[str]) -> int:
+    """Runs a subcommand of this process alone; returns its exit code."""
+    assert command.alone is not None
+    function = getattr(importlib.import_module(command.alone), command.name)
+    try:
+        return int(function(config, typed))
+    except BrokenPipeError:  # here, or Hydra prints a line of its own
+        return _reader_gone()
+
+
+def _run_on_run(
+    command: Subcommand, config: CommandConfig, typed: Sequence[str], place: RankAssignment | None
+) -> int:
+    """Runs a subcommand on the model of a run; returns its exit code. Raises UserError."""
+    app = command.name
+    if command.starts_ranks and place is not None:
+        raise UserError(
+            f"{app} starts its tp × pp ranks by itself: type it without {place.launcher}"
+        )
+    config = config_from_run(app, config, typed, place.world_size if place else None)
+    if place is None:
+        return run_on_checkpoint(app, config)
+    store = None
+    if not place.local_world_size:
+        place, store = count_ranks_here(config.launch, config.run, place)
+    return run_joined(app, config, place, _checked_here(command, config, place), store)
+
+
+def _run_ranks(
+    command: Subcommand,
+    config: Config,
+    typed: Sequence[str],
+    place: RankAssignment | None,
+    own: Path | None,
+    lines: Sequence[str],
+) -> int:
+    """Checks a subcommand that runs on every rank, and starts or joins its ranks.
+
+    Logs `lines` before. Returns the exit code. Raises UserError.
+    """
+    if command.needs_data:
+        check_filled(config, typed, own)
+    store = None
+    if command.name == TRAIN and config.layout == "auto":
+        # Here, because the planner would take a tenth of a second of every command's start.
+        from parallel3d.commands.best_layout import take_layout
+
+        if place is not None and not place.local_world_size:
+            place, store = count_ranks_here(config.launch, config.run, place)
+        config = take_layout(config, typed, place)
+    config = command.checked(config, typed, place.world_size if place else None)
+    if place is None:
+        return _start(command, config, lines)
+    if not place.local_world_size:
+        place, store = count_ranks_here(config.launch, config.run, place)
+    kind = _checked_here(command, config, place)
+    for line in lines if place.rank == 0 else ():
+        print_line(line)
+    return run_joined(command.name, config, place, kind, store)
+
+
+def _place(command: Subcommand, launch: LaunchConfig, world_size: int) -> RankAssignment | None:
     """Returns the place that a launcher gave this process; None if it starts the ranks itself."""
-    # `generate` asks nobody else, wherever it is typed.
-    addr, starts = launch.master_addr, None if app == GENERATE else world_size
+    # A subcommand that starts its ranks asks nobody else, wherever it is typed.
+    addr, starts = launch.master_addr, None if command.starts_ranks else world_size
     place = detect(os.environ, addr, launch.master_port, starts)
     if starts is not None and (line := alone_in_a_job(os.environ, place)) is not None:
         print_line(line)
@@ -324,12 +326,24 @@ def _place(app: str, launch: LaunchConfig, world_size: int) -> RankAssignment | 
 
 
 def _with_earlier(
-    app: str, config: Config, given: Given, world_size: int | None
+    command: Subcommand, config: Config, given: Given, place: RankAssignment | None
 ) -> tuple[Config, list[str]]:
     """Returns `config` with what an earlier run gives: the same run, or the source of weights; and
     lines to log of it."""
+    config = replace(config, run=numbered(config.run))
+    if not command.resumes and config.init_from is None:
+        return config, []
+    check_fields(config)
+    with _time_limit(config.launch.timeout_s, config.runs_dir):
+        return _taken(command, config, given, place.world_size if place else None)
+
+
+def _taken(
+    command: Subcommand, config: Config, given: Given, world_size: int | None
+) -> tuple[Config, list[str]]:
+    """Reads what an earlier run gives, as above."""
     directory = Path(config.runs_dir) / str(config.run)
-    goes_on = _goes_on(app, config.runs_dir, config.run)
+    goes_on = command.goes_on(config.runs_dir, config.run)
     # A primary configuration of the user's own gives every key.
     if goes_on and HydraConfig.get().job.config_name == hydra_run.NAME:
         there = config_there(str(config.run), directory)
@@ -349,19 +363,13 @@ def _with_earlier(
     return config, []
 
 
-def _goes_on(app: str, runs_dir: str, run: str | None) -> bool:
-    """Returns whether `train` is given the name of a run that exists."""
-    file = Path(runs_dir, str(run), CONFIG_FILE)
-    return app == TRAIN and run is not None and file.is_file()
-
-
-def _start(app: str, config: Config, lines: Sequence[str]) -> int:
-    """Logs `lines` and runs `app` with this process as the launcher of the layout's ranks."""
+def _start(command: Subcommand, config: Config, lines: Sequence[str]) -> int:
+    """Logs `lines` and runs the subcommand: this process launches the layout's ranks."""
     world_size = config.world_size
-    may_go_on = app in CAN_GO_ON
+    may_go_on = command.name in CAN_GO_ON
     with _time_limit(config.launch.timeout_s, config.runs_dir):
         check_run(config, may_go_on=may_go_on)
-        _check_data(app, config)
+        _check_data(command, config)
     device = choose_device(config.device, world_size)
     check_precision_of(device.kind, config.precision.name)
     check_numerics(device.kind, config.precision.name, os.environ)
@@ -374,7 +382,7 @@ def _start(app: str, config: Config, lines: Sequence[str]) -> int:
         take_run(config, run_dir)
     for line in lines:
         print_line(line)
-    return run_here(app, config, run_dir, device, in_sweep=is_sweep())
+    return run_here(command.name, config, run_dir, device, in_sweep=is_sweep())
 
 
 def _time_limit(seconds: float, runs_dir: str) -> AbstractContextManager[None]:
@@ -383,7 +391,7 @@ def _time_limit(seconds: float, runs_dir: str) -> AbstractContextManager[None]:
     return or_end(seconds, f"{where} have given no answer for {seconds:g} s: is their server gone?")
 
 
-def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
+def _checked_here(command: Subcommand, config: Config, place: RankAssignment) -> str:
     """Returns the device type of this host's ranks, after the checks that only this host can do.
 
     Sets the variables of GPU ranks first: counting the GPUs starts CUDA, which reads them.
@@ -397,7 +405,7 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
         device = choose_device(config.device, place.local_world_size, launched=True)
         check_precision_of(device.kind, config.precision.name)
         check_numerics(device.kind, config.precision.name, os.environ)
-        _check_data(app, config, place.rank == 0)
+        _check_data(command, config, place.rank == 0)
     except UserError as error:
         if place.rank == 0:
             raise
@@ -409,21 +417,21 @@ def _checked_here(app: str, config: Config, place: RankAssignment) -> str:
     return device.kind
 
 
-def _check_versions(app: str, logger: LoggerConfig, first: bool) -> None:
+def _check_versions(command: Subcommand, logger: LoggerConfig, first: bool) -> None:
     """Raises UserError for packages that are too old; the `first` rank names those too new."""
-    if app in WITHOUT_TORCH:
+    if not command.needs_torch:
         return
-    used = [*OF_A_RUN, "wandb"] if app == TRAIN and "wandb" in logger.names else OF_A_RUN
+    used = [*OF_A_RUN, "wandb"] if command.name == TRAIN and "wandb" in logger.names else OF_A_RUN
     check_versions(used)
     if first and (sentence := newer(used)):
         print_line(sentence)
 
 
-def _check_data(app: str, config: Config, first: bool = True) -> None:
+def _check_data(command: Subcommand, config: Config, first: bool = True) -> None:
     """Raises UserError for bad data; the `first` rank logs warnings."""
-    if app == TRAIN and first:
+    if command.name == TRAIN and first:
         check_loggers(config.logger, os.environ)
-    if app in NEED_DATA:
+    if command.needs_data:
         data, model = config.data, config.model
         run_dir = Path(config.runs_dir) / str(config.run)
         if (run_dir / FOLDER).is_dir() and keeps_tokenizer(data, run_dir):
@@ -454,7 +462,7 @@ def _unknown_subcommand(arguments: list[str]) -> str:
             f"{' '.join(arguments[:2])} is a benchmark of the repository now; from a checkout, "
             f"run: {' '.join([moved, *arguments[2:]])}."
         )
-    names = [*APPS, *ALONE, *FAMILIES]
+    names = [*SUBCOMMANDS, *FAMILIES]
     hint = nearest_hint(word.lstrip("-"), names)
     if "=" in word:
         hint = f"; overrides come after it, as in: parallel3d train {word}"

@@ -18,7 +18,7 @@ from parallel3d.config.checks import with_derived_keys
 from parallel3d.config.fields import all_keys, check_value, show, values_of, with_values
 from parallel3d.config.identity import flat
 from parallel3d.config.overrides import experiment_files, groups
-from parallel3d.config.schema import ALTERNATIVES, OPTIONS, SECTIONS, Config
+from parallel3d.config.schema import ALTERNATIVES, OPTIONS, Config, sections_of
 from parallel3d.config.words import option
 from parallel3d.errors import UserError
 
@@ -49,8 +49,9 @@ class Given:
 def given_by(words: Sequence[str], own: Path | None = None) -> Given:
     """Returns what overrides give; `own`: the folder of --config-dir."""
     pairs = [word.lstrip("+~").partition("=")[::2] for word in words]
-    keys = {f"{n}." if n in SECTIONS else n for n, _ in pairs if n not in groups()}
-    presets = {name for name, _ in pairs if name in groups() and name in SECTIONS}
+    sections = sections_of(Config)
+    keys = {f"{n}." if n in sections else n for n, _ in pairs if n not in groups()}
+    presets = {name for name, _ in pairs if name in groups() and name in sections}
     chosen = next((option(word) for word in words if word.startswith(f"{EXPERIMENT}=")), None)
     for file in experiment_files(chosen, own):
         for entry in file.pop("defaults", ()):

@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import dedent, indent
 from typing import NamedTuple
 
+from parallel3d.cli.subcommands import SUBCOMMANDS, Subcommand
 from parallel3d.commands.verbs import Verb
 from parallel3d.config.fields import all_keys, spell
 from parallel3d.config.overrides import groups, presets
@@ -37,7 +38,7 @@ def _next_words(
     if typed[0] in verbs:
         return [f"{key}=" for key in verbs[typed[0]][app.partition(" ")[2]].keys]
     options = [f"{group}={name}" for group in groups() for name in presets(group)]
-    return [*options, *(f"{key}=" for key in all_keys())]
+    return [*options, *(f"{key}=" for key in all_keys(SUBCOMMANDS[app].schema))]
 
 
 class Help(NamedTuple):
@@ -162,16 +163,17 @@ def overview() -> str:
     )
 
 
-def of_subcommand(app: str, own: Path | None) -> str:
+def of_subcommand(command: Subcommand, own: Path | None) -> str:
     """Returns the help of a subcommand; `own`: the folder of --config-dir."""
+    app = command.name
     about, examples, most_used = COMMANDS[app]
-    keys, section = all_keys(), f"{app.split()[0]}."
+    keys, section = all_keys(command.schema), f"{app.split()[0]}."
     names = [name for name in keys if name.startswith(section) or name in most_used]
     rows = [(spell(name, keys[name].default), keys[name].meta["help"]) for name in names]
     width = max(len(row[0]) for row in rows)
     listed = "\n".join(f"  {key:<{width}}  {text}" for key, text in rows)
     groups_there = "\n".join(f"  {group}: {', '.join(presets(group, own))}" for group in groups())
-    options = "" if app in ("eval", "generate") else f"Presets (group=option)\n\n{groups_there}\n\n"
+    options = "" if command.of_run else f"Presets (group=option)\n\n{groups_there}\n\n"
     return (
         f"parallel3d {app} [key=value …] [Hydra's flags]: {about}.\n\n"
         f"Examples\n{indent(dedent(examples), '  ')}\n\n{options}"

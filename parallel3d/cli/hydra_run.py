@@ -17,7 +17,7 @@ from omegaconf import DictConfig, open_dict
 
 from parallel3d.config.overrides import VERSION, check_overrides, compose_tree, register
 from parallel3d.config.paths import at_home, check_path
-from parallel3d.config.schema import conf_dir
+from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import USER_ERROR, UserError, print_line
 from parallel3d.private_names import hydra_arguments
 
@@ -67,13 +67,13 @@ def numbered(run: str | None) -> str | None:
     return f"{run}-{HydraConfig.get().job.num}"
 
 
-def check_sweep_words(words: Sequence[str]) -> None:
+def check_sweep_words(words: Sequence[str], schema: type[Config] = Config) -> None:
     """Raises UserError for a sweep's word that Hydra reads otherwise than it is written.
 
     The command line's words are checked before; these come from `hydra.sweeper.params` of a file.
     """
     for word in words if is_sweep() else ():
-        kept = check_overrides([word], OwnFolder.path)[0]
+        kept = check_overrides([word], OwnFolder.path, schema=schema)[0]
         if kept != word:
             raise UserError(
                 f"hydra.sweeper.params: {word} is read otherwise than it is written; put the value "
@@ -93,7 +93,9 @@ def is_sweep() -> bool:
     return mode is not None and mode.name == "MULTIRUN"
 
 
-def order_arguments(arguments: list[str]) -> tuple[list[str], Path | None]:
+def order_arguments(
+    arguments: list[str], schema: type[Config] = Config
+) -> tuple[list[str], Path | None]:
     """Returns the arguments, flags first as argparse needs, and the folder of --config-dir.
 
     Raises UserError for an unknown flag, and for overrides that Hydra would take without an effect.
@@ -122,7 +124,7 @@ def order_arguments(arguments: list[str]) -> tuple[list[str], Path | None]:
         ends = known.config_dir
         flags = [w.removesuffix(ends) + str(own) if w.endswith(ends) else w for w in flags]
     if not known.shell_completion:  # whose word is install=…
-        overrides = check_overrides(overrides, own, sweeps)
+        overrides = check_overrides(overrides, own, sweeps, schema)
     return [*flags, *overrides], own
 
 
@@ -203,17 +205,19 @@ class PrivateSweepFolder(Callback):
 NAME = "config"
 
 
-def run(job: Callable[[DictConfig], None], arguments: Sequence[str]) -> None:
+def run(
+    job: Callable[[DictConfig], None], arguments: Sequence[str], schema: type[Config] = Config
+) -> None:
     """Composes `arguments`, which are those of `sys.argv` too, and runs `job` on the result.
 
     `@hydra.main` composes everything twice to see whether `hydra.mode` is a sweep, a tenth of a
     second more for each single job: it is for words that are Hydra's own, or a sweep's.
     """
     if any(map(_is_hydras, arguments)):
-        register()
+        register(schema)
         hydra.main(version_base=VERSION, config_path=str(conf_dir()), config_name=NAME)(job)()
         return
-    composed = compose_tree(arguments, with_hydra=True)
+    composed = compose_tree(arguments, with_hydra=True, schema=schema)
     HydraConfig.instance().set_config(composed)
     with open_dict(composed):
         del composed["hydra"]

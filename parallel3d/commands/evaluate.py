@@ -25,7 +25,7 @@ from parallel3d.commands.eval_rows import (
     read_rows,
 )
 from parallel3d.commands.generate import load_newest
-from parallel3d.config.schema import Config, EvalConfig
+from parallel3d.commands.options import CommandConfig, EvalConfig
 from parallel3d.context_parallel.documents import Documents, SequenceSplit
 from parallel3d.data.loader import whole_samples
 from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
@@ -50,7 +50,7 @@ class Request(NamedTuple):
     first: int
 
 
-def evaluate(config: Config, worker: Worker) -> None:
+def evaluate(config: CommandConfig, worker: Worker) -> None:
     """Scores the rows, prints a table and writes the result as JSON on rank 0. Raises UserError."""
     worker.phase = "making process groups"
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)

@@ -12,9 +12,10 @@ from pathlib import Path
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.commands.checkpoint.listing import check_ema, find_checkpoint, find_run, run_names
 from parallel3d.commands.eval_rows import take_rows
+from parallel3d.commands.options import CommandConfig, EvalConfig, GenerateConfig
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import with_values
-from parallel3d.config.schema import Config, EvalConfig, GenerateConfig
+from parallel3d.config.schema import Config
 from parallel3d.config.values import in_other_precision
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.tokenizer import FOLDER, tokenizer_of
@@ -43,8 +44,8 @@ def take_prompt(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def config_from_run(
-    app: str, config: Config, overrides: Sequence[str], world_size: int | None
-) -> Config:
+    app: str, config: CommandConfig, overrides: Sequence[str], world_size: int | None
+) -> CommandConfig:
     """Returns the configuration of GENERATE or EVAL on a run, checked.
 
     For EVAL dp is what is left of `world_size`, a launcher's ranks.
@@ -85,7 +86,7 @@ def _check_rows(keys: EvalConfig) -> None:
         print_line(line)
 
 
-def run_on_checkpoint(app: str, config: Config) -> int:
+def run_on_checkpoint(app: str, config: CommandConfig) -> int:
     """Runs `app` on a checkpoint of the run, on all ranks of the layout; returns the exit code."""
     device = choose_device(config.device, config.world_size)
     check_numerics(device.kind, config.precision.name, os.environ)
@@ -100,7 +101,7 @@ def run_on_checkpoint(app: str, config: Config) -> int:
     return code
 
 
-def of_run(app: str, config: Config, world_size: int | None = None) -> Config:
+def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> CommandConfig:
     """Returns `config` with the run's model and tokenizer, checked. Raises UserError.
 
     `world_size`: of a launcher's ranks.

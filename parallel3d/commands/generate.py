@@ -20,7 +20,7 @@ from parallel3d.checkpoint.manifest import KINDS, DamagedCheckpoint, Manifest, U
 from parallel3d.checkpoint.storage import TensorChunks, read_state
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import checkpoints_of
-from parallel3d.config.schema import Config, EvalConfig, GenerateConfig
+from parallel3d.commands.options import CommandConfig, EvalConfig, GenerateConfig
 from parallel3d.data.tokenizer import BYTE, Decoding, begun, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
@@ -29,7 +29,7 @@ from parallel3d.parameters.state import spec_of
 from parallel3d.run.launch import Worker
 
 
-def generate(config: Config, worker: Worker) -> None:
+def generate(config: CommandConfig, worker: Worker) -> None:
     """Writes the prompt and its continuation to stdout. Raises UserError without a checkpoint."""
     worker.phase = "making process groups"
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)

@@ -21,7 +21,9 @@ import numpy as np
 
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.stages import StageWeights
+from parallel3d.commands.dryrun.keys import DryrunConfig
 from parallel3d.commands.html import bar_key, html_table, section, stacked_bar, whole_page
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
 from parallel3d.context_parallel.checks import check_context_parallel
@@ -74,6 +76,7 @@ from parallel3d.topology.assumptions import (
     write,
 )
 from parallel3d.topology.cluster.discover import run_command, with_own_gpus
+from parallel3d.topology.keys import TopologyConfig
 from parallel3d.topology.report import make_report, picture_of
 
 IN_LOG_S = 10.0  # seconds between progress messages: most searches end before the first
@@ -129,6 +132,7 @@ class Plan:
     priced: Priced
     sizes: Mapping[str, float]
     gpus: int
+    reserve_gb: float
     played: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     unplayed: str = ""
 
@@ -247,7 +251,7 @@ TIMES = {
 }
 
 
-def write_page(plan: Plan, assumed: Sequence[str], said: str = "") -> None:
+def write_page(plan: Plan, file: str, assumed: Sequence[str], said: str = "") -> None:
     """Writes a single HTML page, `said` on top. Raises UserError if it cannot be written."""
     title = escape(plan.title)
     priced = (
@@ -258,7 +262,7 @@ def write_page(plan: Plan, assumed: Sequence[str], said: str = "") -> None:
     first = f"<p>{escape(said)}</p>" if said else ""
     body = f"<h1>{title}</h1>\n{first}{''.join(_sections(plan))}\n"
     body += f"<footer>{priced}{assumptions}</footer>"
-    write("plan.html", str(plan.config.plan.html), whole_page(MARK, f"Plan: {title}", body))
+    write("plan.html", file, whole_page(MARK, f"Plan: {title}", body))
 
 
 def _sections(plan: Plan) -> Iterable[str]:
@@ -302,7 +306,7 @@ def _sections(plan: Plan) -> Iterable[str]:
         yield _pipeline(made, _parts(priced, first))
     yield _memory(plan, made, used, memory)
     try:
-        report = make_report(replace(made, topology=replace(made.topology, search=0)), None, {})
+        report = make_report(made, None, {}, TopologyConfig(search=0))
         yield section("Where the ranks sit", "", f"<div class='paper'>{picture_of(report)}</div>")
     except UserError as error:
         yield section("Where the ranks sit", f"No picture: {error}")
@@ -341,7 +345,7 @@ def _memory(plan: Plan, made: Config, used: float, memory: float) -> str:
         else:
             peak = peak_memory(made, index)
             stages[index] = {k: getattr(peak, k, 0.0) for k in HELD}, BOUND, peak.phase
-        stages[index][0]["reserve"] = 1e9 * made.dryrun.reserve_gb
+        stages[index][0]["reserve"] = 1e9 * plan.reserve_gb
     shown = [kind for kind in HELD if any(held[kind] for held, _, _ in stages.values())]
     rows = []
     for index, (held, by, phase) in stages.items():
@@ -364,7 +368,7 @@ _MOST_NODES = 1 << 16  # searched for a cluster that the model would fit
 _STILL = 0.98  # of a rank's memory: if twice the nodes still need as much, the search ends
 
 
-def plan(config: Config, typed: Sequence[str]) -> int:
+def plan(config: CommandConfig, typed: Sequence[str]) -> int:
     """Prints the table. Returns the exit code, 0. Raises UserError for what cannot work."""
     keys, own = chosen_keys(typed), with_own_gpus(config.cluster, os.environ, run_command)
     config = replace(config, cluster=own)
@@ -382,14 +386,14 @@ def plan(config: Config, typed: Sequence[str]) -> int:
     if config.cluster.file is not None:
         gpus = config.cluster.gpus_per_node or read(config.cluster.file).made.count
     fixed = held(config, keys)
-    found = searched(config, fixed, gpus)
+    found = searched(config, fixed, gpus, config.dryrun.reserve_gb)
     said = untyped_batch(config, keys, gpus)
     if config.plan.confirm and config.cluster.file is None:
         seconds = math.inf if "plan.confirm" in keys else BEGIN_S
         found = confirmed(found, config.plan.confirm, fixed, seconds)
     print("\n\n".join(filter(None, (said, found.table()))))
     if config.plan.html:
-        write_page(found, assumed, said)
+        write_page(found, config.plan.html, assumed, said)
     if config.model.num_layers > MOST_STAGES and "pp" not in keys:
         print(f"Not looked at: pp above {MOST_STAGES}, and above {MOST_V_HALF} with v_half")
     if assumed:
@@ -423,8 +427,12 @@ def held(config: Config, keys: set[str]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def searched(config: Config, fixed: Fixed, ranks: int) -> Plan:
+def searched(
+    config: Config, fixed: Fixed, ranks: int, reserve_gb: float = DryrunConfig().reserve_gb
+) -> Plan:
     """Returns every layout of `ranks`, priced by the cluster's datasheet or its measured file.
+
+    A layout fits if it leaves `reserve_gb` of a GPU free.
 
     Raises UserError for a cluster that cannot be priced, and if no layout is possible or fits.
     """
@@ -448,10 +456,10 @@ def searched(config: Config, fixed: Fixed, ranks: int) -> Plan:
     if file is not None:
         priced = price_measured(choices, sizes, config, machine)
     else:
-        memory = memories(config, choices, 1e9 * config.dryrun.reserve_gb, progress())
+        memory = memories(config, choices, 1e9 * reserve_gb, progress())
         times = step(works(choices, sizes, batch), load_own(card_of(config)[0]))
         priced = ranked(choices, times, memory, sizes["memory_bytes"])
-    found = Plan(config, priced, sizes, ranks)
+    found = Plan(config, priced, sizes, ranks, reserve_gb)
     if not priced.order:
         raise UserError(fits_nowhere(found, fixed))
     return found
@@ -501,7 +509,7 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
         try:
             played[first] = play(found, priced.choices[first])
             peak = max(rank["peak_bytes"] for rank in played[first].values())
-            memory[first] = peak + 1e9 * found.config.dryrun.reserve_gb
+            memory[first] = peak + 1e9 * found.reserve_gb
         except UserError as error:
             refused = refused or error
             memory[first] = math.inf
@@ -593,7 +601,7 @@ def fits_nowhere(found: Plan, fixed: Fixed) -> str:
         nodes = config.cluster.nodes or 1
         where, available = f"on cluster.nodes={nodes}", f"{memory / GIB:.0f}"
         words = "cluster.nodes must be larger, "
-        words += _nodes_that_fit(config, found.sizes, fixed, nodes, needed)
+        words += _nodes_that_fit(found, fixed, nodes, needed)
     return (
         f"model={config.model.name} fits no layout {where}: the one that needs least "
         f"({typed_keys(choice)}) misses by {(needed - memory) / GIB:.1f} GiB of {available}; "
@@ -601,13 +609,12 @@ def fits_nowhere(found: Plan, fixed: Fixed) -> str:
     )
 
 
-def _nodes_that_fit(
-    config: Config, sizes: Mapping[str, float], fixed: Fixed, nodes: int, needed: float
-) -> str:
+def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str:
     """Returns the end of that message: the nodes, doubled until a layout fits that spares memory.
     `needed`: bytes of the best layout of `nodes`."""
+    config, sizes = found.config, found.sizes
     node, memory = config.cluster.gpus_per_node or 8, float(sizes["memory_bytes"])
-    domain, reserve, tell = int(sizes["gpus_per_node"]), 1e9 * config.dryrun.reserve_gb, progress()
+    domain, reserve, tell = int(sizes["gpus_per_node"]), 1e9 * found.reserve_gb, progress()
     spared: dict[str, Any] = {"recompute": FULL, "micro_batch_size": 1}
     if not {"schedule", "vpp"} & {*fixed}:
         spared |= {"schedule": "1f1b", "vpp": 1}

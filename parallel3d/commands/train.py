@@ -13,6 +13,7 @@ from parallel3d.blueprint.layout import layout_of
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.comm.exchange import all_gather_json
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.bench.keys import BenchConfig
 from parallel3d.commands.bench.probe import preflight
 from parallel3d.commands.init_from import load_initial
 from parallel3d.config.schema import Config, TrainConfig
@@ -88,7 +89,7 @@ def make_groups(config: Config, worker: Worker, device: torch.device) -> Process
     if worker.rank == 0:
         log_notices(config, groups, device)
     if config.preflight:
-        outlier = config.bench.outlier
+        outlier = BenchConfig().outlier
         preflight(groups, worker, print_line, config.cluster, config.launch, outlier)
     return groups
 

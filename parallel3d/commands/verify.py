@@ -23,9 +23,10 @@ from torch import Tensor
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import single_process
 from parallel3d.config.fields import spell, with_values
-from parallel3d.config.schema import Config, OptimConfig
+from parallel3d.config.schema import OptimConfig
 from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.corpus import Blend, Corpus, open_corpus
 from parallel3d.data.loader import with_length
@@ -77,7 +78,7 @@ class Comparison(NamedTuple):
     failure: str | None
 
 
-def verify(config: Config, worker: Worker) -> int:
+def verify(config: CommandConfig, worker: Worker) -> int:
     """Runs all comparisons; returns 0 if the layout is exact, else 1. Collective."""
     console = Console(stderr=False) if worker.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
@@ -130,7 +131,7 @@ def report(layout: Layout, sp: bool, rows: list[Comparison], failure: str | None
     return {"layout": keys, "exact": failure is None, "failure": failure, "steps": steps}
 
 
-def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
+def variants(config: CommandConfig) -> Iterator[tuple[CommandConfig, Tolerance]]:
     """Yields the config in fp64 and in its own precision, with SGD and with AdamW."""
     own = dataclasses.replace(  # keeps the learning rates of the real run's first steps
         config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train_steps
@@ -153,7 +154,7 @@ def variants(config: Config) -> Iterator[tuple[Config, Tolerance]]:
 
 
 def compare(
-    config: Config,
+    config: CommandConfig,
     tolerance: Tolerance,
     groups: ProcessGroups,
     device: torch.device,

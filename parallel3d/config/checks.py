@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from parallel3d.blueprint.checks import check_given, check_groups, data_parallel_size
 from parallel3d.config.fields import (
+    AnyConfig,
     check_conflicts,
     check_fields,
     show,
@@ -51,12 +52,12 @@ from parallel3d.tensor_parallel.checks import check_tensor_parallel
 
 
 def check_config(
-    config: Config,
+    config: AnyConfig,
     world_size: int | None = None,
     *,
     own_samples: bool = False,
     goes_on: bool = False,
-) -> Config:
+) -> AnyConfig:
     """Checks a whole configuration and returns it with derived values filled in.
 
     Filled in: `dp` (by `world_size` ranks; 1 where that is None), `model.num_query_groups`,
@@ -116,7 +117,7 @@ def check_config(
     return with_values(with_derived_keys(config), values)
 
 
-def with_derived_keys(config: Config) -> Config:
+def with_derived_keys(config: AnyConfig) -> AnyConfig:
     """Returns the configuration with the keys that follow from others, where they are null."""
     model, train = config.model, config.train
     values = {
@@ -130,7 +131,7 @@ def with_derived_keys(config: Config) -> Config:
     return with_values(config, values)
 
 
-def single_process(config: Config) -> Config:
+def single_process(config: AnyConfig) -> AnyConfig:
     """Returns the config of the same training on one rank, with micro-batches for replicas.
 
     Numbers for each stage say where memory is saved, and no layer computes anything else by them:

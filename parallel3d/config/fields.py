@@ -10,13 +10,15 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from parallel3d.config.conflicts import Conflict
 from parallel3d.config.paths import check_path, paths_in
-from parallel3d.config.schema import SECTIONS, Config
+from parallel3d.config.schema import Config, sections_of
 from parallel3d.config.values import RANKS, REPORTED, words_of
 from parallel3d.errors import UserError, nearest
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,15 @@ def typed_name(name: str) -> str:
     return name.removesuffix(".name") if key and key.meta["choices"] else name
 
 
+def all_keys(schema: type[Config] = Config) -> dict[str, Key]:
+    """Returns all keys of a run, or of subcommands, by their dotted names, in their order."""
+    found: dict[str, Key] = _all_keys(typing.cast(Any, schema))
+    return found
+
+
 @functools.cache
-def all_keys() -> dict[str, Key]:
-    """Returns all keys by their dotted names, in the order of the dataclasses."""
-    sections = {"": Config} | SECTIONS
+def _all_keys(schema: type[Config]) -> dict[str, Key]:
+    sections = {"": schema} | sections_of(schema)
     keys = [key for section, cls in sections.items() for key in _keys_of(section, cls)]
     return {key.name: key for key in keys}
 
@@ -159,13 +166,13 @@ def _keys_of(section: str, cls: type) -> Iterator[Key]:
 
 def values_of(config: Config) -> dict[str, Any]:
     """Returns the value of every key, by dotted name."""
-    return {name: attrgetter(name)(config) for name in all_keys()}
+    return {name: attrgetter(name)(config) for name in all_keys(type(config))}
 
 
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+def with_values(config: AnyConfig, values: Mapping[str, Any]) -> AnyConfig:
     """Returns the configuration with these values, by dotted name."""
     changed: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
-    for section in SECTIONS:
+    for section in sections_of(type(config)):
         inside = {n.partition(".")[2]: v for n, v in values.items() if n.startswith(f"{section}.")}
         if inside:
             changed[section] = dataclasses.replace(getattr(config, section), **inside)
@@ -177,14 +184,14 @@ def megatron_flags(key: Key) -> list[str]:
     return (key.meta["megatron"] or "").split()
 
 
-def nearest_key(given: str) -> str | None:
+def nearest_key(given: str, schema: type[Config] = Config) -> str | None:
     """Returns the key that `given` most likely means; None if nothing is close.
 
     Tries the key itself, Megatron-LM's flags, the last names of keys, and similar spellings. Dashes
     count as underscores; leading ones are ignored.
     """
     given = given.lstrip("-+~").replace("-", "_").lower()
-    keys = all_keys()
+    keys = all_keys(schema)
     flags = {
         flag.lstrip("-").replace("-", "_"): name
         for name, key in keys.items()
@@ -195,24 +202,24 @@ def nearest_key(given: str) -> str | None:
         leaves.setdefault(key.leaf, name)
     section, _, leaf = given.rpartition(".")
     exact = given if given in keys else flags.get(given) or leaves.get(leaf)
-    names = {name: name for name in (*keys, *SECTIONS)}
+    names = {name: name for name in (*keys, *sections_of(schema))}
     spellings = names if section else leaves | names | flags
     close = exact or nearest(given, spellings)
     return close and spellings.get(close, close)
 
 
-def unknown_key(given: str, value: Any = None) -> str:
+def unknown_key(given: str, value: Any = None, schema: type[Config] = Config) -> str:
     """Returns the sentence for a key that does not exist, with the nearest one."""
     typed = given if value is None else f"{given}={show(value)}"
     if given in RENAMED:
         return f"{typed}: {given} is now {RENAMED[given]}."
     if given in REMOVED:
         return f"{typed}: {given} is no longer a key; {REMOVED[given].instead}."
-    name = nearest_key(given)
+    name = nearest_key(given, schema)
     if name is None:
         close = "docs/configuration.md lists all keys"
     else:
-        key = all_keys().get(name)
+        key = all_keys(schema).get(name)
         flags = [flag.strip("-") for flag in megatron_flags(key)] if key else []
         differs = key.meta["differs"] if key else None
         close = f"the nearest is {typed_name(name)}"
@@ -293,9 +300,9 @@ def _is_rank(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def check_value(name: str, value: Any) -> None:
+def check_value(name: str, value: Any, schema: type[Config] = Config) -> None:
     """Raises UserError for a value of key `name` of the wrong type, choice or range."""
-    key = all_keys()[name]
+    key = all_keys(schema)[name]
     if value is None and key.optional:
         return
     if isinstance(value, str) and (now := RENAMED_VALUES.get((key.name, value))):
@@ -320,7 +327,8 @@ def check_value(name: str, value: Any) -> None:
 
 def check_fields(config: Config) -> None:
     """Checks each key alone: it exists, and has its type and range; raises UserError."""
-    for section, cls in ({"": Config} | SECTIONS).items():
+    schema = type(config)
+    for section, cls in ({"": schema} | sections_of(schema)).items():
         found = getattr(config, section) if section else config
         if not isinstance(found, cls):
             name = cls.__name__
@@ -328,9 +336,10 @@ def check_fields(config: Config) -> None:
         declared = {f.name for f in dataclasses.fields(cls)}
         for name in vars(found):
             if name not in declared:
-                raise UserError(unknown_key(f"{section}.{name}".lstrip("."), getattr(found, name)))
+                given = f"{section}.{name}".lstrip(".")
+                raise UserError(unknown_key(given, getattr(found, name), schema))
     for name, value in values_of(config).items():
-        check_value(name, value)
+        check_value(name, value, schema)
 
 
 def check_at_most(name: str, value: float, limit: str, most: float) -> None:

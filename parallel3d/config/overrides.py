@@ -23,6 +23,7 @@ from yaml.error import MarkedYAMLError
 
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import (
+    AnyConfig,
     Key,
     all_keys,
     allowed,
@@ -34,7 +35,7 @@ from parallel3d.config.fields import (
     with_values,
 )
 from parallel3d.config.identity import flat
-from parallel3d.config.schema import ALTERNATIVES, SECTIONS, Config, conf_dir, register_schema
+from parallel3d.config.schema import ALTERNATIVES, Config, conf_dir, register_schema, sections_of
 from parallel3d.config.text import read_yaml, with_text
 from parallel3d.config.words import as_typed, braces, check_twice, option, quoted_twice
 from parallel3d.errors import UserError, nearest_hint, readable
@@ -59,7 +60,7 @@ def compose(*overrides: str, world_size: int | None = None) -> Config:
 
 
 def composed(overrides: Sequence[str]) -> Config:
-    """Returns the configuration before its checks. Raises UserError if it cannot be composed."""
+    """Returns a run's configuration before its checks; raises UserError if none is composed."""
     kept = check_overrides(overrides)
     try:
         config = config_of(compose_tree(kept))
@@ -74,10 +75,11 @@ def config_of(tree: DictConfig) -> Config:
     Raises the errors of OmegaConf for values of other types, and UserError for text with a null.
     """
     config = OmegaConf.to_object(tree)
-    assert isinstance(config, Config)  # the schema's class
+    assert isinstance(config, Config)  # the schema's class, or a subcommand's
+    keys = all_keys(type(config))
     written = flat(typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False)))
     for name, text in written.items():
-        if isinstance(text, str) and "${" in text and name in all_keys():
+        if isinstance(text, str) and "${" in text and name in keys:
             found = attrgetter(name)(config)
             # OmegaConf would put the word None in its place.
             if isinstance(found, str) and found.count("None") > text.count("None"):
@@ -86,13 +88,15 @@ def config_of(tree: DictConfig) -> Config:
                     f"be {found}; give it one, or leave it out."
                 )
     values = {name: value for name, value in values_of(config).items() if isinstance(value, str)}
-    held = {name: braces(value) for name, value in values.items() if all_keys()[name].kind is dict}
+    held = {name: braces(value) for name, value in values.items() if keys[name].kind is dict}
     return with_text(with_values(config, held))
 
 
-def compose_tree(overrides: Sequence[str], with_hydra: bool = False) -> DictConfig:
+def compose_tree(
+    overrides: Sequence[str], with_hydra: bool = False, schema: type[Config] = Config
+) -> DictConfig:
     """Returns what the overrides come to, also with Hydra's own keys."""
-    register()
+    register(schema)
     with hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION):
         return hydra.compose("config", list(overrides), return_hydra_config=with_hydra)
 
@@ -120,9 +124,9 @@ class FileConfigSource(HydraFiles):
         return found
 
 
-def register() -> None:
-    """Registers the schema, and the reader of files, with Hydra; may be called repeatedly."""
-    register_schema()
+def register(schema: type[Config] = Config) -> None:
+    """Registers a schema, and the reader of files, with Hydra; may be called repeatedly."""
+    register_schema(schema)
     Plugins.instance()  # which registers Hydra's own reader
     hydra_sources.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
@@ -141,7 +145,7 @@ def groups() -> list[str]:
     return sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
 
 
-def typed_alternatives(config: Config, overrides: Sequence[str]) -> Config:
+def typed_alternatives(config: AnyConfig, overrides: Sequence[str]) -> AnyConfig:
     """Returns the configuration without what an experiment sets beside a typed alternative of it.
 
     `experiment=llama_1b_sft train.steps=20` has 20 steps, and no two epochs.
@@ -201,7 +205,10 @@ def experiment_files(experiment: str | None, own: Path | None = None) -> list[Di
 
 
 def check_overrides(
-    words: Sequence[str], own: Path | None = None, sweeps: bool = False
+    words: Sequence[str],
+    own: Path | None = None,
+    sweeps: bool = False,
+    schema: type[Config] = Config,
 ) -> list[str]:
     """Returns the overrides with their text in the quotes of Hydra's grammar where it needs them.
 
@@ -213,15 +220,17 @@ def check_overrides(
         words: as typed.
         own: the folder of --config-dir.
         sweeps: several values for a key are a run each.
+        schema: whose keys they may give.
     """
     check_twice(words)
-    return [_check_override(word, own, sweeps) for word in words]
+    return [_check_override(word, schema, own, sweeps) for word in words]
 
 
-def _check_override(word: str, own: Path | None, sweeps: bool) -> str:
+def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: bool) -> str:
     """Returns one override as `check_overrides` has it. Raises UserError."""
     bare, is_set, value = word.partition("=")
-    key = all_keys().get(bare.lstrip("+"))
+    keys, sections = all_keys(schema), sections_of(schema)
+    key = keys.get(bare.lstrip("+"))
     has_text = key is None or key.kind in (str, dict) or key.item is str
     is_ours = not re.match("hydra([./]|$)", bare.lstrip("+~"))
     if key is not None and _is_of_another_form(value, key):
@@ -236,12 +245,12 @@ def _check_override(word: str, own: Path | None, sweeps: bool) -> str:
             raise
         parsed = None
     if parsed is None or not parsed.key_or_group:
-        raise UserError(_not_read(word))
+        raise UserError(_not_read(word, schema))
     name = parsed.key_or_group
     if not is_ours:
         return word
-    if name not in {*groups(), *SECTIONS, *all_keys()} or parsed.package is not None:
-        raise UserError(unknown_key(name, value or None))
+    if name not in {*groups(), *sections, *keys} or parsed.package is not None:
+        raise UserError(unknown_key(name, value or None, schema))
     if parsed.is_add() or parsed.is_delete():
         raise UserError(
             f"{word}: {name} is there already and cannot be deleted; the nearest is {name}=…."
@@ -259,8 +268,8 @@ def _check_override(word: str, own: Path | None, sweeps: bool) -> str:
         for chosen in given if isinstance(given, list) else [given]:
             if chosen is not None and chosen not in known:
                 raise UserError(_wrong_preset(name, show(chosen), known, word))
-    elif name in SECTIONS and not isinstance(given, dict):
-        inside = next(key for key in all_keys() if key.startswith(f"{name}."))
+    elif name in sections and not isinstance(given, dict):
+        inside = next(key for key in keys if key.startswith(f"{name}."))
         raise UserError(
             f"{word}: {name} is a group of keys, not one; set one of them, as {inside}=…."
         )
@@ -291,20 +300,21 @@ def _not_allowed(typed: str, key: Key) -> str:
     return f"{typed}: {key.name} must be {allowed(key)}{also}; the default is {default}."
 
 
-def _not_read(word: str) -> str:
+def _not_read(word: str, schema: type[Config]) -> str:
     """Returns the sentence for what Hydra cannot read as KEY=VALUE."""
     left, equals, value = (part.strip() for part in word.partition("="))
     if left.startswith("-"):
-        return unknown_key(left, value or None)
+        return unknown_key(left, value or None, schema)
+    keys = all_keys(schema)
     if not equals or not left.strip("+~"):
-        name = nearest_key(left or value) or "tp"
+        name = nearest_key(left or value, schema) or "tp"
         return (
             f"{word.strip() or repr(word)} is not of the form KEY=VALUE; the nearest is "
-            f"{spell(name, all_keys()[name].default) if name in all_keys() else f'{name}=…'}."
+            f"{spell(name, keys[name].default) if name in keys else f'{name}=…'}."
         )
-    key = all_keys().get(left.lstrip("+"))
+    key = keys.get(left.lstrip("+"))
     if key is None and left not in groups():
-        return unknown_key(left.strip("+~"), value)
+        return unknown_key(left.strip("+~"), value, schema)
     if key is not None and key.kind in (bool, int, float):
         return _not_allowed(word, key)
     plain = value.strip("'\"")
@@ -326,7 +336,9 @@ def _wrong_preset(group: str, option: str, known: Sequence[str], word: str | Non
     return f"{typed} must be one of {', '.join(known)}{nearest_hint(option, known, f'{group}=')}."
 
 
-def composing_error(error: BaseException, overrides: Sequence[str] = ()) -> UserError:
+def composing_error(
+    error: BaseException, overrides: Sequence[str] = (), schema: type[Config] = Config
+) -> UserError:
     """Returns a UserError for an error of Hydra or OmegaConf in checked overrides.
 
     It is about a file of the user's own, or about what `${…}` comes to; its value is not repeated,
@@ -346,10 +358,10 @@ def composing_error(error: BaseException, overrides: Sequence[str] = ()) -> User
             f"{' '.join(overrides)}: a file's defaults must not come back to the file itself; give "
             "it another name than that of the file that it starts from."
         )
-    text = str(error)
+    text, keys = str(error), all_keys(schema)
     merging = re.match(r"Error merging override (\+*([^=]*).*)", text, re.DOTALL)
-    if merging and merging[2] in all_keys():
-        return UserError(readable(_not_allowed(merging[1], all_keys()[merging[2]])))
+    if merging and merging[2] in keys:
+        return UserError(readable(_not_allowed(merging[1], keys[merging[2]])))
     file = re.search(r"In '(?!hydra/)(([^'/]+)/[^']+)': (.*)", text, re.DOTALL)
     if file:
         text = file[3]
@@ -368,12 +380,12 @@ def composing_error(error: BaseException, overrides: Sequence[str] = ()) -> User
             "comments below it."
         )
     elif other:
-        explained = f"{typed}: {unknown_key(other[1])}"
-    elif name in all_keys():
+        explained = f"{typed}: {unknown_key(other[1], schema=schema)}"
+    elif name in keys:
         why = "it comes to another type" if "While dereferencing" in said else said
-        explained = _not_allowed(f"{typed}: {why}", all_keys()[name])
+        explained = _not_allowed(f"{typed}: {why}", keys[name])
     elif name:
-        explained = unknown_key(name)
+        explained = unknown_key(name, schema=schema)
     else:
         line = said if file else " ".join([*overrides, said])
         explained = f"{line}; docs/own_configuration.md shows what works."

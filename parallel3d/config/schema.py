@@ -7,20 +7,18 @@ checks a whole configuration. Without torch, so that a bad key is refused at onc
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, cast
 
 from parallel3d.blueprint.keys import CONFLICTS as BLUEPRINT
 from parallel3d.blueprint.keys import ClusterConfig, LayoutKeys, PlacementKeys
 from parallel3d.checkpoint.keys import CONFLICTS as CHECKPOINT
 from parallel3d.checkpoint.keys import CheckpointConfig, StartKeys
 from parallel3d.config.values import (
-    FREE,
     BatchSizes,
-    key,
     padded_length,
 )
 from parallel3d.context_parallel.keys import CONFLICTS as CONTEXT_PARALLEL
@@ -49,7 +47,6 @@ __all__ = [
     "CONFLICTS",
     "MULTIPLIERS",
     "OPTIONS",
-    "SECTIONS",
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
@@ -71,135 +68,8 @@ __all__ = [
     "conf_dir",
     "full_shapes_of",
     "register_schema",
+    "sections_of",
 ]
-
-
-WEIGHTS = "those of the steps, or ema: their average (optim.ema_decay)"
-
-
-@dataclass
-class VerifyConfig:
-    """Options of `parallel3d verify`."""
-
-    RESUME: ClassVar[str] = FREE
-    steps: int = key(5, "steps of each comparison", minimum=1)
-
-
-@dataclass
-class TopologyConfig:
-    """Options of `parallel3d topology`."""
-
-    RESUME: ClassVar[str] = FREE
-    rank: int = key(0, "the rank whose groups are highlighted", minimum=0)
-    svg: str | None = key(None, "file for a picture of the cluster, as SVG", holds=Path)
-    json: str | None = key(None, "file for everything shown, as JSON", holds=Path)
-    search: int = key(5, "rows of the placement search to list; 0: no search", minimum=0)
-
-
-@dataclass
-class BenchConfig:
-    """Options of `parallel3d bench comm`."""
-
-    RESUME: ClassVar[str] = FREE
-    sizes: list[int] = key([4096, 262144, 4194304], "bytes of each message")
-    iterations: int = key(5, "timed calls of each row; the median counts", minimum=1)
-    warmup: int = key(2, "calls before", minimum=0)
-    budget_s: float = key(60.0, "seconds for all; iterations are cut to hold it", above=0)
-    outlier: float = key(
-        1.5, "a pair or rank slower than this many times the median is named", above=1
-    )
-    json: str | None = key(
-        None, "file for all rows; null: bench.json in the run directory", holds=Path
-    )
-
-
-@dataclass
-class CalibrateConfig:
-    """Options of `parallel3d calibrate`, which measures in the type of `precision`."""
-
-    RESUME: ClassVar[str] = FREE
-    file: str = key("calibrated.yaml", "the cluster file that it writes", holds=Path)
-    replace: bool = key(False, "whether a file of that name may be written anew")
-    ranks: int | None = key(
-        None,
-        "the most ranks of a group, a power of two; null: four a core and eight at least, or as "
-        "many as there are GPUs",
-        minimum=1,
-        maximum=1024,
-    )
-    passes: int = key(3, "how often each piece is measured, the others between", minimum=1)
-
-
-@dataclass
-class GenerateConfig:
-    """Options of `parallel3d generate`."""
-
-    RESUME: ClassVar[str] = FREE
-    max_tokens: int = key(200, "tokens to write", minimum=1)
-    temperature: float = key(
-        0.8, "of the softmax that tokens are drawn from; 0 takes the likeliest", minimum=0
-    )
-    top_k: int | None = key(
-        None, "draw from the likeliest k tokens alone; null: from all", minimum=1
-    )
-    step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
-    weights: str = key("model", WEIGHTS, choices=("model", "ema"))
-
-
-@dataclass
-class EvalConfig:
-    """Options of `parallel3d eval`."""
-
-    RESUME: ClassVar[str] = FREE
-    tasks: str | None = key(
-        None,
-        "jsonl, a row a context with choices and answer, or with a continuation; typed tasks=",
-        holds=Path,
-    )
-    to: str | None = key(
-        None,
-        "file for the scores of all rows, as JSON; null: in eval/ of the run directory",
-        holds=Path,
-    )
-    batch_tokens: int = key(8192, "tokens of a forward of one rank, padding included", minimum=1)
-    step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
-    weights: str = key("model", WEIGHTS, choices=("model", "ema"))
-
-
-@dataclass
-class DryrunConfig:
-    """Options of `parallel3d dryrun`."""
-
-    RESUME: ClassVar[str] = FREE
-    rank: int | None = key(
-        None,
-        "the rank that is played; null: the first of the first, a middle and the last pipeline "
-        "stage, with details of the one whose memory peaks highest",
-        minimum=0,
-    )
-    reserve_gb: float = key(
-        4.0,
-        "memory of a GPU, in 1e9 B, that no tensor gets: CUDA's context, NCCL's buffers, cuBLAS's "
-        "workspace and what the allocator loses to fragments",
-        minimum=0,
-    )
-    json: str | None = key(None, "file for everything shown and more, as JSON", holds=Path)
-
-
-@dataclass
-class PlanConfig:
-    """Options of `parallel3d plan`."""
-
-    RESUME: ClassVar[str] = FREE
-    html: str | None = key(
-        None, "plan: file for the whole plan as one page, with pictures", holds=Path
-    )
-    confirm: int = key(
-        3,
-        "plan: best rows whose memory a dry run confirms, as many as begin within a minute unless "
-        "this is typed; 0: none, and no torch",
-        minimum=0,
-    )
 
 
 # Python orders the fields of bases from the last to the first.
@@ -218,7 +88,6 @@ class Config(
 ):
     """A whole run. Sizes of the dimensions: world size = tp × pp × cp × dp."""
 
-    prompt: str = key("\n", "generate: the text to continue, taken as it is typed", resume=FREE)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -235,14 +104,6 @@ class Config(
     train: TrainConfig = field(default_factory=TrainConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    verify: VerifyConfig = field(default_factory=VerifyConfig)
-    topology: TopologyConfig = field(default_factory=TopologyConfig)
-    bench: BenchConfig = field(default_factory=BenchConfig)
-    calibrate: CalibrateConfig = field(default_factory=CalibrateConfig)
-    generate: GenerateConfig = field(default_factory=GenerateConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    dryrun: DryrunConfig = field(default_factory=DryrunConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
     def replica_size(self) -> int:
@@ -309,7 +170,7 @@ class Config(
         return self.train.steps or DEFAULT_STEPS
 
 
-# Sections of subcommands: no run is another by them.
+# Sections of subcommands, which runs of earlier versions have in their files.
 OPTIONS = ("verify", "topology", "bench", "calibrate", "generate", "eval", "dryrun", "plan")
 # Settings that exclude each other, in the order in which they are told.
 CONFLICTS = (
@@ -326,20 +187,30 @@ CONFLICTS = (
 )
 # Keys of which at most one is given: one that is typed takes the place of a preset's.
 ALTERNATIVES = (LENGTHS, WARM_UPS)
-# The sections by name.
-SECTIONS: dict[str, type] = {
-    name: type(value) for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)
-}
 
 
-def register_schema() -> None:
-    """Registers `Config` with Hydra as `schema`, the first of conf/config.yaml's defaults; may be
+def sections_of(schema: type[Config]) -> dict[str, type]:
+    """Returns the sections of a run's schema, or of subcommands', by name."""
+    found: dict[str, type] = _sections_of(cast(Any, schema))
+    return found
+
+
+@functools.cache
+def _sections_of(schema: type[Config]) -> dict[str, type]:
+    return {n: type(value) for n, value in vars(schema()).items() if is_dataclass(value)}
+
+
+def register_schema(schema: type[Config] = Config) -> None:
+    """Registers a schema with Hydra as `schema`, the first of conf/config.yaml's defaults; may be
     called repeatedly."""
     from hydra.core.config_store import ConfigStore  # workers read a finished config without Hydra
+    from omegaconf import OmegaConf
 
     store = ConfigStore.instance()
-    if "schema.yaml" not in store.repo:  # building the node takes a quarter of composing
-        store.store(name="schema", node=Config)
+    there = store.repo.get("schema.yaml")
+    # Building the node takes a quarter of composing.
+    if there is None or OmegaConf.get_type(there.node) is not schema:
+        store.store(name="schema", node=schema)
 
 
 def conf_dir() -> Path:

@@ -15,9 +15,8 @@ from typing import Any
 
 import yaml
 
-from parallel3d.config.fields import all_keys, values_of, with_values
+from parallel3d.config.fields import AnyConfig, all_keys, values_of, with_values
 from parallel3d.config.paths import at_home, with_texts_of_variables
-from parallel3d.config.schema import Config
 from parallel3d.config.values import RANKS
 from parallel3d.errors import UserError
 
@@ -111,15 +110,15 @@ def number_of(text: Any) -> Any:
     return text
 
 
-def with_text(config: Config) -> Config:
+def with_text(config: AnyConfig) -> AnyConfig:
     """Returns the configuration with names as text, numbers as numbers, and homes in paths.
 
     Values in braces have no types for OmegaConf: `schema` declares what they hold. Raises UserError
     for two names that are one number.
     """
-    old = values_of(config)
-    new = {name: _typed(value, all_keys()[name].holds, name) for name, value in old.items()}
-    for name, key in all_keys().items():
+    old, keys = values_of(config), all_keys(type(config))
+    new = {name: _typed(value, keys[name].holds, name) for name, value in old.items()}
+    for name, key in keys.items():
         if key.meta["list_of"] == RANKS and isinstance(old[name], list):
             new[name] = [number_of(item) for item in old[name]]
     changed = {k: v for k, v in new.items() if repr(v) != repr(old[k])}

@@ -18,7 +18,7 @@ from parallel3d.blueprint.ops import widths
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.blueprint.stages import balance_chunks
-from parallel3d.config.fields import show
+from parallel3d.config.fields import AnyConfig, show
 from parallel3d.config.schema import Config
 from parallel3d.config.values import PARTS, parts_of, spelled
 from parallel3d.context_parallel.checks import check_context_parallel
@@ -328,7 +328,7 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
     return "compute: a fuller slowest stage, or smaller products"
 
 
-def with_style(config: Config) -> Config:
+def with_style(config: AnyConfig) -> AnyConfig:
     """Returns the configuration with the cheapest style in place of context_parallel.style=auto.
 
     Equal on all ranks.
@@ -346,7 +346,7 @@ def planned(config: Config, layout: Layout | None = None) -> Blueprint:
     return Blueprint.of(with_style(config))
 
 
-def _of_style(config: Config, style: str) -> Config:
+def _of_style(config: AnyConfig, style: str) -> AnyConfig:
     return replace(config, context_parallel=replace(config.context_parallel, style=style))
 
 

@@ -187,7 +187,8 @@ def typed_config(tree: object) -> Config:
     if not isinstance(tree, Mapping):
         raise TypeError(f"it holds a {type(tree).__name__}")
     # An older run may have keys that were renamed or removed; they do not change its computation.
-    known = _without(tree, (*RENAMED, *REMOVED))
+    # Options of subcommands were part of it.
+    known = _without(tree, (*RENAMED, *REMOVED, *OPTIONS, "prompt"))
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), known))
     if not isinstance(config, Config):
         raise TypeError(f"it holds a {type(config).__name__}")

@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from parallel3d.config.fields import show
-from parallel3d.config.schema import Config, ModelConfig, conf_dir
+from parallel3d.config.fields import AnyConfig, show
+from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.errors import UserError
 
 MODEL = "llama3_70b"  # assumed if none is given: the default model has too few layers to show
@@ -29,7 +29,7 @@ def chosen_keys(typed: Sequence[str]) -> set[str]:
     return {word.lstrip("+~").partition("=")[0].partition("@")[0] for word in typed}
 
 
-def assume_model(config: Config, typed: Sequence[str]) -> tuple[Config, list[str]]:
+def assume_model(config: AnyConfig, typed: Sequence[str]) -> tuple[AnyConfig, list[str]]:
     """Returns the configuration with a model and a micro-batch, and the assumptions as overrides.
 
     `typed`: the overrides of the command line; an experiment counts as choosing everything.

@@ -6,11 +6,8 @@ Bytes and seconds are those of one optimizer step. Imports no torch.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +24,7 @@ from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
-from parallel3d.config.schema import Config, TopologyConfig
+from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import StepPrice, price_step
 from parallel3d.estimate.traffic import transfers
@@ -42,12 +39,11 @@ from parallel3d.text import (
 )
 from parallel3d.topology.assumptions import (
     assume_model,
-    check_free,
     chosen_keys,
     full_batch,
-    write,
 )
 from parallel3d.topology.cluster.discover import discover, run_command
+from parallel3d.topology.keys import TopologyConfig
 from parallel3d.topology.links import (
     DimLinks,
     Loads,
@@ -133,9 +129,13 @@ class TopologyReport:
 
 
 def make_report(
-    config: Config, typed: Sequence[str] | None, environ: Mapping[str, str]
+    config: Config,
+    typed: Sequence[str] | None,
+    environ: Mapping[str, str],
+    settings: TopologyConfig | None = None,
 ) -> TopologyReport:
     """Finds and prices everything without output. Raises UserError for what cannot work."""
+    settings = settings or TopologyConfig()
     check_fields(config)
     typed = ("experiment",) if typed is None else typed
     config, assumed = assume_model(config, typed)
@@ -146,7 +146,7 @@ def make_report(
         batch, told = full_batch(config.micro_batch_size, config.pp, dp)
         config, assumed = dataclasses.replace(config, global_batch_size=batch), [*assumed, told]
     config = check_config(config, config.replica_size * dp, own_samples=True)
-    blueprint, settings = Blueprint.of(config), config.topology
+    blueprint = Blueprint.of(config)
     layout = blueprint.looped_layout
     if settings.rank >= layout.world_size:
         raise UserError(
@@ -190,26 +190,6 @@ def _from_file(rank_file: str, cluster: Cluster, layout: Layout) -> RankMapping:
     ][: layout.world_size]
     slots = np.asarray(ranks_of_file(rank_file, everywhere))
     return RankMapping(cluster, layout, slots, f"rank file {Path(rank_file).name}")
-
-
-def topology(config: Config, typed: Sequence[str] | None = None) -> int:
-    """Prints the groups, their price and warnings; writes the files asked for.
-
-    `typed`: the command line's overrides, i.e. the user's own choices; None counts as all chosen.
-    Returns the exit code, 0. Raises UserError for what cannot work.
-    """
-    svg, json_file = config.topology.svg, config.topology.json
-    check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)
-    check_free("topology.json", json_file, f'"made_by": "{MADE_BY}"', MADE_BY)
-    report = make_report(config, typed, os.environ)
-    if json_file:
-        text = json.dumps(facts_of(report), indent=1, allow_nan=False)
-        write("topology.json", json_file, text + "\n")
-    if svg:
-        write("topology.svg", svg, picture_of(report))
-    write_report(report, [name for name in (svg, json_file) if name], sys.stdout)
-    sys.stdout.flush()
-    return 0
 
 
 def facts_of(report: TopologyReport) -> dict[str, Any]:

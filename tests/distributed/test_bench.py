@@ -22,6 +22,7 @@ from parallel3d.comm.group import Group
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.bench import measure as bench_rows
 from parallel3d.commands.bench.comm import bench_comm
+from parallel3d.commands.bench.keys import BenchConfig
 from parallel3d.commands.bench.measure import (
     BenchOperation,
     BenchRow,
@@ -31,7 +32,8 @@ from parallel3d.commands.bench.measure import (
     send_receive,
 )
 from parallel3d.commands.bench.probe import preflight, probe
-from parallel3d.config.schema import BenchConfig, ClusterConfig, Config, LaunchConfig
+from parallel3d.commands.options import CommandConfig
+from parallel3d.config.schema import ClusterConfig, LaunchConfig
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
 from tests.pace import pace
@@ -55,7 +57,7 @@ class Bench:
     """Everything that a measurement needs, on one rank."""
 
     def __init__(self, run_dir: Path = Path(), tp: int = 2, pp: int = 1, dp: int = 2, **keys: Any):
-        self.config = Config(tp=tp, pp=pp, dp=dp, **keys)
+        self.config = CommandConfig(tp=tp, pp=pp, dp=dp, **keys)
         rank, world = dist.get_rank(), dist.get_world_size()
         self.worker = Worker(rank, rank, world, world, run_dir, "local")
         self.groups = ProcessGroups.of_run(self.config, self.worker.device, self.worker.placement)
@@ -362,7 +364,7 @@ def whole_bench(run_dir: str, slow_rank: int) -> int:
     bench = BenchConfig(sizes=[4096], iterations=1, warmup=0)
     worker = Worker(rank, rank, 4, 4, Path(run_dir), "local")
     with delayed(slow_rank):
-        return bench_comm(Config(tp=2, pp=1, dp=2, bench=bench), worker)
+        return bench_comm(CommandConfig(tp=2, pp=1, dp=2, bench=bench), worker)
 
 
 def test_bench_comm_reports_the_slowed_rank_by_host_and_rail_and_ends_well(

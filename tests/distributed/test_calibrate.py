@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.commands.calibrate.measure import calibrate
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.estimate.profiled_cost import TABLES, MeasuredMachine, read, step_time
@@ -22,7 +23,9 @@ MODEL = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, seq_len
 def be_rank(rank_dir: str, file: str) -> int:
     import torch.distributed as dist
 
-    config = Config(dp=dist.get_world_size(), device="cpu", model=MODEL, global_batch_size=16)
+    config = CommandConfig(
+        dp=dist.get_world_size(), device="cpu", model=MODEL, global_batch_size=16
+    )
     config.calibrate.file, config.calibrate.passes = file, 1
     rank, world = dist.get_rank(), dist.get_world_size()
     worker = Worker(rank, rank, world, world, Path(rank_dir), "local")

@@ -20,7 +20,9 @@ from benchmarks.figures.ddp import figures as ddp
 from benchmarks.figures.ddp import nets as ddp_nets
 from benchmarks.figures.ddp.measures import PARTS, Trial, priced_step
 from parallel3d.blueprint.cluster import Link
-from parallel3d.config.schema import BenchConfig, Config
+from parallel3d.commands.bench.keys import BenchConfig
+from parallel3d.commands.options import CommandConfig
+from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
 from tests.distributed.pool import Pool
@@ -28,7 +30,7 @@ from tests.distributed.simulated import here
 
 pytestmark = pytest.mark.more
 
-CONFIG = Config(dp=2, bench=BenchConfig(iterations=1, warmup=0, budget_s=0.001))
+CONFIG = CommandConfig(dp=2, bench=BenchConfig(iterations=1, warmup=0, budget_s=0.001))
 
 
 def tiny() -> dict:

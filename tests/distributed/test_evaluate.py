@@ -18,7 +18,7 @@ from parallel3d.commands.eval_rows import Likelihood
 from parallel3d.commands.evaluate import Request, scores_of
 from parallel3d.commands.from_run import EVAL, of_run
 from parallel3d.commands.generate import load_newest
-from parallel3d.config.schema import Config
+from parallel3d.commands.options import CommandConfig
 from parallel3d.models.transformer import blank_stage
 from parallel3d.run.directory import load_config
 from tests.distributed.pool import Pool
@@ -54,7 +54,7 @@ def scored(
         layout = Layout(*sizes)
         groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
         dims = {dim: layout.size(dim) for dim in ("tp", "pp", "dp", "cp")}
-        typed = Config(runs_dir=runs, run="mine", **dims)
+        typed = CommandConfig(runs_dir=runs, run="mine", **dims)
         typed.eval.batch_tokens = batch_tokens
         config = of_run(EVAL, typed)
         stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))

@@ -14,11 +14,11 @@ SCRIPT = """
 import json, sys
 from omegaconf import OmegaConf
 from parallel3d.commands.dryrun.command import find_facts
-from parallel3d.config.schema import Config
+from parallel3d.commands.options import CommandConfig
 
 for keys in json.loads(sys.argv[1]):
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), keys))
-    print(json.dumps(find_facts(config)), flush=True)
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(CommandConfig), keys))
+    print(json.dumps(find_facts(config, config.dryrun.rank)), flush=True)
 """
 
 

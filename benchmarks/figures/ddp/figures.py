@@ -31,7 +31,7 @@ from parallel3d.blueprint.cluster import Link
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.process_groups import GLOO_ON, Interfaces, ProcessGroups, gloo_on
 from parallel3d.commands.bench.comm import MeasuredOperation, fit
-from parallel3d.config.schema import Config
+from parallel3d.commands.options import CommandConfig
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
 
@@ -47,7 +47,7 @@ WARMUP_STEPS = 1
 Make = Callable[[], Trial]
 
 
-def ddp_figures(config: Config, worker: Worker) -> int:
+def ddp_figures(config: CommandConfig, worker: Worker) -> int:
     """Measures and writes the report into the run directory; collective. Returns 0.
 
     Raises UserError for another dimension than dp.
@@ -79,7 +79,7 @@ class Bench:
         steps: of each trial in each round, as the budget allows.
     """
 
-    config: Config
+    config: CommandConfig
     worker: Worker
     group: Group
     device: torch.device = field(init=False)

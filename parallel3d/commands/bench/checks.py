@@ -8,14 +8,14 @@ from pathlib import Path
 
 from parallel3d.blueprint.checks import check_groups, data_parallel_size
 from parallel3d.blueprint.keys import CONFLICTS
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import check_conflicts, check_fields, show
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.run.checks import check_run_name
 
 
-def check_communication(config: Config, world_size: int | None) -> Config:
+def check_communication(config: CommandConfig, world_size: int | None) -> CommandConfig:
     """Checks what `bench comm` needs: at least two ranks that add up, and sizes to measure.
 
     Returns the configuration with `dp`. Neither data nor model is checked.

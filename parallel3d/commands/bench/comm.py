@@ -38,7 +38,7 @@ from parallel3d.commands.bench.measure import (
     sites,
 )
 from parallel3d.commands.bench.probe import Finding, Pair, probe
-from parallel3d.config.schema import Config
+from parallel3d.commands.options import CommandConfig
 from parallel3d.estimate.network import ring_time
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.directory import CONFIG_FILE
@@ -115,7 +115,7 @@ def size(nbytes: int) -> str:
     return f"{nbytes:,}"
 
 
-def bench_comm(config: Config, worker: Worker) -> int:
+def bench_comm(config: CommandConfig, worker: Worker) -> int:
     """Measures, prints and writes `bench.json`; collective. Returns 0, even if something is slow.
 
     Raises WrongResult if a collective gives a wrong number.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from parallel3d.blueprint.checks import check_groups
 from parallel3d.blueprint.keys import CONFLICTS
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import check_conflicts, check_fields, show
-from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.host.devices import CPU, DeviceChoice, choose_device
 from parallel3d.host.quotas import available_cores
@@ -24,7 +24,9 @@ PER_CORE, LEAST_RANKS, MOST_RANKS = 4, 8, 64
 TYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
 
 
-def calibrate_config(config: Config, typed: Sequence[str], world_size: int | None) -> Config:
+def calibrate_config(
+    config: CommandConfig, typed: Sequence[str], world_size: int | None
+) -> CommandConfig:
     """Returns the configuration of the measuring ranks, all along dp.
 
     Raises UserError for keys that calibrate decides itself, an impossible number of ranks, a type
@@ -64,7 +66,7 @@ def _usual(device: DeviceChoice) -> int:
     return 1 << (max(1, most).bit_length() - 1)
 
 
-def written_to(config: Config) -> Path:
+def written_to(config: CommandConfig) -> Path:
     """Returns the path of the file. Raises UserError if it exists, or its folder does not."""
     file = config.calibrate.file
     path = Path(file)

@@ -30,7 +30,8 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
 from parallel3d.commands.bench.measure import BenchOperation, Site, prepare
 from parallel3d.commands.calibrate.command import written_to
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.commands.options import CommandConfig
+from parallel3d.config.schema import ModelConfig
 from parallel3d.config.values import PARTS, parts_of
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
@@ -67,7 +68,7 @@ LEAST = 1e-7
 LOG_EVERY_S = 15.0  # where a batch job's file is read rather than a terminal
 
 
-def calibrate(config: Config, worker: Worker) -> int:
+def calibrate(config: CommandConfig, worker: Worker) -> int:
     """Measures on every rank and writes the file; collective. Returns the exit code, 0."""
     device, began = torch.device(worker.device), time.perf_counter()
     set_matmul_precision(config.precision)
@@ -89,7 +90,7 @@ def calibrate(config: Config, worker: Worker) -> int:
     return 0
 
 
-def provenance(config: Config, device: torch.device) -> CalibrationSource:
+def provenance(config: CommandConfig, device: torch.device) -> CalibrationSource:
     """Returns device, software and date of a file that is made now."""
     on_device = accelerator.is_accelerator(device)
     return CalibrationSource(
@@ -230,7 +231,7 @@ class ModelPieces:
 
     def __init__(
         self,
-        config: Config,
+        config: CommandConfig,
         model: ModelConfig,
         size: int,
         device: torch.device,
@@ -314,7 +315,7 @@ def lower_quartile(seconds: Iterable[float]) -> float:
 
 
 def pieces(
-    config: Config, device: torch.device, most: int, tell: Tell
+    config: CommandConfig, device: torch.device, most: int, tell: Tell
 ) -> tuple[dict[str, Table], float]:
     """Measures blocks, ends and updates of every tp and several micro-batches, in passes.
 
@@ -376,7 +377,7 @@ CALLS, WINDOWS, FEW_WINDOWS = 4, 40, 8
 MOST_WAIT = 3.0  # times a call's CPU work: longer wall times are a neighbour's
 
 
-def collectives(config: Config, device: torch.device, tell: Tell) -> dict[str, Table]:
+def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
     """Measures each collective over the first 2, 4, … ranks; collective over the world.
 
     Ranks that share cores (tables with suffix SHARED) sleep while they wait, and only their CPU
@@ -418,7 +419,7 @@ def collectives(config: Config, device: torch.device, tell: Tell) -> dict[str, T
     return tables
 
 
-def slowing(config: Config, device: torch.device, tell: Tell) -> dict[str, Table]:
+def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
     """Measures blocks on several ranks at once, and on one with several threads; collective.
 
     Ranks that share a core count their own CPU seconds: those lost to others' use of its cache.

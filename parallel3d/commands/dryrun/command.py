@@ -21,6 +21,8 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.blueprint.rank_mapping import RankMapping
+from parallel3d.commands.dryrun.keys import DryrunConfig
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.errors import UserError
@@ -39,17 +41,18 @@ MADE_BY = "parallel3d dryrun"
 ASSUMED_CLUSTER = "dgx_h100"
 
 
-def dryrun(config: Config, typed: Sequence[str] | None = None) -> int:
+def dryrun(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
     """Prints the report and writes the file asked for. Returns the exit code, 0.
 
     `typed`: the command line's overrides, i.e. the user's own choices; None counts as all chosen.
     Raises UserError for what cannot work.
     """
-    wanted = config.dryrun.json
+    wanted, options = config.dryrun.json, config.dryrun
     check_free("dryrun.json", wanted, f'"made_by": "{MADE_BY}"', MADE_BY)
     own = with_own_gpus(config.cluster, os.environ, run_command)
     cluster, assumed = assumed_cluster(own, typed)
-    facts = find_facts(dataclasses.replace(config, cluster=cluster)) | {"assumed": assumed}
+    config = dataclasses.replace(config, cluster=cluster)
+    facts = find_facts(config, options.rank, options.reserve_gb) | {"assumed": assumed}
     if wanted:
         text = json.dumps({"made_by": MADE_BY} | facts, indent=1, allow_nan=False)
         write("dryrun.json", wanted, text + "\n")
@@ -68,13 +71,16 @@ def assumed_cluster(
     return ClusterConfig(**preset("cluster", ASSUMED_CLUSTER)), [f"cluster={ASSUMED_CLUSTER}"]
 
 
-def find_facts(config: Config) -> Facts:
-    """Returns `facts_of` the ranks asked for. Raises UserError for what cannot work."""
+def find_facts(
+    config: Config, rank: int | None = None, reserve_gb: float = DryrunConfig().reserve_gb
+) -> Facts:
+    """Returns `facts_of` a rank, or of the first, a middle and the last stage; `reserve_gb` must
+    stay free. Raises UserError for what cannot work."""
     config, placement = _settled(config)
-    ranks = _ranks(layout_of(config), config.dryrun.rank)
+    ranks = _ranks(layout_of(config), rank)
     from parallel3d.commands.dryrun.facts import facts_of  # imports torch
 
-    return facts_of(config, ranks, placement)
+    return facts_of(config, ranks, placement, reserve_gb)
 
 
 def find_memory(config: Config, stage: int) -> Facts:

@@ -30,7 +30,9 @@ SETTINGS = (
 Facts = dict[str, Any]
 
 
-def facts_of(config: Config, ranks: list[int], placement: RankMapping | None = None) -> Facts:
+def facts_of(
+    config: Config, ranks: list[int], placement: RankMapping | None, reserve_gb: float
+) -> Facts:
     """Returns all of the rank with the highest peak memory, and a row of every rank that ran.
 
     Enables the simulated device in this process. Raises UserError for a GPU that is not known.
@@ -38,11 +40,12 @@ def facts_of(config: Config, ranks: list[int], placement: RankMapping | None = N
     Args:
         config: checked, with a style of context parallelism.
         placement: the rank mapping, for two levels of dp.
+        reserve_gb: memory that must stay free.
     """
     gpu = gpu_of(config.cluster, config.precision.name, config.launch.peak_tflops)
     layout = layout_of(config)
     rows = [dry_step(config, rank, gpu, placement) for rank in ranks]
-    reserve = 1e9 * config.dryrun.reserve_gb
+    reserve = 1e9 * reserve_gb
     for row in rows:
         row["fits"] = row["peak_bytes"] <= gpu.memory - reserve
     times = stretch(Blueprint.of(config))

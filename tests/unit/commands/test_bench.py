@@ -22,6 +22,7 @@ from parallel3d.commands.bench.comm import (
     size,
     table,
 )
+from parallel3d.commands.bench.keys import BenchConfig
 from parallel3d.commands.bench.measure import (
     BenchOperation,
     CallCounts,
@@ -40,8 +41,9 @@ from parallel3d.commands.bench.probe import (
     pairs_to_probe,
     turns,
 )
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_config
-from parallel3d.config.schema import BenchConfig, Config, ModelConfig
+from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import ring_time
 
@@ -311,7 +313,7 @@ def test_durations_and_sizes_are_short() -> None:
 
 
 def test_measuring_communication_asks_for_no_model_batch_or_data() -> None:
-    odd = Config(tp=3, dp=2, global_batch_size=7, model=ModelConfig(num_layers=1), pp=2)
+    odd = CommandConfig(tp=3, dp=2, global_batch_size=7, model=ModelConfig(num_layers=1), pp=2)
     with pytest.raises(UserError):
         check_config(odd, 12)
     assert check_communication(dataclasses.replace(odd, dp=None), 12).dp == 2

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from parallel3d.blueprint.parameters import stage_parameters
 from parallel3d.commands.calibrate import measure
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.commands.options import CommandConfig
+from parallel3d.config.schema import ModelConfig
 from parallel3d.run.launch import Worker
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def test_tensor_sizes_are_those_that_a_run_allows() -> None:
 
 @pytest.mark.slow
 def test_a_slow_model_is_measured_on_two_micro_batches() -> None:
-    config = Config(device="cpu", model=MODEL, global_batch_size=16)
+    config = CommandConfig(device="cpu", model=MODEL, global_batch_size=16)
     config.calibrate.passes = 1
     with patch.multiple(measure, LONG_S=0.0, MOST_RUNS=1):
         tables, _ = measure.pieces(config, CPU, 2, lambda _: None)
@@ -49,7 +50,7 @@ def test_a_slow_model_is_measured_on_two_micro_batches() -> None:
 
 
 def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None:
-    config = Config(device="cpu", model=MODEL, global_batch_size=1)
+    config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)
     pieces = measure.ModelPieces(config, MODEL, 1, CPU, [(), ("layer",)])
     assert pieces.elements == sum(p.numel for p in stage_parameters(MODEL, 1, range(4), True, True))
     actions = {f"{kind}{chunk}" for kind in "FIW" for chunk in range(4)}
@@ -62,7 +63,7 @@ def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None
 @pytest.mark.slow
 def test_a_time_is_what_a_quarter_of_all_runs_are_faster_than() -> None:
     """Not the least, of a moment at which the processor was faster than it stays."""
-    config = Config(device="cpu", model=MODEL, global_batch_size=1)
+    config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)
     config.calibrate.passes = 2
     run = (8.0, 3.0, 5.0, 1.0)
     keys = ["update", "action", *(f"{kind}{chunk}" for kind in "FIW" for chunk in range(9))]
@@ -82,7 +83,7 @@ def test_other_ranks_wait_for_rank_0_at_the_store() -> None:
         patch.object(measure, "slowing", lambda *_: {}),
         ThreadPoolExecutor() as threads,
     ):
-        code = threads.submit(measure.calibrate, Config(device="cpu"), worker)
+        code = threads.submit(measure.calibrate, CommandConfig(device="cpu"), worker)
         with pytest.raises(TimeoutError):
             code.result(0.2)
         store.set(measure.MEASURED_KEY, "")

@@ -12,7 +12,8 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.from_run import GENERATE, config_from_run, take_prompt
 from parallel3d.commands.generate import TokenSampler
-from parallel3d.config.schema import Config, GenerateConfig, ModelConfig
+from parallel3d.commands.options import GenerateConfig
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
 

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 import parallel3d
 from parallel3d.cli.command_line import main
+from parallel3d.commands.dryrun.keys import DryrunConfig
 from parallel3d.commands.recipes import recipe
 from parallel3d.config.checks import check_config
 from parallel3d.config.overrides import composed, left_open, presets
@@ -62,7 +63,7 @@ def test_a_recipe_composes_and_passes_the_checks_for_the_gpus_that_it_names(name
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_a_recipe_for_gpus_fits_and_sets_what_a_large_model_needs(name: str) -> None:
     config = config_of(name)
-    memory = 1e9 * (config.cluster.gpu_memory_gb or 0) - 1e9 * config.dryrun.reserve_gb
+    memory = 1e9 * (config.cluster.gpu_memory_gb or 0) - 1e9 * DryrunConfig().reserve_gb
     assert peak_stage(planned(config))[1].total < memory
     assert toy_defaults(config) is None
     assert config.precision.name == "bf16"

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.cli import command_line
+from parallel3d.cli.subcommands import SUBCOMMANDS
 from parallel3d.commands import best_layout, from_run
 from parallel3d.commands.calibrate.command import calibrate_config
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.host import gpus
@@ -228,17 +230,17 @@ def asked(caller: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> str:
 
     monkeypatch.setattr(command_line, "run_here", begin)
     monkeypatch.setattr(from_run, "run_here", begin)
-    config = Config(dp=ranks)
+    config = CommandConfig(dp=ranks)
     if caller == "train":
         for name in ("check_run", "take_run", "listen_here"):
             monkeypatch.setattr(command_line, name, lambda *_, **__: SimpleNamespace(close=dict))
         monkeypatch.setattr(command_line, "is_sweep", lambda: False)
         make = lambda config, *_, **__: (config, Path())  # noqa: E731
         monkeypatch.setattr(command_line, "make_run_directory", make)
-        command_line._start("bench comm", config, [])
+        command_line._start(SUBCOMMANDS["bench comm"], config, [])
     elif caller == "train of a launcher":
         place = RankAssignment("torchrun", 0, 0, ranks, ranks, "h", 29500)
-        return command_line._checked_here("bench comm", config, place)
+        return command_line._checked_here(SUBCOMMANDS["bench comm"], config, place)
     elif caller == "eval":
         from_run.run_on_checkpoint("eval", config)
     elif caller == "calibrate":

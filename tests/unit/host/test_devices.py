@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from parallel3d.cli import command_line
+from parallel3d.cli.subcommands import SUBCOMMANDS
 from parallel3d.comm.store import put
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import ClusterConfig, Config
@@ -86,7 +87,10 @@ def place(rank: int, local_rank: int) -> RankAssignment:
 
 def test_under_torchrun_rank_0_says_what_is_used(capsys: pytest.CaptureFixture) -> None:
     config = check_config(Config(device="cpu"), 4)
-    kinds = [command_line._checked_here("bench comm", config, place(r, r % 2)) for r in range(4)]
+    kinds = [
+        command_line._checked_here(SUBCOMMANDS["bench comm"], config, place(r, r % 2))
+        for r in range(4)
+    ]
     assert kinds == ["cpu"] * 4
     assert capsys.readouterr().err.count("device: CPU, ") == 1
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.verify import variants
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import in_other_precision
@@ -37,9 +38,9 @@ PACKED = documents([(33,), (5, 8, 140)])
 Attend = Callable[[Tensor, str], Tensor]
 
 
-def config(kernel: str, precision: str = "bf16", **keys: Any) -> Config:
+def config(kernel: str, precision: str = "bf16", **keys: Any) -> CommandConfig:
     model = ModelConfig(num_attention_heads=HEADS, num_query_groups=KV_HEADS, head_dim=HEAD_DIM)
-    made = Config(attention_kernel=kernel, model=model, **keys)
+    made = CommandConfig(attention_kernel=kernel, model=model, **keys)
     made.precision.name = precision
     return made
 

@@ -15,7 +15,8 @@ from parallel3d.checkpoint import manifest
 from parallel3d.cli import command_line
 from parallel3d.commands.checkpoint.listing import list_runs
 from parallel3d.commands.from_run import checkpoints_of
-from parallel3d.config.schema import Config, GenerateConfig
+from parallel3d.commands.options import GenerateConfig
+from parallel3d.config.schema import Config
 from parallel3d.data.sources import Document, blocks_of
 from parallel3d.errors import UserError
 from parallel3d.files import replace_durably

@@ -13,7 +13,7 @@ from parallel3d.blueprint.groups import members
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.config.checks import check_config
-from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig
+from parallel3d.config.schema import ClusterConfig, Config, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import flows_of, price_step
 from parallel3d.estimate.traffic import transfers
@@ -113,7 +113,7 @@ def test_a_way_back_without_a_wire_is_refused() -> None:
 def report_and_text(name: str, vpp: int) -> tuple[TopologyReport, str]:
     values = preset("cluster", "dgx_h100")
     cluster = ClusterConfig(**values | {"nodes": 4})
-    config = Config(cluster=cluster, topology=TopologyConfig(), tp=8, pp=4, vpp=vpp)
+    config = Config(cluster=cluster, tp=8, pp=4, vpp=vpp)
     config.schedule.name = name
     report = make_report(config, ("tp=8",), {})
     out = io.StringIO()

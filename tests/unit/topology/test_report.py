@@ -16,13 +16,16 @@ import pytest
 from omegaconf import OmegaConf
 
 from parallel3d.blueprint.cluster import LinkClass
+from parallel3d.commands.options import CommandConfig
+from parallel3d.commands.topology import topology
 from parallel3d.config.checks import check_config
-from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TopologyConfig, conf_dir
+from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, conf_dir
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import messages
 from parallel3d.text import byte_text, percent
 from parallel3d.topology.assumptions import assume_model, chosen_keys, full_batch
 from parallel3d.topology.assumptions import preset as model_preset
+from parallel3d.topology.keys import TopologyConfig
 from parallel3d.topology.report import (
     TopologyReport,
     cluster_line,
@@ -32,7 +35,6 @@ from parallel3d.topology.report import (
     make_report,
     route_lines,
     search_table,
-    topology,
     warning_lines,
     write_report,
 )
@@ -45,9 +47,9 @@ def preset(name: str, **more) -> ClusterConfig:
     return dataclasses.replace(ClusterConfig(**values), **more)
 
 
-def config(cluster: ClusterConfig, **more) -> Config:
+def config(cluster: ClusterConfig, **more) -> CommandConfig:
     shown = {k.partition("_")[2]: more.pop(k) for k in list(more) if k.startswith("show_")}
-    return Config(cluster=cluster, topology=TopologyConfig(**shown), **more)
+    return CommandConfig(cluster=cluster, topology=TopologyConfig(**shown), **more)
 
 
 CASES = {
@@ -65,7 +67,7 @@ CASES = {
 
 @functools.cache
 def made(name: str) -> TopologyReport:
-    return make_report(CASES[name], TYPED, {})
+    return make_report(CASES[name], TYPED, {}, CASES[name].topology)
 
 
 def text_of(report: TopologyReport) -> str:
@@ -176,7 +178,7 @@ def test_search_rows_are_the_candidates_and_the_default() -> None:
 
 
 def test_search_can_be_left_out() -> None:
-    report = make_report(config(preset("dgx_h100"), tp=8, show_search=0), TYPED, {})
+    report = make_report(config(preset("dgx_h100"), tp=8), TYPED, {}, TopologyConfig(search=0))
     assert report.candidates == []
     assert "placement search" not in text_of(report)
 
@@ -189,7 +191,7 @@ def test_auto_takes_the_best_candidate() -> None:
 
 def test_rank_is_described_with_its_groups() -> None:
     case = dataclasses.replace(CASES["h100"], topology=TopologyConfig(rank=37))
-    report = make_report(case, TYPED, {})
+    report = make_report(case, TYPED, {}, case.topology)
     said = one_line(report)
     assert "rank 37 = (pp 1, dp 0, tp 5) on node4 GPU 5; tp group 32 33 34" in said
     assert "; pp group 5 37 69 101" in said
@@ -265,7 +267,7 @@ def test_what_the_user_chose_stays() -> None:
 
 def test_a_caller_with_a_configuration_of_its_own_gets_that() -> None:
     case = config(preset("dgx_h100"), tp=8, global_batch_size=8)
-    report = make_report(case, None, {})
+    report = make_report(case, None, {}, case.topology)
     assert report.assumed == []
     assert report.blueprint.model.name == case.model.name
 
@@ -290,7 +292,7 @@ def test_a_caller_with_a_configuration_of_its_own_gets_that() -> None:
 )
 def test_what_cannot_work_is_refused_in_one_sentence(case: Config, words: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
-        make_report(case, TYPED, {})
+        make_report(case, TYPED, {}, case.topology)
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -311,7 +313,7 @@ def test_rank_file_places_the_ranks(tmp_path: Path) -> None:
     case = dataclasses.replace(
         CASES["six"], placement="file", rank_file=str(tmp_path / "ranks.txt")
     )
-    report = make_report(case, TYPED, {})
+    report = make_report(case, TYPED, {}, case.topology)
     assert report.placement.slots.tolist() == [0, 3, 2, 1, 4, 5]
     assert report.links["tp"].pairs[LinkClass.SPINE] == 4
 
@@ -387,7 +389,7 @@ def test_the_whole_way_imports_no_torch() -> None:
 @pytest.mark.slow
 def test_every_rank_of_a_million_is_in_the_right_groups() -> None:
     case = config(preset("superpod", nodes=125_000), tp=8, pp=8, show_search=0)
-    report = make_report(case, TYPED, {})
+    report = make_report(case, TYPED, {}, case.topology)
     layout = report.layout
     assert layout.world_size == 1_000_000
     assert np.array_equal(np.sort(report.placement.slots), np.arange(1_000_000))

@@ -1,0 +1,26 @@
+"""Options of `parallel3d calibrate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from parallel3d.config.values import FREE, key
+
+
+@dataclass
+class CalibrateConfig:
+    """Options of `parallel3d calibrate`, which measures in the type of `precision`."""
+
+    RESUME: ClassVar[str] = FREE
+    file: str = key("calibrated.yaml", "the cluster file that it writes", holds=Path)
+    replace: bool = key(False, "whether a file of that name may be written anew")
+    ranks: int | None = key(
+        None,
+        "the most ranks of a group, a power of two; null: four a core and eight at least, or as "
+        "many as there are GPUs",
+        minimum=1,
+        maximum=1024,
+    )
+    passes: int = key(3, "how often each piece is measured, the others between", minimum=1)

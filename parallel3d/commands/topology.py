@@ -1,0 +1,32 @@
+"""`parallel3d topology`: where ranks sit on a cluster, and what their groups cost. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from parallel3d.commands.options import CommandConfig
+from parallel3d.topology.assumptions import check_free, write
+from parallel3d.topology.report import MADE_BY, facts_of, make_report, picture_of, write_report
+
+
+def topology(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
+    """Prints the groups, their price and warnings; writes the files asked for.
+
+    `typed`: the command line's overrides, i.e. the user's own choices; None counts as all chosen.
+    Returns the exit code, 0. Raises UserError for what cannot work.
+    """
+    svg, json_file = config.topology.svg, config.topology.json
+    check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)
+    check_free("topology.json", json_file, f'"made_by": "{MADE_BY}"', MADE_BY)
+    report = make_report(config, typed, os.environ, config.topology)
+    if json_file:
+        text = json.dumps(facts_of(report), indent=1, allow_nan=False)
+        write("topology.json", json_file, text + "\n")
+    if svg:
+        write("topology.svg", svg, picture_of(report))
+    write_report(report, [name for name in (svg, json_file) if name], sys.stdout)
+    sys.stdout.flush()
+    return 0
