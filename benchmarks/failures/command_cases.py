@@ -26,6 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from parallel3d.checkpoint.manifest import CHECKPOINTS, step_folder
 from parallel3d.cli import command_line
+from parallel3d.cli.subcommands import Subcommand
 from parallel3d.metrics import recorder
 from parallel3d.metrics.provenance import provenance
 from tests.tools.failing_files import FailingFiles, Fault, Point
@@ -93,7 +94,7 @@ def composed(words: tuple[str, ...]) -> tuple[Any, Any]:
     """What Hydra makes of a command line: the configuration, and its own."""
     got: list[tuple[Any, Any]] = []
 
-    def take(app: str, config: Any, *_: Any) -> int:
+    def take(command: Subcommand, config: Any, *_: Any) -> int:
         got.append((config, HydraConfig.instance().cfg))
         return 0
 
@@ -107,13 +108,13 @@ def composed(words: tuple[str, ...]) -> tuple[Any, Any]:
     return got[0]
 
 
-def without_hydra(found: tuple[Any, Any]) -> Callable[[str, list[str]], None]:
+def without_hydra(found: tuple[Any, Any]) -> Callable[[Subcommand, list[str]], None]:
     """`command_line._run_hydra` behind the composing."""
 
-    def run(app: str, words: list[str]) -> None:
+    def run(command: Subcommand, words: list[str]) -> None:
         config, HydraConfig.instance().cfg = found
         prompt = next((w[7:] for w in words if w.startswith("prompt=")), None)
-        if code := command_line._run_job(app, config, prompt):
+        if code := command_line._run_job(command, config, prompt):
             raise SystemExit(code)
 
     return run
