@@ -603,7 +603,7 @@ def test_something_else_than_a_config_is_refused() -> None:
 @pytest.mark.parametrize(
     ("table", "wrong"),
     [
-        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1X1\n", "line 2: '1X1' is no action"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1X1\n", "line 2: '1X1' is not an action"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n", "rank 1 never does 1B1"),
         ("0F0,0F1,0B0,0B1\n1F0,1F0,1B0,1F1,1B1\n", "rank 1 has 1F0 twice"),
         ("0F0,0B1,0F1,0B0\n1F0,1B0,1F1,1B1\n", "rank 0 does 0B1 before 0F1"),

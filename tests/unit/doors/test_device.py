@@ -168,12 +168,12 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
     "ROCR and HIP": (
         Host("hip", environ={"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}),
         1,
-        "ROCR_VISIBLE_DEVICES=1 leaves GPUs 0 to 0, and HIP_VISIBLE_DEVICES=1 names others",
+        "ROCR_VISIBLE_DEVICES=1 leaves GPUs 0 to 0, but HIP_VISIBLE_DEVICES=1 names others",
     ),
     "ROCR and CUDA": (
         Host("hip", environ={"ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"}),
         2,
-        "leaves GPUs 0 to 1, and CUDA_VISIBLE_DEVICES=4,5 names others",
+        "leaves GPUs 0 to 1, but CUDA_VISIBLE_DEVICES=4,5 names others",
     ),
     "HIP takes two of the three that ROCR leaves": (
         Host(
@@ -394,9 +394,9 @@ def test_a_process_that_has_used_cuda_is_asked_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "precision", "said"),
     [
-        ("1", "fp32", "NVIDIA_TF32_OVERRIDE=1 makes cuBLAS compute in tf32 .* precision=tf32"),
+        ("1", "fp32", "NVIDIA_TF32_OVERRIDE=1 makes cuBLAS compute in tf32, .* precision=tf32"),
         ("2", "fp32", "NVIDIA_TF32_OVERRIDE=2"),
-        ("0", "tf32", "NVIDIA_TF32_OVERRIDE=0 makes cuBLAS compute in fp32 .* precision=fp32"),
+        ("0", "tf32", "NVIDIA_TF32_OVERRIDE=0 makes cuBLAS compute in fp32, .* precision=fp32"),
         ("1", "tf32", None),
         ("0", "fp32", None),
         ("1", "bf16", None),
