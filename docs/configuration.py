@@ -124,9 +124,9 @@ def _sections() -> str:
 
 def _megatron_table() -> str:
     rows = [
-        (f"`{flag}`", f"`{typed_name(key.name)}`", key.meta["differs"] or "")
-        for key in all_keys().values()
-        for flag in megatron_flags(key)
+        (f"`{flag}`", f"`{typed_name(name)}`", row.differs or "")
+        for name, row in megatron_flags().items()
+        for flag in row.flags
     ]
     return _table(("Megatron-LM flag", "parallel3d key", "note"), rows)
 

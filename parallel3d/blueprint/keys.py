@@ -22,7 +22,6 @@ class LayoutKeys:
         1,
         "tensor-parallel size",
         minimum=1,
-        megatron="--tensor-model-parallel-size",
         resume=LAYOUT,
         tried=(2,),
     )
@@ -30,7 +29,6 @@ class LayoutKeys:
         1,
         "pipeline-parallel size",
         minimum=1,
-        megatron="--pipeline-model-parallel-size",
         resume=LAYOUT,
         tried=(2,),
     )
@@ -45,21 +43,18 @@ class LayoutKeys:
         1,
         "context-parallel size",
         minimum=1,
-        megatron="--context-parallel-size",
         resume=LAYOUT,
         tried=(2,),
     )
     sp: bool = key(
         False,
         "sequence parallelism inside the tensor group; with tp=1 there is nothing to split",
-        megatron="--sequence-parallel",
         resume=LAYOUT,
     )
     vpp: int = key(
         1,
         "model chunks per pipeline rank",
         minimum=1,
-        megatron="--num-virtual-stages-per-pipeline-rank",
         resume=LAYOUT,
     )
 

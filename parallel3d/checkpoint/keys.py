@@ -24,16 +24,12 @@ class StartKeys:
         "500), the folder of a run or of a checkpoint, or a Hugging Face folder; model and "
         "tokenizer come along",
         holds=Path,
-        megatron="--finetune",
-        differs="there of --load, beside all sizes of its model",
         resume=REFUSED,
         tried=("old",),
     )
     init_optimizer: bool = key(
         False,
         "init_from a run: the optimizer's state, the number of updates and the loss scale too",
-        megatron="--no-load-optim",
-        differs="the opposite; there --finetune never reads it",
         resume=REFUSED,
         alike=True,
     )
@@ -48,19 +44,16 @@ class CheckpointConfig:
         500,
         "save every so many steps and at the end; 0: never",
         minimum=0,
-        megatron="--save-interval",
     )
     keep: int = key(3, "newest checkpoints that are kept; older ones are removed", minimum=1)
     keep_every: int | None = key(
         None,
         "checkpoints of steps that are multiples of this are kept for good",
         minimum=1,
-        megatron="--save-retain-interval",
     )
     async_save: bool = key(
         True,
         "write in the background while training goes on; may be typed checkpoint.async",
-        megatron="--async-save",
     )
     load: bool = key(
         True,

@@ -124,7 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if not arguments or arguments[0] in ("help", *HELP):
-            print(help_text.overview())
+            names = arguments[1:] if arguments[:1] == ["help"] else []
+            print(help_text.of_names(names) if names else help_text.overview())
         elif arguments[0] in ("-V", "--version"):
             print(f"parallel3d {parallel3d.__version__}")
         elif arguments[0] in ("-sc", "--shell-completion"):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import dedent, indent
+from textwrap import dedent, indent, wrap
 from typing import NamedTuple
 
 from parallel3d.cli.subcommands import SUBCOMMANDS, Subcommand
+from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.verbs import Verb
-from parallel3d.config.fields import all_keys, spell
+from parallel3d.config.fields import Key, all_keys, allowed, spell, unknown_key
 from parallel3d.config.overrides import groups, presets
+from parallel3d.config.schema import CONFLICTS, sections_of
+from parallel3d.errors import UserError
+
+WIDTH = 92  # of the help of a key
 
 
 def complete(subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]) -> None:
@@ -156,6 +161,7 @@ def overview() -> str:
         "parallel3d: transformer training with tensor, context, pipeline and data parallelism, "
         f"from one command.\n\n{listed}\n\n"
         "  parallel3d train --help           the most used keys and the presets\n"
+        "  parallel3d help ddp tp …          every key of a section, or one key\n"
         "  parallel3d train --cfg job        the whole configuration, as it would run\n"
         "  parallel3d --version\n"
         '  eval "$(parallel3d -sc install=bash)"   tab completion\n\n'
@@ -180,3 +186,42 @@ def of_subcommand(command: Subcommand, own: Path | None) -> str:
         f"Most used keys, with their defaults (--cfg job prints all of them)\n{listed}\n\n"
         "Flags: --cfg job, --multirun (-m), --info, --config-dir; --hydra-help explains them."
     )
+
+
+def of_names(names: Sequence[str]) -> str:
+    """Returns the help of keys and of whole sections, by name: allowed values and the meaning.
+
+    Raises UserError for a name that is neither.
+    """
+    keys, sections, shown = all_keys(CommandConfig), sections_of(CommandConfig), []
+    for name in names:
+        inside = [key for key in keys.values() if key.name.startswith(f"{name}.")]
+        if name in sections:
+            shown.append(f"{name}: {(sections[name].__doc__ or '').partition(chr(10))[0]}")
+        elif name in keys:
+            inside = [keys[name]]
+        else:
+            raise UserError(unknown_key(name, schema=CommandConfig))
+        shown += [_of_key(key) for key in inside]
+    return "\n".join(shown)
+
+
+def _of_key(key: Key) -> str:
+    """Returns a key with its default, its meaning, what is allowed and what excludes it."""
+    texts = [key.meta["help"], f"must be {allowed(key)}"]
+    texts += [f"refused: {text}" for text in _excluded(key.name)]
+    lines = [line for text in texts for line in wrap(text, WIDTH)]
+    return "\n".join([spell(key.name, key.default), *(f"    {line}" for line in lines)])
+
+
+def _excluded(name: str) -> Iterator[str]:
+    """Yields the settings of each conflict of a key, as they are typed."""
+    keys = all_keys()
+    for conflict in CONFLICTS:
+        if name in conflict.settings:
+            typed = {
+                each: spell(each, condition.example(keys[each].default, keys[each].tried))
+                for each, condition in conflict.settings.items()
+            }
+            own = typed.pop(name)
+            yield f"{own} with {' and '.join(typed.values())}"

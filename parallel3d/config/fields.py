@@ -10,7 +10,10 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import yaml
 
 from parallel3d.config.conflicts import Conflict
 from parallel3d.config.paths import check_path, paths_in
@@ -179,9 +182,20 @@ def with_values(config: AnyConfig, values: Mapping[str, Any]) -> AnyConfig:
     return dataclasses.replace(config, **changed)
 
 
-def megatron_flags(key: Key) -> list[str]:
-    """Returns the flags of Megatron-LM with a key's meaning."""
-    return (key.meta["megatron"] or "").split()
+class MegatronFlags(NamedTuple):
+    """The flags of Megatron-LM with a key's meaning, and in which way they differ, if they do."""
+
+    flags: tuple[str, ...] = ()
+    differs: str | None = None
+
+
+@functools.cache
+def megatron_flags() -> dict[str, MegatronFlags]:
+    """Returns the flags of Megatron-LM by key, as `megatron.yaml` has them."""
+    rows = yaml.safe_load(Path(__file__).with_name("megatron.yaml").read_text(encoding="utf-8"))
+    return {
+        name: MegatronFlags(tuple(row["flags"]), row.get("differs")) for name, row in rows.items()
+    }
 
 
 def nearest_key(given: str, schema: type[Config] = Config) -> str | None:
@@ -194,8 +208,9 @@ def nearest_key(given: str, schema: type[Config] = Config) -> str | None:
     keys = all_keys(schema)
     flags = {
         flag.lstrip("-").replace("-", "_"): name
-        for name, key in keys.items()
-        for flag in megatron_flags(key)
+        for name, row in megatron_flags().items()
+        if name in keys
+        for flag in row.flags
     }
     leaves: dict[str, str] = {}
     for name, key in keys.items():
@@ -219,9 +234,8 @@ def unknown_key(given: str, value: Any = None, schema: type[Config] = Config) ->
     if name is None:
         close = "docs/configuration.md lists all keys"
     else:
-        key = all_keys(schema).get(name)
-        flags = [flag.strip("-") for flag in megatron_flags(key)] if key else []
-        differs = key.meta["differs"] if key else None
+        row = megatron_flags().get(name, MegatronFlags())
+        flags, differs = [flag.strip("-") for flag in row.flags], row.differs
         close = f"the nearest is {typed_name(name)}"
         if differs and given.strip("-").replace("_", "-") in flags:
             close += f" ({differs})"

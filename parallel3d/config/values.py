@@ -25,8 +25,6 @@ def key(
     above: float | None = None,
     maximum: float | None = None,
     below: float | None = None,
-    megatron: str | None = None,
-    differs: str | None = None,
     resume: str | None = None,
     alike: bool = False,
     once: bool = False,
@@ -37,8 +35,7 @@ def key(
     `fields` enforces `choices`, `minimum` and `maximum` (inclusive), `above` and `below`
     (exclusive). With `list_of`, one or a list of such words may stand for a choice, as a list or
     as text; of RANKS, a list of numbers. `holds` is Path for text that is a path; for values in
-    braces it gives the types of names and values, as dict[str, float]. `megatron` names
-    Megatron-LM's flags of the same meaning, `differs` in which way they differ. `resume` says
+    braces it gives the types of names and values, as dict[str, float]. `resume` says
     whether a resumed run may change the key; None: as `RESUME` of its class says, else REPORTED.
     `alike`: all ranks must have the same value, although it may change. `once`: the key is of a
     single start, and a resumed run does not take it over. `tried`: values, other
@@ -53,8 +50,6 @@ def key(
         "above": above,
         "maximum": maximum,
         "below": below,
-        "megatron": megatron,
-        "differs": differs,
         "resume": resume,
         "alike": alike,
         "once": once,

@@ -24,9 +24,6 @@ class ContextParallelConfig:
         "(Ulysses, Jacobs et al. 2023); ring passes keys and values from rank to rank (Liu et al. "
         "2023); auto takes the one that the planner prices lowest on cluster=",
         choices=("gather", "heads", "ring", "auto"),
-        megatron="--cp-comm-type",
-        differs="--cp-comm-type is context_parallel.style: p2p is ring, a2a heads, allgather "
-        "gather",
     )
     balance: bool = key(
         True,

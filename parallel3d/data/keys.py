@@ -27,7 +27,6 @@ class DataConfig:
         "text, chat: file, folder or glob, several joined by commas; corpus: prefix of a .bin/.idx "
         "pair",
         holds=Path,
-        megatron="--data-path",
     )
     blend: Any = key(
         None,
@@ -82,8 +81,6 @@ class DataConfig:
         "byte, a tokenizer.json, a folder with one, or a name on Hugging Face's hub; null: the "
         "run's own or the corpus's, else byte",
         holds=Path,
-        megatron="--tokenizer-type",
-        differs="there a kind of tokenizer, here the tokenizer itself",
     )
     add_bos: bool = key(
         True,
@@ -96,8 +93,6 @@ class DataConfig:
         "validation sets by name, {web:corpora/web,code:code.txt}: prefixes of pairs, or what "
         "data.path takes for text; each has a loss of its own",
         holds=dict[str, Path],
-        megatron="--valid-data-path",
-        differs="there a blend, or with --multiple-validation-sets several; here sets by name",
         tried=({"web": "corpora/web"},),
     )
     valid_fraction: float | None = key(
@@ -105,28 +100,22 @@ class DataConfig:
         "share of the training text held out for evaluation; null: 0.05, or 0 beside data.valid",
         minimum=0,
         maximum=0.5,
-        megatron="--split",
-        differs="there the shares of train, validation and test, here the share held out",
         resume=REFUSED,
     )
     eod_mask_loss: bool = key(
         False,
         "do not train on predicting the first token of the next document",
-        megatron="--eod-mask-loss",
         resume=REFUSED,
     )
     document_mask: bool = key(
         False,
         "attention within documents, and positions that count from each one's first token",
-        megatron="--reset-attention-mask",
-        differs="there positions restart by --reset-position-ids",
         resume=REFUSED,
     )
     cache_dir: str | None = key(
         None,
         "folder of the token cache; null: the user's cache folder",
         holds=Path,
-        megatron="--data-cache-path",
     )
 
     @property

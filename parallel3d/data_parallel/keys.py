@@ -24,8 +24,6 @@ class ZeroKeys:
         "gradients too, 3 the parameters too",
         minimum=0,
         maximum=3,
-        megatron="--use-distributed-optimizer",
-        differs="--use-distributed-optimizer is zero=1",
         resume=LAYOUT,
         tried=(1, 2, 3),
     )
@@ -41,14 +39,10 @@ class DataParallelConfig:
         "MiB at which a gradient bucket closes, as in PyTorch's DDP; null: first 1, then 25, or "
         "128 on a GPU",
         above=0,
-        megatron="--ddp-bucket-size",
-        differs="there a number of parameters, here MiB of gradients",
     )
     overlap: bool = key(
         True,
         "reduce each bucket during the last backward",
-        megatron="--overlap-grad-reduce",
-        differs="off unless given there, on by default here",
     )
     hierarchical: bool = key(
         False,

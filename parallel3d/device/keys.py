@@ -34,8 +34,6 @@ class DeviceKeys:
         False,
         "on GPUs, kernels that add in a fixed order: the same layout then gives the same bits, as "
         "it always does on CPU; slower",
-        megatron="--deterministic-mode",
-        differs="there it also refuses settings that are not deterministic",
         resume=FREE,
     )
 
@@ -48,43 +46,32 @@ class PrecisionConfig:
         "fp32",
         "compute type",
         choices=("fp64", "fp32", "tf32", "bf16", "fp16"),
-        megatron="--fp16",
-        differs="--fp16 is precision=fp16 and --bf16 is precision=bf16",
     )
     lm_cross_entropy: str = key(
         "fp32",
         "type in which the training loss is made of the logits: fp32, or (fp16) each logit, "
         "exponential, sum and loss rounded to fp16, with precision=fp16; held-out losses are fp32",
         choices=("fp32", "fp16"),
-        megatron="--fp16-lm-cross-entropy",
-        differs="--fp16-lm-cross-entropy is precision.lm_cross_entropy=fp16",
     )
     loss_scale: float | None = key(
         None,
         "fp16: a fixed loss scale; null: a dynamic one",
         above=0,
-        megatron="--loss-scale",
         tried=(1024.0,),
     )
-    initial_loss_scale: float = key(
-        65536.0, "fp16: the dynamic scale at the start", above=0, megatron="--initial-loss-scale"
-    )
-    min_loss_scale: float = key(
-        1.0, "fp16: floor of the dynamic scale", above=0, megatron="--min-loss-scale"
-    )
+    initial_loss_scale: float = key(65536.0, "fp16: the dynamic scale at the start", above=0)
+    min_loss_scale: float = key(1.0, "fp16: floor of the dynamic scale", above=0)
     loss_scale_growth: float = key(2.0, "fp16: factor after a window without overflow", above=1)
     loss_scale_backoff: float = key(0.5, "fp16: factor after an overflow", above=0, below=1)
     loss_scale_window: int = key(
         1000,
         "fp16: steps in a row without overflow before the scale grows",
         minimum=1,
-        megatron="--loss-scale-window",
     )
     loss_scale_hysteresis: int = key(
         2,
         "fp16: overflows in a row before the scale backs off",
         minimum=1,
-        megatron="--hysteresis",
     )
 
 

@@ -19,20 +19,16 @@ from parallel3d.config.values import (
 class StepKeys:
     """Sequences of a step, and the seed of their order."""
 
-    micro_batch_size: int = key(
-        4, "sequences per forward pass", minimum=1, megatron="--micro-batch-size", resume=LAYOUT
-    )
+    micro_batch_size: int = key(4, "sequences per forward pass", minimum=1, resume=LAYOUT)
     global_batch_size: int = key(
         16,
         "sequences per optimizer step, over all ranks",
         minimum=1,
-        megatron="--global-batch-size",
     )
     seed: int = key(
         1234,
         "weights and sample order are functions of it",
         minimum=0,
-        megatron="--seed",
         resume=REFUSED,
     )
 
@@ -48,7 +44,6 @@ class TrainConfig:
         None,
         f"optimizer steps; null: as tokens or epochs says, else {DEFAULT_STEPS}",
         minimum=1,
-        megatron="--train-iters",
         tried=(4,),
     )
     tokens: float | None = key(
@@ -57,8 +52,6 @@ class TrainConfig:
         "steps, as in 9.8e6 or 2e12",
         minimum=1,
         maximum=1e18,
-        megatron="--train-samples",
-        differs="there a number of samples, of model.seq_length tokens each",
         tried=(512,),
     )
     epochs: float | None = key(
@@ -73,23 +66,18 @@ class TrainConfig:
         "global batch by the samples read before a step, {0:16,1000:32}: 16, and 32 from 1000 "
         "samples on; it ends with global_batch_size; null: that one always",
         holds=dict[float, float],
-        megatron="--rampup-batch-size",
-        differs="there start, increment and samples; here any sizes",
         tried=({0: 4, 4: 8},),
     )
     eval_every: int = key(
         100,
         "evaluate every so many steps; 0: only at the end",
         minimum=0,
-        megatron="--eval-interval",
     )
     eval_batches: int | None = key(
         4,
         "global batches of each validation set per evaluation, at most all of it; null: all; 0: "
         "no evaluation",
         minimum=0,
-        megatron="--eval-iters",
-        differs="the same, in global batches",
     )
     eval_only: bool = key(
         False,
@@ -102,7 +90,6 @@ class TrainConfig:
         10,
         "without a terminal, print a line every so many steps",
         minimum=1,
-        megatron="--log-interval",
         resume=FREE,
     )
     progress: bool = key(True, "progress bar (on a terminal)", resume=FREE)
@@ -129,9 +116,6 @@ class ProfileConfig:
         None,
         "first and last step to profile, both included; each rank of profile.ranks writes a Chrome "
         "trace into profile/ of the run directory; null or []: none",
-        megatron="--profile --profile-step-start --profile-step-end",
-        differs="--profile-step-start=10 --profile-step-end=12 is profile.steps=[11,12]: there "
-        "steps count from 0 and the end is left out",
         tried=([1, 2],),
     )
     ranks: Any = key(
@@ -139,14 +123,11 @@ class ProfileConfig:
         "whose steps",
         choices=("all",),
         list_of=RANKS,
-        megatron="--profile-ranks",
     )
     memory: bool = key(
         False,
         "on GPUs, also a snapshot of the allocator and what it did in these steps, for "
         "pytorch.org/memory_viz",
-        megatron="--record-memory-history",
-        differs="there of the whole run",
     )
 
 

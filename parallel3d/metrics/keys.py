@@ -24,12 +24,8 @@ class LoggerConfig:
         choices=("none", *LOGGERS),
         list_of=LOGGERS,
     )
-    project: str | None = key(
-        None, "W&B project; null: WANDB_PROJECT, or parallel3d", megatron="--wandb-project"
-    )
-    entity: str | None = key(
-        None, "W&B user or team; null: WANDB_ENTITY, or the key's own", megatron="--wandb-entity"
-    )
+    project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or parallel3d")
+    entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or the key's own")
     group: str | None = key(None, "W&B group")
     job_type: str | None = key(None, "W&B job type, as train; null: WANDB_JOB_TYPE")
     notes: str | None = key(None, "W&B notes: a sentence on the run; null: WANDB_NOTES")

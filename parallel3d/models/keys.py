@@ -30,71 +30,55 @@ class ModelConfig:
 
     RESUME: ClassVar[str] = REFUSED
     name: str = key("custom", "name of the preset, for logs", resume=FREE)
-    num_layers: int = key(4, "transformer layers", minimum=1, maximum=4096, megatron="--num-layers")
-    hidden_size: int = key(128, "width of the residual stream", minimum=1, megatron="--hidden-size")
-    num_attention_heads: int = key(8, "query heads", minimum=1, megatron="--num-attention-heads")
+    num_layers: int = key(4, "transformer layers", minimum=1, maximum=4096)
+    hidden_size: int = key(128, "width of the residual stream", minimum=1)
+    num_attention_heads: int = key(8, "query heads", minimum=1)
     num_query_groups: int | None = key(
         None,
         "key/value heads (GQA); null: as many as query heads",
         minimum=1,
-        megatron="--num-query-groups",
         tried=(2,),
     )
     head_dim: int | None = key(
         None,
         "width of an attention head; null: hidden_size / num_attention_heads",
         minimum=1,
-        megatron="--kv-channels",
     )
     ffn_hidden_size: int | None = key(
         None,
         "width of the MLP; null: 4 × hidden_size, swiglu too",
         minimum=1,
-        megatron="--ffn-hidden-size",
     )
-    seq_length: int = key(256, "tokens in a training sample", minimum=1, megatron="--seq-length")
+    seq_length: int = key(256, "tokens in a training sample", minimum=1)
     max_position_embeddings: int | None = key(
         None,
         "rows of the learned position table; null: seq_length",
         minimum=1,
-        megatron="--max-position-embeddings",
     )
-    vocab_size: int = key(
-        257, "tokens that exist (the byte tokenizer has 257)", minimum=2, megatron="--vocab-size"
-    )
+    vocab_size: int = key(257, "tokens that exist (the byte tokenizer has 257)", minimum=2)
     vocab_multiple: int = key(
         128,
         "the tables are padded to a multiple of this, whatever tp is; padded logits never count",
         minimum=1,
-        megatron="--make-vocab-size-divisible-by",
-        differs="there times the tensor-parallel size; here the padding never depends on tp",
         resume=FREE,
     )
     norm: str = key(
         "layernorm",
         "normalisation",
         choices=("layernorm", "rmsnorm"),
-        megatron="--normalization",
-        differs="spelled LayerNorm and RMSNorm there",
     )
-    norm_eps: float = key(1e-5, "epsilon inside the norms", above=0, megatron="--norm-epsilon")
+    norm_eps: float = key(1e-5, "epsilon inside the norms", above=0)
     position_embedding: str = key(
         "learned",
         "positions",
         choices=("learned", "rope", "none"),
-        megatron="--position-embedding-type",
-        differs="learned_absolute is learned",
     )
-    rotary_percent: float = key(
-        1.0, "share of each head that RoPE rotates", above=0, maximum=1, megatron="--rotary-percent"
-    )
-    rotary_base: float = key(10000.0, "RoPE base θ", above=1, megatron="--rotary-base")
+    rotary_percent: float = key(1.0, "share of each head that RoPE rotates", above=0, maximum=1)
+    rotary_base: float = key(10000.0, "RoPE base θ", above=1)
     rope_scaling_factor: float = key(
         1.0,
         "Llama 3.1's scaled RoPE: slow turns are this much slower; 1: as they are",
         minimum=1,
-        megatron="--rope-scaling-factor",
-        differs="there with --use-rope-scaling; here 1 is without",
         tried=(4.0,),
     )
     rope_low_freq_factor: float = key(
@@ -109,35 +93,25 @@ class ModelConfig:
     qk_norm: bool = key(
         False,
         "RMSNorm of each head of q and k before RoPE (Qwen3)",
-        megatron="--qk-layernorm",
-        differs="there the norm of --normalization",
     )
     activation: str = key(
         "gelu",
         "the MLP's non-linearity; gelu_tanh: the approximation that GPT-2's weights were made with",
         choices=("gelu", "gelu_tanh", "relu", "swiglu"),
-        megatron="--swiglu",
-        differs="--swiglu is model.activation=swiglu",
     )
     bias: bool = key(
         True,
         "biases in the linear layers",
-        megatron="--disable-bias-linear",
-        differs="the opposite: --disable-bias-linear is model.bias=false",
     )
     attention_bias: str | None = key(
         None,
         "biases in attention: of q, k and v alone (qkv, as Qwen2), of the output too (all); "
         "null: all or none, as bias says",
         choices=("none", "qkv", "all"),
-        megatron="--add-qkv-bias",
-        differs="--add-qkv-bias is model.attention_bias=qkv",
     )
     tie_embeddings: bool = key(
         True,
         "one table for the word embedding and the output head",
-        megatron="--untie-embeddings-and-output-weights",
-        differs="the opposite: --untie-embeddings-and-output-weights is model.tie_embeddings=false",
     )
     embedding: str = key(
         "vocab_parallel",
@@ -148,8 +122,6 @@ class ModelConfig:
     parallel_output: bool = key(
         True,
         "keep the logits split over tp up to the loss; false gathers them (slower, equal)",
-        megatron="--parallel-output",
-        differs="the same sense; on unless set to false",
         resume=FREE,
     )
     dropout: float = key(
@@ -158,8 +130,6 @@ class ModelConfig:
         "or of attention's probabilities; the same elements under every layout",
         minimum=0,
         below=1,
-        megatron="--hidden-dropout",
-        differs="--hidden-dropout and --attention-dropout are one key here",
         resume=REPORTED,
         tried=(0.1,),
     )
@@ -167,7 +137,6 @@ class ModelConfig:
         0.02,
         "standard deviation of the initial weights",
         above=0,
-        megatron="--init-method-std",
         resume=FREE,
     )
 
@@ -267,7 +236,6 @@ class LayerKeys:
         "the whole layer; selective is [attention] (Korthikanti et al. 2022 §5), full is [layer]",
         choices=tuple(WORDS),
         list_of=PARTS,
-        megatron="--recompute-granularity",
         resume=FREE,
         alike=True,
         tried=("selective", "full", "[norm,attention,mlp]"),
@@ -276,8 +244,6 @@ class LayerKeys:
         None,
         "how many layers of a stage do so, its first ones: [2] on every stage, or a number for "
         "each, as the first stages hold most activations: [3,1,0,0]; null: all",
-        megatron="--recompute-num-layers",
-        differs="one number there, with --recompute-method=block",
         resume=FREE,
         tried=([1],),
     )
@@ -293,8 +259,6 @@ class LayerKeys:
         None,
         "how many layers of a stage move what they keep for the backward to pinned host memory, "
         "its first ones: [8] on every stage, or a number for each; null: none",
-        megatron="--cpu-offloading-num-layers",
-        differs="one number there, with pp=1 alone",
         resume=FREE,
         tried=([1],),
     )
@@ -311,8 +275,6 @@ class AttentionKeys:
         "results; math writes the scores out; fa3, fa4: FlashAttention 3 or 4 where it is "
         "installed; training with model.dropout has a formula of its own",
         choices=KERNELS,
-        megatron="--attention-backend",
-        differs="there flash, fused, unfused, local or auto, of Transformer Engine",
         resume=FREE,
     )
 

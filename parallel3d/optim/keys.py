@@ -31,37 +31,31 @@ class OptimConfig:
         "adamw",
         "optimizer; muon steps the matrices of the layers, and AdamW the rest",
         choices=("adamw", "sgd", "muon"),
-        megatron="--optimizer",
         resume=REFUSED,
     )
-    lr: float = key(1e-3, "peak learning rate", above=0, megatron="--lr")
-    min_lr: float = key(0.0, "floor of the schedule", minimum=0, megatron="--min-lr")
+    lr: float = key(1e-3, "peak learning rate", above=0)
+    min_lr: float = key(0.0, "floor of the schedule", minimum=0)
     lr_decay_style: str = key(
         "cosine",
         "shape after the warm-up",
         choices=("constant", "linear", "cosine", "inverse-square-root", "wsd"),
-        megatron="--lr-decay-style",
-        differs="WSD is wsd",
     )
     lr_decay_steps: int | None = key(
         None,
         "step at which min_lr is reached; null: train.steps",
         minimum=1,
-        megatron="--lr-decay-iters",
     )
     lr_warmup_fraction: float = key(
         0.0,
         "share of lr_decay_steps spent warming up",
         minimum=0,
         below=1,
-        megatron="--lr-warmup-fraction",
         tried=(0.1,),
     )
     lr_warmup_steps: int = key(
         0,
         "steps spent warming up, instead of the fraction",
         minimum=0,
-        megatron="--lr-warmup-iters",
         tried=(2,),
     )
     wsd_decay_fraction: float = key(
@@ -74,33 +68,26 @@ class OptimConfig:
         None,
         "wsd: steps of the final decay, instead of the share",
         minimum=1,
-        megatron="--lr-wsd-decay-iters",
         tried=(2,),
     )
     wsd_decay_style: str = key(
         "linear",
         "wsd: shape of the final decay; minus_sqrt is 1-sqrt (Hägele et al. 2024)",
         choices=("linear", "cosine", "exponential", "minus_sqrt"),
-        megatron="--lr-wsd-decay-style",
-        differs="the default there is exponential",
     )
     weight_decay: float = key(
         0.1,
         "decoupled for adamw and muon, L2 for sgd; never on biases and norms",
         minimum=0,
-        megatron="--weight-decay",
-        differs="the same, on matrices only",
     )
-    beta1: float = key(0.9, "adamw: first moment", minimum=0, below=1, megatron="--adam-beta1")
-    beta2: float = key(0.95, "adamw: second moment", minimum=0, below=1, megatron="--adam-beta2")
-    eps: float = key(1e-8, "adamw: epsilon", above=0, megatron="--adam-eps")
+    beta1: float = key(0.9, "adamw: first moment", minimum=0, below=1)
+    beta2: float = key(0.95, "adamw: second moment", minimum=0, below=1)
+    eps: float = key(1e-8, "adamw: epsilon", above=0)
     momentum: float = key(
         0.0,
         "sgd, muon: momentum, for muon Nesterov's",
         minimum=0,
         below=1,
-        megatron="--sgd-momentum",
-        differs="for muon --muon-momentum",
         resume=REFUSED,
         tried=(0.9,),
     )
@@ -109,8 +96,6 @@ class OptimConfig:
         "muon: factor of an orthogonal update (m, n): match_rms_adamw 0.2·sqrt(max(m, n)), for "
         "AdamW's learning rate and decay (Liu et al. 2025); original sqrt(max(1, m / n))",
         choices=("match_rms_adamw", "original"),
-        megatron="--muon-scale-mode",
-        differs="its factors are others; match_rms_adamw is spectral with an extra factor of 0.2",
     )
     muon_dtype: str = key(
         "auto",
@@ -122,8 +107,6 @@ class OptimConfig:
         "fp32",
         "type of moments and momentum: that of the master weights, or bf16, rounded stochastically",
         choices=("fp32", "bf16"),
-        megatron="--exp-avg-dtype, --exp-avg-sq-dtype",
-        differs="there rounded to the nearest",
     )
     ema_decay: float | None = key(
         None,
@@ -136,8 +119,6 @@ class OptimConfig:
         None,
         "parameters that are not trained, by patterns of their names in safetensors: "
         "[embedding.*,layers.0.*]",
-        megatron="--freeze-LM",
-        differs="there the whole language model",
         tried=(["embedding.*"],),
     )
     groups: Any = key(
@@ -151,7 +132,6 @@ class OptimConfig:
         1.0,
         "largest global gradient norm; 0 does not clip (the norm is still logged)",
         minimum=0,
-        megatron="--clip-grad",
     )
 
     def treatment(self, name: str) -> Treatment:

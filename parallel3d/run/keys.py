@@ -19,8 +19,6 @@ class RunKeys:
     run: str | None = key(
         None,
         "name of the run; null makes one",
-        megatron="--save",
-        differs="there a folder; here the name of a folder inside runs_dir",
         resume=FREE,
         once=True,
     )
@@ -53,8 +51,6 @@ class LaunchConfig:
         600.0,
         "seconds after which a stuck collective fails",
         above=0,
-        megatron="--distributed-timeout-minutes",
-        differs="minutes there, seconds here",
     )
     grace_s: float = key(
         60.0,
@@ -68,13 +64,10 @@ class LaunchConfig:
     nccl_high_priority: list[str] = key(
         ["tp", "cp", "pp"],
         "kinds of groups whose kernels get high-priority streams",
-        megatron="--high-priority-stream-groups",
     )
     nccl_settings: list[str] = key(
         [],
         "of the groups of a kind: min_ctas, max_ctas or cga_cluster_size, as in dp.max_ctas:8",
-        megatron="--nccl-communicator-config-path",
-        differs="there the path of a YAML file that holds the same",
     )
     huge_pages: bool = key(
         True,

@@ -42,8 +42,6 @@ class ScheduleConfig:
         None,
         "with tp > 1 and no sp: each tensor-parallel rank sends its part of the sequence to the "
         "next stage, whose ranks gather the parts; null: on accelerators",
-        megatron="--no-scatter-gather-tensors-in-pipeline",
-        differs="--no-scatter-gather-tensors-in-pipeline is schedule.slices=false",
     )
     num_microbatches: int | None = key(
         None,

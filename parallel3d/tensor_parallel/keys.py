@@ -28,8 +28,6 @@ class TensorParallelConfig:
         "pieces in which sp gathers and scatters the sequence, each while the GEMM of the piece "
         "beside it runs (asynchronous tensor parallelism); 1: in one",
         minimum=1,
-        megatron="--tp-comm-overlap",
-        differs="there on or off, here the number of pieces",
         tried=(2,),
     )
 
@@ -43,7 +41,6 @@ class LossConfig:
         "share of each target spread evenly over the vocabulary (Szegedy et al. 2016 §7)",
         minimum=0,
         below=1,
-        megatron="--label-smoothing",
         tried=(0.1,),
     )
     z_loss: float = key(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import parallel3d
-from parallel3d.config.fields import all_keys
+from parallel3d.config.fields import megatron_flags
 from parallel3d.config.identity import flat
 
 # The values of NVIDIA/Megatron-LM's examples/pretrain_gpt_distributed_with_mp.sh (commit 090e141);
@@ -71,7 +71,7 @@ def values() -> dict[str, Any]:
 
 @pytest.mark.parametrize("flag", FLAGS | DEFAULTS)
 def test_a_flag_has_its_value(flag: str, values: dict[str, Any]) -> None:
-    (name,) = [name for name, key in all_keys().items() if key.meta["megatron"] == flag]
+    (name,) = [name for name, row in megatron_flags().items() if row.flags == (flag,)]
     assert values[name] == (FLAGS | DEFAULTS)[flag]
 
 

@@ -9,6 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from parallel3d.config import schema
+from parallel3d.config.fields import all_keys
 from parallel3d.config.schema import Config, ModelConfig, conf_dir, register_schema
 
 
@@ -83,3 +84,10 @@ def test_the_packages_own_conf_folder_wins_over_the_checkouts(
     assert conf_dir() == tmp_path / "conf"
     (package / "conf").mkdir()
     assert conf_dir() == package / "conf"
+
+
+def test_the_keys_of_a_run_are_these() -> None:
+    """A key is a promise: old runs have it for ever. A new one is a deliberate line of this file:
+    python -c "from parallel3d.config.fields import *; print(*all_keys(), sep='\\n')"."""
+    frozen = Path(__file__).with_name("run_keys.txt").read_text(encoding="utf-8").split()
+    assert list(all_keys()) == frozen
