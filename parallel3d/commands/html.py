@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+SHORT = 16  # letters of a table's cell that does not wrap
 STYLE = """
 :root{color-scheme:light dark} body{font:15px/1.5 system-ui,sans-serif;margin:0}
 main{max-width:1180px;margin:0 auto;padding:24px} h1{font-size:26px;margin:0} h2{font-size:19px}
 section{border-top:1px solid #8886;margin-top:28px} pre{background:#8882;padding:12px;
 border-left:4px solid #3b7dc4;white-space:pre-wrap} .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{text-align:left;padding:6px 8px;border-bottom:1px solid #8884;font-size:14px}
-td{white-space:nowrap} td:last-child{white-space:normal}
-.bar{position:relative;display:flex;height:18px;min-width:150px}
+th,td{text-align:left;padding:6px;border-bottom:1px solid #8884;font-size:14px}
+td{white-space:nowrap} td.words{white-space:normal;overflow-wrap:break-word}
+.bar{position:relative;display:flex;height:18px;min-width:120px}
 .big .bar{height:40px;margin:12px 0} .bar i{display:block} .bar u{position:absolute;top:-3px;
 bottom:-3px;width:2px;background:#d33} .key i{display:inline-block;width:12px;height:12px;
 margin:0 6px 0 14px} .paper{background:#fff;padding:8px;overflow:auto;max-height:760px}
@@ -65,7 +67,13 @@ def colour(place: int) -> str:
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table whose cells are HTML already."""
+    """Returns a table whose cells are HTML already; those of several words wrap."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<div class='wide'><table><tr>{top}</tr>{body}</table></div>"
+
+
+def _cell(cell: str) -> str:
+    """Returns a cell; figures and words of up to `SHORT` letters stay on one line."""
+    letters = len(re.sub("<[^>]*>", "", cell))
+    return f"<td class='words'>{cell}</td>" if letters > SHORT else f"<td>{cell}</td>"

@@ -100,6 +100,7 @@ found.shown = all("figure:first-child path").map((path) => path.dataset.run);
 found.paper = getComputedStyle(document.querySelector(".controls")).backgroundColor;
 found.ink = getComputedStyle(document.body).color;
 found.overflow = document.documentElement.scrollWidth - innerWidth;
+found.cut = all(".wide").map((node) => node.scrollWidth - node.clientWidth);
 const end = document.body.appendChild(document.createElement("pre"));
 end.id = "found";
 end.textContent = "<<<" + JSON.stringify(found) + ">>>";
@@ -162,6 +163,7 @@ def test_a_browser_shows_curves_restarts_and_what_differs(
     dark, light = (sum(map(int, found[part][4:-1].split(","))) for part in ("paper", "ink"))
     assert dark < 150 < 600 < light
     assert found["overflow"] <= 0
+    assert set(found["cut"]) == {0}
 
 
 def test_a_single_run_that_goes_on_and_a_file_of_somebody_else(
