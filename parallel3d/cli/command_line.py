@@ -33,6 +33,7 @@ from parallel3d.cli.hydra_run import (
     without_alias,
 )
 from parallel3d.cli.subcommands import SUBCOMMANDS, TRAIN, Subcommand, refuse_options_of_others
+from parallel3d.cli.verbs import HELP, Verb
 from parallel3d.commands import data as data_command
 from parallel3d.commands.checkpoint import command as checkpoint_command
 from parallel3d.commands.from_run import (
@@ -45,9 +46,8 @@ from parallel3d.commands.init_from import begun_from
 from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.recipes import INIT_VERBS, init, recipes
 from parallel3d.commands.recipes import VERBS as RECIPES_VERBS
-from parallel3d.commands.report import KEYS as REPORT_KEYS
-from parallel3d.commands.report import report
-from parallel3d.commands.verbs import HELP, Verb
+from parallel3d.commands.report.command import KEYS as REPORT_KEYS
+from parallel3d.commands.report.command import report
 from parallel3d.config.fields import check_fields
 from parallel3d.config.overrides import (
     check_filled,

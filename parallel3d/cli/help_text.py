@@ -9,8 +9,8 @@ from textwrap import dedent, indent, wrap
 from typing import NamedTuple
 
 from parallel3d.cli.subcommands import SUBCOMMANDS, Subcommand
+from parallel3d.cli.verbs import Verb
 from parallel3d.commands.options import CommandConfig
-from parallel3d.commands.verbs import Verb
 from parallel3d.config.fields import Key, all_keys, allowed, spell, unknown_key
 from parallel3d.config.overrides import groups, presets
 from parallel3d.config.schema import CONFLICTS, sections_of

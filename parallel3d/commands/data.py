@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel3d.commands.their_tokens import unlike_theirs
-from parallel3d.commands.verbs import Verb, run_verb, true_or_false, whole_number
+from parallel3d.cli.verbs import Verb, run_verb, true_or_false, whole_number
 from parallel3d.config.fields import show as shown
 from parallel3d.data.formats import KINDS, PACKED
 from parallel3d.data.indexed import CorpusFacts, IndexedCorpus, facts_beside, tokenizer_beside
@@ -27,6 +26,7 @@ from parallel3d.data.preprocess import (
     tokenize,
     train_tokenizer,
 )
+from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import TOKENIZER, FileTokenizer, Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, nearest_hint, print_line
 from parallel3d.files import plain, replace_durably

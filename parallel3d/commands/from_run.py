@@ -11,7 +11,7 @@ from pathlib import Path
 
 from parallel3d.checkpoint.manifest import list_checkpoints, reason
 from parallel3d.commands.checkpoint.listing import check_ema, find_checkpoint, find_run, run_names
-from parallel3d.commands.eval_rows import take_rows
+from parallel3d.commands.evaluate.rows import take_rows
 from parallel3d.commands.options import CommandConfig, EvalConfig, GenerateConfig
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import with_values

@@ -22,7 +22,6 @@ import numpy as np
 from parallel3d.blueprint.ops import flops_per_token
 from parallel3d.blueprint.stages import StageWeights
 from parallel3d.commands.dryrun.keys import DryrunConfig
-from parallel3d.commands.html import bar_key, html_table, section, stacked_bar, whole_page
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import check_fields, show
 from parallel3d.config.schema import Config
@@ -62,6 +61,7 @@ from parallel3d.estimate.search import (
     sizes_of,
     works,
 )
+from parallel3d.html import bar_key, html_table, section, stacked_bar, whole_page
 from parallel3d.models.checks import check_model
 from parallel3d.schedules.draw import render_svg
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make

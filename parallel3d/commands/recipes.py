@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from parallel3d.commands.verbs import Verb, run_verb
+from parallel3d.cli.verbs import Verb, run_verb
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import show
 from parallel3d.config.overrides import composed, left_open, presets

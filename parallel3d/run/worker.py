@@ -62,7 +62,7 @@ APPS = {
     "bench comm": ("parallel3d.commands.bench.comm", "bench_comm"),
     "calibrate": ("parallel3d.commands.calibrate.measure", "calibrate"),
     "generate": ("parallel3d.commands.generate", "generate"),
-    "eval": ("parallel3d.commands.evaluate", "evaluate"),
+    "eval": ("parallel3d.commands.evaluate.command", "evaluate"),
 }
 
 

@@ -14,8 +14,8 @@ from parallel3d.checkpoint.manifest import list_checkpoints
 from parallel3d.checkpoint.storage import read_full
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.commands.checkpoint.command import checkpoint
-from parallel3d.commands.eval_rows import Likelihood
-from parallel3d.commands.evaluate import Request, scores_of
+from parallel3d.commands.evaluate.command import Request, scores_of
+from parallel3d.commands.evaluate.rows import Likelihood
 from parallel3d.commands.from_run import EVAL, of_run
 from parallel3d.commands.generate import load_newest
 from parallel3d.commands.options import CommandConfig

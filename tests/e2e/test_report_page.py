@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from parallel3d.commands.report import MARK
-from parallel3d.commands.report_page import COLUMNS, Point, page_of, read_run, thinned
+from parallel3d.commands.report.command import MARK
+from parallel3d.commands.report.page import COLUMNS, Point, page_of, read_run, thinned
 from parallel3d.config.schema import ClusterConfig, Config, ModelConfig, TrainConfig
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.recorder import Recorder

@@ -23,7 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.inputs.door_inputs.answers import REFUSAL, Input
-from parallel3d.commands.verbs import Verb, parse
+from parallel3d.cli.verbs import Verb, parse
 from parallel3d.config.fields import Key, all_keys, check_value
 from parallel3d.config.overrides import check_overrides, config_of
 from parallel3d.config.schema import Config

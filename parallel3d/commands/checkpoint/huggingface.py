@@ -24,12 +24,12 @@ from parallel3d.commands.checkpoint.listing import check_ema, damage_refused, fi
 from parallel3d.commands.checkpoint.new_runs import new_run, save_first
 from parallel3d.commands.generate import state_of
 from parallel3d.commands.init_from import Source, model_from, model_of
-from parallel3d.commands.their_tokens import unlike_theirs
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import spell
 from parallel3d.config.overrides import composed
 from parallel3d.config.schema import Config, DataConfig, ModelConfig, full_shapes_of
 from parallel3d.data.corpus import check_vocabulary
+from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import (
     FOLDER,
     TOKENIZER,

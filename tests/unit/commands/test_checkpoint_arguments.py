@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from parallel3d.cli.hydra_run import without_alias
+from parallel3d.cli.verbs import parse
 from parallel3d.commands.checkpoint.command import VERBS, checkpoint
-from parallel3d.commands.verbs import parse
 from parallel3d.errors import UserError
 
 

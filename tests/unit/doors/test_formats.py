@@ -26,7 +26,7 @@ import zstandard
 
 from benchmarks.inputs.door_inputs.files import asked, texts_in, tokenized
 from parallel3d.commands.data import _run
-from parallel3d.commands.eval_rows import read_rows
+from parallel3d.commands.evaluate.rows import read_rows
 from parallel3d.config.schema import DataConfig
 from parallel3d.data import formats
 from parallel3d.data.chat import _rows

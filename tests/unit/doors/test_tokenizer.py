@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import transformers
 
-from parallel3d.commands.eval_rows import encode_pair
-from parallel3d.commands.their_tokens import unlike_theirs
+from parallel3d.commands.evaluate.rows import encode_pair
 from parallel3d.config.schema import DataConfig
 from parallel3d.data.chat_template import ChatTemplate
+from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import (
     FOLDER,
     FileTokenizer,

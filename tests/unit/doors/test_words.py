@@ -22,7 +22,7 @@ from benchmarks.inputs.door_inputs.words import (
     taken_from_words,
 )
 from parallel3d.cli import hydra_run
-from parallel3d.commands.verbs import Verb, parse
+from parallel3d.cli.verbs import Verb, parse
 from parallel3d.config.fields import all_keys, check_fields, check_value
 from parallel3d.config.overrides import check_overrides, compose_tree, composed, config_of
 from parallel3d.config.paths import at_home

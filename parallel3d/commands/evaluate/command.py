@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.exchange import all_gather_json, transfer
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.eval_rows import (
+from parallel3d.commands.evaluate.rows import (
     Likelihood,
     TaskRow,
     chosen,

@@ -12,21 +12,21 @@ from tokenizers import Tokenizer, processors
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.eval_rows import (
-    Likelihood,
-    TaskRow,
-    encode_pair,
-    figures_of,
-    read_rows,
-    take_rows,
-)
-from parallel3d.commands.evaluate import (
+from parallel3d.commands.evaluate.command import (
     Request,
     batches_of,
     check_finite,
     requests_of,
     scores_of,
     table,
+)
+from parallel3d.commands.evaluate.rows import (
+    Likelihood,
+    TaskRow,
+    encode_pair,
+    figures_of,
+    read_rows,
+    take_rows,
 )
 from parallel3d.commands.from_run import EVAL, config_from_run
 from parallel3d.config.schema import Config, ModelConfig

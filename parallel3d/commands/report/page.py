@@ -1,6 +1,6 @@
 """Reads runs from their directories and writes the page of them.
 
-Tables and bars are HTML; curves are data that report.js draws.
+Tables and bars are HTML; curves are data that page.js draws.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.commands.checkpoint.listing import find_run
-from parallel3d.commands.html import bar_key, colour, html_table, section, stacked_bar, whole_page
 from parallel3d.config.fields import show, values_of
 from parallel3d.config.schema import Config
+from parallel3d.html import bar_key, colour, html_table, section, stacked_bar, whole_page
 from parallel3d.metrics.jsonl import rows_of, value
 from parallel3d.metrics.loggers import NAMES, figures_of
 from parallel3d.metrics.screen import NAMES_OF_PARTS
@@ -225,7 +225,7 @@ def page_of(runs: Sequence[RunRecord], mark: str) -> str:
         for i, (dot, name) in enumerate(zip(dots, names, strict=True))
     )
     data = json.dumps(_data(runs), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    script = Path(__file__).with_name("report.js").read_text("utf-8")
+    script = Path(__file__).with_name("page.js").read_text("utf-8")
     body = f"""<h1>{title}</h1>
 {section("Runs", "", _overview(runs, labels))}
 <form class='controls' onsubmit='return false'><fieldset><legend>x axis</legend>
@@ -247,7 +247,7 @@ and the highest value.</footer>
 
 
 def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Returns what report.js draws: charts in order, each with a curve of each run that has it."""
+    """Returns what page.js draws: charts in order, each with a curve of each run that has it."""
     held_out = sorted({name for run in runs for name in run.curves} - {*STEP_FIGURES.values()})
     order = [*list(CHARTS)[:1], *held_out, *list(CHARTS)[2:]]
     charts = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel3d.commands.verbs import HELP, Verb, parse, refusing, verb_help
+from parallel3d.cli.verbs import HELP, Verb, parse, refusing, verb_help
 from parallel3d.config.schema import Config
 from parallel3d.errors import UserError
 from parallel3d.files import plain
@@ -44,7 +44,7 @@ def report(arguments: Sequence[str]) -> int:
         raise UserError(f"report: at most {MOST_RUNS} runs must be given, not {len(names)}")
     to = given.get("to", "report.html")
     check_free("to", to, MARK, MADE_BY)
-    from parallel3d.commands.report_page import DAMAGED, RunRecord, page_of, read_run
+    from parallel3d.commands.report.page import DAMAGED, RunRecord, page_of, read_run
 
     folder = Path(given.get("runs_dir", Config().runs_dir))
 

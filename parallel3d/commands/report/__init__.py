@@ -1,0 +1,1 @@
+"""`parallel3d report`: a page of runs."""
