@@ -49,8 +49,8 @@ def picture(train: Line, held_out: Line) -> str:
         parts.append(f'<rect x="640" y="{at - 5}" width="18" height="3" fill="{colour}"/>')
         parts.append(text(666, at, line.name))
     for step, loss in held_out.points:
-        at = f'cx="{x.at(step):.1f}" cy="{y.at(loss):.1f}"'
-        parts.append(f'<circle {at} r="4" fill="{COLOURS[5]}"/>')
+        place_of = f'cx="{x.at(step):.1f}" cy="{y.at(loss):.1f}"'
+        parts.append(f'<circle {place_of} r="4" fill="{COLOURS[5]}"/>')
     last = held_out.points[-1][1]
     parts.append(text(x.at(steps), y.at(last) + 18, f"{last:.2f}", 12, "end"))
     return (
