@@ -1,4 +1,4 @@
-"""Checks that the ranks add up, and of placement and NCCL settings."""
+"""Checks that the ranks add up, and checks NCCL settings and `layout`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from parallel3d.errors import UserError, nearest
 
 
 def data_parallel_size(world_size: int | None, *, tp: int, pp: int, cp: int, dp: int | None) -> int:
-    """Returns dp, given or derived; raises UserError if the ranks do not add up."""
+    """Returns `dp`, or the dp that follows from the world size; raises UserError if the ranks do
+    not add up."""
     if world_size is None:
         return dp or 1
     if type(world_size) is not int or world_size < 1 or not fits_64_bits(world_size):
@@ -53,11 +54,11 @@ def check_given(layout: str, ranks: int | None) -> None:
     """Raises UserError for layout=auto, which `parallel3d train` replaces before its check."""
     if layout != "given":
         raise UserError(
-            f"layout={layout} must be given but for parallel3d train, which asks the "
-            "planner; the nearest is parallel3d plan, which lists the best layouts."
+            f"layout={layout} works in parallel3d train alone, which asks the planner; elsewhere "
+            "it must be layout=given; the nearest is parallel3d plan, which lists the best layouts."
         )
     if ranks is not None:
         raise UserError(
-            f"launch.ranks={ranks} must be left out but with layout=auto: tp, pp and "
+            f"launch.ranks={ranks} must be left out without layout=auto: tp, pp and "
             f"dp say how many ranks there are; the nearest is dp={ranks}."
         )

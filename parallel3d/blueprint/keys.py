@@ -34,7 +34,7 @@ class LayoutKeys:
     )
     dp: int | None = key(
         None,
-        "data-parallel size; null: what is left of the world size",
+        "data-parallel size; null: world size / (tp · pp · cp)",
         minimum=1,
         resume=LAYOUT,
         tried=(2,),
@@ -65,9 +65,9 @@ class PlacementKeys:
 
     layout: str = key(
         "given",
-        "train: auto takes the planner's best layout that fits, by what cluster= tells of the "
-        "machine; what is typed of tp, cp, pp, dp, vpp, micro_batch_size, schedule, recompute and "
-        "zero holds",
+        "train: auto takes the planner's best layout that fits the machine described by cluster=; "
+        "tp, cp, pp, dp, vpp, micro_batch_size, schedule, recompute and zero are kept where the "
+        "command line gives them",
         choices=("given", "auto"),
         resume=FREE,
         once=True,
@@ -95,7 +95,8 @@ class ClusterConfig:
     name: str = key("custom", "name of the preset, for logs")
     source: str = key(
         "config",
-        "where nodes, domains and switches come from: these keys, or discovered and laid over them",
+        "source of nodes, domains and switches: config takes these keys; slurm and local discover "
+        "them, which overrides the keys",
         choices=("config", "slurm", "local"),
     )
     nodes: int | None = key(
@@ -104,15 +105,19 @@ class ClusterConfig:
         minimum=1,
     )
     gpus_per_node: int | None = key(
-        8, "GPUs of a node; null: the ranks shared out evenly (8 where they are unknown)", minimum=1
+        8,
+        "GPUs of a node; null: ranks spread evenly over nodes (8 where they are unknown)",
+        minimum=1,
     )
     intra: str = key(
-        "nvlink", "what joins the GPUs of a domain, by nvlink_gb_per_s", choices=("nvlink", "pcie")
+        "nvlink",
+        "link between the GPUs of a domain; nvlink_gb_per_s is its bandwidth",
+        choices=("nvlink", "pcie"),
     )
     network: str = key(
         "infiniband",
-        "what the NICs speak: infiniband (or RoCE: RDMA), or socket (TCP over Ethernet); only "
-        "between infiniband and nvlink does NCCL forward to another rail (PXN)",
+        "protocol of the NICs: infiniband (RDMA; RoCE too) or socket (TCP over Ethernet); NCCL "
+        "forwards to another rail (PXN) only with infiniband and intra=nvlink",
         choices=("infiniband", "socket"),
     )
     domain_gpus: int | None = key(
@@ -122,43 +127,43 @@ class ClusterConfig:
     )
     rails: int | None = key(
         None,
-        "NICs of a node, each on its own rail; GPU g has rail g mod rails; null: one a GPU",
+        "NICs of a node, each on its own rail; GPU g uses rail g mod rails; null: one per GPU",
         minimum=1,
     )
     unit_nodes: int | None = key(
         None, "nodes under one set of leaf switches (a scalable unit); null: all", minimum=1
     )
-    spine: bool = key(True, "whether anything joins the rails; false: rail-only")
+    spine: bool = key(True, "whether a spine connects the rails; false: rail-only")
     oversubscription: float = key(
-        1.0, "what the NICs could send over what the spine carries", minimum=1
+        1.0, "bandwidth of the NICs divided by the bandwidth of the spine", minimum=1
     )
     nvlink_gb_per_s: float = key(
-        50.0, "of one GPU to its domain, one way, 1e9 B/s, as the datasheet has it", above=0
+        50.0, "bandwidth of one GPU to its domain, one way, 1e9 B/s, from the datasheet", above=0
     )
-    nvlink_latency_us: float = key(2.0, "of one message inside the domain", minimum=0)
+    nvlink_latency_us: float = key(2.0, "latency of a message inside the domain", minimum=0)
     rail_gb_per_s: float = key(
-        10.0, "of one GPU's NIC, one way, 1e9 B/s, as the datasheet has it", above=0
+        10.0, "bandwidth of one GPU's NIC, one way, 1e9 B/s, from the datasheet", above=0
     )
-    rail_latency_us: float = key(5.0, "of one message through a leaf switch", minimum=0)
-    spine_latency_us: float = key(8.0, "of one message over the spine", minimum=0)
+    rail_latency_us: float = key(5.0, "latency of a message through a leaf switch", minimum=0)
+    spine_latency_us: float = key(8.0, "latency of a message over the spine", minimum=0)
     gpu: str | None = key(
-        None, "dryrun: name of the GPU, as its driver tells it, by which its peaks are known"
+        None, "dryrun: name of the GPU as its driver reports it; its peak speeds follow from it"
     )
     gpu_memory_gb: float | None = key(
-        None, "dryrun: memory of a GPU, 1e9 B, as its driver counts it", above=0
+        None, "dryrun: memory of a GPU, 1e9 B, as its driver reports it", above=0
     )
     gpu_memory_gb_per_s: float | None = key(
-        None, "dryrun: of a GPU to its memory, 1e9 B/s, as the datasheet has it", above=0
+        None, "dryrun: memory bandwidth of a GPU, 1e9 B/s, from the datasheet", above=0
     )
     file: str | None = key(
         None,
-        "plan and layout=auto: a machine that parallel3d calibrate measured; may be typed "
+        "plan and layout=auto: a machine that parallel3d calibrate measured; short form: "
         "cluster=FILE.yaml",
         holds=Path,
     )
     topology_file: str | None = key(
         None,
-        "with source=slurm: a topology.conf, or what `scontrol show topology` printed",
+        "with source=slurm: a topology.conf, or the output of `scontrol show topology`",
         holds=Path,
     )
     nvlink_interface: str | None = key(
@@ -169,7 +174,7 @@ class ClusterConfig:
     )
     nccl_env: list[str] = key(
         [],
-        "variables that NCCL gets on every rank unless the environment has them, as in "
+        "variables set for NCCL on every rank unless the environment has them, such as "
         "NCCL_IB_HCA:mlx5 or NCCL_SOCKET_IFNAME:bond0",
     )
 

@@ -1,4 +1,4 @@
-"""Keys of checkpoints: what a run begins from, and what it saves."""
+"""Keys of checkpoints: the initial weights of a run, and saving."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from parallel3d.config.values import (
 
 @dataclass
 class StartKeys:
-    """What the weights of a new run are."""
+    """The initial weights of a new run."""
 
     init_from: str | None = key(
         None,
         "weights of a new run: another run (its newest whole checkpoint; run@500 for that of step "
-        "500), the folder of a run or of a checkpoint, or a Hugging Face folder; model and "
-        "tokenizer come along",
+        "500), the folder of a run or of a checkpoint, or a Hugging Face folder; model "
+        "and tokenizer are taken from there too",
         holds=Path,
         resume=REFUSED,
         tried=("old",),
     )
     init_optimizer: bool = key(
         False,
-        "init_from a run: the optimizer's state, the number of updates and the loss scale too",
+        "with init_from=RUN: load the optimizer's state, the number of updates and the loss scale "
+        "too",
         resume=REFUSED,
         alike=True,
     )
@@ -42,18 +43,18 @@ class CheckpointConfig:
     RESUME: ClassVar[str] = FREE
     every: int = key(
         500,
-        "save every so many steps and at the end; 0: never",
+        "steps between checkpoints, with one more at the end; 0: never save",
         minimum=0,
     )
-    keep: int = key(3, "newest checkpoints that are kept; older ones are removed", minimum=1)
+    keep: int = key(3, "number of newest checkpoints to keep; older ones are removed", minimum=1)
     keep_every: int | None = key(
         None,
-        "checkpoints of steps that are multiples of this are kept for good",
+        "keep checkpoints of steps that are multiples of this for good",
         minimum=1,
     )
     async_save: bool = key(
         True,
-        "write in the background while training goes on; may be typed checkpoint.async",
+        "write in the background while training continues; short form: checkpoint.async",
     )
     load: bool = key(
         True,

@@ -1,6 +1,6 @@
 """Checks a whole configuration: one sentence for an error, before any process group.
 
-Library callers who build a `Config` get the same checks. Without torch, so that they take
+Library callers who build a `Config` get the same checks. They need no torch, so that they take
 milliseconds.
 """
 
@@ -60,12 +60,17 @@ def check_config(
 ) -> AnyConfig:
     """Checks a whole configuration and returns it with derived values filled in.
 
-    Filled in: `dp` (by `world_size` ranks; 1 where that is None), `model.num_query_groups`,
-    `model.ffn_hidden_size`, `model.max_position_embeddings`, `data.valid_fraction`, `train.steps`
-    unless tokens or epochs are given; a list of `recompute` becomes text. The argument is not
-    changed; a checked configuration passes unchanged. `own_samples`: the caller has samples, and
-    `data` is not checked. `goes_on`: of a run that may have begun with another global batch, steps
-    that follow from `train.tokens` are not known yet: `check_schedule_of_rate` is called later.
+    It fills in `dp` (from `world_size`; 1 where that is None), `model.num_query_groups`,
+    `model.ffn_hidden_size`, `model.max_position_embeddings`, `data.valid_fraction`, and
+    `train.steps` unless tokens or epochs are given; a list of `recompute` becomes text. The
+    argument is not changed; a checked configuration passes unchanged.
+
+    Args:
+        config: the configuration.
+        world_size: number of ranks, if it is known.
+        own_samples: the caller has samples of its own, so `data` is not checked.
+        goes_on: the run may resume after another global batch, so the steps that follow from
+            `train.tokens` are not known yet; the caller calls `check_schedule_of_rate` later.
 
     Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
     """
@@ -118,7 +123,7 @@ def check_config(
 
 
 def with_derived_keys(config: AnyConfig) -> AnyConfig:
-    """Returns the configuration with the keys that follow from others, where they are null."""
+    """Returns the configuration with null keys filled in that follow from other keys."""
     model, train = config.model, config.train
     values = {
         "model.num_query_groups": model.kv_heads,
@@ -134,8 +139,8 @@ def with_derived_keys(config: AnyConfig) -> AnyConfig:
 def single_process(config: AnyConfig) -> AnyConfig:
     """Returns the config of the same training on one rank, with micro-batches for replicas.
 
-    Numbers for each stage say where memory is saved, and no layer computes anything else by them:
-    a process that has all layers goes without. Raises UserError if one process cannot train it.
+    It drops the numbers of layers per stage that recompute or offload, which save memory and do not
+    change results. Raises UserError if one process cannot train it.
     """
     one = dict.fromkeys(("tp", "pp", "dp", "cp", "vpp"), 1)
     of_stages = dict.fromkeys(("recompute_layers", "offload_layers"))
@@ -150,5 +155,5 @@ def check_plain(config: Config) -> None:
         if not is_text_free and "${" in json.dumps(value):
             raise UserError(
                 f"{key}={show(value)} holds ${{, which config.yaml would take for a reference to "
-                "another key; give it without."
+                "another key; give text without it."
             )

@@ -1,7 +1,7 @@
 """Rows that say which settings exclude each other, and the sentence that refuses both.
 
-A row stands in `keys.py` beside the keys that it is about. The check of a configuration, the page
-of refusals, the fuzzer's pairs and a test of every row read the same rows.
+A row is declared in `keys.py`, next to its keys. The check of a configuration, the page of
+refusals, the fuzzer's pairs and a test of every row read the same rows.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Other:
 
 @dataclass(frozen=True)
 class Where:
-    """Holds where the test does, as for the value `such`."""
+    """Holds for the values that pass `test`; `such` is one of them."""
 
     test: Callable[[Any], bool]
     such: Any
@@ -89,7 +89,7 @@ class Conflict:
 
 
 def exclusive(*keys: str, unset: Any = None) -> tuple[Conflict, ...]:
-    """Returns the conflicts of keys of which one at most may be given."""
+    """Returns the conflicts of mutually exclusive keys."""
     given = Other(unset, None)
     return tuple(
         Conflict(

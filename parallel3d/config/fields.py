@@ -1,4 +1,4 @@
-"""All keys with types and ranges, read off the dataclasses; checks and messages for one key."""
+"""Lists all keys with types and ranges from the dataclasses, and checks one key at a time."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Key:
 
     name: str
     default: Any
-    kind: type  # int, float, bool, str, list, or dict for values typed in braces
-    item: type | None  # of a list
+    kind: type  # int, float, bool, str, list, or dict for values in braces
+    item: type | None  # type of a list's elements
     optional: bool
     meta: dict[str, Any]
 
     @property
     def holds(self) -> Any:
-        """Path for text that is a path; of values in braces the types of names and values."""
+        """`Path` for text that is a path; the types of names and values for values in braces."""
         return self.meta["holds"]
 
     @property
@@ -47,8 +47,8 @@ class Key:
 
     @property
     def tried(self) -> tuple[Any, ...]:
-        """Values other than the default: those to try, the choices, or the other of true and
-        false."""
+        """Values other than the default: the declared ones to try, or else the other choices, or
+        the other of true and false."""
         if self.meta["tried"]:
             return tuple(self.meta["tried"])
         others = self.meta["choices"] or ((not self.default,) if self.kind is bool else ())
@@ -63,15 +63,15 @@ class Key:
 # Keys of earlier versions, by their new names.
 RENAMED = {"trace": "schedule.timeline"}
 
-# Values of earlier versions, by key and value, with the ones that took their place.
+# Values of earlier versions, by key and value, with their new names.
 RENAMED_VALUES = {("device", "pretend"): "simulated"}
 
-# Values that are gone, by key and value, with the nearest ones.
+# Removed values, by key and value, with the nearest ones of today.
 REMOVED_VALUES = {("ddp.comm_hook", "powersgd"): "bf16"}
 
 
 class Removed(NamedTuple):
-    """A key that is gone: what to use instead, and the value at which it did nothing."""
+    """A removed key: advice on what to use instead, and the value at which it did nothing."""
 
     instead: str
     default: Any = None
@@ -96,7 +96,7 @@ REMOVED = {
 
 
 def show(value: Any) -> str:
-    """Returns a value as typed on the command line, on one line."""
+    """Returns a value as it is written on the command line, on one line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, int) and not fits_64_bits(value):
@@ -117,12 +117,12 @@ def fits_64_bits(number: int) -> bool:
 
 
 def spell(name: str, value: Any) -> str:
-    """Returns `key=value` as typed; presets by their group, `precision=fp16`."""
+    """Returns `key=value` as on the command line; presets by their group, `precision=fp16`."""
     return f"{typed_name(name)}={show(value)}"
 
 
 def typed_name(name: str) -> str:
-    """Returns the typed name of a key: for presets the group, else the key."""
+    """Returns a key's name on the command line: for presets the group, else the key."""
     key = all_keys().get(name)
     return name.removesuffix(".name") if key and key.meta["choices"] else name
 
@@ -146,12 +146,12 @@ def _keys_of(section: str, cls: type) -> Iterator[Key]:
         hint = hints[f.name]
         if dataclasses.is_dataclass(hint):
             continue
-        # Hydra accepts a new mapping only for keys of any type, so keys typed in braces are Any.
+        # Hydra accepts a new mapping only for keys of any type, so keys with braces are Any.
         braces = str if f.metadata["list_of"] else dict | None
         hint = braces if hint is Any else hint
         arms = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
         kind = arms[0]
-        # A class that declares keys may say once what holds for all of them.
+        # A class that declares keys may give metadata for all of them at once.
         owner = vars(next(c for c in cls.__mro__ if f.name in vars(c).get("__annotations__", ())))
         meta = dict(f.metadata)
         meta["resume"] = meta["resume"] or owner.get("RESUME", REPORTED)
@@ -331,9 +331,10 @@ def check_value(name: str, value: Any, schema: type[Config] = Config) -> None:
     near = _nearest_to(key, value)
     if near is not value:
         is_long = isinstance(value, int) and not fits_64_bits(value)
+        also = ", and fit into 64 bits" if is_long else ""
         raise UserError(
-            f"{key.name}={show(value)} must be {allowed(key)}{', and fit into 64 bits' * is_long}; "
-            f"the nearest is {spell(key.name, near)}."
+            f"{key.name}={show(value)} must be {allowed(key)}{also}; the nearest is "
+            f"{spell(key.name, near)}."
         )
     for path in paths_in(value, key.holds):
         check_path(key.name, path)
@@ -357,6 +358,7 @@ def check_fields(config: Config) -> None:
 
 
 def check_at_most(name: str, value: float, limit: str, most: float) -> None:
+    """Raises UserError if the value of key `name` is above `most`, the value of key `limit`."""
     if value > most:
         raise UserError(
             f"{spell(name, value)} must be at most {spell(limit, most)}; the nearest is "

@@ -1,4 +1,4 @@
-"""Decides which keys may change when a run continues.
+"""Decides which keys may change when a run resumes.
 
 Free keys change nothing but rounding: where and how a run computes (layout, schedule, launcher,
 logger). Reported keys change the next steps (learning rate, batch, length, precision). Refused keys
@@ -27,9 +27,9 @@ class ConfigChange(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """ "free", "reported" or "refused".
+        """The class of the change: "free", "reported" or "refused".
 
-        Momentum may change but not switch on or off: its state exists or not.
+        Momentum may change, but neither from nor to 0, where the optimizer has no state for it.
         """
         if self.key == "optim.momentum" and bool(self.there) == bool(self.here):
             return REPORTED
@@ -45,9 +45,12 @@ class ConfigChange(NamedTuple):
 
 
 def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
-    """Returns every differing key; `there` is nested dicts, in which keys that came later have
-    their defaults, and a null key of the model is the value that then holds. For
-    `train.eval_only`, which reads no training sample, neither data nor seed."""
+    """Returns every key whose value differs between a checkpoint and `here`.
+
+    `there`: the checkpoint's configuration as nested dicts. A key that it lacks, as it was added
+    later, has its default there; a null key of the model counts as its effective value. Data and
+    seed are not compared for `train.eval_only`, which reads no training samples.
+    """
     old = _in_effect(values_of(Config()) | flat(there), here.model)
     new = _in_effect(values_of(here), here.model)
     keys = sorted(new)
@@ -57,8 +60,10 @@ def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
 
 
 def _in_effect(values: dict[str, Any], here: ModelConfig) -> dict[str, Any]:
-    """Returns `values` with those of the model `here` for its null keys; where the keys from which
-    they follow differ, these are changes themselves."""
+    """Fills null model keys with their effective values in the model `here`.
+
+    Where the keys from which they follow differ, these are reported as changes themselves.
+    """
     nulls: dict[str, Any] = dict.fromkeys(here.in_effect)
     held = dataclasses.replace(here, **nulls).in_effect
     named = {f"model.{key}": value for key, value in held.items()}
@@ -66,7 +71,7 @@ def _in_effect(values: dict[str, Any], here: ModelConfig) -> dict[str, Any]:
 
 
 def of_all_ranks(config: Config) -> dict[str, Any]:
-    """Returns the keys that all ranks must have alike; paths may differ between hosts."""
+    """Returns the keys that must be equal on all ranks; paths may differ between hosts."""
     keys = all_keys()
     return {
         name: value
@@ -78,7 +83,7 @@ def of_all_ranks(config: Config) -> dict[str, Any]:
 
 
 def decisive(config: Config) -> dict[str, str]:
-    """Returns the keys that decide on the figures of a run's steps, with their values as typed."""
+    """Returns the keys that determine the results of a run's steps, with their values as text."""
     values = _in_effect(values_of(config), config.model)
     return {
         key: show(value)
@@ -94,7 +99,8 @@ def first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Conf
 
 
 def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
-    """Returns the sentence that refuses to continue, with the changed keys; None if none is."""
+    """Returns the sentence that refuses to resume, with the changed keys; None if none is
+    refused."""
     bad = [change for change in found if change.kind == REFUSED]
     if not bad:
         return None

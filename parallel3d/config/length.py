@@ -1,9 +1,9 @@
 """The length of a run that may have begun with another global batch.
 
-`train.steps` counts optimizer steps. `train.tokens` and `train.epochs` are a number of samples: a
-run that goes on with another global batch has as many steps to go as its samples need. Its schedule
-of the learning rate then goes by samples too, and in units of the steps with which it began: a rate
-never jumps, a decay that has begun is not begun again, and the last step has the end value.
+`train.steps` counts optimizer steps. `train.tokens` and `train.epochs` give a number of samples: a
+run that resumes with another global batch does the steps that its remaining samples need. Its
+learning-rate schedule then follows the samples too, in units of the steps with which it began: the
+rate never jumps, a decay does not start twice, and the last step has the final value.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from parallel3d.config.values import BatchSizes
 
 @dataclass(frozen=True)
 class Length:
-    """Gives the last step of a run and the place of each step in its schedule of the rate.
+    """The last step of a run, and the position of each step in its learning-rate schedule.
 
     Attributes:
-        last_step: of all starts together.
-        sizes: the batches of this start, from where it begins.
-        clock: the batches whose steps the keys of the schedule count.
-        budget: samples that are to be read; None where `train.steps` counts.
+        last_step: the last step, counted over all starts.
+        sizes: global batches of this start, from its first step on.
+        clock: global batches in whose steps the keys of the schedule are counted.
+        budget: number of samples to read; None where `train.steps` gives the length.
     """
 
     last_step: int
@@ -38,7 +38,7 @@ class Length:
     ) -> Length:
         """Returns the length of a run that has done `steps` steps of `samples` samples.
 
-        `clock`: as the run's checkpoint has it (`clock_of`); None: this configuration's batches.
+        `clock`: the clock in the run's checkpoint (`clock_of`); None: this configuration's batches.
         """
         sizes = config.batch_sizes.after(steps, samples)
         if config.budget is None:
@@ -47,24 +47,25 @@ class Length:
 
     @property
     def samples(self) -> int:
-        """Samples that all steps together read."""
+        """Samples that all steps read together."""
         return self.sizes.samples(self.last_step)
 
     @property
     def end(self) -> int:
-        """The steps of the schedule of the learning rate: the place of the last step."""
+        """Length of the learning-rate schedule in its steps: the position of the last step."""
         return self.last_step if self.budget is None else self.clock.steps(self.budget)
 
     def place(self, step: int) -> float:
-        """Returns the place of `step`, not before this start, in the schedule of the rate."""
+        """Returns the position of `step`, which is not before this start, in the rate's
+        schedule."""
         if self.budget is None:
             return step
-        if step >= self.last_step:  # which reads more than the budget, by less than a step
+        if step >= self.last_step:  # it may read more than the budget, by less than a step
             return self.end
         return self.clock.place(self.sizes.samples(step))
 
     def clock_at(self, steps: int, samples: int) -> dict[str, Any]:
-        """Returns the clock that a checkpoint keeps, as JSON."""
+        """Returns the clock to write into a checkpoint, as JSON."""
         clock = self.clock if self.budget is not None else self.sizes.after(steps, samples)
         sizes = [list(entry) for entry in clock.entries]
         return {"steps": clock.steps_before, "samples": clock.samples_before, "sizes": sizes}
@@ -73,9 +74,9 @@ class Length:
 def clock_of(progress: Mapping[str, Any], there: Mapping[str, Any]) -> BatchSizes | None:
     """Returns the clock of a checkpoint with this `progress` and the configuration `there`.
 
-    An older one kept none: its steps are those of its own batches, all of them or, if it had others
-    before, from there on. None at step 0, as nothing has begun. Raises ValueError, TypeError,
-    KeyError and AttributeError for values that make no sense.
+    A checkpoint of an older version has no clock. Its steps then count in its own batches: from
+    step 0 if these explain its number of samples, else from the checkpoint on. Returns None at step
+    0. Raises ValueError, TypeError, KeyError and AttributeError for invalid values.
     """
     steps, samples = int(progress["steps"]), int(progress["consumed_samples"])
     if not steps:

@@ -1,4 +1,4 @@
-"""The grammar of settings for NCCL: kinds of groups, fields of ncclConfig_t, variables."""
+"""Parses settings for NCCL: kinds of groups, fields of ncclConfig_t, variables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ NCCL_LIMITS = {"min_ctas": (1, 32), "max_ctas": (1, 32), "cga_cluster_size": (0,
 
 
 def parse_nccl_settings(settings: list[str]) -> list[tuple[str, str, int]]:
-    """Returns (kind of group, field of ncclConfig_t, value) of each `dp.max_ctas:8`. Raises
-    UserError."""
+    """Returns (kind of group, field of ncclConfig_t, value) of items such as `dp.max_ctas:8`.
+
+    Raises UserError for other text.
+    """
     parsed = []
     for item in settings:
         match = re.fullmatch(r"(\w+)\.(\w+):(-?\d+)", item)
@@ -36,7 +38,7 @@ def parse_nccl_settings(settings: list[str]) -> list[tuple[str, str, int]]:
 
 
 def parse_nccl_env(settings: list[str]) -> dict[str, str]:
-    """Returns values by variable of each `NCCL_CROSS_NIC:0`; a value may contain colons.
+    """Returns values by variable, from items such as `NCCL_CROSS_NIC:0`; values may have colons.
 
     Also accepts torch's TORCH_NCCL_…, TORCH_FR_… and TORCH_DIST_…. Raises UserError for other text.
     """

@@ -1,7 +1,7 @@
-"""Reads what is typed: checks each override before Hydra composes them, and composes.
+"""Reads the overrides of a command line: checks each before Hydra composes them, and composes.
 
-So a mistake is one sentence with the key, its value, what is allowed and the nearest choice. A
-mistake in a file of the user's own shows when Hydra composes it, and is told in Hydra's words.
+A mistake is thus one sentence with the key, its value, what is allowed and the nearest choice. A
+mistake in a user's file shows only when Hydra composes it, and is reported in Hydra's words.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ VERSION = "1.3"  # Hydra's defaults are those of this version
 
 
 def compose(*overrides: str, world_size: int | None = None) -> Config:
-    """Returns the checked configuration that `parallel3d train` makes of the same overrides.
+    """Returns the checked configuration that `parallel3d train` has with the same overrides.
 
     Args:
-        overrides: as typed: "tp=2", "model=llama_tiny", "train.steps=100".
-        world_size: number of ranks, from which `dp` follows; None: as many as the layout has, with
+        overrides: as on the command line: "tp=2", "model=llama_tiny", "train.steps=100".
+        world_size: number of ranks, from which `dp` follows; None: the ranks of the layout, with
             one replica unless `dp` is given.
 
     Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
@@ -60,7 +60,7 @@ def compose(*overrides: str, world_size: int | None = None) -> Config:
 
 
 def composed(overrides: Sequence[str]) -> Config:
-    """Returns a run's configuration before its checks; raises UserError if none is composed."""
+    """Composes a run's configuration without checking it as a whole; raises UserError."""
     kept = check_overrides(overrides)
     try:
         config = config_of(compose_tree(kept))
@@ -70,7 +70,7 @@ def composed(overrides: Sequence[str]) -> Config:
 
 
 def config_of(tree: DictConfig) -> Config:
-    """Returns what was composed as a configuration, whose text is as it was written.
+    """Returns a composed tree as a configuration, with text exactly as it was written.
 
     Raises the errors of OmegaConf for values of other types, and UserError for text with a null.
     """
@@ -81,11 +81,11 @@ def config_of(tree: DictConfig) -> Config:
     for name, text in written.items():
         if isinstance(text, str) and "${" in text and name in keys:
             found = attrgetter(name)(config)
-            # OmegaConf would put the word None in its place.
+            # OmegaConf would put the word None in place of a reference without a value.
             if isinstance(found, str) and found.count("None") > text.count("None"):
                 raise UserError(
-                    f"{name}={text}: what stands for ${{…}} there has no value, and the text would "
-                    f"be {found}; give it one, or leave it out."
+                    f"{name}={text}: the reference ${{…}} has no value, and the text would be "
+                    f"{found}; give it a value, or leave it out."
                 )
     values = {name: value for name, value in values_of(config).items() if isinstance(value, str)}
     held = {name: braces(value) for name, value in values.items() if keys[name].kind is dict}
@@ -95,21 +95,21 @@ def config_of(tree: DictConfig) -> Config:
 def compose_tree(
     overrides: Sequence[str], with_hydra: bool = False, schema: type[Config] = Config
 ) -> DictConfig:
-    """Returns what the overrides come to, also with Hydra's own keys."""
+    """Composes the overrides; `with_hydra` adds Hydra's own keys."""
     register(schema)
     with hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION):
         return hydra.compose("config", list(overrides), return_hydra_config=with_hydra)
 
 
 class FileConfigSource(HydraFiles):
-    """Reads a user's YAML files with `read_yaml`, for Hydra: their text is what stands in them.
+    """Reads a user's YAML files for Hydra by `read_yaml`, which keeps text as it is written.
 
-    It has the name of Hydra's own: a job of the submitit launcher gets this process's table of
-    sources, registers Hydra's again, and would refuse one of another name.
+    It has the name of Hydra's own class, because a job of the submitit launcher gets this process's
+    table of sources, registers Hydra's again, and would refuse a class of another name.
     """
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Returns a file's keys; `config_path` is as "data/web"."""
+        """Returns a file's keys; `config_path` is a path such as "data/web"."""
         found = super().load_config(config_path)
         group = config_path.rpartition("/")[0].replace("/", ".")
         if Path(self.path) == conf_dir() or group.partition(".")[0] == "hydra":
@@ -118,7 +118,7 @@ class FileConfigSource(HydraFiles):
         path = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
         tree = read_yaml(path, "" if package == "_global_" else package)
         if isinstance(tree, dict):
-            if "hydra" in tree:  # whose keys of any type have truths and numbers
+            if "hydra" in tree:  # its untyped keys need real truth values and numbers
                 tree["hydra"] = found.config["hydra"]
             found.config = OmegaConf.create(tree)
         return found
@@ -127,14 +127,14 @@ class FileConfigSource(HydraFiles):
 def register(schema: type[Config] = Config) -> None:
     """Registers a schema, and the reader of files, with Hydra; may be called repeatedly."""
     register_schema(schema)
-    Plugins.instance()  # which registers Hydra's own reader
+    Plugins.instance()  # registers Hydra's own reader, which the next line replaces
     hydra_sources.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
 
 def presets(group: str, own: Path | None = None) -> list[str]:
     """Returns the options of a config group: the files of `conf/<group>/`, sorted.
 
-    `own`: the folder of --config-dir, which has more.
+    `own`: the folder of --config-dir, whose options are listed too.
     """
     folders = [folder / group for folder in (conf_dir(), own) if folder is not None]
     return sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
@@ -146,9 +146,9 @@ def groups() -> list[str]:
 
 
 def typed_alternatives(config: AnyConfig, overrides: Sequence[str]) -> AnyConfig:
-    """Returns the configuration without what an experiment sets beside a typed alternative of it.
+    """Resets an experiment's values of keys whose alternative is given on the command line.
 
-    `experiment=llama_1b_sft train.steps=20` has 20 steps, and no two epochs.
+    `experiment=llama_1b_sft train.steps=20` has 20 steps, although the file sets two epochs.
     """
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     for keys in ALTERNATIVES:
@@ -160,12 +160,12 @@ def typed_alternatives(config: AnyConfig, overrides: Sequence[str]) -> AnyConfig
 def check_filled(config: Config, overrides: Sequence[str], own: Path | None = None) -> None:
     """Raises UserError for keys that the experiment leaves open, `key: ???`, and that nothing sets.
 
-    Hydra drops a `???` over a default, which every key has here. Keys of a group that is chosen
-    anew do not count: data=blend has no data.path.
+    Hydra lets a default take the place of `???`, and every key here has a default. Keys of a group
+    that the command line chooses do not count: data=blend has no data.path.
 
     Args:
-        config: what the overrides composed to.
-        overrides: as typed.
+        config: the configuration composed from the overrides.
+        overrides: the words of the command line.
         own: the folder of --config-dir, whose experiments come first.
     """
     typed = {override.partition("=")[0].lstrip("+"): override for override in overrides}
@@ -183,13 +183,13 @@ def check_filled(config: Config, overrides: Sequence[str], own: Path | None = No
 
 
 def left_open(experiment: str | None, own: Path | None = None) -> list[str]:
-    """Returns the keys of `???` in the files of an experiment."""
+    """Returns the keys that the files of an experiment set to `???`."""
     missing = [OmegaConf.missing_keys(values) for values in experiment_files(experiment, own)]
     return [key for key in all_keys() if any(key in keys for keys in missing)]
 
 
 def experiment_files(experiment: str | None, own: Path | None = None) -> list[DictConfig]:
-    """Returns what stands in the file of an experiment, and in those that its defaults name."""
+    """Returns the content of an experiment's file, and of the files that its defaults name."""
     folders = [folder for folder in (own, conf_dir()) if folder is not None]
     paths = [folder / "experiment" / f"{experiment}.yaml" for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
@@ -210,24 +210,24 @@ def check_overrides(
     sweeps: bool = False,
     schema: type[Config] = Config,
 ) -> list[str]:
-    """Returns the overrides with their text in the quotes of Hydra's grammar where it needs them.
+    """Returns the overrides, with text in quotes where Hydra's grammar needs them.
 
     Raises UserError for the first that is not KEY=VALUE of a key, a section or a group, and for
-    two that give the same key. Hydra's own pass; the values of keys are checked as they are
-    composed.
+    two that give the same key. Overrides of Hydra's own keys pass unchanged; values are checked
+    after composing.
 
     Args:
-        words: as typed.
+        words: the words of the command line.
         own: the folder of --config-dir.
-        sweeps: several values for a key are a run each.
-        schema: whose keys they may give.
+        sweeps: whether a key may have several values, with a run for each.
+        schema: the schema whose keys are allowed.
     """
     check_twice(words)
     return [_check_override(word, schema, own, sweeps) for word in words]
 
 
 def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: bool) -> str:
-    """Returns one override as `check_overrides` has it. Raises UserError."""
+    """Returns one override, checked and quoted for `check_overrides`. Raises UserError."""
     bare, is_set, value = word.partition("=")
     keys, sections = all_keys(schema), sections_of(schema)
     key = keys.get(bare.lstrip("+"))
@@ -253,7 +253,8 @@ def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: b
         raise UserError(unknown_key(name, value or None, schema))
     if parsed.is_add() or parsed.is_delete():
         raise UserError(
-            f"{word}: {name} is there already and cannot be deleted; the nearest is {name}=…."
+            f"{word}: {name} is always there: it can be neither added nor deleted; the nearest is "
+            f"{name}=…."
         )
     if parsed.is_sweep_override():
         if not sweeps:
@@ -283,9 +284,9 @@ def _may_be_list(value: object) -> bool:
 
 
 def _is_of_another_form(value: str, key: Key) -> bool:
-    """Returns whether what is typed is a list or braces, and the key has none.
+    """Returns whether a value is a list or in braces, and the key takes none.
 
-    Found without a parser, which takes seconds for a list of thousands.
+    This needs no parser, which takes seconds for a list of thousands of values.
     """
     is_list, is_braces = (value[:1] + value[-1:] == pair for pair in ("[]", "{}"))
     takes_list = key.item is not None or key.meta["list_of"]
@@ -301,7 +302,7 @@ def _not_allowed(typed: str, key: Key) -> str:
 
 
 def _not_read(word: str, schema: type[Config]) -> str:
-    """Returns the sentence for what Hydra cannot read as KEY=VALUE."""
+    """Returns the sentence for a word that Hydra cannot read as KEY=VALUE."""
     left, equals, value = (part.strip() for part in word.partition("="))
     if left.startswith("-"):
         return unknown_key(left, value or None, schema)
@@ -321,7 +322,7 @@ def _not_read(word: str, schema: type[Config]) -> str:
     advice = f"a value with special characters is quoted twice, as {quoted_twice(left, plain)}"
     if value.startswith("{"):
         plain = value.replace('"', "").replace("'", "")
-        advice = f"names in braces stand without quotes, the nearest is '{left}={plain}'"
+        advice = f"names in braces have no quotes, the nearest is '{left}={plain}'"
     return f"{word} is not of the form KEY=VALUE; {advice}."
 
 
@@ -341,7 +342,7 @@ def composing_error(
 ) -> UserError:
     """Returns a UserError for an error of Hydra or OmegaConf in checked overrides.
 
-    It is about a file of the user's own, or about what `${…}` comes to; its value is not repeated,
+    Such an error is about a user's file or about the value of a `${…}`. The value is not repeated,
     as it may be a secret of the environment.
     """
     if isinstance(error, UserError):
@@ -355,8 +356,8 @@ def composing_error(
         )
     if isinstance(error, RecursionError):
         return UserError(
-            f"{' '.join(overrides)}: a file's defaults must not come back to the file itself; give "
-            "it another name than that of the file that it starts from."
+            f"{' '.join(overrides)}: a file's defaults must not lead back to the file itself; give "
+            "it another name than that of the file on which it is based."
         )
     text, keys = str(error), all_keys(schema)
     merging = re.match(r"Error merging override (\+*([^=]*).*)", text, re.DOTALL)
@@ -382,7 +383,7 @@ def composing_error(
     elif other:
         explained = f"{typed}: {unknown_key(other[1], schema=schema)}"
     elif name in keys:
-        why = "it comes to another type" if "While dereferencing" in said else said
+        why = "its value has another type" if "While dereferencing" in said else said
         explained = _not_allowed(f"{typed}: {why}", keys[name])
     elif name:
         explained = unknown_key(name, schema=schema)

@@ -1,4 +1,4 @@
-"""Knows what a path is: its `~` is a home, or it is refused; an address (`s3://…`) stays."""
+"""Expands `~` in paths, and refuses paths that mean nothing; addresses (`s3://…`) stay."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from parallel3d.errors import UserError
 
 
 def at_home(text: str) -> str:
-    """Returns a path, or several joined by commas, with `~` and `~user` as the homes they mean.
+    """Expands `~` and `~user` in a path, or in several paths joined by commas.
 
-    A shell expands neither behind a `=`, in YAML, nor for a program. One that means no home stays.
+    A shell does not expand them after a `=` or in YAML. A `~` that names no home is left as it is.
     """
     return ",".join(map(_at_home, text.split(",")))
 
@@ -29,7 +29,7 @@ def _at_home(item: str) -> str:
     return item[: len(item) - len(path)] + there if os.path.isabs(there) else item
 
 
-# Keys of corpora, which may lie at an address; by their short names those of commands with verbs.
+# Keys of corpora, which may lie at an address; commands with verbs have them by short names.
 OF_ADDRESSES = ("data.path", "data.blend", "data.blend_stages", "data.valid", "input", "prefix")
 _ADDRESS = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
@@ -37,16 +37,20 @@ _OR_ELSE = re.compile(r"(\$\{oc\.env:[^,{}'\"$]+,)\s*([^,{}'\"$]+?)\s*\}")
 
 
 def with_texts_of_variables(text: str) -> str:
-    """Returns text with the words of `${oc.env:NAME,WORD}` in quotes, or OmegaConf reads 1.10 as a
-    number."""
+    """Returns text with the default of `${oc.env:NAME,DEFAULT}` in quotes.
+
+    Without quotes OmegaConf would read a default such as 1.10 as a number.
+    """
     mark = '"' if "'" in text else "'"
     return text if mark in text else _OR_ELSE.sub(rf"\1{mark}\2{mark}}}", text)
 
 
 def check_path(name: str, text: str) -> None:
-    """Raises UserError for a path, as `at_home` returns it, that means nothing or a guess.
+    """Raises UserError for an empty path, an unknown home, an unexpanded variable, or an address.
 
-    `name`: the key, for the sentence.
+    Args:
+        name: the key, for the sentence.
+        text: the path, as `at_home` returns it.
     """
     if not text.strip():
         raise UserError(f"{name}={text} is empty: give a path, or leave {name} out.")
@@ -58,22 +62,22 @@ def check_path(name: str, text: str) -> None:
             )
         if item.startswith("$"):
             raise UserError(
-                f"{name}={text} begins with $, which nothing here expands; let the shell do it, or "
-                f"give '{name}=${{oc.env:NAME}}/…' with the variable's name, or ./{item} for a "
-                "name that begins so."
+                f"{name}={text} begins with $, which nothing here expands; let the shell expand "
+                f"it, or give '{name}=${{oc.env:NAME}}/…' with the variable's name, or ./{item} "
+                "for a name that begins so."
             )
         if _ADDRESS.match(item):
             if name in OF_ADDRESSES:
                 continue
             raise UserError(
-                f"{name}={text} is an address, and must be a path of this host: mount it, or give "
-                "a folder here and copy."
+                f"{name}={text} is an address, but must be a path on this host: mount it, or copy "
+                "it into a folder here."
             )
         variable = _VARIABLE.search(item)
         if variable is not None and not os.path.lexists(item):
             raise UserError(
-                f"{name}={text} has {variable[0]}, which nothing here expands; let the shell do "
-                f"it, or type ${{oc.env:{variable[1]}}} in its place."
+                f"{name}={text} has {variable[0]}, which nothing here expands; let the shell "
+                f"expand it, or write ${{oc.env:{variable[1]}}} in its place."
             )
 
 

@@ -2,7 +2,7 @@
 
 A section, and a key without one, is declared in `keys.py` of the feature's folder. Hydra composes
 `conf/` over these dataclasses, `docs/configuration.md` is generated from them, and `config.checks`
-checks a whole configuration. Without torch, so that a bad key is refused at once.
+checks a whole configuration. Nothing here needs torch, so that a bad key is refused at once.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Config(
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run; of one replica while dp is null."""
+        """Ranks of the run; while dp is null, ranks of one replica."""
         return self.replica_size * (self.dp or 1)
 
     @property
@@ -127,7 +127,7 @@ class Config(
 
     @property
     def rank_multiple(self) -> int:
-        """Divides the tokens of a sample on a context-parallel rank."""
+        """Divisor of the tokens of a sample on a context-parallel rank."""
         return self.tp * self.tensor_parallel.chunks if self.sp else 1
 
     @property
@@ -142,14 +142,14 @@ class Config(
         return self.microbatches_of(self.global_batch_size)
 
     def microbatches_of(self, batch: int) -> int:
-        """Micro-batches of a data-parallel rank in a step of `batch` sequences, as above."""
+        """Returns `num_microbatches` for a step of `batch` sequences. Raises ValueError too."""
         if self.dp is None:
             raise ValueError("dp is not known yet: call check_config first")
         return batch // (self.micro_batch_size * self.dp)
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """The global batch by samples read, of a checked configuration."""
+        """Global batches of a checked configuration, by the samples read before them."""
         schedule = self.train.batch_schedule or {0: self.global_batch_size}
         return BatchSizes.of(schedule)
 
@@ -161,8 +161,10 @@ class Config(
 
     @property
     def train_steps(self) -> int:
-        """Steps of a run that begins; `Length` has those of one that goes on. Raises ValueError for
-        epochs, before `loader.with_length`."""
+        """Steps of a new run; `Length` has those of one that resumes.
+
+        Raises ValueError for `train.epochs`, which `loader.with_length` turns into steps.
+        """
         if self.budget is not None:
             return self.batch_sizes.steps(self.budget)
         if self.train.epochs is not None:
@@ -170,9 +172,9 @@ class Config(
         return self.train.steps or DEFAULT_STEPS
 
 
-# Sections of subcommands, which runs of earlier versions have in their files.
+# Sections of subcommands, which config.yaml of earlier versions contains.
 OPTIONS = ("verify", "topology", "bench", "calibrate", "generate", "eval", "dryrun", "plan")
-# Settings that exclude each other, in the order in which they are told.
+# Settings that exclude each other, in the order in which they are checked.
 CONFLICTS = (
     *MODELS,
     *TENSOR_PARALLEL,
@@ -185,7 +187,7 @@ CONFLICTS = (
     *DATA_PARALLEL,
     *BLUEPRINT,
 )
-# Keys of which at most one is given: one that is typed takes the place of a preset's.
+# Mutually exclusive keys: one given on the command line replaces a preset's.
 ALTERNATIVES = (LENGTHS, WARM_UPS)
 
 

@@ -1,8 +1,9 @@
-"""Keeps text as it is written: in YAML files, and in the values that are typed in braces.
+"""Keeps text as it is written, in YAML files and in values in braces.
 
-YAML and Hydra take `1.10`, `0123`, `1:30`, `on` and `5e10423` for numbers and truths. Here such a
-scalar becomes a number only if that is spelled as the scalar is; else it stays text, which a key of
-type text keeps and a key of numbers reads by Python's rules: 0123 is 123, and 1:30 is no number.
+YAML and Hydra read `1.10`, `0123`, `1:30`, `on` and `5e10423` as numbers or truth values. Here such
+a scalar becomes a number only if Python prints that number in the same way. Otherwise it stays
+text, which a text key keeps and a numeric key reads by Python's rules: 0123 is 123, 1:30 is no
+number.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _BASED = re.compile("[-+]?0[xb][0-9a-fA-F_]+")  # numbers to another base than t
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML; a scalar whose value is spelled otherwise than itself stays text."""
+    """Reads YAML; a scalar stays text if its value would be printed differently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Returns values by their names, which are text: 1, 1.0 and True are three of them.
+        """Returns values by their names, which stay text: 1, 1.0 and True are three names.
 
-        Raises ConstructorError for a name that is there twice.
+        Raises ConstructorError for a duplicate name.
         """
         names = set()
         for name, _ in node.value:
@@ -49,7 +50,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def spelled(self, node: yaml.ScalarNode) -> Any:
-        """Returns a number or a truth that is spelled as it is read, or the text."""
+        """Returns a number or truth value if it prints as it is written, else the text."""
         kind = node.tag.removeprefix(_YAML)
         try:
             value = getattr(self, f"construct_yaml_{kind}")(node)
@@ -65,11 +66,11 @@ for _kind in ("timestamp", "value"):  # a date, and a lone "="
 
 
 def read_yaml(path: Path, package: str = "") -> Any:
-    """Returns what stands in a YAML file of the configuration.
+    """Returns the content of a YAML file of the configuration.
 
     Args:
-        path: its place.
-        package: the dotted name of the section that its keys belong to; "": the whole.
+        path: the file.
+        package: the dotted name of the section that its keys belong to; "": the top level.
 
     Raises OSError, and yaml's errors.
     """
@@ -78,7 +79,7 @@ def read_yaml(path: Path, package: str = "") -> Any:
 
 
 def _in_place(value: Any, place: str) -> Any:
-    """Returns a value with homes in its paths, and the numbers to other bases as numbers."""
+    """Returns a value with `~` expanded in its paths, and hexadecimal and binary numbers read."""
     key = all_keys().get(place)
     if isinstance(value, str):
         value = with_texts_of_variables(value)
@@ -97,7 +98,7 @@ def _in_place(value: Any, place: str) -> Any:
 
 
 def number_of(text: Any) -> Any:
-    """Returns the number or truth that text spells, by Python's rules; or what it is given."""
+    """Returns the number or truth value that text spells by Python's rules, else the argument."""
     if not isinstance(text, str) or not text.isascii():
         return text
     if text.lower() in ("true", "false"):
@@ -111,10 +112,10 @@ def number_of(text: Any) -> Any:
 
 
 def with_text(config: AnyConfig) -> AnyConfig:
-    """Returns the configuration with names as text, numbers as numbers, and homes in paths.
+    """Returns the configuration with values in braces converted to their declared types.
 
-    Values in braces have no types for OmegaConf: `schema` declares what they hold. Raises UserError
-    for two names that are one number.
+    OmegaConf knows no types for these; `holds` of a key declares them. `~` is expanded in paths.
+    Raises UserError for two names that are the same number.
     """
     old, keys = values_of(config), all_keys(type(config))
     new = {name: _typed(value, keys[name].holds, name) for name, value in old.items()}
@@ -133,7 +134,7 @@ def _typed(value: Any, holds: Any, key: str) -> Any:
     if holds in (str, Path):
         text = str(value) if isinstance(value, (bool, int, float)) else value
         return at_home(text) if holds is Path and isinstance(text, str) else text
-    if not isinstance(value, Mapping):  # a word that stands for all
+    if not isinstance(value, Mapping):  # one word in place of the braces
         return value
     of_names, of_values = typing.get_args(holds)
     written: dict[Any, Any] = {}

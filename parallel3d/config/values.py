@@ -1,4 +1,4 @@
-"""Declares a key, and says which values keys may have that a range or a choice cannot describe."""
+"""Declares keys, and handles values that a range or a choice cannot describe."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-# Whether a resumed run may change a key. FREE and LAYOUT change nothing but rounding, and LAYOUT is
-# told as one; REPORTED changes the next steps; REFUSED defines the weights or the order of samples.
+# Whether a resumed run may change a key. FREE and LAYOUT change nothing but rounding, and LAYOUT
+# is reported as a change of layout; REPORTED changes the next steps; REFUSED defines the weights or
+# the order of samples.
 FREE, LAYOUT, REPORTED, REFUSED = "free", "layout", "reported", "refused"
 
 
@@ -32,14 +33,23 @@ def key(
 ) -> Any:
     """Declares a key with default, range and help.
 
-    `fields` enforces `choices`, `minimum` and `maximum` (inclusive), `above` and `below`
-    (exclusive). With `list_of`, one or a list of such words may stand for a choice, as a list or
-    as text; of RANKS, a list of numbers. `holds` is Path for text that is a path; for values in
-    braces it gives the types of names and values, as dict[str, float]. `resume` says
-    whether a resumed run may change the key; None: as `RESUME` of its class says, else REPORTED.
-    `alike`: all ranks must have the same value, although it may change. `once`: the key is of a
-    single start, and a resumed run does not take it over. `tried`: values, other
-    than the default, that the page of refusals, the fuzzer and tests try.
+    `fields` enforces the limits.
+
+    Args:
+        default: its value unless another is given.
+        help: a phrase for help texts and the page of all keys.
+        choices: the allowed words.
+        list_of: words that may be given in place of a choice, alone or several as a list or as
+            text; with RANKS, a list of numbers.
+        holds: `Path` for text that is a path; for values in braces the types of names and values,
+            such as dict[str, float].
+        minimum, maximum: inclusive limits.
+        above, below: exclusive limits.
+        resume: whether a resumed run may change the key; None: as `RESUME` of its class says, or
+            else REPORTED.
+        alike: all ranks must have the same value, although it may change.
+        once: the key belongs to a single start, and a resumed run does not inherit it.
+        tried: values other than the default for the page of refusals, the fuzzer and tests.
     """
     meta = {
         "help": help,
@@ -67,7 +77,7 @@ AUTO, FLASH, CUDNN, MATH = "auto", "flash", "cudnn", "math"
 PACKAGES = {"fa3": ("FA3", "flash_attn_interface"), "fa4": ("FA4", "flash_attn.cute")}
 KERNELS = (AUTO, FLASH, CUDNN, MATH, *PACKAGES)
 HALF_PRECISION = ("bf16", "fp16")
-# Kernels that GPUs have in half precision only. (Flash attention on a CPU takes all types.)
+# Kernels that need half precision on GPUs. (Flash attention on a CPU takes all types.)
 NARROW = (FLASH, CUDNN, *PACKAGES)
 
 
@@ -91,9 +101,10 @@ def words_of(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def padded_length(length: int, cp: int, multiple: int = 1) -> int:
-    """Returns the tokens of a sequence of `length` with its padding, split over cp ranks.
+    """Returns the tokens of a sequence of `length` with the padding for cp ranks.
 
-    2 · cp equal pieces, and on each rank a multiple of `multiple` tokens. One rank pads nothing.
+    It is split into 2 · cp equal pieces, and each rank has a multiple of `multiple` tokens. With
+    cp=1 nothing is padded.
     """
     step = 1 if cp == 1 else math.lcm(2 * cp, cp * multiple)
     return -(-length // step) * step
@@ -111,7 +122,7 @@ def _least(parts: tuple[str, ...]) -> frozenset[str]:
 
 
 def spelled(recompute: str | Sequence[str]) -> str:
-    """Returns `recompute` as typed: a word if there is one, else `parts_of` in PARTS' order."""
+    """Returns `recompute` as text: a word if there is one, else `parts_of` in PARTS' order."""
     least = tuple(sorted(parts_of(recompute), key=PARTS.index))
     return next((word for word, means in WORDS.items() if means == least), f"[{','.join(least)}]")
 
@@ -121,13 +132,13 @@ RANKS = ("ranks",)
 
 
 class BatchSizes(NamedTuple):
-    """Gives the global batch of every step, a function of the samples read before it.
+    """The global batch of every step, as a function of the samples read before it.
 
     Attributes:
-        entries: (first, size) with growing `first`, the first one 0: a step before which at least
-            `first` samples were read takes `size`.
-        steps_before, samples_before: done before these sizes hold: of a run that goes on with
-            others than it began with.
+        entries: (first, size) with growing `first`, which starts at 0: a step takes `size` if at
+            least `first` samples were read before it.
+        steps_before: steps done before these sizes apply, in a run that resumes with other sizes.
+        samples_before: samples read in those steps.
     """
 
     entries: tuple[tuple[int, int], ...]
@@ -144,7 +155,7 @@ class BatchSizes(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Mapping[Any, int]) -> BatchSizes:
-        """Returns sizes by the samples before them, as `train.batch_schedule` has them."""
+        """Returns the sizes of a `train.batch_schedule`: by the samples read before them."""
         # Keys are text in a manifest, and 1e9 is a float.
         return cls(tuple((int(Fraction(str(first))), size) for first, size in schedule.items()))
 
@@ -153,7 +164,7 @@ class BatchSizes(NamedTuple):
         return BatchSizes(self.entries, steps, samples)
 
     def steps(self, samples: int) -> int:
-        """Returns the least number of steps, those before included, that read `samples` or more."""
+        """Returns the least number of steps, with `steps_before`, that read `samples` or more."""
         steps, read = self.steps_before, self.samples_before
         for (_, size), end in self._until():
             last = samples if end is None else min(end, samples)
@@ -162,7 +173,7 @@ class BatchSizes(NamedTuple):
         return steps
 
     def samples(self, steps: int) -> int:
-        """Returns the samples that the first `steps` steps read, at least `steps_before`."""
+        """Returns the samples that the first `steps` steps read; `steps` >= `steps_before`."""
         steps, read = max(0, steps - self.steps_before), self.samples_before
         for (_, size), end in self._until():
             count = steps if end is None else min(steps, max(0, -(-(end - read) // size)))
@@ -170,8 +181,10 @@ class BatchSizes(NamedTuple):
         return read
 
     def place(self, samples: int) -> float:
-        """Returns the steps of these sizes that `samples` are, at least `samples_before`: a whole
-        number at the end of a step, a fraction within one."""
+        """Returns the step at which `samples` samples are read, a fraction within a step.
+
+        `samples` is at least `samples_before`.
+        """
         steps = self.steps(samples)
         over = self.samples(steps) - samples
         if over <= 0:
@@ -189,7 +202,7 @@ class Replicas(NamedTuple):
 
     Attributes:
         micro_batch_size: sequences of a micro-batch.
-        dp: how many ranks there are.
+        dp: number of data-parallel ranks.
     """
 
     micro_batch_size: int
@@ -197,12 +210,12 @@ class Replicas(NamedTuple):
 
     @property
     def multiple(self) -> int:
-        """Divides every global batch."""
+        """Divisor of every global batch."""
         return self.micro_batch_size * self.dp
 
 
 def number_of_tokens(typed: Any) -> int:
-    """Returns a number of tokens, typed as 1000000000 or 1e9; -1 for other text."""
+    """Returns a number of tokens, written as 1000000000 or 1e9; -1 for other text."""
     try:
         number = Fraction(str(typed))
     except (ValueError, ZeroDivisionError):

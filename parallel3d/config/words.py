@@ -1,9 +1,9 @@
-"""Keeps the words of a command line as they are typed, before Hydra reads them.
+"""Quotes the words of a command line so that Hydra does not change them.
 
-Hydra takes `run=5e10423` for the number inf, `1.10` for 1.1 and `{007:1}` for the name 7, and it
-has no place for `~` and `ü` outside quotes. A word is parsed here by Hydra's grammar, and what
-Hydra would change is put into its quotes; values in braces, whose names have no quotes in that
-grammar, become text that `braces` reads afterwards.
+Hydra reads `run=5e10423` as the number inf, `1.10` as 1.1 and the name in `{007:1}` as 7, and it
+refuses `~` and `ü` outside quotes. Here a word is parsed by Hydra's grammar, and the parts that
+Hydra would change are quoted. Names in braces cannot be quoted in that grammar, so values in braces
+become text, which `braces` reads afterwards.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from parallel3d.config.fields import Key
 from parallel3d.config.paths import at_home, check_path, with_texts_of_variables
 from parallel3d.errors import UserError
 
-# Words that Hydra leaves as they are, by far the most; nothing is parsed for them.
+# Words that Hydra leaves unchanged, which most are; they need no parser.
 _PLAIN = re.compile(r"(?!(?i:true|false|inf|nan)\Z)[A-Za-z_/][A-Za-z0-9_./-]*")
-# Characters that mean nothing to Hydra's grammar, which yet refuses them outside quotes.
+# Characters that Hydra's grammar refuses outside quotes, although they have no meaning in it.
 _FOREIGN = re.compile(r"[^\w\s=,:()\[\]{}'\"\\/\-+.$%*@?|]|[^\x00-\x7f]|[\n\r\f\v]")
 _NUMBERS = (OverrideLexer.INT, OverrideLexer.FLOAT)
 _CASTS = ("int", "float", "bool")
@@ -47,24 +47,24 @@ class Edit(NamedTuple):
 
 
 def in_quotes(text: str) -> str:
-    """Returns text as Hydra's grammar has it in quotes."""
+    """Returns text in the quotes of Hydra's grammar."""
     return QuotedString(text, Quote.single).with_quotes()
 
 
 def quoted_twice(name: str, text: str) -> str:
-    """Returns an override as it is typed in a shell, with its text in Hydra's quotes."""
+    """Returns an override for a shell, with its text in Hydra's quotes."""
     return shlex.quote(f"{name}={QuotedString(text, Quote.double).with_quotes()}")
 
 
 def as_typed(word: str, key: Key | None = None) -> str:
-    """Returns an override with all that Hydra would change in its value in quotes.
+    """Returns an override in which everything that Hydra would change in its value is quoted.
 
     Args:
         word: KEY=VALUE; the value is text, a list, braces, or several of these for a sweep.
         key: the key; None: a group or a section.
 
-    Raises UserError for a name that is twice in braces, a number where text stands, and a path
-    that means nothing; HydraException for what Hydra's grammar does not have.
+    Raises UserError for a duplicate name in braces, a number in place of text, and a path that
+    `check_path` refuses; HydraException for a word that Hydra cannot parse.
     """
     word, start = with_texts_of_variables(word), word.index("=") + 1
     typed = word[start:]
@@ -74,7 +74,7 @@ def as_typed(word: str, key: Key | None = None) -> str:
     is_text = key is not None and key.kind is str and not key.meta["choices"]
     edits = [] if value is None else [*_edits(value, word, key)]
     is_plain = value is None or _is_plain(value)
-    if is_text and is_plain and typed != typed.strip(" \t"):  # Hydra drops the blanks around it
+    if is_text and is_plain and typed != typed.strip(" \t"):  # Hydra drops blanks around the text
         inside = "" if value is None else _text(_primitive(value), word)
         before = typed[: len(typed) - len(typed.lstrip(" \t"))]
         after = typed[len(typed.rstrip(" \t")) :] if inside else ""
@@ -95,7 +95,7 @@ def option(word: str) -> str:
 
 
 def braces(text: str) -> Any:
-    """Returns the names and values of text in braces, all as text; or the text if it has none."""
+    """Returns names and values of text in braces, all as text; or the text if it has no braces."""
     if not text.startswith("{"):
         return text
     word = f"x={text}"
@@ -108,7 +108,7 @@ def braces(text: str) -> Any:
 
 
 def check_twice(words: Sequence[str]) -> None:
-    """Raises UserError for a key or a group that two words give; Hydra would take the last."""
+    """Raises UserError for a key or a group given twice; Hydra would take the last value."""
     seen: dict[str, str] = {}
     for word in words:
         typed, equals, _ = word.partition("=")
@@ -117,22 +117,22 @@ def check_twice(words: Sequence[str]) -> None:
         for name in _names(typed.lstrip("+~"), word):
             if name in seen:
                 raise UserError(
-                    f"{seen[name]} and {word}: {name} is typed twice, and only one of them can "
+                    f"{seen[name]} and {word}: {name} is given twice, and only one of them can "
                     "hold; give one of them (a script may add words of its own)."
                 )
             seen[name] = word
 
 
 def _names(name: str, word: str) -> list[str]:
-    """Returns the keys that a word gives: those in the braces of a section, `train={steps:1}`."""
+    """Returns the keys that a word sets; several for a section in braces, `train={steps:1}`."""
     inside = braces(word.partition("=")[2]) if "." not in name else None
     return [f"{name}.{leaf}" for leaf in inside] if isinstance(inside, dict) else [name]
 
 
 def _parsed(word: str) -> OverrideParser.OverrideContext:
-    """Returns Hydra's tree of an override, in which foreign characters count as letters.
+    """Parses an override by Hydra's grammar, with foreign characters taken as letters.
 
-    Places in it are places in `word`. Raises HydraException.
+    Positions in the tree are positions in `word`. Raises HydraException.
     """
     name, equals, value = word.partition("=")
     listener, stream = HydraErrorListener(), InputStream(name + equals + _FOREIGN.sub("x", value))
@@ -145,7 +145,7 @@ def _parsed(word: str) -> OverrideParser.OverrideContext:
 
 
 def _edits(ctx: Any, word: str, key: Key | None) -> Iterator[Edit]:
-    """Yields what Hydra would change below a node."""
+    """Yields edits that quote everything that Hydra would change below a node."""
     if isinstance(ctx, OverrideParser.PrimitiveContext):
         if not _is_kept(ctx, word):
             start, end = _place(ctx)
@@ -170,13 +170,13 @@ def _edits(ctx: Any, word: str, key: Key | None) -> Iterator[Edit]:
                 if isinstance(child, OverrideParser.ElementContext) and not named:
                     yield from _edits(child, word, key)
                 named = isinstance(child, OverrideParser.ArgNameContext)
-    elif ctx.getChildCount():  # else a token
+    elif ctx.getChildCount():  # without children it is a token
         for child in ctx.getChildren():
             yield from _edits(child, word, key)
 
 
 def _path_edits(word: str, key: Key, value: Any, start: int, edits: list[Edit]) -> Iterator[Edit]:
-    """Yields edits of a path, with its homes. Raises UserError for one that means nothing."""
+    """Yields edits of a path that expand `~`. Raises UserError for a path that is refused."""
     if value is None and not edits:
         check_path(key.name, "")
     if value is None or not _is_plain(value, quoted=True):
@@ -211,7 +211,7 @@ def _pairs(ctx: OverrideParser.DictContainerContext) -> list[Any]:
 def _has_other_names(ctx: OverrideParser.DictContainerContext, word: str) -> bool:
     """Returns whether Hydra would change a name in braces, or in braces inside them.
 
-    Raises UserError for a name that is there twice.
+    Raises UserError for a duplicate name.
     """
     names = [_text(pair.dictKey(), word) for pair in _pairs(ctx)]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -237,7 +237,7 @@ def _place(ctx: Any) -> tuple[int, int]:
 
 
 def _text(ctx: Any, word: str) -> str:
-    """Returns the text that a primitive spells, without the grammar's quotes and backslashes."""
+    """Returns the text of a primitive, without the grammar's quotes and backslashes."""
     symbols = _tokens(ctx)
     if [symbol.type for symbol in symbols] == [OverrideLexer.QUOTED_VALUE]:
         quoted = word[symbols[0].start : symbols[0].stop + 1]
@@ -248,7 +248,7 @@ def _text(ctx: Any, word: str) -> str:
 
 
 def _is_kept(ctx: Any, word: str, name: bool = False) -> bool:
-    """Returns whether text is the same after Hydra and `str` as it is typed."""
+    """Returns whether Hydra and `str` give back the text as it is written."""
     symbols = _tokens(ctx)
     if any(_FOREIGN.search(word, symbol.start, symbol.stop + 1) for symbol in symbols):
         return [symbol.type for symbol in symbols] == [OverrideLexer.QUOTED_VALUE]
@@ -257,7 +257,7 @@ def _is_kept(ctx: Any, word: str, name: bool = False) -> bool:
     kind, text = symbols[0].type, symbols[0].text
     if kind in _NUMBERS:
         number = int if kind == OverrideLexer.INT else float
-        # 1 and 1.0 are one name to Python, and it reads no more digits than these.
+        # Python takes 1 and 1.0 for one name, and by default reads no more than 4300 digits.
         is_one = kind == OverrideLexer.INT or not name
         return is_one and len(text) < 4300 and str(number(text)) == text
     return kind != OverrideLexer.BOOL and not (name and kind == OverrideLexer.NULL)

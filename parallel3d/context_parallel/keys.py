@@ -27,8 +27,9 @@ class ContextParallelConfig:
     )
     balance: bool = key(
         True,
-        "with data.document_mask: where documents make the attention of equal halves uneven, give "
-        "each rank as many blocks of a sequence, by their work; not for style heads, which is even",
+        "with data.document_mask: where documents make the usual split of attention uneven, choose "
+        "each rank's blocks of a sequence, equally many, by their work; style=heads is even as it "
+        "is",
     )
 
 

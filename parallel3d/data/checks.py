@@ -35,8 +35,8 @@ def check_samples(data: DataConfig, vocabulary: int) -> None:
 def check_validation(
     data: DataConfig, train: TrainConfig, ema_decay: float | None, run: str | None
 ) -> None:
-    """Checks names and paths of `data.valid`, and that what is evaluated alone has a run; raises
-    UserError."""
+    """Checks names and paths of `data.valid`, and that `train.eval_only` has a run to evaluate;
+    raises UserError."""
     sets = data.valid
     for name, path in (sets or {}).items():
         if not (isinstance(path, str) and path):
@@ -48,18 +48,18 @@ def check_validation(
             close = re.sub(r"[^\w.-]+", "_", str(name)).strip("_.-") or "set"
             close = close if isinstance(name, str) else f"set_{close}"  # YAML reads 0 as a number
             raise UserError(
-                f"data.valid: the name {show(name)} must be of letters, digits, -, _ and dots, and "
-                f"not of dots alone, as loggers show it; the nearest is {close}."
+                f"data.valid: the name {show(name)} must consist of letters, digits, -, _ and "
+                f"dots, and not of dots alone, as loggers show it; the nearest is {close}."
             )
     if ema_decay is not None and "ema" in (data.blend or {}):
         raise UserError(
-            "data.blend must have no part named ema beside optim.ema_decay, whose held-out loss "
+            "data.blend must have no part named ema with optim.ema_decay, whose held-out loss "
             "has that name; the nearest is ./ema."
         )
     batches = train.eval_batches
     if train.eval_only and (run is None or batches == 0):
         raise UserError(
-            "train.eval_only=true must stand beside run=, whose checkpoint it evaluates, and "
+            "train.eval_only=true requires run=, whose checkpoint it evaluates, and "
             f"train.eval_batches above 0 or null, but {spell('run', run)} and "
             f"{spell('train.eval_batches', batches)}; the nearest is run=NAME "
             "train.eval_batches=null."
@@ -83,7 +83,8 @@ PATHS = {
 class Weights(NamedTuple):
     """Exact weights by prefix, from token `first` of the run on.
 
-    None: the data set's number of tokens; the other weights are then numbers of tokens.
+    A weight of None stands for the data set's number of tokens; the other weights are then numbers
+    of tokens too.
     """
 
     first: int
@@ -155,7 +156,7 @@ def _weights(given: Mapping[Any, Any], name: str) -> dict[str, Fraction | None]:
     small = next(((p, w) for p, w in weights.items() if w is not None and w < 1), None)
     if small is not None and None in weights.values():
         raise UserError(
-            f"{name} gives {show(small[0])} the weight {float(small[1]):g}: beside {TOKENS} it "
+            f"{name} gives {show(small[0])} the weight {float(small[1]):g}: next to {TOKENS} it "
             f"must be a number of tokens, at least 1; the nearest is {TOKENS}."
         )
     return weights

@@ -30,7 +30,8 @@ class DataConfig:
     )
     blend: Any = key(
         None,
-        "blend: weights by prefix, {web:0.7,code:0.3}; or the word tokens: as many as it has",
+        "blend: weights by prefix, {web:0.7,code:0.3}; the word tokens stands for the number of "
+        "tokens of a corpus",
         holds=dict[Path, float],
         resume=REPORTED,
     )
@@ -42,24 +43,25 @@ class DataConfig:
     )
     most_epochs: float | None = key(
         None,
-        "refuse a blend of which a part would be read more often; null: one read more than 4 times "
-        "is logged",
+        "blend: refuse a blend that would read a part more often than this; null: a part read more "
+        "than 4 times is logged",
         above=0,
     )
     held_out_sets: int = key(
         32,
-        "blend: parts, the heaviest, that have a held-out loss of their own",
+        "blend: number of parts, the heaviest first, that have a held-out loss of their own",
         minimum=0,
     )
     block_cache_gb: float = key(
         20.0,
-        "gigabytes that blocks of corpora at an address (s3://…) take in the cache folder",
+        "gigabytes of the cache folder for blocks of corpora at an address (s3://…)",
         above=0,
     )
     packing: str = key(
         "concat",
-        "samples: concat, windows of the documents one after another; best_fit, whole documents "
-        "that fit together, by a plan that is made once; padded, a document each",
+        "how documents become samples: concat cuts windows out of all documents in a row; best_fit "
+        "joins whole documents that fit together, by a plan that is made once; padded puts each "
+        "document in a sample of its own",
         choices=("concat", "best_fit", "padded"),
         resume=REFUSED,
     )
@@ -70,8 +72,8 @@ class DataConfig:
     )
     skip_bad_rows: float = key(
         0.0,
-        "chat: the largest share of rows that are left out as they are no conversations, such as "
-        "0.01; 0: the first such row ends the start",
+        "chat: the largest share of rows that may be left out because they are not conversations, "
+        "such as 0.01; 0: the first such row is an error",
         minimum=0,
         maximum=1,
         resume=REFUSED,
@@ -84,20 +86,20 @@ class DataConfig:
     )
     add_bos: bool = key(
         True,
-        "data=text: begin documents with the tokens that the tokenizer puts before every text, as "
-        "Llama's <|begin_of_text|>; data tokenize has the key, too",
+        "data=text: begin documents with the tokens that the tokenizer puts before every text, "
+        "such as Llama's <|begin_of_text|>; parallel3d data tokenize has this key too",
         resume=REFUSED,
     )
     valid: Any = key(
         None,
-        "validation sets by name, {web:corpora/web,code:code.txt}: prefixes of pairs, or what "
-        "data.path takes for text; each has a loss of its own",
+        "validation sets by name, {web:corpora/web,code:code.txt}: prefixes of pairs, or text "
+        "as in data.path; each has a loss of its own",
         holds=dict[str, Path],
         tried=({"web": "corpora/web"},),
     )
     valid_fraction: float | None = key(
         None,
-        "share of the training text held out for evaluation; null: 0.05, or 0 beside data.valid",
+        "share of the training text held out for evaluation; null: 0.05, or 0 with data.valid",
         minimum=0,
         maximum=0.5,
         resume=REFUSED,
@@ -109,7 +111,7 @@ class DataConfig:
     )
     document_mask: bool = key(
         False,
-        "attention within documents, and positions that count from each one's first token",
+        "keep attention within documents, and count positions from the first token of each",
         resume=REFUSED,
     )
     cache_dir: str | None = key(

@@ -47,17 +47,17 @@ class DataParallelConfig:
     hierarchical: bool = key(
         False,
         "where data-parallel groups straddle NVLink domains, reduce inside each domain first and "
-        "then between domains; sums in another order, so not bit for bit what one level gives",
+        "then between domains; this changes the order of the sums, so the last bits differ",
     )
     comm_hook: str = key(
         "none",
-        "what travels for a gradient bucket: none (fp32 sums) or bf16 (half the bytes, rounded)",
+        "how gradient buckets are sent: none (fp32 sums) or bf16 (half the bytes, rounded)",
         choices=("none", "bf16"),
         resume=REPORTED,
     )
     shard_size: int | None = key(
         None,
-        "zero=2 and 3: ranks of dp that a copy of the model is sharded over, the rest are "
+        "zero=2 and 3: number of dp ranks that share one copy of the model; further copies are "
         "replicas (HSDP); null: all of dp",
         minimum=1,
         tried=(2,),
@@ -65,15 +65,16 @@ class DataParallelConfig:
     reduce_every_microbatch: bool | None = key(
         None,
         "zero=2 and 3: reduce-scatter the gradients in every backward, so that none are held "
-        "whole, or (false) add them up whole and reduce-scatter once a step; null: true under "
+        "whole; false: accumulate them whole and reduce-scatter once a step; null: true under "
         "zero=3, false under zero=2",
     )
 
     def reduces_every_microbatch(self, zero: int) -> bool:
-        """`reduce_every_microbatch` under a stage of ZeRO, 2 or 3, decided where it is null.
+        """Returns `reduce_every_microbatch`, or its default under ZeRO stage 2 or 3 if it is null.
 
-        Whoever takes stage 3 is short of memory, and whole gradients in fp32 take twice that of
-        the bf16 parameters which it frees. Stage 2 keeps the parameters, and sends less.
+        Stage 3 is chosen to save memory, and whole gradients in fp32 would take twice the memory of
+        the bf16 parameters that it frees. Stage 2 keeps the parameters whole, and one reduction a
+        step sends less.
         """
         if self.reduce_every_microbatch is None:
             return zero == 3

@@ -17,8 +17,8 @@ class DeviceKeys:
 
     device: str = key(
         "auto",
-        "where to compute; auto: on GPUs (CUDA or ROCm), one a rank, and on the CPU only where "
-        "nothing says that a GPU is meant; "
+        "where to compute; auto: on GPUs (CUDA or ROCm), one per rank, and on the CPU only where "
+        "nothing asks for a GPU; "
         "simulated: an accelerator simulated on the CPU, which finds races and host waits: for "
         "tests, slow",
         choices=("auto", "cpu", "cuda", "simulated"),
@@ -26,7 +26,7 @@ class DeviceKeys:
     )
     compile: bool = key(
         False,
-        "blocks through TorchInductor: a faster step after a slower first one; needs a C++ "
+        "compile the layers by TorchInductor: faster steps after a slower first one; needs a C++ "
         "compiler on CPU, Triton on CUDA",
         resume=FREE,
     )
@@ -49,8 +49,8 @@ class PrecisionConfig:
     )
     lm_cross_entropy: str = key(
         "fp32",
-        "type in which the training loss is made of the logits: fp32, or (fp16) each logit, "
-        "exponential, sum and loss rounded to fp16, with precision=fp16; held-out losses are fp32",
+        "type in which the training loss is computed: fp32, or, with precision=fp16, fp16, which "
+        "rounds each logit, exponential, sum and loss to fp16; held-out losses are fp32",
         choices=("fp32", "fp16"),
     )
     loss_scale: float | None = key(

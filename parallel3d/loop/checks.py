@@ -19,7 +19,7 @@ from parallel3d.config.values import (
 )
 from parallel3d.errors import UserError, closest, nearest_multiple
 
-LAST_STEP = 2**63 - 1  # of train.epochs, until the data is open
+LAST_STEP = 2**63 - 1  # stands for the last step of train.epochs until the data is open
 
 
 def check_batch(batch: int, replica: Replicas) -> None:
@@ -39,7 +39,7 @@ def check_batch(batch: int, replica: Replicas) -> None:
 
 
 def check_batch_schedule(given: Mapping[Any, Any], batch: int, replica: Replicas) -> None:
-    """Checks form and sizes of `train.batch_schedule`, whose end is the global batch; raises
+    """Checks form and sizes of `train.batch_schedule`, which must end with the global batch; raises
     UserError."""
     name, multiple = f"train.batch_schedule={show(given)}", replica.multiple
     firsts = [number_of_tokens(first) for first in given]
@@ -59,14 +59,14 @@ def check_batch_schedule(given: Mapping[Any, Any], batch: int, replica: Replicas
     if size != batch:
         raise UserError(
             f"{name} must end with global_batch_size={batch}, which memory, "
-            f"time and evaluations go by; the nearest is global_batch_size={size}."
+            f"time and evaluations are planned for; the nearest is global_batch_size={size}."
         )
 
 
 def check_noise_scale(sizes: BatchSizes, schedule: Any, micro_batch_size: int) -> None:
     """Raises UserError unless a batch has two micro-batches, or ranks, whose gradients differ.
 
-    `schedule`: of global batches, by which they have `sizes`.
+    `schedule`: `train.batch_schedule`, from which `sizes` follow, or None.
     """
     least = min(sizes.sizes)
     if least != micro_batch_size:
@@ -87,7 +87,7 @@ def check_profile(profile: ProfileConfig, steps: int | None, world_size: int | N
     if not profile.steps:
         if profile.memory:
             raise UserError(
-                "profile.memory=true must stand beside profile.steps, which says when; the nearest "
+                "profile.memory=true requires profile.steps, which says when; the nearest "
                 f"is profile.steps=[{min(10, last_step)},{min(12, last_step)}]."
             )
         return

@@ -64,13 +64,13 @@ class TrainConfig:
     batch_schedule: Any = key(
         None,
         "global batch by the samples read before a step, {0:16,1000:32}: 16, and 32 from 1000 "
-        "samples on; it ends with global_batch_size; null: that one always",
+        "samples on; the last size must be global_batch_size; null: always that",
         holds=dict[float, float],
         tried=({0: 4, 4: 8},),
     )
     eval_every: int = key(
         100,
-        "evaluate every so many steps; 0: only at the end",
+        "steps between evaluations; 0: only at the end",
         minimum=0,
     )
     eval_batches: int | None = key(
@@ -88,7 +88,7 @@ class TrainConfig:
     )
     log_every: int = key(
         10,
-        "without a terminal, print a line every so many steps",
+        "without a terminal: steps between printed lines",
         minimum=1,
         resume=FREE,
     )
@@ -96,7 +96,8 @@ class TrainConfig:
     noise_scale: bool = key(
         False,
         "measure the gradient noise scale (McCandlish et al. 2018), the batch beyond which a "
-        "larger one saves few steps: from the gradients of replicas, with dp=1 of micro-batches",
+        "larger one saves few steps; it compares the gradients of replicas, or with dp=1 of "
+        "micro-batches",
         resume=FREE,
     )
     save_weights: bool = key(
@@ -120,13 +121,13 @@ class ProfileConfig:
     )
     ranks: Any = key(
         [0],
-        "whose steps",
+        "ranks to profile: their numbers, or all",
         choices=("all",),
         list_of=RANKS,
     )
     memory: bool = key(
         False,
-        "on GPUs, also a snapshot of the allocator and what it did in these steps, for "
+        "on GPUs, also write a snapshot of the allocator with its history of these steps, for "
         "pytorch.org/memory_viz",
     )
 
@@ -151,7 +152,8 @@ CONFLICTS = (
     ),
     Conflict(
         {"train.noise_scale": Is(True), "optim.freeze": Other(None, [])},
-        "{train.noise_scale} compares no gradients of {optim.freeze}, which the buckets hold too",
+        "{train.noise_scale} compares whole buckets, in which {optim.freeze} leaves parameters "
+        "without a gradient",
         (("train.noise_scale", False), ("optim.freeze", None)),
     ),
 )

@@ -27,12 +27,12 @@ class LoggerConfig:
     project: str | None = key(None, "W&B project; null: WANDB_PROJECT, or parallel3d")
     entity: str | None = key(None, "W&B user or team; null: WANDB_ENTITY, or the key's own")
     group: str | None = key(None, "W&B group")
-    job_type: str | None = key(None, "W&B job type, as train; null: WANDB_JOB_TYPE")
+    job_type: str | None = key(None, "W&B job type, such as train; null: WANDB_JOB_TYPE")
     notes: str | None = key(None, "W&B notes: a sentence on the run; null: WANDB_NOTES")
     tags: list[str] = key([], "W&B tags")
     mode: str = key(
         "auto",
-        "auto: as WANDB_MODE says (offline, disabled); else online if a key is at hand",
+        "auto: as WANDB_MODE says (offline, disabled); else online if there is an API key",
         choices=("auto", "online", "offline"),
     )
     system_metrics: bool = key(

@@ -14,6 +14,7 @@ from parallel3d.errors import UserError, closest, nearest_multiple
 
 
 def check_model(model: ModelConfig) -> None:
+    """Raises UserError for heads, positions or RoPE that do not fit the model's sizes."""
     hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.kv_heads
     if model.head_dim is None and hidden % heads:
         raise UserError(
@@ -33,7 +34,7 @@ def check_model(model: ModelConfig) -> None:
             f"nearest is model.seq_length={model.max_positions}."
         )
     if model.position_embedding == "rope" and int(model.head_size * model.rotary_percent) < 2:
-        # Rounded up, so that its product with head_dim is not just below 2.
+        # It is rounded up, so that its product with head_dim is not just below 2.
         least = f"model.rotary_percent={math.ceil(2 / model.head_size * 1e4) / 1e4:g}"
         raise UserError(
             f"model.rotary_percent={show(model.rotary_percent)} leaves RoPE, which rotates pairs, "

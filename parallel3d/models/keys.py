@@ -1,4 +1,4 @@
-"""Keys of the transformer, and of what its layers recompute and offload."""
+"""Keys of the transformer, and of recomputation and offloading in its layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parallel3d.config.values import (
 
 @dataclass
 class ModelConfig:
-    """The transformer, as GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
+    """The transformer: GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
 
     RESUME: ClassVar[str] = REFUSED
     name: str = key("custom", "name of the preset, for logs", resume=FREE)
@@ -46,7 +46,7 @@ class ModelConfig:
     )
     ffn_hidden_size: int | None = key(
         None,
-        "width of the MLP; null: 4 × hidden_size, swiglu too",
+        "width of the MLP; null: 4 × hidden_size, also for swiglu",
         minimum=1,
     )
     seq_length: int = key(256, "tokens in a training sample", minimum=1)
@@ -58,7 +58,7 @@ class ModelConfig:
     vocab_size: int = key(257, "tokens that exist (the byte tokenizer has 257)", minimum=2)
     vocab_multiple: int = key(
         128,
-        "the tables are padded to a multiple of this, whatever tp is; padded logits never count",
+        "the vocabulary is padded to a multiple of this, whatever tp is; padded logits never count",
         minimum=1,
         resume=FREE,
     )
@@ -77,18 +77,22 @@ class ModelConfig:
     rotary_base: float = key(10000.0, "RoPE base θ", above=1)
     rope_scaling_factor: float = key(
         1.0,
-        "Llama 3.1's scaled RoPE: slow turns are this much slower; 1: as they are",
+        "Llama 3.1's scaled RoPE: low frequencies are divided by this; 1: no scaling",
         minimum=1,
         tried=(4.0,),
     )
     rope_low_freq_factor: float = key(
-        1.0, "scaled RoPE: fewer turns than this in rope_original_length are slowed", above=0
+        1.0,
+        "scaled RoPE: frequencies of fewer turns than this in rope_original_length are divided",
+        above=0,
     )
     rope_high_freq_factor: float = key(
-        4.0, "scaled RoPE: more turns than this in rope_original_length stay", above=0
+        4.0,
+        "scaled RoPE: frequencies of more turns than this in rope_original_length are unchanged",
+        above=0,
     )
     rope_original_length: int = key(
-        8192, "scaled RoPE: seq_length that the model was first trained with", minimum=1
+        8192, "scaled RoPE: seq_length with which the model was first trained", minimum=1
     )
     qk_norm: bool = key(
         False,
@@ -172,7 +176,7 @@ class ModelConfig:
 
     @property
     def in_effect(self) -> dict[str, int | str]:
-        """The keys that may be null, with the values that hold."""
+        """The keys that may be null, with their effective values."""
         return {
             "num_query_groups": self.kv_heads,
             "head_dim": self.head_size,
@@ -188,7 +192,7 @@ class ModelConfig:
 
 
 def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns our tensors with their full shapes, without padding of the vocabulary."""
+    """Returns the full shape of every tensor by name, without padding of the vocabulary."""
     hidden, ffn = model.hidden_size, model.ffn_size
     queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
     linears = {
@@ -227,11 +231,11 @@ def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass
 class LayerKeys:
-    """What a layer keeps for its backward."""
+    """Activations that a layer keeps for its backward."""
 
     recompute: Any = key(
         "none",
-        "parts of a layer that the backward makes again, as [norm,activation]: norms' results, "
+        "parts of a layer that the backward recomputes, as [norm,activation]: norms' results, "
         "the MLP's non-linearity (mlp: the GEMM before it too), attention between its projections, "
         "the whole layer; selective is [attention] (Korthikanti et al. 2022 §5), full is [layer]",
         choices=tuple(WORDS),
@@ -242,23 +246,23 @@ class LayerKeys:
     )
     recompute_layers: list[int] | None = key(
         None,
-        "how many layers of a stage do so, its first ones: [2] on every stage, or a number for "
-        "each, as the first stages hold most activations: [3,1,0,0]; null: all",
+        "how many layers of a stage recompute, from its first one on: [2] on every stage, or a "
+        "number for each, as the first stages hold most activations: [3,1,0,0]; null: all",
         resume=FREE,
         tried=([1],),
     )
     mlp_chunk_tokens: int | None = key(
         None,
-        "where the MLP is recomputed: tokens of a micro-batch whose MLP runs at a time, so that "
-        "its inner activations never exist for all; null: all",
+        "with a recomputed MLP: tokens that go through it at a time, so that its inner activations "
+        "never exist for a whole micro-batch; null: all",
         minimum=1,
         resume=FREE,
         tried=(1024,),
     )
     offload_layers: list[int] | None = key(
         None,
-        "how many layers of a stage move what they keep for the backward to pinned host memory, "
-        "its first ones: [8] on every stage, or a number for each; null: none",
+        "how many layers of a stage, from its first one on, move the activations kept for the "
+        "backward to pinned host memory: [8] on every stage, or a number for each; null: none",
         resume=FREE,
         tried=([1],),
     )
@@ -273,7 +277,7 @@ class AttentionKeys:
         "kernel of attention; auto: PyTorch's choice, but not cuDNN on a B200 where a rank has "
         "fewer than 8 key-value heads (tp divides them), as PyTorch issue 193893 reports wrong "
         "results; math writes the scores out; fa3, fa4: FlashAttention 3 or 4 where it is "
-        "installed; training with model.dropout has a formula of its own",
+        "installed; training with model.dropout uses a formula of its own",
         choices=KERNELS,
         resume=FREE,
     )

@@ -23,10 +23,10 @@ from parallel3d.errors import UserError, nearest, nearest_hint
 def check_learning_rate(optim: OptimConfig, steps: int | None) -> None:
     """Checks rate, warm-up and decay against each other; raises UserError.
 
-    `steps`: of the run; None until the data is open, or the run's place is known.
+    `steps`: the run's steps; None until the data is open or the run's position is known.
     """
     check_at_most("optim.min_lr", optim.min_lr, "optim.lr", optim.lr)
-    if (span := optim.lr_decay_steps or steps) is not None:  # else it is checked then
+    if (span := optim.lr_decay_steps or steps) is not None:  # otherwise the caller checks it later
         check_schedule_of_rate(optim, span)
 
 
@@ -56,7 +56,7 @@ def check_schedule_of_rate(optim: OptimConfig, steps: int) -> None:
 
 
 def check_treatment(optim: OptimConfig, model: ModelConfig) -> None:
-    """Raises UserError for a pattern that matches no parameter, and for factors that are none."""
+    """Raises UserError for a pattern that matches no parameter, and for invalid factors."""
     if not (optim.freeze or optim.groups):
         return
     names = full_shapes_of(model)
@@ -106,7 +106,7 @@ def _check_matches(typed: str, pattern: str, names: Iterable[str]) -> None:
     known = [name for name in names if not name.startswith("layers.") or ".0." in name[:9]]
     ends = [at for name in known for at in _prefixes(name)]
     close = nearest(pattern, dict.fromkeys([*known, *ends])) or "layers.*"
-    if pattern.startswith("head"):  # which is tied to the embedding
+    if pattern.startswith("head"):  # a tied head has no parameter of its own
         close = "embedding.word.weight"
     raise UserError(
         f"{typed}: {pattern} must match a parameter of the model, and matches none; the nearest "

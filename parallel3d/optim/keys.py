@@ -16,7 +16,7 @@ MULTIPLIERS = ("lr_mult", "wd_mult")  # the names in Megatron-LM's parameter gro
 
 
 class Treatment(NamedTuple):
-    """How the optimizer treats a parameter: factors of learning rate and decay, or not at all."""
+    """The treatment of a parameter: factors of its learning rate and weight decay, or frozen."""
 
     lr_mult: float = 1.0
     wd_mult: float = 1.0
@@ -99,8 +99,8 @@ class OptimConfig:
     )
     muon_dtype: str = key(
         "auto",
-        "muon: type of Newton-Schulz and of what is sent for it; auto is bf16 with half precision, "
-        "else the masters' (fp64 in fp64 runs), as fp32 always is",
+        "muon: type in which Newton-Schulz computes and its matrices are sent; auto: bf16 with "
+        "half precision, else as fp32; fp32: the type of the master weights (fp64 in fp64 runs)",
         choices=("auto", "bf16", "fp32"),
     )
     state: str = key(
@@ -110,7 +110,8 @@ class OptimConfig:
     )
     ema_decay: float | None = key(
         None,
-        "decay a step of an average of the weights, 0.999 say, which is evaluated too; null: none",
+        "decay per step of an average of the weights, such as 0.999, which is evaluated too; null: "
+        "none",
         above=0,
         below=1,
         tried=(0.99,),
@@ -123,8 +124,8 @@ class OptimConfig:
     )
     groups: Any = key(
         None,
-        "factors of learning rate and weight decay by patterns of names, of which the first that "
-        "matches counts: {embedding.*:{lr_mult:0.1,wd_mult:0}}",
+        "factors of learning rate and weight decay by patterns of names; the first that matches "
+        "counts: {embedding.*:{lr_mult:0.1,wd_mult:0}}",
         holds=dict[str, dict[str, float]],
         tried=({"embedding.*": {"lr_mult": 0.1}},),
     )
@@ -135,7 +136,8 @@ class OptimConfig:
     )
 
     def treatment(self, name: str) -> Treatment:
-        """Returns the treatment of a full tensor: of the first of `groups` that matches."""
+        """Returns the treatment of a full tensor, by the first of `groups` that matches its
+        name."""
         frozen = any(fnmatchcase(name, pattern) for pattern in self.freeze or ())
         for pattern, factors in (self.groups or {}).items():
             if fnmatchcase(name, str(pattern)):

@@ -21,12 +21,12 @@ def check_run_name(run: str | None, runs_dir: str) -> None:
     if run in ("", ".", "..") or not is_plain or len(os.fsencode(run)) > LONGEST_RUN_NAME:
         raise UserError(
             f"run={show(run)} must be the plain name of a folder inside runs_dir="
-            f"{show(runs_dir)}, with no blank around it and no ~ before it, of at most "
+            f"{show(runs_dir)}, without blanks around it or a ~ before it, of at most "
             f"{LONGEST_RUN_NAME} bytes; null makes a name, and runs_dir moves the place."
         )
     if (variable := re.search(r"\$\{?(\w+)", run)) is not None:
         raise UserError(
             f"run={show(run)} has {variable[0]}, which nothing here expands, so that others would "
-            f"have the same name; let the shell do it, or type ${{oc.env:{variable[1]}}} in its "
-            "place."
+            f"have the same name; let the shell expand it, or write ${{oc.env:{variable[1]}}} in "
+            "its place."
         )

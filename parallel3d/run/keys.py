@@ -32,7 +32,7 @@ class LaunchConfig:
     RESUME: ClassVar[str] = FREE
     master_port: int = key(
         0,
-        "port of the rendezvous; 0 picks a free one, under Slurm one by the job's number",
+        "port of the rendezvous; 0 picks a free one, under Slurm one derived from the job's number",
         minimum=0,
         maximum=65535,
     )
@@ -43,7 +43,7 @@ class LaunchConfig:
     )
     ranks: int | None = key(
         None,
-        "layout=auto: ranks to start on this host; null: one a GPU or core",
+        "layout=auto: ranks to start on this host; null: one per GPU or core",
         minimum=1,
         once=True,
     )
@@ -54,8 +54,8 @@ class LaunchConfig:
     )
     grace_s: float = key(
         60.0,
-        "seconds that a signal (SIGTERM, SIGUSR1, Ctrl-C) leaves the ranks to end their step and "
-        "save, before they are killed",
+        "seconds that the ranks have after a signal (SIGTERM, SIGUSR1, Ctrl-C) to end their step "
+        "and save, before they are killed",
         above=0,
     )
     shared_memory: bool = key(
@@ -67,17 +67,17 @@ class LaunchConfig:
     )
     nccl_settings: list[str] = key(
         [],
-        "of the groups of a kind: min_ctas, max_ctas or cga_cluster_size, as in dp.max_ctas:8",
+        "settings of one kind of groups: min_ctas, max_ctas or cga_cluster_size, as dp.max_ctas:8",
     )
     huge_pages: bool = key(
         True,
-        "CPU ranks keep the memory that they free, in huge pages where the system offers them "
-        "(Linux with glibc); false: they give large blocks back, slower and with less memory",
+        "CPU ranks keep freed memory for reuse, in huge pages where the system offers them (Linux "
+        "with glibc); false: they return large blocks to the system, slower and with less memory",
     )
     numa_binding: bool = key(
         True,
-        "keep each rank on the CPUs of its GPU's NUMA node, unless whoever started it has chosen "
-        "its CPUs already",
+        "keep each rank on the CPUs of its GPU's NUMA node, unless its launcher has already "
+        "bound it to CPUs",
     )
     peak_tflops: float | None = key(
         None, "peak of one device for MFU; null: the datasheet's, or measured on CPU", above=0

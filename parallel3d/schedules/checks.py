@@ -19,11 +19,11 @@ from parallel3d.schedules.choose import check_search, wanted
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 
-MOST_STAGES = 256  # up to which an even split is proposed
+MOST_STAGES = 256  # an even split of more stages is not proposed: it would fill the screen
 
 
 class LayerCounts(NamedTuple):
-    """Holds what the keys say of layers: all of the model's, and how many each stage computes,
+    """Numbers of layers from the keys: those of the model, and those that each stage computes,
     recomputes and offloads."""
 
     num_layers: int
@@ -127,6 +127,6 @@ def check_no_count(count: int | None, replica: Replicas) -> None:
     """Raises UserError for `schedule.num_microbatches`, which only `parallel3d schedule` takes."""
     if count is not None:
         raise UserError(
-            f"schedule.num_microbatches={count} must be null but for `parallel3d schedule` alone: "
+            f"schedule.num_microbatches={count} must be null except in `parallel3d schedule`: "
             f"here global_batch_size={count * replica.multiple} makes as many."
         )

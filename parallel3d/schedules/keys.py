@@ -22,7 +22,7 @@ class ScheduleConfig:
     ALIKE: ClassVar[bool] = True
     name: str = key(
         "1f1b",
-        "pipeline schedule; auto: the fastest on the clock, file: a table of one's own",
+        "pipeline schedule; auto: the fastest on the clock, file: your own table",
         choices=(
             *("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half"),
             *("auto", "file"),
@@ -30,11 +30,11 @@ class ScheduleConfig:
         resume=LAYOUT,
     )
     file: str | None = key(
-        None, "for schedule=file: CSV, a row a rank, cells such as 0F3 or 1I2", holds=Path
+        None, "for schedule=file: CSV, one row per rank, cells such as 0F3 or 1I2", holds=Path
     )
     layers_per_stage: list[int] | None = key(
         None,
-        "layers of each stage, pp · vpp of them in the order of the model, e.g. [3,5]; null "
+        "layers of each of the pp · vpp stages, in the order of the model, e.g. [3,5]; null "
         "balances them by cost",
         tried=([3, 1],),
     )
@@ -45,8 +45,8 @@ class ScheduleConfig:
     )
     num_microbatches: int | None = key(
         None,
-        "parallel3d schedule: micro-batches of a step, typed num_microbatches; null: what "
-        "global_batch_size makes",
+        "parallel3d schedule: micro-batches of a step (short form: num_microbatches); null: as "
+        "many as global_batch_size makes",
         minimum=1,
     )
     costs: list[float] = key(
@@ -59,20 +59,20 @@ class ScheduleConfig:
     )
     of_model: bool = key(
         False,
-        "parallel3d schedule: stages cost what those of `model` do, as they always do for auto in "
-        "training: layers as they are split, and the head with its loss; an average rank's layers "
-        "then take schedule.costs",
+        "parallel3d schedule: take the stages' costs from `model`, as auto always does in "
+        "training: their layers, and the head with its loss; schedule.costs is then the time of "
+        "an average rank's layers",
     )
     memory: float | None = key(
         None,
-        "activations that auto may hold, of 1F1B's peak; null: 1, and the table of parallel3d "
-        "schedule shows what more would give",
+        "activations that auto may hold, as a share of 1F1B's peak; null: 1, and the table of "
+        "parallel3d schedule shows the gain from more",
         above=0,
     )
     timeline: bool = key(
         False,
-        "draw the third step of a start: when each pipeline rank computed what, measured and on "
-        "the clock, as timeline.svg and, for Perfetto, timeline.json in the run directory",
+        "draw the actions of all pipeline ranks in the third step of a start, measured and on the "
+        "clock, as timeline.svg and, for Perfetto, timeline.json in the run directory",
     )
     svg: str | None = key(None, "parallel3d schedule: file for the timeline as SVG", holds=Path)
     csv: str | None = key(
@@ -86,8 +86,8 @@ class ScheduleConfig:
 CONFLICTS = tuple(
     Conflict(
         {"schedule.name": Is("auto"), "zero": Is(2, 3), replicas: Other(1)},
-        "{zero} reduces gradients within whole backwards, and {schedule.name} must split them to "
-        "be what it is chosen for",
+        "{zero} reduces gradients within whole backwards, and the schedules that {schedule.name} "
+        "chooses from split them",
         (("zero", 1), ("schedule.name", "1f1b")),
     )
     for replicas in ("dp", "cp")

@@ -25,8 +25,8 @@ class TensorParallelConfig:
     )
     chunks: int = key(
         1,
-        "pieces in which sp gathers and scatters the sequence, each while the GEMM of the piece "
-        "beside it runs (asynchronous tensor parallelism); 1: in one",
+        "pieces in which sp gathers and scatters the sequence, each while the GEMM of a "
+        "neighbouring piece runs (asynchronous tensor parallelism); 1: all at once",
         minimum=1,
         tried=(2,),
     )
@@ -51,8 +51,8 @@ class LossConfig:
     )
     chunk_tokens: int | None = key(
         None,
-        "tokens whose logits exist at a time; null: as many as take 2 GiB on one GPU, or on a CPU "
-        "64 MiB in fp32, but at least 1024",
+        "tokens whose logits exist at a time; null: on a GPU as many as fit into 2 GiB, on a CPU "
+        "as many as fit into 64 MiB in fp32, at least 1024",
         minimum=1,
         resume=FREE,
     )

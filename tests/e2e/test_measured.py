@@ -57,7 +57,7 @@ REFUSED = {
     "heads": ("train", ("layout=auto", "model.hidden_size=100"), "hidden_size=100 .*nearest"),
     "a schedule": ("train", ("layout=auto", "schedule=auto"), "schedule=auto must be .*1f1b"),
     "ranks alone": ("train", ("launch.ranks=2",), "launch.ranks=2 must be left out .*is dp=2"),
-    "verify": ("verify", ("layout=auto",), "layout=auto must be given but for parallel3d train"),
+    "verify": ("verify", ("layout=auto",), "layout=auto works in parallel3d train alone"),
     "a file for others": ("topology", (f"cluster={FILE}",), f"cluster={FILE} must be one of"),
     "a word": ("train", ("layout=best",), "layout=best must be one of given, auto"),
     "tp": ("calibrate", ("tp=2",), "tp=2: calibrate measures .*nearest is calibrate.ranks=4"),

@@ -379,7 +379,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     (
         {"schedule.num_microbatches": 3, "micro_batch_size": 2, "dp": 2},
         None,
-        ["schedule.num_microbatches=3", "`parallel3d schedule` alone", "global_batch_size=12"],
+        ["schedule.num_microbatches=3", "except in `parallel3d schedule`", "global_batch_size=12"],
     ),
     # data
     ({"model.vocab_size": 256}, None, ["model.vocab_size=256", "data.tokenizer=byte", "=257"]),

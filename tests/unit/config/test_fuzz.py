@@ -37,14 +37,20 @@ def composer() -> fuzz.Composer:
         (["cluster.nodes=1" + "0" * 40], ["cluster.nodes=0x", "fit into 64 bits"]),
         (["~nope"], ["nope is not a key of the configuration"]),
         ([""], ["'' is not of the form KEY=VALUE; the nearest is tp=1."]),
-        (["+tp=2"], ["+tp=2: tp is there already and cannot be deleted; the nearest is tp=…."]),
+        (
+            ["+tp=2"],
+            ["+tp=2: tp is always there: it can be neither added nor deleted; the nearest"],
+        ),
         (["~"], ["~ is not of the form KEY=VALUE; the nearest is tp=1."]),
         ([".uns_dir=x"], [".uns_dir is not a key of the configuration; the nearest is runs_dir."]),
         (["tp=<<"], ["tp=<<: tp must be a whole number of at least 1; the default is tp=1."]),
         (["run=\x1b[31mred"], ["run=\\x1b[31mred"]),
         (["x" * 5000 + "=1"], ["…", "is not a key of the configuration"]),
         (["tp=${nope:1}"], ["tp=${nope:1}: Unsupported", "tp must be a whole"]),
-        (["zero=${oc.env:HOME}"], ["zero=${oc.env:HOME}: it comes to another type: zero must be"]),
+        (
+            ["zero=${oc.env:HOME}"],
+            ["zero=${oc.env:HOME}: its value has another type: zero must be"],
+        ),
         (
             [f"tp={HUGE}", f"model.hidden_size={HUGE}", f"model.num_attention_heads={HUGE}"],
             ["must divide the rows of the padded vocabulary", "is tp=1,"],

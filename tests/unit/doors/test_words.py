@@ -188,9 +188,9 @@ def test_a_name_twice_in_a_file_is_refused(tmp_path: Path) -> None:
 
 # Words of one line, and parts of the sentence that refuses them.
 REFUSED = [
-    (["optim.lr=1e-3", "optim.lr=3e-4"], ["optim.lr=1e-3 and optim.lr=3e-4", "typed twice"]),
-    (["tp=1", "++tp=2"], ["tp=1 and ++tp=2", "typed twice"]),
-    (["model=gpt_tiny", "model=llama_tiny"], ["model is typed twice"]),
+    (["optim.lr=1e-3", "optim.lr=3e-4"], ["optim.lr=1e-3 and optim.lr=3e-4", "given twice"]),
+    (["tp=1", "++tp=2"], ["tp=1 and ++tp=2", "given twice"]),
+    (["model=gpt_tiny", "model=llama_tiny"], ["model is given twice"]),
     (["train={steps:1}", "train.steps=2"], ["train={steps:1} and train.steps=2"]),
     (["data.blend={a:1,a:2}"], ["a is twice in the same braces"]),
     (["data.blend={1.10:1,2:1,1.10:2}"], ["1.10 is twice"]),
@@ -206,9 +206,9 @@ REFUSED = [
     (['data.path="~/a,~nobody-of-this-name/b"'], ["nobody's home"]),
     (["runs_dir=/scratch/$USER/runs"], ["has $USER, which nothing here expands", "${oc.env:USER}"]),
     (["data.path=web/x-$USER.txt"], ["has $USER, which nothing here expands"]),
-    (["runs_dir=s3://bucket/runs"], ["is an address, and must be a path of this host"]),
+    (["runs_dir=s3://bucket/runs"], ["is an address, but must be a path on this host"]),
     (["init_from=hf://someone/model"], ["is an address"]),
-    (["run=x-${dp}"], ["run=x-${dp}: what stands for ${…} there has no value", "x-None"]),
+    (["run=x-${dp}"], ["run=x-${dp}: the reference ${…} has no value", "x-None"]),
     (["train.batch_schedule={0:8,0.0:16}"], ["0 and 0.0 are one name"]),
     (["data.blend_stages={1e9:{a:1},1000000000:{b:1}}"], ["1e9 and 1000000000 are one name"]),
 ]
