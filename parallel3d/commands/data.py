@@ -240,7 +240,7 @@ def _so_far(done: JournalEntry) -> str:
 def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path) -> int:
     """Trains a tokenizer and writes it, as a file or a folder. Returns the exit code."""
     if os.path.lexists(to):
-        raise UserError(f"to={shown(str(to))} is there and stays as it is: choose another")
+        raise UserError(f"to={shown(str(to))} exists and is never overwritten: choose another")
     inputs, lines = take_inputs(given, kind)
     for sentence in lines:
         print_line(sentence)

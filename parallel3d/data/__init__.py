@@ -1,4 +1,4 @@
 """Turns text into micro-batches: sources, tokenizers, token cache, samplers, loader.
 
-Only `loader` imports torch: the launcher checks data before torch loads.
+Only `loader` imports torch, so that the launcher can check data before torch loads.
 """

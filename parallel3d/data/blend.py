@@ -1,12 +1,12 @@
 """Interleaves data sets by weight; maps sample i to a data set in O(log sets), without a table.
 
-Two owners share a row of slots by Webster's rule: of the first n slots the left one has w·n,
+Two owners share a row of slots by Webster's rule: the left one has w·n of the first n slots,
 rounded. More than two share it through Huffman's tree, whose nodes split their slots between two
 children. A node with children has at most 2/3 of its parent's weight, so the rounding of all levels
 above adds up to less than 1.5 slots, and the last level adds 0.5.
 
-So after every n slots each owner has its share of n to within 2. Webster's rule for all owners at
-once (slots ordered by (j + 1/2) / w) does not guarantee that: next to a weight of 1/2, a thousand
+So after any n slots, each owner has its share of n to within 2. Webster's rule for all owners at
+once (slots ordered by (j + 1/2) / w) does not guarantee this: next to a weight of 1/2, a thousand
 owners of 1/2000 would wait for their first slot until the heavy one has had 500.
 
 Sources: M. Balinski and H. P. Young, Fair Representation, 1982 (Webster's rule; quotas); D. A.
@@ -35,7 +35,7 @@ def whole_weights(weights: Sequence[Fraction]) -> list[int]:
 
 
 class Shares:
-    """Shares slots out by whole weights > 0, in integers: no slot depends on a rounded float."""
+    """Distributes slots by whole weights > 0, in integers: no slot depends on a rounded float."""
 
     def __init__(self, weights: Sequence[int]) -> None:
         """Raises ValueError without weights, or for a weight below 1."""
@@ -45,7 +45,7 @@ class Shares:
         # Nodes with children, a child before its parent: twice the left child's weight, the node's
         # own weight, and its children (a node's number, or -1 - k for owner k).
         self._nodes: list[tuple[int, int, int, int]] = []
-        # Ties: owners in their order, then nodes in the order in which they were made.
+        # Ties: first owners in their order, then nodes in the order of their creation.
         heap = [(weight, k, -1 - k) for k, weight in enumerate(weights)]
         heapq.heapify(heap)
         while len(heap) > 1:
@@ -90,13 +90,13 @@ class WeightPeriod(NamedTuple):
 class StagedShares:
     """Maps sample i to a data set, by i alone.
 
-    Within a stage each data set has had, after any number of samples, its share to within 2
-    (`Shares`); the next stage continues a data set where the last one left it.
+    Within a stage, after any number of samples, each data set has had its share to within 2
+    (`Shares`); the next stage continues a data set where the last one stopped.
     """
 
     def __init__(self, stages: Sequence[WeightPeriod], sets: int) -> None:
-        """`stages`: the first begins at sample 0, each other one after its predecessor; `sets`: how
-        many data sets. Raises ValueError for stages in another order."""
+        """`stages`: the first begins at sample 0, and each other one after its predecessor; `sets`:
+        number of data sets. Raises ValueError for stages in another order."""
         firsts = [stage.first for stage in stages]
         if not stages or firsts[0] != 0 or sorted(set(firsts)) != firsts:
             raise ValueError(f"stages from samples {firsts}")
@@ -128,7 +128,7 @@ class StagedShares:
 
 
 class Blended(StagedShares):
-    """The samples of several data sets, shared out by weight."""
+    """The samples of several data sets, mixed by weight."""
 
     def __init__(
         self,
@@ -136,15 +136,16 @@ class Blended(StagedShares):
         stages: Sequence[WeightPeriod],
         names: Sequence[str] = (),
     ) -> None:
-        """`names` of the parts, for reports."""
+        """`names`: names of the parts, for reports."""
         super().__init__(stages, len(parts))
-        self.parts, self.names = parts, names
+        self.parts = parts
+        self.names = names
         self.seq_length = parts[0].seq_length
         self.masks = any(part.masks for part in parts)
 
     @property
     def windows(self) -> int:
-        """The most samples of which none comes twice."""
+        """The largest number of samples without a repetition."""
         limits = [part.windows for part in self.parts]
         repeats = lambda n: any(map(operator.gt, self.counts(n), limits))  # noqa: E731
         return bisect_right(range(sum(limits) + 1), False, key=repeats) - 1

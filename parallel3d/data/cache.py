@@ -1,7 +1,8 @@
 """The folder of token caches and packing plans, built by one process and read by all others.
 
 An entry is some files `<key><end>`, and `<key>.json` with their sizes and digests, which is written
-last: so it never stands for half an entry. The kernel drops a builder's lock when the builder dies.
+last, so that it never describes half an entry. The kernel drops a builder's lock when the builder
+dies.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel3d.data.tokens import (
-    MAKE_ANEW,
+    REBUILD,
     LocalFile,
     Proof,
     WatchedFile,
@@ -48,7 +49,7 @@ _PAUSE_S = 0.02
 _LARGEST_FACTS = 1 << 20
 
 
-# Makes something of an entry's open files by their ends, and of the facts of its builder.
+# Makes a result from an entry's open files, by their ends, and from its builder's facts.
 Opened = Callable[[dict[str, WatchedFile], dict[str, Any]], T]
 
 
@@ -59,7 +60,7 @@ def kept(
     build: Callable[[Path], dict[str, Any]],
     opened: Opened[T],
 ) -> T:
-    """Returns what `opened` makes of entry `key`, which is built if it is missing or damaged.
+    """Returns the result of `opened` for entry `key`, which is built if it is missing or damaged.
 
     `build` writes the files of the entry, given their name without the end, and returns facts that
     JSON can represent. `opened` raises ValueError for damaged files. One process builds, others
@@ -71,12 +72,12 @@ def kept(
         check_owner(folder)
         found = load()
         if found is None:
-            # Private, as the text may be. An existing folder keeps the permissions its user chose.
+            # Private, because the text may be. An existing folder keeps the user's permissions.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _build_lock(prefix.with_suffix(".lock")) as locked:
-                found = load()  # another process may just have built it
+                found = load()  # another process may have just built it
                 if found is None:
-                    if locked:  # without a lock they may belong to a live builder
+                    if locked:  # without a lock, they may belong to a running builder
                         for leftover in folder.glob(f".{key}.*.partial"):
                             leftover.unlink(missing_ok=True)
                     _build(prefix, ends, build)
@@ -84,7 +85,7 @@ def kept(
     except OSError as error:
         raise unusable(folder, error.strerror or str(error)) from error
     if found is None:
-        raise unusable(folder, "what was written there reads back damaged")
+        raise unusable(folder, "the files written there read back damaged")
     return found
 
 
@@ -100,7 +101,7 @@ def _build(prefix: Path, ends: Sequence[str], build: Callable[[Path], dict[str, 
 
 
 def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
-    """Opens an entry; None without one of ours that is intact."""
+    """Opens an entry; returns None without an intact one of this user."""
     path, problem = prefix.with_suffix(".json"), "is damaged"
     if not path.exists():
         return None
@@ -112,21 +113,21 @@ def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
                 file = stack.enter_context(LocalFile(name, opener=no_link))
                 files[end] = file
                 if not is_trusted(os.fstat(file.fileno()), prefix.parent):
-                    problem = "is not taken: others than you may write it"
+                    problem = "is not used: others than you may write it"
                     raise ValueError
             content = parse_json(files.pop(".json").read(_LARGEST_FACTS))
             watched = {}
             for end, file in files.items():
                 size, digest = content["files"][end]
                 proof = partial(prove, file, digest)
-                watched[end] = WatchedFile(file, proof, MAKE_ANEW, digest)
+                watched[end] = WatchedFile(file, proof, REBUILD, digest)
                 if size_of(file) != size or proof() is Proof.CHANGED:
                     raise ValueError
             found = opened(watched, content["facts"])
             stack.pop_all()  # the files stay open
             return found
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            _log.info(f"{path} {problem}: it is made anew")
+            _log.info(f"{path} {problem}: it is built again")
             return None
 
 
@@ -134,7 +135,7 @@ def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
 def _build_lock(path: Path) -> Iterator[bool]:
     """Holds the lock file; yields False on a file system without locks (some network ones).
 
-    Without a lock two runs may both build; the renames still keep each file whole.
+    Without a lock, two runs may both build; the renames still keep each file complete.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     told = False
@@ -147,7 +148,8 @@ def _build_lock(path: Path) -> Iterator[bool]:
                 if not told:
                     _log.info("another run is building the token cache: waiting for it")
                 told = True
-                # A watchdog takes a process blocked in a system call for one with a dead disk.
+                # A watchdog would mistake a process in a blocking system call for one with a dead
+                # disk.
                 time.sleep(_PAUSE_S)
         if not locked:
             _log.info(f"{path.parent} is on a file system without locks: another run may build")
@@ -160,8 +162,9 @@ def _build_lock(path: Path) -> Iterator[bool]:
 
 
 def folder_of(data: DataConfig) -> Path:
-    """Returns `data.cache_dir`, else `$XDG_CACHE_HOME/parallel3d` or `~/.cache/parallel3d`. Raises
-    UserError without a home folder."""
+    """Returns `data.cache_dir`, else `$XDG_CACHE_HOME/parallel3d` or `~/.cache/parallel3d`.
+
+    Raises UserError without a home folder."""
     if data.cache_dir is not None:
         return Path(data.cache_dir).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -178,7 +181,7 @@ def digest_of(facts: list[Any]) -> str:
 
 
 def check_can_store(folder: Path, key: str) -> None:
-    """Raises UserError if there is no entry `key` of ours and `folder` cannot hold one."""
+    """Raises UserError if there is no trusted entry `key` and `folder` cannot hold one."""
     path, existing = folder / f"{key}.json", folder
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -204,7 +207,7 @@ def unusable(folder: Path, reason: str) -> UserError:
 
 
 def check_owner(folder: Path) -> None:
-    """Raises UserError if the folder is another user's, who could put any text in it."""
+    """Raises UserError if the folder belongs to another user, who could put any text into it."""
     try:
         status = folder.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,5 @@
-"""Reads chat conversations: their tokens by a Hugging Face template, and which of them to learn."""
+"""Reads chat conversations: their tokens, made by a Hugging Face template, and which ones to
+learn."""
 
 from __future__ import annotations
 
@@ -52,15 +53,21 @@ _log = logging.getLogger(__name__)
 
 PRIVATE = range(0xE000, 0xF900)  # characters without a meaning in Unicode
 Turn = tuple[int, int]  # characters [begin, end) of the text that the assistant wrote
-# Six characters: around a special token that a message spells out, around the text inside
+# Six characters: two each around a special token that a message spells out, around the text inside
 # `{% generation %}`, and around the number of an anchor.
 Marks = tuple[str, ...]
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 
 
 class Conversation(NamedTuple):
-    """tokens (n,) int64; spoken (n,) bool: the assistant's tokens with their end token; unread:
-    keys of the row that nothing reads; drops_thoughts: whether the template leaves some out."""
+    """A conversation in tokens.
+
+    Attributes:
+        tokens: (n,) int64.
+        spoken: (n,) bool: the assistant's tokens with their end token.
+        unread: keys of the row that nothing reads.
+        drops_thoughts: whether the template leaves some thoughts out.
+    """
 
     tokens: npt.NDArray[np.int64]
     spoken: npt.NDArray[np.bool_]
@@ -69,15 +76,16 @@ class Conversation(NamedTuple):
 
 
 class Reader:
-    """Turns rows into conversations, by one tokenizer and its template.
+    """Turns rows into conversations, with one tokenizer and its template.
 
     The whole conversation is rendered and encoded as one text, as in transformers, since tokens
-    depend on the surrounding text. Private characters that do not occur in the row mark the special
-    tokens that messages spell out, the text inside the template's own tags, and ends of messages.
+    depend on the surrounding text. Private characters that do not occur in the row mark special
+    tokens that messages spell out, text inside the template's own tags, and ends of messages.
     """
 
     def __init__(self, tokenizer: FileTokenizer, template: ChatTemplate) -> None:
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer = tokenizer
+        self._template = template
         longest_first = sorted(tokenizer.special, key=len, reverse=True)
         self._special = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._stand_ins: dict[str, str] = {}  # special token → a private character
@@ -105,7 +113,7 @@ class Reader:
             )
         shown = Shown(rendering, whole, marks, asked)
         shown.check()
-        turns = (self._tagged if template.has_tags else self._untagged)(shown)
+        turns = self._tagged(shown) if template.has_tags else self._untagged(shown)
         made = self._encoded(whole, marks, held)
         spoken = np.zeros(made.tokens.size, np.bool_)
         for begin, end in turns:
@@ -120,7 +128,9 @@ class Reader:
         _, _, opening, closing, *_ = shown.marks
         marked = shown.rendering.text(around=(opening, closing))
         pieces = re.split(f"([{opening}{closing}])", marked)
-        at, begins, turns = 0, [], []
+        at = 0
+        begins = []
+        turns = []
         for piece in pieces:
             if piece == opening:
                 begins.append(at)
@@ -154,8 +164,8 @@ class Reader:
     def _untagged(self, shown: Shown) -> list[Turn]:
         """Finds the learned turns by rendering the messages before each of them.
 
-        Some templates render a turn differently once it is not the last, or drop its thoughts. Then
-        its place is known by the end of the message before and by the end of its own words.
+        Some templates render a turn differently once it is not the last one, or drop its thoughts.
+        Then its place follows from the end of the previous message and the end of its own words.
         """
         turns: list[Turn] = []
         for number, message in enumerate(shown.row.messages):
@@ -178,7 +188,7 @@ class Reader:
         return end
 
     def _check_speaks(self, shown: Shown, number: int, begin: int, end: int) -> None:
-        """Raises Refused for a turn of which nothing but its end is spoken."""
+        """Raises Refused for a turn in which only its end is spoken."""
         text, at = "", begin
         for found in self._specials(shown.whole, shown.marks, begin):
             if found.start() >= end:
@@ -203,7 +213,7 @@ class Reader:
         return within & (np.arange(within.size) <= ends[-1])
 
     def _specials(self, whole: str, marks: Marks, at: int = 0) -> Iterator[re.Match[str]]:
-        """Finds special tokens from `at` on, `meant` or `spelled`, and single marks."""
+        """Finds special tokens from `at` on, `meant` or `spelled` out, and single marks."""
         begin, end, *_ = marks
         pattern = f"{begin}(?P<spelled>{self._special}){end}|(?P<meant>{self._special})"
         return re.compile(f"{pattern}|[{begin}{end}]").finditer(whole, at)
@@ -215,13 +225,15 @@ class Reader:
             plain.encode()
             if plain == whole:
                 return self._tokenizer.place(whole)
-            # With all special tokens meant, encoding by stand-ins must give the usual tokens.
+            # If all special tokens were meant, encoding with stand-ins must give the usual tokens.
             every = self._stood_in(whole, marks, held, every=True)
             if not np.array_equal(every.tokens, self._tokenizer.place(plain).tokens):
-                raise Refused("spells out special tokens, which its tokenizer does not keep apart")
+                raise Refused(
+                    "spells out special tokens, which its tokenizer does not separate from text"
+                )
             made = self._stood_in(whole, marks, held, every=False)
         except UnicodeEncodeError:
-            raise Refused("has half of a surrogate pair, which is no character") from None
+            raise Refused("has half of a surrogate pair, which is not a character") from None
         except Unencodable as error:
             raise Refused(f"cannot be encoded by its tokenizer ({error.why})") from None
         for begin, end in zip(made.begins.tolist(), made.ends.tolist(), strict=True):
@@ -230,8 +242,8 @@ class Reader:
         return made
 
     def _stood_in(self, whole: str, marks: Marks, held: set[str], every: bool) -> Placed:
-        """Encodes a conversation with a private character in place of each special token that is
-        meant; spelled ones stay text unless `every`."""
+        """Encodes a conversation with a private character in place of each meant special token;
+        those that are spelled out stay text unless `every`."""
         if held & set(self._stand_ins.values()):
             self._stand_ins = {}
         pieces: list[tuple[str, int]] = []  # texts to encode, and where they begin in `whole`
@@ -255,14 +267,14 @@ class Reader:
         def source(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             return places + shifts[np.searchsorted(begins, places, "right") - 1]
 
-        # By the last character, as the next character may belong to another part.
+        # From the last character, because the next one may belong to another part.
         last = np.maximum(made.ends - 1, made.begins)
         return Placed(made.tokens, source(made.begins), source(last) + 1)
 
 
 def _with_contents(rendering: Rendering) -> list[Message]:
-    """Returns the messages of a rendering; an empty content stands for a missing one where the
-    template fails without it."""
+    """Returns the messages of a rendering; an empty content replaces a missing one if the template
+    fails without it."""
     try:
         rendering.text()
         return list(rendering.messages)
@@ -294,7 +306,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 # Conversations of a run: a pair of marked tokens in the token cache. A marked token is the token,
-# plus SPOKEN where the assistant wrote it, so windows, packs and shuffles work as for documents.
+# plus SPOKEN if the assistant wrote it, so windows, packs and shuffles work as for documents.
 
 
 VERSION = 3
@@ -306,7 +318,7 @@ LONGEST = 64 << 20  # bytes of a row
 
 
 class Chat(NamedTuple):
-    """The inputs of a run's conversations. lines: what the files of folders were taken for."""
+    """The inputs of a run's conversations. `lines` describe how the files of folders were read."""
 
     documents: list[Document]
     tokenizer: FileTokenizer
@@ -337,7 +349,7 @@ def find_chat(data: DataConfig) -> Chat:
 def learned(
     tokens: Tokens, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Returns which pieces of marked tokens have a learned token after their first one."""
+    """Returns, for each piece of marked tokens, whether a token after its first one is learned."""
     begins, ends = starts + 1, starts + lengths
     spoken = np.zeros(starts.size, np.int64)  # in each piece
     for first in range(0, len(tokens), LOOKED_AT):
@@ -356,20 +368,21 @@ def nothing_said(held_out: bool) -> UserError:
 
 
 class ChatSamples:
-    """Samples of marked tokens with the marks removed; learns the assistant's tokens."""
+    """Samples of marked tokens without the marks; the loss mask keeps the assistant's tokens."""
 
     masks = True
 
     def __init__(self, marked: DatasetOrder) -> None:
         self._marked = marked
-        self.seq_length, self.windows = marked.seq_length, marked.windows
+        self.seq_length = marked.seq_length
+        self.windows = marked.windows
 
     def will_read(self, i: int) -> None:
         """Prefetches the tokens of sample `i`."""
         self._marked.will_read(i)
 
     def sample(self, i: int) -> Sample:
-        """Returns sample `i` >= 0; its mask is set where the next token is the assistant's."""
+        """Returns sample `i` >= 0; its mask is set if the next token is the assistant's."""
         sample = self._marked.sample(i)
         spoken = (sample.tokens & SPOKEN) != 0
         tokens = sample.tokens & TOKEN
@@ -377,9 +390,9 @@ class ChatSamples:
 
 
 def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
-    """Writes all conversations. Returns what a user must know of the rows, for the cache's facts.
+    """Writes all conversations. Returns notes for the user about the rows, for the cache's facts.
 
-    Raises UserError for a row that is none, or for too many of them.
+    Raises UserError for a row that is not a conversation, or for too many of them.
     """
     _log.info(f"building the token cache: conversations of {len(chat.documents)} files")
     reader, told = Reader(chat.tokenizer, chat.template), Told()
@@ -388,7 +401,7 @@ def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
         try:
             found = reader.read(_row_of(line))
             if not found.spoken[1:].any():
-                raise Refused("has nothing that the assistant says and that is learned")
+                raise Refused("has no words of the assistant to learn")
         except Refused as error:
             told.bad += 1
             told.first = told.first or f"{where} {error}"
@@ -398,7 +411,7 @@ def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
         writer.add(found.tokens | np.where(found.spoken, SPOKEN, 0))
     _judge(chat, told, least=1)
     if not writer.documents:
-        raise UserError("data.path holds no conversations: give jsonl, a row each")
+        raise UserError("data.path holds no conversations: give jsonl with one per row")
     return {"told": told.lines()}
 
 
@@ -406,28 +419,28 @@ def _judge(chat: Chat, told: Told, least: int) -> None:
     """Raises UserError if more than the allowed share of at least `least` rows is bad."""
     if not chat.most_bad and told.bad:
         raise UserError(
-            f"data.path: {told.first}; mend or remove it, or give data.skip_bad_rows=0.01 to leave "
+            f"data.path: {told.first}; fix or remove it, or give data.skip_bad_rows=0.01 to leave "
             "out such rows, up to 1 % of all"
         )
     if told.rows >= least and told.bad > chat.most_bad * told.rows:
         raise UserError(
-            f"data.path: {told.bad:,} of the first {told.rows:,} rows are no conversations, more "
-            f"than data.skip_bad_rows={chat.most_bad:g} of them; the first is {told.first}; mend "
+            f"data.path: {told.bad:,} of the first {told.rows:,} rows are not conversations, more "
+            f"than data.skip_bad_rows={chat.most_bad:g} of them; the first is {told.first}; fix "
             "them, or give a larger data.skip_bad_rows"
         )
 
 
 def _row_of(row: Any) -> Any:
-    """Returns the row of a line of jsonl, or of parquet as it is. Raises Refused."""
+    """Returns the row in a line of jsonl, or an unchanged row of parquet. Raises Refused."""
     if not isinstance(row, bytes):
         return row
     if len(row) > LONGEST:
-        raise Refused(f"has more than {LONGEST:,} bytes, which is no conversation")
+        raise Refused(f"has more than {LONGEST:,} bytes, which is too long for a conversation")
     return parse(row)
 
 
 def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
-    """Yields each row with its location, as `inputs.rows` does. Raises UserError."""
+    """Yields each row with its location, like `inputs.rows`. Raises UserError."""
     for document in documents:
         for number, row in rows(input_of(document, CHAT), LONGEST):
             yield f"{document.name}:{number}", row

@@ -1,8 +1,8 @@
 """Reads rows of conversations key by key: each key is used, counted as not read, or refused.
 
 Two layouts are known: messages with role and content (OpenAI, TRL, axolotl, ms-swift), and
-ShareGPT's turns with from and value. A key that decides on the shown text or on what is learned is
-never left out: it is obeyed or the row is refused.
+ShareGPT's turns with from and value. A key that affects the shown or learned text is never ignored:
+it is obeyed, or the row is refused.
 """
 
 from __future__ import annotations
@@ -15,20 +15,30 @@ from typing import Any, NamedTuple
 from parallel3d.config.fields import show
 from parallel3d.errors import nearest
 from parallel3d.files import check_depth, plain
+from parallel3d.text import count
 
-SYSTEM, DEVELOPER, USER, ASSISTANT, TOOL, FUNCTION = (
-    *("system", "developer", "user", "assistant", "tool", "function"),
-)
+SYSTEM = "system"
+DEVELOPER = "developer"
+USER = "user"
+ASSISTANT = "assistant"
+TOOL = "tool"
+FUNCTION = "function"
 MESSAGES = "messages"
-# A row with several has earlier states of its conversation in all but the first, which is read.
+# If a row has several, all but the first hold earlier states of its conversation; the first is
+# read.
 LISTS = (MESSAGES, "conversations", "conversation")
 SYSTEMS = ("system", "system_prompt")
-TOOLS, FUNCTIONS, DOCUMENTS, KWARGS = "tools", "functions", "documents", "chat_template_kwargs"
+TOOLS = "tools"
+FUNCTIONS = "functions"
+DOCUMENTS = "documents"
+KWARGS = "chat_template_kwargs"
 FROM, VALUE = "from", "value"
-# The first is the one that templates read; transformers fills it from the others.
+# Templates read the first one; transformers fills it from the others.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 DETAILS = "reasoning_details"
-CALLS, CALL_OF_2023, CALL_ID = "tool_calls", "function_call", "tool_call_id"
+CALLS = "tool_calls"
+CALL_OF_2023 = "function_call"
+CALL_ID = "tool_call_id"
 # ShareGPT's names of roles.
 SPEAKERS = {
     "human": USER,
@@ -39,7 +49,7 @@ SPEAKERS = {
     "system": SYSTEM,
     "tool": TOOL,
 }
-# Roles by names of other formats, which a template would show as they are, or drop.
+# Names of roles in other formats, which a template would show unchanged, or drop.
 OTHER_ROLES = {
     **dict.fromkeys(("human", "prompter", "customer", "instruction", "question"), USER),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model", "answer", "output"), ASSISTANT),
@@ -48,18 +58,18 @@ OTHER_ROLES = {
 }
 ROLES = (SYSTEM, DEVELOPER, USER, ASSISTANT, TOOL, FUNCTION)
 # Keys that tell whether a message is learned: OpenAI's weight, axolotl's train and training,
-# ms-swift's loss. Values that are true or 1 keep a message, those that are false or 0 do not.
+# ms-swift's loss. True and 1 mean that it is learned, false and 0 that it is not.
 LEARNED = ("weight", "train", "training", "loss")
 FLAGS: tuple[tuple[Any, bool], ...] = ((False, False), (True, True), (0, False), (1, True))
 
-# Keys that would change what is shown or learned, and are not read. Empty values are as none.
+# Keys that would change the shown or learned text, and are not read. Empty values count as missing.
 _NOT_TEXT = "image images video videos audio audios"
 _LEARNING = (
     "weights loss_weight loss_scale loss_mask mask masked mask_loss trainable train_detail "
     "training_detail train_on_input train_on_inputs train_on_turn should_train assistant_masks "
     "learn learned supervise supervised no_loss ignore_loss compute_loss calculate_loss is_target"
 )
-# A key of a message with one of these words tells about learning.
+# A key of a message with one of these words is about learning.
 _WORDS = (
     "train trained training loss mask masked weight learn learned label labels ignore ignored skip "
     "skipped exclude excluded"
@@ -78,54 +88,58 @@ def _each(names: str, why: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), why)
 
 
-_LEARN_BY = f"what is learned is told by {', '.join(LEARNED[:-1])} or {LEARNED[-1]} of a message"
+_LEARN_BY = f"{', '.join(LEARNED[:-1])} or {LEARNED[-1]} of a message select what is learned"
 REFUSED_OF_ROWS = {
-    **_each(_NOT_TEXT, "conversations are learned from as text alone"),
+    **_each(_NOT_TEXT, "conversations are learned only from text"),
     **_each(_LEARNING, _LEARN_BY),
-    **_each(_OPTIONS, f"what a template is to be told stands in {KWARGS}"),
+    **_each(_OPTIONS, f"options of a template belong in {KWARGS}"),
     "continue_final_message": "an answer that is to be continued cannot be learned",
     "chat_template": "the template is the tokenizer's",
-    "history": f"earlier turns stand in {MESSAGES}",
+    "history": f"earlier turns belong in {MESSAGES}",
     **_each(_SYSTEMS, f"{SYSTEM} is, and so is a first message of this role"),
     **_each(_TOOLS, f"{TOOLS} is"),
-    **_each("thinking reasoning_content", f"thoughts stand in {THOUGHTS[0]} of a message"),
+    **_each("thinking reasoning_content", f"thoughts belong in {THOUGHTS[0]} of a message"),
 }
 REFUSED_OF_MESSAGES = {
-    **_each(f"{_NOT_TEXT} file files attachments", "conversations are learned from as text alone"),
-    **_each(_OTHER_THOUGHTS, f"thoughts stand in {THOUGHTS[0]}"),
+    **_each(f"{_NOT_TEXT} file files attachments", "conversations are learned only from text"),
+    **_each(_OTHER_THOUGHTS, f"thoughts belong in {THOUGHTS[0]}"),
     **_each("prefix partial", "an answer that is to be continued cannot be learned"),
-    **_each(f"tools functions documents {KWARGS}", "it stands beside the messages"),
-    "refusal": "words that are to be learned stand in content",
+    **_each(f"tools functions documents {KWARGS}", "it belongs next to the messages"),
+    "refusal": "words to learn belong in content",
     **_each("channel recipient end_turn", "the chat template does not read it"),
 }
 _NEVER_OF_MESSAGES = _each(_LEARNING, _LEARN_BY)  # whatever a template reads
-LABEL = "label"  # true or false, of preferences without pairs
-# What `chat_template_kwargs` may not hold, as the row has it elsewhere or tokens are made by it.
+LABEL = "label"  # true or false: unpaired preferences
+# Keys that `chat_template_kwargs` must not hold: the row has them elsewhere, or they change tokens.
 _ARGUMENTS = (
     "messages conversation tools documents chat_template add_generation_prompt tokenize "
     "continue_final_message return_dict return_tensors return_assistant_tokens_mask padding "
     "truncation max_length sanitize_control_tokens tokenizer_kwargs"
 )
 RESERVED = frozenset(_ARGUMENTS.split())
-CLOSE = 0.88  # of difflib: one letter of eight
+CLOSE = 0.88  # difflib's ratio: one letter in eight
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-# Options that are off where they are false; of what is learned, false may say a lot.
+# Options that are off if they are false; elsewhere false may have a meaning.
 SWITCHES = ("prefix", "partial", "end_turn", "continue_final_message", "add_generation_prompt")
 
 Message = Mapping[str, Any]
 
 
 class Refused(ValueError):
-    """Messages that a template does not accept, or a row that is not a conversation."""
+    """Raised for messages that a template does not accept, or a row that is not a conversation."""
 
 
 class Row(NamedTuple):
-    """A row as a template gets it.
+    """A row in the form that a template gets.
 
-    messages: role and, unless null, content: text, or parts of text. names: what errors call each.
-    learned: whether each is learned if the assistant says it. tools: objects. more: further names
-    for the template. optional: keys of messages that are read only if the template does so. unread:
-    keys that nothing reads.
+    Attributes:
+        messages: role and, unless null, content: text, or parts of text.
+        names: the name of each message in errors.
+        learned: whether each message is learned if the assistant says it.
+        tools: objects.
+        more: further names for the template.
+        optional: keys of messages that are only read if the template does so.
+        unread: keys that nothing reads.
     """
 
     messages: list[Message]
@@ -142,14 +156,14 @@ class Row(NamedTuple):
 
 
 def parse(text: str | bytes) -> Any:
-    """Returns what JSON text spells. Raises Refused, also for a key that stands there twice, and
-    for lists and objects that are nested too deep."""
+    """Parses JSON text. Raises Refused, even for a key that occurs twice and for lists and objects
+    that are nested too deep."""
     try:
         content = json.loads(text, object_pairs_hook=_once)
     except Refused:
         raise
     except (ValueError, RecursionError):
-        raise Refused("is no JSON") from None
+        raise Refused("is not JSON") from None
     try:
         check_depth(content)
     except ValueError as error:
@@ -167,7 +181,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _spelled(value: Any, kind: type, what: str) -> Any:
-    """Returns a value of `kind`, or what it spells as JSON text. Raises Refused about `what`."""
+    """Returns a value of `kind`, given as such or as JSON text. Raises Refused about `what`."""
     if isinstance(value, str):
         try:
             value = parse(value)
@@ -175,13 +189,13 @@ def _spelled(value: Any, kind: type, what: str) -> Any:
             raise Refused(f"has {what} as text that {error}") from None
     if not isinstance(value, kind):
         named = "an object" if kind is dict else "a list of objects"
-        raise Refused(f"has {what} that are not {named}, nor the JSON text of it")
+        raise Refused(f"has {what} that are neither {named} nor its JSON text")
     return value
 
 
 def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
-    """Returns a list of objects: given as such, as one object, or either as JSON text; each object
-    may be JSON text too. None for null and empty text. Raises Refused."""
+    """Returns a list of objects, given as a list, as one object, or either as JSON text; each
+    object may be JSON text too. Returns None for null and empty text. Raises Refused."""
     if isinstance(value, str):
         if not value.strip():
             return None
@@ -193,7 +207,7 @@ def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
         return None
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, list):
-        raise Refused(f"has {what} that are no list of objects, nor the JSON text of one")
+        raise Refused(f"has {what} that are neither a list of objects nor its JSON text")
     return [_spelled(item, dict, what) for item in items]
 
 
@@ -203,15 +217,17 @@ def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
 def read_row(row: Any) -> Row:
     """Reads a row. Raises Refused with the reason, after "a row" …"""
     if not isinstance(row, dict):
-        raise Refused("is no object")
+        raise Refused("is not an object")
     listed = [name for name in LISTS if row.get(name) is not None]
     if not listed:
         raise Refused(_without_messages(row))
-    turns, tools, unread = row[listed[0]], _tools(row), set(listed[1:])
+    turns = row[listed[0]]
+    tools = _tools(row)
+    unread = set(listed[1:])
     if isinstance(turns, str):
         turns = _spelled(turns, list, listed[0])
     if not isinstance(turns, list) or not all(isinstance(m, dict) for m in turns):
-        raise Refused(f"has {listed[0]} that are no list of objects")
+        raise Refused(f"has {listed[0]} that are not a list of objects")
     known = {*LISTS, *SYSTEMS, TOOLS, FUNCTIONS, DOCUMENTS, KWARGS, *LEARNED}
     for key, value in row.items():
         if key in known or _is_empty(key, value):
@@ -219,12 +235,12 @@ def read_row(row: Any) -> Row:
         _check_not_close(key, known, REFUSED_OF_ROWS, "")
         if key == LABEL and isinstance(value, bool):
             raise Refused(
-                f"has {LABEL}={show(value)}: rows to prefer and to avoid are not told apart"
+                f"has {LABEL}={show(value)}: rows to prefer and to avoid are not distinguished"
             )
         unread.add(plain(key))
     for key in LEARNED:
         if _flag(row.get(key), key, "") is False:
-            raise Refused(f"has {key}={show(row[key])} of all of it, so nothing is learned")
+            raise Refused(f"has {key}={show(row[key])} for the whole row, so nothing is learned")
     optional: set[str] = set()
     messages, learned = [], []
     for number, turn in enumerate(turns, 1):
@@ -241,19 +257,24 @@ def read_row(row: Any) -> Row:
         learned.insert(0, True)
         names.insert(0, "its system text")
     if not any(message["role"] == ASSISTANT for message in messages):
-        raise Refused(f"has no message of role {ASSISTANT}, of which to learn")
+        raise Refused(f"has no message of role {ASSISTANT} to learn from")
     documents = _objects(row.get(DOCUMENTS), DOCUMENTS)
     return Row(
-        *(messages, names, learned, tools, documents, more),
-        frozenset(optional),
-        frozenset(unread),
+        messages=messages,
+        names=names,
+        learned=learned,
+        tools=tools,
+        documents=documents,
+        more=more,
+        optional=frozenset(optional),
+        unread=frozenset(unread),
     )
 
 
 def _without_messages(row: Mapping[str, Any]) -> str:
     close = nearest(MESSAGES, [key for key in row if key != MESSAGES])
     if close:
-        return f"has no {MESSAGES}, the nearest is {show(plain(close))}"
+        return f"has no {MESSAGES}; the nearest is {show(plain(close))}"
     keys = ", ".join(plain(key) for key in list(row)[:5]) or "none"
     return (
         f"has no {MESSAGES}, and its keys are {keys}: write a list of objects with role and content"
@@ -265,7 +286,7 @@ def _is_empty(key: str, value: Any) -> bool:
 
 
 def _check_not_close(key: str, known: Collection[str], refused: Mapping[str, str], of: str) -> None:
-    """Raises Refused for a key that is refused, or most likely meant to be one that is read."""
+    """Raises Refused for a refused key, or for a likely misspelling of a known one."""
     import difflib
 
     names = (*known, *refused)
@@ -283,7 +304,8 @@ def _bare(key: str) -> str:
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
-    """Returns the tools of a row, as objects with a name; functions of 2023's format as tools."""
+    """Returns the tools of a row, as objects with a name; functions in the format of 2023 become
+    tools."""
     tools = _objects(row.get(TOOLS), TOOLS)
     functions = _objects(row.get(FUNCTIONS), FUNCTIONS)
     if tools and functions:
@@ -291,14 +313,14 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     for key, some in ((TOOLS, tools), (FUNCTIONS, functions)):
         for number, tool in enumerate(some or (), 1):
             if not name_of(tool):
-                raise Refused(f"has {key} of which number {number} has no name")
+                raise Refused(f"has {key} whose number {number} has no name")
     if functions:
         return [{"type": FUNCTION, FUNCTION: _with_schema(one)} for one in functions]
     return tools and [_with_schema(tool) for tool in tools]
 
 
 def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool whose parameters are an object, which their JSON text may spell. Raises
+    """Returns a tool whose parameters are an object, given as such or as JSON text. Raises
     Refused."""
     if FUNCTION in tool:
         return {**tool, FUNCTION: _with_schema(tool[FUNCTION])}
@@ -310,7 +332,7 @@ def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(properties, str):
         properties = _spelled(properties, dict, f"properties in {what}")
     if isinstance(schema, dict) and isinstance(properties, dict):
-        # Null is no schema: tables in which all tools have the same columns are full of it.
+        # Null is not a schema: tables in which all tools have the same columns are full of nulls.
         own = {key: value for key, value in properties.items() if value is not None}
         given["parameters"] = {**schema, "properties": own}
     return given
@@ -328,7 +350,7 @@ def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
     given = {key: row[key] for key in SYSTEMS if row.get(key) not in EMPTY}
     for key, text in given.items():
         if not isinstance(text, str):
-            raise Refused(f"has {key} that is no text")
+            raise Refused(f"has {key} that is not text")
     if not given:
         return None
     key, text = next(iter(given.items()))
@@ -338,7 +360,7 @@ def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
     if not own:
         return text
     if own[0].get("content") != text or own[0] is not messages[0]:
-        raise Refused(f"has {key} beside a message of role {own[0]['role']}: give one of them")
+        raise Refused(f"has {key} and a message of role {own[0]['role']}: give one of them")
     return None
 
 
@@ -346,15 +368,15 @@ def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
 
 
 def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[Message, bool]:
-    """Returns a message, and whether it is learned. Adds its keys that only some templates read.
+    """Returns a message, and whether it is learned. Adds keys that only some templates read.
 
-    Nulls count as left out, as in transformers. Raises Refused.
+    Nulls count as missing, as in transformers. Raises Refused.
     """
     given = {key: value for key, value in turn.items() if value is not None}
     of = f" of message {number}"
     if FROM in given or VALUE in given:
         if "role" in given or "content" in given:
-            raise Refused(f"has role or content beside {FROM} or {VALUE}{of}")
+            raise Refused(f"has role or content together with {FROM} or {VALUE}{of}")
         given = {"role": _speaker(given, number), **given}
         given.pop(FROM)
         if VALUE in given:
@@ -368,9 +390,11 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
     flags = {key: _flag(given.pop(key, None), key, of) for key in LEARNED}
     told = {flag for flag in flags.values() if flag is not None}
     if len(told) > 1:
-        raise Refused(f"is told to learn and not to learn message {number}")
+        raise Refused(f"says both to learn and not to learn message {number}")
     if True in told and role != ASSISTANT:
-        raise Refused(f"is to learn message {number} of role {plain(role)}: only {ASSISTANT}'s are")
+        raise Refused(
+            f"asks to learn message {number} of role {plain(role)}: only {ASSISTANT}'s are"
+        )
     _put_calls(given, role, number)
     _put_thoughts(given, number)
     given["content"] = _content(given, number)
@@ -391,7 +415,7 @@ def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[
 
 
 def _speaker(given: Mapping[str, Any], number: int) -> str:
-    """Returns the role of a turn of ShareGPT's. Raises Refused."""
+    """Returns the role of a turn in ShareGPT's layout. Raises Refused."""
     who = given.get(FROM)
     if isinstance(who, str) and who in SPEAKERS:
         return SPEAKERS[who]
@@ -408,7 +432,7 @@ def _speaker(given: Mapping[str, Any], number: int) -> str:
 
 
 def _flag(value: Any, key: str, of: str) -> bool | None:
-    """Returns what a flag tells; None without one. Raises Refused for other values."""
+    """Returns the meaning of a flag; None without one. Raises Refused for other values."""
     if value is None:
         return None
     for flag, learned in FLAGS:
@@ -423,7 +447,7 @@ def _short(value: Any) -> str:
 
 
 def _put_thoughts(given: dict[str, Any], number: int) -> None:
-    """Gives thoughts the names that templates read, as transformers does. Raises Refused."""
+    """Gives thoughts the names that templates read, like transformers. Raises Refused."""
     details = given.pop(DETAILS, None)
     if details not in EMPTY:
         parts = _objects(details, DETAILS) or []
@@ -432,14 +456,14 @@ def _put_thoughts(given: dict[str, Any], number: int) -> None:
         if not any(given.get(name) for name in THOUGHTS):
             if len(words) < len(parts):
                 raise Refused(
-                    f"has {DETAILS} of message {number} that are not text alone: write its "
+                    f"has {DETAILS} of message {number} that are not only text: write its "
                     f"thoughts as {THOUGHTS[0]}, or remove them"
                 )
             given[THOUGHTS[0]] = "".join(words)
     found = {name: given[name] for name in THOUGHTS if name in given}
     for name, text in found.items():
         if not isinstance(text, str):
-            raise Refused(f"has {name} of message {number} that is no text")
+            raise Refused(f"has {name} of message {number} that is not text")
     if len(set(found.values())) > 1:
         raise Refused(f"has different thoughts as {' and '.join(found)} of message {number}")
     if found:
@@ -448,8 +472,8 @@ def _put_thoughts(given: dict[str, Any], number: int) -> None:
 
 
 def _content(given: Mapping[str, Any], number: int) -> Any:
-    """Returns the content of a message, text or a list of parts of text; None: left out. Raises
-    Refused."""
+    """Returns the content of a message, text or a list of parts of text, or None if it has none.
+    Raises Refused."""
     content, role = given.get("content"), given["role"]
     if isinstance(content, str):
         return content
@@ -466,9 +490,9 @@ def _content(given: Mapping[str, Any], number: int) -> Any:
 
 
 def _part(part: Any, number: int) -> dict[str, Any]:
-    """Returns a part of a content, which is text. Raises Refused."""
+    """Returns a part of a content, which must be text. Raises Refused."""
     if not isinstance(part, dict):
-        raise Refused(f"has a part of message {number} that is no object with type and text")
+        raise Refused(f"has a part of message {number} that is not an object with type and text")
     part = {key: value for key, value in part.items() if value is not None}
     kind, text = part.get("type"), part.get("text")
     if kind != "text":
@@ -520,14 +544,14 @@ def _arguments(function: Mapping[str, Any], what: str) -> Any:
     """Returns the arguments of a call, an object or its JSON text. Raises Refused."""
     given = function.get("arguments")
     if given is None:
-        raise Refused(f"has no {what}: write {{}} for a call without any")
+        raise Refused(f"has no {what}: write {{}} for a call without arguments")
     if given == "":
         return {}
     if any(
         number != number or abs(number) == float("inf")
         for number in _floats(_spelled(given, dict, what))
     ):
-        raise Refused(f"has {what} with NaN or Infinity, which are no JSON")
+        raise Refused(f"has {what} with NaN or Infinity, which are not JSON")
     return given
 
 
@@ -541,7 +565,8 @@ def _floats(value: Any) -> Iterator[float]:
 
 
 def as_of_today(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages of 2023's format, with calls as `tool_calls` and results of role tool."""
+    """Converts messages in the format of 2023: calls become `tool_calls`, results get the role
+    tool."""
     if not any(CALL_OF_2023 in message for message in messages):
         return list(messages)
     return [_of_today(message) for message in messages]
@@ -558,11 +583,12 @@ def _of_today(message: Message) -> Message:
 
 
 class Told:
-    """Counts rows, those that are left out, and keys that nothing reads."""
+    """Counts rows, skipped rows, and keys that nothing reads."""
 
     def __init__(self) -> None:
-        self.rows, self.bad = 0, 0
-        self.first = ""  # reason of the first row that is left out
+        self.rows = 0
+        self.bad = 0
+        self.first = ""  # reason for the first skipped row
         self._unread = Counter[str]()
         self._thoughts = 0  # rows
 
@@ -571,7 +597,7 @@ class Told:
         self._thoughts += dropped_thoughts
 
     def lines(self) -> list[str]:
-        """Returns what a user must know of the rows, a sentence each."""
+        """Returns notes for the user about the rows, one sentence each."""
         found = keys_not_read(self._unread)
         if self._thoughts:
             found.append(
@@ -589,28 +615,28 @@ SHOWN = 12  # keys
 
 
 def keys_not_read(unread: Mapping[str, int]) -> list[str]:
-    """Returns a sentence on keys that nothing reads, with the number of rows of each; none without
-    one."""
+    """Returns a sentence on keys that nothing reads, with their numbers of rows; none without such
+    keys."""
     if not unread:
         return []
     many = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
-    keys = ", ".join(f"{key} ({_rows(count)})" for key, count in many[:SHOWN])
+    keys = ", ".join(f"{key} ({_rows(number)})" for key, number in many[:SHOWN])
     more = f" and {len(many) - SHOWN:,} others" if len(many) > SHOWN else ""
     return [f"keys not read: {keys}{more}"]
 
 
-def _rows(count: int) -> str:
-    return f"{count:,} row{'s' * (count != 1)}"
+def _rows(number: int) -> str:
+    return count(number, "row")
 
 
 Has = Callable[[str], bool]
 
 
 def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
-    """Returns the keys of a row that nothing reads; `reads` and `takes`: whether a template has a
-    key, and a variable.
+    """Returns the keys of a row that nothing reads.
 
-    Raises Refused for a key that would change what is shown.
+    `reads` and `takes` tell whether a template has a key, and a variable. Raises Refused for a key
+    that would change the shown text.
     """
     found = row.unread | {f"{plain(key)} of {KWARGS}" for key in row.more if not takes(key)}
     for key in row.optional:
@@ -629,8 +655,8 @@ def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
 
 
 def _check_order(row: Row) -> None:
-    """Raises Refused for results of calls in another order than the calls: a template that shows no
-    ids shows each as the result of another call."""
+    """Raises Refused for results of calls in another order than the calls: a template without ids
+    would show each as the result of another call."""
     calls: list[Any] = []
     last = -1
     for name, message in zip(row.names, row.messages, strict=True):
@@ -641,6 +667,6 @@ def _check_order(row: Row) -> None:
             if at < last:
                 raise Refused(
                     f"has {name} in another order than the calls, whose ids its chat template does "
-                    "not show: order the results as the calls"
+                    "not show: put the results in the order of the calls"
                 )
             last = at

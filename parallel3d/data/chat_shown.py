@@ -1,4 +1,4 @@
-"""Finds the messages of a conversation in the text that a chat template makes of them."""
+"""Finds the messages of a conversation in the text that a chat template makes from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from parallel3d.data.chat_rows import (
 from parallel3d.data.chat_template import Template
 from parallel3d.files import plain
 
-NO_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")  # with which some templates end a prompt
+NO_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")  # some templates end a prompt with it
 THOUGHT = re.compile(r"^(?:\s*<think>)?(.*?)</think>", re.DOTALL)
 REMEDY = (
     "give the template {% generation %} tags, write thoughts as reasoning_content, or give a row "
@@ -32,7 +32,7 @@ OTHER_ROLES = {DEVELOPER: "system", FUNCTION: "tool", "ipython": "tool"}
 
 
 class Rendering(NamedTuple):
-    """A template with all that it is given."""
+    """A template with all of its inputs."""
 
     template: Template
     messages: Sequence[Message]
@@ -41,7 +41,7 @@ class Rendering(NamedTuple):
     more: Mapping[str, Any]
 
     def text(self, **options: Any) -> str:
-        """Returns the rendered text; `options` are those of `Template.render`. Raises Refused."""
+        """Returns the rendered text; `options`: options of `Template.render`. Raises Refused."""
         others = {"tools": self.tools, "documents": self.documents, "more": self.more}
         return self.template.render(self.messages, **others, **options)
 
@@ -51,19 +51,23 @@ class Rendering(NamedTuple):
 
 
 class Anchors:
-    """Writes numbers between private characters behind messages and names, and finds them again.
+    """Writes numbers between private characters after messages and names, and finds them again.
 
-    A template that shows a text shows its anchor with it, wherever it puts the text, unless it
-    looks at the text closely; then the rest of what it makes changes too.
+    A template that shows a text also shows its anchor, wherever it puts the text, unless it
+    inspects the text closely; then the rest of its output changes too.
     """
 
     def __init__(self, begin: str, end: str, inside: bool, names: bool) -> None:
-        """`inside`: in other messages than the assistant's, not at their end. `names`: in names of
-        tools and calls too."""
-        self._begin, self._end, self._inside, self._names = begin, end, inside, names
+        """`inside`: anchors are inside, not at the end, of messages other than the assistant's.
+        `names`: names of tools and calls get anchors too."""
+        self._begin = begin
+        self._end = end
+        self._inside = inside
+        self._names = names
         escaped = [f"\\\\u{ord(mark):04x}" for mark in (begin, end)]
         self._pattern = re.compile(f"{begin}(\\d+){end}|{escaped[0]}(\\d+){escaped[1]}")
-        self.owners: list[tuple[str, int, int]] = []  # by number: what it is of, and which
+        # By number: the kind of its owner, and which one.
+        self.owners: list[tuple[str, int, int]] = []
 
     def put(self, rendering: Rendering) -> Rendering:
         """Returns a rendering with an anchor in each text."""
@@ -118,7 +122,7 @@ class Anchors:
 
 
 def _with(text: str, anchor: str, inside: bool) -> str:
-    """Returns a text with an anchor behind its last letter, or at a blank inside it."""
+    """Returns a text with an anchor after its last letter, or at a blank inside it."""
     at = len(text.rstrip())
     if inside:
         middle = at // 2
@@ -128,10 +132,13 @@ def _with(text: str, anchor: str, inside: bool) -> str:
 
 
 class Shown:
-    """A row's messages in the text that its template makes."""
+    """A row's messages in its template's text."""
 
     def __init__(self, rendering: Rendering, whole: str, marks: tuple[str, ...], row: Row) -> None:
-        self.rendering, self.whole, self.marks, self.row = rendering, whole, marks, row
+        self.rendering = rendering
+        self.whole = whole
+        self.marks = marks
+        self.row = row
         self._anchors: Anchors | None = None
         self._places: dict[tuple[str, int, int], list[int]] = {}
         for names in (True, False):
@@ -142,19 +149,20 @@ class Shown:
                 except Refused:
                     continue
                 if text == whole:
-                    self._anchors, self._places = anchors, places
+                    self._anchors = anchors
+                    self._places = places
                     self._names = names
                     return
         self._names = False
 
     @property
     def all_learned(self) -> bool:
-        """Whether all that the assistant says is learned."""
+        """Whether all of the assistant's words are learned."""
         pairs = zip(self.row.messages, self.row.learned, strict=True)
         return all(learned for message, learned in pairs if message["role"] == ASSISTANT)
 
     def check(self) -> None:
-        """Raises Refused for what the template does not show: a message, a call or a tool."""
+        """Raises Refused for a message, a call or a tool that the template does not show."""
         for number, message in enumerate(self.rendering.messages):
             if _words(message) and not self._is_there(("message", number, 0), _words(message)):
                 role = message["role"]
@@ -175,7 +183,7 @@ class Shown:
                 raise self.silent(number)
             if thoughts and not self.rendering.template.shows_thoughts:
                 raise Refused(
-                    f"has thoughts in {self.row.names[number]}, and its chat template shows no "
+                    f"has thoughts in {self.row.names[number]}, but its chat template shows no "
                     "reasoning_content: write them into content, or remove them"
                 )
         for number, tool in enumerate(self.rendering.tools or ()):
@@ -201,7 +209,7 @@ class Shown:
         return False
 
     def speakers(self, turn: tuple[int, int]) -> set[int]:
-        """Returns the numbers of the assistant's messages of which a part ends within a turn."""
+        """Returns the numbers of the assistant's messages with a part that ends within a turn."""
         return {
             owner[1]
             for owner, places in self._places.items()
@@ -210,7 +218,7 @@ class Shown:
             and any(turn[0] <= place <= turn[1] for place in places)
         }
 
-    # Places of one turn. The anchor of a message is behind its words, else behind its last call.
+    # Places of one turn. The anchor of a message is after its words, else after its last call.
 
     def _anchor(self, number: int) -> tuple[str, int, int] | None:
         message = self.rendering.messages[number]
@@ -225,7 +233,7 @@ class Shown:
         return found[0] if len(found) == 1 else None
 
     def begin(self, number: int) -> int:
-        """Returns where what the assistant says begins, behind the generation prompt. Raises
+        """Returns where the assistant's words begin, after the generation prompt. Raises
         Refused."""
         before = self.rendering.before(number)
         prompted = before.text(prompt=True)
@@ -251,8 +259,8 @@ class Shown:
         raise self.unknown(number)
 
     def end(self, number: int, begin: int) -> int | None:
-        """Returns where what the assistant says ends; None if the template writes something else
-        behind it once it is not the last message."""
+        """Returns where the assistant's words end; None if the template writes something else after
+        them once the message is not the last."""
         until = self.rendering.before(number + 1)
         answered = until.text()
         if self.whole.startswith(answered) and len(answered) >= begin:
@@ -285,14 +293,14 @@ class Shown:
         return at + len(words)
 
     def silent(self, number: int) -> Refused:
-        """Returns the error for a turn of which nothing but its end is spoken."""
-        return Refused(f"has {self.row.names[number]}, of which only the end would be learned")
+        """Returns the error for a turn in which only its end is spoken."""
+        return Refused(f"has {self.row.names[number]}, in which only the end would be learned")
 
     def unknown(self, number: int) -> Refused:
-        """Returns the error for a turn whose place is not known."""
+        """Returns the error for a turn whose place is unknown."""
         return Refused(
-            f"has a template that spells what is before {self.row.names[number]} otherwise when "
-            f"more follows, so that the assistant's words cannot be told from it: {REMEDY}"
+            f"has a template that changes the text before {self.row.names[number]} when more "
+            f"follows, so that the assistant's words cannot be found: {REMEDY}"
         )
 
 

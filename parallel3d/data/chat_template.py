@@ -1,7 +1,7 @@
-"""Finds and renders the chat templates of a tokenizer as transformers does.
+"""Finds and renders the chat templates of a tokenizer, like transformers.
 
 Templates run in jinja2's sandbox as in transformers, except that they see no clock: a template with
-today's date would make other tokens tomorrow.
+today's date would make different tokens tomorrow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from parallel3d.files import plain, read_bounded
 
 ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-CLOCK = "strftime_now"  # which transformers offers
+CLOCK = "strftime_now"  # a function that transformers offers
 
 
 class ChatTemplate:
@@ -59,30 +59,30 @@ class ChatTemplate:
         )
         if spelled is not None:
             raise UserError(
-                f"{self.named} writes {plain(spelled)}, which a file beside it calls a token, and "
-                f"which is none of its {TOKENIZER}: save the tokenizer with all its tokens, as "
-                "save_pretrained of transformers does"
+                f"{self.named} writes {plain(spelled)}, which a file next to it calls a token, but "
+                f"which is not in its {TOKENIZER}: save the tokenizer with all its tokens, with "
+                "save_pretrained of transformers"
             )
         tokens.setdefault("eos_token", tokenizer.eot_text)
         tokens.setdefault("bos_token", "")
         used = {name: self.texts[name] for name in (DEFAULT, WITH_TOOLS) if name in self.texts}
         if not used:
             raise UserError(
-                f"{self.named} has several names, {plain(', '.join(self.texts))}, and none is "
-                f"{DEFAULT}: call one of them so"
+                f"{self.named} has several names, {plain(', '.join(self.texts))}, but none is "
+                f"{DEFAULT}: give one of them this name"
             )
         self._by_name = {name: Template(text, self.named, tokens) for name, text in used.items()}
 
     @property
     def text(self) -> str:
-        """The source of the default template, or of the one for tools where there is no other."""
+        """The source of the default template, or of the one for tools if there is no other."""
         return self.texts.get(DEFAULT, self.texts.get(WITH_TOOLS, ""))
 
     def of(self, tools: Any) -> Template:
         """Returns the template for rows with these tools. Raises Refused if there is none."""
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._by_name else DEFAULT
         if name not in self._by_name:
-            raise Refused(f"has no tools, and {self.named} none for rows without tools")
+            raise Refused(f"has no tools, but {self.named} has no text for rows without tools")
         return self._by_name[name]
 
 
@@ -96,9 +96,10 @@ class Template:
 
     def __init__(self, text: str, named: str, tokens: Mapping[str, str]) -> None:
         """`tokens`: special tokens by role. Raises UserError if it does not parse."""
-        self.text, self._tokens = text, dict(tokens)
+        self.text = text
+        self._tokens = dict(tokens)
         self.has_tags = False
-        self._around = ("", "")  # the text written for `{% generation %}` and its end
+        self._around = ("", "")  # the texts written for `{% generation %}` and for its end
         self._names: set[str] = set()  # variables in its code
         self._keys: set[str] = set()  # attributes and texts in it
         self._template = self._parsed(named)
@@ -116,9 +117,9 @@ class Template:
         """Returns the messages as text. Raises Refused.
 
         Args:
-            more: further names for the template, which go before those of special tokens.
+            more: further names for the template, which override those of special tokens.
             prompt: ends the text with the opening of an assistant's message.
-            around: markers for begin and end of the assistant's words, if `has_tags`.
+            around: markers for the begin and the end of the assistant's words, if `has_tags`.
         """
         self._around = around
         names = {
@@ -135,11 +136,11 @@ class Template:
             if isinstance(error, MemoryError):
                 raise
             why = plain(" ".join(str(error).split()) or type(error).__name__)
-            hint = ": write a date in its place" if CLOCK in why else ""
+            hint = ": replace it with a fixed date" if CLOCK in why else ""
             raise Refused(f"is refused by its chat template ({why}){hint}") from None
 
     def reads(self, key: str) -> bool:
-        """Returns whether the template's code has a key, of a message or another object."""
+        """Returns whether the template's code has a key of a message or another object."""
         return key in self._keys
 
     def takes(self, name: str) -> bool:
@@ -148,10 +149,10 @@ class Template:
 
     @property
     def shows_thoughts(self) -> bool:
-        """Whether the template reads thoughts that stand at a key of their own."""
+        """Whether the template reads thoughts under a key of their own."""
         return any(map(self.reads, THOUGHTS))
 
-    # Some templates want text where others want parts or objects. Which, small rows tell.
+    # Some templates want text, others want parts or objects. Small test rows tell which.
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -173,7 +174,7 @@ class Template:
 
     @cached_property
     def takes_text(self) -> bool:
-        """Whether arguments of calls may be JSON text, which is then shown as it is."""
+        """Whether arguments of calls may be JSON text, which is then shown unchanged."""
         text = '{"onlykey": "only value"}'
         found = self._called(text)
         return found is not None and text in found
@@ -237,7 +238,7 @@ class Template:
         template = self
 
         class Generation(Extension):
-            """`{% generation %}`, with which some templates mark the assistant's words."""
+            """`{% generation %}`, the tag with which some templates mark the assistant's words."""
 
             tags = {"generation"}  # noqa: RUF012
 
@@ -254,7 +255,7 @@ class Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        # JSON without HTML escapes, as transformers writes it.
+        # JSON without HTML escapes, as in transformers.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         try:
@@ -269,7 +270,7 @@ class Template:
             why = plain(" ".join(str(error).split()))
             line = getattr(error, "lineno", None)
             where = f" in line {line}" if line else ""
-            raise UserError(f"{named} cannot be read ({why}{where}): mend it") from None
+            raise UserError(f"{named} cannot be parsed ({why}{where}): fix the template") from None
 
 
 def _refuse(message: str) -> NoReturn:
@@ -279,8 +280,8 @@ def _refuse(message: str) -> NoReturn:
 def templates_of(tokenizer: FileTokenizer) -> dict[str, str]:
     """Returns the chat templates of a tokenizer by name. Raises UserError if there is none.
 
-    Files of their own replace what tokenizer_config.json holds, as in transformers. A processor's
-    template counts where there is no other.
+    Files of their own replace the templates in tokenizer_config.json, as in transformers. A
+    processor's template counts if there is no other.
     """
     folder, key = tokenizer.folder, f"the chat template of {tokenizer.name}"
     if folder is not None:
@@ -296,8 +297,8 @@ def templates_of(tokenizer: FileTokenizer) -> dict[str, str]:
         if found:
             return found
     raise UserError(
-        f"data=chat needs a chat template, and {tokenizer.name} has none: write one into "
-        f"{CHAT_TEMPLATE}, or as chat_template into {TOKENIZER_CONFIG}, beside its tokenizer.json"
+        f"data=chat needs a chat template, but {tokenizer.name} has none: write one into "
+        f"{CHAT_TEMPLATE}, or as chat_template into {TOKENIZER_CONFIG}, next to its tokenizer.json"
     )
 
 

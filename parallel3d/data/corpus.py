@@ -87,12 +87,12 @@ _log = logging.getLogger(__name__)
 
 _LOOKED_AT = 1 << 22  # tokens at a time
 _SENTENCES = 4  # of a blend's parts
-_PLACES, _RUN = 8, 512  # sampled places of stream and index for a fingerprint, tokens at each
+_PLACES, _RUN = 8, 512  # sampled places of stream and index for a fingerprint, and tokens at each
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Packed documents; `train` and `valid` are disjoint, in that order; one of them may be empty.
+    """Packed documents; `train` and `valid` are disjoint, in this order; one of them may be empty.
 
     fingerprint: a digest of the stream, the same on any machine. vocab_size, eot, tokenizer: of the
     tokenizer, the last its digest. tokenizer_name: its location, if known. documents: where they
@@ -120,7 +120,7 @@ class Corpus:
 
     @classmethod
     def of(cls, tokens: Tokens, held_out: int, tokenizer: Tokenizer, **more: Any) -> Corpus:
-        """Splits `tokens`, made by `tokenizer`, whose last `held_out` are not trained on."""
+        """Splits `tokens`, made by `tokenizer`; the last `held_out` tokens are not trained on."""
         split = len(tokens) - held_out
         return cls(
             *(tokens.part(0, split), tokens.part(split, len(tokens))),
@@ -148,7 +148,8 @@ class Corpus:
         return self.valid if held_out else self.train
 
     def starts(self, held_out: bool) -> Starts | None:
-        """Returns the function that finds document begins in a part, from its first token."""
+        """Returns the function that finds document begins in a part, counted from its first
+        token."""
         documents = self.documents
         if documents is None:
             return None
@@ -177,8 +178,8 @@ class Corpus:
     def samples(
         self, held_out: bool, seq_length: int, data: DataConfig, seed: int, name: str = ""
     ) -> DatasetOrder:
-        """Returns the samples of one part: to train on, shuffled, or held out, in order and to the
-        last token. `name`: of a part of a blend, which gets an own order."""
+        """Returns the samples of one part: to train on, shuffled, or held out, in order and up to
+        the last token. `name`: name of a part of a blend, which gets an order of its own."""
         tokens, shuffle = self.part(held_out), not held_out
         if self.plans is not None:
             plan = self.plans[held_out]
@@ -192,15 +193,16 @@ class Corpus:
 
 
 def _starts(pair: IndexedCorpus, first: int, begin: int, end: int) -> npt.NDArray[np.int64]:
-    """Returns the document begins of a part that begins at token `first`. Not a closure, which
-    could not be pickled."""
+    """Returns the document begins of a part that begins at token `first`.
+
+    It is not a closure, which could not be pickled."""
     return pair.starts(first + begin, first + end) - first
 
 
 @dataclass(frozen=True)
 class Blend:
     """Corpora of one tokenizer, ordered by fingerprint: independent of file names and of the order
-    in which they were typed."""
+    in which they were given."""
 
     corpora: tuple[Corpus, ...]
     stages: tuple[WeightPeriod, ...]
@@ -227,23 +229,24 @@ class Blend:
 
     @property
     def taught(self) -> Roles:
-        """How documents of its corpora begin and end; of two ways to begin, that with tokens."""
+        """How documents of its corpora begin and end; between two beginnings, the one with
+        tokens."""
         parts = [corpus.taught for corpus in self.corpora]
         begin = next((roles.begin for roles in parts if roles.begin), ())
         return Roles(begin, tuple(sorted({end for roles in parts for end in roles.ends})))
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Returns what a user must know of the first of its corpora, a sentence each."""
+        """Returns notes for the user about its first corpora, one sentence each."""
         told = [sentence for corpus in self.corpora for sentence in corpus.told]
         if len(told) > _SENTENCES:
-            told[_SENTENCES:] = [f"{len(told) - _SENTENCES:,} more of its parts have the like"]
+            told[_SENTENCES:] = [f"{len(told) - _SENTENCES:,} more notes concern its other parts"]
         begin = self.taught.begin
         bare = [one.named for one in self.corpora if one.taught.begin != begin]
         if bare:
             told.append(
-                f"the documents of {len(bare):,} of {len(self.corpora):,} parts, as {bare[0]}, "
-                "begin without the tokens with which those of the others begin: tokenize them alike"
+                f"the documents of {len(bare):,} of {len(self.corpora):,} parts, such as "
+                f"{bare[0]}, lack the tokens with which others begin: tokenize all in the same way"
             )
         return tuple(told)
 
@@ -262,7 +265,7 @@ class Blend:
 
     @property
     def history(self) -> str:
-        """Each stage as its first sample and a digest, in a manifest's format."""
+        """The first sample and a digest of each stage, in a manifest's format."""
         stages = []
         for stage in self.stages:
             facts = [[self.corpora[k].fingerprint, weight] for k, weight in stage.weights.items()]
@@ -308,9 +311,9 @@ def open_corpus(
 ) -> Corpus | Blend:
     """Opens the text that `data` describes; builds its token cache and plans if they are missing.
 
-    The last `data.held_out` of the tokens of each text, and, unless that is 0, at least one sample
-    of `seq_length` + 1, is held out. `vocab_size`: the model's, an upper limit of a pair's tokens.
-    Raises UserError.
+    The last `data.held_out` of the tokens of each text are held out and, unless that is 0, at least
+    one sample of `seq_length` + 1 tokens. `vocab_size`: the model's, an upper limit of a pair's
+    tokens. Raises UserError.
     """
     folder = cache.folder_of(data)
     if data.name in ("corpus", "blend"):
@@ -345,21 +348,22 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
 
 
 def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Document], list[str]]:
-    """Returns the tokenizer and the documents of a text, and what its files were taken for.
+    """Returns the tokenizer and the documents of a text, and how its files were read.
 
-    Raises UserError, also if bytes are too few; other tokens, and those of rows, are counted when
-    they are made.
+    Raises UserError, even for too few bytes; other tokens, and tokens of rows, are only counted
+    when they are made.
     """
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     documents, lines = take_documents(data)
     if isinstance(tokenizer, ByteTokenizer) and all(each.is_plain for each in documents):
-        tokens = sum(document.size + 1 for document in documents)  # each with an end-of-text
+        tokens = sum(document.size + 1 for document in documents)  # each has an end-of-text
         _held_out_tokens(tokens, data, seq_length, origin(data))
     return tokenizer, documents, lines
 
 
 def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
-    """Opens the conversations of `data`; tokenizes them into `folder` if they are not there.
+    """Opens the conversations of `data`, and tokenizes them into `folder` if they are not there
+    yet.
 
     The last conversations, `data.valid_fraction` of the tokens and at least one, are held out.
     Raises UserError for a row that is not a conversation.
@@ -370,7 +374,7 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     if 0.0 < data.held_out < 1.0:
         if pair.documents < 2:
             raise UserError(
-                f"data.path={data.path} has one conversation, and one to train on and one held out "
+                f"data.path={data.path} has one conversation, but one to train on and one held out "
                 "are needed"
             )
         wanted = len(pair) - max(1, int(len(pair) * data.held_out))
@@ -403,7 +407,7 @@ def _check_windows(corpus: Corpus, seq_length: int) -> None:
         if windows < 1:
             raise UserError(
                 f"data.path: its {'held-out' if held_out else 'training'} conversations have "
-                f"{len(tokens):,} tokens, and a sample of data.packing=concat has "
+                f"{len(tokens):,} tokens, but a sample of data.packing=concat has "
                 f"{seq_length + 1:,}: give data.packing=padded"
             )
         if not learned(tokens, np.zeros(1, np.int64), np.full(1, windows * seq_length + 1)).any():
@@ -411,10 +415,10 @@ def _check_windows(corpus: Corpus, seq_length: int) -> None:
 
 
 def _held_out_tokens(tokens: int, data: DataConfig, seq_length: int, named: str) -> int:
-    """Returns how many tokens at the end are held out: of `data.held_out` 1, a validation set, all;
-    of 0 none; else that share, and at least one sample.
+    """Returns how many tokens at the end are held out.
 
-    Raises UserError, about `named`, if a part has no sample.
+    With `data.held_out` 1, a validation set, all are, with 0 none; otherwise that share, and at
+    least one sample. Raises UserError, about `named`, if a part has no sample.
     """
     share, sample = data.held_out, seq_length + 1
     held_out = max(int(tokens * share), sample) if share else 0
@@ -443,8 +447,8 @@ def _open_pairs(
 ) -> Corpus | Blend:
     """Opens the pair of `data`, or the pairs of its blend, without plans.
 
-    `folder`: for the blocks of remote files. `limit`: the model's vocabulary, an upper limit of
-    tokens. Time and memory do not grow with a pair. Raises UserError.
+    `folder`: where blocks of remote files are kept. `limit`: the model's vocabulary, an upper limit
+        of tokens. Time and memory do not grow with the size of a pair. Raises UserError.
     """
     weights = blend_weights(data) if data.name == "blend" else []
     named = {
@@ -470,7 +474,8 @@ def _open_pairs(
     corpora.sort(key=lambda corpus: corpus.fingerprint)
     _check_alike(corpora)
     stages = (_stage(stage, corpora, seq_length) for stage in weights)
-    last = {stage.first: stage for stage in stages}  # of several at one sample, the last counts
+    # If several begin at one sample, the last one counts.
+    last = {stage.first: stage for stage in stages}
     return Blend(tuple(corpora), tuple(last.values()))
 
 
@@ -494,8 +499,8 @@ def _check_alike(corpora: Sequence[Corpus]) -> None:
             )
         if (corpus.tokenizer, corpus.eot) != (first.tokenizer, first.eot):
             raise UserError(
-                f"{first.named} and {show(corpus.name)} were made by different "
-                f"tokenizers, {first.tokenizer[:12]} and {corpus.tokenizer[:12]}: make them by one"
+                f"{first.named} and {show(corpus.name)} were made with different tokenizers, "
+                f"{first.tokenizer[:12]} and {corpus.tokenizer[:12]}: make them with one"
             )
 
 
@@ -520,7 +525,7 @@ def _open_pair(
     facts, name = _facts(data, pair, tokenizer, kept)
     taught = Taught(Roles(facts.begin, ()))
     if kept is None:
-        assert tokenizer is not None  # as `_facts` has seen to
+        assert tokenizer is not None  # `_facts` makes sure of it
         taught = look_at_pair(pair, tokenizer, name)
     if limit is not None and facts.vocab_size > limit:
         raise UserError(
@@ -554,20 +559,20 @@ def is_remote(prefix: str) -> bool:
 def _facts(
     data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, kept: CorpusFacts | None
 ) -> tuple[CorpusFacts, str | None]:
-    """Returns what is known of a pair, and where its tokenizer lies. Raises UserError."""
+    """Returns the facts about a pair, and the place of its tokenizer. Raises UserError."""
     if kept is None:
         if tokenizer is None:
             raise UserError(
-                f"{pair.named} has no {pair.prefix}.json that tells its tokenizer: give "
-                "data.tokenizer, as in data.tokenizer=my/tokenizer.json"
+                f"{pair.named} has no {pair.prefix}.json that names its tokenizer: give "
+                "data.tokenizer, for example data.tokenizer=my/tokenizer.json"
             )
         own = tokenizer.digest, None, tokenizer.vocab_size, tokenizer.eot
         return CorpusFacts(*own, pair.documents, len(pair), digest=""), data.tokenizer
     if (kept.documents, kept.tokens) != (pair.documents, len(pair)):
         raise UserError(
-            f"{pair.named} cannot be read, {pair.prefix}.json is of another pair: it has "
-            f"{kept.documents:,} documents of {kept.tokens:,} tokens, the .idx {pair.documents:,} "
-            f"of {len(pair):,}; make it again"
+            f"{pair.named} cannot be read, because {pair.prefix}.json belongs to another pair: it "
+            f"has {kept.documents:,} documents of {kept.tokens:,} tokens, but the .idx has "
+            f"{pair.documents:,} of {len(pair):,}; make the pair again"
         )
     if tokenizer is not None and tokenizer.digest != kept.tokenizer:
         raise UserError(
@@ -578,8 +583,8 @@ def _facts(
     known = tokenizer or (ByteTokenizer() if kept.tokenizer == BYTE else None)
     if known is not None and known.eot != kept.eot:
         raise UserError(
-            f"{pair.named} cannot be read, {pair.prefix}.json has eot={kept.eot}, and its "
-            f"tokenizer {known.eot}; make it again"
+            f"{pair.named} cannot be read, because {pair.prefix}.json has eot={kept.eot}, but its "
+            f"tokenizer has {known.eot}; make the pair again"
         )
     beside = tokenizer_beside(pair.prefix, kept)
     there = beside if beside == BYTE or os.path.lexists(beside) else None
@@ -589,11 +594,12 @@ def _facts(
 def _watched(
     pair: IndexedCorpus, tokens: Tokens, text: str
 ) -> tuple[str, tuple[WatchedFile, WatchedFile]]:
-    """Returns a pair's fingerprint, and its files with their marks from before it was computed."""
+    """Returns a pair's fingerprint, and its files, whose marks were taken before it was
+    computed."""
 
     fingerprint, index = "", pair.index
     remedy = (
-        "put back the pair that the run began with and start again (`parallel3d data show "
+        "restore the pair that the run began with and start again (`parallel3d data show "
         f"{pair.prefix}` reads all of it), or choose another run="
     )
 
@@ -615,7 +621,7 @@ def _watched(
 
 
 def _fingerprint(pair: IndexedCorpus, tokens: Tokens, text: str) -> str:
-    """Returns a digest of sizes, of the known text digest, and of sampled places."""
+    """Returns a digest of the sizes, the known digest of the text, and sampled places."""
     digest = hashlib.blake2b(digest_size=16)
     sizes = [str(pair.dtype), len(pair), pair.documents, pair.sequences, text]
     digest.update(json.dumps(sizes).encode())
@@ -635,12 +641,12 @@ def check_data(
     vocab_size: int | None = None,
     samples: int = 0,
 ) -> list[str]:
-    """Checks what `open_corpus` would need, as far as names, sizes and permissions tell.
+    """Checks the inputs of `open_corpus`, as far as names, sizes and permissions tell.
 
-    Reads only the first bytes of text files, writes nothing and imports no torch: the launcher
+    It only reads the first bytes of text files, writes nothing and imports no torch: the launcher
     calls it before workers start. Token counts are known for bytes and pairs only. Returns
-    sentences: what files of folders were taken for, and which parts of a blend a run of `samples`
-    would repeat often. Raises UserError, also for a tokenizer that does not fit a model of
+    sentences on how files of folders were read, and on parts of a blend that a run of `samples`
+    would repeat often. Raises UserError, even for a tokenizer that does not fit a model of
     `vocab_size` tokens.
     """
     folder, limit = cache.folder_of(data), vocab_size or TOKEN
@@ -681,8 +687,8 @@ def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
         )
 
 
-# Epochs up to which repeated text trains about as well as new text. Source: N. Muennighoff and
-# others, "Scaling Data-Constrained Language Models", NeurIPS 2023.
+# Up to this number of epochs, repeated text trains about as well as new text. Source: N.
+# Muennighoff and others, "Scaling Data-Constrained Language Models", NeurIPS 2023.
 _REPEATS_WITHOUT_LOSS = 4
 
 
@@ -703,8 +709,8 @@ def check_epochs(
         )
         if most is not None and times > most:
             raise UserError(
-                f"{small}, more than data.most_epochs={most:g}; give it a weight of about "
-                f"{math.floor(most / times * 100)} % of this, or more text"
+                f"{small}, more than data.most_epochs={most:g}; give it about "
+                f"{math.floor(most / times * 100)} % of this weight, or more text"
             )
         if times > _REPEATS_WITHOUT_LOSS:
             warnings.append(small)
@@ -743,24 +749,25 @@ def _check_plans(corpus: Corpus, data: DataConfig, seq_length: int, folder: Path
 
 
 def _plan_key(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> str:
-    """Returns the name of a part's plan in the cache, a digest of all that it is made of; "" for a
-    part without tokens, which has no plan."""
+    """Returns the name of a part's plan in the cache, a digest of all its inputs; "" for a part
+    without tokens, which has no plan."""
     part, first = corpus.part(held_out), len(corpus.train) if held_out else 0
     if not len(part):
         return ""
-    # Fingerprints sample some places of a pair, a plan depends on all of it: so the marks count.
+    # Fingerprints only sample places of a pair, but a plan depends on all of it, so marks count
+    # too.
     stream = [corpus.fingerprint, marks_of(corpus.watched), first, len(part), corpus.marked]
     return cache.digest_of([PLAN_VERSION, stream, capacity, data.packing, data.cut_documents])
 
 
 def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> Pieces:
-    """Returns what a part's packs are made of. Raises UserError."""
+    """Returns the pieces of a part's packs. Raises UserError."""
     part, name = corpus.part(held_out), "held-out" if held_out else "training"
     pieces = pieces_of(corpus.begins(held_out), len(part), capacity)
     _check_lengths(pieces.cut, data, capacity, corpus.named)
     if not pieces.starts.size:
         raise UserError(
-            f"{corpus.named} has no document of two tokens in its {name} part, and "
+            f"{corpus.named} has no document of two tokens in its {name} part, but "
             f"data.packing={data.packing} needs one: give data.packing=concat"
         )
     if not corpus.marked:
@@ -777,13 +784,13 @@ def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> 
 
 
 def _check_lengths(documents: int, data: DataConfig, capacity: int, named: str) -> None:
-    """Raises UserError if there are `documents` longer than a sample, and they must not be cut."""
+    """Raises UserError if `documents` documents are longer than a sample and must not be cut."""
     if documents and not data.cut_documents:
         has = f"{documents:,} documents" if documents > 1 else "a document"
         raise UserError(
             f"{named} has {has} longer than the {capacity:,} tokens of a sample, which "
-            f"data.packing={data.packing} does not cut: give data.cut_documents=true, which does, "
-            "or a longer model.seq_length"
+            f"data.packing={data.packing} does not cut: give data.cut_documents=true, which cuts "
+            "them, or a longer model.seq_length"
         )
 
 
@@ -791,9 +798,11 @@ def _check_lengths(documents: int, data: DataConfig, capacity: int, named: str) 
 
 
 def sets_of(data: DataConfig) -> dict[str, DataConfig]:
-    """Returns a `data` section for each validation set, all of it held out: of a pair by its
-    prefix or the name of one of its files; else of files, conversations under data=chat and text
-    otherwise. Raises UserError for what is neither."""
+    """Returns a `data` section for each validation set, all of it held out.
+
+    A set is a pair, given by its prefix or the name of one of its files, or files: conversations
+    under data=chat, text otherwise. Raises UserError for anything else.
+    """
     found = {}
     for name, path in (data.valid or {}).items():
         with _naming(name):
@@ -806,8 +815,10 @@ def sets_of(data: DataConfig) -> dict[str, DataConfig]:
 
 
 def _prefix_of(path: str) -> str | None:
-    """Returns the prefix of the pair that a path names, None if it names none. Raises UserError
-    for an address of another file, and a folder of pairs."""
+    """Returns the prefix of the pair that a path names; None if it names none.
+
+    Raises UserError for an address of another file, and for a folder of pairs.
+    """
     bare, end = os.path.splitext(path)
     local = os.path.expanduser(path)
     if is_remote(path):
@@ -815,8 +826,8 @@ def _prefix_of(path: str) -> str | None:
             return bare
         if endings(file_name(path)) != ("", "") and named_form(path) is not None:
             raise UserError(
-                f"{path} is an address of {named_form(path)}, and only pairs are read from "
-                "addresses: copy it to this host, or make a corpus of it by `parallel3d data "
+                f"{path} is an address of {named_form(path)}, but only pairs are read from "
+                "addresses: copy it to this host, or make a corpus of it with `parallel3d data "
                 "tokenize`"
             )
         return path
@@ -829,13 +840,13 @@ def _prefix_of(path: str) -> str | None:
         if pairs:
             raise UserError(
                 f"{path} holds pairs of tokens ({', '.join(pairs[:3])}{' …' if pairs[3:] else ''}):"
-                f" name each as a set of its own, as {os.path.join(path, pairs[0])}"
+                f" name each as a set of its own, such as {os.path.join(path, pairs[0])}"
             )
     return None
 
 
 def named_form(path: str) -> Form | None:
-    """Returns the format that the name of a file tells, if it is one that is read."""
+    """Returns the format in the name of a file, if it is one that is read."""
     try:
         return named(file_name(path))
     except NotTaken:
@@ -843,7 +854,7 @@ def named_form(path: str) -> Form | None:
 
 
 def check_sets(data: DataConfig, seq_length: int, vocab_size: int) -> list[str]:
-    """Checks all sets as `check_data` does; returns its sentences. Raises UserError."""
+    """Checks all sets like `check_data`; returns its sentences. Raises UserError."""
     sentences = []
     for name, one in sets_of(data).items():
         with _naming(name):
@@ -855,24 +866,24 @@ def check_sets(data: DataConfig, seq_length: int, vocab_size: int) -> list[str]:
 def open_sets(
     data: DataConfig, training: Corpus | Blend, seq_length: int, vocab_size: int
 ) -> dict[str, Corpus]:
-    """Opens all sets, tokenized by the tokenizer of the `training` text. Raises UserError."""
+    """Opens all sets, tokenized with the tokenizer of the `training` text. Raises UserError."""
     sets = {}
     for name, one in sets_of(data).items():
         with _naming(name):
             corpus = open_corpus(one, seq_length, vocab_size=vocab_size)
-            assert isinstance(corpus, Corpus), "sets are no blends"
+            assert isinstance(corpus, Corpus), "sets are not blends"
             if (corpus.tokenizer, corpus.eot) != (training.tokenizer, training.eot):
                 raise UserError(
-                    f"its tokenizer is {corpus.tokenizer[:12]}, and that of the training text "
-                    f"{training.tokenizer[:12]}: they must be one; give data.tokenizer, the "
-                    "training text's, or a set that it has made"
+                    f"its tokenizer is {corpus.tokenizer[:12]}, but that of the training text is "
+                    f"{training.tokenizer[:12]}: they must be the same; give data.tokenizer, the "
+                    "training text's, or a set that was made with it"
                 )
             here, there = corpus.taught.begin, training.taught.begin
             if here != there:
                 line = (
                     f"data.valid, its set {show(name)}: documents begin with tokens {list(here)}, "
-                    f"and those of the training text with {list(there)}: tokenize them alike, or "
-                    "the first tokens count as badly predicted"
+                    f"but those of the training text with {list(there)}: tokenize both in the same "
+                    "way, or the first tokens count as badly predicted"
                 )
                 corpus = dataclasses.replace(corpus, told=(*corpus.told, line))
             if corpus.valid_tokens < 2:
@@ -883,7 +894,7 @@ def open_sets(
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Adds the name of a validation set to what is wrong with it."""
+    """Adds the name of a validation set to its errors."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,5 @@
-"""Sorts the files of a folder: what each is taken for, and which are no documents to train on."""
+"""Sorts the files of a folder by their formats, and leaves out files that are not documents to
+train on."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ from parallel3d.data.formats import (
     judged,
 )
 from parallel3d.files import plain
+from parallel3d.text import count
 
 LEFT_OUT: Final = {
     "checksums": CHECKSUMS,
@@ -67,7 +69,7 @@ _HELD = frozenset(
 
 
 def words_of(text: str) -> list[str]:
-    """Returns the words of a name in lower case: letters between other characters or capitals."""
+    """Returns the words of a name in lower case, separated by other characters or capitals."""
     found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", text)
     words = [word.lower() for word in found]
     pairs = (a + b for a, b in pairwise(words) if a in ("held", "hold") and b == "out")
@@ -75,8 +77,10 @@ def words_of(text: str) -> list[str]:
 
 
 def split_of(below: str) -> str:
-    """Returns the split that a relative name tells, "train", a word such as "test", or "": the
-    last part that tells one counts, and one with words of both tells none."""
+    """Returns the split in a relative name: "train", a word such as "test", or "".
+
+    The last part with such a word counts; a part with words of both kinds gives "".
+    """
     for part in reversed(below.split("/")):
         words = words_of(part)
         held = next((word for word in words if word in _HELD), "")
@@ -87,8 +91,13 @@ def split_of(below: str) -> str:
 
 
 class Sorted(NamedTuple):
-    """The files of a folder: the format of each that is taken, the split that its name tells, and
-    the names left out by reason."""
+    """The files of a folder.
+
+    Attributes:
+        taken: name → format.
+        splits: name → split in the name.
+        left_out: reason → names.
+    """
 
     taken: dict[str, Form]
     splits: dict[str, str]
@@ -105,9 +114,9 @@ def sort_out(
     held_out: bool = False,
 ) -> Sorted:
     """Sorts the files of a folder or glob, relative name → first bytes (b"" if it is empty, None if
-    unknown). `asked`: words of the glob; `held_out`: they are not to be trained on.
+    unknown). `asked`: words of the glob; `held_out`: the files are not for training.
 
-    Raises NotTaken for a file that may be data and is not read, with its name, unless most files
+    Raises NotTaken, with its name, for a file that may be data but is not read, unless most files
     are code; and for a cache of the hub.
     """
     taken: dict[str, Form] = {}
@@ -122,7 +131,7 @@ def sort_out(
             candidates[below] = head
         else:
             left_out.setdefault(why, []).append(below)
-    # In code, tables and archives are examples of its tests, and no data.
+    # Among code, tables and archives are examples for its tests, not data.
     is_code = sum(_end(below) in CODE for below in candidates) * 2 > len(candidates)
     for below, head in candidates.items():
         name = below.rpartition("/")[2]
@@ -133,11 +142,12 @@ def sort_out(
                 raise _in_folder(below, error) from None
             left_out.setdefault("not read" if head != b"" else "empty", []).append(below)
     if typed is None and any(form.kind != TEXT for form in taken.values()):
-        beside = [name for name, form in taken.items()
-                  if form.kind == TEXT and _end(name) not in PROSE]  # fmt: skip
-        for name in beside:
+        texts = [
+            name for name, form in taken.items() if form.kind == TEXT and _end(name) not in PROSE
+        ]
+        for name in texts:
             del taken[name]
-            left_out.setdefault("text beside rows", []).append(name)
+            left_out.setdefault("text next to rows", []).append(name)
     splits = _leave_out_splits(taken, left_out, set(asked), held_out)
     for name, form in taken.items():
         try:
@@ -152,7 +162,7 @@ def _in_folder(below: str, error: NotTaken) -> NotTaken:
 
 
 def _no_document(below: str) -> str | None:
-    """Returns why a name is none of a document; None if it may be one."""
+    """Returns why a name is not that of a document; None if it may be one."""
     *folders, name = below.split("/")
     end = endings(name)[0]
     if any(_MARKS.fullmatch(part) for part in (*folders, name)):
@@ -170,7 +180,7 @@ def _is_ending(end: str) -> bool:
 
 
 def _is_info(below: str, head: bytes | None, typed: str | None) -> bool:
-    """Returns whether a .json is one object about others, and not rows."""
+    """Returns whether a .json is one object about other files, and not rows."""
     name = below.rpartition("/")[2]
     if typed is not None or endings(name)[0] != ".json":
         return False
@@ -191,17 +201,19 @@ def _check_cache(files: Iterable[str]) -> None:
     for there in found.values():
         if len(there) == 2:
             raise NotTaken(
-                "is a cache of the hub, which holds each file twice: give a snapshot in it, as "
-                f"{plain(there['snapshots'])}"
+                "is a cache of the hub, which holds each file twice: give a snapshot in it, such "
+                f"as {plain(there['snapshots'])}"
             )
 
 
 def _leave_out_splits(
     taken: dict[str, Form], left_out: dict[str, list[str]], asked: set[str], held_out: bool
 ) -> dict[str, str]:
-    """Leaves out files named test, valid or so beside others; returns the splits of all. Raises
-    NotTaken where it must be known which to take."""
-    # Two letters may be a language: dev.cs beside train.cs is no C#.
+    """Leaves out files named test, valid and so on next to others; returns the splits of all.
+
+    Raises NotTaken if the choice between them is ambiguous.
+    """
+    # Two letters may be a language: dev.cs next to train.cs is not C#.
     languages = {_end(name) for name in taken if split_of(name) == TRAIN and len(_end(name)) == 3}
     judged = [name for name in taken if _end(name) not in CODE or _end(name) in languages]
     splits = {name: split_of(name) for name in judged}
@@ -232,8 +244,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def check_twins(addresses: Iterable[str]) -> None:
-    """Raises NotTaken for two files of one name that hold the same as it seems: one is packed, as
-    `gzip -k` leaves them, or they are the same rows in two formats."""
+    """Raises NotTaken for two files with one name and probably the same content.
+
+    One of them is packed, as after `gzip -k`, or they have the same rows in two formats.
+    """
     seen: dict[tuple[str, str], str] = {}
     for address in addresses:
         folder, name = address.rpartition("/")[0], file_name(address)
@@ -246,8 +260,8 @@ def check_twins(addresses: Iterable[str]) -> None:
             other = seen.setdefault((folder, key), name)
             if other != name:
                 raise NotTaken(
-                    f"has {plain(other)} and {plain(name)} side by side, by their names the same "
-                    "twice: name one of them, or a glob"
+                    f"has {plain(other)} and {plain(name)} side by side, which by their names have "
+                    "the same content: name one of them, or a glob"
                 )
 
 
@@ -257,18 +271,20 @@ def label_of(form: Form, split: str) -> str:
 
 
 def listing(found: Sorted) -> list[str]:
-    """Returns a phrase for each format and split of the files that are taken: how many, the endings
-    of text, and the folders if they lie in several."""
+    """Returns a phrase for each format and split of the used files.
+
+    It has their number, the endings of text, and the folders if there are several.
+    """
     groups: dict[str, list[str]] = {}
     for name, form in found.taken.items():
         label = label_of(form, found.splits.get(name, ""))
         groups.setdefault(label, []).append(name)
     phrases = []
     for label, names in groups.items():
-        phrase = f"{label}: {len(names):,} file{'s' * (len(names) > 1)}"
+        phrase = f"{label}: {count(len(names), 'file')}"
         ends = Counter(_end(name) or "no ending" for name in names)
         if label.startswith(TEXT):
-            phrase += f" ({_first(f'{end} {count:,}' for end, count in ends.most_common())})"
+            phrase += f" ({_first(f'{end} {number:,}' for end, number in ends.most_common())})"
         folders = sorted({name.rpartition("/")[0] or "." for name in names})
         if folders[1:]:
             phrase += f" in {len(folders):,} folders ({_first(folders)})"
@@ -276,9 +292,9 @@ def listing(found: Sorted) -> list[str]:
     return phrases
 
 
-def _first(words: Iterable[str], count: int = 4) -> str:
+def _first(words: Iterable[str], most: int = 4) -> str:
     words = list(words)
-    return plain(", ".join(words[:count]) + (", …" if words[count:] else ""))
+    return plain(", ".join(words[:most]) + (", …" if words[most:] else ""))
 
 
 def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:

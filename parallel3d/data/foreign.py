@@ -1,7 +1,7 @@
-"""Samples what documents teach of their tokenizer: how they begin, how they and turns end.
+"""Samples documents to learn how they begin, and how they and turns end.
 
-A pair of another program names no tokenizer. The one that is typed for it is compared with sampled
-documents: their ends, their first tokens, and whether their text gives these tokens again.
+A pair of another program names no tokenizer. The user's tokenizer for it is compared with sampled
+documents: their ends, their first tokens, and whether encoding their text gives the same tokens.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from parallel3d.data.indexed import IndexedCorpus
 from parallel3d.data.tokenizer import FileTokenizer, Roles, Tokenizer, Unencodable
 from parallel3d.errors import UserError
 
-PLACES, RUN = 4, 16  # places of a pair, documents at each
+PLACES = 4  # sampled places of a pair
+RUN = 16  # documents at each place
 FEW = PLACES * RUN
-HEAD = 96  # tokens of a document that are encoded again,
-CUT = 8  # of which the last may belong to a word that is cut
+HEAD = 96  # tokens of a document that are encoded again
+CUT = 8  # the last of them, which may belong to a cut word
 LEAST = 16  # tokens; shorter pieces tell nothing
 LOOKED_AT = 1 << 20  # tokens of conversations
 USUAL = 0.01  # share of turns that an end must have
 
 
 class Taught(NamedTuple):
-    """Facts that sampled documents teach; `sentences` tell them to a user."""
+    """Facts from sampled documents; `sentences` tell them to the user."""
 
     roles: Roles
     sentences: tuple[str, ...] = ()
@@ -36,8 +37,8 @@ class Taught(NamedTuple):
 def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) -> Taught:
     """Compares sampled documents of a foreign pair with the tokenizer `name`.
 
-    Raises UserError for tokens that the tokenizer does not have, and where some documents begin
-    with the tokens that it puts before every text and some do not.
+    Raises UserError for tokens that the tokenizer does not have, and if only some documents begin
+    with the tokens that it puts before every text.
     """
     ends: Counter[int] = Counter()
     count = begun = inside = whole = same = 0
@@ -46,7 +47,7 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
         if int(tokens.max()) >= tokenizer.vocab_size or int(tokens.min()) < 0:
             odd = int(tokens.max() if int(tokens.min()) >= 0 else tokens.min())
             raise UserError(
-                f"{pair.named} has token {odd} in document {number:,}, and {given} has "
+                f"{pair.named} has token {odd} in document {number:,}, but {given} has "
                 f"{tokenizer.vocab_size:,} tokens: give the tokenizer that made it"
             )
         count += 1
@@ -62,7 +63,7 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
         raise UserError(
             f"{pair.named}: {begun} of {count} sampled documents begin with "
             f"{tokenizer.spelled(bos)}, which {given} puts before every text: tokenize all of them "
-            "alike, as data tokenize does"
+            "in the same way, like data tokenize"
         )
     learned = tuple(
         token
@@ -75,12 +76,12 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
         eot = _spelled(tokenizer, tokenizer.eot)
         sentences.append(
             f"{pair.named}: {inside} of {count} sampled documents have the end of text {eot} "
-            "inside: each is one document, as borders are those of the .idx"
+            "inside: each is one document, because the .idx decides on borders"
         )
     if whole and 2 * same < whole:
         sentences.append(
             f"{pair.named}: {whole - same} of {whole} sampled documents are not the tokens that "
-            f"{given} makes of their text: is it the tokenizer that made them?"
+            f"{given} makes from their text: is it the tokenizer that made them?"
         )
     return Taught(Roles(tuple(bos) if begun else (), learned), tuple(sentences))
 
@@ -93,8 +94,8 @@ def _of_ends(
     token, times = ends.most_common(1)[0]
     if token != tokenizer.eot and 2 * times > count:
         found += f", {times} in token {_spelled(tokenizer, token)}"
-    then = "" if learned else "; a model of it does not learn to end a text"
-    return f"{found}: borders of documents are those of the .idx{then}"
+    then = "" if learned else "; a model trained on it does not learn to end a text"
+    return f"{found}: the .idx decides on borders of documents{then}"
 
 
 def _spelled(tokenizer: Tokenizer, token: int) -> str:
@@ -104,13 +105,13 @@ def _spelled(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _enders(tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the tokens that may end a text or a turn: added ones, not those of words."""
+    """Returns the tokens that may end a text or a turn: added tokens, not tokens of words."""
     added = tokenizer.added.values() if isinstance(tokenizer, FileTokenizer) else ()
     return frozenset((*added, *tokenizer.ends))
 
 
 def _documents(pair: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
-    """Returns sampled documents that are not empty: number and tokens."""
+    """Returns sampled, non-empty documents: number and tokens."""
     if pair.documents <= FEW:
         firsts, run = [0], pair.documents
     else:
@@ -127,7 +128,8 @@ def _documents(pair: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
 
 
 def _gives_again(tokenizer: FileTokenizer, tokens: np.ndarray, first: int) -> bool | None:
-    """Returns whether the text of a document's first tokens gives these again; None: too few."""
+    """Returns whether encoding the text of a document's first tokens gives them again; None: too
+    few."""
     special = set(tokenizer.special.values())
     here = tokens.tolist()[first:] if tokens[:first].tolist() == tokenizer.bos else tokens.tolist()
     here = [token for token in here if token not in special]
@@ -144,10 +146,11 @@ def _gives_again(tokenizer: FileTokenizer, tokens: np.ndarray, first: int) -> bo
 def look_at_turns(
     pair: IndexedCorpus, tokenizer: FileTokenizer, spoken: int, token_of: int, named: str
 ) -> Taught:
-    """Finds how conversations begin and which tokens end the learned turns, in the first ones.
+    """Finds how the first conversations begin, and which tokens end their learned turns.
 
     Args:
-        spoken: the mark of a learned token; token_of: the mask that removes it.
+        spoken: the mark of a learned token.
+        token_of: the mask that removes it.
     """
     marked = pair.tokens[: min(len(pair), LOOKED_AT)]
     is_spoken = (marked & spoken) != 0
@@ -155,8 +158,10 @@ def look_at_turns(
     lasts = np.flatnonzero(is_spoken & ~after)
     tokens = marked & token_of
     if len(marked) < len(pair) and is_spoken[-1]:
-        lasts = lasts[:-1]  # this turn may go on
-    enders, ends, blank = _enders(tokenizer), Counter[int](), _Blank(tokenizer)
+        lasts = lasts[:-1]  # this turn may continue
+    enders = _enders(tokenizer)
+    ends = Counter[int]()
+    blank = _Blank(tokenizer)
     for last in lasts.tolist():
         while last and is_spoken[last - 1] and blank(int(tokens[last])):
             last -= 1
@@ -171,17 +176,18 @@ def look_at_turns(
     sentences: tuple[str, ...] = ()
     if len(lasts) and not learned:
         sentences = (
-            f"{named}: no learned turn ends in a special token, as the template marks it: the "
+            f"{named}: no learned turn, as the template marks it, ends in a special token: the "
             "model does not learn to end a turn",
         )
     return Taught(Roles(begin, learned), sentences)
 
 
 class _Blank:
-    """Tells tokens of blanks, as templates write them behind the end of a turn."""
+    """Recognises tokens of blanks, which templates write after the end of a turn."""
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
-        self._tokenizer, self._known = tokenizer, dict[int, bool]()
+        self._tokenizer = tokenizer
+        self._known = dict[int, bool]()
 
     def __call__(self, token: int) -> bool:
         if token not in self._known:

@@ -1,8 +1,8 @@
-"""Lists the formats of files that are read, by ending and first bytes; refuses all others by name.
+"""Lists the formats of readable files, by ending and first bytes; refuses all others by name.
 
-A file's ending says what it holds and how it is packed, its first bytes must agree. Whoever opens a
-file that a user named asks here: `data tokenize` and `data train-tokenizer`, data=text, data=chat,
-data.valid and `eval tasks=`.
+A file's ending tells its content and its packing, and its first bytes must agree. All code that
+opens a file named by a user asks here: `data tokenize` and `data train-tokenizer`, data=text,
+data=chat, data.valid and `eval tasks=`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from urllib.parse import unquote, urlsplit
 from parallel3d.data.unpacking import first_unpacked
 from parallel3d.files import plain
 
-LINES, PARQUET, TEXT = "jsonl", "parquet", "text"
+LINES = "jsonl"
+PARQUET = "parquet"
+TEXT = "text"
 KINDS = (LINES, PARQUET, TEXT)
-HEAD = 4096  # bytes that are looked at
+HEAD = 4096  # bytes that are inspected
 
 
 def _words(text: str) -> frozenset[str]:
@@ -33,8 +35,7 @@ ROWS_ENDS: Final = {
     **dict.fromkeys((".parquet", ".pq"), PARQUET),
 }
 PROSE = (".txt", ".text")
-# Endings of code and markup: text, whose names tell nothing of a split, and which beside rows is
-# about them.
+# Endings of code and markup: text whose names tell no split, and which next to rows describes them.
 CODE = _words(
     ".md .markdown .rst .tex .bib .org .adoc .html .htm .xhtml .xml .css .scss .less .js .mjs .cjs "
     ".ts .tsx .jsx .vue .py .pyi .pyx .c .h .cc .cpp .cxx .hpp .hh .hxx .cu .cuh .m .mm "
@@ -51,10 +52,10 @@ PACKED: Final = {
     ".bz2": ".bz2",
 }
 
-# Formats that are refused, with what their holder can do.
+# Refused formats, each with a remedy.
 UNPACK = "unpack it and give the files in it"
-REPACK = f"pack it as {', '.join(dict.fromkeys(PACKED.values()))}, or give it unpacked"
-ROWS = "write it as jsonl or parquet, a row a document"
+REPACK = f"pack it as {', '.join(dict.fromkeys(PACKED.values()))}, or unpack it"
+ROWS = "write it as jsonl or parquet, one document per row"
 TOKENS = "a corpus of tokens is data=corpus with the prefix of its .bin and .idx"
 EXTRACT = "write its text as .txt or jsonl"
 MEDIA = "give text"
@@ -76,11 +77,11 @@ REFUSED: Final = _named(
     (".csv .tsv .psv .xls .xlsx .xlsm .ods .sas7bdat .sav .dta .rdata .rds", "a table", ROWS),
     (".sqlite .sqlite3 .db .db3 .duckdb .mdb .lmdb", "a database", ROWS),
     (".tfrecord .tfrecords .tfrec .recordio .mds .wds .riegeli", "a file of records", ROWS),
-    (".bin .idx .npy .npz .memmap .mmap", "tokens or tensors, no text", TOKENS),
+    (".bin .idx .npy .npz .memmap .mmap", "tokens or tensors, not text", TOKENS),
     (
         ".pt .pth .ckpt .safetensors .pkl .pickle .joblib .h5 .hdf5 .hdf .gguf .ggml .onnx .pb "
         ".msgpack .mat .model .distcp",
-        "tensors or objects, no text",
+        "tensors or objects, not text",
         EXTRACT,
     ),
     (".pdf .eps .djvu .doc .docx .odt .rtf .ppt .pptx .odp .epub .mobi", "pages", EXTRACT),
@@ -93,7 +94,7 @@ REFUSED: Final = _named(
     (".gpg .age .enc .pgp", "encrypted", "decrypt it"),
     (".torrent .url .webloc .lnk", "a pointer to a file", "give the file itself"),
 )
-# Files that a folder of text may hold, and that are none; typed by their names they are refused.
+# Files in a folder of text that are not text; if given by name, they are refused.
 ASSETS: Final = _named(
     (
         ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .ico .heic .psd .wav .mp3 .flac .ogg .opus "
@@ -105,15 +106,15 @@ ASSETS: Final = _named(
 )
 CHECKSUMS: Final = _named(
     (".md5 .sha1 .sha224 .sha256 .sha384 .sha512 .crc .crc32 .sfv .b2 .blake2b .blake3 .sha "
-     ".sig .asc .sum .md5sum .sha1sum .sha256sum .sha512sum", "a checksum", "give the file of it"),
+     ".sig .asc .sum .md5sum .sha1sum .sha256sum .sha512sum", "a checksum", "give the file itself"),
 )  # fmt: skip
 UNFINISHED: Final = _named(
     (".tmp .temp .part .partial .incomplete .crdownload .download .aria2 .swp .filepart .!ut "
-     ".unconfirmed", "unfinished", "wait until it is whole"),
-    (".bak .old .orig .backup .save", "a copy of another state", "give the file of it"),
+     ".unconfirmed", "unfinished", "wait until it is complete"),
+    (".bak .old .orig .backup .save", "a copy of another state", "give the file itself"),
 )  # fmt: skip
 _LFS = b"version https://git-lfs.github.com/spec/"
-# Place, bytes there, what they are, remedy. Packings that are read and parquet by a key of NAMES.
+# Place, bytes there, their meaning, remedy. Readable packings and parquet are keys of NAMES.
 _MAGIC: Final = (
     (0, b"\x1f\x8b", ".gz", ""),
     (0, b"\x28\xb5\x2f\xfd", ".zst", ""),
@@ -121,7 +122,7 @@ _MAGIC: Final = (
     (0, b"\xfd7zXZ\x00", ".xz", ""),
     (0, b"\x5d\x00\x00", ".xz", ""),
     *((0, b"BZh%d1AY&SY" % k, ".bz2", "") for k in range(1, 10)),
-    *((0, b"BZh%d\x17rE8P\x90" % k, ".bz2", "") for k in range(1, 10)),  # of nothing
+    *((0, b"BZh%d\x17rE8P\x90" % k, ".bz2", "") for k in range(1, 10)),  # an empty file
     (0, b"PAR1", PARQUET, ""),
     (0, b"\x04\x22\x4d\x18", "lz4", REPACK),
     (0, b"\x02\x21\x4c\x18", "lz4", REPACK),
@@ -164,8 +165,13 @@ _MAGIC: Final = (
     (4, b"ftyp", "a film", MEDIA),
     (0, b"\x7fELF", "compiled", MEDIA),
     (0, b"-----BEGIN PGP", "encrypted or signed", "decrypt it"),
-    (0, _LFS, "a pointer of Git LFS, not the file", "fetch the file by `git lfs pull`"),
-    (0, b"/annex/objects/", "a pointer of git-annex, not the file", "fetch it by `git annex get`"),
+    (0, _LFS, "a pointer of Git LFS, not the file", "fetch the file with `git lfs pull`"),
+    (
+        0,
+        b"/annex/objects/",
+        "a pointer of git-annex, not the file",
+        "fetch it with `git annex get`",
+    ),
 )
 NAMES: Final = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2", PARQUET: "parquet"}
 _BOMS = (
@@ -179,12 +185,12 @@ _PAGE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 CONTROLS = bytes({*range(32), 127} - {*b"\0\t\n\v\f\r\b\x1b\x1a"})
-MOST_CONTROLS = 0.01  # of the bytes of a text
-BROKEN = 1000  # one replaced character in so many is more than text may have
+MOST_CONTROLS = 0.01  # as a fraction of a text's bytes
+BROKEN = 1000  # text may have at most one replaced character in this many
 
 
 class NotTaken(ValueError):
-    """A file that is not read; the text goes on behind its name, and tells the remedy."""
+    """Raised for a file that is not read; the message continues after its name, with a remedy."""
 
 
 class Form(NamedTuple):
@@ -198,21 +204,28 @@ class Form(NamedTuple):
 
 
 class Door(NamedTuple):
-    """Where a file was named: the key, the words before a typed kind (`format=`, or the command
-    that has it), the kinds that this door reads, and the remedy for a column of another name."""
+    """The place where a user named a file.
+
+    Attributes:
+        key: the key.
+        other: words before an explicit kind (`format=`, or the command that has it).
+        kinds: kinds that are read there.
+        column: remedy for a column with another name.
+        remedy: remedy for other kinds.
+    """
 
     key: str
     other: str
     kinds: tuple[str, ...] = KINDS
     column: str = ""
-    remedy: str = "write it so"
+    remedy: str = "convert it"
 
 
 INPUT = Door("input", "give format=")
-_TOKENIZE = "make a corpus of it by `parallel3d data tokenize` with "
+_TOKENIZE = "make a corpus of it with `parallel3d data tokenize` "
 PATH = Door("data.path", f"{_TOKENIZE}format=", KINDS, f"{_TOKENIZE}text_key=")
-CHAT = PATH._replace(kinds=(LINES, PARQUET), remedy="write a conversation a row")
-TASKS = Door("tasks", "write it as ", (LINES, PARQUET), remedy="write a question a row")
+CHAT = PATH._replace(kinds=(LINES, PARQUET), remedy="write one conversation per row")
+TASKS = Door("tasks", "write it as ", (LINES, PARQUET), remedy="write one question per row")
 
 
 # Names
@@ -225,12 +238,12 @@ def file_name(address: str) -> str:
         return address.rstrip("/").rpartition("/")[2]
     if scheme in ("http", "https", "webdav", "ftp"):
         return unquote(urlsplit(address).path).rstrip("/").rpartition("/")[2]
-    # Other stores take any character in a name; ?versionId= and ?download= are no part of it.
+    # Other stores take any character in a name; ?versionId= and ?download= are not part of it.
     return unquote(re.sub(r"\?[\w-]+=[^/]*$", "", rest)).rstrip("/").rpartition("/")[2]
 
 
 def endings(name: str) -> tuple[str, str]:
-    """Returns the ending of what a file holds, and its compression, both in lower case or ""."""
+    """Returns the endings of a file's content and of its compression, both in lower case or ""."""
     bare, end = os.path.splitext(name.strip())
     packed = PACKED.get(end.lower(), "")
     if not packed:
@@ -239,13 +252,15 @@ def endings(name: str) -> tuple[str, str]:
 
 
 def named(name: str, typed: str | None = None) -> Form | None:
-    """Returns the format that a name tells; None if it tells no kind. `typed`: the kind that the
-    user gave. Raises NotTaken."""
+    """Returns the format in a name; None if it has no known ending.
+
+    `typed`: the kind that the user gave. Raises NotTaken.
+    """
     end, packed = endings(name)
     if typed is not None:
         kind: str | None = typed
     elif packed and end in PACKED:
-        raise NotTaken(f"is packed twice by its name: {UNPACK}")
+        raise NotTaken(f"is packed twice, by its name: {UNPACK}")
     else:
         kind = ROWS_ENDS.get(end)
         if end in PROSE or end in CODE or _is_language(name, end):
@@ -255,14 +270,14 @@ def named(name: str, typed: str | None = None) -> Form | None:
                 what, remedy = table[end]
                 raise NotTaken(f"is {what}, by its ending {end}{packed}: {remedy}")
         if kind is None and name.endswith("~"):
-            raise NotTaken("is an old copy by its name: give the file of it")
+            raise NotTaken("is an old copy, by its name: give the file itself")
     if kind == PARQUET and packed:
-        raise NotTaken(f"is parquet, which is packed inside; {packed} around it is not: unpack it")
+        raise NotTaken(f"is parquet, which is packed inside, with {packed} around it: unpack it")
     return Form(kind, packed) if kind is not None else None
 
 
 def _is_language(name: str, end: str) -> bool:
-    """Returns whether .br is Breton, as in train.br, and not a packing, as in rows.jsonl.br."""
+    """Returns whether .br means Breton (train.br) and not a packing (rows.jsonl.br)."""
     return end == ".br" and "." not in os.path.splitext(name)[0]
 
 
@@ -270,8 +285,10 @@ def _is_language(name: str, end: str) -> bool:
 
 
 def content_of(head: bytes) -> tuple[str, str] | None:
-    """Returns what bytes that no text begins with are, and the remedy; None for others. Packings
-    that are read, and parquet, are named by their key in `NAMES`."""
+    """Returns the meaning of first bytes that no text has, and a remedy; None for others.
+
+    Readable packings and parquet are named by their keys in `NAMES`.
+    """
     for at, magic, what, remedy in _MAGIC:
         if head.startswith(magic, at) and (not _is_word(magic) or _is_binary(head)):
             return what, remedy
@@ -281,7 +298,7 @@ def content_of(head: bytes) -> tuple[str, str] | None:
 
 
 def _is_word(magic: bytes) -> bool:
-    """Returns whether a text may begin with a format's first bytes, as with ORC or GIF8."""
+    """Returns whether a text may begin with a format's first bytes, such as ORC or GIF8."""
     return len(magic) <= 6 and magic.isalnum()
 
 
@@ -296,36 +313,43 @@ def _is_binary(head: bytes) -> bool:
 
 
 def encoding_of(head: bytes) -> str | None:
-    """Returns the encoding that a byte order mark of UTF-16 or UTF-32 tells."""
+    """Returns the encoding of a byte order mark of UTF-16 or UTF-32; None without one."""
     return next((name for mark, name in _BOMS if head.startswith(mark)), None)
 
 
 def check_packing(
     name: str, form: Form, head: bytes, door: Door = INPUT, *, typed: bool = False
 ) -> None:
-    """Checks the first bytes of a file as it is stored. `typed`: the user gave the kind. Raises
-    NotTaken where they are of another packing than its name tells, or of what is not read."""
+    """Checks the first stored bytes of a file; `typed`: the user gave the kind.
+
+    Raises NotTaken if they are of another packing than in its name, or of a format that is not
+    read.
+    """
     found = content_of(head)
     if form.packed:
         if found != (form.packed, ""):
             raise NotTaken(
-                f"is {NAMES[form.packed]} by its name and {_what(found, head)} by its first bytes:"
-                " mend its name, or fetch it again"
+                f"is {NAMES[form.packed]} by its name but {_what(found, head)} by its first bytes:"
+                " fix its name, or fetch it again"
             )
         return
     if found is not None and found[0] in NAMES and found[0] != form.kind:
         what = NAMES[found[0]]
         if found[0] == PARQUET:
-            raise NotTaken(f"is parquet by its first bytes, and not by its name: "
-                           f"name it {_bare(name)}.parquet, or {door.other}parquet")  # fmt: skip
-        raise NotTaken(f"is {what} by its first bytes, and not by its name: "
-                       f"name it {name}{found[0]}, or unpack it")  # fmt: skip
+            raise NotTaken(
+                f"is parquet by its first bytes but not by its name: name it "
+                f"{_bare(name)}.parquet, or {door.other}parquet"
+            )
+        raise NotTaken(
+            f"is {what} by its first bytes but not by its name: name it {name}{found[0]}, or "
+            "unpack it"
+        )
     if found is not None and found[0] not in NAMES:
         raise NotTaken(f"is {found[0]} by its first bytes: {found[1]}")
     if form.kind == PARQUET and found is None:
-        by, remedy = ("what you typed", "leave that out") if typed else ("its name", "mend that")
+        by, remedy = ("your format", "leave that out") if typed else ("its name", "fix that")
         raise NotTaken(
-            f"is parquet by {by} and {_what(found, head)} by its first bytes: {remedy}, or fetch "
+            f"is parquet by {by} but {_what(found, head)} by its first bytes: {remedy}, or fetch "
             "it again"
         )
 
@@ -339,8 +363,11 @@ def check_content(
     typed: bool = False,
     web: bool = False,
 ) -> None:
-    """Checks the first bytes of a file's content, unpacked. `typed`: the user gave the kind. `web`:
-    it comes from a web server. Raises NotTaken where they are of no such kind."""
+    """Checks the first bytes of a file's unpacked content.
+
+    `typed`: the user gave the kind. `web`: it comes from a web server. Raises NotTaken if they are
+    not of the expected kind.
+    """
     if form.packed:
         found = content_of(head)
         if found is not None:
@@ -352,7 +379,7 @@ def check_content(
     encoding = encoding_of(head)
     if encoding is not None:
         if form.kind == LINES:
-            raise NotTaken(f"is {encoding.upper()}, and jsonl is UTF-8: {iconv(encoding.upper())}")
+            raise NotTaken(f"is {encoding.upper()}, but jsonl is UTF-8: {iconv(encoding.upper())}")
         return
     at = head.find(b"\x00")
     if at >= 0:
@@ -364,35 +391,35 @@ def check_content(
         return
     if b"<mediawiki" in head[:1000]:
         raise NotTaken(
-            "is a dump of a wiki with all its markup: write the text of its pages as jsonl, a row "
-            f"a page; the markup on purpose: {door.other}text"
+            "is a dump of a wiki with all its markup: write the text of its pages as jsonl, one "
+            f"page per row; for the markup on purpose: {door.other}text"
         )
-    # No code begins with two objects: such a .jl is of JSON lines, not of Julia.
+    # No code begins with two objects: such a .jl holds JSON lines, not Julia.
     if are_rows(head) and (end not in CODE or b"\n{" in head):
         raise NotTaken(
-            f"holds JSON lines by its first bytes, and is text by its name: name it "
-            f"{_bare(name)}.jsonl, or {door.other}jsonl; its raw lines: {door.other}text"
+            f"holds JSON lines by its first bytes, but is text by its name: name it "
+            f"{_bare(name)}.jsonl, or {door.other}jsonl; for its raw lines: {door.other}text"
         )
     if _PAGE.match(head) and (end not in CODE or web):
         raise NotTaken(
             f"is a page of HTML, perhaps a server's answer instead of the file: fetch it again; "
-            f"a page on purpose: {door.other}text"
+            f"for a page on purpose: {door.other}text"
         )
 
 
 def _check_lines(head: bytes, door: Door) -> None:
-    """Raises NotTaken for what is no JSON line, and certainly no bad row of some."""
+    """Raises NotTaken for content that is not JSON lines, not even lines with a bad row."""
     if _PAGE.match(head):
         raise NotTaken("is a page of HTML, perhaps a server's answer: fetch the file again")
     first, _, more = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
     if first.startswith(b"[") and not (more.strip() and _is_json(first)):
         raise NotTaken(
-            "is one JSON list, no object a line: `jq -c '.[]' FILE > FILE.jsonl` writes it so"
+            "is one JSON list, not one object per line: `jq -c '.[]' FILE > FILE.jsonl` converts it"
         )
     if first.strip() == b"{" and more.strip():
         raise NotTaken(
-            "is one JSON object over several lines, no object a line: `jq -c . FILE > FILE.jsonl` "
-            "writes it so"
+            "is one JSON object over several lines, not one object per line: "
+            "`jq -c . FILE > FILE.jsonl` converts it"
         )
 
 
@@ -405,13 +432,13 @@ def _is_json(line: bytes) -> bool:
 
 
 def are_rows(head: bytes) -> bool:
-    """Returns whether content begins with JSON objects, one a line."""
+    """Returns whether content begins with JSON objects, one per line."""
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()
     if not text.startswith(b"{"):
         return False
     lines = [line for line in text.split(b"\n") if line.strip()]
     whole = lines if len(head) < HEAD else lines[:-1]
-    if not whole:  # a row that is longer than what is looked at
+    if not whole:  # a row that is longer than the inspected bytes
         return re.match(rb'\{\s*"[^"\n]{1,64}"\s*:\s*["\[{\w-]', text) is not None
     return all(_is_object(line) for line in whole[:2])
 
@@ -424,7 +451,8 @@ def _is_object(line: bytes) -> bool:
 
 
 def is_list_or_rows(head: bytes) -> bool:
-    """Returns whether JSON is data: a list, or an object a line; not one object over lines."""
+    """Returns whether JSON is data: a list, or one object per line, not one object over several
+    lines."""
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()
     return text.startswith(b"[") or are_rows(head)
 
@@ -436,7 +464,7 @@ def _what(found: tuple[str, str] | None, head: bytes) -> str:
         return "a page of HTML"
     if are_rows(head):
         return "JSON lines"
-    return "binary" if b"\x00" in head or head.decode("utf-8", "ignore") == "" else "no such thing"
+    return "binary" if b"\x00" in head or head.decode("utf-8", "ignore") == "" else "something else"
 
 
 def _bare(name: str) -> str:
@@ -445,28 +473,30 @@ def _bare(name: str) -> str:
 
 
 def iconv(encoding: str = "ITS_ENCODING") -> str:
-    """Returns how to make a file UTF-8."""
-    return f"`iconv -f {encoding} -t UTF-8 FILE > NEW` makes it so"
+    """Returns the remedy that converts a file to UTF-8."""
+    return f"`iconv -f {encoding} -t UTF-8 FILE > NEW` converts it"
 
 
 def _nul(at: int) -> str:
-    return f"is no text, it has a NUL at byte {at:,}: {iconv('UTF-16')} if it is UTF-16 text"
+    return f"is not text: it has a NUL at byte {at:,}; {iconv('UTF-16')} if it is UTF-16 text"
 
 
 def text_of(content: bytes) -> tuple[str, int]:
-    """Returns the text of a whole file, and how many of its characters are replaced ones.
+    """Returns the text of a whole file, and the number of replaced characters.
 
-    UTF-8, its byte order mark dropped, or UTF-16 and UTF-32 with one. Raises NotTaken as
-    `check_text` does.
+    It must be UTF-8, whose byte order mark is dropped, or UTF-16 or UTF-32 with one. Raises
+    NotTaken like `check_text`.
     """
     broken = check_text([content])
     return content.decode(encoding_of(content) or "utf-8-sig", "replace"), broken
 
 
 def check_text(blocks: Iterable[bytes]) -> int:
-    """Reads the bytes of a file; returns how many of its characters are replaced ones. Raises
-    NotTaken for NULs, for many control characters, and where more than one character in BROKEN is
-    replaced."""
+    """Reads the bytes of a file; returns the number of replaced characters.
+
+    Raises NotTaken for NULs, for many control characters, and if more than one character in BROKEN
+    is replaced.
+    """
     decoder = None
     size = characters = broken = controls = 0
     first, encoding = -1, None
@@ -480,7 +510,7 @@ def check_text(blocks: Iterable[bytes]) -> int:
             controls += len(block) - len(block.translate(None, CONTROLS))
         text = decoder.decode(block, final=not block)
         if (at := text.find("\x00")) >= 0:
-            raise NotTaken(f"is no text, it has a NUL at character {characters + at:,}: mend it")
+            raise NotTaken(f"is not text: it has a NUL at character {characters + at:,}; fix it")
         if shift := re.search("\x1b\\$[@B]", text):
             place = characters + shift.start()
             raise NotTaken(f"is ISO-2022-JP at character {place:,}: {iconv('ISO-2022-JP')}")
@@ -489,11 +519,11 @@ def check_text(blocks: Iterable[bytes]) -> int:
         broken += text.count("\ufffd")
         size, characters = size + len(block), characters + len(text)
     if controls > MOST_CONTROLS * size:
-        raise NotTaken(f"is no text, {controls:,} of its {size:,} bytes are control characters")
+        raise NotTaken(f"is not text: {controls:,} of its {size:,} bytes are control characters")
     if broken * BROKEN > characters:
         raise NotTaken(
-            f"is no {encoding or 'utf-8'}, {broken:,} of its {characters:,} characters are none, "
-            f"the first at character {first:,}: {iconv()}"
+            f"is not {encoding or 'utf-8'}: {broken:,} of its {characters:,} characters are "
+            f"invalid, the first at character {first:,}; {iconv()}"
         )
     return broken
 
@@ -506,10 +536,11 @@ def judged(
     typed: str | None = None,
     web: bool = False,
 ) -> Form:
-    """Returns the format of a file by its name and its first bytes; None: only by its name, and
-    what it says nothing of is text. Raises NotTaken.
+    """Returns the format of a file by its name and first bytes (None: by its name alone).
 
-    Where the kind is typed, the first bytes alone tell the packing.
+    Without a known ending it is text. If the user gave the kind, the first bytes decide on the
+    packing.
+    Raises NotTaken.
     """
     form = named(name, typed) or Form(TEXT, endings(name)[1])
     if head:
@@ -519,7 +550,7 @@ def judged(
         check_packing(name, form, head, door, typed=typed is not None)
         try:
             inner = first_unpacked(form.packed, head, HEAD)
-        except Exception as error:  # each library raises its own kinds
+        except Exception as error:  # each library raises its own errors
             what = f"does not unpack as {NAMES[form.packed]}"
             raise NotTaken(f"{what} ({plain(str(error))}): fetch it again") from None
         if inner:
@@ -531,4 +562,4 @@ def check_kind(form: Form, door: Door) -> None:
     """Raises NotTaken for a format that a door does not read."""
     if form.kind not in door.kinds:
         kinds = " or ".join(door.kinds)
-        raise NotTaken(f"is {form.kind}, and {door.key} takes {kinds} here: {door.remedy}")
+        raise NotTaken(f"is {form.kind}, but {door.key} takes {kinds} here: {door.remedy}")

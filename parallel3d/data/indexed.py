@@ -1,5 +1,5 @@
-"""Reads and writes Megatron indexed datasets: `<prefix>.bin` holds tokens, `<prefix>.idx` where
-documents begin. The code calls the two files a pair.
+"""Reads and writes Megatron indexed datasets: `<prefix>.bin` has the tokens, `<prefix>.idx` the
+begins of documents. The code calls the two files a pair.
 
     .idx, little-endian: "MMIDIDX\0\0" | u64 version 1 | u8 type code | u64 sequences
         | u64 documents + 1 | i32 length of each sequence, tokens | i64 byte in .bin of each
@@ -31,15 +31,15 @@ from parallel3d.files import flush_folder, no_link, parse_json, plain, read_boun
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-# By Megatron's type code, integers only.
+# Dtypes by Megatron's type code; only integers.
 TYPES = {
     code: np.dtype(name)
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
 
-_SAMPLED = 4  # places of an index checked when it is opened,
-_RUN = 256  # documents at each of them
-_FEW = 4096  # documents up to which all are checked
+_SAMPLED = 4  # places of an index that are checked when it is opened
+_RUN = 256  # documents at each place
+_FEW = 4096  # an index with at most this many documents is checked as a whole
 _AT_A_TIME = 1 << 16
 _AROUND = 64  # documents that one step of a search reads
 
@@ -50,16 +50,16 @@ def opened(path: str, named: str) -> FileIO:
         file = LocalFile(path, opener=_no_wait)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
-            f"{named} does not exist, there is no {path}: give the prefix of a pair, its name "
+            f"{named} does not exist (there is no {path}): give the prefix of a pair, its name "
             "without .bin and .idx"
         ) from None
     except OSError as error:
         raise UserError(
-            f"{named} cannot be read, {path}: {error.strerror}; give a pair that you may read"
+            f"{named} cannot be read ({path}: {error.strerror}): give a pair that you may read"
         ) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise UserError(f"{named} cannot be read, {path} is not a regular file: give a pair")
+        raise UserError(f"{named} cannot be read ({path} is not a regular file): give a pair")
     return file
 
 
@@ -70,9 +70,9 @@ def _no_wait(path: str, flags: int) -> int:
 class IndexedCorpus:
     """A pair as one stream of tokens in document order, read on demand, never resident.
 
-    Reads instead of mapping, as `Tokens` does; touched pages of a map would also count as this
-    process's memory. May be pickled: the other process opens the files again. `lengths`: tokens of
-    each sequence; a document has one or several.
+    It reads instead of mapping, like `Tokens`, because touched pages of a map would count as this
+    process's memory. It may be pickled: the other process opens the files again. `lengths`: tokens
+    of each sequence; a document has one or several sequences.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class IndexedCorpus:
         named: str | None = None,
         opened: Callable[[str, str], File] = opened,
     ) -> None:
-        """Opens the pair at `prefix`; errors call it `named`, as in `data.path=corpora/web`;
+        """Opens the pair at `prefix`; errors call it `named`, such as `data.path=corpora/web`;
         `opened` opens a file by its name.
 
         Checks the header, the files' sizes, and all documents of a small index or some evenly
@@ -102,8 +102,8 @@ class IndexedCorpus:
         more = _bytes_beyond(index, documents_at + 8 * (self.documents + 1), named)
         if more:
             raise UserError(
-                f"{named} cannot be read, {index.name} has {more:,} bytes more than an index of "
-                "text: pairs with modes (images) are not taken"
+                f"{named} cannot be read, because {index.name} has {more:,} bytes more than an "
+                "index of text: pairs with modes (images) are not supported"
             )
         last = int(self._pointers[self.sequences - 1 :][0]) // self.dtype.itemsize
         self._count = last + int(self.lengths[self.sequences - 1 :][0])
@@ -126,7 +126,7 @@ class IndexedCorpus:
     def starts(self, begin: int, end: int) -> npt.NDArray[np.int64]:
         """Returns the tokens within `begin` … `end` - 1 at which a non-empty document begins.
 
-        Raises UserError where the sequences there do not lie one after another.
+        Raises UserError if the sequences there are not one after another.
         """
         first, begins = self._around(begin)
         while begins[-1] < end:
@@ -136,13 +136,15 @@ class IndexedCorpus:
         return np.unique(begins[slice(*begins.searchsorted((begin, end)))])
 
     def document_from(self, token: int) -> int:
-        """Returns the first document that begins at `token` or later; `documents` if none does."""
+        """Returns the first document that begins at `token` or later; `documents` without one."""
         first, begins = self._around(token)
         return first + int(begins.searchsorted(token))
 
     def begins(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Returns the token at which each of the documents `first` … `last` begins; `documents` is
-        the end. Raises UserError where their sequences do not lie one after another."""
+        """Returns the token at which each of the documents `first` … `last` begins.
+
+        `documents` is the end. Raises UserError if their sequences are not one after another.
+        """
         sequences = self._firsts[first : last + 1]
         begin, end = int(sequences[0]), int(sequences[-1])
         if not 0 <= begin <= end <= self.sequences or (sequences[1:] < sequences[:-1]).any():
@@ -157,23 +159,24 @@ class IndexedCorpus:
             odd = int(wrong.argmax())
             raise self.damaged(
                 f"sequence {begin + odd:,} has {int(lengths[odd]):,} tokens and ends at byte "
-                f"{int(ends[odd]):,}, the next begins at byte {int(pointers[odd + 1]):,}"
+                f"{int(ends[odd]):,}, but the next begins at byte {int(pointers[odd + 1]):,}"
             )
         return pointers[sequences - begin] // self.dtype.itemsize
 
     def check_all(self) -> None:
-        """Raises UserError if any sequence or document does not follow the one before it."""
+        """Raises UserError if any sequence or document does not follow the previous one."""
         for first in range(0, self.documents, _AT_A_TIME):
             self.begins(first, min(first + _AT_A_TIME, self.documents))
 
     def _around(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
-        """Returns a document, and the begins of some from it on: among them is the first that is
-        at `token` or later.
+        """Returns a document and the begins of some documents from it on.
 
-        Interpolates by the mean length, and bisects every third step, as one document may be most
-        of the text.
+        Among them is the first begin at `token` or later. It interpolates with the mean length, and
+        bisects every third step, because one document may be most of the text.
         """
-        low, high, tries = 0, self.documents, 0
+        low = 0
+        high = self.documents
+        tries = 0
         guess = token * self.documents // self._count
         while True:
             first = max(low, min(guess - _AROUND // 2, high - _AROUND))
@@ -194,22 +197,25 @@ class IndexedCorpus:
 
     def damaged(self, what: str) -> UserError:
         return UserError(
-            f"{self.named} cannot be read, {self.index.name} does not fit its .bin: {what}; make "
-            "the pair again"
+            f"{self.named} cannot be read, because {self.index.name} does not fit its .bin: "
+            f"{what}; make the pair again"
         )
 
 
 def _header(file: File, named: str) -> tuple[np.dtype, int, int]:
-    """Returns the type of the tokens, and how many sequences and documents. Raises UserError."""
+    """Returns the dtype of the tokens, and the numbers of sequences and documents. Raises
+    UserError."""
     head = pread(file, HEADER.size, 0)
     if not head.startswith(MAGIC):
-        raise UserError(f"{named} is no pair of Megatron's: {file.name} does not begin as an index")
+        raise UserError(f"{named} is not a Megatron indexed dataset: bad magic in {file.name}")
     _bytes_beyond(file, HEADER.size, named)
     _, version, code, sequences, ends = HEADER.unpack(head)
     if version != VERSION:
         raise UserError(f"{named} has an index of version {version}: it must be {VERSION}")
     if code not in TYPES:
-        raise UserError(f"{named} holds no tokens: its type {code} is none of Megatron's integers")
+        raise UserError(
+            f"{named} holds no tokens: its type {code} is not one of Megatron's integers"
+        )
     if not sequences or ends < 2:
         raise UserError(f"{named} holds no documents: give a pair that holds text")
     return TYPES[code], sequences, ends - 1
@@ -220,14 +226,15 @@ def _bytes_beyond(file: File, needed: int, named: str) -> int:
     size = size_of(file)
     if size < needed:
         raise UserError(
-            f"{named} is cut short: {file.name} has {size:,} bytes and needs {needed:,}; copy the "
+            f"{named} is cut short: {file.name} has {size:,} bytes but needs {needed:,}; copy the "
             "pair again"
         )
     return size - needed
 
 
 def _runs(count: int) -> list[tuple[int, int]]:
-    """Returns begin and end of evenly spaced runs of `count` things; one run of all if few."""
+    """Returns begin and end of evenly spaced runs of `count` things; a single run if they are
+    few."""
     if count <= _FEW:
         return [(0, count)]
     begins = [i * (count - _RUN) // (_SAMPLED - 1) for i in range(_SAMPLED)]
@@ -246,11 +253,11 @@ def token_type(vocab_size: int) -> np.dtype:
 
 
 class IndexedWriter:
-    """Writes a pair, document after document; `close` puts the whole pair in its place, also in
-    that of an older one.
+    """Writes a pair, document after document; `close` puts the whole pair in its place, even over
+    an older one.
 
-    Memory does not grow: lengths go to a temporary file. A `with` block that raises leaves nothing
-    behind.
+    Memory does not grow, because lengths go to a temporary file. A `with` block that raises leaves
+    no files.
     """
 
     def __init__(
@@ -261,16 +268,18 @@ class IndexedWriter:
         documents: int = 0,
         tokens: int = 0,
     ) -> None:
-        """`partial`: begin of the temporary files' names; those of an earlier writer, of which
-        `documents` and `tokens` are flushed, are continued.
+        """`partial`: prefix of the temporary files' names; the files of an earlier writer, with
+        `documents` and `tokens` flushed, are continued.
 
-        Raises UserError for temporary files that are too short; ValueError for a `dtype` that is
-        none of Megatron's integers (see `token_type`).
+        Raises UserError for temporary files that are too short, and ValueError for a `dtype` that
+        is not one of Megatron's integers (see `token_type`).
         """
-        self.prefix, self.dtype = os.path.expanduser(os.fspath(prefix)), np.dtype(dtype)
+        self.prefix = os.path.expanduser(os.fspath(prefix))
+        self.dtype = np.dtype(dtype)
         if self.dtype not in TYPES.values():
-            raise ValueError(f"{self.dtype} is none of {', '.join(map(str, TYPES.values()))}")
-        self.documents, self.tokens = documents, tokens
+            raise ValueError(f"{self.dtype} is not one of {', '.join(map(str, TYPES.values()))}")
+        self.documents = documents
+        self.tokens = tokens
         folder, name = os.path.split(self.prefix)
         self._partial = os.fspath(partial or Path(folder, f".{name}.{secrets.token_hex(4)}"))
         self._bin = _begun(f"{self._partial}.bin.partial", tokens * self.dtype.itemsize)
@@ -291,7 +300,7 @@ class IndexedWriter:
     def add_many(
         self, tokens: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer] | list[int]
     ) -> None:
-        """Adds documents of these lengths, whose tokens lie in `tokens` one after another."""
+        """Adds documents of these lengths, whose tokens are in `tokens` one after another."""
         lengths, limits = np.asarray(lengths), np.iinfo(self.dtype)
         if int(lengths.sum()) != tokens.size or (lengths.size and lengths.min() < 0):
             raise ValueError(f"lengths of {int(lengths.sum())} tokens for {tokens.size}")
@@ -307,13 +316,13 @@ class IndexedWriter:
         self.tokens += tokens.size
 
     def flush(self) -> None:
-        """Flushes what was added to the disk. Raises OSError."""
+        """Flushes added documents to the disk. Raises OSError."""
         for file in (self._bin, self._lengths):
             file.flush()
             os.fsync(file.fileno())
 
     def write_index(self) -> None:
-        """Writes and flushes the index of what was flushed."""
+        """Writes and flushes the index of the flushed documents."""
         path, lengths = Path(f"{self._partial}.idx.partial"), self._lengths.name
         path.unlink(missing_ok=True)
         code = next(code for code, known in TYPES.items() if known == self.dtype)
@@ -345,7 +354,7 @@ class IndexedWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Removes all that was written and is not in its place."""
+        """Removes all written files that are not in their final places."""
         for end in (".bin", ".lengths", ".idx"):
             Path(f"{self._partial}{end}.partial").unlink(missing_ok=True)
         self.leave()
@@ -372,12 +381,13 @@ def _blocks_of(path: str) -> Iterator[bytes]:
 
 
 def _begun(path: str, size: int) -> BinaryIO:
-    """Opens a private file, which is not a link, to append to its first `size` bytes. Raises
-    OSError, and UserError for a file that is shorter."""
+    """Opens a private file, which must not be a link, to append to its first `size` bytes.
+
+    Raises OSError, and UserError for a shorter file."""
     file = open(path, "ab", buffering=_BLOCK, opener=no_link)  # noqa: SIM115  the caller closes it
     if os.fstat(file.fileno()).st_size < size:
         file.close()
-        raise UserError(f"{path} was cut short: remove it and begin again")
+        raise UserError(f"{path} was cut short: remove it and start over")
     file.truncate(size)
     return file
 
@@ -389,9 +399,14 @@ _LARGEST_FACTS = 1 << 20  # bytes
 
 
 class CorpusFacts(NamedTuple):
-    """tokenizer: its digest; "byte" for bytes. tokenizer_file: relative to the corpus, None for
-    bytes. digest: blake2b-16 of the .bin. begin: the tokens with which each document begins, none
-    in a corpus that does not say."""
+    """The facts in a corpus's `<prefix>.json`.
+
+    Attributes:
+        tokenizer: the tokenizer's digest; "byte" for bytes.
+        tokenizer_file: relative to the corpus; None for bytes.
+        digest: blake2b-16 of the .bin.
+        begin: the tokens with which each document begins; empty if the corpus does not say.
+    """
 
     tokenizer: str
     tokenizer_file: str | None
@@ -406,9 +421,9 @@ class CorpusFacts(NamedTuple):
 def facts_beside(
     prefix: str | os.PathLike[str], read: Callable[[str], bytes] | None = None
 ) -> CorpusFacts | None:
-    """Reads `<prefix>.json`; None without one, as for pairs of other programs. Raises UserError.
+    """Reads `<prefix>.json`; None without one, as with pairs of other programs. Raises UserError.
 
-    `read`: the content of a remote file by its name; raises OSError or ValueError.
+    `read`: returns the content of a remote file by its name; raises OSError or ValueError.
     """
     path = f"{os.fspath(prefix)}.json"
     try:
@@ -424,7 +439,7 @@ def facts_beside(
             raise ValueError("it has no counts")
         beside = Path(facts.tokenizer_file or "")
         if beside.is_absolute() or ".." in beside.parts:
-            raise ValueError("its tokenizer does not lie beside it")
+            raise ValueError("its tokenizer is not next to it")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -435,7 +450,7 @@ def facts_beside(
 
 
 def tokenizer_beside(prefix: str | os.PathLike[str], facts: CorpusFacts) -> str:
-    """Returns the name by which `open_tokenizer` opens the corpus's tokenizer."""
+    """Returns the name under which `open_tokenizer` opens the corpus's tokenizer."""
     if facts.tokenizer_file is None:
         return "byte"
     return str(Path(os.fspath(prefix)).parent / facts.tokenizer_file)

@@ -59,7 +59,7 @@ def file_system(address: str) -> tuple[AbstractFileSystem, str]:
     import fsspec  # loads slowly
 
     if "://" not in address or address.startswith(LOCAL):
-        # Not by fsspec.core, to which `::` in a name of a local file is a chain of addresses.
+        # Not with fsspec.core, which takes `::` in a local file's name for a chain of addresses.
         files = fsspec.filesystem("file")
         return files, path_in(files, address)
     return fsspec.core.url_to_fs(address)
@@ -69,8 +69,8 @@ def file_system(address: str) -> tuple[AbstractFileSystem, str]:
 def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file; yields its unpacked content, and the file, whose position is the progress.
 
-    Raises UserError for first bytes that are not of the format that its name tells, and what the
-    file system raises.
+    Raises UserError for first bytes that do not match the format in its name, and errors of the
+    file system.
     """
     files, path = file_system(source.address)
     with files.open(path, "rb") as file:
@@ -80,25 +80,31 @@ def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         try:
             head = stored.peek(HEAD)[:HEAD]
             if head:
-                check_packing(*(source.name, source.form, head, source.door), typed=source.typed)
+                check_packing(source.name, source.form, head, source.door, typed=source.typed)
             if source.packed:
                 content = io.BufferedReader(Unpacked(stored, source.packed), BUFFER)
                 head = content.peek(HEAD)[:HEAD]
             if head:
-                more = {"typed": source.typed, "web": is_web(source.address)}
-                check_content(source.name, source.form, head, source.door, **more)
+                check_content(
+                    source.name,
+                    source.form,
+                    head,
+                    source.door,
+                    typed=source.typed,
+                    web=is_web(source.address),
+                )
         except NotTaken as error:
             raise not_taken(source, error) from None
         yield content, stored
 
 
 def is_web(address: str) -> bool:
-    """Returns whether an address is a web server's, which may answer by a page."""
+    """Returns whether an address is a web server's, which may answer with a page."""
     return address.startswith(("http://", "https://"))
 
 
 def not_taken(source: Input, error: NotTaken) -> UserError:
-    """Returns the error for a file whose bytes are not taken."""
+    """Returns the error for a file whose bytes are refused."""
     return UserError(f"{source.key}={show(source.shown)} {error}")
 
 
@@ -107,9 +113,9 @@ def not_taken(source: Input, error: NotTaken) -> UserError:
 
 SHOWN = 5  # bad rows kept for the report
 EXCERPT = 60  # characters
-KEYS = 5  # of a row without its text that are shown
-AT_ONCE = 256 << 10  # characters tokenized at a time: a tokenizer needs many times as much memory
-ROWS = 256  # of a parquet file held at a time
+KEYS = 5  # shown keys of a row without its text
+AT_ONCE = 256 << 10  # characters tokenized at a time: a tokenizer needs many times their memory
+ROWS = 256  # rows of a parquet file in memory at a time
 
 
 class Found(NamedTuple):
@@ -152,8 +158,15 @@ def _batches(documents: Iterable[Found]) -> Iterator[list[Found]]:
 
 @dataclass
 class Count:
-    """Counts rows: all, empty ones and those with invalid UTF-8 (no errors), and `bad` ones without
-    a document, of which the first are `shown`; `size`: bytes of the texts."""
+    """Counts rows.
+
+    Attributes:
+        empty: empty rows.
+        broken: rows with invalid UTF-8, which is not an error.
+        bad: rows without a document.
+        size: bytes of the texts.
+        shown: descriptions of the first bad rows.
+    """
 
     rows: int = 0
     empty: int = 0
@@ -178,12 +191,12 @@ class Count:
 
 
 JUDGED = 1000  # rows before the share of bad ones is checked
-BAD = 0.01  # the largest share of rows without a document, unless another is given
+BAD = 0.01  # default of the largest share of rows without a document
 
 
 def judge(count: Count, least: int, most: float, limit: str, remedy: str) -> None:
-    """Raises UserError if more than a share `most`, called `limit`, of at least `least` rows is
-    bad."""
+    """Raises UserError if more than the share `most` of at least `least` rows is bad; `limit` names
+    it."""
     if count.rows >= least and count.bad > most * count.rows:
         raise UserError(
             f"{count.bad:,} of the first {count.rows:,} rows hold no document, more than {limit} "
@@ -192,7 +205,7 @@ def judge(count: Count, least: int, most: float, limit: str, remedy: str) -> Non
 
 
 def left_out(count: Count) -> list[str]:
-    """Returns a sentence for each kind of rows left out or changed."""
+    """Returns a sentence for each kind of skipped or changed rows."""
     sentences = []
     if count.bad:
         shown = "; ".join(count.shown)
@@ -206,7 +219,7 @@ def left_out(count: Count) -> list[str]:
 
 
 def documents(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
-    """Yields the non-empty documents of a shard in order; counts what is left out.
+    """Yields the non-empty documents of a shard in order; counts skipped rows.
 
     Raises UserError for a file that cannot be read, or a document that is too large.
     """
@@ -229,20 +242,20 @@ def _of_lines(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
     for number, line in enumerate(shard.content.split(b"\n"), shard.at):
         if not line or line.isspace():
             continue
-        where, why = f"{shard.sources[0].name}:{number}", "is no object"
+        where, why = f"{shard.sources[0].name}:{number}", "is not an object"
         row: Any = None
         count.rows += 1
         try:
             row = json.loads(line)
         except UnicodeDecodeError:
-            why = "is no UTF-8"
+            why = "is not UTF-8"
         except (ValueError, RecursionError):
-            why = "is no JSON"
+            why = "is not JSON"
         if isinstance(row, dict):
             why = ""
             if text_key not in row:
                 keys = ", ".join(list(row)[:KEYS]) or "none"
-                why = f"has no key {show(text_key)}, and its keys are {plain(keys)}"
+                why = f"has no key {show(text_key)}; its keys are {plain(keys)}"
             elif not isinstance(row[text_key], str):
                 why = f"has no text at {show(text_key)}"
             elif any(line.count(name) > 1 for name in names) and _is_twice(line, text_key):
@@ -254,7 +267,7 @@ def _of_lines(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
 
 
 def _is_twice(line: bytes, key: str) -> bool:
-    """Returns whether the object of a line has a key twice, of which json takes the last."""
+    """Returns whether the object in a line has a key twice; json takes the last one."""
     pairs = json.loads(line, object_pairs_hook=list)
     return [name for name, _ in pairs].count(key) > 1
 
@@ -278,12 +291,14 @@ def _of_rows(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
         batches = file.iter_batches(ROWS, row_groups=[group], columns=[text_key])
         values = (value for batch in batches for value in batch.column(0))
         for number, value in enumerate(values, 1):
-            where, why, text = f"{source.name}, row {number} of group {group}", "", None
+            where = f"{source.name}, row {number} of group {group}"
+            why = ""
+            text = None
             count.rows += 1
             try:
                 text = value.as_py()
             except UnicodeDecodeError:
-                why = "is no UTF-8"
+                why = "is not UTF-8"
             if isinstance(text, str):
                 yield Found(where, text)
             else:
@@ -309,19 +324,19 @@ def _of_files(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
 def _too_large(source: Input, has: str) -> UserError:
     return UserError(
         f"{source.key}={show(source.shown)} {has} of more than {LARGEST_DOCUMENT:,} bytes: cut it, "
-        "or give a line a document as jsonl"
+        "or give jsonl with one document per line"
     )
 
 
 # Shards of inputs, in order and from any position on, so that a killed run can continue
 
 
-LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds a document several times over
-SHARD_BYTES = 2 << 20  # bytes of text of a shard
+LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds a document in memory several times
+SHARD_BYTES = 2 << 20  # bytes of text in a shard
 
 
 class Position(NamedTuple):
-    """The begin of a shard: number of the input; byte of its content or row group; line."""
+    """The begin of a shard: number of the input, byte of its content or row group, and line."""
 
     file: int = 0
     at: int = 0
@@ -334,9 +349,12 @@ FIRST = Position()
 class Shard(NamedTuple):
     """Work for one process, which gets lines as bytes and reads other files itself.
 
-    sources: one input, or several of one document each. after: the position after it. read: bytes
-    of all inputs up to there, as stored. content: whole lines. at: number of the first line, or of
-    the row group.
+    Attributes:
+        sources: one input, or several with one document each.
+        after: the position after it.
+        read: stored bytes of all inputs up to there.
+        content: whole lines.
+        at: number of the first line, or of the row group.
     """
 
     sources: tuple[Input, ...]
@@ -349,7 +367,7 @@ class Shard(NamedTuple):
 def cut(
     inputs: Sequence[Input], start: Position = FIRST, size: int = SHARD_BYTES
 ) -> Iterator[Shard]:
-    """Yields the shards from `start` on, of about `size` bytes of text and whole documents.
+    """Yields the shards from `start` on, with about `size` bytes of text and whole documents.
 
     Raises UserError for an input that cannot be read.
     """
@@ -411,16 +429,21 @@ def _skip(content: BinaryIO, count: int) -> None:
 
 
 class Row(NamedTuple):
-    """A row with its number, the line of jsonl. value: of jsonl the line's bytes, of parquet a
-    dict."""
+    """A row with its number (in jsonl, the line's).
+
+    `value`: the line's bytes in jsonl, a dict in parquet.
+    """
 
     number: int
     value: Any
 
 
 def rows(source: Input, longest: int) -> Iterator[Row]:
-    """Yields the rows of jsonl or parquet but blank lines; of a line of more than `longest` bytes
-    one byte more than that. Raises UserError for a file that cannot be read."""
+    """Yields the rows of jsonl, without blank lines, or parquet.
+
+    A line of more than `longest` bytes is cut after one byte more. Raises UserError for a file that
+    cannot be read.
+    """
     if source.kind == PARQUET:
         with _parquet(source) as file:
             _check_flat(source, file.schema_arrow)
@@ -439,18 +462,21 @@ def rows(source: Input, longest: int) -> Iterator[Row]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a row of parquet, in which all objects of a column have the same keys, without the
-    keys that only others have."""
+    """Returns a row of parquet without the keys that only other rows have.
+
+    In parquet all objects of a column have the same keys.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _check_flat(source: Input, schema: Any) -> None:
-    """Raises UserError for columns of parquet that give objects in rows other keys than they were
-    written with: each object of a column has all keys of all rows, the absent ones as null. In flat
-    objects a null and an absent key mean the same; deeper, as in arguments of a call, they do
-    not."""
+    """Raises UserError for columns of parquet that change the keys of nested objects.
+
+    Each object of a column has all keys of all rows, with null for missing ones. In flat objects a
+    null and a missing key mean the same; deeper, as in arguments of a call, they do not.
+    """
     import pyarrow
 
     def depth(kind: Any) -> int:
@@ -473,7 +499,7 @@ def _check_flat(source: Input, schema: Any) -> None:
 
 @contextlib.contextmanager
 def _parquet(source: Input) -> Iterator[Any]:
-    """Opens a parquet file. Raises UserError, also without the module that reads it."""
+    """Opens a parquet file. Raises UserError, even if the module that reads it is missing."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -485,8 +511,8 @@ def _parquet(source: Input) -> Iterator[Any]:
         yield pyarrow.parquet.ParquetFile(content)
 
 
-# Finding the files by fsspec, without opening them. Items keep their order, files below an item are
-# sorted by name, so the same line makes the same corpus on any machine.
+# Finds the files with fsspec, without opening them. Items keep their order, and files below an item
+# are sorted by name, so the same command makes the same corpus on any machine.
 
 
 HOW = "give files, folders, globs or addresses, joined by commas"
@@ -494,9 +520,16 @@ HOW = "give files, folders, globs or addresses, joined by commas"
 
 @dataclass(frozen=True)
 class Input:
-    """A file. `address` is for fsspec; `kind` and `packed` are its format; `stamp` identifies its
-    state: a time or an ETag, "" if nothing does; `typed`: the user gave the kind; `door`: where the
-    user named it; `split`: as its name in a folder tells it."""
+    """A file.
+
+    Attributes:
+        address: its address for fsspec.
+        kind, packed: its format.
+        stamp: identifies its state: a time or an ETag, or "" without one.
+        typed: whether the user gave the kind.
+        door: where the user named it.
+        split: the split in its name in a folder.
+    """
 
     address: str
     kind: str
@@ -523,7 +556,7 @@ class Input:
 
     @property
     def key(self) -> str:
-        """The key by which errors call it."""
+        """The key under which errors name it."""
         return self.door.key
 
     @property
@@ -533,23 +566,22 @@ class Input:
 
 
 class Taken(NamedTuple):
-    """inputs: files to read, each once. lines: what those of folders and globs were taken for."""
+    """Files to read, each once, and `lines` on how those in folders and globs are read."""
 
     inputs: list[Input]
     lines: list[str]
 
 
 def find_inputs(given: str, kind: str | None = None) -> list[Input]:
-    """Returns the files of `input=…`, each once. `kind`: of all; None: by their names.
+    """Returns the files of `input=…`, each once. `kind`: their kind; None: by their names.
 
-    Raises UserError for what is missing, cannot be listed or read, or holds no files.
+    Raises UserError for an item that is missing, cannot be listed or read, or holds no files.
     """
     return take_inputs(given, kind).inputs
 
 
 def take_inputs(given: str, kind: str | None = None) -> Taken:
-    """Returns what `find_inputs` does, and a sentence for each folder and glob, of what its files
-    were taken for."""
+    """Returns the files of `find_inputs`, and a sentence on each folder and glob."""
     items = items_of(given, f"input={show(given)}", HOW)
     found: dict[str, Input] = {}
     lines = []
@@ -573,7 +605,7 @@ def take_inputs(given: str, kind: str | None = None) -> Taken:
 
 @contextlib.contextmanager
 def of_input(address: str, key: str = "input") -> Iterator[None]:
-    """Turns what fails inside into a UserError of one sentence."""
+    """Turns failures inside into a UserError of one sentence."""
     try:
         yield
     except (UserError, KeyboardInterrupt, MemoryError):
@@ -600,11 +632,11 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
         try:
             info = files.info(path)
         except FileNotFoundError:
-            # In an address of the web `?` begins a query.
+            # In a web address `?` begins a query.
             if not set("*[" if is_web(item) else "*?[") & set(path):
                 near = None if "://" in item else nearest_path(path)
                 hint = f"; the nearest is {near}" if near else f": {HOW}"
-                raise UserError(f"input={show(item)} is not there{hint}") from None
+                raise UserError(f"input={show(item)} does not exist{hint}") from None
             info = None
         if info is not None and info["type"] == "file":
             head = _head(files, info)
@@ -617,7 +649,7 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
         if not names:
             verb = "holds no files (hidden ones do not count)" if info else "matches no file"
             raise UserError(f"input={show(item)} {verb}: {HOW}")
-        # Elsewhere a look at each file would cost a request: they are looked at when opened.
+        # Elsewhere each look would cost a request: files are inspected when they are opened.
         heads = {
             inner: _head(files, below[name])
             if is_local(files) or not below[name].get("size")
@@ -641,7 +673,7 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
 
 
 def said(named: str, found: Sorted) -> list[str]:
-    """Returns sentences of what the files of a folder or glob were taken for."""
+    """Returns sentences on how the files of a folder or glob are read."""
     taken = listing(found)
     lines = [f"{named}: {'; '.join(taken)}"] if taken else []
     return [*lines, *(f"{named}: {line}" for line in left_out_lines(found.left_out))]
@@ -655,7 +687,7 @@ def _form_of(item: str, name: str, head: bytes | None, kind: str | None) -> Form
 
 
 def _head(files: AbstractFileSystem, info: dict[str, Any]) -> bytes:
-    """Returns the first bytes of a file, b"" of an empty one."""
+    """Returns the first bytes of a file; b"" if it is empty."""
     if info.get("size") == 0:
         return b""
     if is_local(files):
@@ -666,7 +698,7 @@ def _head(files: AbstractFileSystem, info: dict[str, Any]) -> bytes:
 
 
 def is_local(files: AbstractFileSystem) -> bool:
-    """Returns whether the files are this host's."""
+    """Returns whether the files are on this host."""
     from fsspec.implementations.local import LocalFileSystem
 
     return isinstance(files, LocalFileSystem)
@@ -684,8 +716,10 @@ def _files_below(files: AbstractFileSystem, folder: str) -> dict[str, dict[str, 
     """Returns all files below a folder. Raises OSError for a folder that cannot be listed."""
     if not is_local(files):  # object stores list all at once
         return files.find(folder, detail=True)
-    found, waiting, seen = {}, [folder], set[str]()
-    while waiting:  # `find` leaves a folder out that cannot be listed
+    found = {}
+    waiting = [folder]
+    seen = set[str]()
+    while waiting:  # `find` would skip a folder that cannot be listed
         at = waiting.pop()
         if os.path.realpath(at) in seen:  # a link that leads back
             continue
@@ -701,7 +735,7 @@ def _files_below(files: AbstractFileSystem, folder: str) -> dict[str, dict[str, 
 
 
 def _is_folder(info: Mapping[str, Any]) -> bool:
-    """Returns whether fsspec's `info` is of a folder, or of this host's link to one."""
+    """Returns whether fsspec's `info` describes a folder, or a local link to one."""
     return info["type"] == "directory" or (bool(info.get("islink")) and os.path.isdir(info["name"]))
 
 
@@ -718,11 +752,11 @@ def _input(
     split: str = "",
 ) -> Input:
     name = info["name"]
-    if is_local(files):  # a listing has the time of a link, not of its file
+    if is_local(files):  # a listing has the time of the link, not of its file
         stamp = str(os.stat(name).st_mtime)
     else:
         stamp = " ".join(f"{key}={value}" for key, value in version_of(info).items())
-    # A server that tells no size may have a file of any.
+    # A server that tells no size may have a file of any size.
     size = 1 if info.get("size") is None else int(info["size"])
     address = files.unstrip_protocol(name)
     return Input(address, *form, size, stamp, typed is not None, split=split)

@@ -40,9 +40,14 @@ if TYPE_CHECKING:
 
 
 class MicroBatch(NamedTuple):
-    """Tensors (micro batch, seq): tokens and labels int64, loss_mask bool; None where not
-    needed. samples: (micro batch,) int64, their numbers in the run. documents: on every stage,
-    or None where a sample is one document."""
+    """The tensors of a micro-batch.
+
+    Attributes:
+        tokens, labels: (micro batch, seq) int64; None if not needed.
+        loss_mask: (micro batch, seq) bool; None if not needed.
+        samples: (micro batch,) int64, their numbers in the run.
+        documents: on every stage; None if a sample is one document.
+    """
 
     tokens: torch.Tensor | None
     labels: torch.Tensor | None
@@ -55,7 +60,7 @@ class Batches:
     """Micro-batches of one data-parallel rank.
 
     A step trains on the next global batch of samples from `first` on, whatever dp and
-    micro_batch_size are; rank d has a contiguous share, its micro-batches in order. Without
+    micro_batch_size are; rank d has a contiguous share, with its micro-batches in order. Without
     `needs_batch` (middle pipeline stages) micro-batches hold only the samples' numbers, and their
     documents if `document_mask`.
     """
@@ -73,10 +78,16 @@ class Batches:
         split: SequenceSplit | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """`stride` > 0: samples of a step of all ranks; a thread then reads ahead. `split`: over
-        context-parallel ranks, of which each reads the whole sample and keeps its own tokens.
-        `vocab_size`: of a user's own samples, which are then checked."""
-        self.source, self._needs_batch = source, needs_batch
+        """Prepares to read.
+
+        Args:
+            stride: samples of a step of all ranks; if it is above 0, a thread reads ahead.
+            split: split over context-parallel ranks, each of which reads the whole sample and keeps
+                its own tokens.
+            vocab_size: limit of the tokens of a user's own samples, which are then checked.
+        """
+        self.source = source
+        self._needs_batch = needs_batch
         self._masks = source.masks if isinstance(source, Masking) else True
         self._document_mask = document_mask
         self._micro_batch_size = micro_batch_size
@@ -91,7 +102,7 @@ class Batches:
     def resize(self, num_microbatches: int, stride: int) -> None:
         """Sets the micro-batches of a rank and the samples of all ranks, from the next step on."""
         self._num_microbatches = num_microbatches
-        self._imbalances: dict[int, float] = {}  # by micro-batch of the last step
+        self._imbalances: dict[int, float] = {}  # imbalance by micro-batch of the last step
         if self._reads_ahead:
             share = num_microbatches * self._micro_batch_size
             self._ahead = ReadAhead(self.source, self._dp_rank * share, share, stride)
@@ -163,10 +174,10 @@ class Batches:
 
 
 def checked(sample: Sample, number: int, vocab_size: int) -> Sample:
-    """Returns a sample of the user's own source with a mask of bool.
+    """Returns a sample of the user's own source with a bool mask. Raises UserError.
 
-    An accelerator would take a token beyond the vocabulary for a vector of zeros, and a mask of
-    weights would be counted as ones: both give finite, wrong losses. Raises UserError.
+    On an accelerator a token beyond the vocabulary would become a vector of zeros, and a mask of
+    weights would count as ones: both give finite, wrong losses.
     """
     tokens, mask = np.asarray(sample.tokens), np.asarray(sample.loss_mask)
     named = f"sample {number} of train_source or valid_source"
@@ -181,14 +192,14 @@ def checked(sample: Sample, number: int, vocab_size: int) -> Sample:
     if low < 0 or high >= vocab_size:
         raise UserError(
             f"{named} has token {low if low < 0 else high}: tokens, which are the labels too, must "
-            f"be from 0 to model.vocab_size - 1 = {vocab_size - 1}; mask labels by loss_mask"
+            f"be from 0 to model.vocab_size - 1 = {vocab_size - 1}; mask labels with loss_mask"
         )
     if mask.dtype != np.bool_:
         whole = mask.astype(np.bool_)
         if mask.dtype.kind not in "iuf" or (mask != whole).any():
             raise UserError(
                 f"{named}: loss_mask of type {mask.dtype} holds more than 0 and 1: it must say "
-                "which labels count, as weights are not taken; give bool"
+                "which labels count, and weights are not supported; give bool"
             )
         mask = whole
     return sample._replace(tokens=tokens, loss_mask=mask)
@@ -203,9 +214,9 @@ def documents_of(
     device: torch.device,
     split: SequenceSplit | None = None,
 ) -> Documents:
-    """Returns the documents of `samples`, which are `numbers` in the run.
+    """Returns the documents of `samples`, whose numbers in the run are `numbers`.
 
-    Raises ValueError for starts that are not positions where documents begin.
+    Raises ValueError for starts that are not begins of documents.
     """
     length = len(samples[0].loss_mask)
     split = split or SequenceSplit(length)
@@ -232,27 +243,28 @@ def _checked_starts(sample: Sample, number: int, length: int) -> npt.NDArray[np.
     return starts
 
 
-# A thread that reads the next samples. It first prefetches all of them and then reads: the disk
-# serves the later ones while the first are taken.
+# A thread that reads the next samples. It prefetches all of them before it reads, so the disk
+# serves later ones while the first are used.
 
 
 _BYTES = 256 << 20  # most bytes of samples read ahead
 _BYTES_PER_TOKEN = 16
 Futures = dict[int, Future[Sample]]  # samples by their numbers
-_PAUSE_S = 1e-4  # between two samples, so that the main thread gets the interpreter lock
+_PAUSE_S = 1e-4  # pause between two samples, so that the main thread gets the interpreter lock
 
 
 class ReadAhead:
-    """Reads the samples of one rank ahead: of each step `share`, from `first` + `offset` on.
+    """Reads the samples of one rank ahead: `share` per step, from `first` + `offset` on.
 
-    An exception of the source is raised where its sample is taken. The thread ends with this
-    object.
+    An exception of the source is raised when its sample is taken. The thread ends with this object.
     """
 
     def __init__(self, source: SampleSource, offset: int, share: int, stride: int) -> None:
         """`stride`: samples of a step of all ranks."""
         self.source = source
-        self._offset, self._share, self._stride = offset, share, stride
+        self._offset = offset
+        self._share = share
+        self._stride = stride
         # Up to the end of the next step.
         self._most = max(1, min(2 * share, _BYTES // (_BYTES_PER_TOKEN * source.seq_length)))
         self._first = -1
@@ -291,14 +303,14 @@ class ReadAhead:
 
     def _fill(self) -> None:
         free = self._most - len(self._ahead)
-        if self._first >= 0 and 2 * free >= self._most:  # in bulk, not for each sample
+        if self._first >= 0 and 2 * free >= self._most:  # in bulk, not sample by sample
             more: Futures = {i: Future() for i in islice(self._order, free)}
             self._ahead |= more
             self._wanted.put(more)
 
 
 def _read(source: SampleSource, wanted: SimpleQueue[Futures]) -> None:
-    """Reads what is wanted until nothing is; the thread's target."""
+    """Reads the wanted samples until it gets none; the thread's target."""
     while samples := wanted.get():
         with suppress(Exception):  # reading the sample raises the same error
             if isinstance(source, Prefetching):
@@ -318,7 +330,7 @@ def _read(source: SampleSource, wanted: SimpleQueue[Futures]) -> None:
 
 
 def check_same_text(corpus: TrainingText, world: Group, device: torch.device) -> None:
-    """Raises UserError, on every rank alike, if two ranks have different tokens; collective.
+    """Raises UserError on every rank if two ranks have different tokens; collective.
 
     They differ if a file grows while the ranks start, or if hosts hold different copies.
     """
@@ -351,7 +363,7 @@ def with_length(train: TrainConfig, source: SampleSource) -> TrainConfig:
         return train
     if not isinstance(source, Finite):
         raise UserError(
-            f"train.epochs={epochs:g} must be of samples whose source has `windows`, their number; "
+            f"train.epochs={epochs:g} needs a source of samples with `windows`, their number; "
             "give train.tokens instead"
         )
     samples = math.ceil(Fraction(repr(epochs)) * source.windows)

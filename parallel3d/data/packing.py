@@ -1,9 +1,9 @@
 """Packs documents into samples: best-fit decreasing, and plans of packs in the token cache.
 
-The longest document comes first, each into the pack with the least sufficient space. Documents of
+Documents go, longest first, into the pack with the least sufficient space. Documents of
 one length are interchangeable, and so are packs of equal content: all of them are placed in one
-step, so the work grows with the number of lengths instead of documents. The packs are as many, and
-as full, as if documents were placed one by one.
+step, so the work grows with the number of lengths instead of documents. The packs are as many and
+as full as if documents were placed one by one.
 
 Sources: D. S. Johnson, "Near-Optimal Bin Packing Algorithms", MIT 1973; H. Ding and others, "Fewer
 Truncations Improve Language Modeling", ICML 2024 (packing documents so).
@@ -53,7 +53,7 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
     if lengths.size and not 0 < int(lengths.min()) <= int(lengths.max()) <= capacity:
         raise ValueError(f"documents of {lengths.min()} to {lengths.max()} tokens for {capacity}")
     counts = np.bincount(lengths, minlength=capacity + 1)
-    # The longest first; equal lengths in their own order.
+    # The longest first; equal lengths keep their order.
     narrow = np.uint16 if capacity < 1 << 16 else np.uint32
     order = np.argsort((capacity - lengths).astype(narrow), kind="stable")
     place = order.size - np.cumsum(counts)  # index in `order` of the next document of a length
@@ -91,7 +91,9 @@ def _groups(counts: npt.NDArray[np.integer], capacity: int) -> Iterator[tuple[in
                     del begun[free]
                     free_bits &= ~(1 << free)
             else:
-                free, packs, content = capacity, left, None
+                free = capacity
+                packs = left
+                content = None
             each = free // length
             full, rest = divmod(left, each)
             filled = min(packs, full)
@@ -112,11 +114,11 @@ def _groups(counts: npt.NDArray[np.integer], capacity: int) -> Iterator[tuple[in
                 yield packs, content
 
 
-# Samples by a plan: whole documents one after another, the rest padded with end-of-text
+# Samples from a plan: whole documents one after another, then padding with end-of-text
 
 
 class PackSampler:
-    """Packs, epoch after epoch; padding and the first tokens of documents are no labels."""
+    """Packs, epoch after epoch; padding and the first tokens of documents are not labels."""
 
     masks = True
 
@@ -129,13 +131,16 @@ class PackSampler:
         eot: int,
         name: str = "",
     ) -> None:
-        """`tokens`: the stream of `plan`; the rest as for `Sampler`."""
-        self.seq_length, self.windows = plan.capacity - 1, plan.packs
-        self._tokens, self._plan, self._eot = tokens, plan, eot
+        """`tokens`: the stream of `plan`; the others are as in `Sampler`."""
+        self.seq_length = plan.capacity - 1
+        self.windows = plan.packs
+        self._tokens = tokens
+        self._plan = plan
+        self._eot = eot
         self._order = Order(plan.packs, seed, shuffle, name)
 
     def will_read(self, i: int) -> None:
-        """Prefetches the tokens of sample `i` if they lie on a disk."""
+        """Prefetches the tokens of sample `i` if they are on a disk."""
         if isinstance(self._tokens, Tokens):
             for start, length in zip(*self._plan.pack(self._order.at(i)), strict=True):
                 self._tokens.will_read(start, start + length)
@@ -172,7 +177,7 @@ Fit = Callable[[npt.NDArray[np.int64], int], Packs]  # lengths, capacity → pac
 
 
 class Pieces(NamedTuple):
-    """Pieces of a stream, each of which fits any pack: their begins and lengths in tokens."""
+    """Pieces of a stream that each fit into any pack: their begins and lengths in tokens."""
 
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
@@ -186,7 +191,9 @@ class PackingPlan:
         self, files: Mapping[str, WatchedFile], facts: Mapping[str, Any], capacity: int
     ) -> None:
         """Raises ValueError for a damaged plan."""
-        self.watched, self.capacity, self.packs = files[".packs"], capacity, int(facts["packs"])
+        self.watched = files[".packs"]
+        self.capacity = capacity
+        self.packs = int(facts["packs"])
         self.digest = self.watched.digest
         file, starts_at = self.watched.file, 8 * (self.packs + 1)
         pieces, rest = divmod(size_of(file) - starts_at, 12)
@@ -205,8 +212,8 @@ class PackingPlan:
 def pieces_of(begins: npt.NDArray[np.int64], tokens: int, capacity: int) -> Pieces:
     """Cuts a stream of `tokens` with documents at `begins`, the first at 0, into pieces.
 
-    A piece starts with the last token of the piece before, so every token but a document's first is
-    a label once. A document of one token has no label and is left out.
+    A piece starts with the last token of the previous piece, so every token except a document's
+    first is a label once. A document of one token has no label and is left out.
     """
     lengths = np.diff(begins, append=tokens)
     step = capacity - 1
@@ -225,7 +232,8 @@ def kept_plan(
     capacity: int,
     fit: Fit = best_fit,
 ) -> PackingPlan:
-    """Returns the plan `key` of `folder`, built of `make`'s pieces if missing. Raises UserError."""
+    """Returns the plan `key` in `folder`, built from `make`'s pieces if missing. Raises
+    UserError."""
 
     def build(prefix: Path) -> dict[str, int]:
         pieces = make()

@@ -1,8 +1,8 @@
 """Trains tokenizers, and tokenizes text into corpora by several processes.
 
-A killed run can be continued: `<to>.partial/` holds tokens and lengths, which grow, and
-journal.json with how much of them is flushed and the position of the inputs after that; a new start
-cuts off the rest.
+A killed run can be continued: `<to>.partial/` holds the tokens and lengths written so far, and
+journal.json records how much of them is flushed and the position in the inputs after that. A new
+start cuts off the rest.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from parallel3d.errors import UserError
 from parallel3d.files import flush_folder, no_link, parse_json, plain, read_bounded, replace_durably
 from parallel3d.host.processes import die_with_parent
 
-# Bytes of tokens and seconds between flushes: what a kill may cost.
+# Bytes of tokens and seconds between flushes: a kill loses at most this much.
 FLUSH_BYTES, FLUSH_S = 64 << 20, 10
 JOURNAL = "journal.json"
-# What becomes of the files of the folder, in this order: the index completes the pair.
+# Final name → name in the folder, renamed in this order: the index completes the pair.
 PARTS = {
     ".tokenizer": "tokenizer",
     ".json": "facts.json",
@@ -73,30 +73,43 @@ PARTS = {
 
 @dataclass
 class JournalEntry:
-    """The flushed state: `place` after the written documents, `read` bytes of inputs before it."""
+    """The flushed state.
+
+    Attributes:
+        place: position in the inputs after the written documents.
+        read: bytes of the inputs before it.
+        by_label: documents of each format and split.
+        complete: all files are written and only need renaming.
+    """
 
     place: Position = FIRST
     read: int = 0
     documents: int = 0
     tokens: int = 0
     count: Count = field(default_factory=Count)
-    by_label: dict[str, int] = field(default_factory=dict)  # documents of each format and split
-    complete: bool = False  # all files are written and only need renaming
+    by_label: dict[str, int] = field(default_factory=dict)
+    complete: bool = False
 
 
 class Journal:
-    """The files of a corpus in progress. `job`: its inputs, name → value."""
+    """The files of a corpus in progress. `job` maps the names of its inputs to values."""
 
     def __init__(self, to: Path, job: dict[str, Any], dtype: np.dtype, flush_bytes: int) -> None:
-        self.to, self.job, self.dtype, self.flush_bytes = to, job, np.dtype(dtype), flush_bytes
+        self.to = to
+        self.job = job
+        self.dtype = np.dtype(dtype)
+        self.flush_bytes = flush_bytes
         self.folder = folder_of(to)
         self.done = JournalEntry()
-        self._unflushed, self._flushed_at = 0, time.monotonic()
+        self._unflushed = 0
+        self._flushed_at = time.monotonic()
 
     @contextmanager
     def held(self) -> Iterator[Journal]:
-        """Locks and opens the files, cut to the flushed part. Raises OSError, and UserError if
-        another process or job has them, or if the corpus exists."""
+        """Locks and opens the files, cut to the flushed part.
+
+        Raises OSError, and UserError if another process or job has them or the corpus exists.
+        """
         if not is_begun(self.to):
             check_free(self.to)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -104,12 +117,12 @@ class Journal:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"to={self.to} is being made by another process") from None
+                raise UserError(f"to={self.to} is being written by another process") from None
             try:
                 self._resume()
                 yield self
             except OSError as error:
-                if error.filename is None:  # errors of writes name no file
+                if error.filename is None:  # errors of a write name no file
                     error.filename = str(self.folder)
                 raise
             finally:
@@ -120,7 +133,8 @@ class Journal:
     def writing(self) -> Iterator[None]:
         """Opens the files to add documents."""
         self._writer = IndexedWriter(
-            *(self.folder / "corpus", self.dtype),
+            self.folder / "corpus",
+            self.dtype,
             partial=self.folder / "corpus",
             documents=self.done.documents,
             tokens=self.done.tokens,
@@ -148,10 +162,11 @@ class Journal:
         """Flushes all files, then records their sizes in the journal."""
         self._writer.flush()
         self._write()
-        self._unflushed, self._flushed_at = 0, time.monotonic()
+        self._unflushed = 0
+        self._flushed_at = time.monotonic()
 
     def complete(self, tokenizer: Tokenizer, begin: Sequence[int] = ()) -> None:
-        """Writes index, facts and tokenizer into the folder; `begin`: of each document."""
+        """Writes index, facts and tokenizer; `begin`: the tokens that begin each document."""
         self.flush()
         self._writer.write_index()
         own, file = self.folder / PARTS[".tokenizer"], None
@@ -175,7 +190,7 @@ class Journal:
         self._write()
 
     def finish(self) -> CorpusFacts:
-        """Renames the complete corpus to its place, the index last. After an OSError a new start
+        """Renames the complete corpus to its place, the index last. After an OSError, a new start
         continues."""
         for end, part in PARTS.items():
             if (self.folder / part).exists():
@@ -202,13 +217,13 @@ class Journal:
             return
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path} cannot be read ({plain(str(error))}): remove {self.folder} to begin again"
+                f"{path} cannot be read ({plain(str(error))}): remove {self.folder} to start over"
             ) from None
         differs = [key for key in self.job if there.get(key) != self.job[key]]
         if differs:
             raise UserError(
-                f"to={show(str(self.to))} was begun with another {' and '.join(differs)}: type the "
-                f"first line again, choose another to=, or remove {self.folder} to begin anew"
+                f"to={show(str(self.to))} was begun with another {' and '.join(differs)}: run the "
+                f"first command again, choose another to=, or remove {self.folder} to start over"
             )
 
 
@@ -227,25 +242,25 @@ def check_free(to: Path) -> None:
     there = [f"{to}{end}" for end in PARTS if os.path.lexists(f"{to}{end}")]
     if there:
         raise UserError(
-            f"to={show(str(to))}: {there[0]} is there and stays as it is; choose another to=, or "
-            "remove that corpus"
+            f"to={show(str(to))}: {there[0]} exists and is never overwritten; choose another to=, "
+            "or remove that corpus"
         )
 
 
-AHEAD = 3  # shards per process that are given out before the first of them is taken
+AHEAD = 3  # submitted shards per process while the first result is awaited
 LOST = (
-    "a process that makes tokens was ended from outside, perhaps as memory ran out: type the line "
-    "again to go on, with fewer workers= if memory is short"
+    "a worker process was killed, perhaps because memory ran out: run the command again to "
+    "continue, with fewer workers= if memory is short"
 )
 
 
 def in_order(
     shards: Iterator[Shard], work: Callable[[Shard], Made], workers: int
 ) -> Generator[tuple[Shard, Made], None, None]:
-    """Yields the results of the shards in order, by `workers` processes, or here if that is 0.
+    """Yields the results of the shards in order, computed by `workers` processes; 0: this one.
 
-    Processes are spawned: forked, a library's threads could hold a lock forever. Raises the
-    UserError of a task, or one for a process that is gone.
+    Processes are spawned, as a lock held by a library's thread would stay locked after a fork.
+    Raises the UserError of a task, or UserError if a process was killed.
     """
     if not workers:
         yield from ((each, work(each)) for each in shards)
@@ -255,7 +270,7 @@ def in_order(
     pending: deque[tuple[Shard, Future[Made]]] = deque()
     try:
         for each in shards:
-            # The content travels with the task; only its place stays here.
+            # The task carries the content; only its place is kept here.
             pending.append((each._replace(content=b""), pool.submit(work, each)))
             if len(pending) > AHEAD * workers:
                 done, made = pending.popleft()
@@ -266,7 +281,7 @@ def in_order(
     except (BrokenProcessPool, MemoryError):
         raise UserError(LOST) from None
     finally:
-        if pending:  # broken off
+        if pending:  # aborted
             for process in active_children():
                 if process not in others:
                     process.terminate()
@@ -295,11 +310,11 @@ def train_tokenizer(
     text_key: str,
     progress: Callable[[int, Count], None],
 ) -> tuple[bytes, Count]:
-    """Trains a tokenizer; returns a tokenizer.json of at most `vocab_size` tokens, and its rows.
+    """Trains a tokenizer; returns its tokenizer.json, of at most `vocab_size` tokens, and the rows.
 
-    `progress` gets the bytes of the inputs that were read, and the counts so far. The tokenizer
-    puts END before a prompt, as in training every text but the first follows one. Raises UserError
-    for inputs that cannot be read or hold no text.
+    `progress` gets the bytes of the inputs read so far and the counts. The tokenizer puts END
+    before a prompt, since every text but the first follows one in training. Raises UserError for
+    inputs that cannot be read or hold no text.
     """
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -328,24 +343,30 @@ def _texts(
         for found in documents(each, text_key, here):
             yield found.text
         count.add(here)
-        judge(count, JUDGED, BAD, f"{BAD:.0%}", "mend them")
+        judge(count, JUDGED, BAD, f"{BAD:.0%}", "fix them")
         progress(each.read, count)
-    judge(count, 1, BAD, f"{BAD:.0%}", "mend them")
+    judge(count, 1, BAD, f"{BAD:.0%}", "fix them")
 
 
 # Tokenizing into a corpus, whose bytes do not depend on the number of processes. One process splits
-# the inputs and writes the results in order; a bounded number waits, so memory does not grow.
+# the inputs and writes the results in order; the number of waiting results is bounded.
 
 
 VERSION = 1
-MEND = "mend them, give their text_key=, or a larger bad="
+REMEDY = "fix them, give their text_key=, or a larger bad="
 
 
 @dataclass(frozen=True)
 class PreprocessJob:
-    """A corpus to make. bad: the largest allowed share of rows without a document. tokenizer: for
-    `open_tokenizer`. add_bos: begin documents with what the tokenizer puts before every text.
-    workers: processes; 0: only this one."""
+    """A corpus to write.
+
+    Attributes:
+        tokenizer: name for `open_tokenizer`.
+        to: prefix of the corpus.
+        bad: largest allowed share of rows without a document.
+        workers: number of processes; 0: this process does the work.
+        add_bos: begin each document with the tokens that the tokenizer puts before every text.
+    """
 
     inputs: tuple[Input, ...]
     tokenizer: str
@@ -359,7 +380,7 @@ class PreprocessJob:
 
 
 class Made(NamedTuple):
-    """A shard's documents one after another: tokens as the corpus stores them, lengths int32."""
+    """The concatenated documents of a shard: tokens as the corpus stores them, lengths int32."""
 
     tokens: npt.NDArray[np.integer]
     lengths: npt.NDArray[np.int32]
@@ -368,7 +389,7 @@ class Made(NamedTuple):
 
 @cache
 def _tokenizer_of(name: str, digest: str) -> Tokenizer:
-    """Opens a tokenizer once a process. Raises UserError if its digest is no longer `digest`."""
+    """Opens a tokenizer, once per process. Raises UserError if its digest is not `digest`."""
     tokenizer = open_tokenizer(name, "tokenizer")
     if tokenizer.digest != digest:
         raise UserError(f"tokenizer={name} was changed while it was in use")
@@ -376,7 +397,7 @@ def _tokenizer_of(name: str, digest: str) -> Tokenizer:
 
 
 def made_of(shard: Shard, text_key: str, name: str, digest: str, add_bos: bool) -> Made:
-    """Returns the tokens of a shard's documents, each with an end-of-text, in any process."""
+    """Returns the tokens of a shard's documents, each followed by an end-of-text."""
     tokenizer = _tokenizer_of(name, digest)
     dtype, count = token_type(tokenizer.vocab_size), Count()
     end, parts = np.array([tokenizer.eot], dtype), [np.zeros(0, dtype)]
@@ -396,20 +417,20 @@ def made_of(shard: Shard, text_key: str, name: str, digest: str, add_bos: bool) 
 def tokenize(
     job: PreprocessJob, progress: Callable[[JournalEntry], None]
 ) -> tuple[CorpusFacts, JournalEntry]:
-    """Makes a corpus, or continues one. Calls `progress` after each shard.
+    """Writes a corpus, or continues one. Calls `progress` after each shard.
 
     Raises UserError for unusable inputs or tokenizer, too many bad rows, or an existing corpus. The
-    work so far stays for the next start, as it does after a kill.
+    next start continues from the work done, also after a kill.
     """
     if unknown := next((each for each in job.inputs if not each.stamp), None):
         raise UserError(
-            f"input={show(unknown.shown)}: its server tells neither an ETag nor a time of change, "
-            "by which a change would be noticed; copy it to this host"
+            f"input={show(unknown.shown)}: its server gives neither an ETag nor a modification "
+            "time, so a change would go unnoticed; copy it to this host"
         )
     tokenizer = open_tokenizer(job.tokenizer, "tokenizer")
     own = {"version": VERSION, "tokenizer": tokenizer.digest, "text_key": job.text_key}
     begin = tokenizer.bos if job.add_bos else []
-    if tokenizer.bos:  # only then do documents depend on it
+    if tokenizer.bos:  # otherwise documents do not depend on it
         own["add_bos"] = job.add_bos
     own["input"] = digest_of([[i.address, i.kind, i.size, i.stamp] for i in job.inputs])
     journal = Journal(job.to, own, token_type(tokenizer.vocab_size), job.flush_bytes)
@@ -428,9 +449,9 @@ def tokenize(
             with journal.writing(), closing(in_order(shards, work, job.workers)) as results:
                 for each, made in results:
                     journal.add(made, each)
-                    judge(journal.done.count, JUDGED, job.bad, limit, MEND)
+                    judge(journal.done.count, JUDGED, job.bad, limit, REMEDY)
                     progress(journal.done)
-                judge(journal.done.count, 1, job.bad, limit, MEND)
+                judge(journal.done.count, 1, job.bad, limit, REMEDY)
                 if not journal.done.documents:
                     raise UserError(
                         f"input: none of its {journal.done.count.rows:,} rows has a text"

@@ -1,12 +1,12 @@
 """Reads files at fsspec addresses (s3://, gs://, https://, memory://) block by block.
 
-Fetched blocks lie in a folder shared by the processes of a host, each followed by its digest: a
-block cut short by a kill or a full disk is fetched again. The folder's size is bounded; the least
-recently read blocks are removed first.
+Fetched blocks are stored in a folder shared by the processes of a host, each followed by its
+digest: a block cut short by a kill or a full disk is fetched again. The folder's size is bounded;
+the least recently read blocks are removed first.
 
 A run reads the version of a file that it opened. A block is kept only if the store still has that
-version after the block arrived; otherwise the run ends. Versions are ETags and the like. Times are
-coarse: beside a time some places of the file are compared, too.
+version after the block arrived; otherwise the run ends. A version is an ETag or the like. If
+only a modification time is known, which is coarse, samples of the content are compared as well.
 """
 
 from __future__ import annotations
@@ -35,26 +35,31 @@ T = TypeVar("T")
 BLOCK = 256 << 10  # bytes
 _DIGEST = 16  # bytes after a block
 _AT_ONCE = 8  # concurrent fetches
-PAUSES_S: tuple[float, ...] = (0.5, 2.0, 5.0)  # before each further try
-_TOUCHED_S = 60.0  # resolution of the time at which a block was last read
-_LEFT_S = 3600.0  # age after which an unfinished file is abandoned
-_KEY = 3  # increased where blocks of older versions of this program are invalid
-_PLACES, _PLACE = 3, 1 << 10  # places that are compared beside a time, their bytes
-_LARGEST = 1 << 20  # bytes of a file that is read whole
+PAUSES_S: tuple[float, ...] = (0.5, 2.0, 5.0)  # before each retry
+_TOUCHED_S = 60.0  # resolution of a block's time of last read
+_LEFT_S = 3600.0  # age in seconds at which an unfinished file counts as abandoned
+_KEY = 3  # increased when blocks of older versions of this program become invalid
+_PLACES = 3  # samples of the content that are compared along with a time
+_PLACE = 1 << 10  # bytes of a sample
+_LARGEST = 1 << 20  # bytes; limit of `BlockCache.read`
 
 
 class BlockCache:
     """The folder of blocks, with a subfolder for each file."""
 
     def __init__(self, folder: Path, most: int) -> None:
-        """Keeps `most` bytes, as seen by each process. Raises UserError for a folder that cannot
-        be used, or is another user's, who could put any text in it."""
+        """Keeps at most `most` bytes, by the count of each process.
+
+        Raises UserError for a folder that cannot be used, or that belongs to another user, who
+        could put any text in it.
+        """
         check_owner(folder)
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise unusable(folder, error.strerror or str(error)) from error
-        self.folder, self._most = folder, most
+        self.folder = folder
+        self._most = most
         self._lock = threading.Lock()
         self._held = sum(size for _, size, _ in self._blocks())
         self.pool = ThreadPoolExecutor(_AT_ONCE, "fetch")
@@ -63,7 +68,7 @@ class BlockCache:
         return BlockCache, (self.folder, self._most)
 
     def opened(self, address: str, named: str) -> BlockFile:
-        """Opens the file at `address`; errors call it `named`. Raises UserError."""
+        """Opens the file at `address`, called `named` in errors. Raises UserError."""
         return BlockFile(address, self, named)
 
     def read(self, address: str) -> bytes:
@@ -79,7 +84,7 @@ class BlockCache:
         return file.pread(file.size, 0)
 
     def block(self, path: Path, size: int) -> bytes | None:
-        """Returns the block of `size` bytes at `path`; None without an intact one."""
+        """Returns the block of `size` bytes at `path`; None if it is missing or damaged."""
         try:
             with open(path, "rb", buffering=0, opener=no_link) as file:
                 status = os.fstat(file.fileno())
@@ -94,7 +99,7 @@ class BlockCache:
         return block if len(block) == size and _digest(block) == digest else None
 
     def keep(self, path: Path, block: bytes) -> None:
-        """Stores a whole block; nothing where the disk is full."""
+        """Stores a whole block; does nothing if the disk is full."""
         partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -111,7 +116,8 @@ class BlockCache:
                 self._evict()
 
     def _evict(self) -> None:
-        """Removes the least recently read blocks until a tenth is free; other processes may too."""
+        """Removes the least recently read blocks until a tenth is free; other processes may do the
+        same."""
         blocks = sorted(self._blocks())
         self._held = sum(size for _, size, _ in blocks)
         for _, size, path in blocks:
@@ -135,14 +141,15 @@ class BlockCache:
 
 
 class BlockFile:
-    """A remote file, read by `pread` and prefetched by `will_read`, as `Tokens` uses it.
+    """A remote file with the interface that `Tokens` needs: `pread` and `will_read`.
 
-    `mark`: its size, and a digest of the opened version.
+    `mark` holds its size and a digest of the opened version.
     """
 
     def __init__(self, address: str, cache: BlockCache, named: str) -> None:
         """Raises UserError for a missing or unreachable file, and for one without a version."""
-        self.name, self._cache = address, cache
+        self.name = address
+        self._cache = cache
         try:
             self._files, self._path = fsspec.core.url_to_fs(address, skip_instance_cache=True)
             self._version = self._ask()
@@ -154,18 +161,19 @@ class BlockFile:
             }
         except FileNotFoundError:
             raise UserError(
-                f"{named} does not exist, there is no {address}: give the prefix of a pair, its "
+                f"{named} does not exist: no file at {address}; give the prefix of a pair, its "
                 "name without .bin and .idx"
             ) from None
-        except Exception as error:  # each of fsspec's file systems raises its own kinds
+        except Exception as error:  # each file system of fsspec raises errors of its own
             raise UserError(
-                f"{named} cannot be read, {address}: {first_line(error)}; give a pair that this "
+                f"{named}: {address} cannot be read ({first_line(error)}); give a pair that this "
                 "host can reach"
             ) from error
         if len(self._version) == 1:
             raise UserError(
-                f"{named} cannot be read, {address}: its server tells neither an ETag nor a time "
-                "of change, by which a change would be noticed; copy the pair to this host"
+                f"{named}: {address} cannot be read safely: its server gives neither an ETag "
+                "nor a modification time, so a change would go unnoticed; copy the pair to this "
+                "host"
             )
         self.mark = (
             f"{self.size}:{digest_of([self._version, [p.hex() for p in self._places.values()]])}"
@@ -176,11 +184,11 @@ class BlockFile:
         self._under_way: dict[int, Future[bytes]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process opens the file again, and must find the version that this one opened."""
+        """Makes another process reopen the file, which must have the version opened here."""
         return _opened_again, (self.name, self._cache, self.mark)
 
     def pread(self, size: int, at: int) -> bytes:
-        """Reads up to `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
+        """Reads `size` bytes from byte `at` on, fewer only at the end. Raises OSError."""
         end = min(at + size, self.size)
         if end <= at:
             return b""
@@ -197,22 +205,23 @@ class BlockFile:
                 self._fetched(number)
 
     def check(self) -> None:
-        """Raises UserError if the opened version is gone, OSError if that cannot be known."""
+        """Raises UserError if the opened version is gone, OSError if the store cannot be asked."""
         self._patiently("checked", self._check)
 
     def _check(self) -> None:
         is_same = self._ask() == self._version
         is_same = is_same and all(self._place(at) == was for at, was in self._places.items())
-        # Once another version was seen, blocks in flight may be of it, even if the first is back.
+        # After another version was seen, a block in flight may be from it even if the first is
+        # back.
         if self._is_over or not is_same:
             self._is_over = True
             raise UserError(
-                f"{self.name} was changed while the run was reading it: put back the one that the "
-                "run began with and start again, or choose another run="
+                f"{self.name} was changed while the run was reading it: restore the version that "
+                "the run began with and start again, or choose another run="
             )
 
     def _ask(self) -> dict[str, str]:
-        """Returns the file's size, and the facts that tell its version."""
+        """Returns the file's size and the facts that identify its version."""
         self._files.invalidate_cache(self._path)
         info = self._files.info(self._path)
         return {"size": str(info["size"])} | version_of(info)
@@ -224,7 +233,7 @@ class BlockFile:
             more = {"headers": {**headers, "If-Match": etag}}
         content = bytes(self._files.cat_file(self._path, start=begin, end=end, **more))
         if len(content) != end - begin:
-            raise OSError(f"{len(content):,} bytes of {end - begin:,} came")
+            raise OSError(f"only {len(content):,} of {end - begin:,} bytes arrived")
         return content
 
     def _place(self, at: int) -> bytes:
@@ -264,8 +273,8 @@ class BlockFile:
         return self._patiently(f"read at byte {at:,}", once)
 
     def _patiently(self, verb: str, call: Callable[[], T]) -> T:
-        """Calls until a call succeeds, with pauses between; a UserError is not retried. Raises
-        OSError in the end."""
+        """Calls until a call succeeds, with pauses between. Raises OSError after the last try, and
+        a UserError at once."""
         for pause in (*PAUSES_S, None):
             try:
                 return call()

@@ -1,4 +1,4 @@
-"""Maps sample i to a window of the stream: a pure function of (seed, i), without state or table."""
+"""Maps sample i to a window of the stream by a pure function of (seed, i)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from parallel3d.data.tokens import Tokens, WatchedFile
 
 _ROUNDS = 8
 
-# First and last + 1 token of a range → the tokens in it at which a document begins.
+# (first, last + 1) token of a range → the tokens in it that begin a document.
 Starts = Callable[[int, int], npt.NDArray[np.int64]]
 
 
 class Sample(NamedTuple):
     """`tokens` int64 (seq + 1,): inputs are [:-1], labels [1:]; `loss_mask` bool (seq,).
 
-    starts[p], int32 (seq,), is the position in the sample at which the document of input p begins;
+    starts[p], int32 (seq,), is the position in the sample where the document of input p begins;
     None: the sample is one document.
     """
 
@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 
 class SampleSource(Protocol):
-    """Samples of one length. A source may also be `Finite`, `Masking` or `Prefetching`."""
+    """Samples of equal length. A source may also be `Finite`, `Masking` or `Prefetching`."""
 
     seq_length: int
 
@@ -43,7 +43,7 @@ class SampleSource(Protocol):
 
 @runtime_checkable
 class Finite(Protocol):
-    """A source of so many samples, which come again in the next epoch."""
+    """A source whose epoch has `windows` samples."""
 
     @property
     def windows(self) -> int: ...
@@ -53,8 +53,8 @@ class Finite(Protocol):
 class Masking(Protocol):
     """A source that tells whether a loss mask can contain False.
 
-    Where none can, `Batches.token_count` reads no sample. A source that is not `Masking` counts as
-    one whose masks can.
+    If none can, `Batches.token_count` reads no sample. A source that is not `Masking` is
+    assumed to have such masks.
     """
 
     @property
@@ -63,22 +63,22 @@ class Masking(Protocol):
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """A source that prefetches the samples that a thread reads ahead."""
+    """A source that can prefetch samples which a thread reads ahead."""
 
     def will_read(self, i: int) -> None:
-        """Prefetches sample `i`, which may not change when it is read."""
+        """Prefetches sample `i`, without an effect on its content."""
         ...
 
 
 class DatasetOrder(SampleSource, Finite, Masking, Prefetching, Protocol):
-    """The samples of one data set, epoch after epoch, each epoch in its own order."""
+    """The samples of one data set, epoch after epoch, each in an order of its own."""
 
 
 class Sources(NamedTuple):
-    """Training and held-out samples; `held_out`: those of a blend's heaviest parts, by name."""
+    """Training and held-out samples; `held_out` maps a blend's heaviest parts to their samples."""
 
     train: DatasetOrder
-    valid: DatasetOrder | None  # None with `data.held_out` of 0
+    valid: DatasetOrder | None  # None if `data.held_out` is 0
     held_out: Mapping[str, DatasetOrder]
 
 
@@ -104,15 +104,17 @@ class TrainingText(Protocol):
 
 
 class Order:
-    """Orders `count` things, epoch after epoch, each epoch in its own order."""
+    """Orders `count` items, epoch after epoch, each epoch in an order of its own."""
 
     def __init__(self, count: int, seed: int, shuffle: bool, name: str = "") -> None:
-        """`shuffle` false: in their own order. `name`: separates orders that share a seed."""
-        self.count, self._seed, self._shuffle = count, seed, shuffle
+        """Keeps the given order if `shuffle` is false; `name` separates orders with one seed."""
+        self.count = count
+        self._seed = seed
+        self._shuffle = shuffle
         self._name = f":{name}" if name else ""
 
     def at(self, i: int) -> int:
-        """Returns the thing at place `i` >= 0 of the endless sequence."""
+        """Returns the item at place `i` >= 0 of the endless sequence."""
         if i < 0:
             raise IndexError(f"sample {i}: samples count from 0")
         epoch, place = divmod(i, self.count)
@@ -126,8 +128,8 @@ class Sampler:
     """Windows of seq_length + 1 tokens at multiples of seq_length, epoch after epoch.
 
     Neighbours share one token, the last label of one and the first input of the next, so every
-    token but the first is a label once an epoch. A remainder of the stream is not used, unless it
-    is to be read `whole`: then the last window ends with padding, whose labels are masked.
+    token but the first is a label once an epoch. A remainder of the stream is not used, unless
+    `whole` is set: then the last window ends with padding, whose labels are masked.
     """
 
     def __init__(
@@ -143,19 +145,30 @@ class Sampler:
         name: str = "",
         whole: bool = False,
     ) -> None:
-        """`tokens` (n,), n > seq_length (n > 1 if `whole`), else ValueError; `shuffle`: an own
-        order for each epoch; `document_mask`: samples have `starts`; `eod_mask_loss`: a label that
-        begins a document is masked; documents begin by the argument `starts`, or else after each
-        `eot`; `name`: of a part of a blend, which gets an own order."""
+        """Cuts `tokens` (n,) into windows.
+
+        Args:
+            shuffle: give each epoch an order of its own.
+            eod_mask_loss: mask each label that begins a document.
+            document_mask: give samples their `starts`.
+            starts: tells where documents begin; None: after each `eot`.
+            name: part of a blend, which gets an order of its own.
+            whole: use the remainder of the stream, too.
+
+        Raises ValueError unless n > seq_length (n > 1 if `whole`).
+        """
         self.seq_length = seq_length
-        self.windows = (len(tokens) - 1 + (seq_length - 1) * whole) // seq_length
+        labels = len(tokens) - 1
+        self.windows = (labels + seq_length - 1 if whole else labels) // seq_length
         if self.windows < 1:
             raise ValueError(f"{len(tokens)} tokens hold no sample of {seq_length} + 1")
         self._tokens = tokens
         self._order = Order(self.windows, seed, shuffle, name)
         self._eot = eot
-        self._eod_mask_loss, self._whole = eod_mask_loss, whole
-        self._document_mask, self._starts = document_mask, starts
+        self._eod_mask_loss = eod_mask_loss
+        self._whole = whole
+        self._document_mask = document_mask
+        self._starts = starts
 
     @property
     def masks(self) -> bool:
@@ -163,11 +176,11 @@ class Sampler:
         return self._eod_mask_loss or self._whole
 
     def window(self, i: int) -> int:
-        """Returns the window of sample `i` >= 0; each window comes once an epoch."""
+        """Returns the window of sample `i` >= 0; an epoch has each window once."""
         return self._order.at(i)
 
     def will_read(self, i: int) -> None:
-        """Prefetches the tokens of sample `i` if they lie on a disk."""
+        """Prefetches the tokens of sample `i` if they are read from a file."""
         start = self.window(i) * self.seq_length
         if isinstance(self._tokens, Tokens):
             self._tokens.will_read(start, start + self.seq_length + 1)
@@ -176,7 +189,8 @@ class Sampler:
         """Returns sample `i` >= 0 of the endless sequence of epochs."""
         start = self.window(i) * self.seq_length
         tokens = self._tokens[start : start + self.seq_length + 1].astype(np.int64)
-        starts, there = None, len(tokens) - 1  # labels, fewer in the last window of a whole stream
+        # The last window of a whole stream may have fewer labels.
+        starts, there = None, len(tokens) - 1
         if there < self.seq_length:
             tokens = np.pad(tokens, (0, self.seq_length - there), constant_values=self._eot)
         mask = np.ones(self.seq_length, dtype=np.bool_)
@@ -193,23 +207,25 @@ class Sampler:
     def _begins(
         self, tokens: npt.NDArray[np.int64], start: int, there: int
     ) -> npt.NDArray[np.integer]:
-        """Returns the places in a window, 0 … seq, at which a document begins."""
+        """Returns the places in a window, 0 … seq, where a document begins."""
         if self._starts is None:
             return np.flatnonzero(tokens[:-1] == self._eot) + 1
         return self._starts(start, start + there + 1) - start
 
 
 class FirstSamples:
-    """The first `count` samples of a source, and after them samples without a label.
+    """The first `count` samples of a source, followed by samples without a label.
 
-    So every sample counts once, whatever the global batch is: the last one is filled up by samples
-    that add nothing to the loss or to the number of tokens.
+    Every sample thus counts once, whatever the global batch: the last batch is filled up with
+    samples that add nothing to the loss or to the number of tokens.
     """
 
     masks = True
 
     def __init__(self, source: SampleSource, count: int) -> None:
-        self.source, self.count, self.seq_length = source, count, source.seq_length
+        self.source = source
+        self.count = count
+        self.seq_length = source.seq_length
 
     def sample(self, i: int) -> Sample:
         """Returns sample `i` >= 0."""
@@ -220,8 +236,8 @@ class FirstSamples:
 
 
 def document_starts(begins: npt.NDArray[np.integer], seq_length: int) -> npt.NDArray[np.int32]:
-    """Returns `Sample.starts` of a sample whose documents begin at 0 and at `begins`, in any order,
-    each below `seq_length`."""
+    """Returns `Sample.starts` of a sample whose documents begin at 0 and at `begins`, in any order
+    and below `seq_length`."""
     starts = np.zeros(seq_length, dtype=np.int32)
     starts[begins] = begins
     return np.maximum.accumulate(starts)

@@ -64,7 +64,7 @@ if TYPE_CHECKING:  # omegaconf, which the configuration imports, loads slowly
 
 _log = logging.getLogger(__name__)
 
-# Tests contain broken text on purpose; the others are missing in some installations of a version.
+# Tests contain broken text on purpose; some installations lack the other folders.
 _NOT_STDLIB = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
 )
@@ -72,14 +72,19 @@ _HOW = "give files, folders or globs, joined by commas"
 
 
 class Document(NamedTuple):
-    """A non-empty file. `name` is relative to what the user gave. `kind` and `packed` are its
-    format; `mark`: the encoding that a byte order mark tells, "" without one."""
+    """A non-empty file.
+
+    Attributes:
+        name: path relative to the folder or glob given by the user.
+        kind, packed: format of the file and of its compression.
+        mark: encoding by the byte order mark; "" without one.
+    """
 
     name: str
     path: str
     size: int  # bytes
     mtime_ns: int
-    # Not changed by `touch`, `rsync -t` or `tar`, unlike the time of modification.
+    # `touch`, `rsync -t` and `tar` cannot set it, unlike the time of modification.
     ctime_ns: int
     inode: int
     kind: str = TEXT
@@ -88,7 +93,7 @@ class Document(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its bytes are those of its text."""
+        """Whether its bytes are its text in UTF-8."""
         return self.kind == TEXT and not self.packed and not self.mark
 
     @classmethod
@@ -103,7 +108,7 @@ def origin(data: DataConfig) -> str:
 
 
 class Documents(NamedTuple):
-    """documents: in packing order. lines: what the files of folders and globs were taken for."""
+    """Documents in packing order, and lines that tell how files of folders and globs are read."""
 
     documents: list[Document]
     lines: list[str]
@@ -112,13 +117,13 @@ class Documents(NamedTuple):
 def find_documents(data: DataConfig) -> list[Document]:
     """Returns all documents of the source in packing order.
 
-    Raises UserError for what is missing, empty or unreadable, and for files that are not read.
+    Raises UserError for missing, empty or unreadable files, and for formats that are not read.
     """
     return take_documents(data).documents
 
 
 def take_documents(data: DataConfig) -> Documents:
-    """Returns what `find_documents` does, with what it was taken for."""
+    """Finds the documents of the source, and tells how files of folders and globs are read."""
     lines: list[str] = []
     if data.name == "stdlib":
         found = _stdlib_documents()
@@ -130,7 +135,7 @@ def take_documents(data: DataConfig) -> Documents:
 
 
 def door_of(data: DataConfig) -> Door:
-    """Returns the door by which the files of `data.path` come in."""
+    """Returns the door (the reading rules) for the files of `data.path`."""
     return CHAT if data.name == "chat" else PATH
 
 
@@ -145,7 +150,7 @@ def _stdlib_documents() -> list[Document]:
     documents = _documents(files, "data=stdlib")
     if not documents:
         raise UserError(
-            f"data=stdlib finds no Python sources in {root}, this Python comes without them: "
+            f"data=stdlib finds no Python sources in {root}, as this Python comes without them: "
             f"choose data=text and a data.path"
         )
     return documents
@@ -169,19 +174,19 @@ def _text_documents(path: str, door: Door, held_out: bool) -> tuple[list[Documen
 
 
 def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document], list[str]]:
-    """Returns the documents of one file, folder or glob of data.path, and what the files of the
-    latter two were taken for."""
+    """Returns the documents of one file, folder or glob of data.path, and lines that tell how the
+    files of a folder or glob are read."""
     key, path = f"data.path={item}", os.path.expanduser(item)
     if re.match(r"\w+://", item) and not os.path.lexists(path):
         raise UserError(
-            f"{key} is an address, and files of this host are read here: copy it, or make a corpus "
-            "of it by `parallel3d data tokenize`, which reads addresses"
+            f"{key} is an address, but only files of this host are read: copy it, or make a corpus "
+            "of it with `parallel3d data tokenize`, which reads addresses"
         )
     try:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         if not glob.has_magic(path) or os.path.islink(path):
-            raise UserError(f"{key} does not exist, {_why_missing(path)}: {_HOW}") from None
+            raise UserError(f"{key} does not exist ({_why_missing(path)}): {_HOW}") from None
         is_folder, files = False, _glob(path, key)
     except OSError as error:
         raise _unreadable(key, path, error.strerror) from error
@@ -195,7 +200,7 @@ def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document]
     documents = _documents(files, key)
     if not documents:
         what = "has only empty files, pipes or devices"
-        raise UserError(f"{key} {what} ({len(files)}): give some that hold text")
+        raise UserError(f"{key} {what} ({len(files)}): give files that hold text")
     heads = {document.name: _head(document, key) for document in documents}
     is_one = os.path.isfile(path)
     try:
@@ -232,7 +237,7 @@ def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
     """Returns names and paths of matches; a matching folder stands for all files below it."""
     root = _fixed(pattern) or "."
     if "**" in pattern.split("/"):
-        # Visits each folder once, also where links lead back; glob would follow them repeatedly.
+        # Each folder is visited once, even with circular links, which glob would follow again.
         parts = os.path.relpath(pattern, root).split("/")
         below = _files_below(root, is_hidden, None)
         return [(name, path) for name, path in below if _matches(name.split("/"), parts)]
@@ -248,7 +253,7 @@ def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
 
 
 def _fixed(pattern: str) -> str:
-    """Returns the folder of a glob that has no wildcards."""
+    """Returns the leading folders of a glob, without wildcards."""
     return os.path.dirname(re.split(r"[*?[]", pattern, maxsplit=1)[0])
 
 
@@ -264,8 +269,8 @@ def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
 def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> list[tuple[str, str]]:
     """Returns relative name and path of every file below `root`, sorted; follows linked folders.
 
-    Leaves out hidden files and folders whose name `skip` accepts. Raises UserError about `key` for
-    an unreadable folder, or leaves it out if that is None.
+    Leaves out hidden files, and folders whose name `skip` accepts. Raises UserError about `key` for
+    an unreadable folder, or leaves the folder out if `key` is None.
     """
     files: list[tuple[str, str]] = []
     seen = set()
@@ -276,7 +281,7 @@ def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> lis
 
     for folder, below, names in os.walk(root, onerror=fail, followlinks=True):
         status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:  # a link that leads back
+        if (status.st_dev, status.st_ino) in seen:  # a circular link
             below.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
@@ -287,7 +292,7 @@ def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> lis
 
 
 def _documents(files: Iterable[tuple[str, str]], key: str) -> list[Document]:
-    """Returns the files that are not empty, nor pipes, sockets or devices. Raises UserError."""
+    """Returns the regular files that are not empty. Raises UserError."""
     documents = []
     for name, path in files:
         try:
@@ -304,11 +309,11 @@ def _documents(files: Iterable[tuple[str, str]], key: str) -> list[Document]:
 
 
 def _unreadable(key: str, path: str, reason: str | None) -> UserError:
-    return UserError(f"{key} cannot be read, {path}: {reason}; give text that you may read")
+    return UserError(f"{key}: {path} cannot be read ({reason}); give text that you may read")
 
 
 def _why_missing(path: str) -> str:
-    """Returns what is wrong with a missing path, or the nearest one, where the path breaks."""
+    """Tells which part of a missing path is wrong, or names the nearest path."""
     wrong = os.path.abspath(path)
     while not os.path.isdir(os.path.dirname(wrong)):
         wrong = os.path.dirname(wrong)
@@ -318,7 +323,7 @@ def _why_missing(path: str) -> str:
     return f"the nearest is {near}" if near else f"{os.path.dirname(wrong)} has nothing like it"
 
 
-# The tokens of a text, a pair in the token cache
+# The tokens of a text, kept as a pair in the token cache
 
 
 _VERSION = 3
@@ -326,7 +331,7 @@ _BLOCK = 4 << 20  # bytes
 
 
 class CachedPair(NamedTuple):
-    """A pair in the cache, its .bin and .idx, and what its builder knew of it."""
+    """A pair in the cache, its files .bin and .idx, and the facts given by its builder."""
 
     pair: IndexedCorpus
     files: tuple[WatchedFile, ...]
@@ -336,10 +341,10 @@ class CachedPair(NamedTuple):
 def cache_key(
     documents: Sequence[Document], tokenizer: Tokenizer, begin: Sequence[int] = ()
 ) -> str:
-    """Returns the cache's name, which changes with any file's path, size, times or inode.
+    """Returns the name in the cache, which depends on each file's path, size, times and inode.
 
-    Absolute paths count, since container images with normalised times hold different text under
-    the same names; inodes and change times count, since a copy cannot set them.
+    Paths are absolute, since container images with normalised times hold different text under the
+    same relative names; inodes and change times are included, since a copy cannot set them.
     """
     listing: list[Any] = [_VERSION, tokenizer.digest, *([list(begin)] if begin else [])]
     listing += [(os.path.realpath(d.path), *d._replace(path="")) for d in documents]
@@ -349,11 +354,11 @@ def cache_key(
 def cached_text(
     folder: Path, documents: Sequence[Document], tokenizer: Tokenizer, begin: Sequence[int] = ()
 ) -> CachedPair:
-    """Returns the tokens of `documents`, each behind `begin` and with an end-of-text, from the
-    cache in `folder`.
+    """Returns the tokens of `documents` from the cache in `folder`.
 
-    The text is found by its end-of-text tokens: the pair's own documents are blocks of bytes where
-    tokens are bytes. Raises UserError if the folder or a document cannot be used.
+    Each text follows `begin` and ends with an end-of-text token, which alone separates texts: with
+    byte tokens, the documents of the pair are blocks of a text. Raises UserError if the folder or
+    a document cannot be used.
     """
 
     def build(writer: IndexedWriter) -> dict[str, Any]:
@@ -368,13 +373,15 @@ def cached_text(
                 if isinstance(tokens, Unencodable):
                     raise UserError(
                         f"data file {found.where} cannot be encoded by data.tokenizer="
-                        f"{tokenizer.name} ({tokens.why}): remove or mend it, or give another "
+                        f"{tokenizer.name} ({tokens.why}): remove or fix it, or give another "
                         "tokenizer"
                     )
                 writer.add(np.concatenate([begin, tokens, [tokenizer.eot]]).astype(dtype))
         _judge(count, 1)
         if not writer.documents:
-            raise UserError(f"data.path: none of its {count.rows:,} rows has a text at text")
+            raise UserError(
+                f"data.path: none of its {count.rows:,} rows has a text at the key text"
+            )
         for sentence in left_out(count):
             _log.info(f"data.path: {sentence}")
         return {}
@@ -406,14 +413,14 @@ def cached_pair(
 
 def _judge(count: Count, least: int) -> None:
     """Raises UserError if too many of at least `least` rows hold no text."""
-    remedy = f"mend or remove them; where the text stands at another key, {PATH.column}"
+    remedy = f"fix or remove them; if the text is at another key, {PATH.column}"
     judge(count, least, BAD, f"{BAD:.0%}", remedy)
 
 
 def _add_bytes(
     writer: IndexedWriter, documents: Sequence[Document], tokenizer: ByteTokenizer, count: Count
 ) -> None:
-    """Adds the bytes of documents, of plain files without holding them. Raises UserError."""
+    """Adds the bytes of documents, plain files block by block. Raises UserError."""
     broken = 0
     for document in documents:
         if not document.is_plain:
@@ -431,7 +438,7 @@ def _add_bytes(
             writer.add(tokenizer.encode(text))
         writer.add(np.array([tokenizer.eot]))
     if broken:
-        _log.info(f"data.path: {broken:,} files have bytes that are no UTF-8, kept as they are")
+        _log.info(f"data.path: {broken:,} files have bytes that are not UTF-8, kept as they are")
 
 
 def _texts(documents: Iterable[Document], count: Count) -> Iterator[Found]:
@@ -465,8 +472,8 @@ def _whole(document: Document) -> bytes:
     """Reads a document. Raises UserError."""
     if document.size > LARGEST_DOCUMENT:
         raise UserError(
-            f"data file {document.path} has {document.size:,} bytes, and a document has at most "
-            f"{LARGEST_DOCUMENT:,}: cut it, or give data.tokenizer=byte"
+            f"data file {document.path} has {document.size:,} bytes, but a document has at most "
+            f"{LARGEST_DOCUMENT:,}: split it, or give data.tokenizer=byte"
         )
     return b"".join(blocks_of(document))
 
@@ -482,7 +489,8 @@ def blocks_of(document: Document) -> Iterator[bytes]:
                 yield text
             status = os.fstat(file.fileno())
         finally:
-            # An error says nothing of the bytes read, and a caller that failed could not catch it.
+            # An error on closing does not concern the bytes read, and a failed caller could not
+            # catch it.
             with contextlib.suppress(OSError):
                 file.close()
     except OSError as error:

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, and tokenizer.json files run by Hugging Face's `tokenizers`.
 
-A tokenizer.json defines tokens without roles; the files next to it name the end of a text, in three
-formats.
+A tokenizer.json defines tokens but not their roles; the files next to it name the end of a text, in
+three formats.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
 GENERATION, CONFIG = "generation_config.json", "config.json"
 EOS = "eos_token_id"
 CHAT_TEMPLATE = "chat_template.jinja"
-# The template of a processor, and a folder of templates by name.
+# The chat template of a processor, and a folder of named templates.
 PROCESSORS_TEMPLATE, MORE_TEMPLATES = "chat_template.json", "additional_chat_templates"
 BESIDE = (
     *(TOKENIZER_CONFIG, SPECIAL_MAP, ADDED, GENERATION, CHAT_TEMPLATE, PROCESSORS_TEMPLATE),
@@ -53,40 +53,41 @@ USUAL_ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>"),
     *("<eod>", "<|eod|>", "<EOD>", "<｜end▁of▁sentence｜>"),
 )
-# Classes of transformers that make a tokenizer of vocabulary and merges, without the post-processor
-# of tokenizer.json. Read in transformers 5.23.0; the others take it as it is.
+# Classes of transformers 5.23.0 that build a tokenizer from vocabulary and merges and ignore the
+# post-processor of tokenizer.json, which all other classes use.
 WITHOUT_POST_PROCESSOR = ("GPTNeoXTokenizer",)
 
 
 BYTE = "byte"
 HOW = "byte, a tokenizer.json or a folder that holds one"
 RARE = "\U00010380\U00012000"  # letters of two old scripts, which few tokenizers have
-BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # of a byte that no other token holds
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # a single byte, in vocabularies with byte fallback
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class ByteTokenizer:
-    """Token i < 256 is the byte i; token 256 ends a document. Attributes as `FileTokenizer`'s."""
+    """Token i < 256 is byte i; token 256 ends a document. It has `FileTokenizer`'s attributes."""
 
     def __init__(self) -> None:
         self.name = self.digest = BYTE
-        self.vocab_size, self.eot = 257, 256
+        self.vocab_size = 257
+        self.eot = 256
         self.ends = frozenset((self.eot,))
-        # In training, a text follows the end of another; so it is in the files of an export.
+        # In training, a text follows the end of another; the files of an export do the same.
         self.begin = self.prefix = [self.eot]
         self.bos: list[int] = []
 
     def decides(self) -> dict[str, Any]:
-        """Returns the parts of its file that decide on a text's tokens."""
+        """Returns the parts of its tokenizer.json that determine a text's tokens."""
         own = json.loads(byte_tokenizer())
         return {key: own[key] for key in DECIDES}
 
     def vocabulary(self) -> dict[str, int]:
-        """Returns token → number, spelled as in its `files`."""
+        """Returns token → number, with the spelling of its `files`."""
         return _opened(byte_tokenizer()).get_vocab(with_added_tokens=True)
 
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Returns the bytes of text that each token stands for, (n,)."""
+        """Returns the number of text bytes in each token, int64 (n,)."""
         return (np.arange(self.vocab_size) < self.eot).astype(np.int64)
 
     def encode(self, text: bytes) -> npt.NDArray[np.uint16]:
@@ -102,12 +103,12 @@ class ByteTokenizer:
         return list(text)
 
     def decode(self, tokens: npt.NDArray[np.integer] | Sequence[int]) -> str:
-        """Returns readable text without end-of-text; invalid UTF-8 becomes U+FFFD."""
+        """Returns the text without end-of-text tokens; invalid UTF-8 becomes U+FFFD."""
         tokens = np.asarray(tokens)
         return tokens[tokens < self.eot].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def files(self) -> dict[str, bytes]:
-        """Returns file name → content of a folder for this tokenizer, for transformers."""
+        """Returns file name → content of a tokenizer's folder that transformers can load."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
         return {
             TOKENIZER: byte_tokenizer(),
@@ -118,7 +119,7 @@ class ByteTokenizer:
 def open_tokenizer(name: str, key: str = "data.tokenizer") -> ByteTokenizer | FileTokenizer:
     """Opens the tokenizer "byte", a tokenizer.json, a folder with one, or one on the hub.
 
-    `key` is the user's name for it in errors. Raises UserError.
+    Errors name it by the configuration key `key`. Raises UserError.
     """
     path = Path(os.path.expanduser(name))
     if name == BYTE:
@@ -130,12 +131,12 @@ def open_tokenizer(name: str, key: str = "data.tokenizer") -> ByteTokenizer | Fi
     if HUB_NAME.fullmatch(name) and path.suffix != ".json" and not path.parent.is_dir():
         return from_hub(name, key)
     near = nearest_path(path) or BYTE
-    raise UserError(f"{key}={show(name)} is not there: it must be {HOW}; the nearest is {near}")
+    raise UserError(f"{key}={show(name)} does not exist: it must be {HOW}; the nearest is {near}")
 
 
 def nearest_path(path: str | Path) -> str | None:
-    """Returns the path in the same folder whose name is most like that of `path`; None if no name
-    is, or the folder cannot be listed."""
+    """Returns the path in the same folder with the name most like that of `path`; None if no name
+    is similar, or if the folder cannot be listed."""
     folder, name = os.path.split(path)
     try:
         close = nearest(name, os.listdir(folder or "."))
@@ -148,26 +149,27 @@ def nearest_path(path: str | Path) -> str | None:
 
 TOKENIZER = "tokenizer.json"
 LARGEST = 1 << 30  # bytes
-FEW = 1 << 16  # tokens that 16 bits can hold
+FEW = 1 << 16  # vocabulary sizes up to this fit 16 bits
 PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)  # not the fault of text or tokenizer
 
 
 class Unencodable(UserError):
-    """A text that the library cannot encode. `why`: the library's message in one line."""
+    """A text that the library cannot encode; `why` is the library's message in one line."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(name, why)  # all arguments, so that pickling works
-        self.name, self.why = name, why
+        self.name = name
+        self.why = why
 
     def __str__(self) -> str:
         return (
-            f"the tokenizer {show(self.name)} cannot encode a text ({self.why}): mend or remove "
+            f"the tokenizer {show(self.name)} cannot encode a text ({self.why}): fix or remove "
             "the text, or choose another tokenizer"
         )
 
 
 class Placed(NamedTuple):
-    """Tokens of a text with their characters [begin, end); all int64 (n,)."""
+    """Tokens of a text with the range [begin, end) of their characters; all int64 (n,)."""
 
     tokens: npt.NDArray[np.int64]
     begins: npt.NDArray[np.int64]
@@ -178,40 +180,47 @@ class FileTokenizer:
     """A tokenizer.json with the roles of its tokens.
 
     Attributes:
-        name: as given by the user. vocab_size: the largest token + 1. eot: the token that ends a
-            text, spelled `eot_text`. bos: the tokens that the tokenizer puts before every text,
-            as Llama's does, unless that is `eot`, which the document before has left. prefix: the
-            tokens before a prompt with text: `bos` or `eot` as the tokenizer has it, of a run's own
-            tokenizer as its documents begin. begin: the tokens before any prompt: prefix, else
-            `eot`. ends: the tokens that end a generation, `eot`, those of generation_config.json,
-            else config.json, and those that a run has learned. special: text → special token.
-            added: all added tokens, special or not. roles: of a run's own tokenizer.
-        folder: with configuration files, `beside` their contents by name; None for a tokenizer
-            without one.
-        digest: of the file and the end-of-text token, equal for tokenizers that encode alike.
+        name: name given by the user.
+        vocab_size: largest token + 1.
+        eot: token that ends a text; `eot_text` is its spelling.
+        bos: tokens put before every text, as with Llama; empty if that is only `eot`, which
+            already ends the preceding document.
+        prefix: tokens put before a prompt with text: those of the post-processor, but in a run's
+            own tokenizer the tokens that begin its documents.
+        begin: tokens put before any prompt, even an empty one: `prefix`, or else `eot`.
+        ends: tokens that end a generation: `eot`, those listed in generation_config.json or else in
+            config.json, and those learned in a run.
+        special: text → special token.
+        added: text → added token, special or not.
+        roles: roles learned in a run; None for a tokenizer from elsewhere.
+        folder: folder of the configuration files, if the tokenizer has one.
+        beside: contents of these files by name.
+        digest: digest of the file and the end-of-text token.
     """
 
     def __init__(self, name: str, content: bytes, folder: Path | None, key: str) -> None:
-        """Raises UserError for an invalid tokenizer, and for one without an end of text."""
-        self.name, self.folder, self._content = name, folder, content
+        """Parses `content`. Raises UserError if it is invalid or has no end-of-text token."""
+        self.name = name
+        self.folder = folder
+        self._content = content
         try:
             inner = _opened(content)
             vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
             added = inner.get_added_tokens_decoder()
             own_prefix, self._suffix = _around(inner)
-            # From here on it would only trim blanks from the places of tokens.
+            # Its only further effect would be to trim blanks from the places of tokens.
             inner.post_processor = None
         except BaseException as error:  # the library's panics are not Exceptions
             if isinstance(error, PASSED_ON):
                 raise
-            raise UserError(f"{key}={show(name)} is no {TOKENIZER} ({_words(error)})") from None
+            raise UserError(f"{key}={show(name)} is not a {TOKENIZER} ({_words(error)})") from None
         if not vocabulary:
             raise UserError(f"{key}={show(name)} has no tokens")
         _check_numbers(content, vocabulary, f"{key}={show(name)}")
         if getattr(inner.model, "dropout", None):
             raise UserError(
-                f"{key}={show(name)} has dropout={inner.model.dropout:g}, so that its tokens of a "
-                f'text are random: write "dropout": null into its {TOKENIZER}'
+                f"{key}={show(name)} has dropout={inner.model.dropout:g}, which makes the tokens "
+                f'of a text random: write "dropout": null into its {TOKENIZER}'
             )
         self.special: dict[str, int] = {
             token.content: number for number, token in added.items() if token.special
@@ -221,17 +230,20 @@ class FileTokenizer:
         names = (TOKENIZER_CONFIG, SPECIAL_MAP, ADDED, GENERATION, CONFIG)
         self.beside = {file: read_json(folder, file, where) for file in names if folder is not None}
         end = self._end_of_text(vocabulary)
-        # Special tokens spelled out in a document are text: they must not end it or begin a turn.
+        # A special token spelled out in a document is plain text: it must not end the document or
+        # begin a turn.
         inner.encode_special_tokens = True
         self._inner = inner
-        self._twin: Any = None  # a copy that knows `_stand_ins`
+        self._twin: Any = None  # a copy with `_stand_ins` among its tokens
         self._stand_ins: dict[str, str] = {}
         self.vocab_size = max(vocabulary.values()) + 1
         self.dtype = np.dtype("<u2" if self.vocab_size <= FEW else "<u4")
-        self.eot, self.eot_text = vocabulary[end], end
+        self.eot = vocabulary[end]
+        self.eot_text = end
         made_by = str(self.beside.get(TOKENIZER_CONFIG, {}).get("tokenizer_class"))
         if made_by.removesuffix("Fast") in WITHOUT_POST_PROCESSOR:
-            own_prefix, self._suffix = [], []
+            own_prefix = []
+            self._suffix = []
         self._own_prefix = own_prefix
         self.bos: list[int] = [] if own_prefix == [self.eot] else own_prefix
         self.roles = None if folder is None else read_roles(folder, self.vocab_size, where)
@@ -246,12 +258,12 @@ class FileTokenizer:
 
     @classmethod
     def read(cls, name: str, path: Path, key: str) -> FileTokenizer:
-        """Reads a file; only a tokenizer.json has configuration files next to it."""
+        """Reads a file; only one named tokenizer.json may have configuration files next to it."""
         try:
             content = read_bounded(path, LARGEST)
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(
-                f"{key}={show(name)} holds no {TOKENIZER}: give a folder that does, or byte"
+                f"{key}={show(name)} holds no {TOKENIZER}: give a folder with one, or byte"
             ) from None
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
@@ -259,10 +271,10 @@ class FileTokenizer:
         return cls(name, content, path.parent if path.name == TOKENIZER else None, key)
 
     def role(self, name: str) -> str | None:
-        """Returns the token of a role such as eos_token, by the files of the folder.
+        """Returns the token of a role such as eos_token, as the files of the folder define it.
 
-        The file special_tokens_map.json counts before a tokenizer_config.json that does not list
-        the added tokens, as in transformers. Raises UserError for a token that is no text.
+        As in transformers, special_tokens_map.json takes precedence over a tokenizer_config.json
+        that does not list the added tokens. Raises UserError for a token that is not a string.
         """
         files = [TOKENIZER_CONFIG, SPECIAL_MAP]
         if "added_tokens_decoder" not in self.beside.get(TOKENIZER_CONFIG, {}):
@@ -275,50 +287,50 @@ class FileTokenizer:
             if value not in (None, "", {}):
                 raise UserError(
                     f"{self._where}: {name} of its {file} is {show(value)}: it must be the text of "
-                    f"a token; write it as text, or take {name} out"
+                    f"a token; write it as text, or remove {name}"
                 )
         return None
 
     def doubts(self) -> list[str]:
-        """Returns sentences on files of the folder that contradict each other, and on tokens that
-        transformers puts around a prompt and parallel3d does not."""
+        """Returns sentences about contradictions between files of the folder, and about tokens that
+        transformers puts around a prompt but parallel3d does not."""
         config, sentences = self.beside.get(TOKENIZER_CONFIG, {}), []
         both = (("add_bos_token", self._own_prefix), ("add_eos_token", self._suffix))
         for key, found in both:
             said = config.get(key)
             if isinstance(said, bool) and said != bool(found):
-                side = "before" if key == both[0][0] else "behind"
+                side = "before" if key == both[0][0] else "after"
                 puts = self.spelled(found) if found else "nothing"
                 sentences.append(
                     f"tokenizer {self.name}: {key}={str(said).lower()} in {TOKENIZER_CONFIG}, but "
-                    f"{TOKENIZER} puts {puts} {side} a text: the latter counts here; versions of "
-                    "transformers differ in what they follow"
+                    f"{TOKENIZER} puts {puts} {side} a text: the latter is used here; versions of "
+                    "transformers differ in which they use"
                 )
         if self._suffix:
             sentences.append(
-                f"tokenizer {self.name}: {TOKENIZER} puts {self.spelled(self._suffix)} behind "
-                "every text: documents have their end of text, and prompts go on without it"
+                f"tokenizer {self.name}: {TOKENIZER} puts {self.spelled(self._suffix)} after "
+                "every text: here documents end in their end of text, and prompts without it"
             )
         if self.missing:
             shown = ", ".join(map(plain, self.missing[:5])) + (" …" if self.missing[5:] else "")
             sentences.append(
-                f"tokenizer {self.name}: files beside its {TOKENIZER} name tokens that it does not "
-                f"have, {shown}: they are plain text here, and transformers adds them"
+                f"tokenizer {self.name}: files next to its {TOKENIZER} name tokens that it lacks, "
+                f"{shown}: they are plain text here, but transformers adds them"
             )
         if self._spells(self.eot_text, self.eot):
             sentences.append(
-                f"tokenizer {self.name}: a text that spells out {plain(self.eot_text)} has its end "
-                "of text there, as it is a token of texts"
+                f"tokenizer {self.name}: a text that spells out {plain(self.eot_text)} ends there, "
+                "since plain text can hold this token"
             )
         if not self._spells(RARE):
             sentences.append(
-                f"tokenizer {self.name}: characters that are none of its tokens are left out of "
-                "texts, as it has no token for unknown ones"
+                f"tokenizer {self.name}: characters without a token are left out of texts, since "
+                "it has no token for unknown ones"
             )
         return sentences
 
     def _spells(self, text: str, token: int | None = None) -> bool:
-        """Returns whether a text has the token; None: any token."""
+        """Returns whether the tokens of a text include `token`, or any token if that is None."""
         try:
             found = self.encode(text.encode())
         except Unencodable:
@@ -327,7 +339,7 @@ class FileTokenizer:
 
     @cached_property
     def missing(self) -> list[str]:
-        """Tokens that its folder's files name, and that tokenizer.json does not have."""
+        """Tokens named by files of its folder but missing from tokenizer.json."""
         named: list[Any] = list(self.beside.get(ADDED, {}))
         for file in (TOKENIZER_CONFIG, SPECIAL_MAP):
             for key, value in self.beside.get(file, {}).items():
@@ -341,17 +353,17 @@ class FileTokenizer:
         return sorted({text for text in texts if isinstance(text, str) and text not in known})
 
     def spelled(self, tokens: Iterable[int]) -> str:
-        """Returns tokens for a sentence, as in "<s> (1)"."""
+        """Spells tokens for a sentence: "<s> (1)"."""
         texts = ((token, self._inner.id_to_token(token)) for token in tokens)
         return " ".join(f"{plain(text or '?')} ({token})" for token, text in texts)
 
     def _end_of_text(self, vocabulary: Mapping[str, int]) -> str:
-        """Returns the token that ends a text. Raises UserError if none is told, or several are."""
+        """Finds the token that ends a text. Raises UserError if it is undefined or ambiguous."""
         named = self.role("eos_token")
         if named is not None and named not in vocabulary:
             raise UserError(
-                f"{self._where}: {self.folder} calls {plain(named)} the end of a text, which is no "
-                f"token of its {TOKENIZER}"
+                f"{self._where}: {self.folder} names {plain(named)} as the end of a text, which "
+                f"is not a token of its {TOKENIZER}"
             )
         numbers = {number: token for token, number in vocabulary.items()}
         told = [(f, n) for f in (GENERATION, CONFIG) for n in self._end_tokens(f)[:1]]
@@ -360,8 +372,8 @@ class FileTokenizer:
         for file, number in told:
             if number not in numbers:
                 raise UserError(
-                    f"{self._where}: {EOS} of its {file} is {number}, which is no token of its "
-                    f"{TOKENIZER}"
+                    f"{self._where}: {EOS} of its {file} is {number}, which is not a token of "
+                    f"its {TOKENIZER}"
                 )
             return numbers[number]
         usual = [token for token in USUAL_ENDS if token in self.special]
@@ -369,19 +381,21 @@ class FileTokenizer:
             return usual[0]
         has = "has no special token"
         if usual:
-            has = f"has several tokens that usually do, {' and '.join(map(plain, usual))}"
+            has = f"has several usual ends of text, {' and '.join(map(plain, usual))}"
         elif self.special:
             shown = ", ".join(map(plain, list(self.special)[:5]))
-            has = f"has the special tokens {shown}, of which none is known to do so"
+            has = f"has the special tokens {shown}, none of them a known end of text"
         raise UserError(
-            f"{self._where} does not tell which token ends a text: it {has}; write "
-            f'{{"eos_token": "…"}} into a {TOKENIZER_CONFIG} beside a {TOKENIZER}, and give the '
+            f"{self._where} does not define the token that ends a text: it {has}; write "
+            f'{{"eos_token": "…"}} into a {TOKENIZER_CONFIG} next to a {TOKENIZER}, and give the '
             "folder"
         )
 
     def _end_tokens(self, file: str) -> list[int]:
-        """Returns the tokens that end a generation, by a file beside the tokenizer. Raises
-        UserError for numbers that are none."""
+        """Returns the tokens that end a generation according to a file next to the tokenizer.
+
+        Raises UserError for values that are not numbers.
+        """
         value = self.beside.get(file, {}).get(EOS)
         found = [] if value is None else value if isinstance(value, list) else [value]
         if any(type(number) is not int for number in found):
@@ -396,12 +410,14 @@ class FileTokenizer:
         return self.encode_all([text.decode("utf-8", "replace")])[0]
 
     def encode_prompt(self, text: bytes) -> list[int]:
-        """Returns a prompt's tokens; special tokens may be spelled out in it."""
+        """Returns a prompt's tokens; a special token spelled out in it counts as that token."""
         return self.place(text.decode("utf-8", "replace")).tokens.tolist()
 
     def place(self, text: str) -> Placed:
-        """Returns the tokens, with places, of a text in which special tokens are meant as such.
-        Raises Unencodable."""
+        """Returns the tokens of a text with their places; special tokens in it count as such.
+
+        Raises Unencodable.
+        """
         self._inner.encode_special_tokens = False
         try:
             return self._placed(self._inner, text)
@@ -409,14 +425,16 @@ class FileTokenizer:
             self._inner.encode_special_tokens = True
 
     def place_spelled(self, text: str, stand_ins: Mapping[str, str]) -> Placed:
-        """Returns tokens of a text in which special tokens are plain text, except stand-ins.
+        """Returns the tokens of a text with their places; special tokens in it are plain text.
 
         Args:
-            stand_ins: special token → the character that stands for it in `text`.
+            stand_ins: special token → a character that stands for the token in `text`.
         """
         if self._stand_ins.items() - stand_ins.items() or self._twin is None:
-            self._twin, self._stand_ins = _opened(self._content), {}
-            self._twin.post_processor, self._twin.encode_special_tokens = None, True
+            self._twin = _opened(self._content)
+            self._stand_ins = {}
+            self._twin.post_processor = None
+            self._twin.encode_special_tokens = True
         new = [token for token in stand_ins if token not in self._stand_ins]
         if new:
             self._twin.add_tokens([self._like(token, stand_ins[token]) for token in new])
@@ -427,7 +445,7 @@ class FileTokenizer:
         return found
 
     def _like(self, token: str, character: str) -> Any:
-        """Returns an added token that is matched as `token` is, with another text."""
+        """Returns an added token with the text `character` and the matching rules of `token`."""
         from tokenizers import AddedToken
 
         added = self._inner.get_added_tokens_decoder()[self.special[token]]
@@ -444,8 +462,8 @@ class FileTokenizer:
         backwards = (np.diff(begins) < 0).any() or (begins > ends).any()
         if places.size and (backwards or not 0 < int(ends.max()) <= len(text)):
             raise UserError(
-                f"the tokenizer {show(self.name)} does not tell which characters its tokens stand "
-                "for, and so not which of them are learned: choose another tokenizer"
+                f"the tokenizer {show(self.name)} does not tell the characters of its tokens, so "
+                "the tokens to be learned are unknown: choose another tokenizer"
             )
         return Placed(np.array(made.ids, np.int64), begins, ends)
 
@@ -475,17 +493,17 @@ class FileTokenizer:
         return self._inner.get_vocab(with_added_tokens=True)
 
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Returns the bytes that each token adds to the text before it; special ones none; (n,)."""
+        """Returns the bytes that each token adds to a text, 0 for special ones; int64 (n,)."""
         spelled = [self._inner.id_to_token(token) or "" for token in range(self.vocab_size)]
         decoder = json.loads(self._content).get("decoder") or {}
         kinds = {part.get("type") for part in (decoder.get("decoders") or [decoder])}
-        if "ByteLevel" in kinds:  # a letter, one of the first 324 of Unicode, is a byte
+        if "ByteLevel" in kinds:  # each byte is a letter, one of the first 324 of Unicode
             is_letters = [max(map(ord, text), default=0) < 324 for text in spelled]
             found = [
                 len(text if letters else text.encode())
                 for text, letters in zip(spelled, is_letters, strict=True)
             ]
-        else:  # a word may be joined to the one before it, so it is decoded behind one
+        else:  # decoding may depend on the word before, so each token is decoded after one
             word = int(self.encode(b"a")[-1])
             pairs = [[word, token] for token in range(self.vocab_size)]
             texts = self._inner.decode_batch(pairs, skip_special_tokens=True)
@@ -497,21 +515,22 @@ class FileTokenizer:
         return sizes.astype(np.int64)
 
     def is_of_bytes(self) -> bool:
-        """Returns whether its tokens are those of `byte_tokenizer`."""
+        """Returns whether it encodes like `byte_tokenizer`."""
         return self.decides() == ByteTokenizer().decides()
 
     def decides(self) -> dict[str, Any]:
-        """Returns the parts of the file that decide on a text's tokens."""
+        """Returns the parts of the file that determine a text's tokens."""
         own = parse_json(self._content)
         return {key: own.get(key) for key in DECIDES} if isinstance(own, dict) else {}
 
     def to_export(self) -> dict[str, bytes]:
-        """Returns `files` for others than parallel3d: prompts begin and generations end there as
-        they do here."""
+        """Returns `files` for other programs, where prompts then begin and generations end like
+        here."""
         found = self.files()
         if self.prefix != self._own_prefix:  # the documents of its run begin with nothing
             found[TOKENIZER] = _pretty(parse_json(self._content) | {"post_processor": None})
-            bos = {"bos_token": self.eot_text}  # lm-evaluation-harness begins empty contexts by it
+            # Lm-evaluation-harness begins empty contexts with it.
+            bos = {"bos_token": self.eot_text}
             for name, more in ((TOKENIZER_CONFIG, {"add_bos_token": False}), (SPECIAL_MAP, {})):
                 if name in found:
                     found[name] = _pretty(parse_json(found[name]) | bos | more)
@@ -523,7 +542,7 @@ class FileTokenizer:
         return found
 
     def all_ends(self, told: Any) -> int | list[int]:
-        """Returns `told`, an eos_token_id, if all `ends` are in it, else with the others."""
+        """Returns the eos_token_id `told`, completed with the ends learned in a run."""
         first = [self.eot] if told is None else told if isinstance(told, list) else [told]
         more = [] if self.roles is None else [n for n in self.roles.ends if n not in first]
         if more or told is None:
@@ -531,7 +550,7 @@ class FileTokenizer:
         return told
 
     def files(self) -> dict[str, bytes]:
-        """Returns file name → content of a folder for this tokenizer, also for transformers."""
+        """Returns file name → content of a tokenizer's folder that transformers can load, too."""
         found = {TOKENIZER: self._content}
         folder, config = self.folder, dict(self.beside.get(TOKENIZER_CONFIG, {}))
         own = [] if folder is None else template_files(folder).values()
@@ -544,8 +563,10 @@ class FileTokenizer:
         return found | {TOKENIZER_CONFIG: _pretty(config)}
 
     def save(self, folder: Path, roles: Roles | None = None) -> None:
-        """Writes `files`, and the roles of a run, to `folder`, whole or not at all, unless it
-        exists. Raises OSError."""
+        """Writes `files` and the roles of a run to `folder` in one step, unless it exists.
+
+        Raises OSError.
+        """
         if folder.is_dir():
             return
         with new_folder(folder) as partial:
@@ -567,14 +588,14 @@ def _opened(content: bytes) -> Any:
 
 
 def _check_numbers(content: bytes, vocabulary: Mapping[str, int], where: str) -> None:
-    """Raises UserError for numbers of tokens that the file tells otherwise than the library, which
-    numbers added tokens anew, and for two tokens of one number."""
+    """Raises UserError if the library numbers an added token differently from the file, or if two
+    tokens have the same number."""
     for added in json.loads(content).get("added_tokens") or ():
         number = vocabulary.get(added["content"])
         if number != added["id"]:
             raise UserError(
-                f"{where} numbers its added token {plain(added['content'])} {added['id']}, and the "
-                f"library of tokenizers {number}: mend the numbers, which must go on behind the "
+                f"{where} numbers its added token {plain(added['content'])} {added['id']}, but the "
+                f"library of tokenizers {number}: fix the numbers, which must follow the "
                 "vocabulary without a gap"
             )
     if len({*vocabulary.values()}) < len(vocabulary):
@@ -595,7 +616,7 @@ def _words(error: BaseException) -> str:
 
 
 def _around(inner: Any) -> tuple[list[int], list[int]]:
-    """Returns the tokens that a tokenizer's post-processor puts before and behind every text."""
+    """Returns the tokens that a tokenizer's post-processor puts before and after every text."""
     if inner.post_processor is None:
         return [], []
     bare = inner.encode("a", add_special_tokens=False).ids
@@ -609,11 +630,12 @@ def _around(inner: Any) -> tuple[list[int], list[int]]:
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
-# The tokens with a role, by the files next to a tokenizer.json
+# Files next to a tokenizer.json, which give tokens their roles
 
 
 def read_json(folder: Path, name: str, key: str) -> dict[str, Any]:
-    """Reads an object from a tokenizer's folder; {} without the file. Raises UserError."""
+    """Reads a JSON object from a tokenizer's folder; {} if the file is missing. Raises
+    UserError."""
     try:
         content = parse_json(read_bounded(folder / name, LARGEST_BESIDE))
     except (FileNotFoundError, NotADirectoryError):
@@ -626,7 +648,7 @@ def read_json(folder: Path, name: str, key: str) -> dict[str, Any]:
 
 
 def template_files(folder: Path) -> dict[str, str]:
-    """Returns the files of a tokenizer's folder that are chat templates, by their names."""
+    """Returns name → file of the chat templates in a tokenizer's folder."""
     found = {"default": CHAT_TEMPLATE} if (folder / CHAT_TEMPLATE).is_file() else {}
     more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     return found | {path.stem: f"{MORE_TEMPLATES}/{path.name}" for path in more}
@@ -647,7 +669,7 @@ def from_hub(name: str, key: str) -> FileTokenizer:
     except Exception as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(
-            f"{key}={show(name)} is no file or folder here, and the hub has not given it "
+            f"{key}={show(name)} is not a file or folder here, and the hub did not provide it "
             f"({why}): give a tokenizer.json, or a folder that holds one"
         ) from None
     return FileTokenizer.read(name, Path(folder, TOKENIZER), key)
@@ -656,13 +678,15 @@ def from_hub(name: str, key: str) -> FileTokenizer:
 # A streaming decoder
 
 
-CONTEXT = 6  # tokens before a new one that may change its spelling: blanks, joined words
-HELD = 32  # tokens that may wait for a character to complete; more are an invalid character
+CONTEXT = 6  # preceding tokens that may change a token's spelling: blanks, joined words
+HELD = 32  # most tokens of an incomplete character; with more it counts as invalid
 
 
 class Decoding:
-    """Decodes a prompt and what follows it, token by token, once characters are complete; the
-    spelling of a token may depend on the tokens before."""
+    """Decodes a prompt and the tokens after it one by one, holding back incomplete characters.
+
+    The spelling of a token may depend on the tokens before it.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -670,11 +694,12 @@ class Decoding:
         self._shown = 0  # tokens whose text was returned
 
     def begin(self, prompt: bytes) -> str:
-        """Returns the prompt; one of bytes may end inside a character that the tokens complete."""
+        """Returns the prompt's text; with byte tokens, without an incomplete last character."""
         tokens = self._tokenizer.encode_prompt(prompt)
         if isinstance(self._tokenizer, ByteTokenizer):
             return "".join(map(self.add, tokens))
-        self._tokens, self._shown = tokens, len(tokens)
+        self._tokens = tokens
+        self._shown = len(tokens)
         return prompt.decode("utf-8", "replace")
 
     def add(self, token: int) -> str:
@@ -687,12 +712,13 @@ class Decoding:
         return text
 
     def end(self) -> str:
-        """Returns the rest; an incomplete character becomes U+FFFD."""
-        text, self._shown = self._new(), len(self._tokens)
+        """Returns the remaining text; an incomplete character becomes U+FFFD."""
+        text = self._new()
+        self._shown = len(self._tokens)
         return text
 
     def _new(self) -> str:
-        """Returns the text not returned yet, spelled as it is after the text before."""
+        """Returns the text not returned yet, as it is spelled after the preceding text."""
         first = max(0, self._shown - CONTEXT)
         before = self._tokenizer.decode(self._tokens[first : self._shown])
         return self._tokenizer.decode(self._tokens[first:])[len(before) :]
@@ -708,7 +734,7 @@ ROLES = "roles.json"
 
 
 class Roles(NamedTuple):
-    """Tokens whose role a run's text has taught: begin, before each document, and ends, of
+    """Roles of tokens learned from a run's text: `begin` before each document, `ends` after
     documents and turns."""
 
     begin: tuple[int, ...]
@@ -732,15 +758,15 @@ def read_roles(folder: Path, vocab_size: int, where: str) -> Roles | None:
             type(number) is int and 0 <= number < vocab_size for number in numbers
         ):
             raise UserError(
-                f"{where}: {folder / ROLES} cannot be read (it has no lists of tokens): remove it, "
-                "and begin and ends of texts are the tokenizer's own"
+                f"{where}: {folder / ROLES} cannot be read (it has no lists of tokens): remove it "
+                "to begin and end texts with the tokenizer's own tokens"
             )
     begin, ends = found
     return Roles(tuple(begin or ()), tuple(ends or ()))
 
 
 def begun(tokens: Sequence[int], begin: Sequence[int]) -> list[int]:
-    """Returns a prompt's tokens behind those that begin it, unless the prompt spells them out."""
+    """Puts the tokens `begin` before a prompt's, unless the prompt already has them."""
     given = list(tokens)
     return given if given[: len(begin)] == list(begin) else [*begin, *given]
 
@@ -748,7 +774,7 @@ def begun(tokens: Sequence[int], begin: Sequence[int]) -> list[int]:
 def with_own_tokenizer(data: DataConfig, run_dir: Path) -> DataConfig:
     """Returns `data` with the tokenizer of the run in `run_dir`, if the run has one.
 
-    Raises UserError if `data` names another tokenizer, with which the weights would be useless.
+    Raises UserError if `data` names another tokenizer, for which the weights are useless.
     """
     own = run_dir / FOLDER
     if not own.is_dir():
@@ -757,8 +783,8 @@ def with_own_tokenizer(data: DataConfig, run_dir: Path) -> DataConfig:
         there, here = open_tokenizer(str(own)), open_tokenizer(data.tokenizer)
         if there.digest != here.digest:
             raise UserError(
-                f"data.tokenizer={show(data.tokenizer)} is another tokenizer than that of "
-                f"run={run_dir.name}, which lies in {own}: leave data.tokenizer out, or choose "
+                f"data.tokenizer={show(data.tokenizer)} differs from the tokenizer of "
+                f"run={run_dir.name}, which is in {own}: leave data.tokenizer out, or choose "
                 "another run"
             )
     return dataclasses.replace(data, tokenizer=str(own))
@@ -771,32 +797,33 @@ def tokenizer_of(data: DataConfig, run_dir: Path) -> Tokenizer:
 
 
 def check_same_tokens(there: Tokenizer, here: Tokenizer, where: str) -> str | None:
-    """Compares the typed tokenizer `here` with that of weights, `there`, which `where` names.
+    """Compares the configured tokenizer `here` with `there`, the tokenizer of the weights `where`.
 
-    Returns None for equal ones, a sentence if only ends, splits or additional tokens differ. Raises
-    UserError if a token of `there` is another one `here`: its embedding would be of other text.
+    Returns None if they are equal, a sentence if only ends, splits or additional tokens differ.
+    Raises UserError if a token's number differs: its embedding would stand for another text.
     """
     if there.digest == here.digest:
         return None
-    known, typed = there.vocabulary(), here.vocabulary()
-    moved = [token for token, number in known.items() if typed.get(token) != number]
+    known = there.vocabulary()
+    given = here.vocabulary()
+    moved = [token for token, number in known.items() if given.get(token) != number]
     if moved:
         first = min(moved, key=known.__getitem__)
-        now = typed.get(first)
-        became = "is none of its tokens" if now is None else f"is {now} in it"
+        now = given.get(first)
+        became = "missing" if now is None else f"{now}"
         raise UserError(
-            f"data.tokenizer={show(here.name)} is another tokenizer than that of {where}: of its "
-            f"{len(known):,} tokens {len(moved):,} differ, as {plain(first)}, which is "
-            f"{known[first]} there and {became}, and the weights know the former; leave "
-            "data.tokenizer out"
+            f"data.tokenizer={show(here.name)} differs from the tokenizer of {where} in "
+            f"{len(moved):,} of {len(known):,} tokens, such as {plain(first)}, which is "
+            f"{known[first]} there and {became} here; leave data.tokenizer out, as the "
+            "weights belong to the former"
         )
     differs = []
-    if more := len(typed) - len(known):
-        differs.append(f"has {more:,} tokens more, which the weights do not know")
+    if more := len(given) - len(known):
+        differs.append(f"has {more:,} more tokens, unknown to the weights")
     if there.eot != here.eot:
-        differs.append(f"ends a text in token {here.eot} instead of {there.eot}")
+        differs.append(f"ends a text with token {here.eot} instead of {there.eot}")
     if not differs and there.decides() == here.decides():
-        return None  # written in another way
+        return None  # only the formatting of the files differs
     how = " and ".join(differs) or "splits text in another way"
     return f"data.tokenizer={show(here.name)} has the tokens of {where}, but {how}"
 
@@ -808,14 +835,15 @@ def keep_tokenizer(
     learned: Roles = NO_ROLES,
     is_begun: bool = False,
 ) -> list[str]:
-    """Saves the tokenizer of `data` to the run's folder, with the roles of its tokens; bytes need
-    neither. Returns sentences on them.
+    """Saves the tokenizer of `data` and the roles of its tokens to the run's folder.
+
+    The byte tokenizer is not saved. Returns sentences about the roles.
 
     Args:
-        digest: of the tokenizer with which the corpus was read.
-        learned: what the corpus teaches.
-        is_begun: other training came before, of an import or of `init_from`: prompts begin as they
-            did there, if documents begin with nothing.
+        digest: digest of the tokenizer that has read the corpus.
+        learned: roles learned from the corpus.
+        is_begun: the weights come from an import or from `init_from`. If documents have no tokens
+            before them, prompts then begin as in the earlier training.
 
     Raises OSError, and UserError if the tokenizer has changed.
     """
@@ -844,7 +872,7 @@ def keep_tokenizer(
 
 
 def _of_roles(tokenizer: FileTokenizer, learned: Roles, roles: Roles) -> list[str]:
-    """Returns sentences on how documents begin and end where that needs saying."""
+    """Returns sentences about unusual beginnings and ends of documents."""
     sentences = []
     if tokenizer.bos:
         begin = tokenizer.spelled(tokenizer.bos)
@@ -853,32 +881,33 @@ def _of_roles(tokenizer: FileTokenizer, learned: Roles, roles: Roles) -> list[st
             sentences.append(f"documents begin with {puts}; so do prompts of generate and eval")
         elif roles.begin:
             sentences.append(
-                f"no document begins with {puts}, though prompts do, as the weights have learned it"
+                f"no document begins with {puts}, but prompts do, as the weights were "
+                "trained with it"
             )
         else:
             sentences.append(
-                f"no document begins with {puts}: so prompts of generate, eval and an export begin "
-                "without it"
+                f"no document begins with {puts}: prompts of generate, eval and an export begin "
+                "without it, too"
             )
     if others := [end for end in learned.ends if end != tokenizer.eot]:
         sentences.append(
-            f"texts or turns end in {tokenizer.spelled(others)}, beside the tokenizer's end of "
+            f"texts or turns end with {tokenizer.spelled(others)} besides the tokenizer's end of "
             f"text {tokenizer.spelled([tokenizer.eot])}: generate and an export stop at each"
         )
     return sentences
 
 
-# Tokenizers made here: byte-level BPE with one special token, which precedes each text
+# Tokenizers built here: byte-level BPE with one special token, which precedes each text
 
 
 END = "<|endoftext|>"
 PRINTED = (range(33, 127), range(161, 173), range(174, 256))  # bytes that stand for themselves
-DECIDES = ("added_tokens", "normalizer", "pre_tokenizer", "model")  # what decides on tokens
+# The parts of a tokenizer.json that determine the tokens of a text.
+DECIDES = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
 
 def byte_level(model: Any, words: bool) -> Any:
-    """Returns the library's tokenizer of a BPE over bytes; `words`: letters of two words are not
-    merged."""
+    """Returns the library's tokenizer for a BPE over bytes; `words`: never merge across words."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
 
     inner = Tokenizer(model)
@@ -888,7 +917,7 @@ def byte_level(model: Any, words: bool) -> Any:
 
 
 def with_end(inner: Any) -> bytes:
-    """Returns the tokenizer.json of a tokenizer, which now puts END before each text."""
+    """Makes a tokenizer put END before each text, and returns its tokenizer.json."""
     from tokenizers import processors
 
     inner.add_special_tokens([END])
@@ -901,9 +930,9 @@ def with_end(inner: Any) -> bytes:
 
 
 def byte_tokenizer() -> bytes:
-    """Returns a tokenizer.json of bytes, 257 tokens, with an end-of-text before each text.
+    """Returns the tokenizer.json of 257 byte tokens, with an end-of-text before each text.
 
-    Token i < 256 is byte i. No letters are merged; GPT-2's letters stand for unprintable bytes (A.
+    Token i < 256 is byte i. Nothing is merged; unprintable bytes have GPT-2's letters (A.
     Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, its code).
     """
     from tokenizers import models
@@ -912,5 +941,6 @@ def byte_tokenizer() -> bytes:
     for byte in range(256):
         printed = any(byte in own for own in PRINTED)
         vocabulary[chr(byte if printed else more)] = byte
-        more += not printed
+        if not printed:
+            more += 1
     return with_end(byte_level(models.BPE(vocabulary | {END: 256}, []), words=False))

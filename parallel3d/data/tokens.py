@@ -17,7 +17,7 @@ from parallel3d.errors import UserError
 
 
 class LocalFile(FileIO):
-    """An open file to read that may be given to another process, which opens it again by its name.
+    """A file open for reading that pickles: another process opens it again by its name.
 
     DataLoader's workers are spawned where torch must not be forked.
     """
@@ -27,12 +27,12 @@ class LocalFile(FileIO):
 
 
 def _opened_again(path: str, mark: str) -> LocalFile:
-    """Opens the file that another process has open. Raises UserError if it is another one now."""
+    """Opens the file that another process has open. Raises UserError if it has changed."""
     try:
         file = LocalFile(path)
     except OSError as error:
         raise UserError(f"{path} cannot be opened again ({error.strerror})") from None
-    # A link or a rename elsewhere changes the third of the facts, the time of change.
+    # A new link or a rename changes only the third fact, the time of change.
     facts, now = mark.split(":"), mark_of(file).split(":")
     if facts[:2] + facts[3:] != now[:2] + now[3:]:
         file.close()
@@ -65,19 +65,19 @@ def pread(file: File, size: int, at: int) -> bytes:
 
 
 def size_of(file: File) -> int:
-    """Returns the bytes of a file now."""
+    """Returns the present size of a file in bytes."""
     return os.fstat(file.fileno()).st_size if isinstance(file, IOBase) else file.size
 
 
 def mark_of(file: File) -> str:
-    """Returns a string that changes once a file may have changed; it begins with the size and ":".
+    """Returns a string that differs if a file may have changed; it begins with the size and ":".
 
-    For a local file times and inode now; for a remote one its opened version.
+    It holds the present times and inode of a local file, and the opened version of a remote one.
     """
     if not isinstance(file, IOBase):
         return file.mark
     status = os.fstat(file.fileno())
-    # Not the device, whose number changes with each mount.
+    # The device is left out, as its number changes with each mount.
     facts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
     return ":".join(map(str, facts))
 
@@ -91,7 +91,7 @@ def whole_digest(file: File) -> str:
     return digest.hexdigest()
 
 
-# Names by which fsspec's file systems tell a content's version, and times of change.
+# Keys of the content's version, and of its modification time, in fsspec's file systems.
 VERSIONS = ("md5Hash", "Content-MD5", "blob_id", "generation", "ETag", "etag", "version_id")
 TIMES = (
     *("Last-Modified", "LastModified", "last_modified", "last_commit", "mtime", "updated"),
@@ -100,10 +100,10 @@ TIMES = (
 
 
 def version_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the facts of fsspec's `info` that tell a remote file's version; none, if none do.
+    """Returns the facts of fsspec's `info` that identify a remote file's version, perhaps none.
 
-    Weak ETags are equal for contents that the server calls equivalent. One exact version suffices:
-    times may differ between the servers of one address.
+    A weak ETag counts as none, since it is equal for contents that the server calls equivalent. One
+    exact version suffices; times may differ between the servers of an address.
     """
     known = {key: str(info[key]) for key in (*VERSIONS, *TIMES) if info.get(key)}
     exact = [key for key in VERSIONS if not known.get(key, "W/").startswith("W/")][:1]
@@ -114,29 +114,36 @@ def version_of(info: Mapping[str, Any]) -> dict[str, str]:
 class Tokens:
     """A part of a file as a read-only array of integers; slices (of step 1) are read on demand.
 
-    Not mapped: a file cut short or a bad sector would end the process by SIGBUS.
+    The file is not mapped: a truncated file or a bad sector would end the process by SIGBUS.
     """
 
     def __init__(self, file: File, first: int, count: int, dtype: np.dtype) -> None:
-        """Takes tokens from byte `first` of the open `file`, which must stay open."""
-        self.file, self._first, self._count = file, first, count
+        """Starts at byte `first` of the open `file`, which must stay open."""
+        self.file = file
+        self._first = first
+        self._count = count
         self.dtype = dtype
-        self._limit, self._named = 0, ""
+        self._limit = 0
+        self._named = ""
 
     def part(self, begin: int, end: int) -> Tokens:
         """Returns tokens `begin` … `end` - 1, 0 <= begin <= end <= their number; reads nothing."""
         if not 0 <= begin <= end <= self._count:
             raise IndexError(f"tokens {begin} to {end} of {self._count}")
         part = copy(self)
-        part._first, part._count = self._first + begin * self.dtype.itemsize, end - begin
+        part._first = self._first + begin * self.dtype.itemsize
+        part._count = end - begin
         return part
 
     def below(self, limit: int, named: str) -> Tokens:
-        """Returns the same tokens, for which reading one of `limit` or more, or a negative one, is
-        a UserError about `named`."""
+        """Returns the same tokens, checked on reading.
+
+        A token that is negative or not below `limit` raises a UserError about `named`.
+        """
         bounded = copy(self)
         if self.dtype.kind != "u" or np.iinfo(self.dtype).max >= limit:
-            bounded._limit, bounded._named = limit, named
+            bounded._limit = limit
+            bounded._named = named
         return bounded
 
     def will_read(self, begin: int, end: int) -> None:
@@ -172,7 +179,7 @@ class Tokens:
         at = int(np.flatnonzero((tokens < 0) | (tokens >= self._limit))[0])
         place = self._first // self.dtype.itemsize + begin + at
         raise UserError(
-            f"{self._named} holds the token {int(tokens[at])} (at {place:,}), and must hold tokens "
+            f"{self._named} holds the token {int(tokens[at])} (at {place:,}), but must hold tokens "
             f"below model.vocab_size={self._limit}: give the tokenizer's own model, or another text"
         )
 
@@ -182,15 +189,15 @@ class Tokens:
         return self[:].astype(dtype or self.dtype, copy=False)
 
 
-# Changes of the files that a run reads, since it opened them
+# Changes to the files that a run reads, after it opened them
 
 
-MAKE_ANEW = "remove it and start again, it is made anew"
-PROVED = 256 << 20  # bytes of a file up to which all of it is read, as each rank pays for that
+REBUILD = "remove it and start again: it will be rebuilt"
+PROVED = 256 << 20  # bytes; larger files are not read whole, since each rank would read them
 
 
 class Proof(Enum):
-    """The result of reading a file again: all of it is the same, the sampled places are, or not."""
+    """The result of reading a file again: all of it is equal, the samples are, or it changed."""
 
     SAME = 1
     SAMPLED = 2
@@ -198,39 +205,49 @@ class Proof(Enum):
 
 
 class WatchedFile:
-    """An open file and its mark at the last look."""
+    """An open file and its mark when it was last checked."""
 
     def __init__(
         self, file: File, prove: Callable[[], Proof], remedy: str, digest: str = ""
     ) -> None:
-        """`prove` reads the file again; `remedy` tells the user what to do after a change;
-        `digest`: of the file, if known."""
-        self.file, self.prove, self._remedy, self.digest = file, prove, remedy, digest
+        """Records the present mark.
+
+        Args:
+            prove: compares the content with the opened one.
+            remedy: tells the user what to do after a change.
+            digest: digest of the file, if known.
+        """
+        self.file = file
+        self.prove = prove
+        self._remedy = remedy
+        self.digest = digest
         self.mark = mark_of(file)
 
     def look(self) -> str | None:
-        """Compares the file with the last look. Returns a sentence if it may have changed; raises
-        UserError if it has."""
+        """Checks the file for changes since the last look.
+
+        Returns a sentence if it may have changed; raises UserError if it has.
+        """
         before, now = self.mark, mark_of(self.file)
         if now == before:
             return None
         sizes = [int(mark.partition(":")[0]) for mark in (before, now)]
         if sizes[0] != sizes[1]:
-            raise self.changed(f"under the run, from {sizes[0]:,} bytes to {sizes[1]:,}")
+            raise self.changed(f"during the run, from {sizes[0]:,} bytes to {sizes[1]:,}")
         proof = self.prove()
         if proof is Proof.CHANGED:
-            raise self.changed("under the run, at the same size")
+            raise self.changed("during the run, at the same size")
         self.mark = now
         if isinstance(self.file, IOBase) and os.fstat(self.file.fileno()).st_nlink == 0:
             return (
-                f"{self.file.name} was replaced or removed: this run goes on with the file that it "
-                "opened, a later start would read another"
+                f"{self.file.name} was replaced or removed: this run continues with the file that "
+                "it opened, but a later start would read another"
             )
         if proof is Proof.SAME:
             return None
         return (
-            f"{self.file.name} was written to or touched under the run: its size and the sampled "
-            "places are as they were, the rest is not known"
+            f"{self.file.name} was written to or touched during the run: its size and samples of "
+            "its content are unchanged, the rest is not known"
         )
 
     def changed(self, how: str) -> UserError:
@@ -238,21 +255,21 @@ class WatchedFile:
 
 
 def prove(file: File, digest: str | None) -> Proof:
-    """Compares a file with its digest, if that is known and the file not too large."""
+    """Compares a file with its digest, if the digest is known and the file not too large."""
     if digest is None or size_of(file) > PROVED:
         return Proof.SAMPLED
     return Proof.SAME if whole_digest(file) == digest else Proof.CHANGED
 
 
 class Compared(NamedTuple):
-    """The result of a comparison with an earlier start: at most one of the two."""
+    """The result of a comparison with an earlier start; at most one field is set."""
 
     refusal: str | None = None
     note: str | None = None
 
 
 def look_at(files: Iterable[WatchedFile]) -> list[str]:
-    """Compares all files with the last look. Returns sentences; raises UserError."""
+    """Checks all files for changes since the last look. Returns sentences; raises UserError."""
     return [sentence for file in files if (sentence := file.look()) is not None]
 
 
@@ -280,5 +297,5 @@ def compare(watched: Mapping[str, WatchedFile], marks: str) -> Compared:
     more = f" and {len(unknown) - 1:,} more" if unknown[1:] else ""
     return Compared(
         note=f"{unknown[0]}{more} may have changed since the last checkpoint, by time of change, "
-        "inode or version: sizes and the sampled places are as they were, the rest is not known"
+        "inode or version: sizes and samples of the content are unchanged, the rest is not known"
     )

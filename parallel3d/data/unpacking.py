@@ -8,16 +8,16 @@ import lzma
 import zlib
 from typing import Any, BinaryIO
 
-TAKEN = (
-    1 << 12
-)  # packed bytes read at a time: all that zstd unpacks them to, at most 128 MB, is held
-MOST = 1 << 20  # bytes unpacked at a time by the others
-PADDED = (".gz", ".xz")  # after whose frames zeros may follow
+TAKEN = 1 << 12  # packed bytes read at a time; zstd may unpack them to 128 MB, held in memory
+MOST = 1 << 20  # bytes unpacked at a time by the other formats
+PADDED = (".gz", ".xz")  # formats that allow zeros after a frame
 
 
 class Frame:
-    """A decompressor of one frame, member or stream. inner: the library's object, with `eof` and
-    `unused_data`."""
+    """A decompressor of one frame, member or stream.
+
+    `inner` is the library's object, with `eof` and `unused_data`.
+    """
 
     def __init__(self, packed: str) -> None:
         """`packed`: ".gz", ".zst", ".xz" or ".bz2"."""
@@ -32,12 +32,14 @@ class Frame:
         else:
             import zstandard
 
-            # Frames of `zstd --long=31`, as public dumps have, need 2 GiB; others what they say.
+            # Frames of `zstd --long=31`, found in public dumps, need 2 GiB; others declare less.
             self.inner = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
     def take(self, packed: bytes, most: int) -> bytes:
-        """Unpacks what was kept of earlier bytes and then `packed`, to at most `most` bytes; zstd,
-        which keeps nothing, to any number."""
+        """Unpacks bytes kept from earlier calls and then `packed`, to at most `most` bytes.
+
+        The limit does not hold for zstd, which keeps no bytes.
+        """
         if self._packed == ".zst":
             return self.inner.decompress(packed)
         if self._packed == ".gz":
@@ -46,21 +48,26 @@ class Frame:
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a packed file. Raises EOFError where the file ends inside a frame, and what
-    the libraries raise for bytes that are no frame: their own readers take both for the end."""
+    """The content of a packed file.
+
+    Raises EOFError if the file ends inside a frame, and the library's error for bytes that are not
+    a frame; the libraries' own readers take both for the end of the file.
+    """
 
     def __init__(self, file: BinaryIO, packed: str) -> None:
         """`packed`: ".gz", ".zst", ".xz" or ".bz2"."""
-        self._file, self._packed = file, packed
+        self._file = file
+        self._packed = packed
         self._frame: Frame | None = None
-        self._rest, self._ready = b"", memoryview(b"")
-        self._full = False  # the last call gave as much as it may, so the frame may hold more
+        self._rest = b""
+        self._ready = memoryview(b"")
+        self._full = False  # the last call gave `MOST` bytes, so the frame may hold more
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Reads as io.RawIOBase does; 0 at the end."""
+        """Reads like io.RawIOBase; returns 0 at the end."""
         while not self._ready:
             packed = b"" if self._full else self._rest or self._file.read(TAKEN)
             self._rest = b""
@@ -73,9 +80,12 @@ class Unpacked(io.RawIOBase):
                     continue
                 self._frame = Frame(self._packed)
             made = self._frame.take(packed, MOST)
-            self._ready, self._full = memoryview(made), len(made) >= MOST
+            self._ready = memoryview(made)
+            self._full = len(made) >= MOST
             if self._frame.inner.eof:
-                self._rest, self._frame, self._full = self._frame.inner.unused_data, None, False
+                self._rest = self._frame.inner.unused_data
+                self._frame = None
+                self._full = False
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
@@ -83,13 +93,14 @@ class Unpacked(io.RawIOBase):
 
 
 def first_unpacked(packed: str, head: bytes, most: int) -> bytes:
-    """Returns the beginning of what the first bytes `head` of a file unpack to, at most `most`
-    bytes; b"" where that needs more of them. `packed`: "" for a file that is not. Raises what the
-    libraries raise."""
+    """Unpacks the first bytes `head` of a file to at most `most` bytes; b"" if it needs more bytes.
+
+    `packed` is "" for a file that is not packed. Raises the error of the library.
+    """
     if not packed:
         return head
     one = Frame(packed)
     made = one.take(head, most)
-    if one.inner.eof and not made and one.inner.unused_data:  # a frame without content
+    if one.inner.eof and not made and one.inner.unused_data:  # an empty frame
         return first_unpacked(packed, one.inner.unused_data, most)
     return made[:most]

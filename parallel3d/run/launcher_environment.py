@@ -791,7 +791,7 @@ def _entries(name: str, text: str) -> int:
         value = json.loads(text)
     except (ValueError, RecursionError):
         raise UserError(
-            f"{name}={text!r} is no JSON, as its hosts are: mend it or unset it"
+            f"{name}={text!r} is not JSON, so its hosts are unknown: fix it or unset it"
         ) from None
     groups = [value]
     if isinstance(value, dict) and isinstance(value.get("cluster"), dict):

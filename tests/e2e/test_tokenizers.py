@@ -73,7 +73,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_and_no_other(
     for tokenizer in ("byte", "other"):
         ended = answer(shell, capfd, "train", *words, f"tokenizer={tokenizer}")
         assert (ended.code, len(ended.errors)) == (2, 1), ended
-        assert f"data.tokenizer={tokenizer} is another tokenizer than that of run=mine" in ended.err
+        assert f"data.tokenizer={tokenizer} differs from the tokenizer of run=mine" in ended.err
     ended = run_forked(shell, "train", *words, "train.steps=4")
     assert ended.code == 0, ended
     assert "step 4/4" in ended.out

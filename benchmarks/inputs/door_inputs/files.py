@@ -142,7 +142,7 @@ def tokenized(path: str) -> list[str]:
         here = Count()
         found += [one.text for one in documents(shard, "text", here)]
         count.add(here)
-    judge(count, 1, BAD, "bad=0.01", "mend them")
+    judge(count, 1, BAD, "bad=0.01", "fix them")
     return found
 
 

@@ -91,7 +91,7 @@ def test_a_tokenizer_is_trained_as_a_file_or_a_folder(
     assert typed(monkeypatch, line.replace(f"to={to}", "to=again.json")) == 0
     assert open_tokenizer("again.json").digest == tokenizer.digest
     assert typed(monkeypatch, line) == 2
-    assert "is there and stays as it is" in capsys.readouterr().err
+    assert "exists and is never overwritten" in capsys.readouterr().err
 
 
 def test_a_text_that_gives_fewer_tokens_is_said(
@@ -108,7 +108,7 @@ def test_a_text_that_gives_fewer_tokens_is_said(
         ("data tokenise", ["tokenise is not a verb", "the nearest is tokenize"]),
         ("data tokenize input=a.jsonl", ["needs to=…"]),
         ("data tokenize input=a.jsonl to=x tokeniser=tok", ["the nearest is tokenizer"]),
-        ("data tokenize input=b.jsonl to=x", ["input=b.jsonl is not there", "a.jsonl"]),
+        ("data tokenize input=b.jsonl to=x", ["input=b.jsonl does not exist", "a.jsonl"]),
         ("data tokenize input=a.jsonl to=x tokenizer=tik", ["tokenizer=tik", "the nearest is tok"]),
         ("data tokenize input=a.jsonl to=x workers=0", ["workers=0", "at least 1"]),
         ("data tokenize input=a.jsonl to=x bad=2", ["bad=2 must be", "the nearest is bad=1"]),

@@ -36,8 +36,8 @@ from parallel3d.models.transformer import blank_stage
 from tests.unit.data.test_validation import TEXT, byte_level
 
 BAD = (
-    ("{", "line 1 is no JSON"),
-    ('["a"]', "is one JSON list, no object a line"),
+    ("{", "line 1 is not JSON"),
+    ('["a"]', "is one JSON list, not one object per line"),
     ('["a"]\n["b"]', "line 1 has no text under context"),
     ('{"context": 1}', "has no text under context"),
     ('{"context": "a"}', "neither choices nor a continuation"),

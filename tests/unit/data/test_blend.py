@@ -199,11 +199,11 @@ def test_a_blend_that_cannot_be_is_refused(corpora: Path) -> None:
     for end in ("bin", "idx", "json"):
         os.link(f"web.{end}", f"twin.{end}")
     cases = {
-        "nowhere": "data.blend's nowhere does not exist, there is no nowhere.idx",
+        "nowhere": "data.blend's nowhere does not exist (there is no nowhere.idx)",
         "small": "data.blend's small is too short for model.seq_length=16",
-        "foreign": "were made by different tokenizers",
+        "foreign": "were made with different tokenizers",
         "wide": "model.vocab_size=257 must be at least 512 for the tokens of data.blend's wide",
-        "nameless": "has no nameless.json that tells its tokenizer: give data.tokenizer",
+        "nameless": "has no nameless.json that names its tokenizer: give data.tokenizer",
         "twin": "hold the same tokens: give one of them",
     }
     for name, words in cases.items():
@@ -214,11 +214,11 @@ def test_a_blend_that_cannot_be_is_refused(corpora: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"tokens": 7}, "is of another pair"),
+        ({"tokens": 7}, "belongs to another pair"),
         ({"vocab_size": "many"}, "cannot be read (it has no counts)"),
         ({"eot": None}, "cannot be read (it has no counts)"),
-        ({"tokenizer_file": "../tok.json"}, "its tokenizer does not lie beside it"),
-        ({"tokenizer_file": "/etc/tok.json"}, "its tokenizer does not lie beside it"),
+        ({"tokenizer_file": "../tok.json"}, "its tokenizer is not next to it"),
+        ({"tokenizer_file": "/etc/tok.json"}, "its tokenizer is not next to it"),
     ],
 )
 def test_facts_that_do_not_fit_a_pair_are_refused(
@@ -242,7 +242,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
         file.seek(14)
         file.write((999).to_bytes(2, "little"))
     data = DataConfig(name="corpus", path=str(prefix), tokenizer="byte")
-    assert "has token 999 in document 0, and data.tokenizer=byte has 257 tokens" in refused(data)
+    assert "has token 999 in document 0, but data.tokenizer=byte has 257 tokens" in refused(data)
 
 
 def test_a_corpus_of_one_pair_is_windows_of_its_stream(tmp_path: Path) -> None:

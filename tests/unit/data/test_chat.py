@@ -124,10 +124,10 @@ def test_a_message_that_spells_special_tokens_cannot_end_its_turn(tmp_path: Path
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([], "is no object"),
-        ({"message": []}, "has no messages, the nearest is message"),
-        ({"messages": "a"}, "has messages as text that is no JSON"),
-        ({"messages": ["a"]}, "no list of objects"),
+        ([], "is not an object"),
+        ({"message": []}, "has no messages; the nearest is message"),
+        ({"messages": "a"}, "has messages as text that is not JSON"),
+        ({"messages": ["a"]}, "not a list of objects"),
         ({"messages": [{"role": "user", "content": 3}]}, "no text as content of message 1"),
         (row([("user", "a")]), "has no message of role assistant"),
         (row([]), "has no message of role assistant"),
@@ -144,8 +144,8 @@ def test_a_row_that_is_no_conversation_says_why(tmp_path: Path, given: Any, word
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{% for m in messages %}", ["cannot be read", "line 1"]),
-        ("{{ messages |", ["cannot be read"]),
+        ("{% for m in messages %}", ["cannot be parsed", "line 1"]),
+        ("{{ messages |", ["cannot be parsed"]),
         (None, ["data=chat needs a chat template", "chat_template.jinja"]),
     ],
 )
@@ -252,7 +252,7 @@ def test_another_template_or_row_has_another_fingerprint(tmp_path: Path) -> None
     [
         ([ROWS[0], row([("user", "a")])], {}, ["chat.jsonl:2", "no message of role assistant"]),
         ([ROWS[0]], {}, ["has one conversation"]),
-        ([ROWS[0], 3], {}, ["chat.jsonl:2 is no object"]),
+        ([ROWS[0], 3], {}, ["chat.jsonl:2 is not an object"]),
         (ROWS, {"tokenizer": "byte"}, ["data=chat needs data.tokenizer, which is byte"]),
         (ROWS, {"tokenizer": None}, ["data=chat needs data.tokenizer, which is null"]),
         ([ROWS[0], row([("user", "x" * 300), ("assistant", "a")])], {}, ["longer than the 201"]),
@@ -343,7 +343,7 @@ def test_rows_may_be_packed_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("share", "bad", "words"),
     [
-        (0.0, 1, ["chat.jsonl:2 has message 2", "mend or remove it, or give data.skip_bad_rows"]),
+        (0.0, 1, ["chat.jsonl:2 has message 2", "fix or remove it, or give data.skip_bad_rows"]),
         (0.01, 1, ["1 of the first 21 rows", "more than data.skip_bad_rows=0.01", "chat.jsonl:2"]),
         (0.05, 1, []),
         (0.05, 2, ["2 of the first 22 rows"]),
@@ -364,7 +364,7 @@ def test_bad_rows_are_left_out_up_to_a_share(
         corpus = open_corpus(given, 200)
         assert corpus.told == (
             f"data.path={given.path}: {bad} of {20 + bad} rows are left out by data.skip_bad_rows; "
-            "the first is chat.jsonl:2 has message 2 of role assistant, of which only the end "
+            "the first is chat.jsonl:2 has message 2 of role assistant, in which only the end "
             "would be learned",
         )
     assert corpus.fingerprint == open_corpus(data(tmp_path, ROWS), 200).fingerprint

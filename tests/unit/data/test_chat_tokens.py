@@ -410,7 +410,7 @@ def test_a_tokenizer_that_does_not_tell_where_its_tokens_stand_is_refused(
 
     with patch.object(tokenizer, "_inner", Fake()), pytest.raises(UserError) as caught:
         tokenizer.place("ab")
-    assert "does not tell which characters its tokens stand for" in str(caught.value)
+    assert "does not tell the characters of its tokens" in str(caught.value)
 
 
 if __name__ == "__main__":

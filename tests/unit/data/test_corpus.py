@@ -337,7 +337,7 @@ def test_cache_file_that_others_may_write_is_not_taken(tmp_path: Path) -> None:
     cache_file(tmp_path).chmod(0o666)
     with heard() as reports:
         assert open_corpus(data, 20).fingerprint == intact
-    assert "is not taken: others than you may write it" in reports[0]
+    assert "is not used: others than you may write it" in reports[0]
     assert stat.S_IMODE(cache_file(tmp_path).stat().st_mode) == 0o600
 
 
@@ -349,7 +349,7 @@ def test_cache_file_of_another_user_is_not_taken(
     foreign(cache_file(tmp_path))
     with heard() as reports:
         open_corpus(data, 20)
-    assert "is not taken" in reports[0] and "building" in reports[-1]
+    assert "is not used" in reports[0] and "building" in reports[-1]
     assert cache_file(tmp_path).stat().st_uid == os.geteuid()
 
 

@@ -193,11 +193,21 @@ LENGTHS, POINTERS, FIRSTS = 34, 34 + 6 * 4, 34 + 6 * 12
 @pytest.mark.parametrize(
     ("at", "form", "value", "words"),
     [
-        (POINTERS + 5 * 8, "<q", 10**9, "ends at byte 12, the next begins at byte 1,000,000,000"),
-        (POINTERS + 5 * 8, "<q", -64, "ends at byte 12, the next begins at byte -64"),
+        (
+            POINTERS + 5 * 8,
+            "<q",
+            10**9,
+            "ends at byte 12, but the next begins at byte 1,000,000,000",
+        ),
+        (POINTERS + 5 * 8, "<q", -64, "ends at byte 12, but the next begins at byte -64"),
         (LENGTHS + 5 * 4, "<i", 3, "its sequences end at byte 18 of 20"),
         (POINTERS, "<q", 2, "its first sequence begins at byte 2"),
-        (POINTERS + 2 * 8, "<q", 4, "sequence 1 has 0 tokens and ends at byte 6, the next begins"),
+        (
+            POINTERS + 2 * 8,
+            "<q",
+            4,
+            "sequence 1 has 0 tokens and ends at byte 6, but the next begins",
+        ),
         (LENGTHS + 3 * 4, "<i", 700, "sequence 3 has 700 tokens"),
         (LENGTHS, "<i", -3, "sequence 0 has -3 tokens"),
         (FIRSTS + 2 * 8, "<q", 77, "not in the order of sequences"),
@@ -216,14 +226,14 @@ def test_an_index_that_points_elsewhere_is_refused(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda p: put(p, 0, "<Q", 0), "does not begin as an index"),
+        (lambda p: put(p, 0, "<Q", 0), "bad magic in"),
         (lambda p: put(p, 9, "<Q", 2), "version 2: it must be 1"),
-        (lambda p: put(p, 17, "<B", 7), "no tokens: its type 7 is none of Megatron's integers"),
-        (lambda p: put(p, 17, "<B", 9), "its type 9 is none"),
+        (lambda p: put(p, 17, "<B", 7), "no tokens: its type 7 is not one of Megatron's integers"),
+        (lambda p: put(p, 17, "<B", 9), "its type 9 is not one"),
         (lambda p: put(p, 18, "<Q", 0), "holds no documents"),
         (lambda p: put(p, 18, "<Q", 2**62), "is cut short"),
         (lambda p: os.truncate(f"{p}.idx", FIRSTS + 7 * 8 + 6), "pairs with modes"),
-        (lambda p: os.unlink(f"{p}.idx"), r"there is no .*pair\.idx: give the prefix"),
+        (lambda p: os.unlink(f"{p}.idx"), r"there is no .*pair\.idx\): give the prefix"),
         (lambda p: os.unlink(f"{p}.bin"), r"there is no .*pair\.bin"),
     ],
 )

@@ -83,8 +83,8 @@ def test_pair_that_is_replaced_under_a_run_ends_it_before_a_token_of_the_new_one
                 assert np.array_equal(corpus.train[read : read + 500], right[read : read + 500])
                 read += 500
         assert str(raised.value) == (
-            f"{server.address}/web.bin was changed while the run was reading it: put back the one "
-            "that the run began with and start again, or choose another run="
+            f"{server.address}/web.bin was changed while the run was reading it: restore the "
+            "version that the run began with and start again, or choose another run="
         )
         assert read >= 4500
 
@@ -176,7 +176,7 @@ def test_what_a_check_costs_is_a_head_a_block_and_three_small_pieces(home: Path)
 
 
 def test_server_that_tells_no_version_is_refused(home: Path) -> None:
-    refusal = pytest.raises(UserError, match=r"web\.idx: its server tells neither an ETag nor a ti")
+    refusal = pytest.raises(UserError, match=r"web\.idx cannot be read safely: its server gives n")
     with Server(home / "served", (WEAK,)).serving() as server, refusal:
         opened(home, server)
 
@@ -201,7 +201,7 @@ def test_remote_pair_of_another_version_is_proved_at_the_next_start_or_said(home
             assert after.fingerprint == before.fingerprint  # of eight places
             refusal, note = compare(after.watched, marks)
         if facts:  # whose digest proves a small file
-            assert "web.bin was changed since the last checkpoint: put back the pair" in refusal
+            assert "web.bin was changed since the last checkpoint: restore the pair" in refusal
         else:
             assert refusal is None and "web.bin may have changed since the last checkp" in note
 

@@ -210,11 +210,11 @@ def test_bad_rows_are_counted_and_the_first_are_shown(tmp_path: Path) -> None:
         assert found == TEXTS
         assert (count.rows, count.bad) == (47, 7)
         assert count.shown == [
-            "a.jsonl:43 is no JSON: {",
-            "a.jsonl:44 is no object: [1]",
-            'a.jsonl:45 has no key text, and its keys are txt: {"txt": "a"}',
+            "a.jsonl:43 is not JSON: {",
+            "a.jsonl:44 is not an object: [1]",
+            'a.jsonl:45 has no key text; its keys are txt: {"txt": "a"}',
             'a.jsonl:46 has no text at text: {"text": 3}',
-            'a.jsonl:47 is no UTF-8: {"text": "�"}',
+            'a.jsonl:47 is not UTF-8: {"text": "�"}',
         ]
 
 
@@ -272,7 +272,7 @@ def test_items_keep_their_order_and_files_come_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("webb", ["input=", "webb is not there", "the nearest is", "/web"]),
+        ("webb", ["input=", "webb does not exist", "the nearest is", "/web"]),
         ("none/*.txt", ["matches no file"]),
         ("hollow", ["holds no files"]),
         ("empty.txt", ["only empty files, pipes or devices (1)"]),

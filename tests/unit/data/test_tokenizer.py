@@ -117,12 +117,12 @@ def test_the_digest_is_of_the_file_and_of_the_end_of_text(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "config", "words"),
     [
-        ("{}", {}, ["is no tokenizer.json"]),
-        ("{", {}, ["is no tokenizer.json"]),
-        (trained(320, ()), {}, ["does not tell which token ends a text", "eos_token"]),
-        (trained(320, SPECIALS), {}, ["several tokens that usually do", f"{END} and </s>"]),
-        (trained(), {"eos_token": "</s>"}, ["calls </s> the end of a text", "no token"]),
-        (trained()[:900], {}, ["is no tokenizer.json"]),
+        ("{}", {}, ["is not a tokenizer.json"]),
+        ("{", {}, ["is not a tokenizer.json"]),
+        (trained(320, ()), {}, ["does not define the token that ends a text", "eos_token"]),
+        (trained(320, SPECIALS), {}, ["several usual ends of text", f"{END} and </s>"]),
+        (trained(), {"eos_token": "</s>"}, ["names </s> as the end of a text", "not a token"]),
+        (trained()[:900], {}, ["is not a tokenizer.json"]),
     ],
 )
 def test_a_bad_tokenizer_is_one_sentence(
@@ -141,7 +141,7 @@ def test_a_bad_tokenizer_is_one_sentence(
         ("bite", ["the nearest is byte"]),
         ("tok.jsn", ["the nearest is", "tok.json"]),
         ("empty", ["holds no tokenizer.json"]),
-        ("tok/nothing.json", ["is not there"]),
+        ("tok/nothing.json", ["does not exist"]),
     ],
 )
 def test_a_name_that_is_no_tokenizer_gets_the_nearest(
@@ -239,7 +239,7 @@ def test_a_run_keeps_its_tokenizer_and_refuses_another(tmp_path: Path) -> None:
     assert with_own_tokenizer(data, run) == kept
     assert tokenizer_of(DataConfig(), run).digest == open_tokenizer(str(tok)).digest
     for other in ("byte", str(folder(tmp_path / "other", trained(300)))):
-        with pytest.raises(UserError, match="another tokenizer than that of run=a"):
+        with pytest.raises(UserError, match="differs from the tokenizer of run=a"):
             with_own_tokenizer(DataConfig(tokenizer=other), run)
     (tmp_path / "b").mkdir()
     keep_tokenizer(DataConfig(), tmp_path / "b", "byte")

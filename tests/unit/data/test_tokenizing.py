@@ -226,7 +226,7 @@ def test_a_worker_that_is_killed_is_one_sentence(text: Path) -> None:
         for process in multiprocessing.active_children():
             process.kill()
 
-    with pytest.raises(UserError, match="ended from outside, perhaps as memory ran out"):
+    with pytest.raises(UserError, match="was killed, perhaps because memory ran out"):
         tokenize(job(text, workers=1), kill)
     assert not multiprocessing.active_children()
     made(job(text))  # nothing is lost
@@ -248,10 +248,10 @@ def test_a_refusal_ends_the_workers(text: Path) -> None:
 def test_a_corpus_that_is_there_stays(text: Path) -> None:
     made(job(text))
     before = files(text / "web")
-    with pytest.raises(UserError, match=r"web.* is there and stays as it is"):
+    with pytest.raises(UserError, match=r"web.* exists and is never overwritten"):
         made(job(text))
     (text / "web.idx").unlink()
-    with pytest.raises(UserError, match="is there and stays as it is"):
+    with pytest.raises(UserError, match="exists and is never overwritten"):
         made(job(text))
     assert files(text / "web") == {k: v for k, v in before.items() if k != ".idx"}
 
@@ -269,7 +269,7 @@ def test_another_job_does_not_go_on_with_a_begun_one(text: Path, what: str) -> N
 
 def test_two_processes_do_not_make_one_corpus(text: Path) -> None:
     def second(done: JournalEntry) -> None:
-        with pytest.raises(UserError, match="is being made by another process"):
+        with pytest.raises(UserError, match="is being written by another process"):
             made(job(text))
 
     tokenize(job(text), second)
@@ -287,7 +287,7 @@ def test_more_bad_rows_than_the_stated_share_are_refused(
         return
     with pytest.raises(UserError) as caught:
         made(asked)
-    for word in ("2 of the first 100 rows", "bad=0.01", "a.jsonl:99 is no JSON", "a.jsonl:100"):
+    for word in ("2 of the first 100 rows", "bad=0.01", "a.jsonl:99 is not JSON", "a.jsonl:100"):
         assert word in str(caught.value)
     assert not (tmp_path / "web.idx").exists()
     made(job(tmp_path, bad=0.5))  # goes on: the share is no part of the corpus

@@ -112,7 +112,9 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         check_sets(missing, SEQ, 300)
     own = byte_level(tmp_path)
     mixed = dataclasses.replace(data, valid={"web": data.path}, tokenizer=own)
-    with pytest.raises(UserError, match=r"its tokenizer is .* must be one; give data.tokenizer"):
+    with pytest.raises(
+        UserError, match=r"its tokenizer is .* must be the same; give data.tokenizer"
+    ):
         open_sets(mixed, open_corpus(data, SEQ), SEQ, 300)
     for config, words in (
         (Config(data=DataConfig(valid={"a": 3})), "must give a prefix of a pair or text"),

@@ -80,8 +80,8 @@ def test_edit_outside_the_places_of_the_fingerprint_is_logged_under_a_run(
     edit(Path(f"{data.path}.bin"), FREE)
     assert opened(data).fingerprint == corpus.fingerprint
     assert look_at(corpus.files) == [
-        f"{data.path}.bin was written to or touched under the run: its size and the sampled places "
-        "are as they were, the rest is not known"
+        f"{data.path}.bin was written to or touched during the run: its size and samples "
+        "of its content are unchanged, the rest is not known"
     ]
     assert look_at(corpus.files) == []  # once
 
@@ -93,7 +93,7 @@ def test_edit_outside_the_places_of_the_fingerprint_is_logged_at_the_next_start(
     edit(Path(f"{data.path}.bin"), FREE)
     assert compare(opened(data).watched, marks).note == (
         f"{data.path}.bin may have changed since the last checkpoint, by time of change, inode or "
-        "version: sizes and the sampled places are as they were, the rest is not known"
+        "version: sizes and samples of the content are unchanged, the rest is not known"
     )
 
 
@@ -114,10 +114,12 @@ def test_edit_of_a_pair_whose_digest_is_known_ends_the_run_and_the_next_start(
 ) -> None:
     corpus = opened(data)
     edit(Path(f"{data.path}.bin"), FREE)
-    with pytest.raises(UserError, match=r"web\.bin was changed under the run, at the same size"):
+    with pytest.raises(UserError, match=r"web\.bin was changed during the run, at the same size"):
         look_at(corpus.files)
     refusal = compare(opened(data).watched, marks_of(corpus.watched)).refusal
-    assert refusal is not None and "web.bin was changed since the last checkpoint: put" in refusal
+    assert (
+        refusal is not None and "web.bin was changed since the last checkpoint: restore" in refusal
+    )
     edit(Path(f"{data.path}.bin"), FREE)  # and back
     assert look_at(corpus.files) == []
 
@@ -152,7 +154,7 @@ def test_pair_that_is_another_one_ends_the_run(data: DataConfig, end: str, chang
         edit(path, 40 if end == ".idx" else 0, 1)
     else:
         os.truncate(path, size + (8 if change == "longer" else -8))
-    with pytest.raises(UserError, match=rf"web\{end} was changed under the run") as raised:
+    with pytest.raises(UserError, match=rf"web\{end} was changed during the run") as raised:
         look_at(corpus.files)
     if change != "places":
         assert f"from {size:,} bytes to {path.stat().st_size:,}" in str(raised.value)
@@ -168,8 +170,8 @@ def test_pair_that_is_replaced_under_a_run_is_read_to_its_end_and_said(
     for end in (".bin", ".idx"):
         os.replace(tmp_path / f"other{end}", f"{data.path}{end}")
     assert look_at(corpus.files) == [
-        f"{data.path}{end} was replaced or removed: this run goes on with the file that it opened, "
-        "a later start would read another"
+        f"{data.path}{end} was replaced or removed: this run continues with the file that it "
+        "opened, but a later start would read another"
         for end in (".bin", ".idx")
     ]
     assert np.array_equal(corpus.train[:], was)
@@ -220,8 +222,8 @@ def test_file_in_the_cache_that_is_written_to_ends_the_run_and_is_made_anew(
     with pytest.raises(UserError) as raised:
         look_at(corpus.files)
     assert str(raised.value) == (
-        f"{path} was changed under the run, at the same size: remove it and start again, it is "
-        "made anew"
+        f"{path} was changed during the run, at the same size: remove it and start again: it "
+        "will be rebuilt"
     )
     assert opened(data).fingerprint == fingerprint
     for left in (tmp_path / "cache").iterdir():
@@ -294,7 +296,7 @@ def test_checkpoint_has_the_marks_and_one_without_them_is_taken_without_a_word(
 def test_end_of_text_beside_a_pair_must_be_its_tokenizers(data: DataConfig) -> None:
     facts = Path(f"{data.path}.json")
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"eot": 7}))
-    with pytest.raises(UserError, match=r"web\.json has eot=7, and its tokenizer 256"):
+    with pytest.raises(UserError, match=r"web\.json has eot=7, but its tokenizer has 256"):
         opened(data)
 
 

@@ -67,7 +67,7 @@ ENDS = (
     ("own", 0, (), ()),
     ("none", None, ("0 of 50 sampled documents end in token <|endoftext|> (0)", "end a text"), ()),
     ("a word", 300, ("0 of 50", "50 in token"), ()),
-    ("of turns", 2, ("0 of 50", "50 in token <|im_end|> (2)", "those of the .idx"), (2,)),
+    ("of turns", 2, ("0 of 50", "50 in token <|im_end|> (2)", "the .idx decides on borders"), (2,)),
 )
 
 
@@ -201,7 +201,7 @@ def test_tokens_of_another_tokenizer_are_told(tmp_path: Path) -> None:
     (sentence,) = opened(pair(tmp_path / "alien", alien), path).told
     assert "are not the tokens that data.tokenizer=" in sentence
     beyond = [[*rng.integers(1, 300, 60).tolist(), 400, 0] for _ in range(COUNT)]
-    with pytest.raises(UserError, match=r"has token 400 in document 0, and data.tokenizer="):
+    with pytest.raises(UserError, match=r"has token 400 in document 0, but data.tokenizer="):
         opened(pair(tmp_path / "beyond", beyond), path)
 
 
@@ -294,5 +294,5 @@ def test_samples_of_the_user_are_checked_on_the_host(given: Sample, words: str) 
 def test_a_token_behind_the_sampled_ones_is_refused_where_it_is_read(tmp_path: Path) -> None:
     path = file(tmp_path / "tok.json", trained())
     long = [[5] * 150 + [400] + [5] * 49 + [0]] * 3
-    with pytest.raises(UserError, match=r"holds the token 400 \(at 150\), and must hold tokens"):
+    with pytest.raises(UserError, match=r"holds the token 400 \(at 150\), but must hold tokens"):
         opened(pair(tmp_path / "p", long), path).train[:]

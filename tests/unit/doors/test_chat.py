@@ -342,9 +342,9 @@ def test_a_row_is_what_it_spells_or_refused(
 
 # A row, and words of the sentence.
 REFUSED: dict[str, tuple[Json, str]] = {
-    "tools a number": (row(*TALK, tools=3), "has tools that are no list of objects"),
-    "tools of words": (row(*TALK, tools="weather"), "has tools as text that is no JSON"),
-    "tools of a word": (row(*TALK, tools=["weather"]), "has tools as text that is no JSON"),
+    "tools a number": (row(*TALK, tools=3), "has tools that are neither a list of objects"),
+    "tools of words": (row(*TALK, tools="weather"), "has tools as text that is not JSON"),
+    "tools of a word": (row(*TALK, tools=["weather"]), "has tools as text that is not JSON"),
     "tools by name": (row(*TALK, tools={"weather": FUNCTION}), "number 1 has no name"),
     "tools twice": (row(*TALK, tools=[TOOL], functions=[FUNCTION]), "has tools and functions"),
     "tools misspelled": (row(*TALK, tool=[TOOL]), "has tool, which is not read: tools is"),
@@ -356,12 +356,12 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "arguments of words": (
         row(user("w"), assistant("", tool_calls=[
             {"type": "function", "function": {"name": "a", "arguments": "Rome"}}])),
-        "has arguments in tool_calls of message 2 as text that is no JSON",
+        "has arguments in tool_calls of message 2 as text that is not JSON",
     ),
     "arguments a list": (
         row(user("w"), assistant("", tool_calls=[
             {"type": "function", "function": {"name": "a", "arguments": "[1]"}}])),
-        "that are not an object",
+        "neither an object nor its JSON",
     ),
     "arguments missing": (
         row(user("w"), assistant("", tool_calls=[{"function": {"name": "a"}}])),
@@ -381,8 +381,8 @@ REFUSED: dict[str, tuple[Json, str]] = {
         "a part of type image_url in message 1",
     ),
     "a part without a type": (row(user([{"text": "a"}]), assistant("ho")), "a part of type null"),
-    "an empty answer": (row(user("hi"), assistant("")), "of which only the end would be learned"),
-    "a blank answer": (row(user("hi"), assistant(" \n")), "of which only the end would be learned"),
+    "an empty answer": (row(user("hi"), assistant("")), "in which only the end would be learned"),
+    "a blank answer": (row(user("hi"), assistant(" \n")), "in which only the end would be learned"),
     "nothing learned": (row(user("hi"), assistant("ho", weight=0)), ""),
     "a half weight": (row(user("hi"), assistant("ho", weight=0.5)), "has weight=0.5 of message 2"),
     "a weight of words": (row(user("hi"), assistant("ho", weight="0")), "has weight="),
@@ -393,15 +393,15 @@ REFUSED: dict[str, tuple[Json, str]] = {
         row(user("hi"), assistant("ho", train_detail=[{"train": False}])),
         "has train_detail of message 2",
     ),
-    "a row's weight": (row(*TALK, weight=0), "has weight=0 of all of it"),
+    "a row's weight": (row(*TALK, weight=0), "has weight=0 for the whole row"),
     "a row's mask": (row(*TALK, mask=[0, 1]), "has mask, which is not read"),
     "a sample to avoid": (row(*TALK, label=False), "has label=false"),
     "a mask, nearly": (row(*TALK, loss_masks=[1]), "has loss_masks, which is not read"),
     "pictures": (row(*TALK, images=["a.png"]), "has images, which is not read"),
     "audio": (row(user("hi"), assistant("ho", audio={"id": "a"})), "has audio in message 2"),
-    "thinking beside": (row(*TALK, enable_thinking=False), "stands in chat_template_kwargs"),
+    "thinking beside": (row(*TALK, enable_thinking=False), "belong in chat_template_kwargs"),
     "history": (row(*TALK, history=[["a", "b"]]), "has history, which is not read"),
-    "two systems": (row(system("a"), *TALK, system="b"), "has system beside a message of role"),
+    "two systems": (row(system("a"), *TALK, system="b"), "has system and a message of role"),
     "two system texts": (row(*TALK, system="a", system_prompt="b"), "with different texts"),
     "documents": (row(*TALK, documents=[{"title": "a", "text": "b"}]), "has documents, which the"),
     "a role of another format": (
@@ -422,13 +422,13 @@ REFUSED: dict[str, tuple[Json, str]] = {
     ),
     "both layouts": (
         row({"from": "human", "value": "a", "role": "user", "content": "b"}, assistant("ho")),
-        "has role or content beside from or value",
+        "has role or content together with from or value",
     ),
     "alpaca": ({"instruction": "a", "output": "b"}, "has no messages, and its keys are"),
     "a prompt": ({"prompt": "a", "completion": "b"}, "has no messages, and its keys are prompt"),
     "text": ({"text": "a"}, "has no messages"),
-    "messages of words": ({"messages": "hi"}, "has messages as text that is no JSON"),
-    "messages as text of text": ({"messages": dumps(dumps(TALK))}, "has messages that are not a"),
+    "messages of words": ({"messages": "hi"}, "has messages as text that is not JSON"),
+    "messages as text of text": ({"messages": dumps(dumps(TALK))}, "that are neither a list"),
     "a continued answer": (row(user("hi"), assistant("ho", prefix=True)), "has prefix in message"),
     "a refusal": (row(user("hi"), assistant("ho", refusal="no")), "has refusal in message 2"),
     "different thoughts": (
@@ -437,7 +437,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
     ),
     "hidden thoughts": (
         row(user("hi"), assistant("ho", reasoning_details=[{"type": "reasoning.encrypted"}])),
-        "that are not text alone",
+        "that are not only text",
     ),
     "thoughts by another name": (row(user("hi"), assistant("ho", cot="a")), "has cot in message 2"),
     "an answer to ignore": (row(user("hi"), assistant("ho", ignore=True)), "has ignore of message"),
@@ -449,7 +449,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "learning by another word": (row(user("hi"), assistant("ho", no_train=1)), "has no_train of"),
     "a system text by another name": (row(*TALK, system_message="be"), "has system_message, which"),
     "tools by another name": (row(*TALK, available_tools=[TOOL]), "has available_tools, which is"),
-    "thoughts of a row": (row(*TALK, reasoning_content="mm"), "stand in reasoning_content of a"),
+    "thoughts of a row": (row(*TALK, reasoning_content="mm"), "belong in reasoning_content of a"),
     "arguments that are no JSON": (
         row(user("w"), assistant("", tool_calls=[{"name": "a", "arguments": '{"a": NaN}'}])),
         "with NaN or Infinity",
@@ -605,5 +605,5 @@ def test_templates_by_name_lie_in_files_or_in_a_list_or_with_a_processor(tmp_pat
     assert opened(processors)[0].read(row(*AGENT, tools=[TOOL])).spoken.any()
     (more / "tool_use.jinja").rename(more / "rag.jinja")
     (by_files / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="rag, and none is default"):
+    with pytest.raises(ValueError, match="rag, but none is default"):
         ChatTemplate(open_tokenizer(str(by_files)))

@@ -147,10 +147,10 @@ FILES: list[tuple[str, bytes, str]] = [
     ("utf16.txt", PROSE.encode("utf-16"), WHOLE),
     ("utf32.txt", PROSE.encode("utf-32"), WHOLE),
     # What the name tells and what the bytes are differ.
-    ("a.jsonl", gzip.compress(JSONL), "is gzip by its first bytes, and not by its name"),
+    ("a.jsonl", gzip.compress(JSONL), "is gzip by its first bytes but not by its name"),
     ("a.jsonl", parquet(), "is parquet by its first bytes"),
-    ("a.jsonl.gz", JSONL, "is gzip by its name and JSON lines by its first bytes"),
-    ("a.jsonl.zst", gzip.compress(JSONL), "is zstd by its name and gzip by its first bytes"),
+    ("a.jsonl.gz", JSONL, "is gzip by its name but JSON lines by its first bytes"),
+    ("a.jsonl.zst", gzip.compress(JSONL), "is zstd by its name but gzip by its first bytes"),
     ("a.jsonl.gz", gzip.compress(gzip.compress(JSONL)), "holds gzip inside its gzip"),
     ("a.jsonl.gz.gz", gzip.compress(gzip.compress(JSONL)), "is packed twice"),
     ("a.jsonl.gz", gzip.compress(archive("w")), "holds a tar archive inside its gzip"),
@@ -160,8 +160,8 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl.xz", lzma.compress(JSONL)[:-4], "a.jsonl.xz cannot be read (it was cut short"),
     ("a.jsonl.bz2", bz2.compress(JSONL)[:-4], "a.jsonl.bz2 cannot be read (it was cut short"),
     ("a.parquet", LFS, "is a pointer of Git LFS"),
-    ("a.parquet", PAGE, "is parquet by its name and a page of HTML by its first bytes"),
-    ("a.parquet", JSONL, "is parquet by its name and JSON lines by its first bytes"),
+    ("a.parquet", PAGE, "is parquet by its name but a page of HTML by its first bytes"),
+    ("a.parquet", JSONL, "is parquet by its name but JSON lines by its first bytes"),
     ("a.parquet.gz", gzip.compress(parquet()), "is parquet, which is packed inside"),
     ("a.jsonl", PAGE, "is a page of HTML"),
     ("a.jsonl", LFS, "is a pointer of Git LFS"),
@@ -193,7 +193,7 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.dump", LZ4, "is lz4"),
     ("a.7z", b"7z\xbc\xaf\x27\x1c" + RANDOM, "is an archive"),
     ("train.bin", TOKENS, "is tokens or tensors"),
-    ("train", TOKENS, "is no text, it has a NUL"),
+    ("train", TOKENS, "is not text: it has a NUL"),
     ("a.npy", array(), "is tokens or tensors"),
     ("a.npy.gz", gzip.compress(array()), "is tokens or tensors"),
     ("a.safetensors", TENSORS, "is tensors or objects"),
@@ -214,13 +214,13 @@ FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl~", JSONL, "is an old copy"),
     ("wiki.xml.bz2", bz2.compress(b'<mediawiki xmlns="x">\n<page>'), "is a dump of a wiki"),
     # Encodings.
-    ("latin.txt", LATIN, "is no utf-8"),
+    ("latin.txt", LATIN, "is not utf-8"),
     ("gbk.txt", "汉字文本，" .encode("gbk") * 9, "iconv"),
-    ("sjis.txt", "日本語の文章です。".encode("shift-jis") * 9, "is no utf-8"),
+    ("sjis.txt", "日本語の文章です。".encode("shift-jis") * 9, "is not utf-8"),
     ("jis.txt", "日本語の文章です。".encode("iso-2022-jp") * 9, "is ISO-2022-JP"),
     ("nobom.txt", PROSE.encode("utf-16-le"), "has a NUL at byte 1"),
     ("late.txt", TXT * 99 + b"\x00" + TXT, f"has a NUL at byte {len(TXT) * 99:,}"),
-    ("u16.jsonl", JSONL.decode().encode("utf-16"), "is UTF-16, and jsonl is UTF-8"),
+    ("u16.jsonl", JSONL.decode().encode("utf-16"), "is UTF-16, but jsonl is UTF-8"),
     ("noise", RANDOM, "control characters"),
     ("numbers.txt", bytes(range(1, 32)) * 20, "control characters"),
     ("ansi.txt", b"\x1b[1mbold\x1b[0m\x0c\n" + TXT, WORD),
@@ -278,7 +278,7 @@ def test_a_file_is_what_its_name_and_its_bytes_say_or_refused(
             sentence = str(error)
             assert "\n" not in sentence and name in sentence, sentence
             others = door in (conversations, questions) and right != ROW
-            is_kind = others and "is text, and" in sentence and "takes jsonl or parq" in sentence
+            is_kind = others and "is text, but" in sentence and "takes jsonl or parq" in sentence
             assert right in sentence or is_kind, (name, sentence)
         else:
             if right.startswith(WORD):
@@ -393,16 +393,16 @@ FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
         SHARDS | BESIDE,
         ["a", "b"],
         ["jsonl, train: 2 files", "named test", "named validation", "README, LICENSE and the like",
-         "checksums", "unfinished", "text beside rows: 1 (load.py)", "JSON that holds no rows: 2"],
+         "checksums", "unfinished", "text next to rows: 1 (load.py)", "JSON that holds no rows: 2"],
     ),
     "the hub's cache": (
         {"blobs/ab12": TRAIN, "snapshots/c0ffee/train.jsonl": TRAIN, "refs/main": b"c0ffee"},
-        "give a snapshot in it, as snapshots/c0ffee",
+        "give a snapshot in it, such as snapshots/c0ffee",
         [],
     ),
-    "gzip -k": ({"x.jsonl": TRAIN, "x.jsonl.gz": gzip.compress(TRAIN)}, "the same twice", []),
-    "gzip -k, in capitals": ({"x.TXT": b"a", "x.txt.gz": gzip.compress(b"a")}, "same twice", []),
-    "two formats": ({"x.jsonl": TRAIN, "x.parquet": parquet()}, "the same twice", []),
+    "gzip -k": ({"x.jsonl": TRAIN, "x.jsonl.gz": gzip.compress(TRAIN)}, "the same content", []),
+    "gzip -k, in capitals": ({"x.TXT": b"a", "x.txt.gz": gzip.compress(b"a")}, "same content", []),
+    "two formats": ({"x.jsonl": TRAIN, "x.parquet": parquet()}, "the same content", []),
     "a job of Spark": (
         {"part-0.json": rows_of("a"), ".part-0.json.crc": b"crc\x00", "_SUCCESS": b"",
          "_committed_12": b"{}"},
@@ -494,10 +494,10 @@ ROWS_OF_TEXT: list[tuple[str, bytes, list[str] | str]] = [
     ("a.jsonl", b'{"text": "a", "text": "b"}\n', "has the key text twice"),
     ("a.jsonl", b'{"text": "a", "more": {"text": "b"}}\n', ["a"]),
     ("a.jsonl", b'{"text": "a \\"text\\" b", "x": "text"}\n', ['a "text" b']),
-    ("a.jsonl", b'{"body": "a", "id": 1}\n', "has no key text, and its keys are body, id"),
-    ("a.jsonl", b"{}\n", "has no key text, and its keys are none"),
+    ("a.jsonl", b'{"body": "a", "id": 1}\n', "has no key text; its keys are body, id"),
+    ("a.jsonl", b"{}\n", "has no key text; its keys are none"),
     ("a.jsonl", b'{"text": ["a"]}\n', "has no text at text"),
-    ("a.jsonl", b'"a"\n', "is no object"),
+    ("a.jsonl", b'"a"\n', "is not an object"),
     ("a.parquet", column("a"), ["a"]),
     ("a.parquet", column("a", "b"), "has several columns text"),
 ]
@@ -590,7 +590,7 @@ def test_a_typed_format_is_of_the_file_but_not_against_its_bytes(tmp_path: Path)
         ("a.txt", archive("w"), "text", "is a tar archive"),
         ("a.txt", TOKENS, "text", "has a NUL"),
         ("a.txt", LFS, "text", "Git LFS"),
-        ("a.jsonl", JSONL, "parquet", "is parquet by what you typed and JSON lines"),
+        ("a.jsonl", JSONL, "parquet", "is parquet by your format but JSON lines"),
         ("a.parquet", parquet(), "jsonl", "is parquet by its first bytes"),
     ):
         (tmp_path / name).write_bytes(content)
@@ -613,10 +613,10 @@ def test_addresses_with_queries_are_read_and_pages_are_not(tmp_path: Path) -> No
             assert list(found) == TEXTS and source.kind == "jsonl" and "ETag" in source.stamp
         with pytest.raises(UserError, match="is a page of HTML, perhaps a server's answer"):
             find_inputs(f"{server.address}/{page}")
-        with pytest.raises(UserError, match="is not there"):
+        with pytest.raises(UserError, match="does not exist"):
             find_inputs(f"{server.address}/none.jsonl?download=true")
         data = DataConfig(name="text", path=f"{server.address}/{page}")
-        with pytest.raises(UserError, match="is an address, and files of this host are read here"):
+        with pytest.raises(UserError, match="is an address, but only files of this host are read"):
             take_documents(data)
 
 
@@ -634,7 +634,7 @@ def test_bad_documents_of_a_folder_are_left_out_up_to_a_share(tmp_path: Path) ->
     data = DataConfig(name="text", path=str(root), cache_dir=str(tmp_path / ".c"))
     assert texts_in(data) == [PROSE] * 150 == read_inputs(root)
     write(root, {"y.txt": LATIN, "z.txt": TOKENS[:1] + b"a"})
-    with pytest.raises(UserError, match=r"x\.txt is no utf-8"):
+    with pytest.raises(UserError, match=r"x\.txt is not utf-8"):
         read_inputs(root)
 
 
@@ -672,7 +672,7 @@ def test_a_file_without_a_state_is_not_tokenized_for_hours(tmp_path: Path) -> No
     (tmp_path / "a.txt").write_text("a")
     (source,) = find_inputs(str(tmp_path / "a.txt"))
     odd = source.__class__("https://h/a.txt", "text", "", 1, "")
-    with pytest.raises(UserError, match="neither an ETag nor a time of change"):
+    with pytest.raises(UserError, match="neither an ETag nor a modification time"):
         tokenize(PreprocessJob((odd,), "byte", tmp_path / "to"), lambda _: None)
 
 

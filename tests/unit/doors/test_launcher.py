@@ -445,7 +445,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     "a script's number that is none": (env("NNODES=two NODE_RANK=0"), "NNODES='two' is no number"),
     "a host's number alone": (env("NODE_RANK=1"), "NODE_RANK=1 tells of a host before this one"),
     "the first host's number alone": (env("NODE_RANK=0"), ALONE),
-    "a torn list of hosts": (env("SM_HOSTS=[algo-1"), "SM_HOSTS='[algo-1' is no JSON"),
+    "a torn list of hosts": (env("SM_HOSTS=[algo-1"), "SM_HOSTS='[algo-1' is not JSON"),
     "a pod of an indexed Job": (env("JOB_COMPLETION_INDEX=3"), ALONE),
 }
 

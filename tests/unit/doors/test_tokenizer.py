@@ -126,12 +126,16 @@ ROWS = (
         (),
         (TURN,),
     ),
-    Row("[UNK] alone", ("[UNK]",), "", {}, words=("[UNK]", "none is known", "eos_token")),
-    Row("<pad> alone", ("<pad>",), "", {}, words=("<pad>", "none is known", CONFIG)),
+    Row("[UNK] alone", ("[UNK]",), "", {}, words=("[UNK]", "none of them a known", "eos_token")),
+    Row("<pad> alone", ("<pad>",), "", {}, words=("<pad>", "none of them a known", CONFIG)),
     Row("two usual ends", (END, EOS), "", {}, words=("several", f"{END} and {EOS}")),
     Row("no special token", (), "", {}, words=("no special token", "eos_token")),
     Row(
-        "an end that is no token", (END,), "", {CONFIG: {"eos_token": EOS}}, words=(EOS, "no token")
+        "an end that is no token",
+        (END,),
+        "",
+        {CONFIG: {"eos_token": EOS}},
+        words=(EOS, "not a token"),
     ),
     Row(
         "an end that is a list",
@@ -147,7 +151,7 @@ ROWS = (
         QWEN,
         "",
         {GENERATION: {"eos_token_id": 999}},
-        words=("999", "no token"),
+        words=("999", "not a token"),
     ),
     Row(
         "true as number", QWEN, "", {MODEL: {"eos_token_id": True}}, words=("eos_token_id", "true")
@@ -213,9 +217,9 @@ def changed(path: list[Any], value: Any) -> str:
 
 # What is wrong with a tokenizer.json → words of the sentence.
 NUMBERS = (
-    (["added_tokens", 2, "id"], 5000, "numbers its added token <|im_end|> 5000, and the library"),
+    (["added_tokens", 2, "id"], 5000, "numbers its added token <|im_end|> 5000, but the library"),
     (["model", "vocab", "zz"], 5, "as token 5: give each token a number of its own"),
-    (["model", "dropout"], 0.1, "has dropout=0.1, so that its tokens of a text are random"),
+    (["model", "dropout"], 0.1, "has dropout=0.1, which makes the tokens of a text random"),
 )
 
 
@@ -241,7 +245,7 @@ def of_letters() -> str:
 
 # A tokenizer.json, files beside it → words of the line, and of the refusal of data=chat.
 NAMED = (
-    (content(QWEN, ""), {CONFIG: {"eos_token": END, "pad_token": "[PAD]"}}, "have, [PAD]", ""),
+    (content(QWEN, ""), {CONFIG: {"eos_token": END, "pad_token": "[PAD]"}}, "lacks, [PAD]", ""),
     (
         content(QWEN, ""),
         {CONFIG: {"eos_token": END}, "added_tokens.json": {"<x>": 9}},
@@ -249,7 +253,7 @@ NAMED = (
         "<x>",
     ),
     (content(QWEN, ""), {MAP: {"eos_token": END, "extra_special_tokens": ["<x>"]}}, "<x>", "<x>"),
-    (content(QWEN, ""), {CONFIG: {"eos_token": "def"}}, "spells out def has its end", ""),
+    (content(QWEN, ""), {CONFIG: {"eos_token": "def"}}, "spells out def ends there", ""),
     (of_letters(), {CONFIG: {"eos_token": END}}, "are left out of texts", ""),
 )
 
@@ -273,7 +277,7 @@ def test_tokens_that_are_none_are_told(
 DOUBTS = (
     ("add_bos_token beside a bare tokenizer.json, which decides", "add_bos_token=true"),
     ("add_bos_token=false beside a post-processor, which decides", "add_bos_token=false"),
-    ("begin and end", "</s> (1) behind every text"),
+    ("begin and end", "</s> (1) after every text"),
     ("llama", None),
     ("gpt2", None),
     ("instruct: the turn's end is first", None),
@@ -379,10 +383,10 @@ def test_a_typed_tokenizer_has_the_tokens_of_the_weights(tmp_path: Path) -> None
     longer = typed(tmp_path / "longer", QWEN, ("<tool>",), eos_token=END)
     other = typed(tmp_path / "other", (END, EOS, BOS), eos_token=END)
     assert check_same_tokens(base, same, "init_from=x") is None
-    assert "ends a text in token 2 instead of 0" in (check_same_tokens(base, instruct, "x") or "")
-    assert "has 1 tokens more" in (check_same_tokens(base, longer, "x") or "")
+    assert "ends a text with token 2 instead of 0" in (check_same_tokens(base, instruct, "x") or "")
+    assert "has 1 more tokens" in (check_same_tokens(base, longer, "x") or "")
     for there, here in ((base, other), (base, open_tokenizer("byte")), (longer, base)):
-        with pytest.raises(UserError, match=r"another tokenizer than that of init_from=x"):
+        with pytest.raises(UserError, match=r"differs from the tokenizer of init_from=x"):
             check_same_tokens(there, here, "init_from=x")
 
 

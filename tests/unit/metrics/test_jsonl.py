@@ -47,7 +47,7 @@ def test_values_that_are_not_finite_stay_valid_json_and_come_back(
     text = (tmp_path / "metrics.jsonl").read_text()
 
     def refuse(token: str) -> float:
-        raise AssertionError(f"{token} is no JSON")
+        raise AssertionError(f"{token} is not JSON")
 
     row = json.loads(text, parse_constant=refuse)
     assert row == {"step": 1, "loss": None, "lr": 0.5, "nonfinite": {"loss": repr(odd)}}
