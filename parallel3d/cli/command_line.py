@@ -96,7 +96,7 @@ CGROUPS = Path("/proc/self/cgroup")
 FAILED = 1
 INTERRUPTED = 130
 READER_GONE = 141
-# Subcommands that Hydra has no part in, with their verbs; report has keys of its own.
+# Subcommands without Hydra, with their verbs; report has no verbs, only keys.
 FAMILIES: dict[str, tuple[Callable[[Sequence[str]], int], Mapping[str, Verb]]] = {
     "checkpoint": (checkpoint_command.checkpoint, checkpoint_command.VERBS),
     "data": (data_command.data, data_command.VERBS),
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_gone() -> int:
-    """Sends what Python still flushes at its end to nobody. Returns the exit code."""
+    """Discards what Python flushes when it ends, as nobody reads it. Returns the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return READER_GONE
 
@@ -172,7 +172,7 @@ def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
     Raises UserError if it cannot be composed; SystemExit carries the job's exit code past Hydra,
     which would otherwise continue with a sweep's next job.
     """
-    check_twice(arguments)  # by the names that are typed
+    check_twice(arguments)  # before aliases are replaced, so that a message has the user's names
     arguments, prompt = take_prompt(arguments) if command.name == GENERATE else (arguments, None)
     arguments = [without_alias(word, command.name) for word in arguments]
     refuse_options_of_others(command, arguments)
@@ -247,12 +247,12 @@ def _run_job(
 
 
 def _run_alone(command: Subcommand, config: Config, typed: Sequence[str]) -> int:
-    """Runs a subcommand of this process alone; returns its exit code."""
+    """Runs a subcommand that needs this process alone; returns its exit code."""
     assert command.alone is not None
     function = getattr(importlib.import_module(command.alone), command.name)
     try:
         return int(function(config, typed))
-    except BrokenPipeError:  # here, or Hydra prints a line of its own
+    except BrokenPipeError:  # caught here, or Hydra would print a line of its own
         return _reader_gone()
 
 
@@ -262,9 +262,7 @@ def _run_on_run(
     """Runs a subcommand on the model of a run; returns its exit code. Raises UserError."""
     app = command.name
     if command.starts_ranks and place is not None:
-        raise UserError(
-            f"{app} starts its tp × pp ranks by itself: type it without {place.launcher}"
-        )
+        raise UserError(f"{app} starts its tp × pp ranks itself: run it without {place.launcher}")
     config = config_from_run(app, config, typed, place.world_size if place else None)
     if place is None:
         return run_on_checkpoint(app, config)
@@ -284,13 +282,13 @@ def _run_ranks(
 ) -> int:
     """Checks a subcommand that runs on every rank, and starts or joins its ranks.
 
-    Logs `lines` before. Returns the exit code. Raises UserError.
+    Logs `lines` before the ranks start. Returns the exit code. Raises UserError.
     """
     if command.needs_data:
         check_filled(config, typed, own)
     store = None
     if command.name == TRAIN and config.layout == "auto":
-        # Here, because the planner would take a tenth of a second of every command's start.
+        # The import is here because the planner would slow every command's start by 0.1 s.
         from parallel3d.commands.best_layout import take_layout
 
         if place is not None and not place.local_world_size:
@@ -308,8 +306,8 @@ def _run_ranks(
 
 
 def _place(command: Subcommand, launch: LaunchConfig, world_size: int) -> RankAssignment | None:
-    """Returns the place that a launcher gave this process; None if it starts the ranks itself."""
-    # A subcommand that starts its ranks asks nobody else, wherever it is typed.
+    """Returns the rank that a launcher gave this process; None if it starts the ranks itself."""
+    # A subcommand that starts its ranks does not ask a launcher for their number.
     addr, starts = launch.master_addr, None if command.starts_ranks else world_size
     place = detect(os.environ, addr, launch.master_port, starts)
     if starts is not None and (line := alone_in_a_job(os.environ, place)) is not None:
@@ -329,8 +327,10 @@ def _place(command: Subcommand, launch: LaunchConfig, world_size: int) -> RankAs
 def _with_earlier(
     command: Subcommand, config: Config, given: Given, place: RankAssignment | None
 ) -> tuple[Config, list[str]]:
-    """Returns `config` with what an earlier run gives: the same run, or the source of weights; and
-    lines to log of it."""
+    """Completes `config` from an earlier start of the run, or from the source of its weights.
+
+    Returns it with lines to log about that.
+    """
     config = replace(config, run=numbered(config.run))
     if not command.resumes and config.init_from is None:
         return config, []
@@ -342,19 +342,19 @@ def _with_earlier(
 def _taken(
     command: Subcommand, config: Config, given: Given, world_size: int | None
 ) -> tuple[Config, list[str]]:
-    """Reads what an earlier run gives, as above."""
+    """Does the work of `_with_earlier`, which limits its time."""
     directory = Path(config.runs_dir) / str(config.run)
     goes_on = command.goes_on(config.runs_dir, config.run)
-    # A primary configuration of the user's own gives every key.
+    # A user's own primary configuration gives every key, so nothing is taken over.
     if goes_on and HydraConfig.get().job.config_name == hydra_run.NAME:
         there = config_there(str(config.run), directory)
-        if (directory / FOLDER).is_dir():  # its own copy of the tokenizer, wherever the first lay
+        if (directory / FOLDER).is_dir():  # the run has its own copy of the tokenizer
             there = replace(there, data=replace(there.data, tokenizer=None))
         begun = has_begun(directory)
         config, taken = continued(config, there, given, world_size, has_begun=begun)
         lines = [line for line in (left_out(directory), taken) if line is not None]
         if config.init_from is not None and not begun:
-            # Nothing was trained from its source yet, which may have newer steps by now.
+            # No step was trained yet, and the source may have a newer checkpoint by now.
             config, line = begun_from(config, given.__contains__)
             lines.append(line)
         return config, lines
@@ -387,13 +387,13 @@ def _start(command: Subcommand, config: Config, lines: Sequence[str]) -> int:
 
 
 def _time_limit(seconds: float, runs_dir: str) -> AbstractContextManager[None]:
-    """Limits the time of a block that uses file systems: a dead one would block for ever."""
+    """Limits the time of a block that uses file systems, as a dead server would block for ever."""
     where = f"runs_dir={runs_dir} or the data's folders"
-    return or_end(seconds, f"{where} have given no answer for {seconds:g} s: is their server gone?")
+    return or_end(seconds, f"{where} have not answered for {seconds:g} s: is their server down?")
 
 
 def _checked_here(command: Subcommand, config: Config, place: RankAssignment) -> str:
-    """Returns the device type of this host's ranks, after the checks that only this host can do.
+    """Checks what only this host can check; returns the device type of its ranks.
 
     Sets the variables of GPU ranks first: counting the GPUs starts CUDA, which reads them.
     """
@@ -437,7 +437,8 @@ def _check_data(command: Subcommand, config: Config, first: bool = True) -> None
         run_dir = Path(config.runs_dir) / str(config.run)
         if (run_dir / FOLDER).is_dir() and keeps_tokenizer(data, run_dir):
             data = with_own_tokenizer(data, run_dir)
-        is_open = config.train.epochs is not None  # no blend then, which alone needs the samples
+        # Only a blend, which epochs exclude, needs samples.
+        is_open = config.train.epochs is not None
         samples = 0 if is_open else config.batch_sizes.samples(config.train_steps)
         length, vocab_size = model.seq_length, model.vocab_size
         sentences = check_data(data, length, vocab_size=vocab_size, samples=samples)
@@ -448,7 +449,10 @@ def _check_data(command: Subcommand, config: Config, first: bool = True) -> None
 
 
 def _refuse(error: UserError, place: RankAssignment | None = None) -> int:
-    """Logs a user error, which all ranks find, once (a HostError once a host); returns the code."""
+    """Logs a user error once although all ranks find it, a HostError once per host.
+
+    Returns the exit code.
+    """
     first_of_host = place is not None and place.local_rank == 0
     of_host = isinstance(error, HostError) and first_of_host
     if place is None or place.rank == 0 or of_host or isinstance(error, OtherStart):

@@ -1,7 +1,7 @@
-"""The configuration of `train run=NAME` for a run that exists: what is not typed is as it was.
+"""Composes the configuration of `train run=NAME` for a run that exists, from its last start.
 
-In the order of precedence: what is typed, with the presets and the experiment that it names; the
-configuration of the run's last start; the defaults.
+The order of precedence is: keys given on the command line, with the presets and the experiment that
+it names; the configuration of the run's last start; the defaults.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from parallel3d.errors import UserError
 
 EXPERIMENT = "experiment"
 SIZES = ("tp", "pp", "cp")
-OF_STAGES = ("vpp", "recompute_layers", "offload_layers", "schedule.")  # of the same pp alone
-OF_RANKS = ("placement", "rank_file")  # of the same sizes alone
+OF_STAGES = ("vpp", "recompute_layers", "offload_layers", "schedule.")  # kept only with the same pp
+OF_RANKS = ("placement", "rank_file")  # kept only with the same sizes
 OF_THE_PLANNER = (*SIZES, *OF_STAGES, "dp", "micro_batch_size", "zero", "recompute")
 MOST_SHOWN = 6
 
 
 @dataclass(frozen=True)
 class Given:
-    """Names what overrides give.
+    """The keys and presets that overrides give.
 
     Attributes:
-        keys: typed or set by an experiment; a section ends with a dot.
-        presets: sections that have one, chosen by a word or by the experiment.
+        keys: keys given on the command line or by an experiment; a section ends with a dot.
+        presets: sections with a preset, chosen on the command line or by the experiment.
     """
 
     keys: set[str]
@@ -47,7 +47,7 @@ class Given:
 
 
 def given_by(words: Sequence[str], own: Path | None = None) -> Given:
-    """Returns what overrides give; `own`: the folder of --config-dir."""
+    """Returns the keys and presets that overrides give; `own`: the folder of --config-dir."""
     pairs = [word.lstrip("+~").partition("=")[::2] for word in words]
     sections = sections_of(Config)
     keys = {f"{n}." if n in sections else n for n, _ in pairs if n not in groups()}
@@ -55,7 +55,7 @@ def given_by(words: Sequence[str], own: Path | None = None) -> Given:
     chosen = next((option(word) for word in words if word.startswith(f"{EXPERIMENT}=")), None)
     for file in experiment_files(chosen, own):
         for entry in file.pop("defaults", ()):
-            if isinstance(entry, DictConfig):  # override /model: llama_1b
+            if isinstance(entry, DictConfig):  # an entry such as override /model: llama_1b
                 presets |= {str(name).rpartition("/")[2] for name in entry}
         tree: Any = OmegaConf.to_container(file)
         keys |= {key for key, value in flat(tree).items() if value != MISSING}
@@ -63,7 +63,7 @@ def given_by(words: Sequence[str], own: Path | None = None) -> Given:
 
 
 def _is_among(key: str, keys: Collection[str]) -> bool:
-    """Returns whether a key, or its section with a dot, is among these."""
+    """Returns whether `keys` contain a key, or its section with a dot."""
     section, dot, _ = key.partition(".")
     return key in keys or section + dot in keys
 
@@ -71,25 +71,27 @@ def _is_among(key: str, keys: Collection[str]) -> bool:
 def continued(
     config: Config, there: Config, given: Given, world_size: int | None, *, has_begun: bool = True
 ) -> tuple[Config, str | None]:
-    """Returns the configuration with which a run resumes, and a line that tells what it took.
+    """Returns the configuration with which a run resumes, and a line on the values it took over.
 
-    Sizes of the layout that are not typed are those of the last start, and dp is what they leave of
-    the ranks: of the launcher's (`world_size`), or of as many as there were. Where they do not fit
-    beside typed sizes, they are left out.
+    Sizes of the layout that are not given are those of the last start, and dp takes the remaining
+    ranks: the launcher's (`world_size`), or as many as at the last start. Where the old sizes do
+    not fit with the given ones, they are not taken over.
 
     Args:
+        config: the configuration composed from the overrides alone.
         there: the configuration of the run's last start.
-        given: what is typed.
-        has_begun: the run has a checkpoint, which binds it to the source of its weights.
+        given: the keys and presets that the overrides give.
+        world_size: number of the launcher's ranks; None without a launcher.
+        has_begun: whether the run has a checkpoint, which binds it to the source of its weights.
 
-    Raises UserError for a value that this version does not know.
+    Raises UserError for a value of the last start that this version does not know.
     """
     old, new = values_of(with_derived_keys(there)), values_of(with_derived_keys(config))
     left = {name for name, key in all_keys().items() if key.meta["once"]}
     left |= {"prompt", *(f"{name}." for name in OPTIONS)}
     if "layout" in given:
         left |= {*OF_THE_PLANNER}
-    # Another preset than that of the last start replaces its whole section; the same one nothing.
+    # A preset that differs from that of the last start replaces its whole section.
     left |= {f"{s}." for s in given.presets if new[f"{s}.name"] != old[f"{s}.name"]}
     given = replace(given, presets=set())
     if "layout" not in given:
@@ -103,7 +105,7 @@ def continued(
     left = left.union(*(some for some in ALTERNATIVES if any(k in given for k in some)))
     if "global_batch_size" in given:
         left |= {"train.batch_schedule"}
-    # A source without a step, typed again, is the one with the step that the first start chose.
+    # A source given again without a step means the step that the first start chose.
     if has_begun and config.init_from == str(there.init_from).rpartition("@")[0]:
         given = replace(given, keys=given.keys - {"init_from"})
     taken = {k: v for k, v in old.items() if k not in given and not _is_among(k, left)}
@@ -111,26 +113,28 @@ def continued(
     for key, value in changes.items():
         try:
             check_value(key, value)
-        except UserError as error:  # a value of an older version
+        except UserError as error:  # an older version allowed the value
             raise UserError(f"run={config.run} had at its last start {error}") from None
     changed = [f"{key}={show(value)}" for key, value in changes.items()]
     if not changed:
         return config, None
     more = f" and {len(changed) - MOST_SHOWN} more" if len(changed) > MOST_SHOWN else ""
     shown = f"{', '.join(changed[:MOST_SHOWN])}{more}"
-    line = f"run={config.run}: what is not typed is as at its last start: {shown}"
+    line = f"run={config.run}: taken over from its last start: {shown}"
     return with_values(config, taken), line
 
 
 def _sizes(
     new: Mapping[str, Any], old: Mapping[str, Any], given: Given, world_size: int | None
 ) -> dict[str, int | None]:
-    """Returns tp, pp, cp and dp as `continued` has them; dp=None: what is left of the launcher's
-    ranks. `new`, `old`: values by key, now and at the last start."""
+    """Returns tp, pp, cp and dp for `continued`; dp=None: it takes the launcher's remaining ranks.
+
+    `new` and `old` are the values by key, now and at the last start.
+    """
     typed = {s: new[s] for s in (*SIZES, "dp") if s in given}
     kept = {s: typed.get(s, old[s]) for s in SIZES}
     ranks = world_size or _ranks(old)
-    if "dp" in typed and world_size is None:  # as many ranks as they make
+    if "dp" in typed and world_size is None:  # this process starts as many ranks as the sizes make
         return kept | typed
     if typed and ranks % (math.prod(kept.values()) * (typed.get("dp") or 1)):
         kept = {s: typed.get(s, new[s]) for s in SIZES}

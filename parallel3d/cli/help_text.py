@@ -20,8 +20,9 @@ WIDTH = 92  # of the help of a key
 
 
 def complete(subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]) -> None:
-    """Prints completions of the line in COMP_LINE; `verbs`: subcommand → its verbs,
-    one without a name where the subcommand has keys of its own.
+    """Prints completions of the line in COMP_LINE.
+
+    `verbs`: each subcommand's verbs by name; the name is empty for a subcommand with keys only.
     """
     line = os.environ.get("COMP_LINE", "")
     if os.environ.get("COMP_POINT", "").isdigit():
@@ -34,7 +35,7 @@ def complete(subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]
 def _next_words(
     typed: list[str], subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]
 ) -> Iterable[str]:
-    """Returns what may stand behind the words of a line."""
+    """Returns the words that may follow those of a line."""
     if not typed:
         return dict.fromkeys(app.split()[0] for app in subcommands)
     app = next((a for a in (" ".join(typed[:2]), typed[0]) if a in subcommands), None)
@@ -47,9 +48,9 @@ def _next_words(
 
 
 class Help(NamedTuple):
-    """What the help says of a subcommand.
+    """The help of a subcommand.
 
-    `keys`: its most used ones, beside those of the section of its name.
+    `keys`: its most used keys, in addition to those of the section of its name.
     """
 
     about: str
@@ -76,7 +77,7 @@ COMMANDS = {
         srun -n 8 parallel3d train tp=2 pp=2""",
     ),
     "verify": Help(
-        "prove that the layout gives what one process gives: run both and compare",
+        "prove that the layout gives the results of one process: run both and compare",
         """\
         parallel3d verify tp=2 pp=2 dp=2 model=llama_tiny
         parallel3d verify tp=2 sp=true verify.steps=10""",
@@ -98,7 +99,8 @@ COMMANDS = {
         parallel3d schedule pp=3 num_microbatches=6 schedule=file schedule.file=my_schedule.csv""",
     ),
     "plan": Help(
-        "the ten best layouts of a model on a cluster; what is typed holds, the rest is searched",
+        "the ten best layouts of a model on a cluster; keys that are given are kept, the rest is "
+        "searched",
         """\
         parallel3d plan model=llama3_70b cluster=dgx_h100 cluster.nodes=64 global_batch_size=1024
         parallel3d plan model=gpt3_175b cluster=dgx_a100 cluster.nodes=96 global_batch_size=1536
@@ -133,20 +135,20 @@ COMMANDS = {
         ("run", "runs_dir", "tp", "pp", "dp", "device"),
     ),
     "generate": Help(
-        "write text with the newest good checkpoint of a run, whose model it takes",
+        "write text with the model of a run, from its newest good checkpoint",
         """\
         parallel3d generate run=my_run prompt="def "
         parallel3d generate run=my_run tp=2 generate.temperature=0.5 generate.max_tokens=500""",
         ("run", "runs_dir", "prompt", "seed", "tp", "pp", "device"),
     ),
 }
-# Subcommands with verbs or keys of their own, whose help is theirs.
+# Subcommands with verbs or keys of their own; they print their help themselves.
 FAMILIES = {
     "report run=… run=…": "a page of runs: curves, restarts, time, memory, differences",
     "checkpoint ls|verify|export|import|average|branch|diff": (
         "list, prove and compare checkpoints, exchange them with Hugging Face, branch off"
     ),
-    "data tokenize|train-tokenizer|show": "make corpora of text, and tokenizers, and prove them",
+    "data tokenize|train-tokenizer|show": "make corpora and tokenizers from text, and check them",
     "recipes [copy NAME]": "list configurations to start from; copy one to edit it",
     "init slurm [FOLDER]": "write the scripts for Slurm and torchrun into a folder",
 }

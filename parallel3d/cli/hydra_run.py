@@ -1,4 +1,5 @@
-"""Runs Hydra: its arguments in order, its flags and logging checked, its sweeps' folder private."""
+"""Runs Hydra: orders its arguments, checks its flags and logging, keeps a sweep's folder
+private."""
 
 from __future__ import annotations
 
@@ -21,32 +22,32 @@ from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import USER_ERROR, UserError, print_line
 from parallel3d.private_names import hydra_arguments
 
-# Typed → key. `tokenizer` is the spelling of `parallel3d data`; a dataclass cannot have a field
+# Short forms of keys. `tokenizer` is the name in `parallel3d data`; a dataclass cannot have a field
 # `async`, and `Config.num_microbatches` is derived from the batch.
 ALIASES = {
     "tokenizer": "data.tokenizer",
     "checkpoint.async": "checkpoint.async_save",
     "num_microbatches": "schedule.num_microbatches",
 }
-TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # of eval, without `eval.`
+TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # keys of eval, allowed without `eval.`
 QUIET = ("none", "disabled", "false", "null", "[]")  # values that turn logging off
-# Hydra's own keys that nothing reads here, or a sweep alone, by their beginnings.
+# Prefixes of Hydra's own keys that have no effect here, or only in a sweep.
 OF_SWEEPS = ("hydra/hydra_logging", "hydra.verbose")
 NO_EFFECT = {
     "hydra.run.dir": "give runs_dir=… instead",
-    "hydra.job.chdir": "it must be false, as a run stays in the folder it was started in",
+    "hydra.job.chdir": "it must be false, as a run stays in the folder in which it was started",
     "hydra/job_logging": "it must be none; a run's figures are in its metrics.jsonl",
     "hydra.job_logging": "it must be none; a run's figures are in its metrics.jsonl",
 } | dict.fromkeys(
-    OF_SWEEPS, "it must be none or false, or go with --multirun hydra/hydra_logging=default"
+    OF_SWEEPS, "it must be none or false, or with --multirun hydra/hydra_logging=default"
 )
-READ_FILES = ("plan", "train")  # read files of measured machines, as cluster=FILE.yaml
+READ_FILES = ("plan", "train")  # subcommands that take a measured machine, cluster=FILE.yaml
 
 
 def without_alias(word: str, app: str = "train") -> str:
     """Returns the override under its key's own name.
 
-    cluster=FILE is cluster.file in READ_FILES, and logger=[a,b] is logger.name.
+    In READ_FILES, cluster=FILE means cluster.file; logger=[a,b] means logger.name.
     """
     key, equals, value = word.partition("=")
     bare = key.lstrip("+~")
@@ -55,29 +56,29 @@ def without_alias(word: str, app: str = "train") -> str:
     is_file = value.strip("'\"").endswith((".yaml", ".yml")) or "/" in value
     if app in READ_FILES and bare == "cluster" and is_file:
         return f"cluster.file={value}"
-    if bare == "logger" and value.startswith("["):  # of several presets Hydra would take the last
+    if bare == "logger" and value.startswith("["):  # Hydra would take the last of several presets
         return f"logger.name={value}"
     return key.replace(bare, ALIASES[bare]) + equals + value if bare in ALIASES else word
 
 
 def numbered(run: str | None) -> str | None:
-    """Returns the run's name, with the number of the job in a sweep."""
+    """Returns the run's name; in a sweep, with the number of the job."""
     if run is None or not is_sweep():
         return run
     return f"{run}-{HydraConfig.get().job.num}"
 
 
 def check_sweep_words(words: Sequence[str], schema: type[Config] = Config) -> None:
-    """Raises UserError for a sweep's word that Hydra reads otherwise than it is written.
+    """Raises UserError for a sweep's word that Hydra would change.
 
-    The command line's words are checked before; these come from `hydra.sweeper.params` of a file.
+    Words of the command line were checked before; these come from `hydra.sweeper.params` in a file.
     """
     for word in words if is_sweep() else ():
         kept = check_overrides([word], OwnFolder.path, schema=schema)[0]
         if kept != word:
             raise UserError(
-                f"hydra.sweeper.params: {word} is read otherwise than it is written; put the value "
-                f"into quotes of its own, as {kept.partition('=')[2]}, or type it."
+                f"hydra.sweeper.params: Hydra would change the value of {word}; put it into quotes "
+                f"of its own, as {kept.partition('=')[2]}, or give it on the command line."
             )
 
 
@@ -98,14 +99,14 @@ def order_arguments(
 ) -> tuple[list[str], Path | None]:
     """Returns the arguments, flags first as argparse needs, and the folder of --config-dir.
 
-    Raises UserError for an unknown flag, and for overrides that Hydra would take without an effect.
+    Raises UserError for an unknown flag, and for overrides that would have no effect.
     """
     parser = hydra_arguments()
     parser.error = _raise_argument_error
     known, rest = parser.parse_known_args(arguments)
     flags = [word.partition("=")[0] for word in arguments if word.startswith("--config-")]
     if len(flags) > len(set(flags)):  # argparse takes the last
-        raise UserError(f"{max(flags, key=flags.count)} is typed twice; give it once.")
+        raise UserError(f"{max(flags, key=flags.count)} is given twice; give it once.")
     if known.config_path and not Path(known.config_path).is_absolute():
         raise UserError(
             f"--config-path={known.config_path} would take the place of all presets; "
@@ -120,19 +121,19 @@ def order_arguments(
     flags = list(arguments)
     for word in overrides:
         flags.remove(word)
-    if known.config_dir and known.config_dir.startswith("~"):  # which Hydra takes for a name
+    if known.config_dir and known.config_dir.startswith("~"):  # Hydra takes ~ for a name
         ends = known.config_dir
         flags = [w.removesuffix(ends) + str(own) if w.endswith(ends) else w for w in flags]
-    if not known.shell_completion:  # whose word is install=…
+    if not known.shell_completion:  # its word is install=…, which is not an override
         overrides = check_overrides(overrides, own, sweeps, schema)
     return [*flags, *overrides], own
 
 
 def _check_has_effect(word: str, sweeps: bool) -> None:
-    """Raises UserError for an override of Hydra's that would change nothing.
+    """Raises UserError for an override of one of Hydra's keys that would have no effect.
 
-    parallel3d chooses the folders, does not use Python's logging, and Hydra does not configure its
-    ranks' processes: only Hydra's own lines about a sweep can be logged.
+    parallel3d chooses the folders and does not use Python's logging, and Hydra does not configure
+    the ranks' processes: only Hydra's own lines about a sweep can be logged.
     """
     name, _, value = word.lstrip("+~").partition("=")
     if value.lower() in QUIET or (sweeps and name in OF_SWEEPS):
@@ -147,9 +148,9 @@ def _raise_argument_error(message: str) -> NoReturn:
 
 
 class OwnFolder(SearchPathPlugin):
-    """Puts the folder of --config-dir before parallel3d's own, so that a preset of it wins.
+    """Puts the folder of --config-dir before parallel3d's presets, so that the user's come first.
 
-    Hydra alone puts it behind: a copied and edited experiment would be ignored under its old name.
+    Hydra puts it last, so that a copied and edited experiment with its old name would be ignored.
     """
 
     path: ClassVar[Path | None] = None
@@ -184,8 +185,11 @@ class PrivateSweepFolder(Callback):
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Raises SystemExit if the folder is another user's, or `runs_dir` is no path: Hydra only
-        warns of exceptions."""
+        """Creates the folder.
+
+        Raises SystemExit if it is another user's or `runs_dir` is not a path, because Hydra turns
+        other exceptions of a callback into warnings.
+        """
         folder = Path(config.hydra.sweep.dir)
         try:
             check_path("runs_dir", str(config.runs_dir))
@@ -208,10 +212,10 @@ NAME = "config"
 def run(
     job: Callable[[DictConfig], None], arguments: Sequence[str], schema: type[Config] = Config
 ) -> None:
-    """Composes `arguments`, which are those of `sys.argv` too, and runs `job` on the result.
+    """Composes `arguments`, which are also in `sys.argv`, and runs `job` on the result.
 
-    `@hydra.main` composes everything twice to see whether `hydra.mode` is a sweep, a tenth of a
-    second more for each single job: it is for words that are Hydra's own, or a sweep's.
+    `@hydra.main` composes everything twice to see whether `hydra.mode` is a sweep, which takes 0.1
+    s more. It is used only where a word is one of Hydra's own or may belong to a sweep.
     """
     if any(map(_is_hydras, arguments)):
         register(schema)
@@ -225,5 +229,6 @@ def run(
 
 
 def _is_hydras(word: str) -> bool:
-    """Returns whether a word may be Hydra's: a flag, its key, or several values (1,2, range())."""
+    """Returns whether Hydra must read a word: a flag, its own key, or several values (1,2,
+    range())."""
     return word.startswith("-") or "hydra" in word or bool(set(",(") & set(word))

@@ -1,4 +1,4 @@
-"""The subcommands that Hydra composes a configuration for, and what each of them needs."""
+"""Lists the subcommands with a configuration of Hydra, and the needs of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel3d.errors import UserError
 from parallel3d.run.directory import CONFIG_FILE
 
 TRAIN, VERIFY, BENCH = "train", "verify", "bench comm"
-OWNERS = {"prompt": GENERATE}  # of options without a section
+OWNERS = {"prompt": GENERATE}  # subcommands of options without a section
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,15 @@ class Subcommand:
     """A subcommand whose words are Hydra's overrides.
 
     Attributes:
-        alone: module of its function, which runs in this process alone; None: `run.worker.APPS` has
-            the function, which runs on every rank.
-        schema: its keys: a run's, or those and the options of subcommands.
+        name: its words on the command line.
+        alone: module of its function if that runs in this process alone; None: the function is in
+            `run.worker.APPS` and runs on every rank.
+        schema: its keys: a run's, or also the options of subcommands.
         needs_data: it trains, so the corpus is checked before the ranks start.
         of_run: it takes the model from a run (`run=`).
-        starts_ranks: it starts its ranks by itself, whatever launcher there is.
-        resumes: with the name of a run that exists it goes on with it.
-        needs_torch: packages are checked before it runs.
+        starts_ranks: it starts its ranks itself, even under a launcher.
+        resumes: it resumes the run if one with the given name exists.
+        needs_torch: the versions of torch and other packages are checked before it runs.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Subcommand:
     needs_torch: bool = True
 
     def goes_on(self, runs_dir: str, run: str | None) -> bool:
-        """Returns whether it is given the name of a run that exists, and resumes it."""
+        """Returns whether the subcommand resumes a run: one with the given name exists."""
         return self.resumes and run is not None and Path(runs_dir, run, CONFIG_FILE).is_file()
 
     def checked(self, config: Config, typed: Sequence[str], world_size: int | None) -> Config:
@@ -61,7 +62,7 @@ class Subcommand:
         goes_on = self.goes_on(config.runs_dir, config.run)
         config = check_config(config, world_size, goes_on=goes_on)
         if self.name == VERIFY:
-            single_process(config)  # refused here, once, and not by its ranks
+            single_process(config)  # refused here once instead of on every rank
         return config
 
 
@@ -83,7 +84,7 @@ SUBCOMMANDS = {
 
 
 def refuse_options_of_others(command: Subcommand, words: Sequence[str]) -> None:
-    """Raises UserError for an option of subcommands where a run is typed, which has none."""
+    """Raises UserError for an option of another subcommand, such as `verify.steps` in a run."""
     for word in words:
         name = word.partition("=")[0].lstrip("+~")
         if name in _names(CommandConfig) and name not in _names(command.schema):

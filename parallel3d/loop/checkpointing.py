@@ -10,17 +10,17 @@ from parallel3d.trainer import StepResult
 
 @dataclass
 class Checkpointing(Hook):
-    """Saves in time. A checkpoint carries the lines of metrics that are not on disk yet."""
+    """Saves checkpoints, each with the lines of metrics that are not on disk yet."""
 
     run: Run
 
     def before_run(self) -> None:
-        """Gives the checkpoints the recorder's waiting lines."""
+        """Lets checkpoints include the recorder's waiting lines."""
         if self.run.recorder is not None:
             self.run.checkpoints.waiting = self.run.recorder.waiting
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Saves if it is due."""
+        """Saves if a checkpoint is due."""
         run = self.run
         run.worker.phase = f"checkpoint after step {result.step}"
         with run.trainer.step_timer.range("checkpoint"), run.spent("checkpoint"):

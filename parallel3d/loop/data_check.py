@@ -1,4 +1,5 @@
-"""Looks at the files that a run reads: a change would make its figures those of another text."""
+"""Checks that the files of a run's text do not change, as its losses would belong to another
+text."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ class DataCheck(Hook):
     """Checks the files before an evaluation is recorded, a checkpoint written or a run ended.
 
     Attributes:
-        checked: the step after which they were checked last.
+        checked: the step after which the files were last checked.
     """
 
     run: Run
     checked: int = 0
 
     def check(self, step: int) -> None:
-        """Checks the files after a step, once. Raises UserError for a changed one."""
+        """Checks the files after a step, once. Raises UserError if one has changed."""
         if self.checked == step:
             return
         self.run.worker.phase = f"looking at the data after step {step}"

@@ -17,13 +17,13 @@ from parallel3d.optim.optimizer import EMA
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult, Trainer
 
-EVALUATIONS = "evaluations.jsonl"  # of `train.eval_only`
+EVALUATIONS = "evaluations.jsonl"  # file of `train.eval_only`
 Evaluated = tuple[float | None, dict[str, float | None], dict[str, Score]]
 
 
 def evaluate(trainer: Trainer, worker: Worker) -> Evaluated | None:
-    """Returns the losses of held-out text, in all and by the parts of a blend, and the scores of
-    the validation sets; None without either; collective."""
+    """Returns the loss of all held-out text, the losses of a blend's parts, and the scores of the
+    validation sets; None if nothing is evaluated; collective."""
     if trainer.held_out is None and not trainer.evaluated_sets:
         return None
     worker.phase = f"evaluation after step {trainer.steps_done}"
@@ -43,9 +43,9 @@ def evaluate(trainer: Trainer, worker: Worker) -> Evaluated | None:
 
 @dataclass
 class Evaluation(Hook):
-    """Evaluates before the first step of a run, where it has validation sets, and when it is due.
+    """Evaluates when it is due, and with validation sets also before the first step of a run.
 
-    `data_check` looks at the files before a figure is recorded.
+    `data_check` checks the files before a loss is recorded.
     """
 
     run: Run
@@ -54,11 +54,12 @@ class Evaluation(Hook):
     def __post_init__(self) -> None:
         trainer = self.run.trainer
         self._is_on = trainer.config.train.eval_batches != 0
-        # The first evaluation compiles, as the first step does (`run_steps`).
+        # The first evaluation compiles kernels, as the first step does (`run_steps`).
         self._compiles = trainer.config.compile or fuses(trainer.device)
 
     def before_run(self) -> None:
-        """Evaluates the weights that a run begins with; there is no pace yet that is watched."""
+        """Evaluates the initial weights; the watchdog rests, as it has no pace to compare with
+        yet."""
         if self.run.first > 1 or not self._is_on or not self.run.trainer.evaluated_sets:
             return
         with self.run.resting(), self.run.spent("evaluation"):
@@ -81,9 +82,9 @@ class Evaluation(Hook):
 
 
 def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
-    """Evaluates the restored checkpoint and appends the figures to EVALUATIONS; collective.
+    """Evaluates the restored checkpoint and appends the results to EVALUATIONS; collective.
 
-    metrics.jsonl, summary.json and checkpoints are those of the training and stay as they are.
+    metrics.jsonl, summary.json and checkpoints belong to the training and are not changed.
 
     Raises:
         UserError: the run has no checkpoint, or nothing to evaluate.

@@ -1,4 +1,4 @@
-"""Skipped steps, spikes of the loss and replicas that drift apart, after every step."""
+"""Checks every step for skipped updates, spikes of the loss and replicas that drift apart."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from parallel3d.trainer import StepResult
 
 @dataclass
 class HealthCheck(Hook):
-    """Checks a step, and records where the run went back to a checkpoint."""
+    """Checks every step, and records a rollback to a checkpoint."""
 
     run: Run
     health: Health
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Checks the step. Raises TrainingFailure on all ranks alike."""
+        """Checks the step. Raises TrainingFailure, then on all ranks."""
         run, before = self.run, self.health.rollbacks
         run.worker.phase = f"looking after step {result.step}"
         run.worker.log.boundary("looking")

@@ -1,4 +1,4 @@
-"""What happens around the steps of a run: one file for each thing, called in a fixed order."""
+"""Defines hooks around the steps of a run; each is a file here, and their order is fixed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Run:
     """The steps of a run on one rank.
 
     Attributes:
-        recorder: writes metrics, on rank 0; None on the others.
-        first, last: the steps that this start does.
+        recorder: writes metrics on rank 0; None on other ranks.
+        first: the first step of this start.
+        last: the last step of this start.
     """
 
     trainer: Trainer
@@ -37,7 +38,7 @@ class Run:
 
     @contextmanager
     def resting(self, when: bool = True) -> Iterator[None]:
-        """Lets the watchdog rest in a block that may take long, `when` it may."""
+        """Pauses the watchdog during a block that may take long; does nothing unless `when`."""
         watchdog = self.worker.watchdog
         assert watchdog is not None  # `train` has started it
         if when:
@@ -47,7 +48,8 @@ class Run:
             watchdog.go_on()
 
     def evaluates_after(self, step: int) -> bool:
-        """Returns whether step ends in an evaluation: every `train.eval_every`-th, and the last."""
+        """Returns whether an evaluation follows a step: every `train.eval_every` steps and the
+        last."""
         every = self.trainer.config.train.eval_every
         return step == self.last or bool(every and step % every == 0)
 
@@ -62,9 +64,9 @@ def spent(recorder: Recorder | None, part: str) -> Iterator[None]:
 
 
 class Hook:
-    """Something that happens around the steps. Every rank has the same hooks in the same order.
+    """Base class of hooks. Every rank has the same hooks in the same order.
 
-    A hook overrides what it needs; each of its methods may communicate.
+    A hook overrides the methods that it needs, and each of these may communicate.
     """
 
     def before_run(self) -> None:

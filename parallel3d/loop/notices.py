@@ -1,4 +1,4 @@
-"""What a run says of its configuration before its first step."""
+"""Logs notices about the configuration of a run before its first step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel3d.text import si
 
 
 def log_notices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
-    """Logs what may surprise: toy defaults, a job that saves nothing, choices that were made."""
+    """Logs possible surprises: toy defaults, a job that saves nothing, and choices for auto."""
     if not config.train.eval_only and (sentence := toy_defaults(config)) is not None:
         print_line(sentence)
     saves = config.train.eval_only or config.checkpoint.every > 0
@@ -32,9 +32,9 @@ def log_notices(config: Config, groups: ProcessGroups, device: torch.device) -> 
 
 
 def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
-    """Logs what was chosen for keys that are auto."""
+    """Logs the choices that were made for keys that are auto."""
     if config.ddp.hierarchical and groups.dp_inner.size == 1:
-        print_line("ddp.hierarchical=true: one level of reduction, as this placement has no two")
+        print_line("ddp.hierarchical=true has no effect: this placement has only one level")
     if config.schedule.name == "auto":
         print_line(f"schedule=auto: {Blueprint.of(config).pipeline.why_chosen()}")
     if config.cp > 1 and config.context_parallel.style == "auto":
@@ -44,19 +44,19 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
         print_line(f"context_parallel.style=auto: {chosen}; a layer waits {waits} a micro-batch")
     if avoids_cudnn(Blueprint.of(config), device):
         print_line(
-            "attention_kernel=auto: not cuDNN's, as PyTorch issue 193893 has it wrong on this GPU "
-            f"with fewer than {LEAST_KV_HEADS} key-value heads"
+            "attention_kernel=auto excludes cuDNN: PyTorch issue 193893 reports wrong results on "
+            f"this GPU with fewer than {LEAST_KV_HEADS} key-value heads"
         )
 
 
 LARGE = 100  # times the parameters of the default model, and times its vocabulary
-# What a recipe sets for its model. One of the first two at its default is enough to speak.
+# Keys that a recipe sets for its model. A notice needs one of the first two at its default.
 TELLING = ("precision.name", "optim.lr")
 OTHERS = ("optim.lr_warmup_steps", "global_batch_size")
 
 
 def toy_defaults(config: Config) -> str | None:
-    """Returns a sentence on defaults that do not suit the model; None where nothing is to say."""
+    """Returns a sentence on defaults that do not suit the model, or None."""
     keys, small = all_keys(), ModelConfig()
     wrong = []
     parameters = parameter_count(config.model)

@@ -28,8 +28,10 @@ def open_text(
     *,
     has_source: bool,
 ) -> tuple[DataConfig, Corpus | Blend, dict[str, Corpus]]:
-    """Opens the corpus and the validation sets; returns them with the keys of the run's own
-    tokenizer; collective. Raises UserError if ranks read another text.
+    """Opens the corpus and the validation sets; collective. Raises UserError if ranks read
+    different texts.
+
+    Returns the `data` section with the run's own tokenizer, the corpus, and the sets by name.
 
     `has_source`: the weights came from another run or a folder (`init_from`).
     """
@@ -53,7 +55,10 @@ def open_data(
     *,
     has_source: bool,
 ) -> tuple[DataConfig, Corpus | Blend]:
-    """Opens the corpus, equal on every rank; returns its keys with the run's own tokenizer."""
+    """Opens the corpus; returns the `data` section with the run's own tokenizer, and the corpus.
+
+    Collective. Raises UserError if ranks read different texts.
+    """
     data = with_own_tokenizer(data, worker.run_dir)
     corpus = open_corpus(data, model.seq_length, vocab_size=model.vocab_size)
     check_same_text(corpus, groups.world, device)
@@ -81,8 +86,8 @@ def make_trainer(
     sizes = open_tokenizer(name).sizes() if sets and name is not None else None
     if sets and sizes is None and groups.rank == 0:
         print_line(
-            "data.valid: no bits per byte, as the corpus does not tell where its tokenizer is; "
-            "data.tokenizer=… would"
+            "data.valid: bits per byte are not computed, as the corpus does not name its "
+            "tokenizer; give data.tokenizer=…"
         )
     files = [file for one in sets.values() for file in one.files]
     return Trainer(

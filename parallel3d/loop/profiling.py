@@ -24,15 +24,15 @@ from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult, Trainer
 
 FOLDER = "profile"
-ROWS, WIDTH = 10, 60  # of the table, and of the names in it
-MOST_ENTRIES = 100_000  # of the allocator's history, the newest ones
+ROWS, WIDTH = 10, 60  # rows of the table, width of the names in it
+MOST_ENTRIES = 100_000  # newest entries of the allocator's history that are kept
 NSYS = "NSYS_PROFILING_SESSION_ID"  # set by Nsight Systems in profiled processes
-SILENT = "99"  # log level above errors: Kineto logs every start and stop as one
+SILENT = "99"  # log level above errors: Kineto logs every start and stop as an error
 LAYER = re.compile(r"embedding|head|layers\.\d+(\.attention|\.mlp)?")
 
 
 class StepProfiler(Hook):
-    """Profiles the steps `profile.steps` on the ranks `profile.ranks`; on the others it waits.
+    """Profiles the steps `profile.steps` on the ranks `profile.ranks`; other ranks wait for them.
 
     nsys and `torch.profiler` cannot both trace a GPU, so under nsys only ranges and the start and
     end of the steps are marked (`--capture-range=cudaProfilerApi`).
@@ -44,10 +44,13 @@ class StepProfiler(Hook):
     def __init__(self, trainer: Trainer, worker: Worker) -> None:
         keys, next_step = trainer.config.profile, trainer.steps_done + 1
         first, last = keys.steps or (1, 0)
-        self.trainer, self.worker, self.wants_memory = trainer, worker, keys.memory
+        self.trainer = trainer
+        self.worker = worker
+        self.wants_memory = keys.memory
         self.steps = range(max(first, next_step), last + 1)
         ranks = range(worker.world_size) if keys.ranks == "all" else keys.ranks
-        self.is_profiled, self.reports = worker.rank in ranks, worker.rank == min(ranks)
+        self.is_profiled = worker.rank in ranks
+        self.reports = worker.rank == min(ranks)
         self.ranges: Ranges | None = None
         self._profile: profile | None = None
         self._layers = ExitStack()
@@ -56,7 +59,7 @@ class StepProfiler(Hook):
         self._history = memory_history(self._api) if keys.memory else None
         if keys.steps and not self.steps and worker.rank == 0:
             print_line(
-                f"profile.steps=[{first},{last}] are done: this run goes on with step {next_step}, "
+                f"profile.steps=[{first},{last}] are done: this run resumes at step {next_step}, "
                 "and nothing is profiled"
             )
 
@@ -69,7 +72,7 @@ class StepProfiler(Hook):
         self.ranges.push(f"ProfilerStep#{step}")  # the name that analysers of traces look for
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Writes the profile after the last step; collective then."""
+        """Writes the profile after the last step to profile, which is collective."""
         step = result.step
         if step not in self.steps:
             return
@@ -80,7 +83,7 @@ class StepProfiler(Hook):
         self.worker.phase = f"writing the profile of {self._steps_text()}"
         watchdog = self.worker.watchdog
         assert watchdog is not None
-        watchdog.rest()  # it may be hundreds of MB, and the other ranks wait
+        watchdog.rest()  # a profile may have hundreds of MB, and the other ranks wait
         if self.ranges is not None:
             self._stop()
         dist.barrier()
@@ -94,18 +97,18 @@ class StepProfiler(Hook):
 
     def _start(self) -> Ranges:
         trainer, device = self.trainer, self.trainer.device
-        accelerator.synchronize(device)  # excludes the step before
+        accelerator.synchronize(device)  # so that kernels of the previous step are excluded
         if self._history is not None:
             record, _ = self._history
             record(stacks="python", max_entries=MOST_ENTRIES)
         if NSYS in os.environ and hasattr(self._api, "profiler"):
             self._api.profiler.start()
         else:
-            if self._api is None:  # on a GPU its errors should be read
+            if self._api is None:  # on a GPU its errors matter
                 os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
             names = ("CPU", device.type.upper())
             kinds = [kind for kind in supported_activities() if kind.name in names]
-            # One cycle: without acc_events torch 2.11 warns that others would be lost.
+            # There is one cycle only, but without acc_events torch 2.11 warns about lost ones.
             self._profile = profile(activities=kinds, acc_events=True)
             self._profile.start()
         ranges = trainer.step_timer.ranges = Ranges(device)
@@ -130,7 +133,7 @@ class StepProfiler(Hook):
             _write(folder / f"{name}-memory.pickle", dump)
             record(enabled=None)
         elif self.wants_memory and self.reports:
-            print_line("profile.memory=true: no snapshot is written, which needs a GPU")
+            print_line("profile.memory=true: no snapshot is written, as that needs a GPU")
         if self.reports and self._profile is not None:
             title = f"profile of rank {self.worker.rank}, {self._steps_text()}"
             print_line(f"{title}; traces are in {folder}/\n{longest(self._profile)}")
@@ -141,8 +144,8 @@ class StepProfiler(Hook):
 
 
 def _write(path: Path, write: Callable[[str], object]) -> None:
-    """Writes `path` atomically; logs an error and goes on if that fails."""
-    partial = path.with_name(f".{path.name}")  # the suffix decides about compression
+    """Writes `path` atomically; logs an error and continues if that fails."""
+    partial = path.with_name(f".{path.name}")  # the suffix selects compression
     try:
         write(str(partial))
         os.replace(partial, path)
@@ -155,8 +158,8 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
 def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Iterator[None]:
     """Marks the forwards of layers with ranges ("layers.3", "layers.3.attention").
 
-    `compiled`: blocks have a range around each graph, which would not call hooks of its modules.
-    Recomputed forwards show up in their backward.
+    `compiled`: each graph of blocks gets one range, because a graph does not call hooks of its
+    modules. Recomputed forwards appear inside their backward.
     """
     with ExitStack() as undo:
         for stage in stages:
@@ -171,7 +174,7 @@ def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Ite
 
 
 def _hooks(module: nn.Module, name: str, ranges: Ranges) -> Iterator[Any]:
-    # `always_call`: recomputation leaves forwards by an exception.
+    # `always_call` is needed because recomputation leaves forwards by an exception.
     def begin(module: nn.Module, args: Any) -> None:
         ranges.push(name)
 
@@ -187,7 +190,8 @@ def _shown_graph(stage: Stage, ranges: Ranges) -> Callable[..., Tensor]:
 
     def shown(blocks: list[TransformerBlock], *args: Any) -> Tensor:
         first, last = numbers[blocks[0]], numbers[blocks[-1]]
-        with ranges.within(f"layers.{first}" + f"-{last}" * (first != last)):
+        name = f"layers.{first}" if first == last else f"layers.{first}-{last}"
+        with ranges.within(name):
             return run(blocks, *args)
 
     return shown

@@ -1,4 +1,4 @@
-"""Writes what steps did: metrics, the header of a run, the parts of a blend."""
+"""Records metrics of steps, the header of a run, and the parts of a blend."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from parallel3d.trainer import StepResult, Trainer
 
 @dataclass
 class StepRecords(Hook):
-    """Records every step on rank 0. `is_profiled` says of a step whether it was slowed down."""
+    """Records every step on rank 0; `is_profiled` tells whether the profiler slowed a step down."""
 
     run: Run
     is_profiled: Callable[[int], bool]
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Writes the step's line of metrics.jsonl, to the loggers and to the screen."""
+        """Writes the step's metrics to metrics.jsonl, to the loggers and to the screen."""
         trainer, recorder = self.run.trainer, self.run.recorder
         if recorder is None:
             return
@@ -55,7 +55,7 @@ class StepRecords(Hook):
 
 @dataclass
 class BlendRecords(Hook):
-    """Records how much of each part of a blend was read."""
+    """Records the amount of text read from each part of a blend."""
 
     run: Run
 
@@ -69,7 +69,7 @@ class BlendRecords(Hook):
 
 
 def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:
-    """Returns the recorder of rank 0; `changed`: keys differ from those of the checkpoint."""
+    """Returns the recorder of rank 0; `changed`: keys differ from the checkpoint's."""
     config = trainer.config
     peak = device_peak_flops(
         trainer.device,

@@ -17,8 +17,8 @@ def leave_marker(
 ) -> None:
     """Logs that a signal stopped the run; for a scheduler's signal, writes REQUEUE.
 
-    The batch script looks for that file, as srun and torchrun do not pass exit codes on. A run that
-    could not save is not requeued: it would start over.
+    The batch script looks for that file, as srun and torchrun do not forward exit codes. A run
+    that could not save is not requeued, as it would start over.
     """
     if recorder is None:
         return

@@ -1,4 +1,4 @@
-"""`schedule.timeline=true`: a measured pipeline step, drawn and traced."""
+"""Draws and traces a measured pipeline step (`schedule.timeline=true`)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from parallel3d.schedules.walk import Costs, Span, Timeline, time_orders
 from parallel3d.svg import Canvas
 from parallel3d.trainer import StepResult, Trainer
 
-LATER = 2  # steps before the drawn one: the first ones allocate and compile
+LATER = 2  # steps to skip before the drawn one: the first ones allocate and compile
 EVENTS, PICTURE = "timeline.json", "timeline.svg"
 
 
 @dataclass
 class DrawnStep(Hook):
-    """`schedule.timeline`: times the actions of one step and draws the pipeline of rank 0.
+    """Times the actions of one step and draws the pipeline of rank 0.
 
     Rank 0 writes `timeline.svg`, the measured step above a simulated one with its costs, and
     `timeline.json` for Perfetto (ui.perfetto.dev) and chrome://tracing.
@@ -42,12 +42,12 @@ class DrawnStep(Hook):
         self._times = ActionTimes(self.run.trainer.device)
 
     def before_step(self, step: int) -> None:
-        """Lets the executor time its actions in the drawn step."""
+        """Makes the executor time its actions if this step is to be drawn."""
         if step == self._step:
             self.run.trainer.executor.action_times = self._times
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Draws; collective over a pipeline."""
+        """Draws the step; collective over a pipeline."""
         if result.step == self._step:
             self.run.trainer.executor.action_times = None
             draw_step(
@@ -56,7 +56,7 @@ class DrawnStep(Hook):
 
 
 def draw_step(trainer: Trainer, spans: Sequence[Measured], step: int, run_dir: Path) -> None:
-    """Draws the pipeline of rank 0 in a step; `spans`: what this rank measured; collective."""
+    """Draws the pipeline of rank 0 in a step; `spans`: this rank's times; collective."""
     groups = trainer.groups
     by_rank: list[Any] = [spans]
     if groups.pp.size > 1:
@@ -79,7 +79,7 @@ def draw_step(trainer: Trainer, spans: Sequence[Measured], step: int, run_dir: P
 def _write(path: Path, text: str) -> None:
     try:
         replace_durably(path, text.encode())
-    except OSError as error:  # the run goes on without its picture
+    except OSError as error:  # the run continues without its picture
         print_line(f"{path} is not written: {error.strerror}")
 
 
@@ -97,7 +97,7 @@ def timeline_of(by_rank: Sequence[Sequence[Measured]]) -> Timeline:
 def seconds_by_stage(
     measured: Timeline, schedule: Schedule
 ) -> Mapping[tuple[Kind, int], list[float]]:
-    """Returns what each kind of action took in each stage."""
+    """Returns the seconds of every action, by its kind and stage."""
     seconds = defaultdict(list)
     for rank, spans in enumerate(measured.spans):
         for span in spans:
@@ -113,7 +113,7 @@ def simulated_timeline(measured: Timeline, schedule: Schedule) -> Timeline:
     def cost(kind: Kind, stage: int) -> float:
         if (kind, stage) in seconds:
             return max(median(seconds[kind, stage]), 1e-9)
-        return cost(Kind.B, stage) / 2  # a whole backward, simulated as two halves
+        return cost(Kind.B, stage) / 2  # an unsplit backward is simulated as two halves
 
     stages = range(assignment.stages)
     forward, input, weight = (
@@ -127,8 +127,8 @@ def measured_costs(
 ) -> tuple[float, float, float]:
     """Returns the seconds of F, I and W of a micro-batch in the layers of an average rank.
 
-    Measured in stages without the head, whose cost `schedule=auto` computes from its size. An
-    unsplit backward counts as two halves; recomputed forwards (by stage) are left out.
+    Only stages without the head count, as `schedule=auto` computes the head's cost from its size.
+    An unsplit backward counts as two halves; `recomputed` forwards of each stage are subtracted.
     """
     each = [
         (kind, stage, one / len(layers[stage]))
@@ -158,7 +158,7 @@ def keys_of(costs: Sequence[float], hop: float) -> str:
 
 
 def pictures(measured: Timeline, simulated: Timeline, title: str) -> str:
-    """Draws both, one below the other, on one axis."""
+    """Draws both timelines, one below the other, on one axis."""
     canvas, until = Canvas(), max(measured.makespan, simulated.makespan)
     TimelinePicture(canvas, measured, 1200, until, " s").draw(f"{title}, measured")
     below = "the same costs on the clock, no hops"
@@ -167,7 +167,7 @@ def pictures(measured: Timeline, simulated: Timeline, title: str) -> str:
 
 
 def trace_events(timeline: Timeline) -> dict[str, list[dict[str, Any]]]:
-    """Returns a trace in the Trace Event Format, a process per rank, in microseconds."""
+    """Returns a trace in the Trace Event Format: one process per rank, times in microseconds."""
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.spans):
         name = {"name": f"pipeline rank {rank}"}

@@ -20,9 +20,9 @@ def usual_hooks(run: Run) -> list[Hook]:
     return [
         DrawnStep(run),
         StepRecords(run, is_profiled=profiler.steps.__contains__),
-        profiler,  # after the step's line, as it prints a table
+        profiler,  # it prints a table, which belongs after the step's line
         Evaluation(run, data_check),
-        data_check,  # before a checkpoint is written
+        data_check,  # it must precede a checkpoint
         BlendRecords(run),
         HealthCheck(run, Health(run.trainer, run.checkpoints, print_line)),
         Checkpointing(run),

@@ -1,4 +1,4 @@
-"""`train.save_weights`: the full parameters before the first step and after the last one."""
+"""Writes full parameters before the first and after the last step (`train.save_weights`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:
     if worker.rank == 0:
         from safetensors.torch import save
 
-        # Durably: a finished run would not write them again after a power cut.
+        # They are written durably: a finished run would not write them again after a power cut.
         whole = {name: parameter.contiguous() for name, parameter in parameters.items()}
         replace_durably(worker.run_dir / name, save(whole))

@@ -33,7 +33,7 @@ def test_a_run_begins_from_another_and_goes_on_with_nothing_typed(
     longer = run_forked(shell, "train", "run=new", "train.steps=3")
     assert longer.code == 0, longer
     took, goes_on = [line for line in longer.errors if not line.startswith(DEVICE)][:2]
-    assert took.startswith("parallel3d: run=new: what is not typed is as at its last start: ")
+    assert took.startswith("parallel3d: run=new: taken over from its last start: ")
     assert "seed=9" in took and "init_from=old@2" in took
     done = "2 of 3 steps are done, 1 step of 4 sequences to go"
     assert goes_on == f"parallel3d: run=new resumes at step 3; changed: train.steps 2 → 3; {done}"
@@ -55,4 +55,4 @@ def test_a_run_begins_from_another_and_goes_on_with_nothing_typed(
     ):
         refused = answer(shell, capfd, "train", *words)
         assert refused.code == 2 and sentence in refused.err, refused
-        assert len(refused.errors) == 1 or "what is not typed" in refused.errors[0]
+        assert len(refused.errors) == 1 or "taken over" in refused.errors[0]

@@ -286,7 +286,7 @@ def test_a_value_of_an_older_version_is_refused_unless_another_is_typed() -> Non
 def test_a_copied_run_goes_by_its_new_name() -> None:
     there = check_config(Config(run="a", seed=5), own_samples=True)
     config, line = continued(Config(run="b"), there, Given(set(), set()), None)
-    assert config.run == "b" and line is not None and line.startswith("run=b: what is not typed")
+    assert config.run == "b" and line is not None and line.startswith("run=b: taken over")
 
 
 @pytest.mark.parametrize(

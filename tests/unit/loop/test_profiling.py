@@ -139,7 +139,7 @@ def test_a_device_without_such_a_history_says_so_once_and_is_traced(
         rank.run(rank.profiler(steps=[1, 1], ranks=[0, 1], memory=True), range(1, 2))
     assert rank.files == {"rank0-steps1-1.json.gz", "rank1-steps1-1.json.gz"}
     said = capsys.readouterr().err
-    assert said.count("no snapshot is written, which needs a GPU") == 1
+    assert said.count("no snapshot is written, as that needs a GPU") == 1
     assert said.count("profile of rank 0, step 1; traces are in") == 1
     assert "profile of rank 1" not in said
 
@@ -170,7 +170,7 @@ def test_a_resumed_run_profiles_what_is_left_or_says_that_nothing_is(
     rank.said.clear()
     rank.run(rank.profiler(steps=[2, 5], done=5), range(6, 8))
     assert capsys.readouterr().err == (
-        "parallel3d: profile.steps=[2,5] are done: this run goes on with step 6, and nothing is "
+        "parallel3d: profile.steps=[2,5] are done: this run resumes at step 6, and nothing is "
         "profiled\n"
     )
     assert not rank.said, "no rank waits for another"
