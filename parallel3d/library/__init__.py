@@ -1,1 +1,1 @@
-"""Provides, to scripts, groups, pipelines of any modules, gradient norms and checkpoints."""
+"""Provides scripts with groups, pipelines of any modules, gradient norms and checkpoints."""

@@ -1,4 +1,4 @@
-"""Gradients of a model that ranks hold in parts: clipped by their norm, summed, copies compared."""
+"""Clips and sums gradients of a model that is split over ranks, and compares its replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
 
 SAME = 1e-3  # relative difference up to which copies of a gradient count as equal
-NOISE = 1e-5  # share of the whole norm up to which a gradient may be rounding alone, and differ
+NOISE = 1e-5  # share of the whole norm below which a gradient may be mere rounding, and differ
 
 
 @torch.no_grad()
@@ -36,11 +36,11 @@ def clip_grad_norm_(
     *,
     groups: GroupLike | list[GroupLike] | tuple[GroupLike, ...] = (),
 ) -> Tensor:
-    """Clips the gradients by their norm over the whole model; as `torch.nn.utils.clip_grad_norm_`.
+    """Clips gradients by their norm over the whole model, like `torch.nn.utils.clip_grad_norm_`.
 
     Each parameter of the model counts once: shards of the tensor-parallel layers and of PyTorch's
-    DTensors (`fully_shard`) are summed over their ranks, the stages of a `Pipeline` over its group,
-    and what several ranks hold counts once. All ranks get the same norm and clip by it. Gradients
+    DTensors (`fully_shard`) are summed over their ranks, and stages of a `Pipeline` over its group;
+    of copies on several ranks one counts. All ranks get the same norm and clip by it. Gradients
     must be complete: averaged over data parallelism (`DistributedDataParallel`, `Pipeline(dp=…)`),
     and summed where `sum_gradients_over` is needed.
 
@@ -51,18 +51,18 @@ def clip_grad_norm_(
         parameters: any iterable of parameters, or one.
         max_norm: gradients are multiplied by min(1, max_norm / (norm + 1e-6)).
         norm_type: p of the p-norm, above 0, or inf.
-        error_if_nonfinite: raise RuntimeError, on every rank alike, if the norm is not finite.
-        foreach: ignored: the kernels for lists of tensors are always used.
-        groups: further groups over which *all* these parameters are split, beside those that they
-            know: of a pipeline or of layers of your own. Also for a rank that has no parameter.
+        error_if_nonfinite: raise RuntimeError, on every rank, if the norm is not finite.
+        foreach: ignored; the kernels for lists of tensors are always used.
+        groups: further groups over which *all* these parameters are split, such as those of your
+            own pipeline or layers. A rank without parameters must give them too.
 
     Returns: the norm before clipping, float64, on the gradients' device.
 
     Raises:
-        UserError: on every rank of the groups alike, gradients that must be copies and differ;
-            `groups` over which the gradients are copies. On this rank: parameters of a `Trainer`
-            or of FSDP1, which clip by themselves; sparse gradients; no parameter in a world of
-            several ranks, which may wait for this one in vain; a wrong number.
+        UserError: on every rank of the groups, gradients that must be copies and differ, or
+            `groups` over which the gradients are copies. On this rank alone, parameters of a
+            `Trainer` or of FSDP1, which clip gradients themselves; sparse gradients; no parameter
+            in a world of several ranks, which would wait for this one; an invalid number.
     """
     if not float(norm_type) > 0:
         raise UserError(
@@ -81,7 +81,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is not finite, so they cannot be "
-            "clipped; error_if_nonfinite=False scales them by it all the same"
+            "clipped; error_if_nonfinite=False scales them by it nevertheless"
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -93,7 +93,7 @@ def clip_grad_norm_(
 
 
 def _distinct(parameters: Tensor | Iterable[Tensor], has_groups: bool) -> list[Tensor]:
-    """Returns the parameters, each once; refuses those whose gradients are elsewhere."""
+    """Returns the distinct parameters; refuses those whose gradients cannot be clipped here."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and not has_groups and dist.is_initialized() and dist.get_world_size() > 1:
         raise UserError(
@@ -125,10 +125,12 @@ class _Gradient:
     """A parameter's gradient on this rank.
 
     Attributes:
-        local: to be scaled; None: the parameter has no gradient here.
-        whole: the same without partial sums, to be measured.
-        start: place of its first element in the flattened parameter.
-        groups: those that split the parameter, and last that of its pipeline.
+        local: the tensor to scale; None if the parameter has no gradient here.
+        whole: the tensor to measure: `local` with partial sums completed.
+        start: position of its first element in the flattened parameter.
+        groups: groups that split the parameter, and as the last one the group of its pipeline.
+        state: the parameter's state, with its split over tensor-parallel ranks.
+        device: the parameter's device.
     """
 
     local: Tensor | None
@@ -144,7 +146,7 @@ class _Gradient:
         shards = [] if state.spec is None or state.spec.replicated else [state.tp]
         start, whole, local = 0, grad, grad
         if hasattr(parameter, "placements"):
-            # Imported here: DTensor takes a second, and who has none need not wait for it.
+            # The import of DTensor takes a second, which models without one should not wait for.
             from torch.distributed.tensor import DTensor, Replicate
 
             from parallel3d.private_names import local_shape_and_offset
@@ -169,7 +171,7 @@ class _Gradient:
         if self.whole is None or not self.whole.numel():
             return
         flat, spec = self.whole.reshape(-1), self.state.spec
-        if spec is None or spec.replicated:  # a copy, of which `_Norm` takes one
+        if spec is None or spec.replicated:  # `_Norm` counts one of the copies
             yield flat, True
             return
         groups = CopyGroups(tp=self.state.tp)
@@ -181,11 +183,12 @@ class _Norm:
     """Adds up a norm over ranks; a value is a sum of |g|^p, or the largest |g|, in float64.
 
     Attributes:
-        wrong: the largest value of copies that differ, and 1 for a given group of copies, or 0.
+        wrong: the largest value of copies that differ, or 0, and 1 if a given group has copies.
     """
 
     def __init__(self, norm_type: float, device: torch.device) -> None:
-        self.norm_type, self.device = norm_type, device
+        self.norm_type = norm_type
+        self.device = device
         self.is_largest = math.isinf(norm_type)
         self.wrong = torch.zeros(2, dtype=torch.float64, device=device)
 
@@ -196,9 +199,9 @@ class _Norm:
         for gradient in gradients:
             *split, pipeline = (known.setdefault(g.ranks, g) for g in gradient.groups)
             alike.setdefault((tuple(split), pipeline), []).append(gradient)
-        # All ranks of a group that splits tensors hold parts of the same ones, in one order, so
-        # their collectives match. Stages of a pipeline differ, so they meet afterwards, in one
-        # number. Whole copies come first: what is wrong with them travels with what follows.
+        # All ranks of a group that splits tensors hold parts of the same tensors in the same order,
+        # so their collectives match. Stages of a pipeline differ, so they combine one number each
+        # afterwards. Whole copies come first, so that later collectives carry their errors.
         splitting = dict.fromkeys(group for shards, _ in alike for group in shards)
         on_stages: dict[Group, list[Tensor]] = {}
         for (shards, pp), members in sorted(alike.items(), key=lambda item: item[0][0] != ()):
@@ -233,7 +236,7 @@ class _Norm:
         return norm_share(counted, rest, self.device, self.norm_type)
 
     def _gathered(self, value: Tensor, group: Group) -> Tensor:
-        """Returns every rank's value, and takes note of what is wrong on any of them."""
+        """Returns every rank's value, and updates `wrong` with the errors of all of them."""
         mine = torch.cat((value.view(1), self.wrong)).view(1, 3)
         everyone = collectives.all_gather(mine, group)
         self.wrong = everyone[:, 1:].amax(0)
@@ -243,9 +246,9 @@ class _Norm:
         return values.amax() if self.is_largest else values.sum()
 
     def _copy(self, values: Tensor) -> Tensor:
-        """Returns the first rank's value, of copies; not finite if any of them is not."""
+        """Returns the first of several copies; not finite if any of them is not."""
         low, high = values.aminmax()
-        differ = high - low > SAME * high  # false where they are not finite
+        differ = high - low > SAME * high  # false if they are not finite
         self.wrong[0] = torch.maximum(self.wrong[0], torch.where(differ, high, 0.0))
         return torch.where(high.isfinite(), values[0], high)
 
@@ -267,12 +270,12 @@ class _Norm:
             )
 
 
-# Parameters that all tensor-parallel ranks hold
+# Parameters that are replicated on tensor-parallel ranks
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """All-reduces a gradient over a group, as a hook of its parameter."""
+    """All-reduces a gradient over a group; used as a hook of its parameter."""
 
     group: Group
 
@@ -284,16 +287,16 @@ class _Sum:
 def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
     """All-reduces the gradients of `module`'s parameters over `group` in every backward.
 
-    For a module whose parameters all ranks hold, but which sees only this rank's features: a norm
-    of queries and keys between a `ColumnParallelLinear` and a `RowParallelLinear`. Each rank then
-    has the gradient of its own heads only. Each gradient is summed once a backward, before anything
-    else reads it (`DistributedDataParallel` included).
+    A module needs this if its parameters are replicated but it sees only this rank's features, such
+    as a norm of queries and keys between a `ColumnParallelLinear` and a `RowParallelLinear`:
+    without the sum each rank has the gradient of its own heads only. A gradient is summed once per
+    backward, before anything else reads it (`DistributedDataParallel` included).
 
     Call it once, before the first backward. Backwards are then collective over `group`.
 
     Raises:
-        UserError: a parameter of a tensor-parallel layer, or one that is summed already or under
-            `fully_shard`; no parameter that requires a gradient. Nothing is changed then.
+        UserError: a parameter of a tensor-parallel layer, one that is summed already or under
+            `fully_shard`, or no parameter that requires a gradient. Nothing is changed then.
     """
     ranks = group_of(group)
     split = {
@@ -316,8 +319,8 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
             )
         if hasattr(parameter, "placements"):
             raise UserError(
-                f"sum_gradients_over: {name} is under fully_shard, which must not be: it takes "
-                "gradients past hooks; sum parameter.grad.to_local() over the group after the last "
+                f"sum_gradients_over: {name} must not be under fully_shard, which ignores hooks "
+                "of parameters; sum parameter.grad.to_local() over the group after the last "
                 "backward instead"
             )
         if any(isinstance(hook, _Sum) for hook in (backward_hooks(parameter) or {}).values()):
@@ -331,23 +334,25 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
 
 
 def check_replicated(module: nn.Module, group: GroupLike = None, tolerance: float = 0.0) -> None:
-    """Compares the parameters that all ranks of `group` hold. Collective; costs a broadcast.
+    """Compares the replicated parameters of all ranks of `group`; collective, by a broadcast.
 
-    Shards of tensor-parallel layers are left out. Replicas whose gradients are partial (see
+    Shards of tensor-parallel layers are skipped. Replicas whose gradients are partial (see
     `sum_gradients_over`) differ from the first optimizer step on.
 
     Args:
-        tolerance: of the largest difference, over the largest value of the parameter.
+        module: the module.
+        group: the group; None: all ranks.
+        tolerance: allowed difference, relative to the largest value of the parameter.
 
     Raises:
-        RuntimeError: on every rank alike, the first parameter that differs and by how much.
+        RuntimeError: on every rank, with the first parameter that differs and the difference.
     """
     ranks = group_of(group)
     found: tuple[str, float] | None = None
     device = torch.device("cpu")
     for name, parameter in _replicated_parameters(module):
         device, mine = parameter.device, parameter.detach()
-        if hasattr(mine, "to_local"):  # under `fully_shard`: this rank's rows, as on the others
+        if hasattr(mine, "to_local"):  # under `fully_shard`: compare this rank's rows
             mine = mine.to_local()
         first = mine.clone(memory_format=torch.contiguous_format)
         collectives.broadcast(first, 0, ranks)
@@ -360,7 +365,7 @@ def check_replicated(module: nn.Module, group: GroupLike = None, tolerance: floa
         if theirs:
             raise RuntimeError(
                 f"parameter {theirs[0]} differs by {theirs[1]:.3g} between ranks {ranks.ranks[0]} "
-                f"and {rank}, which must hold the same; if it stands between a "
+                f"and {rank}, which must hold the same; if it lies between a "
                 "ColumnParallelLinear and a RowParallelLinear, call sum_gradients_over for it"
             )
 

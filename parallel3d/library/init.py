@@ -1,4 +1,4 @@
-"""Makes the process groups of a user's own script: `p3d.init(tp=2)`."""
+"""Creates the process groups of a user's script: `p3d.init(tp=2)`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from parallel3d.run.worker import begin_on
 from parallel3d.versions import OF_A_SCRIPT, check_versions, newer
 
 GPU_KEY = "parallel3d/gpu"
-# A script types these for ranks on CPUs: its GPUs are not meant then.
+# A script that names one of these wants ranks on CPUs, even if there are GPUs.
 HOST_BACKENDS = ("gloo", "mpi", "cpu:gloo", "cpu:mpi")
 
 
@@ -65,23 +65,23 @@ def init(
 ) -> ProcessGroups:
     """Returns this process's groups in the grid tp × cp × pp × dp, under torchrun, srun or alone.
 
-    Uses the default process group if torch.distributed is initialised already. Otherwise runs the
-    launcher's rendezvous, and closes the groups when the script ends. On a host with GPUs each
+    It uses the default process group if torch.distributed is initialised already. Otherwise it runs
+    the launcher's rendezvous, and closes the groups when the script ends. On a host with GPUs each
     rank's GPU becomes its current device, `groups.device`, where modules and inputs must be.
     Collective over the world.
 
     Args:
-        tp, pp, dp, cp: sizes; one of them may be None: the rest of the world.
-        device: cpu, cuda or auto: GPUs, one a rank, and the CPU only where nothing says that a GPU
-            is meant.
-        order: the dimensions, from the one whose ranks are adjacent on.
-        timeout_s: of a collective.
+        tp, pp, dp, cp: sizes; one of them may be None and takes the remaining ranks.
+        device: cpu, cuda or auto: GPUs, one per rank, and the CPU only where nothing asks for a
+            GPU.
+        order: the dimensions, beginning with the one whose ranks are adjacent.
+        timeout_s: timeout of a collective, in seconds.
         shared_memory: CPU ranks of one host communicate through shared memory.
 
     Raises:
-        UserError: on every rank alike, sizes that do not make up the world or differ between ranks;
-            a launcher's variables that contradict each other; two ranks on one GPU. On the hosts
-            concerned: no such device, or GPUs that cannot be used.
+        UserError: on every rank, sizes that do not multiply to the world size or differ between
+            ranks, contradictory variables of a launcher, or two ranks on one GPU. On the hosts
+            concerned, no such device, or GPUs that cannot be used.
     """
     own = not dist.is_initialized()
     check_versions(OF_A_SCRIPT)
@@ -131,9 +131,9 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
 
 
 def _check_devices(store: dist.Store, place: RankAssignment, device: torch.device) -> None:
-    """Raises UserError on every rank if ranks differ in the type of device or share a GPU unasked.
+    """Raises UserError on every rank if ranks have different device types, or share a GPU unasked.
 
-    Collective over the world, by its store.
+    Collective over the world, through its store.
     """
     mine = [socket.gethostname(), device.type, gpu_of_rank(str(device), os.environ)]
     put(store, f"{GPU_KEY}/{place.rank}", mine)
@@ -155,12 +155,12 @@ def _check_devices(store: dist.Store, place: RankAssignment, device: torch.devic
 def _device_in_world(requested: str) -> torch.device:
     """Returns this rank's device in a world that the script has initialised itself.
 
-    A device that the script bound the world to, or made current, is kept; else the rank takes that
-    of LOCAL_RANK, as PyTorch's own meshes do.
+    It keeps the device to which the script bound the world, or which it made current; otherwise the
+    rank takes the device of LOCAL_RANK, as PyTorch's own meshes do.
 
     Raises:
-        UserError: the world has no backend for `requested`; GPUs that cannot be used, or are meant
-            and not there, where no backend was typed or one for them.
+        UserError: the world has no backend for `requested`; or GPUs are asked for that are missing
+            or cannot be used, and the script named no backend or one for GPUs.
     """
     world, kind = dist.get_backend_config(), accelerator_of_world()
     typed = dist.get_backend()
@@ -207,7 +207,8 @@ def _local_ranks() -> int:
 
 
 def _number_of(name: str, default: int) -> int:
-    """Returns a launcher's number; the script has joined the ranks without us, by any means."""
+    """Returns a number of the launcher, which may be missing: the script joined the ranks
+    itself."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else default
 
@@ -266,25 +267,27 @@ class ScriptEnd:
     """Closes the groups when the script ends; otherwise their threads abort the dying interpreter.
 
     NCCL destroys a communicator in a collective. A failed rank must not enter it: its peers may
-    wait for this rank in another collective, so that both sides would hang.
+    wait for this rank in another collective, and both sides would hang.
 
-    A script fails by an exception that nothing catches, or by `sys.exit` with another code than 0.
+    A script fails by an uncaught exception, or by `sys.exit` with a code other than 0. A
     `raise SystemExit` cannot be noticed and counts as success.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self.code: int | None = None  # exit code of a script that raised
-        self.has_exited = False  # it called `sys.exit` with another code than 0
-        self.excepthook, self.exit = sys.excepthook, sys.exit
-        sys.excepthook, sys.exit = self._raised, self._exited
+        self.has_exited = False  # whether it called `sys.exit` with a code other than 0
+        self.excepthook = sys.excepthook
+        self.exit = sys.exit
+        sys.excepthook = self._raised
+        sys.exit = self._exited
         atexit.register(self.close)
 
     def _raised(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self.excepthook(kind, error, trace)
-        if not hasattr(sys, "ps1"):  # an interactive session goes on
+        if not hasattr(sys, "ps1"):  # an interactive session continues
             interrupted = issubclass(kind, KeyboardInterrupt)
             self.code = 128 + signal.SIGINT if interrupted else 1
 

@@ -30,7 +30,7 @@ from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make
 
 LossFn = Callable[..., Tensor]
-Weight = Callable[..., Tensor | float]  # of a micro-batch's targets
+Weight = Callable[..., Tensor | float]  # called with a micro-batch's targets
 CPU = torch.device("cpu")
 
 
@@ -43,25 +43,26 @@ class Pipeline(nn.Module):
     micro-batches of a step.
 
     Args:
-        modules: each is called with the result of the one before.
+        modules: modules in order; each is called with the previous one's result.
         group: `groups.pp`, a group of torch.distributed, or None for all ranks.
-        loss_fn: of the last module's output and the targets, a mean over the samples; None: the
-            last module returns the loss.
-        weight: of a micro-batch's targets, the number that loss_fn's mean divides by, where it
-            differs: `lambda targets: (targets != -100).sum()`. The loss is then the mean over all
-            of them in the batch, and its gradients over all replicas. None: all count alike.
+        loss_fn: function of the last module's output and the targets that returns a mean over the
+            samples; None: the last module returns the loss.
+        weight: function of a micro-batch's targets that returns the divisor of loss_fn's mean, if
+            that differs between micro-batches: `lambda targets: (targets != -100).sum()`. The loss
+            is then the mean over all of these in the batch, and its gradients over all replicas.
+            None: all micro-batches have the same weight.
         schedule: gpipe, 1f1b, interleaved, zb_h1, interleaved_zb, zbv or v_half.
-        num_microbatches: of a batch.
+        num_microbatches: micro-batches of a batch.
         vpp: stages of each rank; None: 2 for schedules with several, else 1.
-        split: how many modules each stage gets; None: ranks get as many, or one more.
+        split: number of modules of each stage; None: an even split over the ranks.
         dp: `groups.dp`, whose pipelines are replicas: they start with the first one's weights, and
             gradients are averaged over them.
-        shared_memory: CPU ranks of one host exchange through it.
-        timeout_s: of a message through shared memory.
+        shared_memory: CPU ranks of one host exchange through shared memory.
+        timeout_s: timeout of a message through shared memory, in seconds.
 
     Raises:
-        UserError: on every rank alike, arguments that differ between ranks; fewer modules than
-            stages; an unknown schedule; a parameter that lies in stages of two ranks.
+        UserError: on every rank, arguments that differ between ranks, fewer modules than stages,
+            an unknown schedule, or a parameter in stages of two ranks.
     """
 
     def __init__(
@@ -102,8 +103,11 @@ class Pipeline(nn.Module):
             )
         self.schedule: Schedule = make(schedule, self.group.size, num_microbatches, vpp)
         self.programs = self.schedule.program(), self.schedule.forwards()
-        self.loss_fn, self.weight, self.num_modules = loss_fn, weight, len(modules)
-        self.shared_memory, self.timeout_s = shared_memory, timeout_s
+        self.loss_fn = loss_fn
+        self.weight = weight
+        self.num_modules = len(modules)
+        self.shared_memory = shared_memory
+        self.timeout_s = timeout_s
         assignment = self.schedule.assignment
         parts = stages_of(modules, assignment, split)
         refuse_sharing(modules, parts, assignment)
@@ -117,7 +121,7 @@ class Pipeline(nn.Module):
                 self.add_module(str(i), modules[i])
         self.stages, route = stages, P2PRoute(self.group, assignment)
         self.executor = Executor(stages, route, [], self.device, keeps_failures=True)
-        # Messages of each kind of batch; `numbers`: shapes of the inputs → index.
+        # Connections of each kind of batch; `numbers` maps shapes of the inputs to an index here.
         self.connections: list[Connection] = []
         self.numbers: dict[str, int] = {}
         if self.dp.size > 1 and next(fully_sharded(modules), None) is not None:
@@ -129,10 +133,11 @@ class Pipeline(nn.Module):
         if self.dp.size > 1:  # every replica starts from the first one's values
             values = [*(p.detach() for p in self.parameters()), *self.buffers()]
             broadcast_all(values, 0, self.dp)
-        self.averager: GradientAverager | None = None  # over dp; from the first step on
+        self.averager: GradientAverager | None = None  # averages over dp; created in the first step
 
     def _mark(self) -> None:
-        """Lets `clip_grad_norm_` know the group; copies and FSDP2 bring new parameters."""
+        """Tells `clip_grad_norm_` the group; repeated, as copies and FSDP2 create new
+        parameters."""
         for parameter in self.parameters():
             state_of(parameter).pp = self.group
 
@@ -147,20 +152,22 @@ class Pipeline(nn.Module):
         return self.schedule.assignment.places[-1][0] == self.group.index
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """Runs forwards and backwards of a batch: adds the gradients of the mean loss to `.grad`.
+        """Runs forwards and backwards of a batch, and adds the gradients of the mean loss to
+        `.grad`.
 
         Args:
-            inputs: a batch (a tensor or a tuple of tensors), or a list of micro-batches; read on
-                the rank of the first stage alone.
-            targets: the same for the loss, read on the rank of the last stage alone.
+            inputs: a batch (a tensor or a tuple of tensors), or a list of micro-batches; only the
+                rank of the first stage reads it.
+            targets: the targets of loss_fn in the same form; only the rank of the last stage reads
+                them.
 
         Returns: the mean loss over the batch, the same on all ranks of the group; float64.
 
         Raises:
-            UserError: on every rank alike, a batch that the micro-batches do not divide, or shapes
-                that change between them; without `weight`, class weights in loss_fn, or targets of
-                which it leaves out other numbers in each micro-batch.
-            RuntimeError: another rank, or another replica, failed; gradients are incomplete. The
+            UserError: on every rank, a batch that num_microbatches does not divide, or shapes that
+                differ between micro-batches; without `weight`, class weights in loss_fn, or
+                different numbers of ignored targets in the micro-batches.
+            RuntimeError: another rank or another replica failed; gradients are incomplete. The
                 failed rank raises its modules' exception.
         """
         loss = self._run(inputs, targets, trains=True)
@@ -179,7 +186,7 @@ class Pipeline(nn.Module):
         self.averager.average()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """Returns the mean loss as of `step`, without gradients."""
+        """Returns the mean loss, as `step` does, without gradients."""
         return self._run(inputs, targets)
 
     def forward(self, inputs: Any = None) -> Any:
@@ -199,7 +206,7 @@ class Pipeline(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the full state dict of all modules on every rank; collective.
 
-        Raises UserError, on every rank alike, for a state that is no tensor.
+        Raises UserError, on every rank, for a state that is not a tensor.
         """
         if not self.gathers_state or self.group.size == 1:
             return super().state_dict(*args, **kwargs)
@@ -209,7 +216,7 @@ class Pipeline(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads this rank's modules from a state dict of all."""
+        """Loads this rank's modules from the state dict of all modules."""
         _, own_modules = tables_of(self)
         others = {str(i) for i in range(self.num_modules)} - set(own_modules)
         own = {k: v for k, v in state_dict.items() if k.partition(".")[0] not in others}
@@ -222,7 +229,7 @@ class Pipeline(nn.Module):
         trains: bool = False,
         outputs: dict[int, Any] | None = None,
     ) -> Tensor:
-        """Runs a batch and returns the mean loss, or fills `outputs` of the last stage instead."""
+        """Runs a batch and returns the mean loss, or fills `outputs` by micro-batch instead."""
         count, rank = self.schedule.microbatches, self.group.index
         wants_targets = self.loss_fn is not None and outputs is None
         xs, ys, shares = self._connect(inputs, targets, wants_targets, trains)
@@ -242,7 +249,7 @@ class Pipeline(nn.Module):
 
     def _loss(self, targets: tuple[Tensor, ...] | None, share: float, out: Any) -> Tensor:
         """Returns the loss of a micro-batch, times its share."""
-        if share == 0:  # a mean over nothing would be no number
+        if share == 0:  # a mean over nothing would be NaN
             outputs = out if isinstance(out, tuple | list) else (out,)
             return torch.stack([0 * output.sum() for output in outputs]).sum()
         loss = out if self.loss_fn is None else self.loss_fn(out, *(targets or ()))
@@ -261,7 +268,7 @@ class Pipeline(nn.Module):
     def _connect(
         self, inputs: Any, targets: Any, wants_targets: bool, trains: bool
     ) -> tuple[list[Any], list[Any], Shares]:
-        """Cuts the batch and connects the stages for its shapes; an error is raised on all ranks.
+        """Cuts the batch and connects the stages for its shapes; raises an error on all ranks.
 
         Returns inputs and targets by micro-batch, and the shares.
         """
@@ -285,11 +292,11 @@ class Pipeline(nn.Module):
             elif self.is_last and self.weight is not None and trains:
                 raise UserError(
                     "Pipeline(weight=…) reads the targets of loss_fn, which must be given with it; "
-                    "without loss_fn each micro-batch's mean counts alike"
+                    "without loss_fn all micro-batches have the same weight"
                 )
         except UserError as error:
             self.executor.failure = StageFailure("the batch", error)
-        except Exception as error:  # of the user's function
+        except Exception as error:  # raised by the user's function
             self.executor.failure = StageFailure("Pipeline(weight=…)", error)
         if self.weight is not None and self.is_last and wants_targets:
             shares = self._shares(weights, trains)
@@ -304,13 +311,14 @@ class Pipeline(nn.Module):
         return xs, ys, shares
 
     def _shares(self, weights: list[float], trains: bool) -> Shares:
-        """Returns what makes the loss a mean over all targets; while training collective over dp.
+        """Returns the factors that make the loss a mean over all targets; in training collective
+        over dp.
 
-        Gradients are averaged over replicas afterwards, as if all had as many targets.
+        They correct for the later average over replicas, which counts all replicas equally.
         """
         own = sum(weights)
         everyone = torch.tensor(own, dtype=torch.float64, device=self.device)
-        if trains and self.dp.size > 1:  # also after a failure: the other replicas wait here
+        if trains and self.dp.size > 1:  # even after a failure, as the other replicas wait here
             everyone = collectives.all_reduce(everyone, self.dp)
         total = float(everyone)
         if not total and self.executor.failure is None:
@@ -324,7 +332,7 @@ class Pipeline(nn.Module):
         return Shares([w * len(weights) / own for w in weights], own * self.dp.size / total)
 
     def _sends(self, inputs: tuple[Any, ...] | None, trains: bool) -> list[StageOutputs]:
-        """Runs each stage but the last on zeros and returns what they send; collective."""
+        """Runs each stage but the last on zeros to find the tensors that it sends; collective."""
         sends: list[StageOutputs] = []
         for number, (rank, chunk) in enumerate(self.schedule.assignment.places[:-1]):
             facts = None
@@ -352,7 +360,7 @@ class Pipeline(nn.Module):
         return SharedP2P.of_programs(self.programs, self.executor.route, largest, self.timeout_s)
 
     def _exchange(self, value: float, trains: bool, last: bool = False) -> list[float]:
-        """Returns every rank's number; raises on all ranks, and replicas, if one has failed."""
+        """Returns every rank's number; raises on all ranks and replicas if one has failed."""
         failure = self.executor.failure
         mine = torch.tensor([[value, float(failure is not None)]], dtype=torch.float64)
         values, flags = collectives.all_gather(mine.to(self.device), self.group).t().tolist()
@@ -382,8 +390,12 @@ Connection = tuple[list[StageOutputs], SharedP2P | None]
 
 @dataclass(frozen=True)
 class Shares:
-    """How much losses count, 1 for all that count alike: of each micro-batch in its replica's
-    batch, and of the replica's batch in the gradients."""
+    """Weights of losses; all are 1 if all count equally.
+
+    Attributes:
+        of_microbatch: weight of each micro-batch in its replica's batch.
+        of_replica: weight of the replica's batch in the gradients.
+    """
 
     of_microbatch: list[float]
     of_replica: float = 1.0
@@ -391,7 +403,8 @@ class Shares:
 
 def fully_sharded(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
     """Yields the parameters of modules under PyTorch's `fully_shard`."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a second to import, and here if it is used
+    # Its import takes a second; if it is in use, it is here.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     for part in (part for module in modules for part in module.modules()):
         if fsdp is not None and isinstance(part, fsdp.FSDPModule):
             yield from part.parameters()
@@ -399,15 +412,15 @@ def fully_sharded(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
 
 @dataclass
 class ModuleStage:
-    """Runs some consecutive modules; `splits`: the schedule defers weight gradients."""
+    """Runs consecutive modules; `splits`: whether the schedule defers weight gradients."""
 
     modules: Sequence[nn.Module]
     last: bool
     splits: bool
 
     def parameters(self) -> list[nn.Parameter]:
-        """Returns those whose weight gradients may be deferred."""
-        # FSDP2 reduces in the backward what is there: a later gradient would be lost.
+        """Returns the parameters whose weight gradients may be deferred."""
+        # FSDP2 reduces gradients in the backward: one that is added later would be lost.
         sharded = set(fully_sharded(self.modules))
         own = (p for module in self.modules for p in module.parameters())
         return [p for p in own if p not in sharded]
@@ -424,7 +437,8 @@ class ModuleStage:
         end: Callable[[Any], Tensor],
         scale: Tensor | None,
     ) -> Any:
-        """`inputs`: of the first stage. `end`: outputs of the last stage → loss."""
+        """Runs the stage. `inputs`: those of the first stage. `end`: maps the last outputs to the
+        loss."""
         with SplitBackward() if self.splits and torch.is_grad_enabled() else nullcontext():
             out = self.run(inputs if x is None else x)
             return end(out) if self.last else out
@@ -454,7 +468,7 @@ def stages_of(
 
 
 def even_split(count: int, assignment: StageAssignment) -> list[int]:
-    """Returns how many modules each stage gets: an equal share, the rest closest to the middle."""
+    """Returns the number of modules of each stage: equal shares, the rest nearest to the middle."""
     stages, middle = range(assignment.stages), assignment.stages - 1
     ranks = [rank for rank, _ in assignment.places]
     counts, held = [1] * assignment.stages, [assignment.chunks] * assignment.ranks
@@ -481,7 +495,7 @@ def refuse_sharing(
                 if first != rank:
                     raise UserError(
                         f"{i}.{name} is the same parameter as {known}, but lies on another rank "
-                        "of the pipeline: what is shared must lie on one"
+                        "of the pipeline: a shared parameter must lie on one"
                     )
 
 
@@ -503,8 +517,8 @@ def of_all_stages(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of all stages' state dicts, one after the other, on every rank.
 
-    Collective over `group`; each tensor is `own`'s or on `device`. Raises UserError, on every rank
-    alike, for a state that is no tensor.
+    Collective over `group`. Each tensor is one of `own`, or lies on `device`. Raises UserError, on
+    every rank, for a state that is not a tensor.
     """
     facts = [
         [name, list(v.shape), str(v.dtype)]
@@ -541,10 +555,12 @@ def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
     Args:
         given: a batch to be cut along its first dimension (a tensor, or a tuple of tensors of the
             same length), or a list of micro-batches.
-        what: inputs or targets.
+        count: number of micro-batches.
+        what: "inputs" or "targets", for messages.
 
     Raises:
-        UserError: a batch that does not divide, shapes that differ between micro-batches.
+        UserError: a batch that `count` does not divide, or shapes that differ between
+        micro-batches.
     """
     if isinstance(given, list):
         if len(given) != count:
@@ -575,7 +591,7 @@ def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
 
 
 def weights_of(weight: Weight, targets: Sequence[tuple[Tensor, ...]]) -> list[float]:
-    """Returns the weight of each micro-batch. Raises UserError for one that is none."""
+    """Returns the weight of each micro-batch. Raises UserError for an invalid one."""
     made = [torch.as_tensor(weight(*part)) for part in targets]
     for given in made:
         if given.numel() != 1:
@@ -587,8 +603,8 @@ def weights_of(weight: Weight, targets: Sequence[tuple[Tensor, ...]]) -> list[fl
     for number in weights:
         if not 0 <= number < float("inf"):
             raise UserError(
-                f"Pipeline(weight=…) gave {number}, but must give a number from 0 on: how many "
-                "targets of the micro-batch loss_fn's mean divides by"
+                f"Pipeline(weight=…) gave {number}, but must give a number from 0 on: the number "
+                "of the micro-batch's targets over which loss_fn takes the mean"
             )
     return weights
 
@@ -598,7 +614,7 @@ MEANS_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def options_of(loss_fn: LossFn | None) -> tuple[Any, dict[str, Any]]:
-    """Returns the function or module behind partials, and its options by the names of torch's."""
+    """Returns the function or module inside partials, and its options by torch's names."""
     named: dict[str, Any] = {}
     while isinstance(loss_fn, partial):
         named, loss_fn = loss_fn.keywords | named, loss_fn.func
@@ -616,8 +632,8 @@ def refuse_class_weights(loss_fn: LossFn | None) -> None:
     by_class = isinstance(function, MEANS_BY_CLASS) or function in (F.cross_entropy, F.nll_loss)
     if by_class and named.get("weight") is not None and named.get("reduction", "mean") == "mean":
         raise UserError(
-            "the loss_fn of a Pipeline has class weights, by whose sum each micro-batch would be "
-            "divided apart: the mean of their means is not the batch's mean; give "
+            "the loss_fn of a Pipeline has class weights, so each micro-batch is divided by its "
+            "own sum of them, and the mean of these means is not the batch's mean; give "
             "Pipeline(weight=lambda targets: class_weights[targets].sum()) too"
         )
 
@@ -625,9 +641,9 @@ def refuse_class_weights(loss_fn: LossFn | None) -> None:
 def refuse_uneven(
     targets: Sequence[tuple[Tensor, ...]], loss_fn: LossFn | None, replicas: int
 ) -> None:
-    """Raises UserError if loss_fn's mean leaves out other numbers of targets in each micro-batch.
+    """Raises UserError if micro-batches have different numbers of targets that loss_fn ignores.
 
-    Replicas do not know of each other here: each is refused that leaves any out.
+    With several replicas, which do not know each other's targets here, any ignored one is refused.
     """
     _, named = options_of(loss_fn)
     ignored = named.get("ignore_index", IGNORED)
@@ -636,13 +652,15 @@ def refuse_uneven(
     whole = [[t for t in part if isinstance(t, Tensor) and is_whole(t.dtype)] for part in targets]
     if not whole[0]:
         return
-    # One transfer for all micro-batches.
+    # One transfer from the device serves all micro-batches.
     left_out = torch.stack([sum((t == ignored).sum() for t in part) for part in whole]).tolist()
     if any(left_out) and (replicas > 1 or len(set(left_out)) > 1):
-        counts = ", ".join(map(str, left_out[:8])) + ", …" * (len(left_out) > 8)
+        counts = ", ".join(map(str, left_out[:8]))
+        if len(left_out) > 8:
+            counts += ", …"
         raise UserError(
             f"targets hold {ignored}, which the loss leaves out, {counts} times in the "
-            "micro-batches, so each would be divided by a number of its own: the mean of their "
+            "micro-batches, so each is divided by its own number of targets, and the mean of these "
             "means is not the batch's mean; give "
             f"Pipeline(weight=lambda targets: (targets != {ignored}).sum()), or "
             "weight=lambda *targets: 1 where loss_fn divides by the same number each time"
@@ -654,7 +672,7 @@ def is_whole(dtype: torch.dtype) -> bool:
 
 
 def shapes_of(values: Sequence[Any]) -> list[list]:
-    """Returns shape and type of each tensor; for another value its type."""
+    """Returns shape and dtype of each tensor; for other values the type alone."""
     return [
         [list(v.shape), str(v.dtype)] if isinstance(v, Tensor) else [[], type(v).__name__]
         for v in values

@@ -1,4 +1,4 @@
-"""Context parallelism for a model of one's own: the split of its sequences, and its attention."""
+"""Provides context parallelism for any model: splits its sequences and computes its attention."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from parallel3d.models.attention import attend_split
 class SplitSequences:
     """Splits the tokens of packed documents over the ranks of a group.
 
-    A sequence is padded at its end to a multiple of 2 · size tokens (not at all over one rank), and
-    a rank holds as many tokens of its beginning as of its end, which is equal work under a causal
-    mask. All ranks give the same arguments; nothing is communicated.
+    A sequence is padded at its end to a multiple of 2 · size tokens (over one rank it is not
+    padded). A rank holds a piece of its first half and the mirrored piece of its second half, which
+    is equal work under a causal mask. All ranks give the same arguments; nothing is communicated.
 
     Args:
-        lengths: for each sequence of the batch the lengths of its documents, one behind the other:
-            [[100, 28], [128]]. The sequences are equally long.
-        group: over whose ranks: `groups.cp`, a process group, a mesh, or None for all ranks.
-        device: of `positions`, and of what `take` is given.
-        balanced: give each rank as many blocks, by the work of their attention, where documents
-            make the pieces uneven. Not for style heads, which is even.
+        lengths: for each sequence of the batch the lengths of its documents in order:
+            [[100, 28], [128]]. The sequences have equal lengths.
+        group: the ranks: `groups.cp`, a process group, a mesh, or None for all ranks.
+        device: device of `positions` and of the tensors that `take` gets.
+        balanced: where documents make the pieces uneven, give each rank equally many blocks, chosen
+            by the work of their attention. It has no effect for style heads, which is even.
 
     Attributes:
-        positions: (b, n) int64, of this rank's n tokens of each sequence within their documents.
+        positions: (b, n) int64, positions of this rank's n tokens of each sequence within their
+            documents.
 
     Raises:
-        UserError: lengths that are no lengths, or of sequences of different lengths.
+        UserError: invalid lengths, or sequences of different lengths.
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class SplitSequences:
         device: torch.device | str = "cpu",
         balanced: bool = False,
     ) -> None:
-        self.group, self.device = group_of(group), torch.device(device)
+        self.group = group_of(group)
+        self.device = torch.device(device)
         starts = _starts(lengths)
         self.batch, self.length = starts.shape
         size, index = self.group.size, self.group.index
@@ -60,13 +62,13 @@ class SplitSequences:
 
     @property
     def local(self) -> int:
-        """Tokens of a sequence that each rank holds, n."""
+        """Number n of tokens of a sequence that each rank holds."""
         return self._split.local
 
     def take(self, x: Tensor) -> Tensor:
         """Returns this rank's tokens (b, n, …) of whole sequences (b, s, …).
 
-        The padding is 0, also of a mask of ones, which then is the one for the loss.
+        The padding is 0. A mask of ones thus becomes the mask for the loss.
         """
         if tuple(x.shape[:2]) != (self.batch, self.length):
             raise UserError(
@@ -81,9 +83,10 @@ class SplitSequences:
         return found.masked_fill(padding.view(*padding.shape, *(1,) * (x.ndim - 2)), 0)
 
     def attention(self, style: str) -> tuple[Documents, ContextParallel]:
-        """Returns what `context_parallel_attention` needs; made once for each style."""
+        """Returns documents and ranks for `context_parallel_attention`; created once for each
+        style."""
         if style not in self._by_style:
-            # A ring has no table of whole sequences, and a whole sequence none of a ring.
+            # The tables of documents differ between a ring and whole sequences.
             split = SequenceSplit(
                 *(self.length, self._split.size, self._split.index),
                 balanced=self._split.balanced,
@@ -95,7 +98,7 @@ class SplitSequences:
 
 
 def _starts(lengths: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns (b, s) int32: where the document of each position begins."""
+    """Returns (b, s) int32: the position at which each token's document begins."""
     whole = [[n for n in row if isinstance(n, int) and n > 0] for row in lengths]
     if not whole or any(len(w) != len(row) or not w for w, row in zip(whole, lengths, strict=True)):
         raise UserError(
@@ -105,8 +108,8 @@ def _starts(lengths: Sequence[Sequence[int]]) -> np.ndarray:
     totals = sorted({sum(row) for row in whole})
     if len(totals) > 1:
         raise UserError(
-            f"SplitSequences(lengths=…) must be of equally long sequences, not of {totals[0]} and "
-            f"{totals[-1]} tokens; give the padding of the shorter one as a document"
+            f"SplitSequences(lengths=…) must be of sequences of equal length, not of {totals[0]} "
+            f"and {totals[-1]} tokens; give the padding of the shorter one as a document"
         )
     edges = [np.cumsum([0, *row]) for row in whole]
     return np.stack([np.repeat(e[:-1], np.diff(e)) for e in edges]).astype(np.int32)
@@ -123,20 +126,21 @@ def context_parallel_attention(
 ) -> Tensor:
     """Computes causal attention within documents of sequences that are split over a group.
 
-    In place of `scaled_dot_product_attention(q, k, v, is_causal=True)`, on tensors that hold this
+    It replaces `scaled_dot_product_attention(q, k, v, is_causal=True)`, for tensors with this
     rank's tokens. Collective over the group.
 
     Args:
-        q: (b, heads, n, head_dim); k, v: as many heads, or a divisor (grouped queries).
-        group: as that of `documents`.
-        documents: the split that the tokens are of; one object for all layers.
+        q: (b, heads, n, head_dim).
+        k, v: (b, kv_heads, n, head_dim), where kv_heads divides heads (grouped queries).
+        group: the group of `documents`.
+        documents: the split of the tokens; one object for all layers.
         style: gather all-gathers keys and values, ring sends them from rank to rank, heads gives
-            each rank whole sequences of a part of the heads. All give the same.
+            each rank whole sequences of a part of the heads. The results are equal.
 
     Returns: (b, heads, n, head_dim).
 
     Raises:
-        UserError: before anything is sent, on every rank: shapes, style or group that do not fit.
+        UserError: on every rank, before anything is sent, shapes, style or group that do not fit.
     """
     if style not in STYLES:
         close = nearest(str(style), STYLES) or STYLES[0]
@@ -165,7 +169,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, split: SplitSequences) -> Non
             raise UserError(
                 f"context_parallel_attention({name}) of shape {list(x.shape)} must be "
                 f"[{split.batch}, heads, {split.local}, head_dim], of this rank's tokens and one "
-                "head_dim; give what was made of documents.take"
+                "head_dim; give what was computed from documents.take"
             )
     if k.shape != v.shape or q.shape[1] % k.shape[1]:
         raise UserError(

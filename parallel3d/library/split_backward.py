@@ -21,9 +21,8 @@ from parallel3d.tensor_parallel.linear_ops import linear_node
 class SplitBackward(TorchFunctionMode):
     """Makes linear layers and convolutions of a forward defer their weight gradients.
 
-    Other layers (norms, embeddings, recurrent layers, `nn.MultiheadAttention`, whatever is
-    compiled, checkpointed or under autocast) compute both gradients at once, which changes no
-    result.
+    Other layers (norms, embeddings, recurrent layers, `nn.MultiheadAttention`, and all compiled,
+    checkpointed or autocast ones) compute both gradients at once. Results do not change.
     """
 
     def __torch_function__(
@@ -56,7 +55,7 @@ def _convolution(
     return _Convolution.apply(input, weight, bias, (*sizes, False, [0] * dims, groups))
 
 
-# Functions by which modules compute → the same with a deferred weight gradient; None: it cannot be.
+# For each function of torch, one that defers its weight gradient, or returns None if it cannot.
 DEFERRING: dict[Any, Callable[..., Tensor | None]] = {
     F.linear: _linear,
     torch.conv1d: partial(_convolution, 1),
@@ -71,12 +70,13 @@ def _each(size: int | Sequence[int], dims: int) -> list[int]:
 
 
 def _can_defer(input: Tensor, weight: Tensor) -> bool:
-    """Returns whether weight is a stage's parameter in the type of its input."""
+    """Returns whether the gradient of `weight` can be deferred: a stage's parameter, of x's
+    dtype."""
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return False
     if backward_hooks(weight):  # autograd would not call them for a deferred gradient
         return False
-    # The recomputation of a checkpointed forward runs outside of this mode and must save the same
+    # The recomputation of a checkpointed forward runs outside this mode and must save the same
     # tensors as the first forward.
     hooked = top_saved_tensors_hooks(True)
     if hooked is not None or torch.compiler.is_compiling():
@@ -87,18 +87,20 @@ def _can_defer(input: Tensor, weight: Tensor) -> bool:
 
 
 class _Convolution(torch.autograd.Function):
-    """Computes a convolution; `how`: the arguments of `torch.convolution` behind the bias."""
+    """Computes a convolution; `how`: the arguments of `torch.convolution` after the bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
-        ctx.weight, ctx.how = weight, how
+        ctx.weight = weight
+        ctx.how = how
         ctx.bias_shape = None if bias is None else list(bias.shape)
         ctx.save_for_backward(x)
         return torch.convolution(x, weight, bias, *how)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        x = ctx.saved_tensors[0].detach()  # without its graph, which ends in the stage's input
+        # Detached from its graph, which leads to the stage's input.
+        x = ctx.saved_tensors[0].detach()
         weight, needs_x, with_bias = ctx.weight, ctx.needs_input_grad[0], ctx.bias_shape is not None
         gradients = partial(
             torch.ops.aten.convolution_backward, grad, x, weight, ctx.bias_shape, *ctx.how

@@ -1,4 +1,4 @@
-"""State dicts of split modules: sharded ones for DCP, and the whole one on rank 0."""
+"""Returns state dicts of split modules: sharded for DCP, or whole on rank 0."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from parallel3d.tensor_parallel.layers import ShardedModule
 def sharded_state_dict(net: nn.Module) -> dict[str, Any]:
     """Returns the state dict of this rank's part, for `torch.distributed.checkpoint`.
 
-    Tensors that are split over ranks are DTensors of the whole shape: those of the tensor-parallel
-    layers as well as `fully_shard`'s, also both at once. All others are plain tensors, and of a
-    `Pipeline` there are those of this rank's stages. Names are those of the whole model. Values are
-    the parameters' own memory: `dcp.load(sharded_state_dict(net))` loads into the module itself,
-    whatever the number of ranks was. Not collective.
+    Tensors that are split over ranks, by tensor-parallel layers, `fully_shard` or both, are
+    DTensors of the whole shape. All others are plain tensors. A `Pipeline` gives the tensors of
+    this rank's stages. Names are those of the whole model. Values share the parameters' memory, so
+    that `dcp.load(sharded_state_dict(net))` loads into the module itself, whatever the number of
+    ranks was when it was saved. Not collective.
     """
     with _sharded(net):
         return net.state_dict()
@@ -30,11 +30,12 @@ def sharded_state_dict(net: nn.Module) -> dict[str, Any]:
 def full_state_dict(net: nn.Module) -> dict[str, Any]:
     """Returns the whole model's state dict on rank 0's CPU, an empty dict elsewhere.
 
-    That of the same model made of PyTorch's layers, which `load_state_dict` takes for any split.
-    One tensor at a time is whole on the ranks' devices. Collective: all ranks call it.
+    It equals the state dict of the same model made of PyTorch's layers, and `load_state_dict` takes
+    it under any split. The ranks' devices hold one whole tensor at a time. Collective over the
+    world.
 
-    Raises UserError, on every rank alike, for a state on another stage that is no tensor, and for a
-    module that holds a `Pipeline` beside others.
+    Raises UserError, on every rank, for a state on another stage that is not a tensor, and for a
+    module that contains a `Pipeline` among other modules.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     inside = [m for m in net.modules() if isinstance(m, Pipeline) and m.group.size > 1]
@@ -48,12 +49,12 @@ def full_state_dict(net: nn.Module) -> dict[str, Any]:
     for name, value in sharded_state_dict(net).items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         if first or sent:
-            # A copy: the caller's dict must not change with the next step.
+            # It is a copy, as the caller's dict must not change with the next step.
             is_tensor = isinstance(whole, Tensor)
             found[name] = whole.detach().to("cpu", copy=True) if is_tensor else whole
     if sent:
         pp, device = inside[0].group, inside[0].device
-        # What is no tensor is on rank 0 already if it is of rank 0's stages.
+        # Non-tensor entries of rank 0's own stages are on rank 0 already.
         tensors = {name: v for name, v in found.items() if isinstance(v, Tensor)}
         for name, value in of_all_stages(tensors if first else found, pp, device):
             if first:
@@ -64,7 +65,7 @@ def full_state_dict(net: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _sharded(net: nn.Module) -> Iterator[None]:
-    """Lets `net.state_dict()` return shards instead of gathering them."""
+    """Makes `net.state_dict()` return shards instead of gathering them."""
     parts = [m for m in net.modules() if isinstance(m, (ShardedModule, Pipeline))]
     try:
         for part in parts:

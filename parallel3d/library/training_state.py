@@ -1,9 +1,9 @@
-"""Saves and loads a script's training state: model, optimizer, step; for any split of the model.
+"""Saves and loads a script's training state (model, optimizer, step) under any split of the model.
 
 The files are those of the trainer's checkpoints (`checkpoint.storage`): safetensors with a SHA-256
-of every chunk, and a JSON manifest; folders are made, named and listed by the same functions
-(`checkpoint.saver`, `checkpoint.manifest`). What differs is how the ranks agree: here by
-collectives in the script's thread. Nothing is pickled or unpickled.
+of every chunk, and a JSON manifest; the same functions create, name and list the folders
+(`checkpoint.saver`, `checkpoint.manifest`). Unlike there, the ranks agree by collectives in the
+script's thread. Nothing is pickled or unpickled.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.layers import dtensor_of
 
 T = TypeVar("T")
-# How an optimizer computes, which is this script's choice and not the checkpoint's.
+# Implementation flags of an optimizer: the script chooses them, so they are not restored.
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 Held = tuple[str, tuple[int, ...], Chunk, Tensor]  # name, full shape, chunk, values
 
 
 class TrainingState(NamedTuple):
-    """What `load` found, beside what it wrote into the module and the optimizer."""
+    """The values that `load` returns; the module and the optimizer it fills in place."""
 
     step: int
     extra: dict[str, Any]
@@ -70,22 +70,23 @@ def save(
     """Writes a checkpoint of the training state into `folder`; collective over the world.
 
     Every rank writes its shards, and each tensor is written once. A new folder
-    `folder/checkpoints/step-…` appears when all of it is on the disk, which all hosts must share.
+    `folder/checkpoints/step-…` appears once all of it is on the disk, which all hosts must share.
 
     Args:
-        net: a module with tensor-parallel layers, a `Pipeline`, one under `fully_shard`, or several
-            of these at once, or plain; not one that holds a Pipeline beside others.
-        optimizer: of parameters of `net`.
+        folder: the run's folder.
+        net: a plain module, one with tensor-parallel layers, a `Pipeline`, one under `fully_shard`,
+            or a combination; but not a module that contains a Pipeline among other modules.
+        optimizer: an optimizer of parameters of `net`.
         step: optimizer steps done.
-        extra: what else the script needs to go on, as JSON: numbers, texts, lists, dicts; for
-            example the state dict of a learning-rate scheduler. Rank 0's is kept.
+        extra: further values that the script needs to resume, as JSON: numbers, texts, lists,
+            dicts, such as the state dict of a learning-rate scheduler. Rank 0's is kept.
 
     Returns: the new folder.
 
     Raises:
-        UserError: on every rank alike, a step that is there already; a state that is no tensor or
-            of a type that safetensors has not; ranks that hold different parts of one tensor.
-        OSError: on every rank alike, a file could not be written; nothing is left behind.
+        UserError: on every rank, a step that exists already; a state that is not a tensor, or of a
+            type that safetensors lacks; a tensor that the ranks' parts do not make up exactly.
+        OSError: on every rank, a file could not be written; nothing is left behind.
     """
     held, facts = _together(lambda: _to_save(net, optimizer, step, extra))
     chunks = [[name, shape, chunk.offsets, chunk.sizes] for name, shape, chunk, _ in held]
@@ -100,7 +101,7 @@ def save(
         _on_first_rank(lambda: _finish(unfinished, step, script, files))
     finally:
         if _rank() == 0:
-            remove_all([unfinished])  # not there, if it succeeded
+            remove_all([unfinished])  # it is gone already after a success
     return unfinished.with_name(step_folder(step))
 
 
@@ -111,20 +112,22 @@ def load(
     *,
     step: int | None = None,
 ) -> TrainingState | None:
-    """Loads what `save` wrote, under any split of the model; collective over the world.
+    """Loads a checkpoint of `save`, under any split of the model; collective over the world.
 
     Every rank reads the chunks that it needs, and verifies them.
 
     Args:
-        net, optimizer: of the same model and the same parameter groups, new or trained; they are
-            overwritten. Without an optimizer its state is left in the file.
-        step: of the checkpoint; None: the newest.
+        folder: the run's folder.
+        net: the same model, new or trained; it is overwritten.
+        optimizer: one with the same parameter groups, which is overwritten; None: the saved state
+            of an optimizer is not read.
+        step: step of the checkpoint; None: the newest.
 
     Returns: None if the folder has no checkpoint and no step was asked for.
 
     Raises:
-        UserError: on every rank alike, no such step, another model or other groups, a damaged file.
-        TrainingFailure: on every rank alike, a rank could not read the files.
+        UserError: on every rank, no such step, another model or other groups, a damaged file.
+        TrainingFailure: on every rank, a rank could not read the files.
     """
     path = _chosen(Path(folder), step)
     if path is None:
@@ -146,7 +149,7 @@ def load(
     return TrainingState(manifest.step, extra)
 
 
-# What is saved
+# The state to save
 
 
 def _to_save(
@@ -155,7 +158,7 @@ def _to_save(
     step: int,
     extra: Mapping[str, Any] | None,
 ) -> tuple[list[Held], dict[str, Any]]:
-    """Returns this rank's chunks, named kind/name, and what of the optimizer's state is JSON."""
+    """Returns this rank's chunks, named kind/name, and the optimizer's state that is JSON."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UserError(
             f"save(step={step!r}) must be a whole number from 0 on; give the steps done"
@@ -197,7 +200,7 @@ def _to_save(
 def _named(
     net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """Yields the optimizer's parameters in its order, with names and numbers of their groups."""
+    """Yields name, parameter and number of its group, in the optimizer's order."""
     names = {parameter: name for name, parameter in net.named_parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -211,7 +214,7 @@ def _named(
 
 
 def _shown(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a tensor of a parameter's shape as `sharded_state_dict` shows the parameter."""
+    """Returns a tensor of a parameter's shape in the parameter's form in `sharded_state_dict`."""
     state = state_of(parameter)
     return value if state.spec is None else dtensor_of(value, state.spec, state.tp)
 
@@ -231,9 +234,9 @@ def _check_json(what: str, value: Any) -> None:
 
 
 def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
-    """Returns this rank's part of each tensor, on its memory.
+    """Returns this rank's part of each tensor, as a view of its memory.
 
-    A tensor without dimensions is one of a single element, and one without elements is left out.
+    A tensor without dimensions counts as one of shape (1,); one without elements is left out.
     """
     found: list[Held] = []
     for name, value in tensors.items():
@@ -260,7 +263,7 @@ def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
 
 
 def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, TensorChunks]:
-    """Returns those of this rank's chunks that it writes: of equal ones one rank writes each."""
+    """Returns the chunks that this rank writes: of several ranks with a chunk one writes it."""
     holders: dict[tuple[str, Chunk], list[int]] = {}
     shapes: dict[str, list[int]] = {}
     for rank, theirs in enumerate(everyone):
@@ -279,7 +282,8 @@ def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, 
         if count != math.prod(shapes[name]):
             raise UserError(
                 f"save: the ranks hold {count} different elements of {name}, but must hold "
-                f"{math.prod(shapes[name])} of shape {shapes[name]}; split it alike everywhere"
+                f"{math.prod(shapes[name])} of shape {shapes[name]}; split it in the same way on "
+                "every rank"
             )
     own: dict[str, TensorChunks] = {}
     for name, shape, chunk, local in held:
@@ -290,7 +294,7 @@ def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, 
 
 
 def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the facts of all ranks, whose stages have different parameters."""
+    """Merges the facts of all ranks, whose stages have different parameters."""
     merged: dict[str, Any] = {"groups": everyone[0]["groups"], "group_of": {}, "values": {}}
     for rank, theirs in enumerate(everyone):
         if theirs["groups"] != merged["groups"]:
@@ -307,7 +311,7 @@ def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _new_folder(folder: Path, step: int) -> str:
-    """Returns the name under which the ranks write, on rank 0; refuses a step that is there."""
+    """Returns the name of the folder to write, on rank 0; refuses a step that exists."""
     unfinished = unfinished_folder(folder, step, secrets.token_hex(6))
     final = unfinished.with_name(step_folder(step))
     if final.exists():
@@ -357,14 +361,14 @@ def _chosen(folder: Path, step: int | None) -> Path | None:
     return None if name is None else folder / CHECKPOINTS / name
 
 
-# What is loaded
+# The state to load
 
 
-Moments = dict[nn.Parameter, dict[str, Any]]  # parameter → the optimizer's state of its shape
+Moments = dict[nn.Parameter, dict[str, Any]]  # a parameter's optimizer states of its shape
 
 
 def _check_names(path: Path, here: list[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UserError, on every rank alike, unless model and checkpoint have the same names."""
+    """Raises UserError, on every rank, unless model and checkpoint have the same names."""
     of_all = {name for theirs in _share(here) for name in theirs}
     there = {n.partition("/")[2] for n in shapes if n.partition("/")[0] == PARAMETER}
     for missing in sorted(of_all - there):
@@ -383,7 +387,8 @@ def _to_fill(
     optimizer: torch.optim.Optimizer | None,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, TensorChunks], Moments]:
-    """Returns the memory of module and optimizer to read into, and the latter by parameter."""
+    """Returns the tensors of module and optimizer to read into, and the optimizer's by
+    parameter."""
     kinds: dict[str, list[str]] = {}
     for stored in shapes:
         kind, _, name = stored.partition("/")
@@ -409,7 +414,7 @@ def _to_fill(
 
 
 def _script_of(manifest: Manifest, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the optimizer's facts and `extra`; refuses what `save` does not write."""
+    """Returns the optimizer's facts and `extra`; refuses a manifest that `save` did not write."""
     try:
         script = manifest.config["script"]
         saved = script["optimizer"]
@@ -445,7 +450,7 @@ def _check_groups(
 def _restore(
     optimizer: torch.optim.Optimizer, net: nn.Module, moments: Moments, saved: Mapping[str, Any]
 ) -> None:
-    """Gives the optimizer its state and the settings of its groups."""
+    """Restores the optimizer's state and the settings of its groups."""
     values: dict[str, dict[str, Any]] = {}
     for key, (value, is_tensor) in saved["values"].items():
         kind, _, name = key.partition("/")
@@ -466,7 +471,7 @@ def _restore(
     optimizer.load_state_dict(content)
 
 
-# Words between ranks
+# Agreement of ranks
 
 
 def _rank() -> int:
@@ -481,7 +486,7 @@ def _share(value: Any) -> list[Any]:
 
 
 def _together(call: Callable[[], T]) -> T:
-    """Returns the result of `call`; what one rank raises of an error, all raise. Collective."""
+    """Returns the result of `call`; an error on one rank is raised on all. Collective."""
     result, problem = None, None
     try:
         result = call()
@@ -495,5 +500,5 @@ def _together(call: Callable[[], T]) -> T:
 
 
 def _on_first_rank(call: Callable[[], Any]) -> Any:
-    """Returns the result of `call` on rank 0, JSON, on every rank; raises what it raises on all."""
+    """Runs `call` on rank 0 and returns its JSON result, or raises its error, on every rank."""
     return _share(_together(lambda: call() if _rank() == 0 else None))[0]

@@ -174,7 +174,7 @@ def test_a_model_of_ones_own_attends_as_pytorch_does(size: int, pool: Pool) -> N
         assert error < 1e-12
         begins = [
             "SplitSequences(lengths=[[4, 0], [4]]) must have a list of whole numbers from 1 on",
-            "SplitSequences(lengths=…) must be of equally long sequences, not of 4 and 5 tokens",
+            "SplitSequences(lengths=…) must be of sequences of equal length, not of 4 and 5 tokens",
             "take(x) of shape [2, 40] must begin with 2 sequences of 41 tokens",
             "context_parallel_attention(style='rings') must be gather, heads or ring; the nearest "
             "is style='ring'",
