@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.inputs.fuzz_values import HUGE, NUMBERS, OBJECTS, ODD, REFERENCES, TEXTS
-from parallel3d.config.fields import Key, all_keys
+from parallel3d.config.fields import Key, all_keys, show, typed_name
 from parallel3d.config.overrides import groups, presets
-from parallel3d.config.schema import Config, sections_of
+from parallel3d.config.schema import CONFLICTS, Config, sections_of
 
 # Keys of the machine, of where files go and of other subcommands; and the length of the run.
 NOT_THE_ENGINES = (
@@ -37,7 +37,7 @@ def draw(seed: object, number: int) -> Drawn:
     rng = random.Random(f"{seed} {number}")
     keys = list(all_keys().values())
     first = keys[number % len(keys)]
-    kind = rng.choices((hostile, sensible, large, odd), weights=(4, 3, 2, 1))[0]
+    kind = rng.choices((hostile, sensible, large, odd, excluded), weights=(4, 3, 2, 1, 1))[0]
     words = kind(first, rng)
     rng.shuffle(words)
     if rng.random() < 0.98:  # else a key may be there twice, which is refused
@@ -104,6 +104,16 @@ def large(first: Key, rng: random.Random) -> list[str]:
     for key in rng.sample(sizes, rng.randint(1, 5)) + rng.sample(numeric, rng.randint(0, 2)):
         value = rng.choice((unit, unit, unit - 1, 2 * unit, rng.choice(HUGE), 1, 2, 6))
         words.append(_assign(key, str(value), rng))
+    return words
+
+
+def excluded(first: Key, rng: random.Random) -> list[str]:
+    """Settings that exclude each other, by a row of `CONFLICTS`, beside a value of another key."""
+    keys = all_keys()
+    words = [_assign(first, sensible_value(first, rng), rng)]
+    for name, condition in rng.choice(CONFLICTS).settings.items():
+        value = condition.example(keys[name].default, keys[name].tried)
+        words.append(f"{typed_name(name)}={show(value)}")
     return words
 
 
