@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from parallel3d.config.fields import all_keys, show, values_of
@@ -52,7 +53,7 @@ def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
     seed are not compared for `train.eval_only`, which reads no training samples.
     """
     old = _in_effect(values_of(Config()) | flat(there), here.model)
-    new = _in_effect(values_of(here), here.model)
+    new = _of_run(here)
     keys = sorted(new)
     if here.train.eval_only:
         keys = [key for key in keys if key != "seed" and not key.startswith("data.")]
@@ -70,12 +71,18 @@ def _in_effect(values: dict[str, Any], here: ModelConfig) -> dict[str, Any]:
     return values | {key: value for key, value in named.items() if values[key] is None}
 
 
+def _of_run(config: Config) -> dict[str, Any]:
+    """Returns the effective values of a run's keys, without options of subcommands."""
+    values = {name: attrgetter(name)(config) for name in all_keys()}
+    return _in_effect(values, config.model)
+
+
 def of_all_ranks(config: Config) -> dict[str, Any]:
     """Returns the keys that must be equal on all ranks; paths may differ between hosts."""
     keys = all_keys()
     return {
         name: value
-        for name, value in _in_effect(values_of(config), config.model).items()
+        for name, value in _of_run(config).items()
         if keys[name].meta["alike"]
         or keys[name].resume == LAYOUT
         or (keys[name].resume != FREE and not name.startswith("data."))
@@ -84,10 +91,9 @@ def of_all_ranks(config: Config) -> dict[str, Any]:
 
 def decisive(config: Config) -> dict[str, str]:
     """Returns the keys that determine the results of a run's steps, with their values as text."""
-    values = _in_effect(values_of(config), config.model)
     return {
         key: show(value)
-        for key, value in values.items()
+        for key, value in _of_run(config).items()
         if all_keys()[key].resume not in (FREE, LAYOUT)
     }
 
