@@ -96,7 +96,7 @@ def load_newest(
         if whole:
             assert manifest is not None
             return manifest
-    raise UserError(f"run={run_dir.name} has no checkpoint that is whole ({len(folders)} tried)")
+    raise UserError(f"run={run_dir.name} has no intact checkpoint ({len(folders)} tried)")
 
 
 def state_of(stage: Stage, weights: str = "model") -> dict[str, TensorChunks]:

@@ -326,7 +326,7 @@ SENTENCES = {
     "static 2": "rank 1: static_graph=True, but layer.",
     "static 0": "rank 1: static_graph=True, but layer.weight got 0 gradients in this backward",
     "hook": "rank 1: the communication hook returned (",
-    "second hook": "registered already",
+    "second hook": "already registered",
     "no hook": "must be callable; it is a str",
     "late hook": "before the first backward",
     "assign": "load the weights before wrapping",

@@ -19,7 +19,7 @@ BAD = (
     ({"order": "tp-pp"}, {}, "init(order='tp-pp') must name each of tp, cp, dp and pp once"),
     ({"cp": 3}, {}, "init(cp=3) must divide the world's 4 ranks; the nearest is cp=2"),
     ({"cp": 2, "dp": 4}, {}, "init(dp=4) must be 2, since the world has 4 ranks and tp × cp × pp "),
-    ({"tp": 2}, {"tp": 4}, "init(tp=4) on rank 1 must be tp=2 as on rank 0: "),
+    ({"tp": 2}, {"tp": 4}, "init(tp=4) on rank 1 must be tp=2, as on rank 0: "),
 )
 
 

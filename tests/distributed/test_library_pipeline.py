@@ -238,7 +238,7 @@ MAKES = (
     (
         dict(),
         dict(schedule="gpipe"),
-        "Pipeline(schedule='gpipe') on rank 1 must be schedule='1f1b' as",
+        "Pipeline(schedule='gpipe') on rank 1 must be schedule='1f1b', as",
     ),
 )
 

@@ -11,7 +11,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import make_trainer
 from tests.distributed.pool import Pool
-from tests.unit.commands.test_profiling import Opened
+from tests.unit.loop.test_profiling import Opened
 
 PROBLEM = Problem("llama_tiny", "sgd", tied=False, layers=2)
 

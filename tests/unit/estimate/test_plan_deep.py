@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +37,8 @@ def test_nodes_for_4096_layers_are_found_with_few_layouts_looked_at(
         "peak_memories",
         lambda c, some: looked_at.extend(some) or real(c, some),
     )
-    words = plan._nodes_that_fit(config, plan.sizes_of(config), {}, 1, float("inf"))
+    found = SimpleNamespace(config=config, sizes=plan.sizes_of(config), reserve_gb=4.0)
+    words = plan._nodes_that_fit(found, {}, 1, float("inf"))
     assert words == "the nearest that would is cluster.nodes=64 global_batch_size=512"
     # There are 23,208 layouts on 2, 4, … 64 nodes, of up to five ranks each.
     assert len(looked_at) < 4000
