@@ -1,4 +1,4 @@
-"""Diagnosis of a hang: which rank is at fault, from the states of all."""
+"""Diagnoses a hang: finds the rank at fault from the states of all ranks."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any, Literal, NamedTuple
 from parallel3d.comm.operation_log import Divergence, LoggedOperation, OperationLog
 from parallel3d.private_names import flight_records
 
-# The device's queue of operations, from the flight recorder of torch's NCCL groups. A handle of
-# NCCL's only orders streams and the host waits somewhere later, so it cannot tell which collective
-# never ends. The recorder has an entry for each queued one, and its state.
+# The device's queue of operations, from the flight recorder of torch's NCCL groups. Waiting for an
+# NCCL handle only orders streams, and the host blocks somewhere later, so the host cannot tell
+# which collective never ends. The recorder has an entry with a state for each queued one.
 
-# Of each group, operations kept before and from the first unfinished one: ranks compare them one by
-# one.
+# Operations of a group kept before its first unfinished one, and from that one on. Ranks compare
+# them one by one.
 KEPT = 8
-WORLD = "default_pg"  # what torch calls the group of all ranks
+WORLD = "default_pg"  # torch's name of the group of all ranks
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
 class Queued(NamedTuple):
-    """A collective or message that was begun, and whether it has ended.
+    """A collective or message that has begun, and whether it has ended.
 
     On a device `operation.number` is NCCL's count of a group's collectives or of its messages;
-    those of one batch share a number.
+    messages of one batch share a number.
     """
 
     operation: LoggedOperation
@@ -43,8 +43,8 @@ class Record(NamedTuple):
 
 
 def take_flight_record() -> str:
-    """Returns the recorder's content as JSON, of all groups of this process."""
-    # Finished operations too: a rank that sent less than the others may have got past.
+    """Returns the recorder's content for all groups of this process, as JSON."""
+    # Finished operations are included: a rank with a smaller tensor may have got past the call.
     records = flight_records()
     used = (text for text in records if json.loads(text).get("entries"))
     return next(used, records[0])
@@ -71,7 +71,8 @@ def _name(name: str, desc: str) -> str:
 def _without_batches(entries: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], bool]]:
     """Returns (entry, whether it is done) without the entries of batches.
 
-    Messages of a batch have an entry each, whose state is never updated, then one for all of them.
+    Each message of a batch has an entry whose state is never updated; the batch's own entry, which
+    follows, has the state of all.
     """
     found: list[tuple[dict[str, Any], bool]] = []
     for entry in entries:
@@ -107,7 +108,8 @@ def _operation(entry: dict[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> L
 
 
 def _newest(queue: list[Queued]) -> tuple[Queued, ...]:
-    """Returns the last `KEPT` of each group before its first unfinished one, and `KEPT` from it."""
+    """Keeps, for each group, `KEPT` operations before its first unfinished one and `KEPT` from
+    it."""
     places: dict[str, list[int]] = defaultdict(list)
     for i, queued in enumerate(queue):
         places[queued.operation.group].append(i)
@@ -120,7 +122,7 @@ def _newest(queue: list[Queued]) -> tuple[Queued, ...]:
 
 
 def of_host(log: OperationLog) -> tuple[Queued, ...]:
-    """Returns the newest operations that the host has begun; it waits for one of them at most."""
+    """Returns the newest operations that the host has begun; it waits for at most one of them."""
     waiting = log.waiting
     return tuple(Queued(operation, operation != waiting) for operation in log.latest(20))
 
@@ -138,13 +140,13 @@ class RankState:
     Attributes:
         who: "rank 3 (pp 0, dp 1, tp 1) on host".
         phase: "train step 12".
-        place: innermost line of this package on the stack of the rank's work, "" if there is none.
-        blocked: the function of torch.distributed that the work is in, "" if in none.
+        place: innermost line of this package on the rank's stack; "" if there is none.
+        blocked: function of torch.distributed in which the rank is; "" if in none.
         waited_s: seconds without progress.
-        ranks: its groups' ranks.
-        divergence: where this step differs from the one before; see `OperationLog.divergence`.
-        queue: the newest operations that were begun; by the host, unless `on_device`.
-        device_queue: operations handed to the device in order; None without a record.
+        ranks: group → its ranks.
+        divergence: first difference from the preceding step; see `OperationLog.divergence`.
+        queue: newest operations begun by the host, or with `on_device` by the device.
+        device_queue: operations queued on the device, in order; None without a record.
     """
 
     rank: int
@@ -161,7 +163,7 @@ class RankState:
 
     @property
     def stuck(self) -> LoggedOperation | None:
-        """Returns the operation that the rank waits in: the first that has not ended."""
+        """The operation in which the rank waits: the first that has not ended."""
         return next((q.operation for q in self.queue if not q.is_done), None)
 
     @property
@@ -186,13 +188,13 @@ class RankState:
         return f"is in {self.phase}{self.place}, in no operation"
 
     def waits(self) -> str:
-        """Returns this rank's part, as witness, of a diagnosis."""
+        """Describes this rank's wait, for a diagnosis in which it is the witness."""
         return f"rank {self.rank} {self.doing()} in {self.phase}, for {self.waited_s:.0f} s"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why the run hangs; `ranks` are at fault."""
+    """The cause of a hang; `ranks` are at fault."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -219,13 +221,12 @@ def from_json(content: dict[str, Any]) -> RankState:
 
 
 # Diagnosis. Kinds of hangs:
-#
 # dead        a rank does not answer: its process is stopped or gone, or its host out of reach
 # shape       ranks are in the same operation of a group, with different tensors or calls
 # missing     a rank did not come to an operation in which others wait: it is elsewhere
 #
-# Of two ranks that wait in different places either may be at fault. Training repeats itself,
-# though: a rank whose operations differ from its last step's, where the others' do not, is it.
+# If two ranks wait in different places, either may be at fault. But training repeats itself: if
+# one rank's operations differ from its last step's and the other's do not, the former is at fault.
 
 
 UNEVEN = ("all_to_all", "alltoall", "scatter")  # their tensors may differ in size between ranks
@@ -240,13 +241,13 @@ def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, st
         for rank, state in states.items()
         if state.device_queue is not None
     }
-    # Where devices wait (NCCL), hosts run on until they read a number back, and look alike.
+    # With NCCL the devices wait; the hosts run on until they read a value back, and look equal.
     if len(on_devices) == len(states) and any(state.stuck for state in on_devices.values()):
         states = on_devices
     if (found := _diverged(states) or _other_tensor(states)) is not None:
         return found
-    # In a ring not every rank that waits leads to the one that is missing: a neighbour does, and
-    # beyond both messages of a batch meet their peers.
+    # In a ring, not every waiting rank leads to the missing one: its neighbours do, but further
+    # away both messages of a batch have met their peers.
     longest = sorted(states.values(), key=lambda s: (s.stuck is None, -s.waited_s))
     ways = (_absent(states, state) for state in longest if state.stuck is not None)
     return next(filter(None, ways), None) or _elsewhere(states) or _unknown(states, longest[0])
@@ -297,7 +298,7 @@ def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
         others = [rank for rank, found in theirs.items() if not found.is_same_call(mine)]
         if not others:
             continue
-        # The rarer call is at fault; of equally frequent ones the later rank's.
+        # The rarer call is at fault; if both are equally frequent, the later rank's call.
         same = [rank for rank, found in theirs.items() if found.is_same_call(mine)]
         odd, usual = (same, others) if len(same) < len(others) else (others, same)
         blamed, witness = states[odd[0]], states[usual[0]]
@@ -313,9 +314,9 @@ def _entry(state: RankState, wanted: LoggedOperation) -> LoggedOperation | None:
 
 
 def _absent(states: Mapping[int, RankState], first: RankState) -> Diagnosis | None:
-    """Follows from a rank that waits to one that has not come, and on to whom that one awaits.
+    """Follows the chain from a waiting rank to the rank that it awaits, and so on.
 
-    Returns None if it ends where all have come.
+    Returns None if all awaited ranks have come to an operation of the chain.
     """
     path = [first]
     while path[-1].stuck is not None and path[-1] not in path[:-1]:
@@ -328,12 +329,12 @@ def _absent(states: Mapping[int, RankState], first: RankState) -> Diagnosis | No
         path.append(min(late, key=lambda s: s.is_waiting))
     before, state = path[-2:]
     if state.stuck is not None:
-        # A cycle. A rank that has begun the operation of the one before only waits for its turn.
+        # A cycle. A rank that has begun the operation of its predecessor only waits for its turn.
         cycle = path[path.index(state) :]
         skipped = [(b, s) for b, s in pairwise(cycle) if not _has_begun(s, b)]
         if len(skipped) != 1:
             sentence = f"{state.who} {state.doing()} in {state.phase} and did not come to "
-            sentence += f"{before.stuck}: {before.waits()}; they went different ways"
+            sentence += f"{before.stuck}: {before.waits()}; their operations differ"
             return Diagnosis("missing", (state.rank, before.rank), sentence)
         before, state = skipped[0]
     sentence = f"{state.who} has not begun {before.stuck} and {state.doing()}: {before.waits()}"
@@ -341,7 +342,7 @@ def _absent(states: Mapping[int, RankState], first: RankState) -> Diagnosis | No
 
 
 def _reached(state: RankState, other: RankState) -> bool:
-    """Returns whether `state` is in the operation that `other` waits in, or past it."""
+    """Returns whether `state` is in or past the operation in which `other` waits."""
     wanted, mine = other.stuck, state.stuck
     assert wanted is not None
     if wanted.peer is not None:
@@ -361,7 +362,7 @@ def _reached(state: RankState, other: RankState) -> bool:
 
 
 def _has_begun(state: RankState, other: RankState) -> bool:
-    """Returns whether `state` has begun the operation that `other` waits in."""
+    """Returns whether `state` has begun the operation in which `other` waits."""
     wanted = other.stuck
     assert wanted is not None
     queue = [op for op, _ in state.queue if op.group == wanted.group]
@@ -373,7 +374,7 @@ def _has_begun(state: RankState, other: RankState) -> bool:
 
 
 def _elsewhere(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """Finds a rank that waits for nobody while others wait in what the log does not have."""
+    """Finds a rank that waits for nobody while others wait in operations missing from the log."""
     away = [s for s in states.values() if not s.is_waiting]
     if not away or len(away) == len(states):
         return None
@@ -386,7 +387,7 @@ def _unknown(states: Mapping[int, RankState], state: RankState) -> Diagnosis:
     sentence = f"{state.who} {state.doing()} in {state.phase} for {state.waited_s:.0f} s"
     if (wanted := state.stuck) is not None:
         whom = f"rank {wanted.peer} is" if wanted.peer is not None else "all its ranks are"
-        sentence += f"; {whom} in it too: a device or what lies between them stands still"
+        sentence += f"; {whom} in it too: a device or the network between them is stuck"
     elif all(s.is_waiting for s in states.values()):
         sentence += f"; all {len(states)} ranks wait"
     return Diagnosis("unknown", (state.rank,), sentence)

@@ -1,4 +1,4 @@
-"""Health checks after each step: skipped steps, loss spikes, replicas that drifted apart."""
+"""Checks health after each step: skipped steps, loss spikes, replicas that drifted apart."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from parallel3d.errors import TrainingFailure
 from parallel3d.parameters.copies import copy_groups
 from parallel3d.parameters.state import spec_of
 from parallel3d.run.failure import who
+from parallel3d.text import count
 from parallel3d.trainer import StepResult, Trainer
 
-SPIKE_WINDOW = 50  # steps whose median a loss is compared with
-SPIKE_PAUSE = 10  # steps after a reported spike in which no other is
+SPIKE_WINDOW = 50  # a loss is compared with the median of this many steps
+SPIKE_PAUSE = 10  # steps after a reported spike without a further report
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -39,9 +40,9 @@ class Health:
     last_spike: int = -SPIKE_PAUSE
 
     def after_step(self, result: StepResult) -> None:
-        """Checks a step and rolls back if due. Raises TrainingFailure on all ranks alike."""
+        """Checks a step and rolls back if due. Raises TrainingFailure, on all ranks together."""
         settings = self.trainer.config.recovery
-        if result.loss is not None:  # a batch without a token to learn updates nothing
+        if result.loss is not None:  # a batch without a token to learn changes nothing
             self._check_step(result, result.loss)
         if settings.drift_every and result.step % settings.drift_every == 0:
             self.compare_replicas(result.step)
@@ -55,7 +56,8 @@ class Health:
             self._check_for_spike(result.step, loss)
 
     def _is_lost(self, result: StepResult, loss: float) -> bool:
-        """Returns whether a step was skipped, other than by fp16's search for its loss scale."""
+        """Returns whether a step was skipped for another reason than fp16's search for a loss
+        scale."""
         scale, config = self.trainer.loss_scale, self.trainer.config.precision
         finds_scale = scale.is_dynamic and scale.scale > config.min_loss_scale
         return result.skipped and not (finds_scale and math.isfinite(loss))
@@ -63,7 +65,7 @@ class Health:
     def _act(self, result: StepResult) -> None:
         trainer, config = self.trainer, self.trainer.config
         bad = first_bad_gradient(trainer)
-        row = f"{self.skipped} step{'s' * (self.skipped > 1)} in a row"
+        row = f"{count(self.skipped, 'step')} in a row"
         why = f"step {result.step}: gradients were not finite for {row}; {bad}"
         if config.recovery.after_skipped != "rollback":
             raise TrainingFailure(why)
@@ -71,14 +73,20 @@ class Health:
             none = "there is no checkpoint to go back to"
             many = f"the run went back {self.rollbacks} times already"
             raise TrainingFailure(f"{why}; {many if self.rollbacks else none}")
-        self.rollbacks, self.skipped = self.rollbacks + 1, 0
-        steps, samples = trainer.steps_done, trainer.consumed_samples
+        self.rollbacks += 1
+        self.skipped = 0
+        steps = trainer.steps_done
+        samples = trainer.consumed_samples
         step = self.checkpoints.restore(trainer) - 1
-        # Step and samples do not go back: the samples that led here are skipped.
-        trainer.steps_done, trainer.consumed_samples = steps, samples
+        # The counts of steps and samples are kept: the samples that led here are skipped.
+        trainer.steps_done = steps
+        trainer.consumed_samples = samples
         if trainer.groups.rank == 0:
             times = f"rollback {self.rollbacks} of {config.recovery.max_restarts}"
-            self.say(f"{why}; back to the parameters of step {step}, on with new samples ({times})")
+            self.say(
+                f"{why}; back to the parameters of step {step}, "
+                f"continuing with new samples ({times})"
+            )
 
     def _check_for_spike(self, step: int, loss: float) -> None:
         factor = self.trainer.config.recovery.spike_factor
@@ -94,17 +102,17 @@ class Health:
         self.losses.append(loss)
 
     def compare_replicas(self, step: int) -> None:
-        """Logs parameters whose bits differ between ranks that should hold them alike."""
+        """Logs parameters whose bits differ between ranks that should hold equal copies."""
         trainer = self.trainer
         if trainer.config.zero >= 2:
-            return  # sharded: no rank holds what another does
+            return  # sharded: no two ranks hold the same elements
         held: dict[Group, list[str]] = {}
         for name, parameter in trainer.parameters.items():
             spec = spec_of(parameter)
             for group in copy_groups(spec, trainer.groups).of_whole(spec):
                 held.setdefault(group, []).append(name)
         trainer.data_parallel.wait_for_all_gathers()  # zero=1 may still be gathering parameters
-        # All ranks of a stage take its groups in one order, else they would wait for each other.
+        # All ranks of a stage take the groups in the same order; otherwise they could deadlock.
         for group in sorted(held, key=lambda group: group.name):
             self._compare(step, held[group], group)
 
@@ -120,23 +128,24 @@ class Health:
         for name, *values in zip(names, *everyone, strict=True):
             if len(set(values)) > 1:
                 self.say(f"step {step}: {self._drift(name, values, group)}")
-                return  # the first in the model's order; later ones follow from it
+                return  # only the first in the model's order: later differences follow from it
 
     def _drift(self, name: str, values: list[int], group: Group) -> str:
         layout = self.trainer.groups.layout
-        (usual, count), *_ = Counter(values).most_common()
+        (usual, copies), *_ = Counter(values).most_common()
         odd = [rank for rank, v in zip(group.ranks, values, strict=True) if v != usual]
-        if 2 * count > len(values):
+        if 2 * copies > len(values):
             ranks = ", ".join(who(layout, rank) for rank in odd[:3])
-            return f"{ranks} drifted: {name} is not what the other replicas of {group.name} hold"
+            return f"{ranks} drifted: {name} differs from the other replicas of {group.name}"
         ranks = " and ".join(who(layout, rank) for rank in (group.ranks[0], odd[0]))
         return f"{ranks} drifted apart: they hold different {name}, replicated over {group.name}"
 
 
 def bit_sum(parameter: Tensor) -> Tensor:
-    """Returns the sum of a tensor's bits as integers, int64: one flipped bit changes it."""
+    """Returns the sum of a tensor's bits, read as integers, in int64; one flipped bit changes
+    it."""
     flat = parameter.detach().reshape(-1)
-    # The widest integers that fit: summing narrow ones is ten times slower on a CPU.
+    # The widest fitting integers are used: summing narrow ones is ten times slower on a CPU.
     width = next(w for w in (8, 4, 2, 1) if flat.nbytes % w == 0)
     if flat.storage_offset() * flat.itemsize % width:
         flat = flat.clone()
@@ -153,7 +162,7 @@ def _bad_gradients(trainer: Trainer) -> Iterator[str]:
 
 
 def first_bad_gradient(trainer: Trainer) -> str:
-    """Returns a clause on the first non-finite gradient in the model's order; collective."""
+    """Describes the first non-finite gradient in the model's order, in a clause; collective."""
     groups, order = trainer.groups, list(trainer.parameters)
     bad = sorted({order.index(name) for name in _bad_gradients(trainer)})
     found = None
@@ -161,12 +170,12 @@ def first_bad_gradient(trainer: Trainer) -> str:
         parameter = trainer.parameters[order[bad[0]]]
         pieces = spec_of(parameter).shards
         name = pieces[0].name if pieces else order[bad[0]]
-        state = "" if bool(parameter.isfinite().all()) else ", itself not finite"
+        state = "" if bool(parameter.isfinite().all()) else ", which is itself not finite"
         place = who(groups.layout, groups.rank)
-        # Sorted by stage, then by place in the stage; of equals the lowest rank.
+        # The minimum is by stage, then by place in the stage, then by rank.
         found = (groups.pp.index, bad[0], groups.rank, f"{name} on {place}{state}")
     of_ranks = all_gather_json(found, groups.world.handle, trainer.device)
     known = [entry for entry in of_ranks if entry is not None]
     if not known:
-        return "of no parameter now: the loss alone is not finite"
-    return f"the first bad one in the model's order is that of {min(known)[3]}"
+        return "no gradient is bad now: only the loss is not finite"
+    return f"the first bad gradient in the model's order is of {min(known)[3]}"

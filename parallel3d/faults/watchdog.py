@@ -1,4 +1,4 @@
-"""Watchdog of a rank: notices a hang, writes the hang report, and ends the run."""
+"""Watches a rank: notices a hang, writes the hang report, and ends the run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def work_stack() -> Stack:
     main = _stack(frames.get(threading.main_thread().ident or 0))
     if not main or main[-1][2] != BACKWARD_FRAME:
         return main
-    # A dummy is of another library, which Python saw make a call.
+    # A dummy stands for a thread of another library that has called Python.
     dummy = threading._DummyThread
     known = {t.ident for t in threading.enumerate() if not isinstance(t, dummy)}
     others = (_stack(frame) for ident, frame in frames.items() if ident not in known)
@@ -67,7 +67,8 @@ def _stack(frame: FrameType | None) -> Stack:
 
 
 def in_torch_distributed(stack: Stack) -> str:
-    """Returns the call of torch.distributed in which the stack ends; "" if it ends elsewhere."""
+    """Returns the function of torch.distributed in which the stack ends; "" if it ends
+    elsewhere."""
     name = ""
     for file, _, function in reversed(stack):
         if "/torch/distributed/" not in Path(file).as_posix():
@@ -77,18 +78,18 @@ def in_torch_distributed(stack: Stack) -> str:
 
 
 KEY = "parallel3d/hang"
-LOOK_S = 1.0  # how often the thread looks, at most; a quarter of a short time-out
-RECORD_S = 1.0  # a flight recorder that takes longer is blocked by the hang
-STORE_S = 3.0  # a store that takes longer is out of reach
+LOOK_S = 1.0  # interval of the thread's checks; a quarter of the time-out if that is shorter
+RECORD_S = 1.0  # a flight recorder that takes longer is itself blocked by the hang
+STORE_S = 3.0  # a store that takes longer counts as unreachable
 ANSWER_S = 3.5  # ranks that have not answered after this are silent
-RECORD_FILE_S = 3.0  # a file system that takes longer for one small file is dead
-DUMP_S = 3.0  # remaining time for files that are still being written then
-# The other ranks end after this, whether or not the first has a diagnosis.
+RECORD_FILE_S = 3.0  # a file system that takes longer for a small file counts as dead
+DUMP_S = 3.0  # extra time for files still being written after the diagnosis
+# The other ranks end after this time even without a diagnosis by the first.
 DIAGNOSIS_S = ANSWER_S + DUMP_S + RECORD_FILE_S + 1.0
-RESTS = 3.0  # time-outs without work after which a resting rank hangs too
-END_S = 30.0  # more than all of these: then the process ends without a report
+RESTS = 3.0  # a resting rank counts as hanging after this many time-outs without work
+END_S = 30.0  # more than all of the above: the process then ends without a report
 
-# A diagnosis, on the rank that logs it, and processes (pid, born) of this host to kill.
+# The diagnosis, on the rank that logs it, and processes (pid, born) of this host to kill.
 Found = tuple[hang.Diagnosis | None, list[tuple[int, int]]]
 
 
@@ -96,16 +97,16 @@ Found = tuple[hang.Diagnosis | None, list[tuple[int, int]]]
 class Watchdog:
     """Watches one rank, in a thread, from `start` to `stop`.
 
-    The thread looks whether the rank's operation log has grown, and nothing is written or sent
-    while it does. Without progress for `timeout_s` all ranks send their states through the store
-    and dump their stacks into the run directory, and the first of them logs the diagnosis
-    (`hang.diagnose`). For ranks that do not answer (a stopped process cannot run its thread) a rank
+    The thread checks that the rank's operation log grows; as long as it does, nothing is written
+    or sent. Without progress for `timeout_s`, all ranks send their states through the store and
+    dump their stacks into the run directory, and the first of them logs the diagnosis
+    (`hang.diagnose`). If a rank does not answer (a stopped process cannot run its thread), a rank
     on the same host inspects /proc.
 
-    A collective of the run is given `collective_s`.
+    The time-out of the run's collectives is `collective_s`.
 
-    The store (None for a world of one) outlives a stopped rank where the launcher holds it (our
-    own, torchrun). Under srun it is rank 0's: if it does not answer, rank 0 is at fault.
+    The store (None for a world of one) outlives a stopped rank if the launcher holds it (our own,
+    torchrun). Under srun rank 0 holds it: if the store does not answer, rank 0 is at fault.
     """
 
     layout: Layout
@@ -119,7 +120,7 @@ class Watchdog:
     _thread: threading.Thread | None = None
     _idle_s: float = 0.0
     _code: int = 1
-    _keeper: dict[str, Any] | None = None  # rank 0's process, which may have the store
+    _keeper: dict[str, Any] | None = None  # rank 0's process, which may hold the store
     _silent: list[int] | None = None  # on the rank that logs the diagnosis
 
     @property
@@ -129,11 +130,12 @@ class Watchdog:
     def start(self) -> None:
         """Sends this process's identity to the other ranks, and begins to watch.
 
-        Waits for rank 0's, which may have the store and could not be asked once it is stopped.
+        Waits for the identity of rank 0, which may hold the store: once it is stopped, nobody could
+        ask for it.
         """
         if self.store is not None:
-            theirs: Any = self.store  # whose `clone` not every stub of torch's knows
-            self.store = theirs.clone()  # calls of the main thread may block on its own connection
+            theirs: Any = self.store  # Any: some of torch's stubs lack `clone`
+            self.store = theirs.clone()  # the main thread's calls may block the original connection
             self.store.set_timeout(timedelta(seconds=STORE_S))
             me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
             put(self.store, f"{KEY}/process/{self.worker.rank}", me)
@@ -151,8 +153,8 @@ class Watchdog:
     def rest(self) -> None:
         """Allows a time without collectives; the rank still answers others.
 
-        A file system that hangs is noticed after `RESTS` time-outs, and launch.timeout_s, in which
-        this process has not computed either.
+        A hanging file system is noticed if this process has not computed for `RESTS` time-outs, and
+        for launch.timeout_s at least.
         """
         self._resting = True
 
@@ -166,12 +168,13 @@ class Watchdog:
 
     @property
     def _rest_s(self) -> float:
-        """Seconds without work after which a resting rank hangs: at least a collective's."""
+        """Seconds without work after which a resting rank hangs, at least a collective's
+        time-out."""
         return max(RESTS * self.timeout_s, self.collective_s)
 
     @property
     def is_reporting(self) -> bool:
-        """Returns whether the process is about to end: later errors are consequences."""
+        """Whether the process is about to end; later errors are consequences."""
         return self._reporting.locked()
 
     def _watch(self) -> None:
@@ -182,7 +185,7 @@ class Watchdog:
             now = time.monotonic()
             resting = self._resting
             state = (self.log.progress, self.worker.phase, computed() if resting else 0.0)
-            # A gap means that this process itself was stopped: no hang of others.
+            # A gap means that this process itself was stopped, so no other rank hangs.
             if state != seen or now - looked > 5 * interval + 1:
                 seen, moved = state, now
             self._idle_s = now - moved
@@ -193,19 +196,19 @@ class Watchdog:
             looked = time.monotonic()
 
     def _is_asked(self) -> bool:
-        """Returns whether another rank, which has waited longer, asks for the states."""
+        """Returns whether another rank, which has waited longer, asks for states."""
         store = self.store
         if store is None:
             return False
-        # Without an answer this rank's own time-out will come.
+        # If the store does not answer, this rank's own time-out will come.
         return within(STORE_S, lambda: store.check([f"{KEY}/asked"]), False)
 
     def _report(self) -> NoReturn:
         """Sends the state, dumps stacks and diagnoses or waits; always ends the process."""
         with self._reporting:
             try:
-                # A thread outside of Python: the recorder may hold the interpreter while it waits.
-                # It prints before it ends the process, and stderr may be what hangs.
+                # This thread runs outside of Python: the recorder may hold the interpreter's lock
+                # while it waits. It prints before it ends the process, and stderr may hang, too.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 faulthandler.dump_traceback_later(END_S, exit=True, file=nowhere)
                 self._write_report()
@@ -234,7 +237,7 @@ class Watchdog:
             rank, phase = diagnosis.ranks[0], self.worker.phase
             self._log_failure(failure.of_rank(self.layout, rank, error, "hang", phase))
         within(STORE_S, self._release, None)
-        for process in pids:  # last: it may make this rank's own main thread fail
+        for process in pids:  # last, as a kill may make this rank's main thread fail
             kill(*process)
 
     def _dump(self, record: str | None) -> None:
@@ -247,7 +250,7 @@ class Watchdog:
         for path, write in writes.items():
             try:
                 write(path)
-            except Exception as error:  # a full disk: the diagnosis does not need the file
+            except Exception as error:  # such as a full disk; the diagnosis does not need the file
                 print_line(f"{path} could not be written ({error})")
 
     def _log_failure(self, failed: failure.RankFailure) -> None:
@@ -286,9 +289,10 @@ class Watchdog:
         )
 
     def _agree(self, state: hang.RankState) -> Found:
-        """Sends this rank's state; the first rank to do so collects all and diagnoses the hang.
+        """Sends this rank's state; the first rank to do so collects all states and diagnoses the
+        hang.
 
-        The others wait for its `release`: launchers end all ranks by the first that ends.
+        The others wait for its `_release`: when one rank ends, launchers end all others.
         """
         if self.store is None:
             return hang.diagnose({state.rank: state}, {}), []
@@ -323,24 +327,25 @@ class Watchdog:
         return get(self.store, key) if self.store.check([key]) else None
 
     def _inspect(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
-        """Returns who a silent rank is, and why it does not answer: on this host by /proc."""
+        """Returns a silent rank's name, and why it does not answer (by /proc, if on this host)."""
         if process is None:
             return failure.who(self.layout, rank), "has not started to train"
         return failure.who(self.layout, rank, process["host"]), why_silent(process)
 
     def _to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
-        """Returns silent processes of this host and job: a stopped one would outlive the job."""
+        """Returns silent processes of this host and job; a stopped one would outlive the job."""
         return of_this_job([self._process(rank) for rank in silent])
 
     def _without_store(self, state: hang.RankState) -> Found:
-        """Returns the diagnosis of this rank alone, on the first rank of a host that can log it."""
+        """Diagnoses the hang from this rank alone; only the first rank of a host that can log it
+        does."""
         who, why = self._inspect(0, self._keeper)
         here = of_this_job([self._keeper])
-        beside = self._keeper is not None and self._keeper["host"] == socket.gethostname()
-        if self.worker.local_rank != int(beside):
+        is_here = self._keeper is not None and self._keeper["host"] == socket.gethostname()
+        if self.worker.local_rank != int(is_here):
             time.sleep(DUMP_S + RECORD_FILE_S)  # meanwhile the first logs it
             return None, here
-        why += ", and the store that it keeps gives no answer"
+        why += ", and the store that it holds does not answer"
         return hang.diagnose({state.rank: state}, {0: (who, why)}), here
 
     def _store_answers(self) -> bool:
@@ -349,14 +354,14 @@ class Watchdog:
 
 
 def computed() -> float:
-    """Returns seconds, in tenths, that the other threads of this process have computed."""
+    """Returns the CPU seconds of this process's other threads, rounded to tenths."""
     return round(time.process_time() - time.thread_time(), 1)
 
 
 def start_watchdog(
     layout: Layout, worker: Worker, recovery: RecoveryConfig, collective_s: float
 ) -> Watchdog:
-    """Starts this rank's watchdog, at rest; its default is below a collective's time-out."""
+    """Starts this rank's watchdog, resting; its default time-out is below a collective's."""
     timeout_s = recovery.watchdog_s or 0.9 * collective_s
     watchdog = Watchdog(layout, worker, worker.store, timeout_s, collective_s)
     watchdog.rest()

@@ -1,4 +1,4 @@
-"""Checks that the loggers' packages are there."""
+"""Checks that the loggers' packages are installed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
 
 
 def check_loggers(logger: LoggerConfig, environ: Mapping[str, str]) -> None:
-    """Raises UserError if the package of a logger is missing here, where rank 0 is, and for a mode
-    of W&B's own variable that W&B does not know."""
+    """Raises UserError if a logger's package is missing on this host, which has rank 0, or if
+    WANDB_MODE has a value that W&B does not know."""
     mode = environ.get("WANDB_MODE")
     if "wandb" in logger.names and logger.mode == "auto" and mode and mode not in WANDB_MODES:
         raise UserError(
             f"WANDB_MODE={mode} must be one of {', '.join(WANDB_MODES)}"
-            f"{nearest_hint(mode, WANDB_MODES)}: set it so, or give logger.mode"
+            f"{nearest_hint(mode, WANDB_MODES)}: set one of these, or give logger.mode"
         )
     if "tensorboard" in logger.names and importlib.util.find_spec("tensorboard") is None:
-        given, others = show(logger.name), [name for name in logger.names if name != "tensorboard"]
+        given = show(logger.name)
+        others = [name for name in logger.names if name != "tensorboard"]
         raise UserError(
-            f"logger={given} needs the package tensorboard, which is not installed: give "
-            f"pip install 'parallel3d[tensorboard]', or logger={show(others) if others else 'none'}"
+            f"logger={given} needs the package tensorboard, which is not installed: run "
+            f"pip install 'parallel3d[tensorboard]', or give "
+            f"logger={show(others) if others else 'none'}"
         )

@@ -1,20 +1,20 @@
-"""`metrics.jsonl`: one JSON object a line, each flushed, so that a killed run keeps every line.
+"""Reads and writes `metrics.jsonl`: one JSON object per line, each flushed to survive a kill.
 
 A step's line: `step loss grad_norm lr tokens tokens_per_s mfu step_time_s`, where `tokens` counts
 all tokens of the run so far (an x axis that survives a change of batch size); `times`, rank 0's
-seconds by kind (`comm.step_timer`; on an accelerator those of the step before, in some lines);
-`memory`, on an accelerator rank 0's peak bytes so far (`metrics.peak`); `skipped: true` where
-gradients were not finite, or, with a null `loss`, where no token of the global batch was to be
-learned; `profiled: true` under `profile.steps`; `loss_scale` with fp16; `noise`, with
-`train.noise_scale`, the `scale` in sequences, and the step's `trace` and `signal`
-(`data_parallel.noise_scale`); `imbalance` with context parallelism: by how much the attention of
-the slowest rank of rank 0's group is more work than the mean, as a fraction.
+seconds by kind (`comm.step_timer`; on an accelerator only in some lines, for the step before);
+`memory`, on an accelerator rank 0's peak bytes so far (`metrics.peak`); `skipped: true` if
+gradients were not finite or, with a null `loss`, if the global batch had no token to learn;
+`profiled: true` under `profile.steps`; `loss_scale` with fp16; `noise`, with `train.noise_scale`,
+the `scale` in sequences, and the step's `trace` and `signal` (`data_parallel.noise_scale`);
+`imbalance` with context parallelism: the excess of attention work on the slowest rank of rank 0's
+group over the mean, as a fraction.
 
-An evaluation's line: `step eval_loss tokens`, the loss null without a token to predict, and
-`eval_losses` of a blend's parts by name, `valid` the figures of `Score.row` of each set of
-`data.valid` by name. A blend also has `step tokens parts`: the `tokens` read of
-each part so far and its `epochs`. JSON has no NaN: a value that is not finite is null, and the line
-then has `"nonfinite": {"loss": "nan"}` (or "inf", "-inf").
+An evaluation's line: `step eval_loss tokens`, with a null loss if there is no token to predict;
+`eval_losses`: part of a blend → loss; `valid`: set of `data.valid` → the figures of `Score.row`. A
+blend also has lines `step tokens parts`: part → the `tokens` read of it so far and its `epochs`.
+JSON has no NaN: a value that is not finite is null, and the line then has `"nonfinite": {"loss":
+"nan"}` (or "inf", "-inf").
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEP = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "ste
 
 
 def throughput(tokens: Sequence[float], seconds: Sequence[float]) -> dict[str, float | None]:
-    """Returns the mean and median of steps' tokens a second, null without steps.
+    """Returns the mean and median of the steps' tokens per second; None without steps.
 
     The first `WARMUP_STEPS` are left out if there are more.
     """
@@ -52,7 +52,7 @@ def throughput(tokens: Sequence[float], seconds: Sequence[float]) -> dict[str, f
 
 
 def is_whole(row: Mapping[str, Any]) -> bool:
-    """Returns whether a line of metrics.jsonl has all entries of a step or an evaluation."""
+    """Returns whether a line of metrics.jsonl has all entries of a step or evaluation."""
     keys = ("eval_loss", "tokens") if "eval_loss" in row else STEP
     may_lack = "eval_loss" if "eval_loss" in row else "loss" if row.get("skipped") else None
     try:
@@ -62,7 +62,7 @@ def is_whole(row: Mapping[str, Any]) -> bool:
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `row` with NaN and infinities as null and named under `nonfinite`; valid JSON."""
+    """Returns `row` with NaN and infinities replaced by null and listed under `nonfinite`."""
     odd = {k: repr(v) for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
     if not odd:
         return dict(row)
@@ -70,7 +70,7 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value(row: Mapping[str, Any], key: str) -> float | None:
-    """Returns the entry of a `finite` row, NaN and infinities restored. KeyError without it."""
+    """Returns an entry of a `finite` row, with NaN and infinities restored. Raises KeyError."""
     found = row.get("nonfinite", {}).get(key, row[key])
     return None if found is None else float(found)
 
@@ -78,13 +78,13 @@ def value(row: Mapping[str, Any], key: str) -> float | None:
 class MetricsFile:
     """Appends lines to a `metrics.jsonl`; on resume, first drops the steps that will run again.
 
-    These are lines of `first_step` and later, and a last line torn by a crash. The file before is
-    kept as `metrics.jsonl.1`, `.2`, … Damaged lines are dropped too, and logged; so is the number
-    of steps without a line, left by a run that died before they were on disk.
+    It drops lines of `first_step` and later, and a last line torn by a crash; the previous file is
+    kept as `metrics.jsonl.1`, `.2`, … Damaged lines are dropped and logged, too. The number of
+    steps without a line, lost when a run died, is also logged.
 
-    A line that cannot be written, to a full disk, is logged once and kept for the next try; no line
-    is ever torn. Lines that still wait (`waiting`) are saved in a checkpoint and come back as
-    `waited`, so that a resumed run has the lines of all earlier steps.
+    If a line cannot be written, as on a full disk, this is logged once and the line is kept for the
+    next try; no line is ever torn. Lines that still wait (`waiting`) are saved in a checkpoint and
+    come back as `waited`, so that a resumed run has the lines of all earlier steps.
     """
 
     def __init__(
@@ -96,9 +96,12 @@ class MetricsFile:
         waited: Sequence[str] = (),
         dropped: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
-        """Opens the file; `seen` takes each line that stays, in order, and `dropped` each whole one
-        that does not. Raises OSError."""
-        self.path, self._say = path, say
+        """Opens the file. Raises OSError.
+
+        `seen` gets each line that stays, in order, and `dropped` each whole line that does not.
+        """
+        self.path = path
+        self._say = say
         self.waiting = _keep_before(path, first_step, seen, say, waited, dropped)
         self._file = os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
         flush_folder(path.parent)
@@ -107,12 +110,12 @@ class MetricsFile:
         self._try(self._drain)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one line and hands it to the operating system: it survives SIGKILL."""
+        """Appends a line and hands it to the operating system, so that it survives SIGKILL."""
         self.waiting.append(json.dumps(finite(row), allow_nan=False) + "\n")
         self._try(self._drain)
 
     def flush(self) -> None:
-        """Flushes to the disk itself: the lines survive a power cut."""
+        """Flushes to the disk itself, so that the lines survive a power cut."""
         self._try(self._drain)
         self._try(lambda: os.fsync(self._file.fileno()))
 
@@ -130,7 +133,7 @@ class MetricsFile:
         while self.waiting:
             line = self.waiting[0].encode()
             if os.fstat(descriptor).st_size != self._size:
-                os.ftruncate(descriptor, self._size)  # what a write that failed has left
+                os.ftruncate(descriptor, self._size)  # remains of a failed write
             write_all(descriptor, memoryview(line))
             self._size += len(line)
             del self.waiting[0]
@@ -141,8 +144,8 @@ class MetricsFile:
         except OSError as error:
             if not self._said:
                 self._say(
-                    f"{self.path} cannot be written ({error.strerror}): training goes on, and "
-                    "the lines are kept until they can"
+                    f"{self.path} cannot be written ({error.strerror}): training continues, and "
+                    "the lines are kept until they can be written"
                 )
             self._said = True
 
@@ -154,7 +157,7 @@ class MetricsFile:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a metrics file, without torn and damaged lines: a long run's is large."""
+    """Yields the rows of a metrics file one by one, without torn and damaged lines."""
     with path.open("rb") as file:
         yield from filter(None, map(_row, file))
 
@@ -167,7 +170,7 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replaces `path` by `content` atomically."""
+    """Replaces the file `path` by `content`, as JSON, atomically."""
     text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
     replace_durably(path, f"{text}\n".encode())
 
@@ -198,9 +201,9 @@ def _keep_before(
     waited: Sequence[str],
     dropped: Callable[[dict[str, Any]], None],
 ) -> list[str]:
-    """Drops the lines from `first_step` on, keeping a copy of the old file if there were any.
+    """Drops the lines from `first_step` on; keeps a copy of the old file if there were any.
 
-    Returns those of `waited` that the file lacks: the last ones before the checkpoint.
+    Returns the lines of `waited` that the file lacks, the last ones before the checkpoint.
     """
     late = list(waited)
     try:
@@ -240,14 +243,14 @@ def _keep_before(
         file.seek(0)
         old = _replace_by(path, (line for line in file if _row_before(line, first_step)))
     if damaged:
-        say(f"{path} had {damaged} damaged lines: they are left out, {old.name} has all of it")
+        say(f"{path} had {damaged} damaged lines: they are left out, but {old.name} keeps them")
     return late
 
 
 def _replace_by(path: Path, lines: Iterable[bytes]) -> Path:
-    """Replaces the file at `path` by one of these lines; returns the path of the old one's copy.
+    """Replaces the file at `path` by one with these lines; returns the path of the old copy.
 
-    Whenever this is interrupted, even by a power cut, `path` is the old file or the new one.
+    If this is interrupted, even by a power cut, `path` is either the old file or the new one.
     """
     number = 1
     while (old := path.with_name(f"{path.name}.{number}")).exists():
@@ -270,8 +273,13 @@ def _replace_by(path: Path, lines: Iterable[bytes]) -> Path:
 
 
 class Score(NamedTuple):
-    """Σ cross-entropies of a set in nats, its tokens with a loss, and the bytes of their text, None
-    where the tokenizer is not known."""
+    """The score of a validation set.
+
+    Attributes:
+        nats: sum of the cross-entropies.
+        tokens: number of tokens with a loss.
+        bytes: bytes of their text; None if the tokenizer is unknown.
+    """
 
     nats: float
     tokens: int
@@ -290,7 +298,7 @@ class Score(NamedTuple):
             return math.inf
 
     def row(self) -> dict[str, float | None]:
-        """Returns the figures that are recorded: loss, perplexity, bits_per_byte, tokens."""
+        """Returns the recorded figures: loss, perplexity, bits_per_byte, tokens."""
         bits = self.nats / math.log(2) / self.bytes if self.bytes else None
         figures = {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": bits}
         return figures | {"tokens": self.tokens}

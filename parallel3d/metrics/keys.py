@@ -32,7 +32,7 @@ class LoggerConfig:
     tags: list[str] = key([], "W&B tags")
     mode: str = key(
         "auto",
-        "auto: as WANDB_MODE says (offline, disabled); else online if there is an API key",
+        "auto: WANDB_MODE if it is set (offline, disabled); else online if there is an API key",
         choices=("auto", "online", "offline"),
     )
     system_metrics: bool = key(

@@ -1,4 +1,4 @@
-"""Loggers besides metrics.jsonl, TensorBoard and W&B: their errors never stop training."""
+"""Logs to TensorBoard and W&B besides metrics.jsonl; their errors never stop training."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ NAMES = {
     "goodput": "speed/goodput",
     "eval_loss": "eval/loss",
 }
-# Entries with parts: the begin of their names.
+# Entries with parts → the prefix of the parts' names.
 _PARTS = {"times": "time/", "memory": "memory/", "noise": "noise/", "eval_losses": "eval/loss of "}
 
 
 def figures_of(line: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> dict[str, float]:
-    """Returns the figures of a line by their names in a logger, without those that are null.
+    """Returns logger's name → figure for the figures of a line that are not null.
 
     NaN and infinities are restored.
     """
@@ -63,7 +63,7 @@ def figures_of(line: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> dic
 
 
 FOLDER = "tensorboard"
-FLUSH_S = 30  # until a line is on the page
+FLUSH_S = 30  # seconds until a line is on the page
 
 
 def show_command(folder: Path) -> str:
@@ -73,10 +73,10 @@ def show_command(folder: Path) -> str:
 class TensorBoardLogger:
     """Writes the event files of one start; the first OSError is logged by `say` and disables it.
 
-    All starts of a run are one curve. A start marks the step from which on it writes, and
-    TensorBoard drops what earlier files hold from there on (`purge_step`). Rows logged before a
-    checkpoint are in the file when that is written, so that no kill loses a step. Into an empty
-    folder a start writes all earlier lines of metrics.jsonl first.
+    All starts of a run make one curve: a start marks its first step (`purge_step`), and TensorBoard
+    drops the rows of earlier files from there on. Rows logged before a checkpoint are flushed
+    before it is written, so a kill loses no step. If the folder is empty, a start first writes all
+    earlier lines of metrics.jsonl.
     """
 
     label = "TensorBoard"
@@ -89,7 +89,7 @@ class TensorBoardLogger:
         say: Callable[[str], None],
         earlier: Iterable[Mapping[str, Any]],
     ) -> None:
-        """`config`: its text is shown; `earlier`: rows of metrics.jsonl from earlier sessions."""
+        """`config` is shown as text; `earlier`: rows of metrics.jsonl from earlier sessions."""
         from torch.utils.tensorboard import SummaryWriter  # an optional package
 
         self._say = say
@@ -142,22 +142,22 @@ class TensorBoardLogger:
             self._writer = None
             self._say(
                 f"warning: TensorBoard's files in {self._folder} cannot be written "
-                f"({error.strerror or error}); the training goes on and metrics.jsonl has "
+                f"({error.strerror or error}); training continues, and metrics.jsonl has "
                 "everything"
             )
 
 
-# W&B. All sessions of a run are one W&B run without repeated steps (`wandb_ledger`): a session
+# W&B. All sessions of a run make one W&B run without repeated steps (`wandb_ledger`): a session
 # first adds the rows of metrics.jsonl that W&B lacks, then logs new ones.
 #
-# W&B's own `resume` and explicit steps cannot replace this: W&B ignores `resume` offline, so the
-# rows that a killed session lost stay lost or, if all are logged again, others are in the files
-# twice (`test_wandbs_own_resume_and_steps_do_not_keep_rows_whole`). Its `resume_from` and
+# W&B's own `resume` and explicit steps cannot replace this, since W&B ignores `resume` offline:
+# rows lost by a killed session stay lost, or if all rows are logged again, the others are in the
+# files twice (`test_wandbs_own_resume_and_steps_do_not_keep_rows_whole`). Its `resume_from` and
 # `fork_from` need a server that has all rows.
 
 
 TRUE = ("true", "1", "yes", "on")
-ONLINE_TIMEOUT_S = 30  # then the run continues offline; W&B's default blocks a job for 90 s
+ONLINE_TIMEOUT_S = 30  # the run then continues offline; W&B's default blocks a job for 90 s
 
 
 def has_credentials() -> bool:
@@ -174,7 +174,7 @@ def has_credentials() -> bool:
 def resolve_mode(mode: str) -> str:
     """Resolves `auto`: WANDB_MODE (also "disabled"), else online with a key, else offline.
 
-    WANDB_DISABLED, which W&B itself has dropped and others still obey, counts as "disabled".
+    WANDB_DISABLED, dropped by W&B itself but still obeyed by other programs, means "disabled".
     """
     if mode != "auto":
         return mode
@@ -187,8 +187,10 @@ def resolve_mode(mode: str) -> str:
 
 
 def sync_command(folder: Path) -> str:
-    """Returns the command that uploads a run, given its newest offline folder. Sessions of another
-    run, of which its folder is a copy, are left out."""
+    """Returns the command that uploads a run, given its newest offline folder.
+
+    If the run's folder is a copy of another run's, that run's sessions are left out.
+    """
     if len(list(folder.parent.glob("offline-run-*"))) < 2:
         return f"wandb sync {shlex.quote(str(folder))}"
     begin = f"{shlex.quote(str(folder.parent))}/offline-run-*"
@@ -211,19 +213,28 @@ class WandbLogger:
         earlier: Iterable[Mapping[str, Any]],
         changed: bool = False,
     ) -> None:
-        """`code`: versions; `earlier`: rows of metrics.jsonl from earlier sessions; `changed`: keys
-        differ from those of the checkpoint."""
-        self._config, self._run_dir, self._code = config, run_dir, code
-        self._first_step, self._say = first_step, say
+        """Opens a session of W&B.
+
+        Args:
+            code: versions of the code.
+            earlier: rows of metrics.jsonl from earlier sessions.
+            changed: keys differ from the keys of the checkpoint.
+        """
+        self._config = config
+        self._run_dir = run_dir
+        self._code = code
+        self._first_step = first_step
+        self._say = say
         self._last: Row | None = None  # the last row that W&B has
-        self._ledger: Ledger | None = None  # of a session that is open
-        self.mode, why = resolve_mode(config.logger.mode), ""
+        self._ledger: Ledger | None = None  # of the open session
+        self.mode = resolve_mode(config.logger.mode)
+        why = ""
         if self.mode == "offline" and config.logger.mode == "auto" and not has_credentials():
-            why = ", as no key is at hand (`wandb login` takes one)"
+            why = ", as there is no API key (`wandb login` stores one)"
         self._run: Run | None = None
         self.folder: Path | None = None
         self.url: str | None = None
-        if self.mode == "online":  # may take a while, and the screen is still empty
+        if self.mode == "online":  # this may take a while, and the screen is still empty
             self._say(f"connecting to W&B, for at most {ONLINE_TIMEOUT_S} s")
         if self.mode == "disabled":
             return
@@ -240,7 +251,8 @@ class WandbLogger:
             self._say(line)
         self._guard(lambda: self._open(found))
         if self._run is None and self.mode == "online":
-            self.mode, why = "offline", ", as it could not be reached"
+            self.mode = "offline"
+            why = ", as it could not be reached"
             self._guard(_forget)  # W&B still holds the id that it could not open
             self._guard(lambda: self._open(found))
         self._guard(lambda: self._catch_up(earlier))
@@ -258,12 +270,12 @@ class WandbLogger:
             self._guard(lambda: run.log(row))
 
     def flush(self) -> None:
-        """Notes what was sent: a resumed run adds the rows that W&B lacks."""
+        """Records the last sent row, so that a resumed run can add the rows that W&B lacks."""
         if (ledger := self._ledger) is not None and self._run is not None:
             self._guard(lambda: ledger.sent(self._last))
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Attaches the summary, without paths, and closes the run; online, waits for W&B."""
+        """Attaches the summary without paths and closes the run; waits for W&B if online."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -278,7 +290,7 @@ class WandbLogger:
         self._guard(close)
 
     def shown(self) -> str:
-        """Returns the run's address, or why it has none, for the header."""
+        """Returns the run's address, or the reason for having none, for the header."""
         if self.mode == "disabled":
             by_mode = os.environ.get("WANDB_MODE") == "disabled"
             return f"disabled by {'WANDB_MODE' if by_mode else 'WANDB_DISABLED'}"
@@ -291,12 +303,14 @@ class WandbLogger:
         return {"mode": self.mode, "url": self.url, "folder": folder}
 
     def _open(self, beginning: Beginning) -> None:
-        """Opens a session. Where the server has rows that are not those of this start, which it
-        says only now, it opens another under a new id."""
+        """Opens a session, under a new id if the server has rows that contradict this start.
+
+        The server reports its rows only when a session is open.
+        """
         run = self._init(beginning.id)
         self._last = beginning.last
         if run.resumed and (step := run.summary.get("step")) is not None:
-            # The server has its last step, not whether the evaluation after it arrived.
+            # The server knows its last step, but not whether the evaluation after it arrived.
             there = Row(int(step), evaluation=True)
             if beginning.changed and there.step >= self._first_step:
                 run.finish()
@@ -349,7 +363,7 @@ class WandbLogger:
         return run
 
     def _catch_up(self, earlier: Iterable[Mapping[str, Any]]) -> None:
-        """Adds rows of earlier sessions that were logged and lost."""
+        """Adds rows of earlier sessions that W&B lacks."""
         for line in earlier if self._run is not None else ():
             self.log(line)
 
@@ -358,19 +372,18 @@ class WandbLogger:
         try:
             action()
         except Exception as error:
-            # Only W&B's own errors, from several of its modules, those of its background process,
-            # which may fail to start or die, and what pydantic says of WANDB_… variables. Any other
-            # is a bug.
+            # Caught are errors of W&B's modules, of its background process, which may fail to
+            # start or die, and of pydantic about WANDB_… variables. Any other error is a bug.
             package = type(error).__module__.partition(".")[0]
             if not isinstance(error, OSError) and package not in ("wandb", "pydantic_core"):
                 raise
             self._run = None
-            # pydantic names the variable in the second line, and what is allowed in the third.
+            # pydantic names the variable in the second line, and the allowed values in the third.
             lines = str(error).splitlines()[: 3 if package == "pydantic_core" else 1]
             said = " ".join(map(str.strip, lines))
             self._say(
                 f"warning: W&B {self.mode} failed ({type(error).__name__}: {said}); "
-                "the training goes on and metrics.jsonl has everything"
+                "training continues, and metrics.jsonl has everything"
             )
 
 

@@ -1,4 +1,4 @@
-"""Peaks of a rank's device: its peak memory in a run, and its peak FLOP/s, the base of MFU."""
+"""Finds a device's peak memory in a run, and its peak FLOP/s, the base of MFU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from parallel3d.device.datasheets import find_device
 from parallel3d.device.matmul import matmul
 from parallel3d.device.precision import COMPUTE
 from parallel3d.host.quotas import available_cores
+from parallel3d.text import count
 
 
 def peak_memory(device: torch.device) -> dict[str, int] | None:
     """Returns this rank's peak bytes since its process began, without synchronisation.
 
-    "allocated" by tensors, and "reserved" by the allocator from the device, with gaps; None on the
-    CPU.
+    "allocated" counts tensors; "reserved" counts the allocator's memory, including gaps. Returns
+    None on the CPU.
     """
     if not accelerator.is_accelerator(device):
         return None
@@ -29,10 +30,10 @@ def peak_memory(device: torch.device) -> dict[str, int] | None:
     }
 
 
-# Peak FLOP/s: the user's, a datasheet's, or measured where the table lacks the device's name
+# Peak FLOP/s: given by the user, from a datasheet, or measured if the table lacks the device
 
 TERA = 1e12
-# One short measurement: on a machine that others use, two starts may differ by a factor.
+# The measurement is short: on a shared machine, two starts may differ by a factor.
 MEASURED = "roughly measured"
 MEASURE_BUDGET_S = 0.1  # for all timed matmuls together; the start barrier waits for it
 
@@ -41,7 +42,7 @@ _TORCH_TYPES = COMPUTE | {"fp8": torch.bfloat16}  # a plain matmul takes no fp8
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s that one device (on CPU: one rank's share of its machine) can reach at best."""
+    """Highest FLOP/s of one device, or on CPUs of one rank's share of its machine."""
 
     flops: float
     source: str
@@ -56,11 +57,11 @@ def device_peak_flops(
 ) -> Peak:
     """Returns the peak of one rank's device in `dtype_name` (fp64, fp32, tf32, bf16, fp16 or fp8).
 
-    `override_tflops` (`launch.peak_tflops`) wins, then the datasheet, then a measurement: call it
-    on one rank per machine while the others wait, or they disturb it.
+    The value is `override_tflops` (`launch.peak_tflops`), or else the datasheet's, or else is
+    measured: call this on one rank per machine while the others wait, as they would disturb it.
 
-    CPU ranks of a machine share its cores. With `t` threads a rank and `c` cores, the peak per rank
-    is the measured one × min(1, c / (t × local_ranks)), so the ranks' peaks never add up to more
+    CPU ranks of a machine share its cores. With `t` threads per rank and `c` cores, a rank's peak
+    is the measured peak × min(1, c / (t × local_ranks)), so the ranks' peaks never add up to more
     than the machine's. MFU is model FLOP/s / (world size × this).
     """
     if override_tflops is not None:
@@ -76,7 +77,7 @@ def device_peak_flops(
     cores = available_cores()
     threads = min(torch.get_num_threads(), cores)
     share = min(1.0, cores / (threads * local_ranks))
-    where = f"on {threads} CPU thread{'s' if threads > 1 else ''}"
+    where = f"on {count(threads, 'CPU thread')}"
     if share < 1:
         where = f"× {cores} cores / {threads * local_ranks} threads"
     kind = "bf16" if dtype_name == "fp8" else dtype_name
@@ -87,9 +88,9 @@ def device_peak_flops(
 def datasheet_peak(
     device_name: str, dtype_name: str, units: int = 0, memory: int = 0
 ) -> Peak | None:
-    """Returns the vendor's dense peak; None if the table lacks the device or the type.
+    """Returns the vendor's peak for dense products; None if the table lacks device or type.
 
-    `units`, `memory`: as for `find_device`, which tells slices of a GPU.
+    `units` and `memory` are passed to `find_device`, which tells slices of a GPU by them.
     """
     device = find_device(device_name, units, memory)
     if device is None or dtype_name not in device.peak:
@@ -98,13 +99,14 @@ def datasheet_peak(
 
 
 def _measure(device: torch.device, dtype_name: str, most: int) -> tuple[float, int]:
-    """Returns FLOP/s of a square GEMM, the fastest run within the budget, and its size.
+    """Returns the FLOP/s of a square GEMM, the fastest within the time budget, and its size.
 
-    It is the least from 1024 on that keeps an accelerator busy, and `most` at most.
+    The size is the least power of two, from 1024 to `most`, that keeps an accelerator busy.
     """
     allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # only CUDA uses it
     torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
-    size, times = 1024, list[float]()
+    size = 1024
+    times: list[float] = []
     try:
         while True:
             a = _operand(device, dtype_name, size)
@@ -125,7 +127,7 @@ def _operand(device: torch.device, dtype_name: str, size: int) -> torch.Tensor:
 
 
 def _time(a: torch.Tensor) -> float:
-    """Returns seconds of one a @ a, waiting for the device on both sides."""
+    """Returns the seconds of one a @ a; waits for the device before and after."""
     accelerator.synchronize(a.device)
     start = time.perf_counter()
     matmul(a, a)

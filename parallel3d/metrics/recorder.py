@@ -40,6 +40,7 @@ from parallel3d.metrics.loggers import TensorBoardLogger, WandbLogger
 from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.provenance import provenance
 from parallel3d.metrics.starts import STARTS, Account, starts_of
+from parallel3d.text import count
 
 
 def evaluation_row(
@@ -48,7 +49,7 @@ def evaluation_row(
     of_parts: Mapping[str, float | None],
     of_sets: Mapping[str, Score],
 ) -> dict[str, Any]:
-    """Returns an evaluation's line but for `tokens`."""
+    """Returns an evaluation's line without `tokens`."""
     row: dict[str, Any] = {"step": step, "eval_loss": eval_loss}
     if of_parts:
         row["eval_losses"] = finite(of_parts)
@@ -64,25 +65,26 @@ def layout_row(layout: Layout) -> dict[str, int]:
 
 @dataclass
 class Recorder:
-    """Records one run. Only world rank 0 creates one; nothing in it communicates.
+    """Records one run. Only world rank 0 creates a recorder; it does not communicate.
 
         with Recorder(config, run_dir, flops_per_token, peak) as recorder:
             recorder.start({"data": "…", "device": "…"})
             recorder.step(...)            # every optimizer step
-            recorder.evaluation(...)      # now and then
-            recorder.finish()             # or at the end of the block
+            recorder.evaluation(...)      # some of them
+            recorder.finish()             # done by the end of the block, too
 
     An exception closes every file and logger, with status "failed" ("interrupted" for
     Ctrl-C), and propagates.
 
     Attributes:
         run_dir: must exist.
-        peak: one device's (`peak.device_peak_flops`).
-        first_step: > 1 resumes: earlier lines of metrics.jsonl stay and count in the summary.
-        length: of the run, from where it goes on; None: as the configuration alone has it.
-        changed: keys that change the steps differ from those of the checkpoint.
+        peak: peak of one device (`peak.device_peak_flops`).
+        first_step: if > 1, earlier lines of metrics.jsonl stay and count in the summary.
+        length: length of a resumed run; None: the configuration's.
+        changed: keys that affect steps differ from the checkpoint's.
         config_file: name of this start's configuration in `run_dir`.
-        begun: Unix time at which this process began; None: with this object. `clock` gives others.
+        begun: Unix time at which this process began; None: now.
+        clock: returns the present Unix time.
     """
 
     config: Config
@@ -104,7 +106,7 @@ class Recorder:
     _skipped: int = 0
     _unlearned: int = 0
     _said_unlearned: bool = False
-    # Of the steps of this start that were not profiled.
+    # The tokens and seconds of this start's steps that were not profiled.
     _step_tokens: array[float] = field(default_factory=lambda: array("d"))
     _step_seconds: array[float] = field(default_factory=lambda: array("d"))
     _imbalances: array[float] = field(default_factory=lambda: array("d"))
@@ -117,9 +119,10 @@ class Recorder:
     def start(self, facts: Mapping[str, str], waited: Sequence[str] = ()) -> None:
         """Opens everything and prints the header.
 
-        `facts` are lines of the header, label to text, which replace or follow those of the
-        configuration ("model", "layout", "batch", "data", "precision", "device", "peak per rank").
-        `waited`: the `waiting` lines of the start before, from its checkpoint.
+        `facts` are lines of the header, label → text, which replace or follow the configuration's
+        ("model", "layout", "batch", "data", "precision", "device", "peak per rank").
+
+        `waited`: `waiting` lines of the preceding start, from its checkpoint.
         """
         config, run_dir = self.config, self.run_dir
         self._code = provenance()
@@ -131,7 +134,12 @@ class Recorder:
         self._tokens = samples * config.model.seq_length
         try:
             file = MetricsFile(
-                *(path, self.first_step, self._recall, self._say, waited, self._account.dropped)
+                path,
+                self.first_step,
+                seen=self._recall,
+                say=self._say,
+                waited=waited,
+                dropped=self._account.dropped,
             )
         except OSError as error:
             raise UserError(
@@ -145,7 +153,13 @@ class Recorder:
             if name == "wandb":
                 self._loggers.append(
                     WandbLogger(
-                        *(config, run_dir, first, self._code, self._say, earlier, self.changed)
+                        config,
+                        run_dir,
+                        first,
+                        code=self._code,
+                        say=self._say,
+                        earlier=earlier,
+                        changed=self.changed,
                     )
                 )
             if name == "tensorboard":
@@ -160,7 +174,8 @@ class Recorder:
             self.console, config.train, self.first_step, self._length.last_step
         )
         self._resources.enter_context(self._progress)
-        # Last: a failure above leaves nothing to summarise, and connecting to W&B is no training.
+        # This comes last: a failure above leaves nothing to summarise, and connecting to W&B does
+        # not count as training.
         self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._start_time = time.perf_counter()
         self._write(STARTS, self._add_start)
@@ -178,13 +193,16 @@ class Recorder:
         imbalance: float | None = None,
         **more: object,
     ) -> None:
-        """Records optimizer step `step` (counts from 1).
+        """Records optimizer step `step`, counted from 1.
 
-        `loss` is in nats per token, None where none was to be learned; `grad_norm` is that before
-        clipping. `tokens` are all tokens that the step computed (global batch × sequence length),
-        masked ones too: throughput and MFU measure work. metrics.jsonl's `tokens` is their sum
-        over the run. `times`: seconds by kind (`comm.step_timer`); `imbalance`: of attention over
-        cp. `more`: other entries of the line, by their names there; None and False are left out.
+        Args:
+            loss: nats per token; None if there was no token to learn.
+            grad_norm: norm before clipping.
+            tokens: all tokens that the step computed (global batch × sequence length), including
+                masked ones, as throughput and MFU measure work; metrics.jsonl has their sum so far.
+            times: kind → seconds (`comm.step_timer`).
+            imbalance: imbalance of attention over cp.
+            more: other entries of the line; None and False are left out.
         """
         self._tokens += tokens
         rate = tokens / step_time_s
@@ -211,8 +229,7 @@ class Recorder:
             self._said_unlearned = True
             self._say(
                 f"step {step}: no token of its samples is to be learned, so it changes nothing: "
-                f"{self._unlearned:,} such step{'s' * (self._unlearned > 1)} so far, further ones "
-                "are only counted"
+                f"{count(self._unlearned, 'such step')} so far, further ones are only counted"
             )
 
     def evaluation(
@@ -222,8 +239,8 @@ class Recorder:
         of_parts: Mapping[str, float | None] = {},
         of_sets: Mapping[str, Score] = {},
     ) -> None:
-        """Records held-out losses (nats per token, None without tokens) after `step` steps, and the
-        validation sets'."""
+        """Records held-out losses (nats per token; None without tokens) and the scores of
+        validation sets after `step` steps."""
         row = evaluation_row(step, eval_loss, of_parts, of_sets) | {"tokens": self._tokens}
         self._count(row)
         self._log(row)
@@ -239,7 +256,7 @@ class Recorder:
         self._account.spent(part, seconds)
 
     def rolled_back(self, step: int) -> None:
-        """Records that the parameters are those after `step` again."""
+        """Records that the parameters were restored to their state after `step`."""
         self._account.rolled_back(step)
 
     def waiting(self) -> tuple[str, ...]:
@@ -253,14 +270,15 @@ class Recorder:
     def breakdown(
         self, ranks: Sequence[dict[str, Any]], memory: Sequence[dict[str, int]] = ()
     ) -> None:
-        """Sets `Trainer.step_times` and the peak memory of all ranks, for summary and panel."""
-        self._ranks, self._memory = ranks, memory
+        """Takes `Trainer.step_times` and the peak memory of all ranks, for summary and panel."""
+        self._ranks = ranks
+        self._memory = memory
 
     def finish(self, status: str = "finished") -> dict[str, Any]:
         """Closes everything, writes summary.json, prints the closing panel; returns the summary.
 
-        `status` is "finished", or why the run ended: "failed", "interrupted", "stopped". A second
-        call returns the first one's summary. Raises RuntimeError before `start`.
+        `status` is "finished" or tells why the run ended: "failed", "interrupted", "stopped". A
+        second call returns the same summary. Raises RuntimeError before `start`.
         """
         if self._started_at is None:
             raise RuntimeError("finish() before start()")
@@ -310,13 +328,15 @@ class Recorder:
             self._account.kept(row)
 
     def _count(self, row: Mapping[str, Any]) -> None:
-        """Takes the line of a step or an evaluation up for the summary."""
+        """Counts the line of a step or evaluation for the summary."""
         if "eval_loss" in row:
             self._evaluations.append((row["step"], value(row, "eval_loss")))
             self._valid = row.get("valid", {})
         else:
-            self._skipped += row.get("skipped", False)
-            self._unlearned += value(row, "loss") is None
+            if row.get("skipped"):
+                self._skipped += 1
+            if value(row, "loss") is None:
+                self._unlearned += 1
             self._last = row
 
     def _add_start(self, path: Path) -> None:
@@ -345,7 +365,7 @@ class Recorder:
     def _summarise(self, status: str) -> dict[str, Any]:
         """Returns the content of summary.json: losses in nats per token, seconds, fractions.
 
-        A number that is not finite is null, and named under `nonfinite` as in metrics.jsonl.
+        A number that is not finite is null and listed under `nonfinite`, like in metrics.jsonl.
         """
         config, last = self.config, self._last
         goodput = self._account.goodput(self.clock())
@@ -403,7 +423,7 @@ class Recorder:
         return {"unit": unit, "ranks": ranks} if ranks else None
 
     def _held_out(self) -> dict[str, float | None]:
-        """Returns the last held-out loss and the best one, in nats per token, and their steps."""
+        """Returns the last and the best held-out loss, in nats per token, and their steps."""
         step, loss = self._evaluations[-1] if self._evaluations else (None, None)
         usable = [(n, at) for at, n in self._evaluations if n is not None and math.isfinite(n)]
         best, best_step = min(usable, default=(None, None))
@@ -417,7 +437,7 @@ class Recorder:
 
     def _paths(self) -> dict[str, str]:
         files = ["metrics.jsonl", "config.yaml", "summary.json"]
-        # With schedule.timeline, profile.steps and logger=tensorboard.
+        # These come with schedule.timeline, profile.steps and logger=tensorboard.
         others = ("timeline.svg", "profile", TENSORBOARD)
         files += [name for name in others if (self.run_dir / name).exists()]
         paths = {name.split(".")[0]: str(self.run_dir / name) for name in files}

@@ -1,4 +1,4 @@
-"""A run on the screen: the header, a live bar or plain lines, and the closing panel."""
+"""Shows a run on the screen: the header, a live bar or plain lines, and the closing panel."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from parallel3d.metrics.starts import PARTS
 from parallel3d.text import aligned, duration, loss_words, percent, si, three_digits
 
 REFRESH_PER_SECOND = 4  # drawn by a thread of the training process, at its expense
-RATE_PERIOD_S = 600.0  # of the steps that the remaining time is estimated from
+RATE_PERIOD_S = 600.0  # the remaining time is estimated from the steps of this period
 MAX_WIDTH = 100  # wider lines and panels are hard to read
-MOST_PARTS = 4  # of a blend, in an evaluation's line; metrics.jsonl has all
+MOST_PARTS = 4  # parts of a blend in an evaluation's line; metrics.jsonl has all
 LABEL_WIDTH = 14
 MAX_TABLE_RANKS = 8
 NAMES_OF_PARTS = {part: part.replace("_", "-") for part in PARTS} | {"between": "between starts"}
@@ -38,7 +38,7 @@ SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "optim"}
 
 
 def make_console() -> Console:
-    """Returns a console on stdout, styled only on a terminal, whatever FORCE_COLOR asks."""
+    """Returns a console on stdout, styled only on a terminal, even with FORCE_COLOR."""
     return Console(force_terminal=sys.stdout.isatty(), highlight=False)
 
 
@@ -50,14 +50,16 @@ def print_styled(console: Console, text: str, style: str = "") -> None:
 class Progress:
     """Two live lines on a capable terminal (`train.progress`); plain lines elsewhere.
 
-    These are of the first, the last, every `train.log_every`-th and every not finite step.
+    Plain lines are printed for the first, the last, every `train.log_every`-th and every skipped
+    step.
     """
 
     def __init__(
         self, console: Console, settings: TrainConfig, first_step: int, last_step: int
     ) -> None:
         self._console = console
-        self._first_step, self._last_step = first_step, last_step
+        self._first_step = first_step
+        self._last_step = last_step
         self._every = settings.log_every
         self._row: Mapping[str, Any] | None = None  # the last step's line
         self._skipped = 0
@@ -125,7 +127,7 @@ class Progress:
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:
-    """Returns the figures of a step's line, each as wide as it usually gets."""
+    """Returns the figures of a step's line, each padded to its usual width."""
     found = [
         f"loss {loss_words(row['loss']):>8}",
         f"grad {row['grad_norm']:#8.3g}",
@@ -139,7 +141,7 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
-    """Returns the header's rows from the configuration: label to text."""
+    """Returns the header's rows from the configuration, label → text."""
     model, optim = config.model, config.optim
     dp, world_size = config.dp or 1, config.world_size
     microbatches = config.global_batch_size // (config.micro_batch_size * dp)
@@ -171,7 +173,7 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
 def length_words(seq_length: int, length: Length, windows: int | None = None) -> str:
     """Returns the length of the run in steps and tokens, and epochs of `windows` samples."""
     samples = length.samples
-    tokens = si(samples * seq_length).rstrip()  # without a prefix it ends in a blank
+    tokens = si(samples * seq_length).rstrip()  # without a prefix it ends with a blank
     text = f"{length.last_step:,} steps · {tokens} tokens"
     return text if windows is None else f"{text} · {samples / windows:.3g} epochs"
 
@@ -181,7 +183,7 @@ def print_header(console: Console, title: str, facts: Mapping[str, str]) -> None
 
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
-    """Prints the closing panel, with the figures of `summary`, and below it the paths."""
+    """Prints the closing panel with the figures of `summary`, and the paths below it."""
     outer = Table.grid(expand=True)
     width = min(MAX_WIDTH, console.width) - 4
     outer.add_row(_table(_figures(summary)))
@@ -190,7 +192,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         outer.add_row(Text(line, no_wrap=True))
     title = f"{summary['run']} · {summary['status']} after {steps}"
     _panel(console, title, outer, "green" if summary["status"] == "finished" else "yellow")
-    for label, text in _places(summary).items():  # outside of the frame, to be copied
+    for label, text in _places(summary).items():  # outside of the frame, easy to copy
         print_styled(console, f"  {label:{LABEL_WIDTH}} {text}")
 
 
@@ -238,7 +240,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def goodput_words(spent: Mapping[str, Any]) -> str:
-    """Returns the share of the wall time in which a run got on, and what took the rest."""
+    """Tells the share of the wall time spent on progress, and how the rest was spent."""
     starts = spent["starts"]
     text = f"{percent(spent['value'])} of {duration(spent['wall_s'])}"
     text += f" in {starts:,} starts" if starts > 1 else ""
@@ -261,7 +263,7 @@ def _places(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _breakdown(summary: Mapping[str, Any], width: int) -> list[str]:
-    """Returns a table: milliseconds of a step by kind, a row a rank, or least, mean and most."""
+    """Returns a table of a step's milliseconds by kind: a row per rank, or least, mean and most."""
     if summary["breakdown"] is None:
         return []
     ranks = summary["breakdown"]["ranks"]
@@ -309,8 +311,11 @@ def _panel(console: Console, title: str, content: Table, style: str) -> None:
 
 
 def evaluation_lines(reads_bytes: bool, steps: int, row: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of an evaluation in a run of `steps`: held out, with some parts of a blend,
-    and each set. `reads_bytes`: a token is a byte."""
+    """Returns the lines of an evaluation in a run of `steps` steps.
+
+    There is one for the held-out loss, with some parts of a blend, and one for each validation set.
+    `reads_bytes`: each token is a byte.
+    """
     loss = value(row, "eval_loss")
     begin = f"eval {row['step']:{len(str(steps))}d}/{steps}  "
     lines = [f"{begin}{name}: {_score_words(one)}" for name, one in row.get("valid", {}).items()]
@@ -335,5 +340,5 @@ def _score_words(row: Mapping[str, Any]) -> str:
 
 
 def bits_per_byte(eval_loss: float | None, reads_bytes: bool) -> float | None:
-    """Converts nats per token to bits per byte, where a token is a byte."""
+    """Converts nats per token to bits per byte; None unless each token is a byte."""
     return eval_loss / math.log(2) if reads_bytes and eval_loss is not None else None

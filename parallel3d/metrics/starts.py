@@ -1,12 +1,12 @@
-"""`starts.jsonl`: when each start of a run began and what it spent its time with; goodput of these.
+"""Keeps `starts.jsonl`, when each start of a run began and how it spent its time; goodput.
 
-A line for each start that came to its first step: `first_step last_step started host layout config`
+Each start that reached its first step has a line: `first_step last_step started host layout config`
 (the name of its configuration), the Unix times `begun` (of rank 0's process) and `at` (of the first
-step), `lost_s`, the seconds of steps that an earlier start did and this one does again, and
-`between_s` from the last sign of the start before. After it, at each checkpoint and at the end, a
-line with the start's sums so far: `account` (the Unix time), `step`, `evaluation_s`,
-`checkpoint_s`, `skipped_s` of steps that changed nothing and `rolled_back_s`. An older start has
-only the first.
+step), `lost_s`, the seconds of earlier starts' steps that this start repeats, and `between_s`, the
+seconds since the last sign of the preceding start. At each checkpoint and at the end, a line with
+the start's sums so far follows: `account` (the Unix time), `step`, `evaluation_s`, `checkpoint_s`,
+`skipped_s` of steps that changed nothing, and `rolled_back_s`. Starts of older versions lack these
+lines.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PARTS = ("steps", "lost", "start_up", "evaluation", "checkpoint", "between", "ot
 
 
 class Goodput(NamedTuple):
-    """The wall time of a run over all its starts, in seconds by what it was spent with.
+    """The wall time of a run over all its starts, in seconds by activity.
 
-    `steps` are those that count: in metrics.jsonl, and not skipped.
+    Activity `steps` includes only steps that are in metrics.jsonl and were not skipped.
     """
 
     starts: int
@@ -38,7 +38,7 @@ class Goodput(NamedTuple):
 
     @property
     def value(self) -> float | None:
-        """Returns the share of the time in which the run got on; None for no time."""
+        """The share of the time that brought progress; None for no time."""
         return self.seconds["steps"] / self.wall_s if self.wall_s > 0 else None
 
     def row(self) -> dict[str, Any]:
@@ -51,14 +51,14 @@ class Goodput(NamedTuple):
 
 @dataclass
 class Start:
-    """One start as `starts.jsonl` has it, up to its last line."""
+    """One start, as recorded by its lines in `starts.jsonl`."""
 
     line: Mapping[str, Any]  # its first
     begun: float
     at: float  # of its first step
     lost_s: float = 0.0
     between_s: float = 0.0
-    account: float = 0.0  # when it was last heard of, and the step then
+    account: float = 0.0  # Unix time of its last line; `step` is the step at that time
     step: int = 0
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
 
@@ -97,7 +97,7 @@ def goodput(starts: list[Start], steps_s: float, now: float | None = None) -> Go
 
     Args:
         steps_s: seconds of the steps in metrics.jsonl that were not skipped.
-        now: Unix time of the end; None: when the run was last heard of.
+        now: Unix time of the end; None: the time of the run's last line.
     """
     if not starts:
         return None
@@ -125,31 +125,37 @@ def seconds_of(row: Mapping[str, Any]) -> float:
 
 
 class Account:
-    """Keeps the account of one start, on rank 0; times are of the wall clock, in seconds.
+    """Accounts for the wall-clock seconds of one start, on rank 0.
 
     Args:
-        earlier: the starts before.
+        earlier: the preceding starts.
         begun: Unix time at which the process of rank 0 began.
     """
 
     def __init__(self, earlier: list[Start], begun: float) -> None:
-        self._earlier, self._begun = earlier, begun
-        self._kept_s = self._again_s = self._late_s = 0.0  # of earlier starts' steps
-        self._before = self._step = 0  # steps before this start, and the last one
-        self._seconds: array[float] = array("d")  # of each step; 0 where it does not count
+        self._earlier = earlier
+        self._begun = begun
+        # Seconds of earlier starts' steps: kept, repeated, and after the last account.
+        self._kept_s = 0.0
+        self._again_s = 0.0
+        self._late_s = 0.0
+        self._before = 0  # steps before this start
+        self._step = 0  # the last step
+        self._seconds: array[float] = array("d")  # of each step; 0 for steps that do not count
         self._steps_s = 0.0
         self._sums = dict.fromkeys(SUMS, 0.0)
         self._start: Start | None = None
 
     def kept(self, row: Mapping[str, Any]) -> None:
-        """Takes a step's line of an earlier start that stays in metrics.jsonl."""
+        """Adds a step of an earlier start whose line stays in metrics.jsonl."""
         self._kept_s += seconds_of(row)
 
     def dropped(self, row: Mapping[str, Any]) -> None:
-        """Takes a step's line of an earlier start, which this one does again."""
+        """Adds a step of an earlier start that this start repeats."""
         self._again_s += seconds_of(row)
         if self._earlier and row["step"] > self._earlier[-1].step:
-            self._late_s += float(row.get("step_time_s") or 0.0)  # after its last account
+            # It came after the start's last account.
+            self._late_s += float(row.get("step_time_s") or 0.0)
 
     def begin(self, now: float, line: Mapping[str, Any]) -> dict[str, Any]:
         """Begins the first step; returns `line` of `starts.jsonl` with the times."""
@@ -165,10 +171,11 @@ class Account:
         return whole
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Takes the line of a step of this start."""
+        """Adds a step of this start by its line."""
         seconds = float(row["step_time_s"])
         skipped = bool(row.get("skipped"))
-        self._sums["skipped_s"] += seconds * skipped
+        if skipped:
+            self._sums["skipped_s"] += seconds
         self._seconds.append(0.0 if skipped else seconds)
         self._steps_s += self._seconds[-1]
         self._step = row["step"]
@@ -178,7 +185,7 @@ class Account:
         self._sums[f"{part}_s"] += seconds
 
     def rolled_back(self, step: int) -> None:
-        """Takes back the steps after `step`, whose parameters are no more."""
+        """Counts the steps after `step` as rolled back."""
         first = max(0, step - self._before)
         self._sums["rolled_back_s"] += sum(self._seconds[first:])
         self._seconds[first:] = array("d", [0.0] * (len(self._seconds) - first))

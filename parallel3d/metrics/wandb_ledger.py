@@ -1,13 +1,13 @@
-"""Notes what W&B has of a run: its id there, the sessions that sent rows, and the last row of each.
+"""Records a run's state in W&B: its id there, the sessions that sent rows, and their last rows.
 
-All starts of a run are one W&B run without repeated steps. A start that resumes repeats steps after
-the checkpoint that W&B may have, and lacks rows that were lost when the run was killed. So every
-session has lines in the run's folder (LEDGER): before its first row, at each checkpoint, and when
-W&B has confirmed the last one. Only of a session that was killed it is not known what reached W&B's
-file, which is then read by W&B's own tool.
+All starts of a run make one W&B run without repeated steps. A resumed start repeats steps after the
+checkpoint, which W&B may already have, and W&B may lack rows lost when the run was killed. So every
+session writes lines into the run's folder (LEDGER): before its first row, at each checkpoint, and
+when W&B has confirmed the last row. Only for a killed session it is unknown which rows reached
+W&B's file, which is then read by W&B's own tool.
 
-W&B takes no row back. Where the rows that it has would not be those of the run that goes on, since
-keys changed, and where nobody can say which rows it has, the run goes on there under a new id.
+W&B takes no row back. If its rows contradict the resumed run because keys changed, or if it is
+unknown which rows it has, the run continues there under a new id.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from parallel3d.metrics.jsonl import append_line
 
 ID_FILE = "wandb-id"
 LEDGER = "wandb.jsonl"
-# W&B's folder of a session; an id may have dashes of its own.
+# Name of a session's folder; an id may contain dashes.
 _FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
-# Types of records that W&B's tool shows (0.31). Where it shows no row and others than these, its
-# output is another one than this reader knows.
+# Types of records that W&B's tool shows (0.31). If it shows no row and other types than these, its
+# output has a format that this reader does not know.
 _TYPES = frozenset(
     (
         *("run", "history", "summary", "exit", "metric", "stats", "config", "files", "header"),
@@ -47,11 +47,11 @@ _HEADER_BYTES = 64  # a file without records is shorter
 
 
 class UnknownRows(Exception):
-    """Tells, in a clause, why it is not known which rows W&B has."""
+    """The rows that W&B has are unknown; the message is a clause that tells why."""
 
 
 class Row(NamedTuple):
-    """Place of a logged row in the order of rows: a step's evaluation comes after the step."""
+    """Place of a logged row in the order of rows; a step's evaluation follows the step."""
 
     step: int
     evaluation: bool
@@ -59,15 +59,15 @@ class Row(NamedTuple):
 
 @dataclass
 class Session:
-    """One session of W&B as the ledger has it.
+    """One session of W&B, as recorded in the ledger.
 
     Attributes:
-        id: of the run in W&B.
-        home: the run's folder then, absolute.
-        folder: the session's in `wandb/`.
-        keys: the decisive keys, with their values as typed.
-        last: the last row that was sent, as far as it was noted.
-        closed: W&B has all that was sent.
+        id: the run's id in W&B.
+        home: the run's folder at the time, absolute.
+        folder: the session's folder in `wandb/`.
+        keys: the decisive keys with their given values.
+        last: the last row recorded as sent.
+        closed: W&B has confirmed all rows.
     """
 
     id: str
@@ -109,14 +109,17 @@ class Ledger:
         self._number = len(sessions_of(run_dir)) + 1
 
     def begin(self, id: str, folder: str, first_step: int, keys: Mapping[str, str]) -> None:
-        """Notes the session before its first row. `folder`: its name in `wandb/`; `keys`: those
-        that decide on the figures of the steps (`identity.decisive`)."""
+        """Records the session before its first row.
+
+        `folder` is its name in `wandb/`; `keys` are the keys that determine the figures of the
+        steps (`identity.decisive`).
+        """
         row = {"session": self._number, "id": id, "home": self._home, "folder": folder}
         row |= {"first_step": first_step, "checkpoint": first_step - 1}
         append_line(self._path, row | {"keys": keys})
 
     def sent(self, last: Row | None, *, closed: bool = False) -> None:
-        """Notes the last row that was sent, and whether W&B has confirmed it."""
+        """Records the last sent row, and whether W&B has confirmed it."""
         row: dict[str, Any] = {"session": self._number}
         if last is not None:
             row |= {"last_step": last.step, "evaluation": last.evaluation}
@@ -125,13 +128,13 @@ class Ledger:
 
 
 class Beginning(NamedTuple):
-    """How a session begins.
+    """The beginning of a session.
 
     Attributes:
-        id: of the run in W&B.
-        last: the last row that W&B has of it.
-        changed: rows that W&B may have of `first_step` and later are not those of this start.
-        lines: to say.
+        id: the run's id in W&B.
+        last: the run's last row in W&B.
+        changed: rows from `first_step` on, if W&B has any, contradict this start.
+        lines: sentences for the user.
     """
 
     id: str
@@ -147,10 +150,11 @@ def begin(
     environ: Mapping[str, str],
     changed: bool = False,
 ) -> Beginning:
-    """Decides under which id a start from `first_step` goes on in W&B, and keeps it in ID_FILE.
+    """Chooses the id under which a start from `first_step` continues in W&B; saves it in ID_FILE.
 
-    `keys`: as in `Ledger.begin`. `changed`: some differ from those of the checkpoint, for a run
-    whose ledger does not tell.
+    `keys` are described at `Ledger.begin`. `changed`: some differ from the checkpoint's; used only
+    if the ledger does not tell.
+
     Raises OSError.
     """
     kept = kept_id(run_dir)
@@ -162,7 +166,7 @@ def begin(
         return _anew(run_dir, line)
     sessions = [session for session in sessions_of(run_dir) if session.id == kept]
     if sessions:
-        # A key that came later had its default.
+        # A key of a later version had its default.
         was = decisive(Config()) | dict(sessions[-1].keys)
         changed = any(was[key] != value for key, value in keys.items())
     try:
@@ -175,12 +179,12 @@ def begin(
 
 
 def replaced(run_dir: Path, kept: str, first_step: int, last_step: int) -> Beginning:
-    """Begins under a new id, as W&B's rows from `first_step` on are of a start with other keys."""
+    """Begins under a new id, since W&B's rows from `first_step` on are from other keys."""
     steps = f"steps {first_step:,} to {last_step:,}"
     if first_step == last_step:
         steps = f"step {first_step:,}"
     is_one = "is" if first_step == last_step else "are"
-    line = f"W&B: {steps} of its run {kept} {is_one} of an earlier start, before keys changed"
+    line = f"W&B: {steps} of its run {kept} {is_one} from an earlier start with other keys"
     return _anew(run_dir, line)
 
 
@@ -205,15 +209,15 @@ def _keep(run_dir: Path, made: str) -> str:
 def _first_id(run_dir: Path, environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """Returns the id of a run that begins, and lines to say.
 
-    WANDB_RUN_ID is of this run where a sweep's agent sets it. A shell's would make one run in W&B
-    of all that are started there. A name of our own would not be unique in the project.
+    WANDB_RUN_ID is used only if a sweep's agent has set it. Set in a shell, it would join all runs
+    started there into one in W&B. The run's name would not be unique in the project.
     """
     given, made = environ.get("WANDB_RUN_ID"), secrets.token_hex(8)
     if not given:
         return made, ()
     kept = f"this run is {made} in W&B"
     if not environ.get("WANDB_SWEEP_ID"):
-        why = "taken beside a sweep's agent alone, as all runs of this shell would be one there"
+        why = "used only under a sweep's agent, as all runs of this shell would be one there"
         return made, (f"WANDB_RUN_ID={given} is {why}: {kept}",)
     if (other := _beside(run_dir, given)) is not None:
         return made, (f"WANDB_RUN_ID={given} is run {other.name} already: {kept}",)
@@ -221,7 +225,7 @@ def _first_id(run_dir: Path, environ: Mapping[str, str]) -> tuple[str, tuple[str
 
 
 def _beside(run_dir: Path, id: str) -> Path | None:
-    """Returns the folder of another run of `runs_dir` which has this id in W&B."""
+    """Returns the folder of another run of `runs_dir` with this id in W&B."""
     for file in sorted(run_dir.absolute().parent.glob(f"*/{ID_FILE}")):
         if kept_id(file.parent) == id and not file.parent.samefile(run_dir):
             return file.parent
@@ -229,10 +233,11 @@ def _beside(run_dir: Path, id: str) -> Path | None:
 
 
 def _copied_from(run_dir: Path, kept: str) -> Path | None:
-    """Returns the folder of which `run_dir` is a copy: the ledger's, which still has the same id.
+    """Returns the folder from which `run_dir` was copied; None if it is not a copy.
 
-    Without a ledger it is the folder of the run's name. A folder that was moved leaves none behind,
-    but where its home is no more, another of its copies may have been moved too.
+    That is the folder in the ledger, if it still has the same id; without a ledger, the folder with
+    the run's name. A folder that was moved leaves none behind; then any other run with its id
+    counts.
     """
     sessions = sessions_of(run_dir)
     home = Path(sessions[-1].home) if sessions else _home_by_name(run_dir)
@@ -248,7 +253,7 @@ def _home_by_name(run_dir: Path) -> Path | None:
     try:
         tree: Any = read_yaml(run_dir / "config.yaml")
     except (OSError, UnicodeDecodeError, YAMLError):
-        return None  # a run without a configuration of ours has no name
+        return None  # without its configuration, a run has no name
     name = tree.get("run") if isinstance(tree, Mapping) else None
     return None if name is None else run_dir.absolute().parent / str(name)
 

@@ -25,7 +25,7 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) 
     assert "restart" not in ended.err  # it would happen again
     assert re.search(
         r"TrainingFailure: step 7: gradients were not finite for 3 steps in a row; "
-        rf"the first bad one in the model's order is that of \S+ on rank 1 \(.*\) on {HOST}",
+        rf"the first bad gradient in the model's order is of \S+ on rank 1 \(.*\) on {HOST}",
         ended.errors[-1],
     )
     rows = [r for r in rows_of(shell.cwd / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
@@ -39,7 +39,9 @@ def test_run_goes_back_over_bad_steps_and_a_drifted_replica_is_named(shell: Shel
     assert ended.code == 0, ended.err
     back = [e for e in ended.errors if "rollback" in e]
     assert len(back) == 1
-    assert "back to the parameters of step 6, on with new samples (rollback 1 of 3)" in back[0]
+    assert (
+        "back to the parameters of step 6, continuing with new samples (rollback 1 of 3)" in back[0]
+    )
     rows = [r for r in rows_of(shell.cwd / "runs" / "mine" / "metrics.jsonl") if "loss" in r]
     assert [r["step"] for r in rows] == list(range(1, 13))
     drifted = [e for e in ended.errors if "drifted" in e]

@@ -197,7 +197,7 @@ def test_there_and_back_again(tmp_path: Path, tool: Tool) -> None:
     ("environ", "taken", "words"),
     [
         ({}, None, None),
-        (SHELL, None, "WANDB_RUN_ID=mine is taken beside a sweep's agent alone"),
+        (SHELL, None, "WANDB_RUN_ID=mine is used only under a sweep's agent"),
         ({"WANDB_RUN_ID": ""}, None, None),
         ({"WANDB_SWEEP_ID": "s1"}, None, None),
         (AGENT, "agent-1", None),

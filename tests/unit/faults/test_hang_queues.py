@@ -51,7 +51,7 @@ def test_devices_that_wait_for_each_other_went_different_ways() -> None:
     verdict = diagnose(states, {})
     assert verdict.kind == "missing"
     assert set(verdict.ranks) == {0, 1}
-    assert verdict.sentence.endswith("they went different ways")
+    assert verdict.sentence.endswith("their operations differ")
 
 
 def test_rank_that_gave_another_size_is_at_fault_though_it_has_got_past() -> None:

@@ -167,7 +167,7 @@ def test_figures_have_names_in_their_sections_and_nulls_have_none() -> None:
 def test_a_missing_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_loggers(LoggerConfig(name="wandb"), {})
-    with pytest.raises(UserError, match=r"give pip install 'parallel3d\[tensorboard\]', or "):
+    with pytest.raises(UserError, match=r"run pip install 'parallel3d\[tensorboard\]', or "):
         check_loggers(LoggerConfig(name="tensorboard"), {})
     with pytest.raises(UserError, match=r"logger=\[wandb\]$"):
         check_loggers(LoggerConfig(name=["tensorboard", "wandb"]), {})

@@ -113,7 +113,7 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert Path(summary["wandb"]["folder"]).is_dir()
     begin, end = capfd.readouterr().out.split("run directory", 1)
     command = f"wandb sync {summary['wandb']['folder']}"
-    assert "W&B is offline, as no key is at hand" in begin
+    assert "W&B is offline, as there is no API key" in begin
     assert all(command in "".join(text.split("\n")) for text in (begin, end))
     (run_dir / "wandb" / "offline-run-20260101_000000-x").mkdir()
     several = sync_command(Path(summary["wandb"]["folder"]))
