@@ -81,12 +81,12 @@ def check_config(
     check_plain(config)
     check_given(config.layout, config.launch.ranks)
     tp, cp, pp, vpp = config.tp, config.cp, config.pp, config.vpp
-    dp = data_parallel_size(world_size, tp=tp, pp=pp, cp=cp, dp=config.dp)
-    check_conflicts(CONFLICTS, lambda name: dp if name == "dp" else attrgetter(name)(config))
     model, schedule, train, optim = config.model, config.schedule, config.train, config.optim
     tensor, batch = config.tensor_parallel, config.global_batch_size
     check_model(model)
     check_tensor_parallel(model, tensor.chunks, tp=tp, cp=cp, sp=config.sp)
+    dp = data_parallel_size(world_size, tp=tp, pp=pp, cp=cp, dp=config.dp)
+    check_conflicts(CONFLICTS, lambda name: dp if name == "dp" else attrgetter(name)(config))
     replica = Replicas(config.micro_batch_size, dp)
     check_no_count(schedule.num_microbatches, replica)
     check_batch(batch, replica)
