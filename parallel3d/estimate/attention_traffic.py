@@ -1,4 +1,4 @@
-"""Counts what attention sends over context-parallel ranks, by style."""
+"""Counts the traffic of attention between context-parallel ranks, by style."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import numpy as np
 
 from parallel3d.blueprint.ops import Number, Widths
 
-OVERLAPPED = ("gather", "ring")  # attention runs while these send
+OVERLAPPED = ("gather", "ring")  # styles that send while attention computes
 
 
 class Sent(NamedTuple):
     """Equal calls of one layer and micro-batch on one rank.
 
     Attributes:
-        nbytes: of one call, the whole buffer, as nccl-tests counts it.
-        count: calls in forward and backward. again: more of them if the backward repeats attention.
+        op: the collective.
+        nbytes: bytes of the whole buffer of one call, as nccl-tests counts it.
+        count: number of calls in forward and backward.
+        again: number of further calls if the backward recomputes attention.
+        what: the content, for reports.
     """
 
     op: str
@@ -30,17 +33,21 @@ class Sent(NamedTuple):
 def sends(
     style: str, w: Widths, tokens: Number, item: Number, cp: Number, drops: bool = False
 ) -> Iterator[Sent]:
-    """Yields what a layer's attention sends (context_parallel/attention.py).
+    """Yields the calls of a layer's attention (context_parallel/attention.py).
 
     Args:
-        w: of one tensor rank. tokens: of a micro-batch on one context-parallel rank.
-        item: bytes of an element. drops: with dropout, which gathers keys and values apart.
+        style: `context_parallel.style`.
+        w: sizes of a layer on one tensor rank.
+        tokens: tokens of a micro-batch on one context-parallel rank.
+        item: bytes of an element.
+        cp: number of context-parallel ranks.
+        drops: whether there is dropout, which gathers keys and values separately.
     """
-    own, what = 2 * tokens * w.keys * item, "keys and values"  # of this rank
+    own, what = 2 * tokens * w.keys * item, "keys and values"  # own: bytes of this rank
     if style == "gather" and drops:
         yield Sent("all_gather", cp * own / 2, 2, 2, what)
         yield Sent("reduce_scatter", cp * own / 2, 2, 0, f"gradients of {what}")
-    elif style == "gather":  # a repeated forward keeps for the backward what it gathers
+    elif style == "gather":  # the recomputed forward's keys and values serve the backward too
         yield Sent("all_gather", cp * own, 2, 0, what)
         yield Sent("reduce_scatter", cp * own, 1, 0, f"gradients of {what}")
     elif style == "ring":
@@ -55,9 +62,9 @@ def sends(
 
 
 def exposed(style: str, sent: Any, attention: Any, share: float) -> Any:
-    """Returns the seconds of `sent` that a rank waits, beside `attention`'s seconds.
+    """Returns the part of `sent` seconds that `attention` seconds of compute do not hide.
 
-    `share`: fraction of an overlapped style's seconds that is not hidden even by long attention.
+    `share`: fraction of an overlapped style's seconds that even long attention does not hide.
     """
     if style not in OVERLAPPED:
         return sent

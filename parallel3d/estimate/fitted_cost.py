@@ -1,9 +1,9 @@
-"""Fitted cost model: seconds of a training step by closed formulas, with constants that are fitted
-on published runs.
+"""Predicts the seconds of a training step by closed formulas, with constants fitted on published
+runs.
 
 Everything is element-wise: one call prices one layout, a table of measured runs, or all candidates
-of a search. `benchmarks/planner/published.py` writes `constants.json`; a device and type without a
-measured run keeps its guess.
+of a search. `benchmarks/planner/published.py` writes `constants.json`; a device and dtype without a
+measured run keeps a guessed constant.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import Costs, walk
 
 Number = NDArray[Any]
-OF_EXPERTS = ("mlp.up", "mlp.activation", "mlp.down")  # each active expert of a token does these
+OF_EXPERTS = ("mlp.up", "mlp.activation", "mlp.down")  # run once per active expert of a token
 
 
 FILE = Path(__file__).with_name("constants.json")
@@ -49,8 +49,7 @@ def from_odds(odds: Number | float) -> Number:
 
 
 class Constants:
-    """Values by name (`benchmarks/planner/published_fit.py` says what they are); those of a family
-    also as an array."""
+    """Constants by name; `benchmarks/planner/published_fit.py` describes them."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
         self.values = values
@@ -59,7 +58,7 @@ class Constants:
         return self.values[name]
 
     def of(self, family: str, key: str, index: Number) -> Number:
-        """Returns a family's constant for each row's member."""
+        """Returns a family's constant for the member of each row."""
         values = [self.values[f"{family}.{name}.{key}"] for name in FAMILIES[family]]
         return np.array(values)[np.asarray(index, dtype=int)]
 
@@ -69,8 +68,8 @@ def load() -> Constants:
     return Constants(json.loads(FILE.read_text())["constants"])
 
 
-# Rates of parallel3d's own kernels by GPU: those that give GEMMs, attention, element-wise kernels,
-# head and loss, and optimizer of a step of llama_1b the seconds of its trace (docs/gpu.md).
+# Rates of parallel3d's own kernels by GPU. They reproduce the seconds of GEMMs, attention,
+# element-wise kernels, head and loss, and optimizer in the trace of a llama_1b step (docs/gpu.md).
 OWN_RATES = {
     "h100": {
         "speed.h100/bf16.rate": 0.8129,
@@ -84,41 +83,41 @@ OWN_RATES = {
 
 
 def load_own(card: str) -> Constants:
-    """Reads the fitted constants, with the rates of parallel3d's kernels on GPUs where it was
-    timed."""
+    """Reads the fitted constants, with the rates of parallel3d's own kernels if it was timed on
+    this GPU."""
     return Constants({**load().values, **OWN_RATES.get(card, {})})
 
 
 def range_of_a_new_place() -> tuple[float, float]:
-    """Returns measured over predicted seconds of runs on a GPU, network or engine that was left out
-    of the fit: four of five are between the two figures."""
+    """Returns the range of measured over predicted seconds for a GPU, network or engine outside the
+    fit, which holds four of five such runs."""
     low, high = json.loads(FILE.read_text())["ranges"]["place"]
     return low, high
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """Sizes are of the whole model and the whole layout; flags are 0 or 1."""
+    """Sizes of the whole model and layout, software and hardware of a step; flags are 0 or 1."""
 
     layers: Number
     hidden: Number
     heads: Number
     kv_heads: Number
     head_size: Number
-    ffn: Number  # of one expert, where there are experts
-    gated: Number  # three matrices in the MLP instead of two
+    ffn: Number  # width of one expert, if there are experts
+    gated: Number  # flag: three matrices in the MLP instead of two
     vocab: Number
     tied: Number
     seq: Number
-    window: Number  # the most keys that a query sees
+    window: Number  # largest number of keys that a query sees
     # layout
     tp: Number
     pp: Number
     dp: Number
     cp: Number
-    cp_style: Number  # index into STYLES; beyond them: the cheapest
-    chunks: Number  # model chunks a rank of the pipeline
-    split: Number  # fraction of the bubble that split backwards leave (zero bubble); 0: whole ones
+    cp_style: Number  # index into STYLES; an index past the end: the cheapest style
+    chunks: Number  # model chunks per pipeline rank
+    split: Number  # share of the bubble left by split backwards; 0: backwards are whole
     micro_batch: Number
     microbatches: Number
     gpus_per_node: Number  # GPUs of one NVLink domain
@@ -128,36 +127,36 @@ class StepWork:
     last: Number
     # software
     zero: Number
-    recompute_norm: Number  # flags: without parts that others imply
+    recompute_norm: Number  # flags, without parts that others imply
     recompute_activation: Number
     recompute_attention: Number
     recompute_mlp: Number
     recompute_layer: Number
-    recompute_end: Number  # what no part repeats: other frameworks repeat whole layers
+    recompute_end: Number  # other operations: other frameworks recompute whole layers
     sequence_parallel: Number
     flash: Number
     dropout: Number
-    parallel_block: Number  # attention and MLP from one norm: half of tp's collectives
+    parallel_block: Number  # attention and MLP share a norm, which halves tp's collectives
     overlap_tp: Number
     overlap_pp: Number
     overlap_dp: Number
     scatter_gather: Number  # Megatron's scatter_gather_tensors_in_pipeline
-    graph: Number  # kernels launched as one graph
-    compiled: Number  # element-wise operations in few kernels
+    graph: Number  # flag: kernels are launched as one graph
+    compiled: Number  # flag: element-wise operations are fused
     fp8: Number
     experts: Number
     active_experts: Number
     ep: Number
     grad_bytes: Number
     # hardware
-    peak: Number  # FLOP/s of the type of the GEMMs
-    peak_attention: Number  # of the type of attention
+    peak: Number  # FLOP/s in the dtype of GEMMs
+    peak_attention: Number  # FLOP/s in the dtype of attention
     memory_bytes: Number
     memory_rate: Number  # bytes/s
     units: Number
     link_rate: Number  # bytes/s one way
     fabric_rate: Number  # bytes/s one way of one GPU's share
-    # Constants by device and type, fabric, engine: indices into the lists above.
+    # Indices of constants, into the lists above.
     speed: Number
     fabric: Number
     engine: Number
@@ -183,7 +182,7 @@ class StepWork:
         return layer_ops(self.widths)
 
     def held(self, op: Op) -> Any:
-        """Returns the elements of a GEMM's weights on a tensor rank, of all its experts."""
+        """Returns the elements of a GEMM's weights on a tensor rank, over all its experts."""
         local = np.where(self.experts > 1, self.experts / self.ep, 1.0)
         return op.inputs * op.outputs * (local if op.name in OF_EXPERTS else 1.0)
 
@@ -194,7 +193,7 @@ class StepWork:
 
 
 def sizes_of_model(model: ModelConfig) -> dict[str, float]:
-    """Returns the fields of `StepWork` that the model alone decides (no experts)."""
+    """Returns the fields of `StepWork` that depend on the model alone (without experts)."""
     return {
         "layers": model.num_layers, "hidden": model.hidden_size,
         "heads": model.num_attention_heads, "kv_heads": model.kv_heads,
@@ -207,15 +206,15 @@ def sizes_of_model(model: ModelConfig) -> dict[str, float]:
 
 # Time of a pipeline in closed form (tested against `schedules/walk.py`).
 
-# Bubble left by split backwards: (F + I - W) / (F + I + W) at 1 : 1.2 : 0.8, which simulated zb_h1
-# and interleaved_zb match within 0.02; zbv's is 0.2 of 1F1B's.
+# Share of the bubble left by split backwards: (F + I - W) / (F + I + W) at 1 : 1.2 : 0.8. Simulated
+# zb_h1 and interleaved_zb agree within 0.02; zbv leaves 0.2 of 1F1B's bubble.
 SPLIT_BUBBLE = 0.47
 _COSTS = (1.0, 1.2, 0.8)
-_CLOCKED = 16  # the most ranks for which V-Half, without a closed form, is simulated
+_CLOCKED = 16  # V-Half has no closed form and is simulated with at most this many ranks
 
 
 def share_left(schedule: str, ranks: int, microbatches: int) -> float:
-    """Returns the fraction of the bubble that split backwards leave; 0: the schedule has none."""
+    """Returns the share of the bubble left by split backwards; 0 for schedules of whole ones."""
     if schedule == "v_half":
         return _v_half(min(ranks, _CLOCKED), microbatches * min(ranks, _CLOCKED) // ranks)
     return {"zb_h1": SPLIT_BUBBLE, "interleaved_zb": SPLIT_BUBBLE, "zbv": 0.4}.get(schedule, 0.0)
@@ -223,7 +222,8 @@ def share_left(schedule: str, ranks: int, microbatches: int) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _v_half(ranks: int, microbatches: int) -> float:
-    """Simulates V-Half; its idle time between micro-batches grows linearly with their number."""
+    """Returns `share_left` of V-Half by simulation; its idle time is linear in the
+    micro-batches."""
     if ranks == 1:
         return 1.0
     few, many = (_idle(ranks, count) for count in (2 * ranks, 3 * ranks))
@@ -248,31 +248,33 @@ def pipeline_time(
     chunks: Number,
     split: Number | float = 0.0,
 ) -> Any:
-    """Returns seconds of 1F1B's step, plain (chunks 1) or interleaved.
+    """Returns the seconds of a step of 1F1B, plain (chunks=1) or interleaved.
 
-    Costs are a micro-batch's forward and backward on the first, the slowest middle and the last
-    stage, and on all together: the slowest works all the time, the others fill and drain.
-    `split`: the fraction of the bubble that remains (`share_left`), 0 for whole backwards.
+    `first`, `middle`, `last` and `total` are the seconds of a micro-batch's forward and backward on
+    the first, the slowest middle and the last stage, and on all stages. The slowest stage is always
+    busy; the others fill and drain. `split`: the share of the bubble that remains (`share_left`),
+    0 for whole backwards.
     """
     left = np.where(np.asarray(split) > 0, split, 1.0)
     slowest = np.maximum(np.maximum(first, middle), last)
     return microbatches * slowest + np.maximum(total - slowest, 0) / chunks * left
 
 
-# Of a GEMM: rows, columns, splits of k, number of times that the tile was halved.
+# Tiles of a GEMM: rows, columns, splits of k, number of times that the tile was halved.
 _TILES = ((256, 128, 1, 0), (128, 128, 1, 1), (128, 64, 1, 2), (256, 128, 4, 0), (128, 128, 3, 1))
 
 
 def smooth_max(a: Number, b: Number, power: float = 4.0) -> Any:
-    """Returns nearly max(a, b) of two times, more where they are close: neither hides fully."""
+    """Returns about max(a, b), and more where the times are close and neither is hidden fully."""
     return (a**power + b**power) ** (1 / power)
 
 
 def gemm(work: StepWork, c: Constants, m: Number, n: Number, k: Number) -> Any:
     """Returns seconds of an (m, k) × (k, n) matmul.
 
-    The rate of large matmuls, reduced for short k (fill and drain of each tile), tiles that reach
-    over the edge, an incomplete last wave (partly: cuBLAS picks among tiles) and ragged sides.
+    The rate of large matmuls is reduced for a short k (fill and drain of each tile), for tiles that
+    reach over the edge, for an incomplete last wave (in part, as cuBLAS chooses among tiles) and
+    for ragged sizes.
     """
     ragged = (np.mod(n, 64) != 0) | (np.mod(k, 64) != 0)
     rate = c.of("speed", "rate", work.speed) * work.peak
@@ -295,8 +297,8 @@ def move(work: StepWork, c: Constants, bytes: Number) -> Any:
 def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
     """Returns (forward, backward) seconds of one layer's scores, softmax and values.
 
-    Flash kernels skip the masked half, and their backward is 2.5 forwards. Plain ones compute the
-    full square and write it: forward, twice in the backward.
+    Flash kernels skip the masked half, and their backward takes 2.5 forwards. Plain kernels compute
+    and write the full square, once in the forward and twice in the backward.
     """
     queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp  # rows of scores
     keys = np.minimum(work.seq, work.window)
@@ -315,14 +317,14 @@ def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
     return forward, np.where(work.flash > 0, 2.5, 2.0) * forward
 
 
-_RING = 32  # ranks up to which latency is a ring's; larger groups add a tree's
+_RING = 32  # the latency up to this many ranks is a ring's; larger groups add a tree's
 
 
 def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number | int) -> Any:
     """Returns bytes/s of a ring over `ranks` GPUs that are `stride` apart.
 
-    Inside a node that of the link; else at most the network bandwidth of the ring's members in one
-    node, as the node's other rings run at the same time.
+    Inside a node it is the link's rate; otherwise at most the network bandwidth of the ring's
+    members in one node, as the node's other rings run at the same time.
     """
     members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
     link = work.link_rate * c["link.rate"]
@@ -367,18 +369,18 @@ def hop(work: StepWork, c: Constants) -> Any:
     rate = pair_rate(work, c, inside)
     cut = np.maximum(work.scatter_gather, work.sequence_parallel)
     share = np.where(cut > 0, work.tp, 1.0)
-    # Full copies from every tensor rank share the node's network as slices do.
+    # Tensor ranks that send full copies share the node's network, as slices do.
     software = c.of("engine", "hop_us", work.engine)
     wire = np.where(inside, c["link.latency_us"], c.of("network", "begin_us", work.fabric))
     return np.where(work.pp > 1, bytes / share / rate + 1e-6 * (software + wire), 0.0)
 
 
-KINDS = {"gemm": "matmuls", "attention": "attention"}  # the others are element-wise
+KINDS = {"gemm": "matmuls", "attention": "attention"}  # all other kinds are element-wise
 
 
 def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
-    """Returns a layer's seconds on the GPU by kind, forward and backward, sums over its operations,
-    and in all: the host's, where its launches take longer."""
+    """Returns a layer's seconds on the GPU by kind, and its seconds in total; both for forward and
+    backward. The total is the host's time where its launches take longer."""
     parts: dict[str, Any] = dict.fromkeys(("matmuls", "attention", "element-wise", "recomputed"), 0)
     waits: Any = 0.0
     for op in work.ops:
@@ -397,7 +399,7 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
 
 
 def repeats(op: Op, work: StepWork) -> Any:
-    """Returns 1 where a layer's backward repeats the operation, else 0."""
+    """Returns 1 where a layer's backward recomputes the operation, else 0."""
     flags = (getattr(work, f"recompute_{part}") for part in op.parts or ("end",))
     return functools.reduce(np.maximum, flags)
 
@@ -408,13 +410,13 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
     if op.kind == "attention":
         return attention(work, c)
     if op.kind != "gemm":
-        # A kernel reads and writes 2 bytes an element; dropout's masks are of the residual sums.
+        # A kernel reads and writes 2 bytes per element; residual sums also read dropout's masks.
         width = 2 * (op.inputs + op.outputs + work.dropout * op.outputs * (op.name in RESIDUALS))
         factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
         moved = move(work, c, rows * width * factor)
         return moved, 2 * moved
     forward, backward = _matmul(work, c, rows, op.inputs, op.outputs)
-    # Operands are made fp8, before the all-gather, and the weights once a step.
+    # Operands are cast to fp8 before the all-gather, and the weights once a step.
     share = work.widths.share if op.split == "column" else 1.0
     cast = move(work, c, work.tokens * op.inputs / share * c["fp8.cast_bytes"]) * work.fp8
     weights = 3 * work.held(op) / work.microbatches
@@ -422,7 +424,7 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
 
 
 def _matmul(work: StepWork, c: Constants, rows: Any, inputs: Any, outputs: Any) -> tuple[Any, Any]:
-    """Returns seconds of a GEMM, and of its input's and its weight's gradient."""
+    """Returns the seconds of a GEMM, and those of its input's and its weight's gradients."""
     forward, *backward = (
         gemm(work, c, m, n, k)
         for m, n, k in ((rows, outputs, inputs), (rows, inputs, outputs), (inputs, outputs, rows))
@@ -436,9 +438,9 @@ RESIDUALS = ("attention.residual", "mlp.residual")
 def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
     """Returns seconds of a GEMM's tp collectives, forward, backward and recomputed.
 
-    Under sequence parallelism the input of a column-parallel one is gathered, again for its weight
-    gradient, half of that during the GEMM of the input's; else a row-parallel one's output is
-    summed, and a column-parallel one's gradient.
+    With sequence parallelism the input of a column-parallel GEMM is gathered, and gathered again
+    for its weight gradient, half of that during the GEMM of the input gradient. Without it the
+    output of a row-parallel GEMM and the input gradient of a column-parallel one are all-reduced.
     """
     bytes = 2 * work.tokens * work.hidden
     one = gather(work, c, bytes, work.tp, 1)
@@ -451,7 +453,7 @@ def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
 
 
 def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
-    """Returns exposed seconds of what a layer's attention sends over cp, by the style of `work`.
+    """Returns the exposed seconds of a layer's cp traffic, by the style of `work`.
 
     `attends`: seconds of attention, forward and backward.
     """
@@ -477,15 +479,18 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
 
 
 def _experts(work: StepWork, c: Constants) -> Any:
-    """Returns seconds of tokens to their experts and back, forward and backward."""
+    """Returns the seconds that tokens travel to their experts and back, forward and backward."""
     bytes = 2 * work.tokens * work.hidden * work.active_experts / work.tp
     every = gather(work, c, bytes, np.maximum(work.ep, 1), work.tp)
     return np.where(work.experts > 1, 4 * every, 0.0)
 
 
 def _host(work: StepWork, c: Constants) -> Any:
-    """Returns the host's seconds for a layer's launches: more with tp, and more again where
-    pipeline messages and tp's collectives share the threads that drive the network."""
+    """Returns the host's seconds for a layer's launches.
+
+    They grow with tp, and further where pipeline messages and tp's collectives share the threads
+    that drive the network.
+    """
     launches = 1 + work.recompute_layer / 3
     own = c.of("engine", "launch_us", work.engine)
     tensor = np.where(work.tp > 1, c.of("engine", "launch_tp_us", work.engine), 0.0)
@@ -507,22 +512,25 @@ def head(work: StepWork, c: Constants) -> Any:
 
 
 def _ends(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds of head and embedding on the first stage, those between and the last."""
+    """Returns the seconds of head and embedding on the first, the middle and the last stages."""
     top, single = head(work, c), work.pp == 1
     first = embedding(work, c) + np.where(single, top, 0.0)
     return np.stack(np.broadcast_arrays(first, 0.0, np.where(single, 0.0, top)))
 
 
 def embedding(work: StepWork, c: Constants) -> Any:
-    """Returns seconds of the look-up and its gradient."""
+    """Returns the seconds of the look-up and its gradient."""
     return move(work, c, work.tokens * work.hidden * 16 / work.widths.share) + 2e-5
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by part; `compute` is the slowest stage's, with exposed tp collectives."""
+    """Seconds of a step by part, each a number or an array.
 
-    compute: Any  # each a number or an array
+    `compute` is the time of the slowest stage, with exposed tp collectives.
+    """
+
+    compute: Any
     bubble: Any
     messages: Any
     gradients: Any
@@ -559,7 +567,7 @@ def step(work: StepWork, c: Constants) -> StepTime:
 
 
 def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
-    """Returns a tensor rank's elements of the first, the fullest middle and the last stage."""
+    """Returns a tensor rank's elements in the first, the fullest middle and the last stage."""
     each = work.parameters
     table = work.vocab * work.hidden / work.tp
     single = work.pp == 1
@@ -575,7 +583,7 @@ def largest_stage(work: StepWork) -> Any:
 
 
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
-    """Returns a layer's time with zero 3: two all-gathers of parameters, one of gradients."""
+    """Returns a layer's time with zero=3: two gathers of parameters, one reduction of gradients."""
     ranks, stride = work.dp * work.cp, work.tp
     one = gather(work, c, 2 * work.parameters, ranks, stride)
     ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
@@ -585,17 +593,19 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
 
 
 def _messages(work: StepWork, c: Constants) -> Any:
-    """Returns exposed seconds of pipeline messages: two a micro-batch and chunk, and the fill."""
+    """Returns the exposed seconds of pipeline messages: two per micro-batch and chunk, and the
+    fill."""
     shown = c["pp.exposed"] * (1 - work.overlap_pp * from_odds(c["pp.hidden"]))
     trips = 2 * (work.microbatches * work.chunks + work.pp - 1)
     return trips * hop(work, c) * shown
 
 
 def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
-    """Returns seconds of gradient reductions (and zero 1's all-gather) beyond a backward.
+    """Returns the seconds of gradient reductions (and zero=1's all-gather) that a backward does not
+    hide.
 
-    Layers are reduced one by one, so each pays the latency of a ring over all ranks: with hundreds
-    of ranks that is longer than the bytes take.
+    Layers are reduced one by one, so each pays the latency of a ring over all ranks; with hundreds
+    of ranks that takes longer than the bytes.
     """
     ranks, stride = work.dp * work.cp, work.tp
     elements = largest_stage(work)
@@ -618,9 +628,9 @@ def _optimizer(work: StepWork, c: Constants) -> Any:
 
 
 def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
-    """Splits the busiest stage's seconds by kind, summing to `compute`; `work` has one row.
+    """Splits the busiest stage's seconds by kind; they sum to `compute`. `work` has one row.
 
-    The remainder after kernels and exposed collectives is the host's launches, or zero 3's gathers.
+    The remainder after kernels and exposed collectives is the host's launches, or zero=3's gathers.
     """
     (kinds, total), ends = layer(work, c), _ends(work, c)
     stages = np.stack([work.first, work.middle, work.last])

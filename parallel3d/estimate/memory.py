@@ -1,9 +1,9 @@
-"""A safe bound of a rank's peak memory, from the configuration alone.
+"""Bounds a rank's peak memory safely, from the configuration alone.
 
-States, and what the micro-batches in flight keep, are counted. Of the tensors that come and go the
-bound takes the largest set that is there at once, by the widths of the layer's operations and with
-a margin, and no list of the code's own. `parallel3d dryrun` runs that code and is the judge
-(`benchmarks/planner/plan_dryrun.py`); `plan` asks it about its best rows.
+It counts states and the activations of micro-batches in flight exactly. For temporary tensors it
+takes the largest set that exists at one time, from the widths of the layer's operations and with a
+margin; it does not list the tensors of the code. `parallel3d dryrun` runs the code and verifies the
+bound (`benchmarks/planner/plan_dryrun.py`); `plan` asks it about its best rows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from parallel3d.estimate.search import LayoutChoice, configure, planned
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import OFFLOADED_BYTES, SLAB_BYTES
 
-FP32 = 4  # bytes of statistics, and of gradients that are reduced
-MARGIN = 0.05  # of activations and temporary tensors, for those that the bound leaves out
+FP32 = 4  # bytes per element of statistics, and of gradients that are reduced
+MARGIN = 0.05  # share of activations and temporary tensors, for tensors that are not counted
 ENDS = "gradients of embedding and head"
 
 
@@ -35,9 +35,9 @@ class RankMemory(NamedTuple):
     """Bytes of one rank at its peak.
 
     Attributes:
-        activations: what the micro-batches in flight keep for their backward.
-        temporary: the largest set of tensors beside it, with parameters that FSDP2 gathers.
-        phase: where that is.
+        activations: tensors that micro-batches in flight keep for their backward.
+        temporary: the largest set of other tensors, with the parameters that FSDP2 gathers.
+        phase: the phase of the step with the peak.
     """
 
     parameters: float = 0.0
@@ -54,7 +54,7 @@ class RankMemory(NamedTuple):
         return sum(self[:-1])
 
 
-NEAR = 0.9  # of the fullest rank's bound: any of these may be the fullest
+NEAR = 0.9  # ranks above this share of the fullest rank's bound may be the fullest
 
 
 def peak_stage(blueprint: Blueprint) -> tuple[int, RankMemory]:
@@ -69,10 +69,10 @@ def nearly_fullest(config: Config) -> list[int]:
 
 
 def _fullest(blueprint: Blueprint) -> list[tuple[int, RankMemory]]:
-    """Returns (index along pp, peak memory) of the ranks among which the fullest one is.
+    """Returns (index along pp, peak memory) of some ranks, one of which is the fullest.
 
-    Ranks between the ends differ by layers and by micro-batches in flight, of which earlier ones
-    have more: only the ends, the middle, and the first rank of most layers are looked at.
+    Ranks between the ends differ in layers and in micro-batches in flight, and earlier ranks have
+    more of these. So only the ends, the middle, and the first rank with most layers are candidates.
     """
     pp = blueprint.layout.pp
     counts = [0] * pp
@@ -91,8 +91,10 @@ def memories(
     reserve: float,
     tell: Callable[[str], None] | None = None,
 ) -> NDArray[np.float64]:
-    """Returns the bytes of each choice's fullest GPU plus `reserve`, which no tensor can use;
-    `tell` is called with the progress."""
+    """Returns the bytes of each choice's fullest GPU plus `reserve`, which tensors cannot use.
+
+    `tell` is called with the progress.
+    """
     totals = []
     for done, choice in enumerate(choices):
         if tell is not None:
@@ -111,7 +113,7 @@ def peak_memory(config: Config, index: int) -> RankMemory:
 
 
 def peak_memories(blueprint: Blueprint, indices: Sequence[int]) -> list[RankMemory]:
-    """Returns `peak_memory` of some ranks of a pipeline."""
+    """Returns `peak_memory` of several ranks of a pipeline."""
     ranks = [PipelineRank(blueprint, index) for index in indices]
     layer = LayerBytes(ranks[0])
     return [_peak(rank, layer) for rank in ranks]
@@ -158,13 +160,14 @@ def bytes_moved(rank: PipelineRank, ops: Sequence[Op]) -> float:
 
 
 class LayerBytes:
-    """Bytes of one layer and micro-batch, by its list of operations.
+    """Bytes of one layer and micro-batch, from its list of operations.
 
     Attributes:
-        kept: from its forward to its backward; plain: of a layer that repeats nothing.
-        moved, moved_plain: of these, what is offloaded.
-        forward: the most that its forward has beside what it keeps.
-        deferred: operands of its weight gradients, from I to W (`parameters/gradients.py`).
+        kept: tensors kept from its forward to its backward.
+        plain: the same for a layer that recomputes nothing.
+        moved, moved_plain: the part of these that can be offloaded.
+        forward: the most that its forward needs in addition to the kept tensors.
+        deferred: operands of its weight gradients, kept from I to W (`parameters/gradients.py`).
     """
 
     def __init__(self, rank: PipelineRank) -> None:
@@ -181,16 +184,16 @@ class LayerBytes:
 
     @functools.cached_property
     def backward(self) -> float:
-        """The most that its backward has beside what it keeps."""
+        """The most that its backward needs in addition to the kept tensors."""
         return max(self._backward(defers=False))
 
     @functools.cached_property
     def halved(self) -> float:
-        """The same of I."""
+        """The same for I, the half of the backward that defers weight gradients."""
         return max(self._backward(defers=True))
 
     def _operands(self, op: Op) -> float:
-        """Returns the bytes of a GEMM's input, as it is saved, and of its result's gradient."""
+        """Returns the bytes of a GEMM's saved input and of its result's gradient."""
         row = self.rank.tokens * self.rank.item
         if op.kind != "gemm":
             return 0.0
@@ -199,26 +202,26 @@ class LayerBytes:
         return row * op.inputs + self.rank.hidden
 
     def _gathered(self, op: Op) -> float:
-        """Returns the bytes of a GEMM's input, if sequence parallelism gathers it, with a copy of
-        several sequences in order."""
+        """Returns the bytes of a GEMM's input if sequence parallelism gathers it, with the copy
+        that puts several sequences in order."""
         gathers = op.split == "column" and self.rank.sp
         return self.rank.hidden * (1 + self.rank.copies) if gathers else 0.0
 
     def _row(self, op: Op) -> float:
-        """Returns the bytes of an element a token; of a chunk's tokens where the MLP has chunks."""
+        """Returns the bytes of one element per token; in a chunked MLP, per token of a chunk."""
         row, mlp = self.rank.tokens * self.rank.item, op.name.startswith("mlp.")
         cut = mlp and op.name != "mlp.residual" and not self.rank.blueprint.recompute_layers
         return row / self.rank.mlp_chunks if cut else row
 
     def _part(self, op: Op) -> str:
-        """Returns the part of the layer whose forward the backward repeats in one go."""
+        """Returns the part of the layer that the backward recomputes at one time."""
         if "attention.out" in self.again:
             return "layer"
         return "mlp" if op.name.startswith("mlp") else "attention"
 
     def _forward(self) -> Iterator[float]:
         """Yields the bytes at each operation: the residual stream, the result, the gathered input,
-        and what the part has made so far and does not keep."""
+        and earlier results of the part that are not kept for the backward."""
         made, part = 0.0, ""
         for op in self.rank.layer.ops:
             if self._part(op) != part:
@@ -228,16 +231,19 @@ class LayerBytes:
                 made += self._row(op) * op.keeps
 
     def _backward(self, defers: bool) -> Iterator[float]:
-        """Yields the bytes at each operation, the last one first: gradients of its result, its
-        input and the residual stream; results that its part has made again; less what the
-        operations after it have freed. `defers`: operands of weight gradients stay."""
+        """Yields the bytes at each operation, from the last to the first.
+
+        They are the gradients of its result, its input and the residual stream, and the recomputed
+        results of its part, less the tensors that operations after it have freed. `defers`: the
+        operands of weight gradients stay.
+        """
         rank, ops, more, part = self.rank, self.rank.layer, 0.0, ""
         for op in reversed(ops.ops):
             if self._part(op) != part:
                 part = self._part(op)
                 more += bytes_kept(rank, [o for o in ops.repeated if self._part(o) == part])
                 more += self.over_cp.again if part != "mlp" else 0.0
-            if op.kind == "gemm" and rank.fully_sharded:  # elsewhere it is added in place
+            if op.kind == "gemm" and rank.fully_sharded:  # without FSDP2 it is added in place
                 more += rank.item * op.inputs * op.outputs
             attends = self.over_cp.backward if op.kind == "attention" else 0.0
             results = self._row(op) * (op.inputs + op.outputs)
@@ -254,8 +260,8 @@ class ContextBytes(NamedTuple):
     """Bytes of one layer's attention over context-parallel ranks, beyond one rank's attention.
 
     Attributes:
-        kept: from its forward to its backward.
-        again: what a repeated forward keeps for the backward.
+        kept: tensors kept from its forward to its backward.
+        again: tensors that a recomputed forward keeps for the backward.
         backward: results in fp32, and keys and values of other ranks with their gradients.
     """
 
@@ -265,15 +271,14 @@ class ContextBytes(NamedTuple):
 
 
 def context_bytes(rank: PipelineRank, repeats: bool) -> ContextBytes:
-    w, cp, style = (
-        widths(rank.blueprint.model, rank.layout.tp),
-        rank.layout.cp,
-        rank.blueprint.layer.cp_style,
-    )
+    """Returns the bytes of context parallelism; `repeats`: the backward recomputes attention."""
+    w = widths(rank.blueprint.model, rank.layout.tp)
+    cp = rank.layout.cp
+    style = rank.blueprint.layer.cp_style
     if cp == 1:
         return ContextBytes()
     row, wide = rank.tokens * rank.item, max(FP32 / rank.item, 1.0)
-    keys, queries = 2 * row * w.keys, row * w.queries  # keys: with their values
+    keys, queries = 2 * row * w.keys, row * w.queries  # `keys` includes the values
     if style == "heads":
         kept = queries + (max(cp / w.key_heads, 1) - 1) * keys
         return ContextBytes(kept, kept if repeats else 0.0, 2 * queries + keys)
@@ -285,17 +290,18 @@ def context_bytes(rank: PipelineRank, repeats: bool) -> ContextBytes:
 
 
 class _Moments:
-    """The fullest moments of a rank's step, beside its states."""
+    """Finds the fullest moments of a rank's step; states are not included."""
 
     def __init__(self, rank: PipelineRank, layer: LayerBytes) -> None:
-        self.rank, self.layer = rank, layer
+        self.rank = rank
+        self.layer = layer
         self.kept = [_kept(stage, layer) for stage in rank.stages]
         self.once = rank.blueprint.microbatches == 1
         # FSDP2's gradient of a table is in the compute type until it is reduced.
         model, cut = rank.blueprint.model, rank.layout.tp
         table = rank.item * (model.padded_vocab_size // cut * model.hidden_size)
         self.table = float(table) if rank.fully_sharded else 0.0
-        # The head's forward computes its gradients: of its input, with its norm, and of its table.
+        # The head's forward computes the gradients of its input, with the norm, and of its table.
         self.states = 2 * rank.stream
         self.head = self.states + self.table * rank.last
 
@@ -307,7 +313,7 @@ class _Moments:
         message = rank.stream / (rank.layout.tp if rank.sends_slices else 1)
         left = np.array([self._left(stage) for stage in rank.stages])
         for (kind, chunk), seen in states_of(rank.blueprint, rank.index).items():
-            if kind == Kind.W:  # no peak
+            if kind == Kind.W:  # it frees memory and is never the peak
                 continue
             stage, kept = rank.stages[chunk], self.kept[chunk]
             live = seen.live @ held + seen.deferred @ waits + seen.in_flight * message
@@ -318,7 +324,7 @@ class _Moments:
             for phase, more in of_action.items():
                 yield RankMemory(activations=most, temporary=more, phase=phase)
             if kind != Kind.F and rank.fully_sharded:
-                # This backward has added to the sums, or freed the last reduction's input.
+                # This backward has added to the sums, or freed the input of the last reduction.
                 begun = (seen.begun | (np.arange(len(left)) == chunk)) & rank.accumulates
                 behind = live + begun @ left
                 last = behind[seen.final] if rank.accumulates else behind
@@ -330,14 +336,16 @@ class _Moments:
             yield RankMemory(temporary=3.0 * FP32 * min(PIECE, widest), phase="optimizer")
 
     def _away(self, stage: StageBlueprint) -> float:
-        """Returns the bytes of offloaded layers on the device: the one that computes, a neighbour,
-        and one that the next action fetches."""
+        """Returns the bytes of offloaded layers on the device: of the layer that computes, of a
+        neighbour, and of one that the next action fetches."""
         near = min(2, stage.offloaded) + (not turns_around(self.rank, stage))
         return near * max(_moved(stage, self.layer), default=0.0)
 
     def _gathered(self, layers: int) -> float:
-        """Returns the bytes of the parameters that FSDP2 has gathered: of so many layers under
-        zero=3, of all under zero=2, and of embedding and head."""
+        """Returns the bytes of the parameters that FSDP2 has gathered.
+
+        These are embedding and head, and `layers` layers with zero=3 or all with zero=2.
+        """
         rank = self.rank
         if not rank.fully_sharded:
             return 0.0
@@ -345,11 +353,11 @@ class _Moments:
         return rank.item * float(rank.layer_numel * layers + rank.end_numel)
 
     def _ties(self, stage: StageBlueprint) -> bool:
-        """Whether one stage has both readers of a tied table, whose gradients are summed."""
+        """Whether the stage uses a tied table twice, so that two gradients are summed."""
         return stage.first and stage.last and self.rank.table.tied
 
     def _forward(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
-        """Returns the bytes of a forward by phase: of a layer, and of the head and the loss."""
+        """Returns the bytes of a forward by phase: a layer, or the head and the loss."""
         rank = self.rank
         layer = self.layer.forward + self._away(stage) + self._gathered(min(2, rank.layer_count))
         if not stage.last:
@@ -361,8 +369,8 @@ class _Moments:
         return {"forward": kept + layer, "head and loss": kept + head}
 
     def _backward(self, stage: StageBlueprint, kind: Kind, kept: float) -> float:
-        """Returns the bytes of a layer's backward; of I in the first layer, where the operands of
-        the others' weight gradients stay."""
+        """Returns the bytes of a layer's backward; for I those in the first layer, when the
+        operands of all other layers' weight gradients are kept."""
         layers = len(stage.layers)
         more = self._away(stage) + self._gathered(min(2, layers))
         more += self.layer.halved if kind == Kind.I else self.layer.backward
@@ -373,18 +381,20 @@ class _Moments:
             more += 0.0 if self._ties(stage) else self.table
         return more
 
-    # FSDP2 reduces a layer's gradients beside the next layer's backward, or accumulates them.
+    # FSDP2 reduces a layer's gradients during the next layer's backward, or accumulates them.
 
     def _completed(self, stage: StageBlueprint) -> int:
-        """Returns the elements of embedding and head whose gradients a stage's backward completes:
-        to a tied table of the rank's last stage its first one only adds."""
+        """Returns the elements of embedding and head whose gradients a stage's backward completes.
+
+        A rank's first stage does not complete the tied table if the rank has the last stage too.
+        """
         rank = self.rank
         adds = stage.first and not stage.last and rank.last and rank.table.tied
         return sum(p.numel for p in rank.ends_read(stage)) - (rank.table.numel if adds else 0)
 
     def _left(self, stage: StageBlueprint) -> float:
-        """Returns the bytes that a stage's backward leaves to the next one: sums of gradients, or
-        the input of the last reduction."""
+        """Returns the bytes that remain after a stage's backward: sums of gradients, or the input
+        of the last reduction."""
         rank, one = self.rank, self.rank.layer_numel
         if rank.accumulates:
             return float(FP32 * (one * len(stage.layers) + self._completed(stage)))
@@ -393,10 +403,11 @@ class _Moments:
         return 0.0
 
     def _reduction(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
-        """Returns the bytes behind a layer's backward by phase: while its gradients are reduced,
-        with the next layer's backward beside that, and while those of the ends are."""
+        """Returns the bytes after a layer's backward by phase: while its gradients are reduced,
+        also during the next layer's backward, and while gradients of the ends are reduced."""
         rank, layers, sums = self.rank, len(stage.layers), not self.rank.accumulates
-        one, before = rank.layer_numel, kept / layers  # of the layer, whose backward is done
+        # `before`: kept by the layer whose backward is done.
+        one, before = rank.layer_numel, kept / layers
         cast = self.table if stage.last and not self._ties(stage) else 0.0
         wide = cast + sums * FP32 * one
         if rank.blueprint.data.zero == 2 and (self.once or rank.accumulates):
@@ -406,7 +417,7 @@ class _Moments:
         if layers > 1 and sums:
             beside = self._backward(stage, Kind.B, kept) - cast - self._gathered(min(2, layers))
             beside += self._gathered(min(2, layers - 1))
-            found["backward beside a reduction"] = beside + wide - before
+            found["backward during a reduction"] = beside + wide - before
         table = self.table if stage.first else 0.0
         ends = rank.stream - kept - self.states * stage.last + cast + table
         ends += 0.0 if self.once else self._gathered(0)
@@ -425,8 +436,10 @@ def _kept(stage: StageBlueprint, layer: LayerBytes) -> float:
 
 
 def _moved(stage: StageBlueprint, layer: LayerBytes, turns: bool = False) -> list[float]:
-    """Returns the bytes that each offloaded layer copies to the host; `turns`: the micro-batch's
-    backward follows its forward, and the stage's last layer stays."""
+    """Returns the bytes that each offloaded layer copies to the host.
+
+    `turns`: the micro-batch's backward follows its forward, so the stage's last layer stays.
+    """
     away = min(stage.offloaded, len(stage.layers) - turns)
     return [layer.moved if i < stage.recomputed else layer.moved_plain for i in range(away)]
 
@@ -437,7 +450,7 @@ def turns_around(rank: PipelineRank, stage: StageBlueprint) -> bool:
 
 
 def host_memory(config: Config, index: int) -> float:
-    """Returns the bytes of pinned memory that rank `index` along pp offloads activations to."""
+    """Returns the bytes of pinned memory for offloaded activations of rank `index` along pp."""
     rank = PipelineRank(planned(config), index)
     layer, waiting, running = LayerBytes(rank), [], []
     for stage in rank.stages:

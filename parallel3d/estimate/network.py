@@ -1,25 +1,25 @@
-"""The one model of the network: what collectives cost, and what a rank mapping makes them share.
+"""Prices collectives on a network, with the sharing of links that a rank mapping causes.
 
-A message takes α + N/B (Hockney 1994). The price of a step:
+A message takes α + N/B (Hockney 1994). The price of a step follows these rules:
 
 1. The groups of one dimension communicate at once, the dimensions one after another, and nothing
-   overlaps with compute: the seconds are an upper bound of what a step waits.
+   overlaps with compute: the seconds are an upper bound of the waits in a step.
 2. A flow is the traffic of one rank to its neighbour. Inside a domain it has the GPU's NVLink for
    itself (NVSwitch does not block). Between domains it has its GPU's NIC, divided by the flows
    through that NIC in one direction. Over the spine it also shares the leaf switch's uplinks:
    bandwidth of the NICs under the leaf / oversubscription, divided by the flows going up (or down).
-3. A ring runs at its slowest flow, a dimension at its slowest ring: lowest bandwidth and highest
-   latency of any pair. A tree, for small messages, has the same wire.
+3. A ring is as fast as its slowest flow, and a dimension as its slowest ring: it has the lowest
+   bandwidth and the highest latency of any pair. A tree, for small messages, has the same wire.
 4. In two levels (reduce-scatter inside the domain, all-reduce along the rails with 1/inner of the
-   bytes, all-gather inside) the outer rings all run at once and share as in 2.
+   bytes, all-gather inside) all outer rings run at once and share links by rule 2.
 5. The stages of a pipeline are a chain of ranks. With loops the last rank sends to the first, in
-   all loops but one, at the same time as the others to their next.
-6. For each transfer the cheapest of ring, tree and two levels counts. A ring over a pair without a
-   wire costs infinity.
+   all loops but one, while the other ranks send to their next.
+6. Each transfer takes the cheapest of ring, tree and two levels. A ring over a pair without a wire
+   costs infinity.
 
 Sources: Wang et al. 2023 (arXiv:2307.12169) for rails and domains; the DGX SuperPOD reference
-architecture for leaf switches, units and uplinks. All numpy: a million ranks take a fraction of a
-second.
+architecture for leaf switches, units and uplinks. All of it is numpy, so that a million ranks take
+a fraction of a second.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
 
 Bytes = npt.NDArray[np.float64]
 
-# Collectives of `n` ranks, each with one full-duplex port of `link.gb_per_s` (B) and
-# `link.latency_us` (α) a message. `nbytes` (N) is the whole buffer as nccl-tests counts it: the
-# input of all-reduce, broadcast, send, reduce-scatter, scatter and all-to-all, the output of
-# all-gather and gather. Reductions cost no arithmetic. One rank costs nothing; fewer, or a negative
-# size, raise ValueError.
+# The following functions price collectives of `n` ranks, each with one full-duplex port of
+# bandwidth `link.gb_per_s` (B) and latency `link.latency_us` (α) per message. `nbytes` (N) is the
+# whole buffer as nccl-tests counts it: the input of all-reduce, broadcast, send, reduce-scatter,
+# scatter and all-to-all, the output of all-gather and gather. Arithmetic of reductions is free. One
+# rank costs nothing; fewer ranks, or a negative size, raise ValueError.
 
 
 def check_sizes(n: int, nbytes: float = 0.0) -> None:
@@ -60,9 +60,9 @@ def check_sizes(n: int, nbytes: float = 0.0) -> None:
 
 
 def messages(count: float, nbytes: float, link: Link, latencies: float | None = None) -> float:
-    """Seconds of `count` messages one after another: count · (α + N/B).
+    """Returns the seconds of `count` messages one after another: count · (α + N/B).
 
-    `latencies`: the number of α where it is another: latencies · α + count · N/B.
+    `latencies`: number of α, if it differs from `count`: latencies · α + count · N/B.
     """
     wire = nbytes / (link.gb_per_s * 1e9)
     if latencies is None:
@@ -71,8 +71,9 @@ def messages(count: float, nbytes: float, link: Link, latencies: float | None = 
 
 
 def ring_time(op: str, n: int, nbytes: float, link: Link) -> float:
-    """Seconds of a ring of n − 1 messages of N/n: (n − 1)·α + (n − 1)/n · N/B; of twice as many in
-    an all-reduce; of one message of N in a send_recv.
+    """Returns the seconds of a ring: (n − 1)·α + (n − 1)/n · N/B for n − 1 messages of N/n.
+
+    An all-reduce has twice as many messages; a send_recv has one message of N.
 
     A ring is bandwidth-optimal among algorithms that add on the ranks (Patarasuk and Yuan 2009;
     nccl-tests, doc/PERFORMANCE.md). A scatter's root sends the n − 1 messages, as every rank does
@@ -85,22 +86,23 @@ def ring_time(op: str, n: int, nbytes: float, link: Link) -> float:
 
 
 def tree_all_reduce(n: int, nbytes: float, link: Link) -> float:
-    """Seconds of a pipelined double binary tree: 2⌈log₂ n⌉·α + 2·N/B.
+    """Returns the seconds of a pipelined double binary tree: 2⌈log₂ n⌉·α + 2·N/B.
 
     Two trees carry half of the bytes each, and a leaf in one is an inner node in the other, so all
-    ports are busy (Sanders, Speck and Träff 2009; NCCL since 2.4). Faster than the ring for many
-    ranks and little data; it sends n/(n − 1) times as much.
+    ports are busy (Sanders, Speck and Träff 2009; NCCL since 2.4). It is faster than the ring for
+    many ranks and little data; it sends n/(n − 1) times as much.
     """
     check_sizes(n, nbytes)
     return messages(2, nbytes, link, 2 * math.ceil(math.log2(n))) if n > 1 else 0.0
 
 
 def broadcast(n: int, nbytes: float, link: Link, segments: int = 1) -> float:
-    """Seconds of a chain in `segments` pipelined segments: (S + n − 2)(α + N/(S·B)).
+    """Returns the seconds of a chain in S = `segments` pipelined segments: (S + n − 2)(α +
+    N/(S·B)).
 
-    A reduce is one run backwards. S = 1 is store and forward, (n − 1)(α + N/B); with many segments
-    the time tends to N/B for any n. Source: Woolley, "NCCL: Accelerated Multi-GPU Collective
-    Communications", 2015, with α added.
+    A reduce is a broadcast run backwards. S = 1 is store and forward, (n − 1)(α + N/B); with many
+    segments the time tends to N/B for any n. Source: Woolley, "NCCL: Accelerated Multi-GPU
+    Collective Communications", 2015, with α added.
     """
     check_sizes(n, nbytes)
     if segments < 1:
@@ -111,7 +113,7 @@ def broadcast(n: int, nbytes: float, link: Link, segments: int = 1) -> float:
 def best_segments(n: int, nbytes: float, link: Link) -> int:
     """Returns the S that makes `broadcast` fastest, √((n − 2)·N / (α·B)) rounded to the better one.
 
-    At least 1 and at most one segment a byte.
+    It is at least 1, and a segment has at least a byte.
     """
     check_sizes(n, nbytes)
     most = max(1, int(nbytes))
@@ -128,20 +130,21 @@ def best_segments(n: int, nbytes: float, link: Link) -> int:
 def two_level_time(
     op: str, inner: int, outer: int, nbytes: float, inner_link: Link, outer_link: Link
 ) -> float:
-    """Seconds of `inner` ranks in each of `outer` NVLink domains: all bytes inside, and 1/inner of
-    them between, as each rank has its shard on its own rail.
+    """Returns the seconds of a collective in two levels: `inner` ranks in each of `outer` domains.
 
-    All-reduce: 2(g − 1)(α₁ + N/(g·B₁)) + 2(m − 1)(α₂ + N/(g·m·B₂)). Source: Jia et al. 2018
-    (arXiv:1807.11205) §3; ml-engineering's network notes.
+    All bytes travel inside domains, and 1/inner of them between domains, as each rank has its shard
+    on its own rail. An all-reduce takes 2(g − 1)(α₁ + N/(g·B₁)) + 2(m − 1)(α₂ + N/(g·m·B₂)).
+    Source: Jia et al. 2018 (arXiv:1807.11205) §3; ml-engineering's network notes.
     """
     inside = ring_time(op, inner, nbytes, inner_link)
     return inside + ring_time(op, outer, nbytes / inner, outer_link)
 
 
 def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
-    """Seconds of any of `OPERATIONS`: the faster of ring and tree, the best number of segments, and
-    a dissemination barrier of ⌈log₂ n⌉·α (Hensgen, Finkel and Manber 1988; gloo's).
+    """Returns the seconds of any of `OPERATIONS`.
 
+    An all-reduce takes the faster of ring and tree, a broadcast or reduce the best number of
+    segments, and a barrier ⌈log₂ n⌉·α (dissemination: Hensgen, Finkel and Manber 1988; gloo's).
     Raises ValueError for another name.
     """
     if op not in OPERATIONS:
@@ -157,8 +160,10 @@ def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
 
 @dataclass(frozen=True)
 class Flows:
-    """Simultaneous flows from slots `here` to `there`, element by element; `weights`: the fraction
-    of a flow's bytes that each sends, None: 1."""
+    """Simultaneous flows from slots `here` to `there`, element by element.
+
+    `weights`: the share of a flow's bytes that each sends; None: 1.
+    """
 
     cluster: Cluster
     here: Slots
@@ -179,11 +184,11 @@ class Flows:
         return {k: found[k].item() for k in LinkClass if found[k]}
 
     def slowest(self) -> Link | None:
-        """Returns the wire of the slowest flow, with sharing; None if a pair has no wire."""
+        """Returns the wire of the slowest flow, with shared links; None if a pair has no wire."""
         if LinkClass.NONE in self.counts:
             return None
         cluster, ends = self.cluster, (self.here, self.there)
-        through_nic, up = 1, 0.0  # the most flows through a NIC, and up a leaf over its NICs
+        through_nic, up = 1, 0.0  # largest flows per NIC: through one, and up a leaf
         outside, spine = self.kinds > LinkClass.NVLINK, self.kinds == LinkClass.SPINE
         if cluster.shares_nics:
             through_nic = max(
@@ -206,9 +211,9 @@ class DimFlows(NamedTuple):
     """Flows of one dimension at a time.
 
     Attributes:
-        ring: of the rings of all groups, or between stages.
-        inner, inside, between: in two levels the members of a group in a domain, and the flows of
-            the rings inside of domains and between them.
+        ring: flows of the rings of all groups, or between stages.
+        inner: in two levels, the members of a group in a domain.
+        inside, between: in two levels, flows of the rings inside domains and between domains.
     """
 
     ring: Flows
@@ -217,8 +222,10 @@ class DimFlows(NamedTuple):
     between: Flows | None = None
 
     def sent(self, price: DimPrice) -> Iterator[tuple[Flows, float]]:
-        """Yields the flows of a step, and the bytes of one of them. A tree counts as a ring: it
-        sends at most n / (n − 1) times as much."""
+        """Yields the flows of a step, each with the bytes of one flow.
+
+        A tree counts as a ring, although it sends up to n / (n − 1) times as much.
+        """
         paths, flat, inside, between = price.paths, 0.0, 0.0, 0.0
         for p in price.transfers:
             op, total = p.transfer.op, float(p.transfer.nbytes) * p.transfer.count
@@ -240,8 +247,8 @@ class DimFlows(NamedTuple):
 def flows_of(dim: str, cluster: Cluster, groups: Matrix, loops: int = 1) -> DimFlows:
     """Returns the flows of all groups of slots.
 
-    A chain of stages has its forward flows only; backward is the mirror image. With `loops` the
-    last rank sends to the first in all loops but one.
+    A chain of stages has its forward flows only, as backward mirrors them. With `loops` the last
+    rank sends to the first in all loops but one.
     """
     if dim == "pp" and (loops == 1 or groups.shape[1] == 2):
         return DimFlows(Flows(cluster, groups[:, :-1].ravel(), groups[:, 1:].ravel()))
@@ -278,13 +285,13 @@ class Paths:
 @dataclass(frozen=True)
 class PricedTransfer:
     transfer: Transfer
-    seconds: float  # of all `count` of them
+    seconds: float  # of all `count` transfers
     algorithm: str  # ring, tree, hierarchical, send_recv, or "no path"
 
 
 @dataclass(frozen=True)
 class DimPrice:
-    """Price of one dimension in a step. `nbytes`: sent by all ranks, by link class."""
+    """Price of one dimension in a step. `nbytes`: bytes that all ranks send, by link class."""
 
     dim: str
     paths: Paths
@@ -312,7 +319,7 @@ class StepPrice:
 
     @property
     def reachable(self) -> bool:
-        """Whether all neighbours in rings have a wire; `world`'s scalars can take any route."""
+        """Whether all neighbours in rings have a wire; scalars of `world` may take any route."""
         return all(d.paths.flat is not None for d in self.dims.values() if d.dim != "world")
 
     @property
@@ -365,8 +372,9 @@ def price_step(
 ) -> StepPrice:
     """Returns seconds by dimension and bytes by link class of one step.
 
-    `transfers` are the busiest rank's; those of pp are the traffic between two neighbours, half of
-    it each way. Dimensions of size one are left out. `algorithms` limits those of reductions.
+    `transfers` are those of the busiest rank; for pp they are the traffic between two neighbours,
+    half in each direction. Dimensions of size one are left out. `algorithms` limits the algorithms
+    of reductions.
     """
     cluster, layout = placement.cluster, placement.layout
     dims = {}

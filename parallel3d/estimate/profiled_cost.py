@@ -1,4 +1,4 @@
-"""Profiled cost model: prices layouts by the times that `parallel3d calibrate` measured here."""
+"""Prices layouts by the times that `parallel3d calibrate` measured on this machine."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from parallel3d.schedules.walk import Costs, walk
 class Table:
     """Seconds over a grid of sizes, the last axis fastest.
 
-    Interpolates logarithms linearly, as time is a power of its sizes. Beyond an axis' ends the
-    last slope continues.
+    It interpolates logarithms linearly, as time is a power of its sizes. Beyond the ends of an axis
+    the last slope continues.
 
     Raises ValueError for axes that do not rise, or times that are too few or not positive.
     """
@@ -62,7 +62,7 @@ class Table:
             raise ValueError("times must be positive and finite")
 
     def __call__(self, *at: float) -> float:
-        """Returns seconds at these sizes, one an axis; 0 if one is 0."""
+        """Returns the seconds at these sizes, one per axis; 0 if a size is 0."""
         if not all(at):
             return 0.0
         values = [math.log(s) for s in self.seconds]
@@ -76,10 +76,10 @@ class Table:
 
 
 FORMAT, VERSION = "parallel3d calibration", 3
-LARGEST = 4 << 20  # bytes of a file; calibrate writes some ten thousand
+LARGEST = 4 << 20  # bytes of a file that is read; calibrate writes some ten thousand
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
-SHARED = ".shared"  # suffix of a collective: a rank's work, among ranks that share cores
+SHARED = ".shared"  # suffix for a collective among ranks that share cores: CPU work of a rank
 WAYS = ("forward", "input", "weight")
 # Tables of a file, with the number of their axes.
 TABLES = {
@@ -111,8 +111,8 @@ class CalibrationSource:
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """Tables of seconds by size, a few numbers, what they were measured on, and the model whose
-    blocks were."""
+    """Tables of seconds by size and a few numbers, with the machine and the model that were
+    measured."""
 
     made: CalibrationSource
     model: ModelConfig
@@ -144,7 +144,7 @@ class MeasuredMachine:
 
 
 def _short(value: float) -> float | int:
-    """Rounds to four digits; a timer has no more."""
+    """Rounds to four digits, as a timer is not more precise."""
     return int(value) if value == int(value) and value < 1e15 else float(f"{value:.4g}")
 
 
@@ -156,9 +156,9 @@ def read(file: str) -> MeasuredMachine:
     except OSError as error:
         raise UserError(f"{key} cannot be read: {error.strerror}") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{key} is no file of parallel3d calibrate: {_reason(error)}") from None
+        raise UserError(f"{key} is not a file of parallel3d calibrate: {_reason(error)}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UserError(f"{key} must be a file that parallel3d calibrate wrote, and it is not")
+        raise UserError(f"{key} must be a file written by parallel3d calibrate, but is not")
     if content.get("version") != VERSION:
         raise UserError(
             f"{key} has version {plain(str(content.get('version')))}, and this parallel3d reads "
@@ -205,14 +205,14 @@ def _machine(content: Mapping[str, Any]) -> MeasuredMachine:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} is no number")
+        raise ValueError(f"{name} is not a number")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be positive and finite")
     return float(value)
 
 
 def check_type(machine: MeasuredMachine, file: str, precision: str) -> None:
-    """Raises UserError if the file was measured in another type."""
+    """Raises UserError if the file was measured in another dtype."""
     if machine.made.type != precision:
         raise UserError(
             f"precision={precision} must be {machine.made.type}, in which cluster={plain(file)} "
@@ -223,20 +223,20 @@ def check_type(machine: MeasuredMachine, file: str, precision: str) -> None:
 def check_device(
     machine: MeasuredMachine, file: str, kind: str, name: str | None, count: int
 ) -> None:
-    """Raises UserError if the file is of another device; `name` None: unknown."""
+    """Raises UserError if the file was measured on another device; `name` is None if unknown."""
     made = machine.made
     here = name or made.name
     other = made.device != kind or here != made.name
     if other or (machine.shares and count != made.count):
         raise UserError(
-            f"cluster={plain(file)} must be of this device, {kind} ({plain(here)} × {count}), and "
+            f"cluster={plain(file)} must be of this device, {kind} ({plain(here)} × {count}), but "
             f"it is of {plain(made.device)} ({plain(made.name)} × {made.count}); the nearest is "
-            "what parallel3d calibrate makes here"
+            "a new file of parallel3d calibrate"
         )
 
 
 def scaled(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
-    """Returns a sentence if the model's blocks are not the measured ones, else nothing."""
+    """Returns a sentence if the model's blocks differ from the measured ones, else empty text."""
     blocks = [(layer_ops(widths(each)), each.seq_length) for each in (machine.model, model)]
     if blocks[0] == blocks[1]:
         return ""
@@ -253,8 +253,8 @@ Passes: TypeAlias = NDArray[Any]  # seconds of forward, input gradient and weigh
 
 
 def passes(machine: MeasuredMachine, config: Config, piece: str) -> Passes:
-    """Returns the passes of a block, the embedding or the head, without collectives and without
-    recomputation: the measured ones times the ratio of FLOPs."""
+    """Returns the passes of a block, the embedding or the head: the measured ones times the ratio
+    of FLOPs, without collectives and recomputation."""
     here, model = machine.model, config.model
     ratio = model.hidden_size / here.hidden_size
     if piece == "block":
@@ -278,11 +278,13 @@ def stage_passes(machine: MeasuredMachine, config: Config, stage: StageBlueprint
 
 
 def sent_seconds(machine: MeasuredMachine, rank: PipelineRank, sent: Transfer) -> float:
-    """Returns seconds of a rank's calls of a collective, or messages; of their CPU work, if the
-    run's ranks share cores."""
+    """Returns the seconds of a rank's calls of a collective, or of its messages.
+
+    If the run's ranks share cores, these are seconds of CPU work.
+    """
     shares = machine.shares and rank.layout.world_size > machine.made.count
     ranks = 2 if sent.op == "send_recv" else group_size(sent.dim, rank.layout)
-    op = sent.op if sent.op in COLLECTIVES else "all_gather"  # bytes of an all-to-all go as far
+    op = sent.op if sent.op in COLLECTIVES else "all_gather"  # an all-to-all moves as many bytes
     return sent.count * machine[op + SHARED * shares](ranks, max(sent.nbytes, FEW))
 
 
@@ -296,19 +298,21 @@ def shared_clock(
 ) -> float:
     """Returns seconds until the last rank has completed its order and its `ends`.
 
-    Processor sharing: all ranks that compute at a moment are equally fast, and waiting ranks use no
-    core. So progress is one number for all, which grows by `speed` a second: the walk of ranks with
-    a core each gives the progress at which actions begin and end, whatever the speed.
+    The cores are shared: all ranks that compute at a time are equally fast, and waiting ranks use
+    no core. So one number is the progress of all ranks, and it grows by `speed` per second. A walk
+    of ranks with a core each gives the progress at which actions begin and end, whatever the speed.
 
     Args:
+        orders: the actions of each rank.
+        assignment: the stages of each rank.
         costs: seconds of a rank alone; half of the hop is the sender's work, half the receiver's.
         replicas: ranks that mirror each rank of the pipeline: tp × cp × dp.
-        speed: number of busy ranks → speed of each, 1 as if alone.
-        ends: seconds of each rank after its order: reductions, the update.
+        speed: maps the number of busy ranks to the speed of each; 1 is the speed of a rank alone.
+        ends: seconds of each rank after its order, for reductions and the update.
 
     Raises ScheduleError if ranks wait in a circle.
     """
-    # Messages that a stage's pass sends or receives; at the turn of a V it has one less.
+    # Messages that a stage's pass sends or receives; at the turn of a V there is one fewer.
     places = assignment.places
     far = [a[0] != b[0] for a, b in pairwise(places)]
     hops = [(s > 0 and far[s - 1]) + (s < len(far) and far[s]) for s in range(len(places))]
@@ -317,7 +321,7 @@ def shared_clock(
         for way in (costs.forward, costs.input)
     )
     found = walk(orders, assignment, Costs(forward, input, costs.weight)).ended()
-    changes: Counter[float] = Counter()  # progress → ranks that become busy there
+    changes: Counter[float] = Counter()  # number of ranks that become busy, by progress
     for begun, ended, more in zip(
         found.starts, found.ends, ends or [0.0] * len(orders), strict=True
     ):
@@ -332,7 +336,7 @@ def shared_clock(
 
 @dataclass(frozen=True)
 class MeasuredTime(StepTime):
-    """Seconds of a step by part; `core`: core-seconds of all ranks."""
+    """Seconds of a step by part; `core` is the core-seconds of all ranks."""
 
     core: float
 
@@ -340,9 +344,9 @@ class MeasuredTime(StepTime):
 def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
     """Returns the seconds of a step of a checked configuration on the machine.
 
-    What ranks send is `traffic.transfers`, what they compute the measured pieces. Collectives over
-    tp and cp are half of the forward and half of the backward. Raises UserError for an impossible
-    schedule or split.
+    Communication comes from `traffic.transfers`, compute from the measured pieces. Half of the tp
+    and cp collectives belongs to the forward, half to the backward. Raises UserError for an
+    impossible schedule or split.
     """
     blueprint = planned(config)
     layout, schedule = blueprint.layout, blueprint.pipeline.schedule()
@@ -364,7 +368,7 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
     ends = [r + g["update"] + g["world"] for r, g in zip(reduced, groups, strict=True)]
     held = [[assignment.stage(rank, c) for c in range(assignment.chunks)] for rank in range(pp)]
     busy = [count * float(each[mine].sum()) for mine in held]
-    # A rank sends as many messages as it receives: half of each is its own work.
+    # A rank sends as many messages as it receives, and half of each is its own work.
     messages = [g["pp"] for g in groups]
     hop = sum(messages) / max(crossings, 1)
     replicas = layout.world_size // pp
@@ -375,7 +379,8 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
     slowest = max(range(pp), key=lambda rank: busy[rank] + ends[rank])
     mine = groups[slowest]
     parts = busy[slowest], messages[slowest], reduced[slowest], mine["update"], mine["world"]
-    scale = min(1 / speed(layout.world_size), total / sum(parts))  # faster while others wait
+    # A rank is faster while others wait.
+    scale = min(1 / speed(layout.world_size), total / sum(parts))
     computing, between, sums, updated, few = (part * scale for part in parts)
     core = replicas * (sum(busy) + sum(ends) + sum(messages))
     core *= machine["together"](layout.world_size)
@@ -384,10 +389,10 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
 
 
 def speed_of(machine: MeasuredMachine, ranks: int) -> Callable[[int], float]:
-    """Returns a function: number of busy ranks → speed of each, 1 as if alone with one thread.
+    """Returns a function from the number of busy ranks to the speed of each.
 
-    Ranks share the cores, and busy ranks slow each other by what they share besides: memory, and
-    the caches of a core that several take turns on.
+    The speed is 1 for a rank alone with one thread. Ranks share cores, memory, and the caches of a
+    core on which several take turns.
     """
     if not machine.shares:
         return lambda busy: 1.0
@@ -402,7 +407,7 @@ def speed_of(machine: MeasuredMachine, ranks: int) -> Callable[[int], float]:
     return speed
 
 
-MOST = 4000  # layouts that are priced: the first ones
+MOST = 4000  # number of layouts that are priced, in order
 UNKNOWN = MeasuredTime(*[math.inf] * 7)
 
 
@@ -414,7 +419,7 @@ def price_measured(
 ) -> Priced:
     """Returns times and bytes of every choice that can run, and the order of those that fit.
 
-    Recomputation only costs time, so it is priced only where less of it does not fit. Raises
+    Recomputation only costs time, so more of it is priced only where less does not fit. Raises
     UserError if the run would refuse every choice.
     """
     most, own = sizes["memory_bytes"], machine.numbers["rank_gb"] * 1e9
@@ -435,7 +440,7 @@ def price_measured(
         if memory[i] <= most:
             times[i] = step_time(checked, machine)
             enough.add(same)
-    if refused and not np.isfinite(memory).any():  # for a reason that is not the layout
+    if refused and not np.isfinite(memory).any():  # the reason is not the layout
         raise refused
     names = StepTime.__dataclass_fields__
     time = StepTime(*(np.array([getattr(one, name) for one in times]) for name in names))
@@ -443,7 +448,7 @@ def price_measured(
 
 
 def measured_sizes(config: Config, machine: MeasuredMachine, ranks: int) -> dict[str, float]:
-    """Returns what no layout changes of the fields of `StepWork` that a search reads."""
+    """Returns the fields of `StepWork` that a search reads and no layout changes."""
     made, memory = machine.made, machine.numbers["memory_gb"] * 1e9
     each = min(1.0, made.count / ranks) if machine.shares else 1.0
     return {

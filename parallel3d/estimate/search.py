@@ -43,20 +43,20 @@ from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 
 GIB = 2.0**30
-Fixed: TypeAlias = Mapping[str, Any]  # what the user typed, by names of `LayoutChoice`
+Fixed: TypeAlias = Mapping[str, Any]  # values from the command line, by names of `LayoutChoice`
 FULL, NONE = "full", "none"
-# By cost: recomputing attention costs more seconds a byte than norms and activation.
+# In order of cost: recomputing attention costs more seconds per byte than norms and activation.
 RECOMPUTE = (NONE, "[norm,activation]", FULL)
 WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules of whole backwards
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-CP_TOKENS = 8192  # the fewest of a sequence on a context-parallel rank in the search
+CP_TOKENS = 8192  # least tokens of a sequence on a context-parallel rank in the search
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)
 # Largest pipelines in the search. Time grows with the square of the ranks; choosing a pattern of
 # V-Half takes 2 s for 64 ranks.
 MOST_STAGES, MOST_V_HALF = 512, 64
-# A GPU fuller than this must win by more: measured ones stall, or fail.
+# A layout with a GPU fuller than this must win by a margin, as such GPUs stalled or failed.
 NEARLY_FULL, TIGHT = 0.92, 1.05
-SAME = 1.005  # layouts within this ratio count as equally fast: the simpler one goes first
+SAME = 1.005  # layouts within this ratio count as equally fast, and the simpler one comes first
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class LayoutChoice:
     dp: int
     micro_batch_size: int
     schedule: str
-    recompute: str  # as `config.recompute.spelled`
+    recompute: str  # as text (`config.values.spelled`)
     zero: int
     cp: int = 1
 
@@ -78,9 +78,9 @@ TYPES = ("bf16", "fp16")
 
 
 def card_of(config: Config) -> tuple[str, Device]:
-    """Returns the cluster's GPU among those whose constants are known.
+    """Returns name and data of the cluster's GPU.
 
-    Raises UserError if the cluster names none, an unknown one, or one without the type.
+    Raises UserError if the cluster names no GPU, an unknown one, or one without the dtype.
     """
     named, type = (config.cluster.gpu or "null").lower(), config.precision.name
     found = next((w for w in named.replace("-", " ").split() if w in DEVICES), None)
@@ -92,7 +92,7 @@ def card_of(config: Config) -> tuple[str, Device]:
     known = [t for t in TYPES if t in DEVICES[found].peak]
     if type not in known:
         raise UserError(
-            f"precision={type} must be one of {', '.join(known)} on a GPU whose peaks are those of "
+            f"precision={type} must be one of {', '.join(known)} on a GPU with the peaks of "
             f"{found}; the nearest is {known[0]}"
         )
     return found, DEVICES[found]
@@ -124,8 +124,15 @@ def sizes_of(config: Config) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Priced:
-    """All layouts with seconds, and bytes of the fullest GPU; `tight`: it is nearly full; `order`:
-    indices of those that fit, the best first."""
+    """All layouts with their prices.
+
+    Attributes:
+        choices: the layouts.
+        time: seconds of a step.
+        memory: bytes of the fullest GPU.
+        tight: whether that GPU is nearly full.
+        order: indices of the layouts that fit, the best first.
+    """
 
     choices: list[LayoutChoice]
     time: StepTime
@@ -139,8 +146,10 @@ class Priced:
 
 
 def configure(config: Config, choice: LayoutChoice) -> Config:
-    """Returns the configuration with a choice in it; with sequence parallelism where there is tp,
-    but on a measured machine as it is."""
+    """Returns the configuration with the values of a choice.
+
+    tp > 1 turns sequence parallelism on; on a measured machine `sp` stays as it is.
+    """
     sp = choice.tp > 1 if config.cluster.file is None else config.sp
     schedule = replace(config.schedule, name=choice.schedule)
     return replace(config, **(vars(choice) | {"sp": sp, "schedule": schedule}))
@@ -154,11 +163,11 @@ def layouts(
     fixed: Fixed,
     zeros: Sequence[int] = (0, 1, 2, 3),
 ) -> Iterator[LayoutChoice]:
-    """Yields the layouts of `gpus` GPUs that fit the sizes and the batch; `fixed` by the user.
+    """Yields the layouts of `gpus` GPUs that fit the sizes, the batch and the `fixed` values.
 
-    Tensor parallelism stays inside an NVLink domain of `node` GPUs unless `tp` is fixed; `zeros`:
-    stages of ZeRO unless `zero` is. Context parallelism leaves each rank CP_TOKENS of a sequence or
-    more, unless `cp` is fixed.
+    Tensor parallelism stays inside an NVLink domain of `node` GPUs unless `tp` is fixed. Context
+    parallelism leaves each rank at least CP_TOKENS of a sequence unless `cp` is fixed. `zeros` are
+    the stages of ZeRO to try unless `zero` is fixed.
     """
     most = max(1, sizes["seq"] // CP_TOKENS)
     contexts = _allowed(fixed, "cp", (2**i for i in range(int(most).bit_length())))
@@ -174,7 +183,7 @@ def layouts(
             if fixed.get("dp", dp) != dp or batch % dp:
                 continue
             mine, layers = batch // dp, sizes["layers"]
-            # Two sequences over four ranks are one over two, with fewer bytes.
+            # cp=4 with two sequences equals cp=2 with one, at more traffic, so it is skipped.
             counts = _allowed(fixed, "micro_batch_size", MICRO_BATCHES if cp == 1 else [1])
             micro = [b for b in counts if mine % b == 0]
             even = [v for v in CHUNKS if v == 1 or (pp > 1 and layers % (pp * v) == 0)]
@@ -188,8 +197,10 @@ def layouts(
 
 
 def schedules(pp: int, vpp: int, zero: int, typed: str | None = None) -> list[str]:
-    """Returns the schedules for these stages and chunks, or of them the typed one; FSDP2 needs
-    whole backwards. GPipe is only an answer if it is typed: 1F1B needs less memory."""
+    """Returns the schedules for these stages and chunks, limited to `typed` if that is given.
+
+    FSDP2 needs whole backwards. GPipe is considered only if it is given: 1F1B needs less memory.
+    """
     if pp == 1:
         found = ["1f1b"]
     elif vpp == 1:
@@ -238,13 +249,13 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
 
 
 def _split(layers: int, head: float, pp: int) -> tuple[int, int, int]:
-    """Returns the layers of the first stage, the fullest between and the last."""
+    """Returns the layers of the first, the fullest middle and the last stage."""
     counts = balance_chunks(1.0, layers, StageAssignment(pp), last_extra=head)
     return counts[0], max(counts[1:-1], default=0), counts[-1]
 
 
 def ranked(choices: list[LayoutChoice], time: StepTime, memory: Number, most: float) -> Priced:
-    """Returns the order of the choices that need at most `most` bytes and have a time."""
+    """Returns the priced choices, with the order of those that fit into `most` bytes."""
     seconds, tight = np.asarray(time.total), memory > NEARLY_FULL * most
     risked = seconds * np.where(tight, TIGHT, 1.0)
     fits = np.flatnonzero((memory <= most) & np.isfinite(seconds)).tolist()
@@ -264,7 +275,7 @@ def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int])
 
 
 def complexity(choice: LayoutChoice) -> float:
-    """Returns a score of the dimensions and switches that a layout has to set up."""
+    """Returns a score of the dimensions and features that a layout uses."""
     found = (choice.tp > 1) + (choice.cp > 1) + (choice.vpp > 1) + (choice.zero > 0)
     found += 2 * (choice.pp > 1)
     found += (choice.recompute != NONE) + (choice.schedule not in WHOLE) + (choice.zero > 1)
@@ -272,7 +283,7 @@ def complexity(choice: LayoutChoice) -> float:
 
 
 def best(priced: Priced, rows: int) -> list[int]:
-    """Returns the best layout of each (tp, cp, pp), at most `rows`: its variants are one answer."""
+    """Returns the best layout of each (tp, cp, pp), at most `rows`; variants of it are left out."""
     found: dict[tuple[int, int, int], int] = {}
     for i in priced.order:
         choice = priced.choices[i]
@@ -282,7 +293,8 @@ def best(priced: Priced, rows: int) -> list[int]:
 
 def reason(priced: Priced, index: int, first: int, node: int) -> str:
     """Explains what the layout gains or loses against the best one, `first`."""
-    choice, tight = priced.choices[index], "; memory is tight" * bool(priced.tight[index])
+    choice = priced.choices[index]
+    tight = "; memory is tight" if priced.tight[index] else ""
     total, least = float(priced.seconds[index]), float(priced.seconds[first])
     mine, best = (
         {f.name: float(getattr(priced.time, f.name)[i]) for f in fields(StepTime)}
@@ -305,13 +317,13 @@ def reason(priced: Priced, index: int, first: int, node: int) -> str:
 
 def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> str:
     """Describes the part of a step with the size that causes it, against the best layout's."""
+    over_cp = f" · cp={choice.cp}" if choice.cp > 1 else ""
     causes = {
         "bubble": f"bubble of {choice.pp} stages",
         "messages": f"messages between {choice.pp * choice.vpp} pieces of the model",
-        "gradients": f"sums of gradients over dp={choice.dp}"
-        + f" · cp={choice.cp}" * (choice.cp > 1),
+        "gradients": f"sums of gradients over dp={choice.dp}{over_cp}",
         "optimizer": "the optimizer's pass over its state",
-        "fixed": "what a step takes whatever its size",
+        "fixed": "the fixed cost of a step",
     }
     if part != "compute":
         return causes[part]
@@ -331,7 +343,7 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
 def with_style(config: AnyConfig) -> AnyConfig:
     """Returns the configuration with the cheapest style in place of context_parallel.style=auto.
 
-    Equal on all ranks.
+    The result is equal on all ranks.
     """
     if config.cp == 1 or config.context_parallel.style != "auto":
         return config
@@ -340,7 +352,8 @@ def with_style(config: AnyConfig) -> AnyConfig:
 
 
 def planned(config: Config, layout: Layout | None = None) -> Blueprint:
-    """Returns the blueprint, or another layout's, with the cheapest style in place of auto."""
+    """Returns the blueprint of the configuration, or of it in another layout, with style=auto
+    resolved."""
     if layout is not None:
         config = replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
     return Blueprint.of(with_style(config))
@@ -351,11 +364,10 @@ def _of_style(config: AnyConfig, style: str) -> AnyConfig:
 
 
 def style_seconds(config: Config) -> dict[str, float]:
-    """Returns seconds that a layer waits in a micro-batch for what attention sends over cp, by
-    style that the checks allow.
+    """Returns the seconds per micro-batch that a layer waits for cp traffic, by allowed style.
 
-    By the planner's prices where they cover the cluster's GPU, else by the network's, with nothing
-    hidden.
+    They are the planner's prices if it knows the cluster's GPU, or else the network's, with nothing
+    hidden behind compute.
     """
     allowed, split = [], config.tensor_parallel.attention
     for style in STYLES:
@@ -381,7 +393,7 @@ def style_seconds(config: Config) -> dict[str, float]:
 
 
 def _sent_seconds(config: Config, style: str) -> float:
-    """Returns the network's price of what a layer's attention sends, without overlap."""
+    """Returns the network's price of the cp traffic of a layer's attention, without overlap."""
     layout = layout_of(config)
     cluster = cluster_from_config(config.cluster, layout.world_size)
     order = Tiling.parse(DEFAULT_ORDER, layout)

@@ -1,4 +1,4 @@
-"""The collectives and messages that a pipeline rank makes in a step."""
+"""Lists the collectives and messages of a pipeline rank in a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
 
 
 def group_size(dim: str, layout: Layout) -> int:
-    """Returns the ranks of a group that a `Transfer` names."""
+    """Returns the number of ranks in the group that a `Transfer` names."""
     if dim == "world":
         return layout.world_size
     if dim == "embedding":
@@ -35,14 +35,14 @@ def group_size(dim: str, layout: Layout) -> int:
     return layout.size(dim)
 
 
-# Comm volume: every collective and message of one optimizer step.
+# Communication volume: every collective and message of one optimizer step.
 
 
 def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the tp collectives around the GEMMs of a rank's layers.
 
-    The forward gathers the input of column-parallel GEMMs (sp) and sums the output of row-parallel
-    ones; the backward the other way round.
+    The forward gathers the input of column-parallel GEMMs (with sp) and sums the output of
+    row-parallel ones; the backward does the reverse.
     """
     whole, what = rank.hidden, "activations of the layers"
     microbatches = rank.blueprint.microbatches
@@ -52,7 +52,7 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     columns_again, rows_again = split_counts(rank.layer.repeated)
     if rank.blueprint.layer.gather_qk:
         model, tp = rank.blueprint.model, rank.layout.tp
-        heads = model.num_attention_heads + max(model.kv_heads, tp)  # of q and k, copies too
+        heads = model.num_attention_heads + max(model.kv_heads, tp)  # heads of q and k, with copies
         every = rank.tokens * heads * model.head_size * rank.item
         twice = recomputed * any(op.name == "attention.qkv" for op in rank.layer.repeated)
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
@@ -72,7 +72,7 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     # whole.
     yield Transfer("tp", "all_gather", whole, columns * layers - apart, what)
     yield Transfer("tp", "reduce_scatter", whole, columns * layers - apart, what)
-    # The others are split into chunks that overlap with the GEMM.
+    # All others are split into chunks that overlap with the GEMM.
     chunks = rank.blueprint.layer.chunks
     each = whole // chunks
     gathers = (columns + rows) * layers + columns_again * recomputed - 3 * apart
@@ -91,12 +91,13 @@ def transfers(
 ) -> list[Transfer]:
     """Lists the calls of one rank in a step: of `stage`, or of the busiest rank of each dimension.
 
-    Ranks of a pipeline differ in layers, embedding and head. Without `stage` each dimension is that
-    of its busiest rank, except pp: there it is the traffic between the two neighbouring ranks that
-    exchange most, in both directions.
+    Ranks of a pipeline differ in layers, embedding and head. Without `stage` each dimension has the
+    calls of its busiest rank, except pp, which has the traffic between the two neighbouring ranks
+    that exchange most, in both directions.
 
     Args:
-        config: checked; tp, cp, pp and dp are the layout's.
+        config: a checked configuration; tp, cp, pp and dp are taken from `layout`.
+        layout: the layout.
         stage: index along pp, 0 to pp − 1, with all of its chunks.
         data_rank: index along dp_cp.
 
@@ -126,7 +127,7 @@ def transfers(
 
 
 def _most_boundaries(assignment: StageAssignment) -> int:
-    """Returns the most stage boundaries that any two ranks have between them."""
+    """Returns the largest number of stage boundaries between any two ranks."""
     ranks = [rank for rank, _ in assignment.places]
     between = Counter(frozenset(pair) for pair in pairwise(ranks) if pair[0] != pair[1])
     return max(between.values(), default=0)
@@ -139,7 +140,7 @@ def _of_rank(rank: PipelineRank) -> list[Transfer]:
 
 
 def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the layers, the embedding, the head; sums of tensor_parallel/partial_gradients.py."""
+    """Yields calls of layers, embedding and head, and sums of partial gradients over tp."""
     microbatches, whole = rank.blueprint.microbatches, rank.hidden
     yield from layer_transfers(rank)
     if rank.first and rank.blueprint.model.embedding == "vocab_parallel":
@@ -161,8 +162,8 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _context(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields what attention sends over cp (context_parallel/attention.py), and sums of gradients
-    for the noise scale."""
+    """Yields the cp traffic of attention (context_parallel/attention.py), and sums of gradients for
+    the noise scale."""
     blueprint, w = rank.blueprint, widths(rank.blueprint.model, rank.layout.tp)
     style, drops = blueprint.layer.cp_style, blueprint.model.dropout > 0
     repeats = any(op.kind == "attention" for op in rank.layer.repeated)
@@ -232,8 +233,10 @@ def _data(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _muon(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the exchanges around Newton-Schulz (optim/muon.py) of tp rank 0; with HSDP or frozen
-    matrices a bound."""
+    """Yields the exchanges around Newton-Schulz (optim/muon.py) of tp rank 0.
+
+    With HSDP or frozen matrices these are an upper bound.
+    """
     blueprint, tp, dp, here = rank.blueprint, rank.layout.tp, rank.replicas, rank.data_rank
     if blueprint.optim.name != "muon":
         return
@@ -260,11 +263,13 @@ def _muon(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the FSDP units: one a block and one for the rest, rows padded to dp · cp.
+    """Yields the collectives of FSDP units: one unit per block, and one for all other parameters.
 
-    Of the rest, a backward reduces the gradients that it has: of a V's two ends each its own.
+    Rows are padded to dp · cp. A backward reduces only the gradients that it has, so that the two
+    ends of a V are reduced separately.
 
-    An upper bound with ddp.shard_size (HSDP): fewer ranks gather, and an all-reduce follows.
+    With ddp.shard_size (HSDP) this is an upper bound: fewer ranks gather, and an all-reduce
+    follows.
     """
     blueprint, dp, microbatches = rank.blueprint, rank.shards, rank.blueprint.microbatches
     dim = rank.layout.replica_dim
@@ -277,7 +282,7 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
     for unit, numel in numels.items():
         times = 2 * microbatches if blueprint.data.zero == 3 and unit != "rest" else 1
         yield Transfer(dim, "all_gather", numel * rank.item, times, "parameters")
-        # Of a single micro-batch each backward's are reduced too (data_parallel/fully_sharded.py).
+        # With a single micro-batch, too, each backward's gradients are reduced separately.
         apart = unit == "rest" and every == microbatches
         read = map(rank.ends_read, rank.stages)
         ends = [dp * sum(sharded_numel(p, dp) for p in mine) for mine in read if mine]
@@ -311,6 +316,6 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _scalars(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields loss, tokens, squared norm and stop flag; two norms more for the noise scale."""
+    """Yields loss, tokens, squared norm and stop flag, and two more norms for the noise scale."""
     numbers = 6 if rank.blueprint.noise_scale else 4
     yield Transfer("world", "all_reduce", numbers * SCALAR_BYTES, 1, "loss and gradient norm")

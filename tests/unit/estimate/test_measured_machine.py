@@ -223,11 +223,11 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
 DAMAGED = {
     "another format": (replaced("parallel3d calibration", "torch"), "must be a file that"),
     "a later version": (replaced("version: 3", "version: 7"), "has version 7"),
-    "no yaml": (lambda text: "{" + text, "is no file of parallel3d calibrate"),
+    "no yaml": (lambda text: "{" + text, "is not a file of parallel3d calibrate"),
     "an object of Python": (lambda text: "a: !!python/object:os.system {}\n" + text, "is no file"),
     "an alias": (lambda text: "a: &x [1]\nb: *x\n" + text, "aliases are not read"),
     "a table less": (replaced("block.input", "block.other"), "is damaged"),
-    "no number": (replaced("memory_gb: 8", "memory_gb: many"), "memory_gb is no number"),
+    "no number": (replaced("memory_gb: 8", "memory_gb: many"), "memory_gb is not a number"),
     "an endless time": (replaced("rank_gb: 0.2", "rank_gb: .inf"), "positive and finite"),
     "an older version": (replaced("version: 3", "version: 1"), "reads version 3: calibrate anew"),
     "no count": (replaced("count: 2", "count: 0"), "made.count must be positive"),
