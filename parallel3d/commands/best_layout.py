@@ -1,6 +1,7 @@
-"""Chooses layout=auto: the best layout of the launcher's ranks, or of this host's.
+"""Resolves layout=auto: chooses the best layout of the launcher's or this host's ranks.
 
-Imports no torch. Under torchrun and srun each rank reads the same file, so all choose the same.
+Imports no torch. Under torchrun and srun each rank reads the same file, so all choose the same
+layout.
 """
 
 from __future__ import annotations
@@ -48,25 +49,28 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
 
 
 def _ranks_here(asked: str, least: int) -> int:
-    """Returns as many ranks as this host has GPUs or cores, in multiples of `least`, on the device
-    that is `asked` for."""
+    """Returns the number of this host's GPUs or cores, rounded down to a multiple of `least`.
+
+    `asked`: the value of `device`.
+    """
     device = choose_device(asked, 1)
     most = available_cores() if device.kind == CPU else len(device.gpus)
     return least * max(1, most // least)
 
 
 def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
-    """Raises UserError unless it describes the devices of the ranks; `several` hosts."""
+    """Raises UserError unless the cluster describes the ranks' devices; `several`: ranks on several
+    hosts."""
     file = cluster.file
     if file is not None:
         machine = read(file)
-        # This rank may be bound to some of the host's cores; a quota is not of this rank alone.
+        # This rank may be bound to some of the host's cores, while a quota holds for all ranks.
         bound = os.cpu_count() == machine.made.count and available_cores() == cores()
         count = machine.made.count if bound else available_cores()
         check_device(machine, file, kind, device_name(kind), count)
         if several:
             raise UserError(
-                f"cluster={file} must be of all hosts, and no network was measured in it: "
+                f"cluster={file} must describe all hosts, but no network was measured in it: "
                 "layout=auto works with it on one host; the nearest is a cluster with a GPU, as "
                 "in cluster=dgx_h100"
             )
@@ -74,17 +78,20 @@ def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
         raise UserError(
             f"layout=auto needs to know how fast this machine is: cluster={cluster.name} "
             "must be a file of parallel3d calibrate; the nearest is cluster=calibrated.yaml, which "
-            "parallel3d calibrate makes here"
+            "parallel3d calibrate writes here"
         )
     elif cluster.gpu is None and cluster.source != "local":
         raise UserError(
             f"layout=auto needs to know the GPUs: cluster={cluster.name} names none; the "
-            "nearest is cluster=local, this machine as nvidia-smi tells it"
+            "nearest is cluster=local, this machine as nvidia-smi reports it"
         )
 
 
 def _first_allowed(plan: Plan, keys: set[str]) -> tuple[int, Config]:
-    """Returns the best layout that passes the run's checks. Raises the best one's UserError."""
+    """Returns the best layout that passes the run's checks.
+
+    Raises the UserError of the very best one if none passes.
+    """
     refused: UserError | None = None
     given = {key: getattr(plan.config, key) for key in ("zero", "vpp", "sp") if key in keys}
     for i in plan.priced.order:
@@ -106,6 +113,7 @@ def _summary(plan: Plan, first: int) -> str:
     for i in best(priced, 3):
         other = priced.choices[i]
         if (other.tp, other.cp, other.pp) != (choice.tp, choice.cp, choice.pp):
-            why, cp = reason(priced, i, first, plan.gpus), f" cp={other.cp}" * (other.cp > 1)
+            why = reason(priced, i, first, plan.gpus)
+            cp = f" cp={other.cp}" if other.cp > 1 else ""
             return line + f"; next tp={other.tp}{cp} pp={other.pp} dp={other.dp}: {why}"
     return line

@@ -1,4 +1,4 @@
-"""Runs `parallel3d data …`: makes corpora and tokenizers, shows and proves corpora."""
+"""Runs `parallel3d data …`: makes corpora and tokenizers, shows and verifies corpora."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ from parallel3d.text import si
 DATA = "data"
 SMALLEST, LARGEST = 257, 1 << 24  # tokens of a trained tokenizer: 256 bytes and an end of text
 DAMAGED = 1  # the exit code
-READ = 1 << 20  # tokens, or lengths, at a time
-SHOWN = 200  # characters of a document
+READ = 1 << 20  # tokens, or lengths, that are read at a time
+SHOWN = 200  # characters of a document that are shown
 LINE_EVERY_S = 10
 INPUT = {
     "input": "files, folders, globs or addresses that fsspec knows, joined by commas: jsonl, "
-    "parquet, or text, a file a document, known by ending and first bytes; "
+    "parquet, or text with one document per file, by ending and first bytes; "
     f"{', '.join(dict.fromkeys(PACKED.values()))} are unpacked",
     "text_key": "key of jsonl, or column of parquet, that holds the text (text)",
-    "format": f"of all of input: {', '.join(KINDS)} (by the files' names)",
+    "format": f"format of all input: {', '.join(KINDS)} (by the files' names)",
 }
 VERBS = {
     "tokenize": Verb(
-        "make a corpus of text, a pair of files as Megatron's; started again after a kill it goes "
-        "on, and its bytes depend on neither that nor the workers",
+        "make a corpus of text, a pair of files in Megatron's format; it resumes after a kill, and "
+        "its bytes depend neither on that nor on the workers",
         {
             "input": INPUT["input"],
-            "to": "prefix of the corpus, as in corpora/web, which makes corpora/web.bin and .idx",
+            "to": "prefix of the corpus, such as corpora/web for corpora/web.bin and .idx",
             "tokenizer": "byte, a tokenizer.json, a folder with one, or a name on the hub (byte)",
             "add_bos": "begin documents with the tokens that the tokenizer puts before every text, "
-            "as Llama's <|begin_of_text|>: true or false (true)",
-            "workers": "processes that make tokens (as many as there are cores, within a quota)",
+            "such as Llama's <|begin_of_text|>: true or false (true)",
+            "workers": "processes that tokenize (one per core, within a quota)",
             "text_key": INPUT["text_key"],
             "format": INPUT["format"],
-            "bad": "largest share of rows that may hold no document; they are left out (0.01)",
+            "bad": "largest share of rows without a document, which are left out (0.01)",
         },
         ("input", "to"),
         "parallel3d data tokenize input='dump/*.jsonl.zst' tokenizer=my/tokenizer.json "
@@ -81,12 +81,12 @@ VERBS = {
         paths=("input", "to"),
     ),
     "show": Verb(
-        "show a corpus: documents, tokens, lengths, the first ones as text; reads every byte and "
-        "proves it; exit code 1 if one is not as it was made",
+        "show a corpus: documents, tokens, lengths, the first documents as text; reads and "
+        "verifies every byte; exit code 1 if one has changed",
         {
-            "prefix": "of the corpus, without .bin and .idx",
-            "tokenizer": "to read it with (the one that lies beside)",
-            "documents": "how many of the first to show as text (3)",
+            "prefix": "prefix of the corpus, without .bin and .idx",
+            "tokenizer": "tokenizer to decode it (the one next to the corpus)",
+            "documents": "number of first documents to show as text (3)",
         },
         ("prefix",),
         "parallel3d data show corpora/web\nparallel3d data show corpora/web documents=10",
@@ -136,11 +136,11 @@ def share(key: str, text: str) -> float:
 
 @contextmanager
 def byte_progress(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """Shows progress over `total` bytes: a bar on a terminal, else a line now and then.
+    """Shows progress over `total` bytes: a bar on a terminal, else a line every LINE_EVERY_S.
 
-    Yields a function of the bytes done, earlier starts included, and of the text after them.
+    Yields a function to call with the bytes done, earlier starts included, and a text to show.
     """
-    # Imported here, as help needs neither.
+    # The imports are here because help needs neither.
     from rich.progress import Progress, TextColumn, TransferSpeedColumn
 
     from parallel3d.metrics.screen import make_console
@@ -161,7 +161,7 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int, str], None]]
             bar.update(task, completed=read, facts=facts)
             if not live and time.monotonic() - logged > LINE_EVERY_S:
                 logged = time.monotonic()
-                # Rounded down: 100 only when all is done.
+                # The share is rounded down, so that it is 100 only when all is done.
                 share = 100 * min(read, total) // total
                 print(f"{what} {share} % of {si(total)}B · {facts}", flush=True)
 
@@ -190,7 +190,7 @@ def tokenize_corpus(
     for sentence in lines:
         print_line(sentence)
     if begun:
-        print_line(f"to={to} was begun: going on with it")
+        print_line(f"to={to} was begun: resuming it")
     to.parent.mkdir(parents=True, exist_ok=True)
     job = PreprocessJob(tuple(inputs), tokenizer, to, text_key, bad, workers, add_bos=add_bos)
     with byte_progress("tokenize", sum(each.size for each in inputs)) as update:
@@ -212,12 +212,12 @@ def tokenize_corpus(
 
 
 def _of_tokenizer(to: Path, facts: CorpusFacts) -> list[str]:
-    """Returns sentences on how documents begin, and on what transformers makes of the tokenizer."""
+    """Returns sentences on the tokens that begin documents, and on differences to transformers."""
     tokenizer = open_tokenizer(tokenizer_beside(to, facts), "tokenizer")
     if not isinstance(tokenizer, FileTokenizer):
         return []
     sentences = list(tokenizer.doubts())
-    assert tokenizer.folder is not None  # the corpus's own
+    assert tokenizer.folder is not None  # a corpus has its own copy
     if unlike := unlike_theirs(tokenizer, tokenizer.folder):
         sentences.append(unlike)
     if tokenizer.bos:
@@ -264,7 +264,7 @@ def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path
     return 0
 
 
-# A corpus shown, and proved
+# Showing and verifying a corpus
 
 
 def show(prefix: str, given: str | None, documents: int) -> int:
@@ -283,7 +283,7 @@ def show(prefix: str, given: str | None, documents: int) -> int:
         print(f"tokenizer: {tokenizer.name}, {sizes}")
     print(statistics(corpus))
     if tokenizer is None:
-        print_line("no tokenizer lies beside it: give tokenizer=… to see text")
+        print_line("the corpus has no tokenizer next to it: give tokenizer=… to see text")
     else:
         for number in range(min(documents, corpus.documents)):
             print()
@@ -296,15 +296,15 @@ def _tokenizer(prefix: str, given: str | None, facts: CorpusFacts | None) -> Tok
         tokenizer = open_tokenizer(given, "tokenizer")
         if facts is not None and tokenizer.digest != facts.tokenizer:
             raise UserError(
-                f"tokenizer={given} is not the one that {prefix} was made with: leave it out, that "
-                "one lies beside the corpus"
+                f"tokenizer={given} is not the one with which {prefix} was made: leave it out to "
+                "use the one next to the corpus"
             )
         return tokenizer
     return None if facts is None else open_tokenizer(tokenizer_beside(prefix, facts), "tokenizer")
 
 
 def statistics(corpus: IndexedCorpus) -> str:
-    """Returns the documents' lengths as a line; memory grows with the lengths that occur alone."""
+    """Returns a line on the documents' lengths; memory grows only with the number of lengths."""
     found: Counter[int] = Counter()
     for first in range(0, corpus.documents, READ):
         begins = corpus.begins(first, min(first + READ, corpus.documents))
@@ -317,7 +317,7 @@ def statistics(corpus: IndexedCorpus) -> str:
         return lengths[np.searchsorted(ends, share * (corpus.documents - 1), side="right")]
 
     return (
-        f"tokens a document: least {lengths[0]:,}, median {at(0.5):,}, mean "
+        f"tokens per document: least {lengths[0]:,}, median {at(0.5):,}, mean "
         f"{len(corpus) / corpus.documents:,.1f}, 90 % {at(0.9):,}, 99 % {at(0.99):,}, most "
         f"{lengths[-1]:,}"
     )
@@ -332,7 +332,7 @@ def _text(corpus: IndexedCorpus, tokenizer: Tokenizer, number: int) -> str:
 
 
 def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokenizer | None) -> int:
-    """Reads every token and prints whether the bytes are as written. Returns the exit code."""
+    """Reads every token and prints whether the bytes are unchanged. Returns the exit code."""
     digest, largest = hashlib.blake2b(digest_size=16), -1
     width = corpus.dtype.itemsize
     with byte_progress("prove", len(corpus) * width) as update:
@@ -348,7 +348,8 @@ def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokeniz
         return DAMAGED
     if facts is None:
         print(
-            f"digest {made}: made elsewhere, nothing to prove it by; its largest token is {largest}"
+            f"digest {made}: made elsewhere, so it cannot be verified; its largest token is "
+            f"{largest}"
         )
         return 0
     if (made, corpus.documents, len(corpus)) != (facts.digest, facts.documents, facts.tokens):

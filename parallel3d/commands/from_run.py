@@ -26,7 +26,7 @@ from parallel3d.run.local_workers import run_here
 from parallel3d.topology.assumptions import check_free
 
 GENERATE, EVAL = "generate", "eval"
-# All other keys are given by the run.
+# Keys that may be set; the run gives all other keys.
 MAY_BE_SET = {
     GENERATE: ("run", "runs_dir", "prompt", "tp", "pp", "device", "seed", "generate.*", "launch.*"),
     EVAL: (
@@ -37,7 +37,8 @@ MAY_BE_SET = {
 
 
 def take_prompt(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Returns overrides without prompt=… and the prompt as typed: Hydra would strip blanks."""
+    """Returns overrides without prompt=…, and the prompt with its blanks, which Hydra would
+    strip."""
     prompts = [word.removeprefix("prompt=") for word in arguments if word.startswith("prompt=")]
     rest = [word for word in arguments if not word.startswith("prompt=")]
     return rest, prompts[-1] if prompts else None
@@ -46,20 +47,20 @@ def take_prompt(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 def config_from_run(
     app: str, config: CommandConfig, overrides: Sequence[str], world_size: int | None
 ) -> CommandConfig:
-    """Returns the configuration of GENERATE or EVAL on a run, checked.
+    """Returns the checked configuration of GENERATE or EVAL on a run.
 
-    For EVAL dp is what is left of `world_size`, a launcher's ranks.
+    For EVAL, dp takes the remaining ranks of a launcher's `world_size`.
 
     Raises:
-        UserError: no such run, no checkpoint, a key that only training may set, rows that are none,
-            or a result that exists.
+        UserError: no such run, no checkpoint, a key that only training may set, invalid rows, or a
+            file of results that exists.
     """
     for word in overrides:
         key = word.partition("=")[0].lstrip("+~")
         section = f"{key.partition('.')[0]}.*"
         if key not in MAY_BE_SET[app] and section not in MAY_BE_SET[app]:
             raise UserError(
-                f"{word}: {app} takes {key} from the run; what may be set is "
+                f"{word}: {app} takes {key} from the run; keys that may be set are "
                 f"{', '.join(MAY_BE_SET[app])}"
             )
     dp = 1
@@ -74,8 +75,8 @@ def config_from_run(
 
 
 def _check_rows(keys: EvalConfig) -> None:
-    """Checks the rows, and prints what a user must know of them. Raises UserError for rows that are
-    none, and for a file of scores that exists."""
+    """Checks the rows and prints notices about them. Raises UserError for invalid rows, and for a
+    file of scores that exists."""
     if keys.tasks is None:
         raise UserError(
             "eval needs tasks=…, a jsonl of rows, as in: eval run=my_run tasks=questions.jsonl"
@@ -90,13 +91,13 @@ def run_on_checkpoint(app: str, config: CommandConfig) -> int:
     """Runs `app` on a checkpoint of the run, on all ranks of the layout; returns the exit code."""
     device = choose_device(config.device, config.world_size)
     check_numerics(device.kind, config.precision.name, os.environ)
-    # Failures go to a folder of their own: nothing is added to the run.
+    # Failures go to a separate folder, so that nothing is added to the run.
     folder = Path(tempfile.mkdtemp(prefix=f"parallel3d-{app}-"))
     code = None
     try:
         code = run_here(app, config, folder, device)
     finally:
-        if code != 1:  # else it holds the failure's traceback
+        if code != 1:  # after a failure it holds the traceback
             shutil.rmtree(folder, ignore_errors=True)
     return code
 
@@ -104,10 +105,10 @@ def run_on_checkpoint(app: str, config: CommandConfig) -> int:
 def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> CommandConfig:
     """Returns `config` with the run's model and tokenizer, checked. Raises UserError.
 
-    `world_size`: of a launcher's ranks.
+    `world_size`: number of a launcher's ranks.
     """
     run = _config_there(app, config.runs_dir, config.run)
-    # By a name that ranks elsewhere can open.
+    # The tokenizer is named by a path that ranks in other folders can open.
     own = Path(config.runs_dir, str(config.run), FOLDER)
     tokenizer = tokenizer_of(run.data, own.parent)
     check_vocabulary(tokenizer.vocab_size, run.model.vocab_size, tokenizer.name)
@@ -124,7 +125,8 @@ def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> Co
 
 
 def _config_there(app: str, runs_dir: str, run: str | None) -> Config:
-    """Returns the configuration of the run that is named. Raises UserError if none is."""
+    """Returns the configuration of the run. Raises UserError for no run, or one without a
+    configuration."""
     runs = Path(runs_dir)
     if run is None:
         known = run_names(runs)
@@ -141,8 +143,10 @@ def _config_there(app: str, runs_dir: str, run: str | None) -> Config:
 
 
 def checkpoints_of(run_dir: Path, keys: GenerateConfig | EvalConfig) -> list[Path]:
-    """Returns the run's usable checkpoints, newest first; of a chosen step that one. Raises
-    UserError if there are none."""
+    """Returns the run's checkpoints, newest first, or the one of the chosen step.
+
+    Raises UserError if there is none.
+    """
     try:
         folders = list_checkpoints(run_dir)
         if folders and keys.step is not None:

@@ -1,7 +1,7 @@
 """Generates text from a run's newest good checkpoint, on every rank of `parallel3d generate`.
 
 Every layout draws the same tokens: logits agree up to rounding, and one rank draws for all, in
-fp64, from random numbers that depend on the seed alone.
+fp64, from random numbers that depend only on the seed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def generate(config: CommandConfig, worker: Worker) -> None:
     worker.phase = "generating"
     tokenizer = open_tokenizer(config.data.tokenizer or BYTE)
     decoding = Decoding(tokenizer)
-    prompt = os.fsencode(config.prompt)  # as it was typed, whatever its bytes
+    prompt = os.fsencode(config.prompt)  # exactly the bytes of the command line
     speaks, last = worker.rank == 0, "\n"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -80,8 +80,11 @@ def generate(config: CommandConfig, worker: Worker) -> None:
 def load_newest(
     run_dir: Path, keys: GenerateConfig | EvalConfig, stage: Stage, groups: ProcessGroups
 ) -> Manifest:
-    """Fills `stage` from the newest complete checkpoint, or that of the chosen step; collective.
-    Raises UserError."""
+    """Fills `stage` from the newest complete checkpoint, or from that of the chosen step;
+    collective.
+
+    Raises UserError if there is none.
+    """
     state = state_of(stage, keys.weights)
     folders = checkpoints_of(run_dir, keys)
     for folder in folders:
@@ -89,7 +92,7 @@ def load_newest(
         try:
             manifest = read_state(folder, state)
         except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
-            print_line(f"{problem}; passing it over")
+            print_line(f"{problem}; skipping it")
         whole = torch.tensor(int(manifest is not None), device=next(stage.parameters()).device)
         if groups.world.size > 1:
             dist.all_reduce(whole, op=dist.ReduceOp.MIN)
@@ -113,7 +116,7 @@ def state_of(stage: Stage, weights: str = "model") -> dict[str, TensorChunks]:
 
 
 class TokenSampler:
-    """Draws tokens from logits; the n-th draw depends on the seed and on n alone."""
+    """Draws tokens from logits; the n-th draw depends only on the seed and on n."""
 
     def __init__(self, settings: GenerateConfig, seed: int) -> None:
         self.settings = settings
@@ -122,15 +125,15 @@ class TokenSampler:
     def draw(self, logits: Tensor) -> int:
         """Draws a token of logits (tokens,) from softmax(logits / temperature) over the top_k.
 
-        The token is where the cumulated probabilities exceed a uniform number, in fp64: logits that
-        differ by rounding give the same token, unless the number falls between the two.
+        It is the first token whose cumulated probability exceeds a uniform number, in fp64. Logits
+        that differ by rounding give the same token, unless the number falls in between.
         """
         wide = logits.to("cpu", torch.float64)
         number = torch.rand((), dtype=torch.float64, generator=self.stream)
         if self.settings.temperature == 0:
             return int(wide.argmax())
         top_k = min(self.settings.top_k or len(wide), len(wide))
-        kept = wide.topk(top_k).indices.sort().values  # in the vocabulary's order
+        kept = wide.topk(top_k).indices.sort().values  # sorted by the vocabulary's order
         chances = torch.softmax(wide[kept] / self.settings.temperature, 0).cumsum(0)
         place = int(torch.searchsorted(chances, number * chances[-1], right=True))
         return int(kept[min(place, top_k - 1)])

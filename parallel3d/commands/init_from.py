@@ -1,6 +1,6 @@
-"""`init_from`: a new run that begins with the weights of another run or of a Hugging Face folder.
+"""Starts a new run from the weights of another run or of a Hugging Face folder (`init_from`).
 
-Its source gives the model and the tokenizer, so that neither is typed again. Nothing is unpickled.
+The source gives the model and the tokenizer, so that neither must be given. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.trainer import Trainer
 
-# Keys of the model that may be chosen anew; all others are given by its source.
+# Keys of the model that may differ from the source, which gives all others.
 MAY_DIFFER = (
     *("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout"),
     *("init_std",),
@@ -52,16 +52,17 @@ MAY_DIFFER = (
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Describes where weights come from.
+    """The source of a run's initial weights.
 
     Attributes:
         name: `init_from` with the step of a run.
-        folder: of the checkpoint, or the Hugging Face folder.
-        model: its keys.
+        folder: the checkpoint's folder, or the Hugging Face folder.
+        model: the keys of its model.
         positions: the longest `seq_length` that it allows; None: any.
-        tokenizer: a name to open it by; None: unknown, or of bytes, as `has_bytes` says.
-        manifest: of the checkpoint; None: a Hugging Face folder.
-        hf: what its config.json says, of a Hugging Face folder.
+        tokenizer: name or path of its tokenizer; None: bytes if `has_bytes`, else unknown.
+        manifest: the checkpoint's manifest; None for a Hugging Face folder.
+        hf: the content of config.json in a Hugging Face folder; None for a checkpoint.
+        has_bytes: whether its tokens are bytes.
     """
 
     name: str
@@ -81,9 +82,9 @@ class Source:
 
 
 def find_source(init_from: str, runs_dir: Path) -> Source:
-    """Returns the source of a value of `init_from`. Imports torch for a Hugging Face folder alone.
+    """Returns the source that a value of `init_from` names. Imports torch only for Hugging Face.
 
-    Raises UserError if it is not there, damaged, or of a model that this parallel3d does not know.
+    Raises UserError if it is missing or damaged, or its model is unknown to this parallel3d.
     """
     name, at, digits = init_from.rpartition("@")
     is_step = bool(at and name) and digits.isascii() and digits.isdigit() and len(digits) < 19
@@ -111,7 +112,7 @@ def _of_run(run_dir: Path, step: int | None, name: str) -> Source:
         except UserError as error:
             if not folders:
                 raise
-            # A run that still trains does that: its newest is another one by now.
+            # A run that still trains removes old checkpoints, and has a newer one by now.
             raise UserError(
                 f"init_from={name}@{step}: {error}; checkpoint.keep of {run_dir.name} may have "
                 f"removed it, and init_from={name} takes the newest"
@@ -167,7 +168,7 @@ def _of_hugging_face(folder: Path, name: str) -> Source:
 
 @contextmanager
 def _as_init_from() -> Iterator[None]:
-    """Raises errors of an import's `from` as those of `init_from`."""
+    """Renames the key `from` in errors of an import to `init_from`."""
     try:
         yield
     except UserError as error:
@@ -175,7 +176,7 @@ def _as_init_from() -> Iterator[None]:
 
 
 def model_of(manifest: Manifest, where: str) -> ModelConfig:
-    """Returns a checkpoint's model. Raises UserError about `where`."""
+    """Returns a checkpoint's model. Raises UserError that begins with `where`."""
     try:
         model = ModelConfig(**manifest.config["model"])
         check_fields(dataclasses.replace(Config(), model=model))
@@ -192,13 +193,13 @@ def model_from(
     where: str,
     positions: int | None,
 ) -> ModelConfig:
-    """Returns the source's model with the given keys of `wanted` that may differ.
+    """Returns the source's model, with given keys of `wanted` where these may differ.
 
-    Raises UserError for a given key that contradicts the source, or more than its `positions`.
+    Raises UserError for a given key that contradicts the source, or for more than `positions`.
     """
     filled = dataclasses.asdict(source) | source.in_effect
     learned = source.position_embedding == "learned"
-    if not learned:  # no table has as many rows
+    if not learned:  # there is no table of positions
         del filled["max_position_embeddings"]
     # A table keeps its rows when samples get shorter.
     model = dataclasses.replace(
@@ -214,7 +215,7 @@ def model_from(
             may = ", ".join(f"model.{key}" for key in MAY_DIFFER)
             raise UserError(
                 f"{spell(f'model.{key}', here)}: {where} gives {spell(f'model.{key}', there)}; "
-                f"what may be chosen is {may}"
+                f"keys that may differ are {may}"
             )
     if positions is not None and model.seq_length > positions:
         raise UserError(
@@ -227,8 +228,8 @@ def model_from(
 def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config, str]:
     """Returns `config` with the model and the tokenizer of `init_from`, and a line to log.
 
-    The newest step of a run is chosen here, once. Raises UserError for a source that is not there
-    or damaged, and for keys that contradict it.
+    The newest step of a run is chosen once, here. Raises UserError for a source that is missing or
+    damaged, and for keys that contradict it.
     """
     assert config.init_from is not None
     source = find_source(config.init_from, Path(config.runs_dir))
@@ -238,7 +239,7 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
         _check_optimizer(source.title, changes(_trained_with(source), config))
     data = config.data
     words = ""
-    if data.tokenizer is None:  # of data=chat too, which names no tokenizer
+    if data.tokenizer is None:  # also for data=chat, which names no tokenizer
         data = dataclasses.replace(data, tokenizer=source.tokenizer)
         words = "" if data.tokenizer is None else f", tokenizer {data.tokenizer}"
     elif source.tokenizer is not None or source.has_bytes:
@@ -273,8 +274,8 @@ def _check_optimizer(title: str, found: Sequence[ConfigChange]) -> None:
 def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
     """Fills a trainer at step 0 with the weights of `init_from`; collective. Returns their source.
 
-    Each rank reads what it holds; of a Hugging Face folder the tensors of its own stage, whole.
-    Raises UserError on all ranks alike if the source is damaged or gone, TrainingFailure if a rank
+    Each rank reads its own chunks, or from a Hugging Face folder the whole tensors of its stage.
+    Raises UserError on all ranks if the source is damaged or missing, TrainingFailure if a rank
     cannot read it.
     """
     from parallel3d.checkpoint.storage import chunks_by_name, read_state
@@ -310,7 +311,7 @@ def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
         remedy = "" if "takes the newest" in str(problem) else "; give another source"
         raise UserError(f"{start}{problem}{remedy}")
     if config.init_optimizer:
-        assert source.manifest is not None  # as `begun_from` has checked
+        assert source.manifest is not None  # `begun_from` has checked this
         progress = source.manifest.progress
         trainer.optimizer.restore(int(progress["updates"]))
         trainer.loss_scale.restore(progress)

@@ -1,4 +1,4 @@
-"""The configuration of subcommands: a run's, and the options of each subcommand."""
+"""Declares the configuration of subcommands: a run's keys, and the options of each subcommand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel3d.config.schema import Config
 from parallel3d.config.values import FREE, key
 from parallel3d.topology.keys import TopologyConfig
 
-WEIGHTS = "those of the steps, or ema: their average (optim.ema_decay)"
+WEIGHTS = "model: the weights after the step; ema: their moving average (optim.ema_decay)"
 
 
 @dataclass
@@ -31,11 +31,9 @@ class GenerateConfig:
     RESUME: ClassVar[str] = FREE
     max_tokens: int = key(200, "tokens to write", minimum=1)
     temperature: float = key(
-        0.8, "of the softmax that tokens are drawn from; 0 takes the likeliest", minimum=0
+        0.8, "temperature of the softmax; 0 takes the likeliest token", minimum=0
     )
-    top_k: int | None = key(
-        None, "draw from the likeliest k tokens alone; null: from all", minimum=1
-    )
+    top_k: int | None = key(None, "draw from the k likeliest tokens; null: from all", minimum=1)
     step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
     weights: str = key("model", WEIGHTS, choices=("model", "ema"))
 
@@ -47,7 +45,8 @@ class EvalConfig:
     RESUME: ClassVar[str] = FREE
     tasks: str | None = key(
         None,
-        "jsonl, a row a context with choices and answer, or with a continuation; typed tasks=",
+        "jsonl whose rows have a context with choices and answer, or with a continuation; short "
+        "form: tasks=",
         holds=Path,
     )
     to: str | None = key(
@@ -55,7 +54,7 @@ class EvalConfig:
         "file for the scores of all rows, as JSON; null: in eval/ of the run directory",
         holds=Path,
     )
-    batch_tokens: int = key(8192, "tokens of a forward of one rank, padding included", minimum=1)
+    batch_tokens: int = key(8192, "tokens of one rank's forward, with padding", minimum=1)
     step: int | None = key(None, "step of the checkpoint; null: the newest", minimum=0)
     weights: str = key("model", WEIGHTS, choices=("model", "ema"))
 
@@ -70,18 +69,18 @@ class PlanConfig:
     )
     confirm: int = key(
         3,
-        "plan: best rows whose memory a dry run confirms, as many as begin within a minute unless "
-        "this is typed; 0: none, and no torch",
+        "plan: number of best rows whose memory a dry run confirms; unless this is given, dry runs "
+        "begin within a minute only; 0: none, without torch",
         minimum=0,
     )
 
 
 @dataclass
 class CommandConfig(Config):
-    """A run, as a subcommand other than `train` looks at it, and the options of subcommands."""
+    """The keys of a run, and the options of subcommands other than `train`."""
 
     prompt: str = key(
-        "\n", "generate: the text to continue, taken as it is typed", resume=FREE, once=True
+        "\n", "generate: the text to continue, with all its blanks", resume=FREE, once=True
     )
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)

@@ -1,7 +1,7 @@
-"""`parallel3d plan`: the ten best layouts of a model on a cluster, in a table and an HTML page.
+"""Finds the ten best layouts of a model on a cluster, as a table and a page (`parallel3d plan`).
 
-Typed keys of a layout (LAYOUT) are fixed, the others searched. Memory is a bound, and of the best
-rows what the dry run of `plan.confirm` plays; nothing else needs torch.
+Keys of a layout (LAYOUT) on the command line are fixed; all others are searched. Memory is a bound;
+dry runs replace it in the best `plan.confirm` rows, and only they need torch.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ IN_LOG_S = 10.0  # seconds between progress messages: most searches end before t
 def progress(
     stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[str], None]:
-    """Returns a function that says on stderr where a long search is, now and then."""
+    """Returns a function that reports the progress of a long search on stderr, every IN_LOG_S."""
     stream = sys.stderr if stream is None else stream  # None if closed
     last = clock()
 
@@ -100,22 +100,22 @@ def progress(
 
 ROWS = 10
 TIMED = (
-    "Kernels have the rates that parallel3d's have had on one H100, the network those of others' "
-    "published runs (docs/planner.md)."
+    "Kernels have the rates of parallel3d's kernels on one H100, the network has those of other "
+    "systems' published runs (docs/planner.md)."
 )
 UNTIMED = (
-    "Prices are datasheets' and others' published runs: parallel3d was timed on an H100 alone, "
-    "24 % faster than such a price (docs/planner.md)."
+    "Prices come from datasheets and other systems' published runs: parallel3d was timed on an "
+    "H100 alone, 24 % faster than such a price (docs/planner.md)."
 )
 
 
-LAYOUT = [f.name for f in fields(LayoutChoice)]  # columns of the table, and keys that may be typed
+LAYOUT = [f.name for f in fields(LayoutChoice)]  # columns of the table, and keys that may be fixed
 FIGURES = ("step s", "range", "MFU %", "GiB", "by", "why")
 HEAD = ("#", "tp", "pp", "vpp", "dp", "mb", *LAYOUT[5:], *FIGURES)
 ALIGNED = ">>>>>><<>>>>>><<"
 
 
-DRY_RUN, BOUND = "dry run", "bound"  # by which a row's memory is known
+DRY_RUN, BOUND = "dry run", "bound"  # sources of a row's memory
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,13 @@ class Plan:
     """The priced layouts of `gpus` GPUs or ranks.
 
     Attributes:
-        sizes: fields of `StepWork` that they share.
-        played: memory of layouts as dry runs find it (`find_memory`), by index along pp.
-        unplayed: why fewer rows were played than asked for.
+        config: the configuration.
+        priced: the layouts with their prices.
+        sizes: fields of `StepWork` that all layouts share.
+        gpus: number of GPUs or ranks.
+        reserve_gb: memory of a GPU that must stay free.
+        played: memory of layouts by dry runs (`find_memory`), for each by index along pp.
+        unplayed: reason why there were fewer dry runs than asked for.
     """
 
     config: Config
@@ -166,8 +170,8 @@ class Plan:
     def cells(self) -> list[list[str]]:
         """Returns the table under HEAD.
 
-        The range of seconds is as wide as for a GPU, network or engine that no measured run covers,
-        as none is of parallel3d itself; a measured machine has none.
+        The range of seconds is that of a GPU, network or engine without measured runs, as no
+        measured run is one of parallel3d; a measured machine has no range.
         """
         spread = None if self.config.cluster.file else range_of_a_new_place()
         found = []
@@ -181,11 +185,11 @@ class Plan:
         return found
 
     def by(self, index: int) -> str:
-        """Returns what a layout's memory is known by."""
+        """Returns the source of a layout's memory: DRY_RUN or BOUND."""
         return DRY_RUN if index in self.played else BOUND
 
     def caution(self) -> str:
-        """Returns what to think of memory and times: nothing if all was played and measured."""
+        """Returns a caveat about memory and times; empty if all is confirmed and measured."""
         file = self.config.cluster.file
         if file:
             said = scaled(read(file), file, self.config.model)
@@ -194,7 +198,7 @@ class Plan:
         return " ".join(filter(None, (self.unplayed, said)))
 
     def table(self) -> str:
-        """Returns what the terminal shows."""
+        """Returns the text for the terminal."""
         config = self.config
         title = (
             f"{self.title}, {config.precision.name}, {config.global_batch_size} sequences of "
@@ -210,24 +214,30 @@ class Plan:
                 f"The first keeps up to {host:.1f} GiB a rank in pinned host memory; the time of "
                 f"its copies is not in these figures. {said}"
             )
-        return "\n".join([title, "", *shown, *[said] * bool(said), "", self.command])
+        notes = [said] if said else []
+        return "\n".join([title, "", *shown, *notes, "", self.command])
 
 
 def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
-    """Returns a layout as it is typed, without what is the default."""
-    keys = ["tp", "pp", "dp", "micro_batch_size"] + ["schedule"] * (choice.pp > 1)
+    """Returns a layout as overrides, without defaults."""
+    keys = ["tp", "pp", "dp", "micro_batch_size"]
+    if choice.pp > 1:
+        keys.append("schedule")
     usual = Config()
     more = [key for key in LAYOUT if key not in keys and key != "schedule"]
     keys += [key for key in more if getattr(choice, key) != getattr(usual, key)]
-    return " ".join([f"{key}={getattr(choice, key)}" for key in keys] + ["sp=true"] * sp)
+    words = [f"{key}={getattr(choice, key)}" for key in keys]
+    if sp:
+        words.append("sp=true")
+    return " ".join(words)
 
 
 MADE_BY = "parallel3d plan"
 MARK = f"data-by='{MADE_BY}'"
 SHARES = (1 / 3, 0.4, 0.8 / 3)  # forward, input and weight gradient (schedule.costs)
-BOXES = 7900  # of a pipeline's drawing, with their names
-MOST_RANKS = 16  # of a pipeline's memory chart
-# Kinds of memory of a bound and of a dry run; reserve: for the driver, NCCL and fragments.
+BOXES = 7900  # largest number of boxes in a pipeline's drawing, with their names
+MOST_RANKS = 16  # largest number of ranks in a pipeline's memory chart
+# Kinds of memory in bounds and dry runs; `reserve` is for the driver, NCCL and fragmentation.
 HELD = (
     *("parameters", "gradients", "masters", "optimizer", "activations", "logits", "buffers"),
     *("temporary", "margin", "reserve"),
@@ -238,7 +248,7 @@ TIMES = {
     "matmuls": "GEMMs of the layers, forward and both of the backward",
     "attention": "scores, softmax and values, forward and backward",
     "element-wise": "norms, activations, residuals: bytes through the memory",
-    "recomputed": "forwards that run again, as their results were not kept",
+    "recomputed": "forwards that are recomputed, as their results were not kept",
     "tp collectives": "waits for the other GPUs of a layer, where no GEMM hides them",
     "head and embedding": "logits, loss and table, where the busiest stage has them",
     "launches": "the host, where it is slower than the GPU, and gathers of zero=3",
@@ -247,7 +257,7 @@ TIMES = {
     "messages": "hidden states on their way to the next stage, where nothing hides it",
     "gradients": "summing gradients over the replicas beyond the backward",
     "optimizer": "the optimizer's pass over its state",
-    "fixed": "what a step takes whatever its size",
+    "fixed": "the fixed cost of a step",
 }
 
 
@@ -255,8 +265,8 @@ def write_page(plan: Plan, file: str, assumed: Sequence[str], said: str = "") ->
     """Writes a single HTML page, `said` on top. Raises UserError if it cannot be written."""
     title = escape(plan.title)
     priced = (
-        "Times are priced by a model whose constants are fitted to published runs, memory is what "
-        "parallel3d's own code holds; how right both are: docs/planner.md. "
+        "Times come from a model with constants fitted to published runs, memory from "
+        "parallel3d's own code; docs/planner.md says how accurate both are. "
     )
     assumptions = escape(f"Assumed: {', '.join(assumed)}." if assumed else "")
     first = f"<p>{escape(said)}</p>" if said else ""
@@ -288,7 +298,7 @@ def _sections(plan: Plan) -> Iterable[str]:
         [*map(escape, row), stacked_bar(_parts(priced, i), slowest, "s")]
         for row, i in zip(plan.cells(), plan.rows, strict=True)
     ]
-    words = "One for each tp, cp and pp; of layouts within half a per cent the simpler first. "
+    words = "One row for each tp, cp and pp; within half a per cent the simpler one is first. "
     shown = bar_key(StepTime.__dataclass_fields__) + html_table((*HEAD, "time"), rows)
     yield section(f"The {len(rows)} best layouts", words + plan.caution(), shown)
     parts = _parts(priced, first)
@@ -313,7 +323,7 @@ def _sections(plan: Plan) -> Iterable[str]:
 
 
 def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
-    """Draws the pipeline with as many micro-batches as show how it fills, runs and drains."""
+    """Draws the pipeline with enough micro-batches to show how it fills, runs and drains."""
     count, name = made.num_microbatches, made.schedule.name
     most = max(BOXES // (3 * made.pp * made.vpp), made.pp)
     shown = min(count, max(3 * made.pp, 8), most)
@@ -325,14 +335,14 @@ def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
     idle = parts["bubble"] / (parts["bubble"] + parts["compute"])
     return section(
         "The pipeline in time",
-        f"Drawn: {shown} of the {count} micro-batches, without messages. In the whole step "
-        f"{idle:.1%} is idle.",
+        f"The drawing shows {shown} of the {count} micro-batches, without messages. In the whole "
+        f"step {idle:.1%} is idle.",
         f"<div class='paper'>{render_svg(drawn, title, 1080, unit=' s')}</div>",
     )
 
 
 def _memory(plan: Plan, made: Config, used: float, memory: float) -> str:
-    """Returns the peak memory of each rank of the pipeline; `used`: GB of the fullest one."""
+    """Returns the section on peak memory of the pipeline's ranks; `used`: GB of the fullest one."""
     played = plan.played.get(plan.rows[0], {})
     stages: dict[int, tuple[dict[str, float], str, str]] = {}
     for index in range(made.pp):
@@ -352,7 +362,7 @@ def _memory(plan: Plan, made: Config, used: float, memory: float) -> str:
         parts = {kind: held[kind] / 1e9 for kind in shown}
         bar = stacked_bar(parts, 1.02 * max(memory, used), "GB", memory)
         rows.append([f"rank {index}", bar, f"{sum(parts.values()):.1f} GB", by, phase])
-    words = "Each rank at its fullest moment of a step. The red line is the GPU's memory, "
+    words = "Each bar is a rank at its fullest moment of a step. The red line is the GPU's memory, "
     table = html_table(("along pp", "memory", "in all", "by", "peaks in"), rows)
     words = f"{words}{memory:.1f} GB."
     return section("Memory along the pipeline", words, bar_key(shown), table)
@@ -364,12 +374,12 @@ def _parts(priced: Priced, index: int) -> dict[str, float]:
     return {part: max(float(getattr(priced.time, part)[index]), 0.0) for part in parts}
 
 
-_MOST_NODES = 1 << 16  # searched for a cluster that the model would fit
-_STILL = 0.98  # of a rank's memory: if twice the nodes still need as much, the search ends
+_MOST_NODES = 1 << 16  # largest cluster that is searched for one that the model would fit
+_STILL = 0.98  # the search ends if twice the nodes need more than this share of a rank's memory
 
 
 def plan(config: CommandConfig, typed: Sequence[str]) -> int:
-    """Prints the table. Returns the exit code, 0. Raises UserError for what cannot work."""
+    """Prints the plan. Returns the exit code, 0. Raises UserError for an impossible request."""
     keys, own = chosen_keys(typed), with_own_gpus(config.cluster, os.environ, run_command)
     config = replace(config, cluster=own)
     check_free("plan.html", config.plan.html, MARK, MADE_BY)
@@ -395,16 +405,16 @@ def plan(config: CommandConfig, typed: Sequence[str]) -> int:
     if config.plan.html:
         write_page(found, config.plan.html, assumed, said)
     if config.model.num_layers > MOST_STAGES and "pp" not in keys:
-        print(f"Not looked at: pp above {MOST_STAGES}, and above {MOST_V_HALF} with v_half")
+        print(f"Not searched: pp above {MOST_STAGES}, and above {MOST_V_HALF} with v_half")
     if assumed:
         print(f"Assumed: {', '.join(assumed)}")
     return 0
 
 
 def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:
-    """Returns a sentence if nobody chose the batch and it is small for so many GPUs, else nothing.
+    """Returns a sentence if the batch was not given and is small for so many GPUs, else "".
 
-    The batch that it proposes fills every pipeline of these GPUs, whatever its stages.
+    The proposed batch fills every pipeline of these GPUs, whatever its number of stages.
     """
     batch, enough = config.global_batch_size, MICROBATCHES_PER_STAGE * gpus
     chosen = {"global_batch_size", "experiment"} & keys or batch != Config().global_batch_size
@@ -412,14 +422,14 @@ def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:
         return ""
     tokens = si(enough * config.model.seq_length)
     return (
-        f"global_batch_size={batch} was not typed, and a run on {gpus:,} GPUs has a larger one, "
-        f"which decides the plan: give yours; the nearest is global_batch_size={enough}, "
+        f"global_batch_size={batch} was not given, and a run on {gpus:,} GPUs has a larger one, "
+        f"on which the plan depends: give yours; the nearest is global_batch_size={enough}, "
         f"{tokens}tokens a step."
     )
 
 
 def held(config: Config, keys: set[str]) -> dict[str, Any]:
-    """Returns the user's choices by the names of `LayoutChoice`."""
+    """Returns the values that the user fixed, by the names of `LayoutChoice`."""
     typed = keys | ({"schedule"} if "schedule.name" in keys else set())
     found = {name: getattr(config, name) for name in LAYOUT if name in typed}
     if "schedule" in found:
@@ -466,7 +476,7 @@ def searched(
 
 
 def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[LayoutChoice]:
-    """Returns the layouts whose cp the style and the model allow. Raises UserError if none is."""
+    """Returns the layouts whose cp fits the style and the model. Raises UserError if none does."""
     refused: dict[tuple[int, int], UserError] = {}
     for tp, cp in dict.fromkeys((c.tp, c.cp) for c in choices):
         try:
@@ -480,15 +490,15 @@ def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[Layout
     return found
 
 
-BEGIN_S = 60.0  # within which dry runs begin
-NO_TORCH = "No row was played by a dry run, as torch is not installed: plan.confirm=0 says so, too."
+BEGIN_S = 60.0  # no dry run begins later than this
+NO_TORCH = "No dry run confirmed a row, as torch is not installed; plan.confirm=0 asks for none."
 
 
 def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
-    """Returns the plan with the memory of its best `rows` as dry runs play it.
+    """Returns the plan with the memory of its best `rows` from dry runs.
 
-    A row that does not fit, or that a run would refuse, makes place for the next. A dry run begins
-    within so many `seconds`. Raises UserError if no row is left.
+    The next row replaces one that does not fit or that a run would refuse. No dry run begins after
+    `seconds`. Raises UserError if no row is left.
     """
     if importlib.util.find_spec("torch") is None:
         return replace(found, unplayed=NO_TORCH)
@@ -500,8 +510,8 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
         first = waiting[0]
         if time.monotonic() - began > seconds:
             said = (
-                f"Dry runs have played {rows - len(waiting)} of the first {rows} rows, as a minute "
-                f"was over; plan.confirm={rows}, typed, has no limit."
+                f"Dry runs confirmed {rows - len(waiting)} of the first {rows} rows within a "
+                f"minute; plan.confirm={rows} on the command line has no limit."
             )
             return replace(found, priced=priced, played=played, unplayed=said)
         tell(f"a dry run of {typed_keys(priced.choices[first])}")
@@ -521,9 +531,10 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
 
 
 def play(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
-    """Returns the memory of a layout's fullest ranks as a dry run finds it, by index along pp.
+    """Returns the memory of a layout's fullest ranks from a dry run, by index along pp.
 
-    Enables the simulated device in this process. Raises UserError for what a run would refuse.
+    It enables the simulated device in this process. Raises UserError for a layout that a run would
+    refuse.
     """
     from parallel3d.commands.dryrun.command import find_memory  # imports torch
 
@@ -538,13 +549,13 @@ def play(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
 
 
 def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
-    """Raises UserError for typed values that no layout of so many ranks has."""
+    """Raises UserError for fixed values that no layout of `ranks` ranks has."""
     name, layers = fixed.get("schedule", "1f1b"), config.model.num_layers
     pp = int(fixed.get("pp", 1))
     if name not in NAMED_SCHEDULES:
         raise UserError(
             f"schedule={name} must be one of {', '.join(NAMED_SCHEDULES)} in a plan, which chooses "
-            "among them where none is typed; the nearest is schedule=1f1b"
+            "among them unless one is given; the nearest is schedule=1f1b"
         )
     if {"schedule", "vpp"} <= {*fixed}:
         check_vpp(str(name), int(fixed["vpp"]))
@@ -553,7 +564,7 @@ def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
         if len(given) > 1 and len(given) != stages:
             raise UserError(
                 f"{key}={show(given)} must have 1 entry in a plan, which chooses the stages unless "
-                f"pp and vpp are typed; the nearest is {key}={show(given[:1])}"
+                f"pp and vpp are given; the nearest is {key}={show(given[:1])}"
             )
     product, of = 1, "GPUs" if config.cluster.file is None else "ranks"
     for key in ("tp", "cp", "pp", "dp"):
@@ -562,8 +573,8 @@ def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
         if ranks % product:
             near = min((abs(d - value), d) for d in divisors(ranks // others))[1]
             raise UserError(
-                f"{key}={value} must divide the {ranks} {of} with what else was typed; the nearest "
-                f"is {near}"
+                f"{key}={value} must divide the {ranks} {of} with the other keys given; the "
+                f"nearest is {near}"
             )
     if "tp" in fixed:
         chunks = config.tensor_parallel.chunks
@@ -585,12 +596,12 @@ def no_layout(config: Config, gpus: int, fixed: Fixed) -> str:
     near = max(round(batch / step), 1) * step
     return (
         f"global_batch_size={batch} must be a multiple of dp times the micro-batch in a layout of "
-        f"{gpus} GPUs with what else was typed; the nearest is {near}"
+        f"{gpus} GPUs with the other keys given; the nearest is {near}"
     )
 
 
 def fits_nowhere(found: Plan, fixed: Fixed) -> str:
-    """Returns the error message for a model that fits no layout: by how much, and what would."""
+    """Returns the error message for a model that fits no layout: the lack, and what would fit."""
     config, memory = found.config, float(found.sizes["memory_bytes"])
     least = int(np.argmin(found.priced.memory))
     choice, needed = found.priced.choices[least], float(found.priced.memory[least])
@@ -610,8 +621,8 @@ def fits_nowhere(found: Plan, fixed: Fixed) -> str:
 
 
 def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str:
-    """Returns the end of that message: the nodes, doubled until a layout fits that spares memory.
-    `needed`: bytes of the best layout of `nodes`."""
+    """Returns the end of that message: a number of nodes, doubled until a layout that saves memory
+    fits. `needed`: bytes of the best layout of `nodes`."""
     config, sizes = found.config, found.sizes
     node, memory = config.cluster.gpus_per_node or 8, float(sizes["memory_bytes"])
     domain, reserve, tell = int(sizes["gpus_per_node"]), 1e9 * found.reserve_gb, progress()
@@ -632,13 +643,13 @@ def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str
             more = batch != config.global_batch_size
             return words + (f" global_batch_size={batch}" if more else "")
         needed = min(needed, least)
-        if needed > _STILL * before:  # the rest is sharded as far as possible
+        if needed > _STILL * before:  # everything is sharded as far as possible
             break
     return f"none was found up to {nodes} nodes"
 
 
 def _fewer_layers(config: Config, choice: LayoutChoice, sizes: Mapping[str, float]) -> str:
-    """Returns the deepest model of the same kind that would fit in the layout that needs least."""
+    """Returns the end of that message for a measured machine: the most layers that would fit."""
     machine, step = read(str(config.cluster.file)), choice.pp * choice.vpp
     for layers in range((config.model.num_layers - 1) // step * step, 0, -step):
         smaller = replace(config, model=replace(config.model, num_layers=layers))

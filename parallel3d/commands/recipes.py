@@ -1,5 +1,4 @@
-"""`parallel3d recipes` and `parallel3d init slurm`: lists and copies what the package has to start
-from, experiments and scripts."""
+"""Lists and copies the package's experiments and scripts (`parallel3d recipes`, `init slurm`)."""
 
 from __future__ import annotations
 
@@ -21,21 +20,24 @@ GROUP = "experiment"
 HEAD = ("recipe", "model", "GPUs", "layout", "tokens/step", "precision")
 VERBS = {
     "list": Verb(
-        "list them, a line each; what parallel3d recipes alone does", {}, (), "parallel3d recipes"
+        "list them, one per line, as parallel3d recipes without a verb does",
+        {},
+        (),
+        "parallel3d recipes",
     ),
     "show": Verb(
-        "print one, with the sources of its values",
+        "print a recipe, with the sources of its values",
         {"name": "recipe, as parallel3d recipes lists it"},
         ("name",),
         "parallel3d recipes show llama3_1_8b",
         names=("name",),
     ),
     "copy": Verb(
-        "write one into a folder of yours, as experiment/NAME.yaml, to be edited there; a file "
-        "that is there is never overwritten",
+        "write a recipe into your folder, as experiment/NAME.yaml, to be edited there; an existing "
+        "file is never overwritten",
         {
             "name": "recipe, as parallel3d recipes lists it",
-            "to": "folder to write it into, made if it is not there (the current one)",
+            "to": "folder to write it into, created if it is missing (the current one)",
         },
         ("name",),
         "parallel3d recipes copy llama3_1_8b\nparallel3d recipes copy llama3_1_8b to=mine",
@@ -43,13 +45,13 @@ VERBS = {
         paths=("to",),
     ),
 }
-# launch/local.sh, setup.sh and test.sh install a checkout: an installed package needs none of them.
+# launch/local.sh, setup.sh and test.sh are left out: they install a checkout.
 SCRIPTS = ("slurm/train.sbatch", "slurm/sweep.sbatch", "launch/torchrun.sh")
 INIT_VERBS = {
     "slurm": Verb(
-        f"write {', '.join(SCRIPTS)}, for a cluster with Slurm or hosts under torchrun; files that "
-        "are there are never overwritten",
-        {"folder": "folder to write them into, made if it is not there (the current one)"},
+        f"write {', '.join(SCRIPTS)}, for a cluster with Slurm or hosts under torchrun; existing "
+        "files are never overwritten",
+        {"folder": "folder to write them into, created if it is missing (the current one)"},
         (),
         "parallel3d init slurm\nparallel3d init slurm ~/training",
         names=("folder",),
@@ -125,7 +127,7 @@ def _init(verb: str, given: Mapping[str, str], _: list[str]) -> int:
 
 
 def write_new(command: str, files: Mapping[Path, bytes]) -> None:
-    """Writes files. Raises UserError, with nothing written, if anything is at one of the places."""
+    """Writes new files. Raises UserError, with nothing written, if one of the paths exists."""
     there = next((path for path in files if os.path.lexists(path)), None)
     if there is not None:
         raise UserError(
@@ -134,8 +136,8 @@ def write_new(command: str, files: Mapping[Path, bytes]) -> None:
         )
     for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Executable as in the checkout: sbatch reads its scripts, a shell runs torchrun.sh. O_EXCL:
-        # a file or a link that somebody has made since is not written through.
+        # Files are executable as in the checkout: sbatch reads its scripts, a shell runs
+        # torchrun.sh. O_EXCL refuses a file or link that somebody has created since the check.
         mode = 0o777 if path.suffix == ".sh" else 0o666
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)

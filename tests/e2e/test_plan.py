@@ -36,11 +36,11 @@ def test_a_batch_that_nobody_typed_is_told_first(
              "zero=1", "recompute=none", "plan.confirm=0"]  # fmt: skip
     ended = answer(shell, capfd, *words)
     first, empty, title = ended.out.splitlines()[:3]
-    assert first.startswith("global_batch_size=16 was not typed") and not empty
+    assert first.startswith("global_batch_size=16 was not given") and not empty
     assert first.endswith("the nearest is global_batch_size=256, 2.10 Mtokens a step.")
     assert title.startswith("llama3_8b on 64 GPUs")
     for typed in ("global_batch_size=16", "global_batch_size=256"):
-        assert "was not typed" not in answer(shell, capfd, *words, typed).out
+        assert "was not given" not in answer(shell, capfd, *words, typed).out
 
 
 BAD = [

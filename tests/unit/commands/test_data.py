@@ -68,8 +68,8 @@ def test_a_pair_made_elsewhere_is_shown_with_the_tokenizer_that_is_named(
             writer.add(np.append(tokenizer.encode(text.encode()), np.uint16(tokenizer.eot)))
     assert typed(monkeypatch, "data show pair") == 0
     captured = capsys.readouterr()
-    assert "no tokenizer lies beside it" in captured.err
-    assert "nothing to prove it by" in captured.out
+    assert "the corpus has no tokenizer next to it" in captured.err
+    assert "it cannot be verified" in captured.out
     assert typed(monkeypatch, "data show prefix=pair tokenizer=tok documents=1") == 0
     assert "document 0: def encode(text)" in capsys.readouterr().out
     assert typed(monkeypatch, "data show pair tokenizer=byte") == 1

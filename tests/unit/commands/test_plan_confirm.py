@@ -96,7 +96,7 @@ def test_a_plan_of_which_nothing_is_left_is_refused(monkeypatch: pytest.MonkeyPa
 def test_without_time_or_torch_a_line_says_so(found: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = plays(monkeypatch, {})
     seen = confirmed(found, 3, {}, -1.0)
-    assert not asked and "Dry runs have played 0 of the first 3 rows" in seen.table()
+    assert not asked and "Dry runs confirmed 0 of the first 3 rows" in seen.table()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     seen = confirmed(found, 3, {}, math.inf)
     assert not asked and "torch is not installed" in seen.table()

@@ -221,10 +221,13 @@ def replaced(old: str, new: str) -> Callable[[str], str]:
 
 
 DAMAGED = {
-    "another format": (replaced("parallel3d calibration", "torch"), "must be a file that"),
+    "another format": (replaced("parallel3d calibration", "torch"), "must be a file written by"),
     "a later version": (replaced("version: 3", "version: 7"), "has version 7"),
     "no yaml": (lambda text: "{" + text, "is not a file of parallel3d calibrate"),
-    "an object of Python": (lambda text: "a: !!python/object:os.system {}\n" + text, "is no file"),
+    "an object of Python": (
+        lambda text: "a: !!python/object:os.system {}\n" + text,
+        "is not a file",
+    ),
     "an alias": (lambda text: "a: &x [1]\nb: *x\n" + text, "aliases are not read"),
     "a table less": (replaced("block.input", "block.other"), "is damaged"),
     "no number": (replaced("memory_gb: 8", "memory_gb: many"), "memory_gb is not a number"),
@@ -232,7 +235,7 @@ DAMAGED = {
     "an older version": (replaced("version: 3", "version: 1"), "reads version 3: calibrate anew"),
     "no count": (replaced("count: 2", "count: 0"), "made.count must be positive"),
     "no model": (replaced("hidden_size: 256", "hidden_size: wide"), "hidden_size=.?wide"),
-    "a list": (lambda text: "- 1", "must be a file that"),
+    "a list": (lambda text: "- 1", "must be a file written by"),
     "half of it": (lambda text: text[: len(text) // 2], "is (damaged|no file)"),
     "too much": (lambda text: text + "#" * (5 << 20), "bytes, more than"),
 }
