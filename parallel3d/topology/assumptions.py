@@ -1,4 +1,4 @@
-"""Completes a configuration for commands that only calculate; reads and guards users' files."""
+"""Completes a configuration for commands that only calculate; reads and protects users' files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def chosen_keys(typed: Sequence[str]) -> set[str]:
 def assume_model(config: AnyConfig, typed: Sequence[str]) -> tuple[AnyConfig, list[str]]:
     """Returns the configuration with a model and a micro-batch, and the assumptions as overrides.
 
-    `typed`: the overrides of the command line; an experiment counts as choosing everything.
+    `typed` are the overrides of the command line; an experiment counts as choosing everything.
     """
     keys = chosen_keys(typed)
     if "experiment" in keys or any(k == "model" or k.startswith("model.") for k in keys):
@@ -64,8 +64,8 @@ def read_given(key: str, name: str) -> str:
 def check_free(name: str, wanted: str | None, mark: str | None, made_by: str) -> None:
     """Raises UserError if `wanted`, the value of key `name`, cannot or must not be written.
 
-    A file that the command `made_by` wrote has `mark` in its first 1,000 characters, and is
-    written anew; with None no file is.
+    A file with `mark` in its first 1,000 characters was written by the command `made_by` and is
+    overwritten; with a mark of None no file is.
     """
     if wanted is None:
         return
@@ -73,11 +73,11 @@ def check_free(name: str, wanted: str | None, mark: str | None, made_by: str) ->
     if path.is_dir():
         raise UserError(f"{key} is a folder; name a file in it.")
     if not path.parent.is_dir():
-        raise UserError(f"{key}: the folder {path.parent} does not exist; make it first.")
+        raise UserError(f"{key}: the folder {path.parent} does not exist; create it first.")
     if not os.path.lexists(path):
         return
     if not path.is_file():
-        raise UserError(f"{key} is no regular file, nor a link to one; name one, or a new one.")
+        raise UserError(f"{key} is not a regular file or a link to one; name another file.")
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             ours = mark is not None and mark in file.read(1000)
@@ -85,11 +85,13 @@ def check_free(name: str, wanted: str | None, mark: str | None, made_by: str) ->
         raise UserError(f"{key} cannot be read: {error.strerror}.") from None
     if not ours:
         other = "" if mark is None else f" and was not written by {made_by}"
-        raise UserError(f"{key} exists{other}; it stays as it is: name another file, or remove it.")
+        raise UserError(
+            f"{key} exists{other}; it is never overwritten: name another file, or remove it."
+        )
 
 
 def write(name: str, wanted: str, text: str) -> None:
-    """Writes the whole file or none of it. Raises UserError if it cannot be written."""
+    """Writes the file atomically. Raises UserError if it cannot be written."""
     path = Path(wanted)
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,7 +1,7 @@
-"""What a rank mapping does on its cluster.
+"""Finds the links of a rank mapping on its cluster.
 
-The links of every dimension's groups, the bytes over each wire, the routes between rails, warnings,
-and the refusal of missing wires.
+These are the links of every dimension's groups, the bytes over each wire, and the routes between
+rails; warnings and the refusal of missing wires follow from them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Pair:
 
 class Hierarchy(NamedTuple):
     """Two-level (hierarchical) reduction: `inner` members of one domain, then `outer` domains.
-    `one_rail`: no outer group leaves its rail."""
+    `one_rail` tells that no outer group leaves its rail."""
 
     inner: int
     outer: int
@@ -56,11 +56,15 @@ class Hierarchy(NamedTuple):
 class DimLinks:
     """Links of all groups of one dimension.
 
-    `pairs`: by link, how many ranks send to a next one: all of a ring, all but the last of a chain.
-    `in_domain`: groups in one NVLink domain; `on_rail`: other groups under one leaf switch;
-    `crossing`: the rest. `rails`: number of rails of the first crossing group. `between_units`:
-    pairs on one rail that need the spine. `offending`: the first pairs worse than they should be
-    (tp and cp belong on NVLink, the others on one rail).
+    Attributes:
+        pairs: link → number of ranks that send over it: all of a ring, all but the last of a chain.
+        in_domain: groups in one NVLink domain.
+        on_rail: other groups under one leaf switch.
+        crossing: remaining groups.
+        rails: number of rails of the first crossing group.
+        between_units: pairs on one rail that need the spine.
+        offending: first pairs with a worse link than they should have (NVLink for tp and cp, one
+            rail for the others).
     """
 
     dim: str
@@ -93,7 +97,9 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
     if size == 1:
         return DimLinks(dim, 1, count, {}, count, 0, 0)
     flows = flows_of(dim, cluster, groups, placement.layout.loops)
-    here, there, kinds = flows.ring.here, flows.ring.there, flows.ring.kinds
+    here = flows.ring.here
+    there = flows.ring.there
+    kinds = flows.ring.kinds
     counts = np.bincount(kinds, minlength=len(LinkClass))
     inside, one_leaf = (
         (numbers == numbers[:, :1]).all(axis=1)
@@ -112,7 +118,7 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
         return Pair((a, b), names, LinkClass(kinds[i]))
 
     wanted = LinkClass.NVLINK if dim in ("tp", "cp") else LinkClass.RAIL
-    # The first ones, and the first without a wire, which refuses the placement.
+    # The first offending pairs, and the first pair without a wire, which refuses the placement.
     shown = (np.flatnonzero(kinds > wanted)[:SHOWN_PAIRS], np.flatnonzero(kinds == LinkClass.NONE))
     return DimLinks(
         dim=dim,
@@ -133,9 +139,11 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
 class Loads:
     """Bytes that one step sends over each wire, one way: the line widths of the picture.
 
-    `nvlink` and `nic`: (size,), from each GPU into its domain and through its NIC. `uplink`:
-    (units, rails), from each leaf switch to the spine; `port`: over one of its uplinks, of which it
-    has NICs / oversubscription, evenly loaded.
+    Attributes:
+        nvlink, nic: from each GPU into its domain and through its NIC, (size,).
+        uplink: from each leaf switch to the spine, (units, rails).
+        port: over one uplink of each leaf switch, which has NICs / oversubscription uplinks with
+            even load.
     """
 
     nvlink: Bytes
@@ -149,7 +157,7 @@ class Loads:
         return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.port)))
 
     def busiest(self, cluster: Cluster) -> dict[str, tuple[str, float]]:
-        """Returns (name, bytes) of the busiest `nic` and `uplink`, if they are used."""
+        """Returns kind → (name, bytes) of the busiest `nic` and `uplink`, if used."""
         nics = np.bincount(cluster.nic, self.nic)
         node, rail = divmod(int(nics.argmax()), cluster.rails)
         unit, leaf = divmod(int(self.port.argmax()), cluster.rails)
@@ -184,7 +192,7 @@ def loads_of(placement: RankMapping, step: StepPrice) -> Loads:
 
 
 class Route(NamedTuple):
-    """One route: seconds, the GPUs, sender and receiver included, and the wire of each hop."""
+    """One route: seconds, the GPUs from sender to receiver, and the wire of each hop."""
 
     seconds: float
     slots: tuple[int, ...]
@@ -194,9 +202,9 @@ class Route(NamedTuple):
 def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
     """Returns the routes for one message from slot `a` to slot `b`, cheapest first.
 
-    Without a common domain or leaf switch: over the spine, or forwarded by the GPU of a's domain
-    that is under b's leaf switch (NCCL's PXN; NCCL_P2P_PXN_LEVEL), priced as store and forward,
-    each message with its wire to itself. Over PCIe or sockets nothing is forwarded.
+    Without a common domain or leaf switch, a message goes over the spine or is forwarded by the GPU
+    of a's domain under b's leaf switch (NCCL's PXN; NCCL_P2P_PXN_LEVEL). Forwarding is priced as
+    store and forward, without contention; over PCIe or sockets nothing is forwarded.
     """
     kind, found = LinkClass(int(cluster.link_class(a, b))), []
     if kind not in (LinkClass.SELF, LinkClass.NONE):
@@ -220,7 +228,7 @@ def warnings_for(
 ) -> list[str]:
     """Returns warnings about a rank mapping with their cost, worst first.
 
-    `links` is `classify(placement)`, `transfers` are those of a step. Raises UserError as
+    `links` is `classify(placement)`; `transfers` are a step's. Raises UserError like
     `refuse_unreachable`.
     """
     refuse_unreachable(placement, links, transfers)
@@ -230,10 +238,11 @@ def warnings_for(
     found += [_between_units(placement, x) for x in between]
     found += [_replica_and_domain(placement), _pp_inside_dp(placement)]
     if any(map(_off_rail, between)):
+        pxn = ", PXN (NCCL_PXN_DISABLE=0) reaches another rail through an NVLink peer"
+        if not placement.cluster.forwards:
+            pxn = ""
         found.append(
-            "NCCL knows no rails: NCCL_CROSS_NIC=0 keeps each ring on one NIC's rail"
-            + ", PXN (NCCL_PXN_DISABLE=0) reaches another rail through an NVLink peer"
-            * placement.cluster.forwards
+            f"NCCL knows no rails: NCCL_CROSS_NIC=0 keeps each ring on one NIC's rail{pxn}"
         )
     return [sentence for sentence in found if sentence]
 
@@ -249,8 +258,8 @@ def refuse_unreachable(
 ) -> None:
     """Raises UserError, with an alternative, if neighbours have no wire between them.
 
-    Forwarding by an NVLink peer (PXN) would reach them, but only with NCCL and at the price of both
-    hops for every message, so it does not count as a path.
+    Forwarding by an NVLink peer (PXN) would connect them, but only with NCCL and at the cost of two
+    hops per message, so it does not count as a path.
     """
     cut = _without_wire(links, transfers)
     if cut is None:
@@ -266,7 +275,7 @@ def refuse_unreachable(
 
 
 def _what_works(placement: RankMapping, transfers: list[Transfer]) -> str:
-    """Returns the nearest layout or order that has wires for all neighbours, by trial."""
+    """Searches for the nearest layout or order with wires between all neighbours; names it."""
     layout, cluster = placement.layout, placement.cluster
     default, *others = orders(layout)
     tried = [t for t in (default.snaked(cluster.domain_gpus), *others) if t is not None]
@@ -339,7 +348,7 @@ def _alternates_rails(placement: RankMapping, links: DimLinks) -> str | None:
 
 
 def _snake_on_rails(placement: RankMapping, dim: str) -> Tiling | None:
-    """Returns the default order as a snake over the same GPUs, if it keeps `dim` on its rails."""
+    """Returns the default order as a snake over the same GPUs if that keeps `dim` on its rails."""
     cluster, layout = placement.cluster, placement.layout
     snake = orders(layout)[0].snaked(cluster.domain_gpus)
     if snake is None or layout.world_size > TRIED_RANKS:
@@ -375,13 +384,13 @@ def _replica_and_domain(placement: RankMapping) -> str | None:
     whole = np.unique(cluster.domain).size * (cluster.domain_gpus // replica)
     fit = f"dp={whole} would keep replicas whole, " if whole < layout.dp else ""
     return (
-        f"{torn} of {layout.dp} replicas of tp·cp·pp = {replica} GPUs reach over several NVLink "
+        f"{torn} of {layout.dp} replicas of tp·cp·pp = {replica} GPUs span several NVLink "
         f"domains of {cluster.domain_gpus}; {fit}placement=tp-cp-pp-dp puts each in one, and {ask}"
     )
 
 
 def _pp_inside_dp(placement: RankMapping) -> str | None:
-    """Advises on single-node domains (H100): measured runs keep pp outermost."""
+    """Advises on single-node domains (H100), where measured runs keep pp outermost."""
     layout, cluster = placement.layout, placement.cluster
     if cluster.domain_gpus > cluster.gpus_per_node or layout.pp == 1 or layout.dp == 1:
         return None

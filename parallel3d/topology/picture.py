@@ -1,8 +1,9 @@
 """Draws a cluster with its ranks, domains, rails and spine.
 
-A row is a node, a cell a GPU with its rank, in the colour of its group with the chosen rank. Below
-a cell is its NVLink, to its right its NIC and the line up to its rail's leaf switch; each leaf
-switch has one of its uplinks drawn, to the spine at the right. Widths grow with bytes.
+A row is a node; a cell is a GPU with its rank, in the colour of the group that it shares with the
+chosen rank. Its NVLink is drawn below it, its NIC and the line up to its rail's leaf switch to its
+right. Each leaf switch has one of its uplinks drawn, to the spine at the right. Widths grow with
+bytes.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from parallel3d.text import byte_text
 from parallel3d.topology.links import Loads
 
 SPINE, WARNING = "#343a40", "#c92a2a"
-INTRA = {"nvlink": DARK, "pcie": "#a0522d"}  # lines by what joins a domain
+INTRA = {"nvlink": DARK, "pcie": "#a0522d"}  # colour of a domain's lines
 CHOSEN = "rank"  # mark of the chosen rank itself
 # Colours of the chosen rank and of its groups.
 GROUPS = {CHOSEN: INK, "tp": "#d9480f", "cp": "#862e9c", "pp": "#1864ab", "dp": "#2b8a3e"}
 GROUP_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
-MAX_NODES = 40  # of more, the most relevant to the chosen rank are drawn, the others counted
+MAX_NODES = 40  # with more, the most relevant to the chosen rank are drawn, the others counted
 
-CELL_H, GAP, STUB, ROW = 22, 28, 9, 50  # pixels; GAP between the cells of a row
-LEAF, BAR = 17, 13  # from one leaf switch to the next, and the height of one
+# pixels; GAP between the cells of a row
+CELL_H = 22
+GAP = 28
+STUB = 9
+ROW = 50
+LEAF, BAR = 17, 13  # distance of leaf switches, and the height of one
 THICKEST = 9.0
 
 
@@ -44,14 +49,17 @@ def cluster_svg(placement: RankMapping, rank: int, loads: Loads, title: str, sub
 
 
 def marks(layout: Layout, rank: int) -> dict[int, str]:
-    """Returns rank -> the dimension whose group it shares with the chosen rank."""
+    """Returns rank → the dimension whose group it shares with the chosen rank."""
     shared = ((dim, layout.group_of(rank, dim)) for dim in GROUP_NAMES if layout.size(dim) > 1)
     return {member: dim for dim, group in shared for member in group} | {rank: CHOSEN}
 
 
 def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> list[int]:
-    """Returns at most `limit` nodes to draw, ascending: all, or the rank's own, its groups' and the
-    first and last; of a large cp, pp or dp group only some."""
+    """Returns at most `limit` nodes to draw, ascending.
+
+    If there are more, these are the nodes of the rank and its groups (only some of a large cp, pp
+    or dp group), and the first and the last.
+    """
     cluster, layout = placement.cluster, placement.layout
     if cluster.nodes <= limit:
         return list(range(cluster.nodes))
@@ -67,10 +75,13 @@ def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> li
 
 
 class _Picture:
-    """State of one drawing. `left` and `right`: the borders of the GPUs and leaf switches."""
+    """State of one drawing; `left` and `right` are the borders of the GPUs and leaf switches."""
 
     def __init__(self, canvas: Canvas, placement: RankMapping, rank: int, loads: Loads) -> None:
-        self.canvas, self.placement, self.rank, self.loads = canvas, placement, rank, loads
+        self.canvas = canvas
+        self.placement = placement
+        self.rank = rank
+        self.loads = loads
         self.cluster = placement.cluster
         self.marked = marks(placement.layout, rank)
         self.cell = max(30, 8 * len(str(placement.layout.world_size - 1)) + 12)
@@ -79,7 +90,7 @@ class _Picture:
         self.left = 24 + 18 + max(names)
         self.right = self.column(max(len(self.gpus(node)) for node in shown)) + 8
         self.hidden = self.cluster.nodes - len(shown)
-        # Units that are drawn, each with its nodes in the order of their domains.
+        # Drawn unit → its nodes, ordered by domain.
         first = np.minimum(self.cluster.first_slot, self.cluster.size - 1)
         unit, domain = self.cluster.unit[first], self.cluster.domain[first]
         self.units: dict[int, list[int]] = {}
@@ -90,7 +101,8 @@ class _Picture:
         """Draws the spine above and at the right of all units, and the units."""
         over, sent = self.cluster.oversubscription, byte_text(float(self.loads.uplink.sum()))
         words = "no spine: nothing joins the rails"
-        words += ", others are reached by NVLink" * self.cluster.forwards
+        if self.cluster.forwards:
+            words += ", others are reached by NVLink"
         if over is not None:
             rate = "carries all that the NICs send" if over == 1 else f"oversubscribed {over:g}:1"
             words = f"spine: {rate}; {sent} a step over it"
@@ -114,7 +126,7 @@ class _Picture:
         return np.arange(*np.searchsorted(self.cluster.node, (node, node + 1)))
 
     def column(self, local: int) -> float:
-        """Returns the x of a GPU's cell; domains of a node are apart."""
+        """Returns the x of a GPU's cell; there is a gap between the domains of a node."""
         inside = min(self.cluster.domain_gpus, self.cluster.gpus_per_node)
         return self.left + 12 + local * (self.cell + GAP) + local // inside * 16
 
@@ -136,7 +148,7 @@ class _Picture:
         for (rail, x), end in lines.items():
             colour, y = PALETTE[rail % 8][0], bars + rail * LEAF + BAR
             self.canvas.line(x, y, x, end, colour, 2, cls="rail", unit=unit, rail=rail)
-        for rail in sorted({rail for rail, _ in lines}):  # over the lines of the rails above
+        for rail in sorted({rail for rail, _ in lines}):  # drawn over the lines of the rails above
             self.leaf(unit, rail, bars + rail * LEAF)
         return first + len(nodes) * ROW
 
@@ -168,7 +180,9 @@ class _Picture:
         rank, rail = int(self.placement.ranks[slot]), int(self.cluster.rail_of[slot])
         kind = self.marked.get(rank) if rank >= 0 else None
         sent, network = float(self.loads.nvlink[slot]), float(self.loads.nic[slot])
-        middle, right, half = x + self.cell / 2, x + self.cell, y + CELL_H / 2
+        middle = x + self.cell / 2
+        right = x + self.cell
+        half = y + CELL_H / 2
         intra, bottom = self.cluster.intra, y + CELL_H
         self.wire(intra, middle, bottom, middle, bottom + STUB, INTRA[intra], sent)
         self.wire("nic", right, half, right + GAP / 2, half, PALETTE[rail % 8][0], network)
@@ -202,18 +216,20 @@ class _Picture:
     def wire(
         self, kind: str, x1: float, y1: float, x2: float, y2: float, colour: str, nbytes: float
     ) -> None:
-        """Draws a line as wide as its bytes of a step."""
+        """Draws a line whose width grows with its bytes per step."""
         width = self.thickness(nbytes)
         self.canvas.line(x1, y1, x2, y2, colour, width, cls=f"wire {kind}", bytes=f"{nbytes:.0f}")
 
     def thickness(self, nbytes: float) -> float:
-        """Returns pixels: a hairline for nothing, else by the square root of the bytes."""
+        """Returns pixels: a hairline for no bytes, or else by their square root."""
         share = nbytes / self.loads.largest if nbytes > 0 else 0.0
         return 1.2 + (THICKEST - 1.2) * share**0.5 if share else 0.6
 
     def legend(self, y: float) -> None:
         """Draws the legend of colours and widths."""
-        layout, canvas, x = self.placement.layout, self.canvas, 24.0
+        layout = self.placement.layout
+        canvas = self.canvas
+        x = 24.0
         entries = {CHOSEN: f"rank {self.rank} ({layout.named(self.rank)})"}
         for dim, word in GROUP_NAMES.items():
             if layout.size(dim) > 1:
@@ -222,7 +238,9 @@ class _Picture:
             canvas.rect(x, y - 12, 22, 16, GROUPS[kind], radius=3)
             canvas.text(x + 30, y + 1, words, size=13)
             x += 30 + Canvas.measure(words, 13) + 26
-        x, y, largest = 24.0, y + 32, self.loads.largest
+        x = 24.0
+        y = y + 32
+        largest = self.loads.largest
         words = "line width: bytes of one step, one way (square root)"
         canvas.text(x, y + 1, words, size=13)
         x += Canvas.measure(words, 13) + 20

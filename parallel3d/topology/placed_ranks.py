@@ -1,10 +1,11 @@
-"""Ranks of launched processes: by rank file or by rank mapping, before torch.distributed starts.
+"""Assigns ranks to launched processes, by rank file or rank mapping, before torch.distributed
+starts.
 
 A launcher numbers processes arbitrarily: the *launch rank*. Each process has a *slot*, a GPU of the
-cluster, and a rank mapping decides which slot holds which rank. Ranks are permuted, never groups:
-training gives the same bits under every mapping. The launcher's first process stays rank 0, as the
-store, the run directory and the records are with it. The store is anything with `set`, `get` and
-`multi_get`; no torch here.
+cluster, and a rank mapping decides which slot holds which rank. Ranks are permuted, groups are
+not: training gives the same bits under every mapping. The launcher's first process stays rank 0,
+since it holds the store, the run directory and the records. The store is any object with `set`,
+`get` and `multi_get`; this module does not import torch.
 
 A line of a rank file is `rank host local_index`, or OpenMPI's `rank 0=host slot=0`; `#` starts a
 comment. The local index is the process's number on its host (LOCAL_RANK, SLURM_LOCALID).
@@ -32,6 +33,7 @@ from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.network import price_step
 from parallel3d.estimate.traffic import transfers
 from parallel3d.files import replace_durably
+from parallel3d.text import count
 from parallel3d.topology.assumptions import read_given
 from parallel3d.topology.search import place
 
@@ -44,7 +46,7 @@ class Process(NamedTuple):
 
     Attributes:
         address, pattern: SLURM_TOPOLOGY_ADDR and its pattern, or "".
-        gpu: the identity of its GPU; "" on a CPU, or where it is not known.
+        gpu: identity of its GPU; "" on a CPU or if unknown.
     """
 
     host: str
@@ -55,17 +57,17 @@ class Process(NamedTuple):
 
 
 def ranks_of_file(rank_file: str, processes: Sequence[Process]) -> list[int]:
-    """Returns `launch_ranks_by_file` of the file."""
+    """Reads the launch rank of each rank from a rank file; see `launch_ranks_by_file`."""
     text = read_given("rank_file", rank_file)
     return launch_ranks_by_file(text, Path(rank_file).name, processes)
 
 
 def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> list[int]:
-    """Returns the launch rank of each rank by a rank file.
+    """Returns the launch rank of each rank, given the text of a rank file.
 
     Args:
         name: the file's name, for messages.
-        processes: all that were launched, by launch rank.
+        processes: all launched processes, by launch rank.
 
     Raises:
         UserError: a malformed line, an unknown rank, host or index, a rank or process named twice
@@ -83,10 +85,12 @@ def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> 
         match = OWN_FORM.fullmatch(words) or OPENMPI_FORM.fullmatch(words)
         if match is None:
             raise UserError(
-                f"{where}, {words!r}, cannot be read: it must be `rank host local_index`, as in "
+                f"{where}, {words!r}, cannot be read: it must be `rank host local_index`, such as "
                 "`0 node1 0`, or `rank 0=node1 slot=0`"
             )
-        rank, host, local = int(match[1]), match[2], int(match[3])
+        rank = int(match[1])
+        host = match[2]
+        local = int(match[3])
         if rank >= len(processes):
             raise UserError(
                 f"{where} places rank {rank}, but the run has ranks 0 to {len(processes) - 1}; the "
@@ -126,7 +130,7 @@ def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> 
 
 
 def _host_called(name: str, hosts: Collection[str]) -> str:
-    """Returns the host of that name or first label, or, for `localhost`, the only one; else
+    """Returns the host with that name or first label; for `localhost`, the only host; or else
     `name`."""
     if name in hosts:
         return name
@@ -145,9 +149,9 @@ class PlacedRanks:
     Attributes:
         processes: by launch rank.
         launch_ranks: the launch rank of each rank.
-        how: the source of the map, in a few words.
+        how: source of the map, in a few words.
         placement: the rank mapping on the cluster; None if the cluster is not needed.
-        predicted_s: predicted seconds of communication a step, if computed.
+        predicted_s: predicted seconds of communication per step, if computed.
         note: a message for the user, or None.
     """
 
@@ -168,7 +172,7 @@ class PlacedRanks:
 def wants_cluster(
     placement: str, settings: ClusterConfig, *, preflight: bool, hierarchical: bool
 ) -> bool:
-    """Whether a run needs its rank mapping on the cluster; the default does not."""
+    """Returns whether a run needs its rank mapping on the cluster; the default does not."""
     searched = placement not in (DEFAULT, FILE)
     interfaces = settings.nvlink_interface or settings.rail_interface
     return bool(searched or interfaces or preflight or hierarchical)
@@ -180,12 +184,12 @@ def place_processes(
     """Decides which process becomes which rank.
 
     Args:
-        config: checked.
+        config: a checked configuration.
         processes: by launch rank.
         cluster: None if it is not needed (default order, rank files).
 
     Raises:
-        UserError: a rank file, an order or a tiling that does not fit.
+        UserError: a rank file, order or tiling does not fit.
     """
     layout = layout_of(config)
     chosen = list(range(len(processes)))
@@ -226,8 +230,8 @@ def _check_names(processes: Sequence[Process]) -> None:
 def with_rank_0_at(placement: RankMapping, slot: int) -> RankMapping:
     """Returns the same groups, renumbered so that `slot` holds rank 0.
 
-    Along tp, cp and dp ranks rotate, which keeps every ring. Along pp a last stage that must become
-    the first reverses the pipeline; a middle one cuts it and joins its ends.
+    Along tp, cp and dp the ranks rotate, which keeps every ring. Along pp, if the last stage must
+    become the first, the pipeline is reversed; if a middle one must, the pipeline rotates.
     """
     layout = placement.layout
     start = layout.coordinates(int(placement.ranks[slot]))
@@ -244,11 +248,11 @@ def with_rank_0_at(placement: RankMapping, slot: int) -> RankMapping:
 
 
 def hosts_in_order(processes: Sequence[Process]) -> list[str]:
-    """Returns host names in node order: those under one switch (by Slurm's address) next to each
-    other, node2 before node10."""
+    """Returns host names in node order: hosts under one switch (by Slurm's address) are adjacent,
+    and node2 comes before node10."""
     address = {process.host: process.address for process in processes}
 
-    def above(host: str) -> list[str]:  # switches, without the node itself
+    def above(host: str) -> list[str]:  # its switches
         return address[host].split(".")[:-1] if address[host] else []
 
     return sorted(address, key=lambda host: (above(host), natural(host)))
@@ -258,8 +262,8 @@ def slots_of(cluster: Cluster, processes: Sequence[Process]) -> tuple[Cluster, S
     """Returns (cluster with named nodes, slot of each launch rank, a note for the user or None).
 
     A process sits on GPU `local` of its host. If that is impossible (more processes on a host than
-    GPUs, or hosts that the cluster lacks), slots are taken in launch order, and the note explains
-    it.
+    GPUs, or hosts that the cluster lacks), slots are taken in launch order, and the note tells
+    why.
     """
     hosts, named = hosts_in_order(processes), cluster
     if not cluster.node_names and len(hosts) <= cluster.nodes:
@@ -271,12 +275,12 @@ def slots_of(cluster: Cluster, processes: Sequence[Process]) -> tuple[Cluster, S
     for process in processes:
         node = nodes.get(process.host.split(".")[0])
         if node is None:
-            misfit = f"{process.host} is none of the {cluster.nodes} nodes of the cluster"
+            misfit = f"{process.host} is not one of the {cluster.nodes} nodes of the cluster"
             break
         if process.local >= sizes[node]:
             ranks = sum(p.host == process.host for p in processes)
-            s = "" if sizes[node] == 1 else "s"
-            misfit = f"{process.host} runs {ranks} ranks and has {sizes[node]} GPU{s}"
+            gpus = count(int(sizes[node]), "GPU")
+            misfit = f"{process.host} runs {ranks} ranks but has {gpus}"
             break
         slots.append(int(named.first_slot[node]) + process.local)
     if misfit is None:
@@ -308,7 +312,7 @@ def from_message(content: dict[str, Any], layout: Layout) -> tuple[list[int], Ra
 
 
 def save(placed: PlacedRanks, path: Path) -> None:
-    """Writes the map as JSON, a line for each rank."""
+    """Writes the map as JSON, one line per rank."""
     rows = []
     for rank, launch in enumerate(placed.launch_ranks):
         host, local, *_ = placed.processes[launch]

@@ -1,6 +1,6 @@
-"""`parallel3d topology`: finds the cluster, places ranks, prices a step; shows it.
+"""Runs `parallel3d topology`: finds the cluster, places ranks, prices a step; shows it.
 
-Bytes and seconds are those of one optimizer step. Imports no torch.
+Bytes and seconds are per optimizer step. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from parallel3d.topology.search import Candidate, place, search
 
 MADE_BY = "parallel3d topology"
 LEAST_WIDTH = 40
-WORTH_SAYING = 0.005  # of the communication: smaller differences are within the model's error
+WORTH_SAYING = 0.005  # of the communication; smaller differences are within the model's error
 
 
 class BetweenRails(NamedTuple):
@@ -115,8 +115,8 @@ class TopologyReport:
 
     @property
     def between_rails(self) -> BetweenRails | None:
-        """A message from the first GPU to another rail and domain, as long as one between stages;
-        None on a single rail."""
+        """A message of the length sent between stages, from the first GPU to another rail and
+        domain; None on a single rail."""
         cluster = self.cluster
         others = (cluster.rail_of != cluster.rail_of[0]) & (cluster.domain != cluster.domain[0])
         near = others & (cluster.unit == cluster.unit[0])
@@ -134,7 +134,7 @@ def make_report(
     environ: Mapping[str, str],
     settings: TopologyConfig | None = None,
 ) -> TopologyReport:
-    """Finds and prices everything without output. Raises UserError for what cannot work."""
+    """Finds and prices everything without output. Raises UserError if something cannot work."""
     settings = settings or TopologyConfig()
     check_fields(config)
     typed = ("experiment",) if typed is None else typed
@@ -160,24 +160,26 @@ def make_report(
         placement = place(config.placement, cluster, layout, sent)
     found = search(cluster, layout, sent) if settings.search else []
     report = TopologyReport(blueprint, settings, assumed, placement, sent, found)
-    _ = report.warnings  # refuses what has no wire
+    _ = report.warnings  # raises UserError for a missing wire
     return report
 
 
 def _data_parallel(layout: Layout, dp: int | None, cluster: Cluster) -> int:
-    """Returns dp as given, or as many replicas as fit; raises UserError if none does."""
-    tp, pp, cp = layout.tp, layout.pp, layout.cp
+    """Returns the given dp, or the number of replicas that fit. Raises UserError if none does."""
+    tp = layout.tp
+    pp = layout.pp
+    cp = layout.cp
     replica, factors = tp * pp * cp, f"tp={tp} · pp={pp} · cp={cp}"
     if replica * (dp or 1) <= cluster.size:
         return dp or cluster.size // replica
     if dp is not None:
         raise UserError(
-            f"{factors} · dp={dp} needs {replica * dp} GPUs, and {cluster.name} has "
+            f"{factors} · dp={dp} needs {replica * dp} GPUs, but {cluster.name} has "
             f"{cluster.size}; the nearest is dp={cluster.size // replica or 1} "
             f"or cluster.nodes={-(-replica * dp // cluster.gpus_per_node)}."
         )
     raise UserError(
-        f"{factors} needs {replica} GPUs, and {cluster.name} has {cluster.size}; the nearest is "
+        f"{factors} needs {replica} GPUs, but {cluster.name} has {cluster.size}; the nearest is "
         f"cluster.nodes={-(-replica // cluster.gpus_per_node)}."
     )
 
@@ -193,7 +195,7 @@ def _from_file(rank_file: str, cluster: Cluster, layout: Layout) -> RankMapping:
 
 
 def facts_of(report: TopologyReport) -> dict[str, Any]:
-    """Returns the content of topology.json: what is shown, as the report's objects hold it."""
+    """Returns the content of topology.json: all shown values, unrounded."""
     price, rank = report.price, report.settings.rank
     return {
         "made_by": MADE_BY,
@@ -222,7 +224,7 @@ def facts_of(report: TopologyReport) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns dataclasses and tuples with names as dicts, links by their names; None: infinite."""
+    """Converts dataclasses and named tuples to dicts, links to their names, infinity to None."""
     if dataclasses.is_dataclass(value):
         value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     elif hasattr(value, "_asdict"):
@@ -245,7 +247,7 @@ def picture_of(report: TopologyReport) -> str:
 
 
 def write_report(report: TopologyReport, written: Sequence[str], stream: TextIO) -> None:
-    """Writes everything in the terminal's columns (or COLUMNS), else 80; `written`: the files."""
+    """Writes everything, as wide as the terminal (or COLUMNS, or 80); `written` names the files."""
     width = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
     tables = (heading, group_table, search_table, route_lines, warning_lines)
     parts = [*(table(report, width) for table in tables), [f"wrote {name}" for name in written]]
@@ -268,11 +270,14 @@ def cluster_line(c: Cluster) -> str:
 
 def job_line(report: TopologyReport) -> str:
     """Formats `tp=8 pp=4 dp=4; llama3_70b in fp32; 64 sequences a step ...; placement: ...`"""
-    blueprint, pipeline, layout = report.blueprint, report.blueprint.pipeline, report.layout
+    blueprint = report.blueprint
+    pipeline = report.blueprint.pipeline
+    layout = report.layout
     numbers = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vpp": pipeline.chunks}
     numbers["dp"] = layout.dp
     sizes = " ".join(f"{d}={n}" for d, n in numbers.items() if n > 1 or d not in ("cp", "vpp"))
-    sizes += f" schedule={pipeline.name}" * (pipeline.chunks > 1)
+    if pipeline.chunks > 1:
+        sizes += f" schedule={pipeline.name}"
     return (
         f"{sizes}; {blueprint.model.name} in {blueprint.precision.name}; "
         f"{blueprint.global_batch_size:,} sequences a step = {blueprint.micro_batch_size} × "
@@ -282,7 +287,9 @@ def job_line(report: TopologyReport) -> str:
 
 def heading(report: TopologyReport, width: int) -> list[str]:
     """Returns cluster, wires, job, assumptions, and the chosen rank's groups."""
-    c, layout, rank = report.cluster, report.layout, report.settings.rank
+    c = report.cluster
+    layout = report.layout
+    rank = report.settings.rank
     origin = f" ({c.origin})" if c.origin != "the configuration" else ""
     wires = {c.intra: c.nvlink, "rail": c.rail}
     if c.oversubscription is not None:
@@ -292,7 +299,7 @@ def heading(report: TopologyReport, width: int) -> list[str]:
     rows = {
         "cluster": f"{c.name}{origin}: {cluster_line(c)}",
         "wires": f"{', '.join(speeds)}; of one GPU, one way"
-        + ", NICs by TCP" * (c.network == "socket"),
+        + (", NICs by TCP" if c.network == "socket" else ""),
         "job": job_line(report),
         "assumed": " ".join(report.assumed)
         and f"{' '.join(report.assumed)}, as no others were given",

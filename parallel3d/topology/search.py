@@ -1,9 +1,9 @@
-"""Rank-mapping search: the configured mapping, or the one with the least predicted communication.
+"""Searches for a rank mapping: the configured one, or the one with the least communication.
 
-A candidate counts a tiling over a list of GPUs (`Base`). The search prices every order of the
-dimensions over every base and climbs from there: of the cheapest candidates it moves each prime
-factor of each dimension to every other place, and turns them into snakes (see `Tiling`), until none
-of these is among the cheapest. Everything is priced in full.
+A candidate is a tiling over a list of GPUs (`Base`). The search prices every order of the
+dimensions over every base and climbs from there: in the cheapest candidates it moves each prime
+factor of each dimension to every other place and turns them into snakes (see `Tiling`), until no
+result is among the cheapest. Every candidate is priced in full.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ if TYPE_CHECKING:
     pass
 
 
-SMALL = 4096  # ranks up to which `WIDE` candidates are climbed from, in larger worlds `NARROW`
+SMALL = 4096  # up to this many ranks the search climbs from `WIDE` candidates, then from `NARROW`
 WIDE, NARROW = 8, 3
-LARGE = 65_536  # ranks above which only orders are compared: a price takes a tenth of a second
+LARGE = 65_536  # with more ranks only orders are compared, as pricing one takes 0.1 s
 
 
 @dataclass(frozen=True)
 class Base:
-    """The GPU at each position, how many positions a domain usually has, and why in words."""
+    """The GPU at each position, the usual number of positions per domain, and the reason in
+    words."""
 
     slots: Slots
     domain: int
@@ -45,8 +46,10 @@ class Base:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tiling over a base, with predicted seconds of a step's communication: infinity if a needed
-    wire is missing."""
+    """A tiling over a base, with the predicted seconds of communication per step.
+
+    They are infinite if a needed wire is missing.
+    """
 
     tiling: Tiling
     base: Base
@@ -78,7 +81,8 @@ def priced(
     is_default: bool = False,
 ) -> Candidate:
     name = f"default order {tiling}" if is_default else str(tiling)
-    name += f", {base.note}" * bool(base.note)
+    if base.note:
+        name += f", {base.note}"
     placement = RankMapping.tiled(cluster, layout, tiling, base.slots, name)
     price = price_step(placement, transfers)
     seconds = price.seconds if price.reachable else math.inf
@@ -90,9 +94,9 @@ def search(
 ) -> list[Candidate]:
     """Returns rank mappings of `layout` over `slots` (default: all GPUs), cheapest first.
 
-    The default order over the slots as they come is among them. Ties go to it, then to fewer
-    digits; of equal prices over one base only the simplest is kept, as most differ only inside a
-    domain. If no candidate has all wires that it needs, all cost infinity.
+    The default order over the slots in their given order is among them. It wins ties, followed by
+    mappings with fewer digits. Among equal prices over one base only the simplest is kept, as most
+    of them differ only inside a domain. If no candidate has all needed wires, all cost infinity.
 
     Raises ValueError for fewer slots than ranks.
     """
@@ -128,10 +132,10 @@ def _sorted(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def bases_of(cluster: Cluster, layout: Layout, slots: Slots | None = None) -> list[Base]:
-    """Returns the lists of GPUs worth trying: as they come, sorted, and segments of domains.
+    """Returns the lists of GPUs to try: in the given order, sorted, and in segments of domains.
 
-    `slots` (default: all GPUs) may be in any order, with holes and uneven nodes, and more than the
-    layout needs.
+    `slots` (default: all GPUs) may be in any order, have holes and uneven nodes, and be more than
+    the layout needs.
     """
     given = np.arange(cluster.size) if slots is None else slots
     ordered = cluster.sorted_slots()
@@ -152,7 +156,7 @@ def _usual_count(numbers: Slots) -> int:
 def _segments(cluster: Cluster, layout: Layout, slots: Slots, domain: int) -> list[Base]:
     """Returns bases with a multiple of a block of ranks from each domain, if there are spare GPUs.
 
-    Slurm's --segment does the same: tp·cp·pp = 64 of the 72 GPUs of a rack.
+    Slurm's --segment does the same, for example with tp·cp·pp = 64 of a rack's 72 GPUs.
     """
     if slots.size <= layout.world_size or layout.world_size < domain:
         return []
@@ -182,9 +186,9 @@ def place(
 ) -> RankMapping:
     """Returns the rank mapping that `placement=wanted` asks for.
 
-    `default`: the default order over the slots as they come. `auto`: the first of `search`. An
-    order or a tiling: over the slots as they come, sorted, or in equal segments of the domains,
-    whichever is cheapest.
+    With `default`, it is the default order over the given slots; with `auto`, the first result of
+    `search`. An order or tiling is laid over the slots in the given order, sorted, or in equal
+    segments of the domains, whichever is cheapest.
 
     Raises UserError if it is malformed or if a group needs a wire that the cluster lacks.
     """

@@ -81,7 +81,7 @@ def test_sets_are_evaluated_in_a_run_and_of_its_checkpoint(shell: Shell) -> None
     for name, figure in second["figures"]["tasks"].items():
         assert figure == pytest.approx(result["figures"]["tasks"][name], rel=1e-5), name
     again = shell.run(*PARALLEL3D, "eval", "run=mine", f"tasks={tasks}", f"to={tasks}")
-    assert again.code == 2 and "exists; it stays as it is" in again.err, again
+    assert again.code == 2 and "exists; it is never overwritten" in again.err, again
     goes_on = train(shell, *words, *every, "train.steps=4", ranks=1)
     assert goes_on.code == 0, goes_on
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

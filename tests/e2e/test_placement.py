@@ -56,7 +56,7 @@ def test_four_ranks_by_a_rank_file_say_once_what_does_not_fit_and_save_the_map(
     ended = run_forked(shell, "train", *FOUR, *shell.text(), *more, *here, ranks=4)
     assert ended.code == 0, ended
     note = (
-        f"{HOST} runs 4 ranks and has 2 GPUs: GPUs of cluster rails_3x2 are taken in launch order"
+        f"{HOST} runs 4 ranks but has 2 GPUs: GPUs of cluster rails_3x2 are taken in launch order"
     )
     assert [line for line in ended.errors if "launch order" in line] == [f"parallel3d: {note}"]
     found = saved(shell)

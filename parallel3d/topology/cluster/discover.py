@@ -1,7 +1,7 @@
 """Finds the cluster: from the configuration, from Slurm, or from nvidia-smi.
 
-`nvidia-smi topo -m` prints a matrix of codes for each pair of GPUs and NICs: NV# for # NVLinks, and
-from near to far PIX (one PCIe bridge), PXB (several), PHB (host bridge), NODE (one NUMA node), SYS
+`nvidia-smi topo -m` prints a code for each pair of GPUs and NICs: NV# for # NVLinks, and from near
+to far PIX (one PCIe bridge), PXB (several), PHB (host bridge), NODE (one NUMA node), SYS
 (another socket).
 """
 
@@ -31,12 +31,13 @@ def discover(
     world_size: int | None = None,
     addresses: Mapping[str, tuple[str, str]] | None = None,
 ) -> Cluster:
-    """Returns the cluster by `config.source` (config, slurm or local), with the configured speeds.
+    """Finds the cluster by `config.source` (config, slurm or local); speeds are the configured
+    ones.
 
     Args:
-        run: runs a command and returns its output, as `run_command` does.
-        world_size: ranks that must fit, None: unknown.
-        addresses: for slurm, SLURM_TOPOLOGY_ADDR and its pattern of each node, if gathered.
+        run: runs a command and returns its output, like `run_command`.
+        world_size: ranks that must fit; None if unknown.
+        addresses: node → its SLURM_TOPOLOGY_ADDR and pattern, if gathered, for slurm.
 
     Raises:
         UserError: the result cannot be read, contradicts itself or does not fit.
@@ -63,8 +64,8 @@ def run_command(command: list[str]) -> str:
         )
     except FileNotFoundError:
         raise UserError(
-            f"{command[0]} is not installed here, and `{line}` would tell of the cluster; choose a "
-            f"preset such as cluster=dgx_h100, or cluster=laptop."
+            f"{command[0]} is not installed here, so `{line}` cannot describe the cluster; choose "
+            "a preset such as cluster=dgx_h100, or cluster=laptop."
         ) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"`{line}` did not answer within {PATIENCE_S} seconds.") from None
@@ -79,7 +80,7 @@ def run_command(command: list[str]) -> str:
 TOPO = "nvidia-smi topo -m"
 NEAR_TO_FAR = ("PIX", "PXB", "PHB", "NODE", "SYS")
 NVLINK = re.compile(r"NV[1-9][0-9]?")
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the matrix' header
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the header of the matrix
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,12 @@ class GpuMatrix:
     nics: tuple[tuple[str, ...], ...]
 
     def select(self, chosen: list[int]) -> GpuMatrix:
-        """Returns the matrix of some of the GPUs, in that order, as CUDA_VISIBLE_DEVICES does."""
+        """Returns the matrix of the GPUs `chosen`, in that order, like CUDA_VISIBLE_DEVICES."""
         gpus = tuple(tuple(self.gpus[a][b] for b in chosen) for a in chosen)
         return GpuMatrix(gpus, tuple(self.nics[a] for a in chosen))
 
     def domains(self) -> tuple[int, ...]:
-        """Returns each GPU's NVLink domain: GPUs that NVLink connects, directly or indirectly."""
+        """Returns each GPU's NVLink domain, whose GPUs are connected directly or indirectly."""
         island = list(range(len(self.gpus)))
         for a, codes in enumerate(self.gpus):
             for b, code in enumerate(codes):
@@ -106,11 +107,11 @@ class GpuMatrix:
         return tuple(numbers[i] for i in island)
 
     def rails(self) -> tuple[int, ...] | None:
-        """Returns the rail of each GPU's NIC; None if the matrix cannot decide it.
+        """Returns the rail of each GPU's NIC; None if the matrix does not determine it.
 
-        GPUs choose in the order of their distance to the nearest NIC; among equally near NICs, the
-        least taken one. The NICs in use are the rails, in their order. A GPU with all NICs on
-        another socket (every GPU of a GB200) has no nearest one.
+        GPUs choose in the order of their distance to the nearest NIC; among equally near NICs they
+        take the least used. The NICs in use are numbered as rails. A GPU has no nearest NIC if all
+        are on another socket (every GPU of a GB200).
         """
         taken: Counter[int] = Counter()
         nic_of: dict[int, int] = {}
@@ -130,8 +131,10 @@ def _distance(code: str) -> int:
 
 
 def parse_gpu_matrix(text: str) -> GpuMatrix:
-    """Parses `nvidia-smi topo -m`: GPU0…, then the NICs, named `NIC0` or, by older drivers,
-    `mlx5_0`; later columns (`CPU Affinity`…) are left out.
+    """Parses `nvidia-smi topo -m`.
+
+    Its columns are GPU0…, then the NICs, named `NIC0` or, by older drivers, `mlx5_0`; later columns
+    (`CPU Affinity`…) are ignored.
 
     Raises UserError if there is no matrix, if a row is missing, cut off or unreadable, or if the
     halves of the matrix contradict each other.
@@ -146,7 +149,8 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     if columns[:count] != [f"GPU{gpu}" for gpu in range(count)] or len(set(columns)) < len(columns):
         raise UserError(f"{TOPO}: the head {shortened(' '.join(names))!r} does not count the GPUs.")
     rows = {words[0]: words[1:] for words in lines[head + 1 :] if words and words[0] in columns}
-    gpus, nics = [], []
+    gpus = []
+    nics = []
     for gpu in range(count):
         cells = rows.get(f"GPU{gpu}", [])[: len(columns)]
         fits = [
@@ -165,7 +169,7 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     for a, b in itertools.combinations(range(count), 2):
         if gpus[a][b] != gpus[b][a]:
             raise UserError(
-                f"{TOPO}: GPU{b} to GPU{a} is {gpus[b][a]}, but back it is {gpus[a][b]}."
+                f"{TOPO}: GPU{b} to GPU{a} is {gpus[b][a]}, but the reverse is {gpus[a][b]}."
             )
     return GpuMatrix(tuple(gpus), tuple(nics))
 
@@ -174,7 +178,7 @@ GPUS = "nvidia-smi --query-gpu=uuid,name,memory.total --format=csv,noheader,noun
 
 
 class GpuRow(NamedTuple):
-    """One GPU as nvidia-smi lists it, in the order of PCI addresses."""
+    """A row of nvidia-smi's list of GPUs, which is ordered by PCI address."""
 
     uuid: str
     name: str
@@ -182,7 +186,7 @@ class GpuRow(NamedTuple):
 
 
 def gpu_rows(run: Run) -> list[GpuRow]:
-    """Returns the host's GPUs by nvidia-smi. Raises UserError if it cannot tell."""
+    """Returns the host's GPUs by nvidia-smi. Raises UserError if its output is unreadable."""
     text = run(GPUS.split())
     rows: list[GpuRow] = []
     for line in filter(str.strip, text.splitlines()):
@@ -202,8 +206,9 @@ def gpu_rows(run: Run) -> list[GpuRow]:
 def visible_gpus(environ: Mapping[str, str], count: int, run: Run) -> list[int]:
     """Returns nvidia-smi's numbers of the GPUs of CUDA_VISIBLE_DEVICES, or of all `count`.
 
-    CUDA counts the fastest first unless CUDA_DEVICE_ORDER is PCI_BUS_ID; nvidia-smi does not.
-    Raises UserError for a mask that names no such GPUs, or whose numbers may be other GPUs'.
+    CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is PCI_BUS_ID, unlike nvidia-smi.
+
+    Raises UserError for a mask that names other GPUs, or whose numbers are ambiguous.
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
@@ -214,8 +219,8 @@ def visible_gpus(environ: Mapping[str, str], count: int, run: Run) -> list[int]:
         kinds = list(dict.fromkeys(row.name for row in gpu_rows(run)))
         if len(kinds) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
             raise UserError(
-                f"CUDA_VISIBLE_DEVICES={text!r} counts {' and '.join(kinds)} by their speed, and "
-                "nvidia-smi by their place: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name GPUs by "
+                f"CUDA_VISIBLE_DEVICES={text!r} counts {' and '.join(kinds)} by speed, but "
+                "nvidia-smi by PCI address: set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name GPUs by "
                 "their UUID (nvidia-smi -L)"
             )
     else:
@@ -224,7 +229,7 @@ def visible_gpus(environ: Mapping[str, str], count: int, run: Run) -> list[int]:
         named = all(word.startswith("GPU-") for word in words)
         chosen = [i for each in found for i in each] if named else []
     if len(chosen) < len(words) or len(set(chosen)) < len(words) or len(chosen) > len(words):
-        slices = "; a slice (MIG) is no GPU of its own there" if "MIG" in text else ""
+        slices = "; a slice (MIG) does not count as a GPU there" if "MIG" in text else ""
         raise UserError(
             f"CUDA_VISIBLE_DEVICES={text!r} must be numbers or UUIDs of the {count} GPUs here, "
             f"each once, for cluster.source=local{slices}; unset it, or choose a preset such as "
@@ -236,10 +241,10 @@ def visible_gpus(environ: Mapping[str, str], count: int, run: Run) -> list[int]:
 def local_cluster(
     config: ClusterConfig, environ: Mapping[str, str], run: Run, world_size: int | None = None
 ) -> Cluster:
-    """Returns a cluster of nodes like this one: `config.nodes`, or as many as `world_size` needs.
+    """Returns a cluster of `config.nodes` nodes like this one, or as many as `world_size` needs.
 
-    Speeds, `unit_nodes` and the spine are the configuration's, and so is a `domain_gpus` of more
-    than a node, which a single node cannot know.
+    Speeds, `unit_nodes` and the spine come from the configuration, and so does a `domain_gpus`
+    larger than a node, which a single node cannot know.
 
     Raises UserError if nvidia-smi fails or is unreadable, or if the sizes do not fit.
     """
@@ -249,7 +254,7 @@ def local_cluster(
     nodes = config.nodes or -(-(world_size or 1) // count)
     if world_size is not None and nodes * count < world_size:
         raise UserError(
-            f"cluster.nodes={nodes} of {count} GPUs each, as nvidia-smi counts them, are too few "
+            f"cluster.nodes={nodes} of {count} GPUs each, as counted by nvidia-smi, are too few "
             f"for {world_size} ranks; the nearest is cluster.nodes={-(-world_size // count)}."
         )
     own: dict[str, Any] = {}
@@ -271,10 +276,11 @@ def _own_domains(matrix: GpuMatrix) -> dict[str, Any]:
 
 
 def with_own_gpus(cluster: ClusterConfig, environ: Mapping[str, str], run: Run) -> ClusterConfig:
-    """Fills the cluster's keys of GPUs from nvidia-smi where `cluster.source=local` asks for it.
+    """Fills the cluster's GPU keys from nvidia-smi if `cluster.source=local` asks for it.
 
-    Only of those in CUDA_VISIBLE_DEVICES; keys that are set stay. `run`: as `run_command`.
-    Raises UserError if nvidia-smi cannot tell, or for GPUs of several kinds.
+    Only GPUs in CUDA_VISIBLE_DEVICES count; keys that are set stay. `run` works like `run_command`.
+
+    Raises UserError if nvidia-smi is unreadable, or for GPUs of several kinds.
     """
     if cluster.source != "local" or cluster.gpu is not None:
         return cluster
@@ -283,8 +289,8 @@ def with_own_gpus(cluster: ClusterConfig, environ: Mapping[str, str], run: Run) 
     kinds = list(dict.fromkeys(row.name for row in chosen))
     if len(kinds) > 1:
         raise UserError(
-            f"this host's GPUs are {' and '.join(kinds)}, and a cluster has one kind: choose some "
-            "by CUDA_VISIBLE_DEVICES, or give cluster.gpu and cluster.gpu_memory_gb"
+            f"this host's GPUs are {' and '.join(kinds)}, but a cluster has one kind: choose some "
+            "with CUDA_VISIBLE_DEVICES, or give cluster.gpu and cluster.gpu_memory_gb"
         )
     name, mib = kinds[0], min(row.mib for row in chosen)
     known = find_device(name, memory=mib << 20)

@@ -1,8 +1,8 @@
-"""The cluster of a Slurm job: node lists, topology, leaf switches and NVLink domains.
+"""Finds the cluster of a Slurm job: node lists, topology, leaf switches and NVLink domains.
 
-Slurm knows the nodes, their ranks and what connects them; the speeds are the configuration's.
-Without switches or domains from Slurm, the configuration's sizes count through the nodes in Slurm's
-order. The grammar of node lists follows `scontrol show hostnames` of Slurm 22.05.
+Slurm knows the nodes, their ranks and their connections; speeds come from the configuration. If
+Slurm names no switches or domains, the configuration's sizes divide the nodes in Slurm's order. The
+grammar of node lists follows `scontrol show hostnames` of Slurm 22.05.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parallel3d.config.schema import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.assumptions import read_given
 
-MOST_NODES = 1_000_000  # a longer list is a mistake, and would fill the memory
+MOST_NODES = 1_000_000  # a longer list is a mistake and would fill the memory
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 REPEATED = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
@@ -30,8 +30,8 @@ REPEATED = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
 def expand_hostlist(text: str, what: str = "node list") -> list[str]:
     """Expands a node list, in order: `n[01-03,7],rack[1-2]node[1-2]`.
 
-    Leading zeros are part of a name, the last brackets count fastest, and a name may occur twice.
-    `what` names the list in messages.
+    Leading zeros are part of a name, the last brackets vary fastest, and a name may occur twice.
+    Messages call the list `what`.
 
     Raises UserError for unmatched brackets, ranges that do not count up, or no name.
     """
@@ -46,7 +46,7 @@ def expand_hostlist(text: str, what: str = "node list") -> list[str]:
                 raise ValueError(f"it names more than {MOST_NODES:,} nodes")
             expanded = ["".join(parts) for parts in itertools.product(*choices)]
             if expanded[0] and not NAME.fullmatch(expanded[0]):
-                raise ValueError(f"{entry!r} is no name of a node")
+                raise ValueError(f"{entry!r} is not a node name")
             names += filter(None, expanded)
         if not names:
             raise ValueError("it names no node")
@@ -64,7 +64,7 @@ def _numbers(ranges: str) -> list[str]:
     for part in ranges.split(","):
         match = RANGE.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"{part!r} is no range such as 01-03")
+            raise ValueError(f"{part!r} is not a range such as 01-03")
         low, high = int(match[1]), int(match[2] or match[1])
         if high < low:
             raise ValueError(f"the range {part!r} counts down")
@@ -96,12 +96,12 @@ ARBITRARY = "arbitrary"
 
 
 def host_of_rank_0(environ: Mapping[str, str], read: Callable[[str], str]) -> str:
-    """Returns the node of rank 0 of a step of srun.
+    """Returns the node with rank 0 of a step of srun.
 
-    It is the first of the step's nodes, which are sorted, except where srun was told the places of
-    the tasks (`-m arbitrary`, SLURM_HOSTFILE) or joined components of a job, whose order counts.
+    It is the first of the step's sorted nodes, unless srun was given the places of the tasks
+    (`-m arbitrary`, SLURM_HOSTFILE) or joined components of a job, whose order then counts.
 
-    `read` returns the text of a file; raises OSError. Raises UserError if nothing says the node.
+    `read` returns the text of a file; raises OSError. Raises UserError if the node is unknown.
     """
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not listed:
@@ -123,28 +123,30 @@ def host_of_rank_0(environ: Mapping[str, str], read: Callable[[str], str]) -> st
         else:
             break
     raise UserError(
-        f"SLURM_HET_SIZE={size} tells of components, whose nodes SLURM_JOB_NODELIST_HET_GROUP_0 "
-        "and on do not all name: have all variables of srun reach this process, or give "
-        "launch.master_addr, the node of rank 0"
+        f"SLURM_HET_SIZE={size} means components, but SLURM_JOB_NODELIST_HET_GROUP_0 and the "
+        "following do not name all their nodes: have all variables of srun reach this process, or "
+        "give launch.master_addr, the node of rank 0"
     )
 
 
 def _first_of_hostfile(path: str | None, nodes: list[str], read: Callable[[str], str]) -> str:
-    """Returns the first node of a hostfile, a node a line, which may be followed by `*tasks`."""
-    mend = "give launch.master_addr, the node of rank 0"
+    """Returns the first node of a hostfile, which has a node per line, maybe followed by
+    `*tasks`."""
+    remedy = "give launch.master_addr, the node of rank 0"
     if path is None:
-        raise UserError(f"srun -m arbitrary without SLURM_HOSTFILE hides where rank 0 is: {mend}")
+        raise UserError(f"srun -m arbitrary without SLURM_HOSTFILE hides where rank 0 is: {remedy}")
     try:
         lines = [line.partition("#")[0].strip() for line in read(path).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"SLURM_HOSTFILE={path} says where rank 0 is and cannot be read here ({error}): {mend}"
+            f"SLURM_HOSTFILE={path} tells where rank 0 is, but cannot be read here ({error}): "
+            f"{remedy}"
         ) from None
     first = next((line for line in lines if line), "")
     node = expand_hostlist(first.partition("*")[0], "first line of SLURM_HOSTFILE")[0]
     if node not in nodes:
         raise UserError(
-            f"SLURM_HOSTFILE={path} begins with {node}, which is no node of this step: {mend}"
+            f"SLURM_HOSTFILE={path} begins with {node}, which is not a node of this step: {remedy}"
         )
     return node
 
@@ -172,8 +174,8 @@ class SlurmTopology:
 def parse_topology(text: str, what: str) -> SlurmTopology:
     """Parses the output of `scontrol show topology`, or a topology.conf, of trees, blocks or both.
 
-    A leaf switch has no switches below it. Aggregated blocks (several racks) are ignored. `what`
-    names the text in messages.
+    A leaf switch has no switches below it. Aggregated blocks (several racks) are ignored. Messages
+    call the text `what`.
 
     Raises UserError for an empty or malformed text, a switch that is named but not described (a
     truncated text), or a node under two leaf switches or in two blocks.
@@ -204,7 +206,8 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
                 if groups.setdefault(node, name) != name:
                     kind = "leaf switches" if switch else "blocks"
                     raise UserError(f"{where}: {node} is in two {kind}, {groups[node]} and {name}.")
-        elif switch and "level" not in fields:  # scontrol prints a leaf that waits for nodes so
+        # Scontrol prints such a line for a leaf that waits for nodes.
+        elif switch and "level" not in fields:
             raise UserError(
                 f"{where}: switch {name} has neither Nodes nor Switches: is it cut off?"
             )
@@ -213,7 +216,7 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
     missing = [child for child in children if child not in described]
     if missing:
         raise UserError(
-            f"{what} names switch {missing[0]} under {children[missing[0]]} and does not describe "
+            f"{what} names switch {missing[0]} under {children[missing[0]]} but does not describe "
             f"it: is it cut off?"
         )
     return topology
@@ -231,11 +234,12 @@ def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, s
     kinds = pattern.split(".")
     if kinds[-1] != "node" or not set(kinds[:-1]) <= {"switch", "block"}:
         raise UserError(
-            f"SLURM_TOPOLOGY_ADDR_PATTERN={shortened(pattern)!r} is not known: it must be node, or "
+            f"SLURM_TOPOLOGY_ADDR_PATTERN={shortened(pattern)!r} is unknown: it must be node, or "
             f"switch and block joined by dots before it, such as switch.switch.node."
         )
     parts = address.split(".", len(kinds) - 1)
-    found = dict(zip(kinds, parts, strict=False))  # the last of a kind is the nearest
+    # Of several switches the last, the nearest, stays.
+    found = dict(zip(kinds, parts, strict=False))
     if len(parts) != len(kinds) or not all(found.values()) or set("[], ") & set(parts[-1]):
         raise UserError(
             f"SLURM_TOPOLOGY_ADDR={shortened(address)!r} does not fit "
@@ -248,14 +252,14 @@ def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, s
 def topology_of_addresses(addresses: Mapping[str, tuple[str, str]]) -> SlurmTopology:
     """Returns the topology from each node's SLURM_TOPOLOGY_ADDR and pattern.
 
-    Raises UserError for an address that is malformed or another node's.
+    Raises UserError for an address that is malformed or belongs to another node.
     """
     topology = SlurmTopology()
     for node, (address, pattern) in addresses.items():
         unit, block, named = parse_address(address, pattern)
         if named != node:
             raise UserError(
-                f"SLURM_TOPOLOGY_ADDR={shortened(address)!r} of node {node} ends in another name."
+                f"SLURM_TOPOLOGY_ADDR={shortened(address)!r} of node {node} ends with another name."
             )
         if unit is not None:
             topology.unit[node] = unit
@@ -266,7 +270,7 @@ def topology_of_addresses(addresses: Mapping[str, tuple[str, str]]) -> SlurmTopo
 
 Run = Callable[[list[str]], str]
 SHOW_TOPOLOGY = ["scontrol", "show", "topology"]
-# Steps of Slurm itself (batch script, interactive shell, …) have ids from here on.
+# Slurm's own steps (batch script, interactive shell, …) have ids from here on.
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
@@ -282,9 +286,9 @@ def slurm_cluster(
         config: speeds, `rails`, `topology_file`; `domain_gpus` and `unit_nodes` if Slurm names no
             blocks or leaf switches. A `domain_gpus` of at most a node makes Slurm's blocks units
             instead of NVLink domains. `gpus_per_node` is ignored.
-        environ: of any process of the job.
+        environ: environment of any process of the job.
         run: runs `scontrol show topology`, if nothing else gives the topology.
-        addresses: SLURM_TOPOLOGY_ADDR and its pattern of every node, if gathered.
+        addresses: node → its SLURM_TOPOLOGY_ADDR and pattern, if gathered.
 
     Raises:
         UserError: no job, contradictory variables, a topology that cannot be read or has none of
@@ -314,9 +318,9 @@ def slurm_cluster(
 
 
 def job_nodes(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
-    """Returns the nodes of the step, else of the job, and the GPUs of each.
+    """Returns the nodes of the step, or else of the job, and the number of GPUs of each.
 
-    A task is a GPU, except with one task a node and several GPUs: then the task is a launcher
+    A task counts as a GPU. But if a node has one task and several GPUs, the task is a launcher
     (torchrun) that starts a rank for each GPU.
 
     Raises UserError if there is no job, or if the lists contradict each other.
@@ -326,7 +330,7 @@ def job_nodes(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
     nodes_key = f"{prefix}_NODELIST"
     if not environ.get(nodes_key):
         raise UserError(
-            f"cluster.source=slurm needs a Slurm job, and {nodes_key} is not set; start with "
+            f"cluster.source=slurm needs a Slurm job, but {nodes_key} is not set; start with "
             f"sbatch, srun or salloc, or choose a preset such as cluster=dgx_h100."
         )
     names = expand_hostlist(environ[nodes_key], nodes_key)
@@ -347,18 +351,18 @@ def job_nodes(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
 
 
 def _in_users_step(environ: Mapping[str, str]) -> bool:
-    """Whether this is a step of srun, which may have fewer nodes and tasks than its job."""
+    """Returns whether this is a step of srun, which may have fewer nodes and tasks than its job."""
     step = environ.get("SLURM_STEP_ID", "")
     known = environ.get("SLURM_STEP_NODELIST") and environ.get("SLURM_STEP_TASKS_PER_NODE")
     return bool(known) and step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
 
 
 def _gpus_on_node(environ: Mapping[str, str]) -> int:
-    """Returns the GPUs of a node on which the job has one task.
+    """Returns the number of GPUs of a node on which the job has one task.
 
-    Raises UserError where nothing tells them: one would make another machine of the job.
+    Raises UserError if no variable tells it: assuming one GPU would describe another machine.
     """
-    local = environ.get("LOCAL_WORLD_SIZE")  # of torchrun, which that task has started
+    local = environ.get("LOCAL_WORLD_SIZE")  # set by torchrun, if the task started it
     for name, text, count in (
         ("SLURM_GPUS_ON_NODE", environ.get("SLURM_GPUS_ON_NODE"), _whole),
         ("SLURM_STEP_GPUS", environ.get("SLURM_STEP_GPUS"), _listed),
@@ -369,12 +373,12 @@ def _gpus_on_node(environ: Mapping[str, str]) -> int:
         if text:
             found = count(text.strip())
             if not 1 <= found <= 1024:
-                raise UserError(f"{name}={text!r} must be of GPUs of a node, at least 1.")
+                raise UserError(f"{name}={text!r} must give the GPUs of a node, at least 1.")
             return found
     if _in_users_step(environ):
-        return 1  # srun started this rank, one a node
+        return 1  # srun started one rank per node
     raise UserError(
-        "the job has one task a node, and none of SLURM_GPUS_ON_NODE, SLURM_JOB_GPUS and "
+        "the job has one task per node, but none of SLURM_GPUS_ON_NODE, SLURM_JOB_GPUS and "
         "SLURM_GPUS_PER_NODE says how many GPUs a node has: ask Slurm for them "
         "(--gpus-per-node=8), give it a task for each (--ntasks-per-node=8), or export "
         "SLURM_GPUS_ON_NODE"
@@ -445,7 +449,7 @@ def _domain_size(
     node_domain: tuple[int, ...],
     most: int,
 ) -> int:
-    """Returns the GPUs of the largest domain, of nodes of `most`."""
+    """Returns the GPUs of the largest domain; a node has `most` GPUs."""
     fullest, count = Counter(node_domain).most_common(1)[0]
     largest = count * most
     if config.domain_gpus is not None and largest > config.domain_gpus:

@@ -51,7 +51,7 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
     # What it wrote it writes again; a table it leaves alone, as people edit them.
     assert run(capsys, *words, files[0], files[2])[0] == 0
     code, _, err = run(capsys, *words, files[1])
-    assert code == 2 and "exists; it stays as it is" in err
+    assert code == 2 and "exists; it is never overwritten" in err
 
 
 @pytest.mark.slow

@@ -294,7 +294,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     "components": (HET, (2, 3, 1, 2, "node3", None)),
     "components without their nodes": (
         without(HET, "SLURM_JOB_NODELIST_HET_GROUP_0"),
-        "SLURM_HET_SIZE=2 tells of components",
+        "SLURM_HET_SIZE=2 means components",
     ),
     "components, rank 0": (
         HET | env("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURMD_NODENAME=node3"),

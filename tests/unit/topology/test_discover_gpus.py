@@ -100,7 +100,7 @@ GOOD = "GPU0 GPU1 NIC0 CPU Affinity\nGPU0 X NV18 PIX 0-9\nGPU1 NV18 X SYS 0-9\n"
         (GOOD[: GOOD.index("GPU1 NV18")], "row of GPU1, '', cannot be read: it must have 3 cells"),
         (GOOD[: GOOD.rindex("SYS")], "row of GPU1, 'NV18 X', cannot be read: it must have 3 cells"),
         (GOOD[GOOD.index("\n") + 1 :], "nvidia-smi topo -m"),
-        (GOOD.replace("GPU1 NV18 X", "GPU1 SYS X"), "GPU1 to GPU0 is SYS, but back it is NV18"),
+        (GOOD.replace("GPU1 NV18 X", "GPU1 SYS X"), "GPU1 to GPU0 is SYS, but the reverse is NV18"),
         (GOOD.replace("PIX", "PIXNODE"), "the row of GPU0, 'X NV18 PIXNODE', cannot be read"),
         (GOOD.replace("PIX", "NV2"), "the row of GPU0, 'X NV18 NV2'"),
         (GOOD.replace("X NV18", "NV18 NV18"), "the row of GPU0, 'NV18 NV18 PIX'"),
@@ -239,7 +239,7 @@ def test_cards_of_several_kinds_are_told_apart_or_refused() -> None:
     """CUDA's first is the fastest, nvidia-smi's is the first on the bus."""
     assert own_gpus(MIXED, "1").gpu == "NVIDIA GeForce RTX 4090"
     assert own_gpus(MIXED, "GPU-0", order={}).gpu == "NVIDIA GeForce RTX 3090"
-    with pytest.raises(UserError, match=r"by their speed.*set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+    with pytest.raises(UserError, match=r"by speed.*set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
         own_gpus(MIXED, "1", order={})
     for visible in (None, "0,1"):
         with pytest.raises(UserError, match="a cluster has one kind: choose some"):

@@ -188,7 +188,7 @@ def test_topologies_that_are_none_are_refused_in_a_sentence(text: str, said: str
 
 
 def test_an_address_of_another_node_is_refused():
-    with pytest.raises(UserError, match="node n1 ends in another name"):
+    with pytest.raises(UserError, match="node n1 ends with another name"):
         topology_of_addresses({"n1": ("leaf.n2", "switch.node")})
 
 

@@ -95,14 +95,14 @@ def test_more_ranks_on_a_host_than_it_has_gpus_are_taken_in_launch_order_and_sai
     assert slots.tolist() == [0, 1, 2, 3, 4, 5]
     assert made_up.node_name(0) == "node0"
     assert note == (
-        "laptop runs 6 ranks and has 2 GPUs: GPUs of cluster test are taken in launch order"
+        "laptop runs 6 ranks but has 2 GPUs: GPUs of cluster test are taken in launch order"
     )
 
 
 def test_a_host_that_the_cluster_does_not_have_is_said() -> None:
     _, slots, note = slots_of(cluster(2, 2, node_names=("a", "b")), launched("a", "z"))
     assert slots.tolist() == [0, 1, 2, 3]
-    assert note is not None and note.startswith("z is none of the 2 nodes of the cluster")
+    assert note is not None and note.startswith("z is not one of the 2 nodes of the cluster")
 
 
 # --- the map ----------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def test_what_does_not_fit_is_said_once(tmp_path: Path, capsys: pytest.CaptureFi
     take_ranks(run, Store(), tmp_path)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
-    assert said[0].startswith("parallel3d: n4 runs 2 ranks and has 1 GPU: GPUs of cluster")
+    assert said[0].startswith("parallel3d: n4 runs 2 ranks but has 1 GPU: GPUs of cluster")
 
 
 def test_two_hosts_of_one_name_are_refused() -> None:

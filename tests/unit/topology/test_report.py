@@ -363,7 +363,7 @@ def test_a_dangling_link_is_refused_and_stays(tmp_path: Path) -> None:
     link = tmp_path / "map.svg"
     link.symlink_to("gone.svg")
     shown = TopologyConfig(svg=str(link))
-    with pytest.raises(UserError, match="nor a link to one"):
+    with pytest.raises(UserError, match="or a link to one"):
         topology(dataclasses.replace(CASES["six"], topology=shown), TYPED)
     assert link.is_symlink() and list(tmp_path.iterdir()) == [link]
 
