@@ -1,7 +1,7 @@
 """The run directory `runs/<run>/`: created atomically, locked by its process, never overwritten.
 
-A run continues in its directory: `config.yaml` is that of its first start, and a start with other
-keys adds its own, `config-2.yaml`, `config-3.yaml`, …
+A run continues in its directory: `config.yaml` belongs to its first start, and each start with
+other keys adds a file, `config-2.yaml`, `config-3.yaml`, …
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from parallel3d.metrics.starts import STARTS, starts_of
 # The configurations of a run's starts: each is written atomically and only once; the newest is the
 # one that runs.
 
-KEPT_FILE = "huggingface.json"  # what an import has kept, for an export
+KEPT_FILE = "huggingface.json"  # facts kept by an import for an export
 CONFIG_FILE = "config.yaml"
 CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
-# Raised by reading a file that is no configuration: torn, empty, of another kind.
+# Raised on reading a file that is not a configuration: torn, empty, or of another kind.
 NO_CONFIG = (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError)
 
 
@@ -67,8 +67,10 @@ def save_config(
 
 
 def newest_config(directory: Path) -> Config | None:
-    """Returns the configuration of the newest start; None if its file holds none. Raises OSError
-    and UserError."""
+    """Returns the configuration of the newest start; None if its file is not a configuration.
+
+    Raises OSError and UserError.
+    """
     try:
         return load_config(directory)
     except UserError:
@@ -83,11 +85,11 @@ def load_config(directory: Path) -> Config:
 
 
 def last_config(directory: Path) -> Config:
-    """Returns the configuration of the last start that came to its first step; before the first
-    such start, of the newest.
+    """Returns the configuration of the last start that reached its first step.
 
-    Skips files torn by a power cut, and falls back to the checkpoints' manifests. Raises as
-    `load_config` if there is nothing else.
+    If no start has, it returns the newest configuration. It skips files torn by a power cut and
+    falls back to the checkpoints' manifests. Raises the errors of `load_config` if these fail, too.
+
     """
     problem: Exception | None = None
     for path in _last_first(directory):
@@ -106,33 +108,38 @@ def last_config(directory: Path) -> Config:
 
 
 def _last_first(directory: Path) -> list[Path]:
-    """Returns the configurations: that of the last start that came to a step, then the newest."""
+    """Returns the configurations, the last start that reached a step first, then from the
+    newest."""
     begun = config_of_last_start(directory)
     return sorted(config_files(directory)[::-1], key=lambda path: path.name != begun)
 
 
 def config_of_last_start(directory: Path) -> str | None:
-    """Returns the name of the configuration of the last start that came to its first step, where
-    it is noted: one that was refused before has left a newer file."""
+    """Returns the name of the configuration of the last start that reached its first step.
+
+    It is recorded in `starts.jsonl`, as a start refused before its first step leaves a newer file.
+    """
     starts = starts_of(directory / STARTS)
     name = starts[-1].line.get("config") if starts else None
     return name if isinstance(name, str) else None
 
 
 def has_begun(directory: Path) -> bool:
-    """Returns whether a run has a checkpoint, good or damaged. Until then nothing in its folder
-    binds the next start. Raises OSError."""
+    """Returns whether a run has a checkpoint, good or damaged. Raises OSError.
+
+    Until then, nothing in its folder binds the next start.
+    """
     return bool(list_checkpoints(directory) or list_damaged(directory))
 
 
 def left_out(directory: Path) -> str | None:
-    """Returns a sentence on keys of a run's last configuration that this version has no more."""
+    """Returns a sentence about keys of a run's last configuration that were removed since."""
     found: Mapping[str, Any] = {}
     for path in _last_first(directory):
         try:
             read_config(path)
         except NO_CONFIG:
-            continue  # torn: `last_config` passes it over, too
+            continue  # torn: `last_config` skips it, too
         tree: Any = read_yaml(path)
         found = flat(tree)
         break
@@ -148,8 +155,11 @@ def left_out(directory: Path) -> str | None:
 
 
 def keeps_tokenizer(data: DataConfig, directory: Path) -> bool:
-    """Returns whether a run's own copy of the tokenizer holds: it has a checkpoint, or goes on with
-    the data of a start that had none. Raises OSError and NO_CONFIG."""
+    """Returns whether a run's copy of the tokenizer is valid for the next start.
+
+    It is if the run has a checkpoint, or if the next start has the same data as the last. Raises
+    OSError and NO_CONFIG.
+    """
     if has_begun(directory):
         return True
     there = dataclasses.replace(last_config(directory).data, tokenizer=None)
@@ -165,7 +175,7 @@ def config_files(directory: Path) -> list[Path]:
 
 def next_name(directory: Path) -> str:
     newest = CONFIGS.fullmatch(config_files(directory)[-1].name)
-    assert newest is not None  # config_files returns such names only
+    assert newest is not None  # config_files returns only such names
     return f"config-{int(newest[1] or 1) + 1}.yaml"
 
 
@@ -181,7 +191,8 @@ def read_config(path: Path) -> Config:
 
 
 def typed_config(tree: object) -> Config:
-    """Returns the tree as a configuration. Nothing is resolved: it may be somebody else's."""
+    """Returns the tree as a configuration. Nothing is resolved, as the file may be another
+    user's."""
     if "${" in json.dumps(tree):
         raise ValueError("it holds ${, which is not followed")
     if not isinstance(tree, Mapping):
@@ -210,7 +221,7 @@ def _without(tree: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 @functools.cache
 def _schema() -> DictConfig:
-    """Returns the schema with types; building it takes most of a configuration's reading time."""
+    """Returns the typed schema; building it takes most of the time of reading a configuration."""
     return OmegaConf.structured(Config)
 
 
@@ -218,10 +229,10 @@ def _schema() -> DictConfig:
 
 
 TEMPORARY = ".new-"
-LEFT_S = 86400.0  # age to remove one: its creator is dead
+LEFT_S = 86400.0  # age in seconds at which one is removed, as its creator is dead
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
-HOW = ("run", "train.progress", "launch.", "logger.")  # keys of where and how a run is watched
+HOW = ("run", "train.progress", "launch.", "logger.")  # keys that do not affect the computation
 
 
 def new_folder(runs: Path) -> Path:
@@ -248,10 +259,10 @@ def make_run_directory(
 ) -> tuple[Config, Path]:
     """Creates `runs_dir/<run>`, private to the user, with its config.yaml.
 
-    A run without a name gets one from the time, the layout, `job_id` (of Slurm) and `job_number`
-    (of a sweep). Returns the configuration with its name, and the directory. With `may_go_on` the
-    directory of a run that can continue is returned unchanged: `take_run` is next. Raises UserError
-    if the name is taken or the directory cannot be created.
+    A run without a name gets one from the time, the layout, Slurm's `job_id` and a sweep's
+    `job_number`. Returns the configuration with its name, and the directory. With `may_go_on`, the
+    directory of a run that can continue is returned unchanged; call `take_run` next. Raises
+    UserError if the name is taken or the directory cannot be created.
     """
     runs = Path(config.runs_dir)
     if config.run is None:
@@ -309,10 +320,10 @@ def _is_first(making: AbstractContextManager[object]) -> bool:
 
 @contextmanager
 def filled_directory(config: Config, directory: Path, comment: str = "") -> Iterator[Path]:
-    """Makes a run directory with its config.yaml, for a block that fills it.
+    """Creates a run directory with its config.yaml, for a block that fills it.
 
-    It appears when the block, which flushes what it writes, ends; or not at all. Raises OSError,
-    and UserError if `runs_dir` is no folder.
+    The directory appears when the block ends, or not at all; the block must flush its files.
+    Raises OSError, and UserError if `runs_dir` is not a folder.
     """
     runs = directory.parent
     try:
@@ -337,7 +348,7 @@ def _maker() -> str:
 
 
 def check_run(config: Config, *, may_go_on: bool = False) -> None:
-    """Raises UserError if a given `run` is taken (with `may_go_on`: and cannot continue)."""
+    """Raises UserError if a given `run` exists (with `may_go_on`: and cannot continue)."""
     directory = Path(config.runs_dir) / str(config.run)
     if config.run is None or not os.path.lexists(directory):
         return
@@ -357,7 +368,7 @@ def check_run(config: Config, *, may_go_on: bool = False) -> None:
     found = identity.changes(dataclasses.asdict(there), config)
     is_over = not saved and status(directory) == "finished"
     if may_go_on and not is_over:
-        # Without a checkpoint the run begins again, with whatever keys.
+        # Without a checkpoint the run begins again, and any keys are allowed.
         if saved and (refusal := identity.refusal(config.run, found)):
             raise UserError(refusal)
         return
@@ -377,8 +388,8 @@ def check_run(config: Config, *, may_go_on: bool = False) -> None:
 def take_run(config: Config, directory: Path) -> int | None:
     """Locks a run for this process until it ends, and writes its configuration if it is new.
 
-    Returns the descriptor that holds the lock, None on a file system without locks. Raises
-    UserError if another process has the run: two starts would overwrite each other.
+    Returns the descriptor that holds the lock; None on a file system without locks. Raises
+    UserError if another process holds the run, as two starts would overwrite each other.
     """
     held: int | None = None
     try:
@@ -387,9 +398,9 @@ def take_run(config: Config, directory: Path) -> int | None:
         own = directory / FOLDER
         if own.is_dir() and not keeps_tokenizer(config.data, directory):
             gone = new_folder(directory.parent)
-            os.rename(own, gone)  # so that it is never half removed
+            os.rename(own, gone)  # it is thus never half removed
             shutil.rmtree(gone)
-        # An evaluation alone is no start of the run.
+        # A mere evaluation does not count as a start.
         if not config.train.eval_only and newest_config(directory) != config:
             save_config(config, directory, next_name(directory))
     except BlockingIOError:
@@ -409,7 +420,7 @@ def take_run(config: Config, directory: Path) -> int | None:
 
 
 def is_running(directory: Path) -> bool:
-    """Returns whether a process on this host, or on this file system's others, has the run."""
+    """Returns whether a process holds the run, on this host or another one of its file system."""
     try:
         held = _locked(directory / CONFIG_FILE, shared=True)
     except BlockingIOError:
@@ -422,7 +433,7 @@ def is_running(directory: Path) -> bool:
 
 
 def _locked(path: Path, *, shared: bool = False) -> int | None:
-    """Returns the descriptor of a locked file, None without locks. Raises BlockingIOError."""
+    """Locks a file; returns its descriptor, or None without locks. Raises BlockingIOError."""
     descriptor = no_link(path, os.O_RDONLY if shared else os.O_RDWR)
     held = None
     try:
@@ -434,7 +445,7 @@ def _locked(path: Path, *, shared: bool = False) -> int | None:
 
 
 def keep_failures(directory: Path) -> None:
-    """Numbers the failure records of an earlier start, so that only this start's count."""
+    """Renames the failure records of an earlier start, so that only this start's are read."""
     old, number = directory / FAILURES, 1
     while (kept := directory / f"{FAILURES}-{number}").exists():
         number += 1
@@ -443,12 +454,12 @@ def keep_failures(directory: Path) -> None:
 
 
 def status(directory: Path) -> str | None:
-    """Returns how a run's last start ended by its summary: "finished", "stopped", …; or None."""
+    """Returns the status of a run's last start by its summary, such as "finished", or None."""
     return read_json(directory / "summary.json").get("status")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the object in a file of a run; {} without one."""
+    """Returns the JSON object in a file of a run; {} if there is none."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -457,10 +468,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def discard_unused(directory: Path) -> None:
-    """Removes a run directory that this process created and in which nothing was computed."""
+    """Removes a run directory created by this process if nothing was computed in it."""
     ours = {FAILURES, PLACEMENT_FILE}
     claimed = directory / CHECKPOINTS
-    # The disk may be what ended the run: then the folder stays, and the run can continue in it.
+    # A failing disk may have ended the run: the folder then stays, and the run can continue.
     with suppress(OSError):
         for path in directory.iterdir():
             is_config = CONFIGS.fullmatch(path.name) is not None
@@ -470,7 +481,7 @@ def discard_unused(directory: Path) -> None:
                 return
         if (directory / CONFIG_FILE).read_text("utf-8", "replace").startswith(_maker()):
             gone = new_folder(directory.parent)
-            os.rename(directory, gone)  # so that it is never half removed
+            os.rename(directory, gone)  # it is thus never half removed
             shutil.rmtree(gone)
 
 

@@ -1,4 +1,4 @@
-"""Failures of ranks: records, sentences, the one that caused the others, and exit codes."""
+"""Records failures of ranks, finds the one that caused the others, and sets exit codes."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-# Our launcher's signal to end ranks at once, as no scheduler or terminal sends it: others ask them
-# to save and stop.
+# Our launcher's signal to end ranks at once. No scheduler or terminal sends it; their signals ask
+# ranks to save and stop.
 END_SIGNAL = signal.SIGALRM
 RECORD_BYTES = 1 << 20  # maximum of a failure's record
-PACKAGE = Path(__file__).parents[1]  # as frames name its files
+PACKAGE = Path(__file__).parents[1]  # in the form of file names in frames
 
-# Errors of ranks whose peer has gone; never the cause.
+# Errors of ranks whose peer has gone; they are never the cause.
 PEER_GONE = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|closed by peer|reset by peer"
     r"|remote process exited|remote rank|socket (closed|timeout)|peer (has )?(gone|closed|exited)"
     r"|connection was likely closed|failed to (recv|send)|stop_waiting",
     re.IGNORECASE,
 )
-# gloo adds the position in its own source, and advice.
+# Additions of gloo: the position in its source, and advice.
 NOISE = re.compile(r"\[/\S+:\d+\] ?| This is typically caused by .*")
 OUT_OF_MEMORY = "OutOfMemoryError"  # torch's, which is not imported here
 TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.IGNORECASE)
@@ -55,12 +55,17 @@ Kind = Literal["error", "user", "decided", "hang", "killed"]
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The end of one rank: who (rank, coordinates, host), in which phase, where in the code, why.
+    """The end of one rank.
 
-    `kind` "user" is a UserError with its sentence as `error`; "decided" is a TrainingFailure of all
-    ranks; "hang" is a watchdog's diagnosis, complete in `error`; "killed" is a death by signal or a
-    bare exit, recorded by the launcher. `diverged`: the rank did other operations than in its last
-    step (`operation_log.Divergence`). `time`: seconds, epoch.
+    Attributes:
+        rank, coordinates, host: identity of the rank.
+        phase, where: phase of the run, and place in the code.
+        error: reason, complete for a UserError or hang.
+        time: Unix time in seconds.
+        kind: "user" for a UserError, "decided" for a TrainingFailure of all ranks, "hang" for a
+            watchdog's diagnosis, "killed" for a death by signal or a bare exit, recorded by the
+            launcher, and "error" for others.
+        diverged: the rank's operations differed from its last step (`operation_log.Divergence`).
     """
 
     rank: int
@@ -75,7 +80,7 @@ class RankFailure:
     diverged: bool = False
 
     def sentence(self) -> str:
-        """Returns the failure as one line; for a user error only what the user needs."""
+        """Returns the failure in one line; a user error consists only of its sentence."""
         if self.kind == "user":
             return full_stop(self.error)
         if self.kind == "hang":
@@ -89,20 +94,20 @@ class RankFailure:
 
     @property
     def is_echo(self) -> bool:
-        """Returns whether this rank only noticed that another had gone."""
+        """Whether this rank only noticed that another had gone."""
         gone = PEER_GONE.search(self.error) is not None
         return self.kind == "error" and gone and not self.diverged
 
     @property
     def did_as_always(self) -> bool:
-        """Returns whether another rank's call may be at fault: gloo aborts on a wrong size."""
+        """Whether another rank's call may be at fault, as gloo aborts on a wrong size."""
         if self.kind == "killed":
             return "SIGABRT" in self.error
         return self.kind == "error" and not self.diverged
 
 
 def full_stop(sentence: str) -> str:
-    """Adds the full stop that messages of libraries, and some of ours, lack."""
+    """Adds a full stop if the sentence has none."""
     return sentence if sentence.endswith(".") else f"{sentence}."
 
 
@@ -112,7 +117,7 @@ def coordinates_of(layout: Layout, rank: int) -> str:
 
 
 def who(layout: Layout, rank: int, host: str | None = None) -> str:
-    """Returns "rank 3 (pp 1, dp 0, tp 1) on host"; this host if none is given."""
+    """Returns "rank 3 (pp 1, dp 0, tp 1) on host"; `host` defaults to this host."""
     return f"rank {rank} ({coordinates_of(layout, rank)}) on {host or socket.gethostname()}"
 
 
@@ -136,20 +141,20 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
     if isinstance(error, UserError):
         text, kind, awaited, divergence = str(error), "user", None, None
     elif isinstance(error, TrainingFailure):
-        # The decision may itself need collectives that no earlier step had: no divergence.
+        # The decision may need collectives that no earlier step had, so this is no divergence.
         kind, awaited, divergence = "decided", None, None
     if awaited is not None:
         text = f"in {awaited}: {text}"
     if divergence is not None:
         text = f"{divergence}; {text}"
-    text = text.encode("utf-8", "backslashreplace").decode()  # file names may be no UTF-8
+    text = text.encode("utf-8", "backslashreplace").decode()  # file names may not be UTF-8
     where, diverged = innermost_place(error.__traceback__), divergence is not None
     layout, phase = layout_of(config), worker.phase
     return of_rank(layout, worker.rank, text, kind, phase, where=where, diverged=diverged)
 
 
 def _needs_less_memory(micro_batch_size: int, recompute: Any, tp: int) -> str:
-    """Returns the advice after a GPU's memory was too small for a step."""
+    """Returns advice for a GPU whose memory was too small for a step."""
     divisors = (n for n in range(1, micro_batch_size) if micro_batch_size % n == 0)
     smaller = max(divisors, default=None)
     otherwise = "recompute=full" if spelled(recompute) != "full" else f"tp={2 * tp}"
@@ -161,7 +166,7 @@ def _needs_less_memory(micro_batch_size: int, recompute: Any, tp: int) -> str:
 
 
 def from_exit(layout: Layout, rank: int, exitcode: int) -> RankFailure:
-    """Describes a rank that ended without a record: by a signal (negative code) or a bare exit."""
+    """Describes a rank that ended without a record, by a signal (negative code) or a bare exit."""
     error = f"exited with code {exitcode}"
     if exitcode < 0:
         error = f"was killed by {signal.Signals(-exitcode).name}"
@@ -176,7 +181,7 @@ def innermost_place(trace: TracebackType | None) -> str:
 
 
 def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
-    """Returns the same for frames (file, line, function), without asking a file system."""
+    """Returns the same for frames (file, line, function), without access to a file system."""
     place = ""
     for file, line, _ in stack:
         path = Path(file)
@@ -188,8 +193,8 @@ def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
 def write(failure: RankFailure, error: BaseException, run_dir: Path) -> RankFailure:
     """Writes the record and the traceback to the run directory, and torchrun's error file.
 
-    Returns the failure with its traceback file. Never raises: the disk may be what has failed. A
-    missing directory is not recreated: it would be no run's, and block the next start.
+    Returns the failure with its traceback file. Never raises, as the disk may have failed. A
+    missing directory is not recreated, as it would belong to no run and block the next start.
     """
     details = "".join(traceback.format_exception(error))
     if failure.kind != "user":
@@ -199,7 +204,7 @@ def write(failure: RankFailure, error: BaseException, run_dir: Path) -> RankFail
             failure = dataclasses.replace(failure, traceback_file=str(file))
     try:
         write_record(failure, details, run_dir)
-    except OSError as error:  # nobody else could log it
+    except OSError as error:  # no other process could log it
         print_line(f"{failure.sentence()} (not recorded: {error.strerror})")
     return failure
 
@@ -215,7 +220,7 @@ def write_record(failure: RankFailure, details: str, run_dir: Path) -> None:
 
 
 def write_elastic_file(failure: RankFailure, details: str, environ: Mapping[str, str]) -> None:
-    """Writes torchrun's error file in its format, so that its summary shows our sentence."""
+    """Writes torchrun's error file in its format, so its summary shows our sentence."""
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": f"{failure.sentence()}\n{details}", "timestamp": int(failure.time)}
         message = {"message": failure.sentence(), "extraInfo": extra}
