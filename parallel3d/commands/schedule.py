@@ -1,4 +1,4 @@
-"""`parallel3d schedule`: draws and checks one schedule, and compares all of them. No torch."""
+"""Draws and checks one schedule, and compares all of them (`parallel3d schedule`). No torch."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from parallel3d.text import aligned
 from parallel3d.topology.assumptions import check_free, write
 
 MADE_BY = "parallel3d schedule"
-# Memory caps that the table shows besides 1F1B's, if the user gives none.
+# Memory caps in the table in addition to 1F1B's, if the user gives none.
 MORE_MEMORY = (1.25, 1.5)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The drawn schedule, its costs, and the rows of the table."""
+    """The schedule to draw, its check and timeline, and the rows of the table."""
 
     choice: ScheduleChoice
     report: Walk
@@ -68,7 +68,7 @@ def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
 
 
 def find(config: Config) -> Shown:
-    """Makes, checks and times the schedule asked for and all others."""
+    """Makes, checks and times the requested schedule and all others."""
     check_work(config.schedule.costs)
     keys, ranks, chunks = config.schedule, config.pp, config.vpp
     count = keys.num_microbatches
@@ -85,7 +85,7 @@ def find(config: Config) -> Shown:
     forward, input, weight = keys.costs
     work = RankWork(forward, input, weight, keys.hop, weights)
     given = None
-    if keys.name != "auto":  # vpp is then for the other rows of the table
+    if keys.name != "auto":  # a one-chunk schedule leaves vpp to the other rows of the table
         given = wanted(keys.name, ranks, count, 1 if keys.name in ONE_CHUNK else chunks, keys.file)
         if not work.fits(given.assignment):
             stages, layers = given.assignment.stages, config.model.num_layers
@@ -113,7 +113,7 @@ def find(config: Config) -> Shown:
 
 
 def text(keys: ScheduleConfig, found: Shown) -> str:
-    """Returns the terminal's text."""
+    """Returns the text for the terminal."""
     choice, report = found.choice, found.report
     placed = choice.schedule.assignment
     width = shutil.get_terminal_size((120, 40)).columns
@@ -124,8 +124,8 @@ def text(keys: ScheduleConfig, found: Shown) -> str:
         "",
         render_text(found.timeline, width),
         "",
-        f"Sound: complete, ordered, paired, free of deadlock; {report.messages} messages, of which "
-        f"at most {found.unread} of one rank wait for another to read them.",
+        f"Sound: complete, ordered, paired, free of deadlock; {report.messages} messages, and at "
+        f"most {found.unread} of one rank wait for another to read them.",
         f"Live activations, in micro-batches of a whole rank: {live} "
         f"(at most {choice.peak_live:.0%} of 1F1B's).",
         *([choice.why[0].upper() + choice.why[1:] + "."] if choice.why else []),
@@ -156,19 +156,19 @@ def _table(found: Shown) -> list[str]:
         shares = f"{row.overhead:.1%}", f"{row.bubble:.1%}", f"{row.peak_live:.0%}"
         chunks = f"{row.schedule.assignment.chunks}"
         rows.append((row_name(row), chunks, f"{row.seconds:.5g}", *shares, mark))
-    said = "overhead: over the busiest rank's compute; activations: of 1F1B's peak"
+    said = "overhead: relative to the busiest rank's compute; activations: share of 1F1B's peak"
     return [*aligned(rows, "<>>>>><"), said]
 
 
 def row_name(row: ScheduleChoice) -> str:
-    """Names the schedule; auto's rows with their choice."""
+    """Returns the name of a row's schedule; for auto with the chosen one."""
     if not row.why:
         return row.schedule.name
     return "auto" if row.schedule.name == "auto" else f"auto: {row.schedule.name}"
 
 
 def facts(keys: ScheduleConfig, found: Shown, pp: int, vpp: int) -> dict[str, Any]:
-    """Returns the table as plain data: `schedules` has a row a schedule."""
+    """Returns the table as plain data: `schedules` has one row per schedule."""
     return {
         "made_by": MADE_BY,
         "pp": pp,

@@ -1,4 +1,4 @@
-"""`parallel3d topology`: where ranks sit on a cluster, and what their groups cost. No torch."""
+"""Maps ranks onto a cluster and prices their groups (`parallel3d topology`). No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from parallel3d.topology.report import MADE_BY, facts_of, make_report, picture_o
 def topology(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
     """Prints the groups, their price and warnings; writes the files asked for.
 
-    `typed`: the command line's overrides, i.e. the user's own choices; None counts as all chosen.
-    Returns the exit code, 0. Raises UserError for what cannot work.
+    `typed`: the overrides, which are the user's choices; with None all keys count as chosen.
+    Returns the exit code, 0. Raises UserError for an impossible configuration.
     """
     svg, json_file = config.topology.svg, config.topology.json
     check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)

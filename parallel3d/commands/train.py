@@ -1,4 +1,4 @@
-"""`parallel3d train`: a rank's run from its groups to its last checkpoint."""
+"""Trains on one rank, from the process groups to the last checkpoint (`parallel3d train`)."""
 
 from __future__ import annotations
 
@@ -105,21 +105,21 @@ def take_initial_weights(
 ) -> dict[str, str]:
     """Loads the weights of `init_from`, unless a checkpoint of the run was restored.
 
-    Returns a line of the header with the source. Raises UserError for a learning rate's schedule
-    that does not fit the steps, which are known now.
+    Returns a line of the header with the source. Raises UserError if the learning-rate schedule
+    does not fit the number of steps, which is known only now.
     """
     config, optim = trainer.config, trainer.config.optim
     check_schedule_of_rate(optim, optim.lr_decay_steps or trainer.length.end)
     if checkpoints.resumed:
         return {}
     if worker.rank == 0:
-        (worker.run_dir / KEPT_FILE).unlink(missing_ok=True)  # of a start that saved nothing
+        (worker.run_dir / KEPT_FILE).unlink(missing_ok=True)  # left by a start that saved nothing
     if config.init_from is None:
         return {}
     worker.phase = "reading the initial weights"
     source = load_initial(trainer, trainer.groups)
     if worker.rank == 0:
-        from parallel3d.commands.checkpoint.huggingface import keep_keys  # and Hydra
+        from parallel3d.commands.checkpoint.huggingface import keep_keys  # imports Hydra
 
         keep_keys(source, config.data, config.model.vocab_size, worker.run_dir)
     return {"weights": source.title + (", with its optimizer" if config.init_optimizer else "")}
@@ -140,12 +140,12 @@ def run(
 ) -> bool:
     """Runs the steps and saves at the end; `facts`: lines of the header.
 
-    Returns whether the last checkpoint is written.
+    Returns whether the last checkpoint was written.
     """
     watchdog, first = worker.watchdog, trainer.steps_done + 1
     assert watchdog is not None
     if worker.rank == 0:
-        (worker.run_dir / REQUEUE).unlink(missing_ok=True)  # of an earlier start
+        (worker.run_dir / REQUEUE).unlink(missing_ok=True)  # left by an earlier start
     if first == 1:
         save_weights(trainer, worker, "weights-initial.safetensors")
     worker.phase = "measuring the peak"
@@ -155,7 +155,7 @@ def run(
         else nullcontext() as recorder
     ):
         watchdog.go_on()
-        dist.barrier()  # rank 0 measures a CPU's peak alone
+        dist.barrier()  # the others wait, as rank 0 measures a CPU's peak alone
         if recorder is not None:
             recorder.start(facts, checkpoints.lines)
         steps = Run(trainer, worker, recorder, checkpoints, first, trainer.length.last_step)
@@ -175,7 +175,7 @@ def run(
 
 
 def record_totals(trainer: Trainer, recorder: Recorder | None) -> None:
-    """Records the step's breakdown and the peak memory of all ranks; collective."""
+    """Records the breakdown of steps and the peak memory of all ranks; collective."""
     times = trainer.step_times()
     peaks = all_gather_json(
         peak_memory(trainer.device), trainer.groups.world.handle, trainer.device

@@ -1,8 +1,8 @@
-"""`parallel3d verify`: proves that a layout trains the same model as one process, on this config.
+"""Verifies that a layout trains the same model as one process (`parallel3d verify`).
 
 The layout and a single process start from the same weights, read the same samples and are compared
 after every step: loss, gradient norm, and every shard of every rank (replicas and tied copies too).
-In fp64, where only a mistake can make a difference, and in the run's own precision; with SGD,
+They run in fp64, where only a mistake makes a difference, and in the run's own precision; with SGD,
 because Adam hides a wrong gradient scale, and with AdamW.
 """
 
@@ -41,7 +41,7 @@ from parallel3d.trainer import StepResult, Trainer
 class Tolerance(NamedTuple):
     """Largest relative differences of losses, gradient norms, and parameters (to their scale).
 
-    `weights` None: reported, not checked.
+    With None for `weights`, differences of parameters are reported but not checked.
     """
 
     loss: float
@@ -51,8 +51,8 @@ class Tolerance(NamedTuple):
 
 EXACT = Tolerance(1e-9, 1e-9, 1e-9)
 ROUNDED = Tolerance(1e-5, 1e-4, 1e-4)
-# AdamW divides by the gradient's size: where a gradient is rounding noise, its sign changes the
-# weight by a whole learning rate, which below fp64 is no fault of the layout.
+# AdamW divides by the gradient's size. Where a gradient is rounding noise, its sign changes the
+# weight by a whole learning rate, so such differences below fp64 do not show a mistake.
 ROUNDED_ADAM = Tolerance(1e-5, 1e-4, None)
 # The layout decides which partial sums are rounded to 8 (bf16) or 11 (fp16) bits.
 COARSE = Tolerance(1e-2, 1e-1, None)
@@ -61,7 +61,7 @@ SGD = OptimConfig(name="sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0, lr_decay
 
 
 class ShardDifference(NamedTuple):
-    """A shard's max |difference| / the parameter's scale (see `differences`)."""
+    """A shard's largest |difference|, divided by the parameter's scale (see `differences`)."""
 
     difference: float
     name: str
@@ -148,7 +148,8 @@ def variants(config: CommandConfig) -> Iterator[tuple[CommandConfig, Tolerance]]
     if config.precision.name == "fp64":
         return
     for name, optim in optimizers.items():
-        tolerance = ROUNDED if name == "sgd" else ROUNDED_ADAM  # Muon steps the rest by AdamW
+        # Muon uses AdamW for other parameters.
+        tolerance = ROUNDED if name == "sgd" else ROUNDED_ADAM
         tolerance = COARSE if config.precision.name in HALF_PRECISION else tolerance
         yield dataclasses.replace(config, optim=optim), tolerance
 
@@ -170,7 +171,7 @@ def compare(
         single = Trainer(single_process(config), ProcessGroups.single(), device, corpus)
     for step in range(config.train_steps + 1):
         result = trainer.train_step() if step else StepResult(0, 0.0, 0.0, 0.0, 0)
-        trainer.data_parallel.wait_for_all_gathers()  # of zero=1, which overlap the next forward
+        trainer.data_parallel.wait_for_all_gathers()  # zero=1 overlaps these with the next forward
         shards = gather_shards(trainer.parameters.values(), groups)
         differs = False
         if single is not None:
@@ -192,9 +193,9 @@ def differences(
 ) -> list[ShardDifference]:
     """Compares every shard of every rank with the single process's tensor; NaN counts as inf.
 
-    A parameter's scale is its largest value, at least the std of initial weights: the bias of the
-    keys has no gradient (softmax cancels it) and holds rounding noise. In the order of the model's
-    parameters, then of the ranks.
+    A parameter's scale is its largest value, but at least the std of initial weights, as the bias
+    of the keys has no gradient (softmax cancels it) and holds rounding noise. The result is in the
+    order of the model's parameters, then of the ranks.
     """
     found = []
     for rank, spec, values in shards:
@@ -223,7 +224,7 @@ def judge(
     parts = []
     for name, limit in (("loss", tolerance.loss), ("grad_norm", tolerance.grad_norm)):
         a, b = getattr(layout, name), getattr(single, name)
-        if a is None and b is None:  # both found no token to learn
+        if a is None and b is None:  # neither found a token to learn from
             continue
         if a is None or b is None:
             parts.append(f"{name} is {a} under the layout and {b} in one process")

@@ -180,7 +180,7 @@ def test_a_single_run_that_goes_on_and_a_file_of_somebody_else(
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"parameters": "x"}))
     for words, said in (
         (("run=resumed", "to=mine.html"), "was not written by parallel3d report"),
-        (("run=<whole>",), "run=<whole> has a file that is not as a run writes it"),
+        (("run=<whole>",), "run=<whole> has a damaged file"),
         (("run=resumd",), "the nearest is run=resumed"),
         (("run=resumed", "runs_dir=nowhere"), "which has none (runs_dir=nowhere)"),
         (("to=a.html",), "report needs run=…"),

@@ -38,11 +38,11 @@ from parallel3d.run.launch import Worker
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
 from parallel3d.text import aligned
 
-LOGIT_TOKENS = 256  # whose logits over the whole vocabulary are in memory at a time
+LOGIT_TOKENS = 256  # number of tokens whose logits are in memory at a time
 
 
 class Request(NamedTuple):
-    """Tokens of a row's choice, of which those from `first` on are scored."""
+    """Tokens of a row's context and choice; the tokens from `first` on are scored."""
 
     row: int
     choice: int
@@ -56,7 +56,7 @@ def evaluate(config: CommandConfig, worker: Worker) -> None:
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     device = torch.device(worker.device)
     worker.phase = "reading the rows"
-    assert config.eval.tasks is not None  # the command sees to it
+    assert config.eval.tasks is not None  # the command has checked it
     rows = read_rows(config.eval.tasks)
     tokenizer, model = open_tokenizer(config.data.tokenizer or BYTE), config.model
     requests = requests_of(rows, tokenizer, model.seq_length)
@@ -102,7 +102,7 @@ def scores_of(
 
 
 def check_finite(found: Iterable[Likelihood], run: str) -> None:
-    """Raises UserError for weights that give no numbers."""
+    """Raises UserError for weights that give NaN or infinite likelihoods."""
     if not all(math.isfinite(one.total) for one in found):
         raise UserError(
             f"run={run}: the weights of this checkpoint give log-likelihoods that are not "
@@ -111,9 +111,11 @@ def check_finite(found: Iterable[Likelihood], run: str) -> None:
 
 
 def requests_of(rows: Sequence[TaskRow], tokenizer: Tokenizer, window: int) -> list[Request]:
-    """Returns a request for each choice, the longest first; contexts are cut from the left to
-    `window`, the model's sequence length. Raises UserError for a continuation without tokens or
-    with too many."""
+    """Returns a request for each choice, the longest first.
+
+    Contexts are cut from the left to `window`, the model's sequence length. Raises UserError for a
+    continuation without tokens or with too many.
+    """
     found = []
     for i, row in enumerate(rows):
         for k, choice in enumerate(row.choices):
@@ -121,8 +123,8 @@ def requests_of(rows: Sequence[TaskRow], tokenizer: Tokenizer, window: int) -> l
             scored = len(tokens) - first
             if not 0 < scored <= window:
                 raise UserError(
-                    f"{row.place}: the continuation {choice[:40]!r} has {scored:,} tokens behind "
-                    f"its context, and must have from 1 to model.seq_length={window}; give "
+                    f"{row.place}: the continuation {choice[:40]!r} has {scored:,} tokens after "
+                    f"its context, but must have from 1 to model.seq_length={window}; give "
                     f"{'a longer' if scored < 1 else 'a shorter'} one"
                 )
             cut = max(0, len(tokens) - (window + 1))
@@ -131,7 +133,8 @@ def requests_of(rows: Sequence[TaskRow], tokenizer: Tokenizer, window: int) -> l
 
 
 def batches_of(requests: Sequence[Request], batch_tokens: int) -> list[list[Request]]:
-    """Returns batches of neighbours, whose padded tokens are at most `batch_tokens`, or one row."""
+    """Returns batches of consecutive requests with at most `batch_tokens` padded tokens or one
+    row."""
     batches: list[list[Request]] = []
     for request in requests:
         fits = batches and (len(batches[-1]) + 1) * len(batches[-1][0].tokens) <= batch_tokens
@@ -146,8 +149,10 @@ def batches_of(requests: Sequence[Request], batch_tokens: int) -> list[list[Requ
 def likelihoods(
     stage: Stage, groups: ProcessGroups, batch: Sequence[Request], hidden: int
 ) -> list[Likelihood]:
-    """Returns the likelihoods of a batch on the last stage, an empty list on the others; collective
-    over tp × cp × pp. Each context-parallel rank's are of the tokens that it holds."""
+    """Returns the likelihoods of a batch on the last stage, and an empty list on other stages.
+
+    Each context-parallel rank scores the tokens that it holds. Collective over tp × cp × pp.
+    """
     device, length = next(stage.parameters()).device, len(batch[0].tokens) - 1
     padded = [r.tokens + [0] * (length + 1 - len(r.tokens)) for r in batch]
     tokens = torch.tensor(padded)
@@ -188,8 +193,11 @@ def likelihoods(
 def hidden_states(
     stage: Stage, groups: ProcessGroups, tokens: Tensor, hidden: int, documents: Documents | None
 ) -> Tensor:
-    """Returns the last stage's hidden states (b, s, h) of `tokens` (b, s), before the head; on the
-    others their own, which they send on. `hidden`: the model's h."""
+    """Returns a stage's hidden states (b, s, h) of `tokens` (b, s), on the last one before the
+    head.
+
+    Other stages send theirs to the next. `hidden`: the model's h.
+    """
     pp = groups.pp
     if stage.embedding is not None:
         x = stage.embedding(tokens, documents=documents)
@@ -213,8 +221,8 @@ def hidden_states(
 def _log_probabilities(
     stage: Stage, groups: ProcessGroups, x: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns, of hidden states (n, h), the labels' log-probabilities, fp64, and whether each label
-    is the likeliest token."""
+    """Returns the labels' log-probabilities (n,) in fp64 for hidden states (n, h), and whether each
+    label is the likeliest token."""
     assert stage.head is not None
     logits = gather_from_vocabulary(stage.head.logits(x.unsqueeze(0)), groups.tp)[0]
     logits = logits[:, : stage.head.model.vocab_size].double()
@@ -231,7 +239,7 @@ def report(
 ) -> None:
     """Prints a table and writes the result to `eval.to`, or to a new file in the run directory.
 
-    `of_run`: what the result begins with: the run, its step, and how it was scored.
+    `of_run`: the first entries of the result: the run, its step, and the way of scoring.
     """
     pairs = list(zip(rows, scores, strict=True))
     tasks = list(dict.fromkeys(row.task for row in rows))

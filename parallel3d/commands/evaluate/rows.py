@@ -18,8 +18,8 @@ from parallel3d.data.tokenizer import Tokenizer, begun
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 
-LONGEST = 64 << 20  # bytes of a row
-ENOUGH = 4  # rows whose answers show whether they count from 1
+LONGEST = 64 << 20  # largest number of bytes in a row
+ENOUGH = 4  # number of rows whose answers show whether they count from 1
 KEYS = frozenset(("task", "context", "choices", "answer", "continuation"))
 HOW = (
     'give rows such as {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0} or '
@@ -28,8 +28,15 @@ HOW = (
 
 
 class TaskRow(NamedTuple):
-    """A context and what may follow it; `answer`: the number of the right choice, None for a single
-    continuation. `task`: of the row's entry `task`, or the file's name; `place`: for errors."""
+    """A context with its possible continuations.
+
+    Attributes:
+        task: the row's `task`, or the file's name.
+        context: the text before.
+        choices: the continuations.
+        answer: number of the right choice; None for a single continuation.
+        place: file and line, for errors.
+    """
 
     task: str
     context: str
@@ -39,7 +46,7 @@ class TaskRow(NamedTuple):
 
 
 class TakenRows(NamedTuple):
-    """rows: of a file. lines: what a user must know of them, a sentence each."""
+    """Rows of a file, and sentences for the user about them."""
 
     rows: list[TaskRow]
     lines: list[str]
@@ -51,8 +58,10 @@ def read_rows(path: str) -> list[TaskRow]:
 
 
 def take_rows(path: str) -> TakenRows:
-    """Reads a jsonl, packed or not, or a parquet. Raises UserError with the first line that is no
-    row, and for answers that seem to count from 1."""
+    """Reads a jsonl file, packed or not, or a parquet file.
+
+    Raises UserError with the first invalid row, and for answers that seem to count from 1.
+    """
     file = Path(path)
     named = f"tasks={show(path)}"
     try:
@@ -80,8 +89,10 @@ def take_rows(path: str) -> TakenRows:
 
 
 def _check_labels(found: Sequence[tuple[TaskRow, bool]], named: str) -> None:
-    """Raises UserError for a task whose numbers of answers are never 0, as if they counted from 1:
-    then each would name the choice behind the right one."""
+    """Raises UserError for a task whose answers are never number 0.
+
+    They seem to count from 1, and each would name the choice after the right one.
+    """
     numbers: dict[str, list[int]] = {}
     for row, by_number in found:
         if by_number and row.answer is not None:
@@ -96,8 +107,10 @@ def _check_labels(found: Sequence[tuple[TaskRow, bool]], named: str) -> None:
 
 
 def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow, bool]:
-    """Returns a row, and whether its answer was a number. Counts its keys that are not read. Raises
-    UserError."""
+    """Returns a row, and whether its answer was a number; counts keys that are not read.
+
+    Raises UserError for an invalid row.
+    """
     try:
         row = parse(row) if isinstance(row, bytes) else row
     except Refused as error:
@@ -107,17 +120,17 @@ def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow
     unread.update(plain(key) for key in row.keys() - KEYS)
     task = row.get("task", task)
     if not (isinstance(task, str) and task.isprintable()):
-        raise UserError(f"{place}: task={plain(show(task))} must be a name of one line; give one")
+        raise UserError(f"{place}: task={plain(show(task))} must be a name on one line; give one")
     if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
-        raise UserError(f"{place} has half of a pair of surrogates, which is no text: {HOW}")
+        raise UserError(f"{place} has half of a pair of surrogates, which is not text: {HOW}")
     if row.get("choices") is None:
         if row.get("answer") is not None:
-            raise UserError(f"{place} has an answer and no choices: {HOW}")
+            raise UserError(f"{place} has an answer but no choices: {HOW}")
         if not (isinstance(row.get("continuation"), str) and row["continuation"]):
             raise UserError(f"{place} has neither choices nor a continuation: {HOW}")
         return TaskRow(task, row["context"], (row["continuation"],), None, place), False
     if row.get("continuation") is not None:
-        raise UserError(f"{place} has choices and a continuation, and one of them counts: {HOW}")
+        raise UserError(f"{place} has choices and a continuation, but may have one only: {HOW}")
     choices, answer = row["choices"], row.get("answer")
     texts = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
     if not texts or len(choices) < 2:
@@ -129,7 +142,7 @@ def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow
     if by_number and spelled and spelled != [answer]:
         raise UserError(
             f"{place}: answer={answer} is the number of a choice and the text of another one: give "
-            f"the text, {json.dumps(choices[spelled[0]])}, or name the choices otherwise"
+            f"the text, {json.dumps(choices[spelled[0]])}, or give the choices other names"
         )
     if not (type(answer) is int and 0 <= answer < len(choices)):
         raise UserError(
@@ -145,9 +158,9 @@ def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
     """Returns the tokens of both texts, and how many of the first are the context's.
 
-    It does as lm-evaluation-harness: blanks at the context's end belong to the continuation, both
+    It follows lm-evaluation-harness: blanks at the context's end belong to the continuation, both
     are tokenized together and split where the context's own tokens end. The tokenizer's prefix
-    stands before the context; one without text is the tokens that begin a text.
+    precedes the context; an empty context is replaced by the tokens that begin a text.
     """
     bare = context.rstrip()
     continuation = context[len(bare) :] + continuation
@@ -168,15 +181,15 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class Likelihood(NamedTuple):
-    """Σ log-probabilities of a continuation's tokens, their number, and whether each of them is the
-    likeliest."""
+    """Sum of the log-probabilities of a continuation's tokens, their number, and whether each of
+    them is the likeliest token."""
 
     total: float
     tokens: int
     greedy: bool
 
     def plus(self, other: Likelihood | None) -> Likelihood:
-        """Adds those of other tokens of the continuation, which another rank has."""
+        """Adds the likelihood of other tokens of the continuation, from another rank."""
         if other is None:
             return self
         greedy = self.greedy and other.greedy
@@ -184,7 +197,7 @@ class Likelihood(NamedTuple):
 
 
 def chosen(row: TaskRow, found: Sequence[Likelihood]) -> tuple[int, int]:
-    """Returns the likeliest choice, and the likeliest by the byte; of equal ones the first."""
+    """Returns the likeliest choice, and the likeliest per byte; the first of equal ones."""
     sizes = [len(choice.encode("utf-8", "replace")) for choice in row.choices]
     numbers = range(len(found))
     by_byte = max(numbers, key=lambda k: found[k].total / sizes[k])
@@ -192,9 +205,12 @@ def chosen(row: TaskRow, found: Sequence[Likelihood]) -> tuple[int, int]:
 
 
 def figures_of(pairs: Iterable[tuple[TaskRow, Sequence[Likelihood]]]) -> dict[str, Any]:
-    """Returns accuracy, length-normalised accuracy, and the mean log-likelihood of a token of the
-    right answers with its perplexity. A single continuation is right if its tokens are all the
-    likeliest ones; without choices there is nothing to normalise."""
+    """Returns accuracy, length-normalised accuracy, and for right answers the mean log-likelihood
+    of a token with its perplexity.
+
+    A single continuation is right if all of its tokens are the likeliest ones. Accuracy is
+    normalised only for rows with choices.
+    """
     rows, right, right_norm, with_choices, total, tokens = 0, 0, 0, 0, 0.0, 0
     for row, found in pairs:
         rows += 1

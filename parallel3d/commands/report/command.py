@@ -1,4 +1,5 @@
-"""Runs `parallel3d report run=a run=b to=report.html`. Refuses before anything imports torch."""
+"""Runs `parallel3d report run=a run=b to=report.html`; refuses bad input without importing
+torch."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ from parallel3d.topology.assumptions import check_free, write
 REPORT = "report"
 MADE_BY = "parallel3d report"
 MARK = f"data-by='{MADE_BY}'"
-MOST_RUNS = 12  # that can be told apart in one chart
+MOST_RUNS = 12  # more runs could not be told apart in one chart
 KEYS = Verb(
     "write a page of one run or several: curves over steps and tokens with the restarts, where a "
     "step's time goes, memory, layout and map, and the keys in which the runs differ",
     {
         "run": "name of a run; give run= once for each",
-        "to": "HTML file to write (report.html); a file of anybody else's stays as it is",
+        "to": "HTML file to write (report.html); a file that report did not write is not "
+        "overwritten",
         "runs_dir": "folder of all runs (runs)",
     },
     ("run",),
@@ -32,7 +34,7 @@ KEYS = Verb(
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Writes the page and prints what is in it; returns the exit code. Raises UserError."""
+    """Writes the page and prints a line for each run; returns the exit code. Raises UserError."""
     if HELP & set(arguments):
         print(verb_help(REPORT, KEYS))
         return 0
@@ -56,8 +58,8 @@ def report(arguments: Sequence[str]) -> int:
             raise
         except DAMAGED as error:
             raise UserError(
-                f"report: run={name} has a file that is not as a run writes it "
-                f"({plain(repr(error))}): mend it, or give other runs"
+                f"report: run={name} has a damaged file "
+                f"({plain(repr(error))}): fix it, or give other runs"
             ) from None
         return run
 

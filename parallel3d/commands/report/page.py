@@ -1,4 +1,4 @@
-"""Reads runs from their directories and writes the page of them.
+"""Reads runs from their directories and writes a page about them.
 
 Tables and bars are HTML; curves are data that page.js draws.
 """
@@ -38,12 +38,12 @@ from parallel3d.run.directory import (
 )
 from parallel3d.text import duration, si
 
-COLUMNS = 1000  # places of a curve on the page
-DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # raised by a line that is not whole
+COLUMNS = 1000  # largest number of points of a curve on the page
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # raised by a torn line
 STEP_FIGURES = {key: NAMES[key] for key in ("loss", "grad_norm", "lr", "tokens_per_s")}
 LOSS = NAMES["loss"]
-MOST_SETS = 3  # of validation, in the first table
-MOST_RANKS, MOST_PLACES = 16, 64  # of a run in a table of bars, in a map
+MOST_SETS = 3  # validation sets in the first table
+MOST_RANKS, MOST_PLACES = 16, 64  # ranks of a run in a table of bars, and in a map
 NOT_COMPARED = ("run", "runs_dir")
 CHARTS = {
     "train/loss": ("Training loss", "nats per token"),
@@ -52,7 +52,7 @@ CHARTS = {
     "train/lr": ("Learning rate", ""),
     "speed/tokens_per_s": ("Speed", "tokens a second"),
 }
-LOGARITHMIC = ("train/loss", "train/grad_norm", "eval/loss", "valid/")  # if the reader asks for it
+LOGARITHMIC = ("train/loss", "train/grad_norm", "eval/loss", "valid/")  # if the reader selects it
 SHARED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 STYLE = """
 .controls{position:sticky;top:0;z-index:1;background:Canvas;
@@ -83,7 +83,7 @@ th{white-space:nowrap} h3{font-size:15px;margin:18px 0 6px}
 
 
 class Point(NamedTuple):
-    """One place of a curve; `tokens`: so far. The value is None where there is no number."""
+    """One point of a curve; `tokens`: tokens so far. The value is None if there is none."""
 
     step: int
     tokens: int
@@ -92,32 +92,32 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run as its directory tells it."""
+    """The content of one run's directory."""
 
     name: str
-    curves: Mapping[str, list[Point]]  # by a logger's names
-    starts: list[dict[str, Any]]  # with first_step, tokens before it, started, host, layout
-    configs: list[Config]  # of the first start, and of later ones with other keys
-    summary: Mapping[str, Any]  # {} unless it is of the last start
-    ranks: list[dict[str, Any]]  # of placement.json
+    curves: Mapping[str, list[Point]]  # by the names in loggers
+    starts: list[dict[str, Any]]  # entries first_step, tokens, started, host, layout
+    configs: list[Config]  # of the first start, and of later starts with other keys
+    summary: Mapping[str, Any]  # {} unless the last start wrote it
+    ranks: list[dict[str, Any]]  # from placement.json
     state: str  # how the last start ended
-    goodput: Goodput | None = None  # of all starts
+    goodput: Goodput | None = None  # over all starts
 
     @property
     def last(self) -> tuple[int, int]:
-        """The last step that has a line, and the tokens until then; zeros without one."""
+        """The last recorded step, and the tokens until then; zeros without one."""
         losses = self.curves.get(LOSS)
         return losses[-1][:2] if losses else (0, 0)
 
     def last_value(self, curve: str, pick: Any = None) -> float | None:
-        """Returns the last number of a curve, or the one that `pick` chooses of all."""
+        """Returns the last number of a curve, or the number that `pick` chooses."""
         values = (point.value for point in self.curves.get(curve, []))
         numbers = [v for v in values if v is not None and np.isfinite(v)]
         return (pick(numbers) if pick else numbers[-1]) if numbers else None
 
 
 def read_run(runs_dir: Path, name: str) -> RunRecord:
-    """Reads one run. Raises UserError if there is none, and OSError."""
+    """Reads one run. Raises UserError if it does not exist, and OSError."""
     folder = find_run(runs_dir, name)
     metrics = folder / "metrics.jsonl"
     curves: defaultdict[str, list[Point]] = defaultdict(list)
@@ -132,14 +132,14 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
             for curve, figure in found:
                 curves[curve].append(Point(line["step"], line["tokens"], figure))
             steps_s += seconds_of(line)
-            if accounts and line["step"] > accounts[-1].step:  # since its last account
+            if accounts and line["step"] > accounts[-1].step:  # a step since the last account
                 late_s += float(line.get("step_time_s") or 0.0)
-        except DAMAGED:  # also of a blend's parts, which are not drawn
+        except DAMAGED:  # lines of a blend's parts are not drawn either
             continue
     summary = read_json(folder / "summary.json")
     starts = _starts(folder / STARTS, curves.get(LOSS, []))
     if starts and summary.get("started") != starts[-1]["started"]:
-        summary = {}  # of an earlier start
+        summary = {}  # it belongs to an earlier start
     state = summary.get("status") or "killed (it left no summary)"
     if error := summary.get("error"):
         state = f"{state}: {error}"
@@ -187,10 +187,10 @@ def _configs(folder: Path) -> list[Config]:
 
 
 def thinned(points: Sequence[Point]) -> dict[str, Any]:
-    """Returns a curve for the page: steps, tokens and value of at most COLUMNS places.
+    """Returns a curve for the page: steps, tokens and values of at most COLUMNS points.
 
-    A place that stands for several points has their mean, and beside it the lowest and the highest,
-    so that spikes stay. `odd`: places with NaN or an infinity.
+    A point that stands for several has their mean, and also the lowest and the highest value, so
+    that spikes stay visible. `odd`: points with NaN or an infinity.
     """
     values = np.array([np.nan if p.value is None else p.value for p in points], dtype=float)
     edges = np.linspace(0, len(values), min(len(values), COLUMNS) + 1).astype(int).tolist()
@@ -206,7 +206,7 @@ def thinned(points: Sequence[Point]) -> dict[str, Any]:
         shown = (point.value for point in points[begin:end])
         odd = (v for v in shown if v is not None and not np.isfinite(v))
         found["odd"] += [[step, tokens, str(v)] for v in list(odd)[:1]]
-    if len(values) <= COLUMNS:  # each place is one point
+    if len(values) <= COLUMNS:  # no point stands for several
         del found["low"], found["high"]
     return found
 
@@ -215,7 +215,7 @@ def thinned(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def page_of(runs: Sequence[RunRecord], mark: str) -> str:
-    """Returns the page; `mark` is the attribute that tells who wrote it."""
+    """Returns the page; `mark` is the attribute that identifies pages of this command."""
     names = [escape(run.name) for run in runs]
     title = " · ".join(names)
     dots = [f"<i class='dot' style='background:{colour(i)}'></i>" for i in range(len(runs))]
@@ -239,15 +239,15 @@ norms</label></fieldset><fieldset><legend>runs</legend>{controls}</fieldset></fo
 arrow keys. Dashed: a restart from a checkpoint. ✕: a value that is not a finite number.</p>
 <div class='charts' id='charts'></div></section>
 {"".join(_sections(runs, labels))}
-<footer class='muted'>Of more than {COLUMNS:,} steps a curve shows means, and in pale the lowest
-and the highest value.</footer>
+<footer class='muted'>A curve of more than {COLUMNS:,} steps shows means, and in pale the lowest
+and the highest values.</footer>
 <script type='application/json' id='data'>{data}</script><script>{script}</script>"""
     head = f"<meta http-equiv='Content-Security-Policy' content=\"{SHARED}\"><style>{STYLE}</style>"
     return whole_page(mark, f"Report: {title}", body, head)
 
 
 def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Returns what page.js draws: charts in order, each with a curve of each run that has it."""
+    """Returns the data for page.js: charts in order, each with the curves of all runs."""
     held_out = sorted({name for run in runs for name in run.curves} - {*STEP_FIGURES.values()})
     order = [*list(CHARTS)[:1], *held_out, *list(CHARTS)[2:]]
     charts = []
@@ -275,7 +275,7 @@ def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _of_set(figure: str) -> str:
-    """Returns the heading of a set's losses, by their name in a logger."""
+    """Returns the heading for the losses of a set, from their name in loggers."""
     if figure.startswith("valid/"):
         return f"Validation loss of {figure.removeprefix('valid/').removesuffix('/loss')}"
     return f"Held-out loss of {figure.removeprefix('eval/loss of ')}"
@@ -307,7 +307,7 @@ def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
 
 
 def _length(run: RunRecord) -> int | None:
-    """Returns the steps that the last start was to reach; None where that is not known."""
+    """Returns the target step of the last start; None if it is not known."""
     if run.starts and "last_step" in run.starts[-1]:
         return int(run.starts[-1]["last_step"])
     config = run.configs[-1] if run.configs else None
@@ -342,7 +342,8 @@ def _dims(layout: Mapping[str, int]) -> str:
 
 
 def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]:
-    """Yields differing keys, restarts, and time, memory and places of the ranks of each run."""
+    """Yields sections: differing keys, starts, and for each run time, memory and map of its
+    ranks."""
     if len(runs) > 1:
         pairs = zip(labels, runs, strict=True)
         known = {label: run.configs[-1] for label, run in pairs if run.configs}
@@ -351,14 +352,14 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
     yield _starts_table(runs, labels)
     for heading, part, said in (
         ("Where the time of all starts went", _goodput, "It has no starts.jsonl."),
-        ("Where a step's time goes, in the mean", _times, "summary.json has it, at the end."),
+        ("Where a step's time goes, on average", _times, "summary.json has it at the end."),
         ("Memory of the ranks", _memory, "It is measured on accelerators, and known at the end."),
         ("Layout and map", _map, "It has no placement.json."),
     ):
         shown = [(label, part(run)) for label, run in zip(labels, runs, strict=True)]
         found = [f"<h3>{label}</h3>{html}" for label, html in shown if html]
         missing = ", ".join(r.name for r, (_, html) in zip(runs, shown, strict=True) if not html)
-        yield section(heading, f"Not known of {missing}. {said}" if missing else "", *found)
+        yield section(heading, f"Not known for {missing}. {said}" if missing else "", *found)
 
 
 def _differing(head: Sequence[str], configs: Sequence[Config]) -> str:
@@ -388,7 +389,7 @@ def _starts_table(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
 
 
 def _time(start: Mapping[str, Any]) -> str:
-    """Returns when a run was started, in UTC as it is noted: "2026-11-25 03:19:55 UTC"."""
+    """Returns the time of a start in UTC, such as "2026-11-25 03:19:55 UTC"."""
     return str(start["started"]).replace("T", " ").replace("+00:00", " UTC")
 
 
@@ -399,7 +400,7 @@ def _times(run: RunRecord) -> str:
 
 
 def _goodput(run: RunRecord) -> str:
-    """Returns a bar of the wall time of all starts by what it was spent with."""
+    """Returns a bar of the wall time of all starts, by activity."""
     if run.goodput is None or not run.goodput.wall_s:
         return ""
     seconds = {NAMES_OF_PARTS[part]: run.goodput.seconds[part] for part in PARTS}
@@ -420,7 +421,7 @@ def _memory(run: RunRecord) -> str:
 def _bars(
     run: RunRecord, parts: Sequence[Mapping[str, float]], unit: str, texts: Sequence[str]
 ) -> str:
-    """Returns a bar of each rank with a text beside it, or of the ranks with the longest bars."""
+    """Returns a bar with a text for each rank, or for the ranks with the longest bars."""
     if not parts:
         return ""
     longest = sorted(range(len(parts)), key=lambda rank: -sum(parts[rank].values()))

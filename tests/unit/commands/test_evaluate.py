@@ -47,16 +47,16 @@ BAD = (
     ('{"context": "a", "choices": ["b", "c"], "answer": 2}', "answer=2 must be the number"),
     ('{"context": "a", "choices": ["b", "b"], "answer": "b"}', "from 0 to 1, or its text"),
     ('{"context": "a", "continuation": "\\ud83d"}', "half of a pair of surrogates"),
-    ('{"context": "a", "continuation": "b", "task": "x\\u001b[31m"}', "must be a name of one line"),
-    ('{"context": "a", "continuation": "b", "task": null}', "must be a name of one line"),
+    ('{"context": "a", "continuation": "b", "task": "x\\u001b[31m"}', "must be a name on one line"),
+    ('{"context": "a", "continuation": "b", "task": null}', "must be a name on one line"),
     (
         '{"context": "a", "choices": ["b", "c"], "answer": 0, "answer": 1}',
         "has the key answer twice",
     ),
-    ('{"context": "a", "continuation": "b", "answer": 0}', "has an answer and no choices"),
+    ('{"context": "a", "continuation": "b", "answer": 0}', "has an answer but no choices"),
     (
         '{"context": "a", "choices": ["b", "c"], "answer": 0, "continuation": "b"}',
-        "choices and a continuation, and one of them counts",
+        "choices and a continuation, but may have one only",
     ),
     ("\n\n", "has no rows"),
 )
