@@ -164,7 +164,7 @@ def matrix(pool: Pool, references: References, folder: Path, pairs: dict) -> Non
     assert not failures, f"{len(failures)} differences\n" + "\n".join(failures)
 
 
-def test_each_layout_goes_on_from_others(
+def test_each_layout_resumes_from_others(
     pool: Pool, references: References, tmp_path: Path
 ) -> None:
     """In fp64, tied and untied models in turns; half of them from a second, and two in fp32.
@@ -238,7 +238,7 @@ def branch_and_go_on(
         return go_on(layout, [("branch", 0, TIED)], folder)
 
 
-def test_a_branch_goes_on_as_the_run_that_it_left(
+def test_a_branch_continues_like_the_run_it_was_made_from(
     pool: Pool, references: References, tmp_path: Path
 ) -> None:
     """Weights, moments, step and samples are those of the run that went through, which stays as it
@@ -278,7 +278,7 @@ def train_twice_from_weights(
 
 
 @pytest.mark.parametrize("problem", [TIED, UNTIED], ids=lambda problem: problem.optimizer)
-def test_an_optimizer_begins_anew_with_weights_alone(
+def test_an_optimizer_starts_fresh_from_weights_only(
     problem: Problem, pool: Pool, references: References, tmp_path: Path
 ) -> None:
     """As of an import, also where a run goes back to its step 0."""

@@ -240,7 +240,7 @@ def half_public() -> dict[str, str]:
     return {"late": called(static._set_static_graph)}
 
 
-def test_half_public_methods_that_scripts_call(by_rank: Found) -> None:
+def test_a_late_set_static_graph_is_refused(by_rank: Found) -> None:
     for said in (found["half public"] for found in by_rank):
         assert said["late"].startswith("RuntimeError: _set_static_graph should be called before")
 

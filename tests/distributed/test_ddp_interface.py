@@ -396,7 +396,7 @@ def test_a_rank_that_leaves_a_backward_out_is_noticed_at_its_end(pool: Pool) -> 
     assert max(found + others) < 1e-6
 
 
-def test_the_end_of_a_script(pool: Pool) -> None:
+def test_a_script_may_stop_early_fail_and_drop_its_module(pool: Pool) -> None:
     for found in pool.run(2, ends, timeout_s=30):
         assert found["after"] < 1e-6
         assert found["dropped"]

@@ -128,7 +128,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_averaging_what_is_averaged_already_is_refused(pool: Pool) -> None:
+def test_averaging_an_average_is_refused(pool: Pool) -> None:
     first, second = pool.run(2, refusals)
     assert first == second
     pipeline, ddp = first

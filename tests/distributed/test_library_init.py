@@ -45,7 +45,7 @@ def grids() -> tuple[list, list[str]]:
     return found, said
 
 
-def test_a_world_is_cut_as_asked_and_what_cannot_be_is_said_on_every_rank(pool) -> None:
+def test_init_splits_the_world_and_impossible_sizes_are_refused_on_every_rank(pool) -> None:
     results = pool.run(4, grids)
     assert [found for found, _ in results] == [
         [[((0, 1), (0,), (0, 2)), [1, 0, 2]], [((0,), (0, 1), (0, 2)), [0, 1, 2]]],

@@ -283,7 +283,7 @@ def bad_input() -> tuple[list[str], list[str]]:
     return made, steps
 
 
-def test_what_cannot_work_is_said_on_every_rank_and_the_next_step_works(pool) -> None:
+def test_impossible_input_is_refused_on_every_rank_and_the_next_step_works(pool) -> None:
     results = pool.run(3, bad_input)
     wanted = [sentence for *_, sentence in MAKES] + [
         "2.linear.weight is the same parameter as 1.linear.weight, but lies on another rank",

@@ -232,7 +232,7 @@ def outcomes_of(pool: Pool, cases: list[Case], mutation: Mutation = nullcontext)
     return [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
 
 
-def test_without_a_bug_nothing_is_told(pool: Pool, references: References) -> None:
+def test_without_a_bug_no_difference_is_reported(pool: Pool, references: References) -> None:
     cases = list(dict.fromkeys(parameters.values[1] for parameters in PLANTED))
     cases = [case for case in cases if case not in HALVES]
     sound = [*outcomes_of(pool, cases), *outcomes_of(pool, HALVES)]

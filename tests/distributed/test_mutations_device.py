@@ -257,7 +257,7 @@ AFTER_BACKWARD = {a_bucket_more_on_one_rank: (("ddp.overlap", False),)}
 
 
 @pytest.mark.parametrize("mutation", REFUSED, ids=lambda mutation: mutation.__name__)
-def test_what_a_communicator_refuses(mutation: Mutation, simulated: SimulatedPool) -> None:
+def test_bugs_that_a_communicator_refuses(mutation: Mutation, simulated: SimulatedPool) -> None:
     sizes, words = REFUSED[mutation]
     with pytest.raises(WorkerFailure, match=words):
         keys = AFTER_BACKWARD.get(mutation, ())

@@ -68,7 +68,7 @@ def save_and_be_refused(run_dir: Path) -> tuple[list[str], int, list[str]]:
     return refused, first_step, said
 
 
-def test_one_rank_that_cannot_read_ends_all_alike_and_nothing_is_touched(
+def test_one_rank_that_cannot_read_fails_all_ranks_and_changes_nothing(
     pool: Pool, tmp_path: Path
 ) -> None:
     answers = pool.run(2, save_and_be_refused, tmp_path)

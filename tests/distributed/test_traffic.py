@@ -297,7 +297,7 @@ def sent_in_steps(cases: dict[str, tuple[Layout, dict[str, Any]]]) -> dict[str, 
     [*CASES.items(), pytest.param(2, COMPILED, marks=pytest.mark.more)],
     ids=[*(f"{ranks} ranks" for ranks in CASES), "compiled"],
 )
-def test_the_list_is_what_a_step_sends(
+def test_the_traffic_list_equals_the_traffic_of_a_step(
     pool: Pool, ranks: int, cases: dict[str, tuple[Layout, dict[str, Any]]]
 ) -> None:
     by_rank = pool.run(ranks, sent_in_steps, cases, timeout_s=900)

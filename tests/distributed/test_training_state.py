@@ -126,7 +126,7 @@ def uninterrupted(optimizer: str, times: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_goes_on_under_another_split(optimizer: str, pool: Pool, tmp_path: Path) -> None:
+def test_training_resumes_under_another_split(optimizer: str, pool: Pool, tmp_path: Path) -> None:
     most, found, steps = MOST_RANKS[optimizer], [], 0
     taken = [(ranks, splits) for ranks, splits in SPLITS.items() if ranks <= most]
     for ranks, splits in (*taken, (1, {"one again": {}})):

@@ -130,7 +130,7 @@ def test_the_ddp_figures_start_their_own_ranks(shell: Shell) -> None:
     assert (shell.cwd / "runs" / "d" / "ddp_figures.md").exists()
 
 
-def test_the_command_ends_at_what_cannot_be_measured(shell: Shell) -> None:
+def test_a_single_rank_is_refused(shell: Shell) -> None:
     ended = shell.run(*BENCH)
     assert_refused(ended, "tp=1, pp=1 and dp=1 are one rank, and one rank sends nothing")
     assert not (shell.cwd / "runs").exists()

@@ -14,7 +14,7 @@ from tests.e2e.here import answer
 KEPT = ("train.save_weights=true", "checkpoint.every=1", "checkpoint.async_save=false")
 
 
-def test_a_run_begins_from_another_and_goes_on_with_nothing_typed(
+def test_a_run_starts_from_another_and_resumes_without_its_keys(
     shell: Shell, capfd: pytest.CaptureFixture[str]
 ) -> None:
     runs = shell.cwd / "runs"

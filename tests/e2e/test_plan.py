@@ -29,9 +29,7 @@ def test_ten_layouts_and_what_to_type(shell: Shell, capfd: pytest.CaptureFixture
     assert after_the_table.startswith("Kernels have the rates"), "not this machine's"
 
 
-def test_a_batch_that_nobody_typed_is_told_first(
-    shell: Shell, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_default_batch_is_reported_first(shell: Shell, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "model=llama3_8b", "cluster=dgx_h100", "cluster.nodes=8", "tp=8", "pp=1",
              "zero=1", "recompute=none", "plan.confirm=0"]  # fmt: skip
     ended = answer(shell, capfd, *words)

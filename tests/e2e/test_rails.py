@@ -139,7 +139,7 @@ def test_in_the_launchers_order_the_spine_carries_most(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("which", ["placed", "naive"])
-def test_the_switches_count_what_the_price_says(runs: Runs, which: str) -> None:
+def test_switches_count_the_priced_bytes(runs: Runs, which: str) -> None:
     ran: Ran = getattr(runs, which)
     priced = priced_bytes(ran.folder)
     expected = {

@@ -166,7 +166,7 @@ def test_a_browser_shows_curves_restarts_and_what_differs(
     assert set(found["cut"]) == {0}
 
 
-def test_a_single_run_that_goes_on_and_a_file_of_somebody_else(
+def test_the_page_shows_a_resumed_run_and_spares_foreign_files(
     shell: Shell, capfd: pytest.CaptureFixture[str], runs: Path
 ) -> None:
     with (runs / "resumed" / "config.yaml").open() as file:

@@ -64,7 +64,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_run_goes_on(shell: Shell) -> None:
+def test_a_run_resumes(shell: Shell) -> None:
     """Stopped half-way and started again: bit for bit the undisturbed run. Then longer, under
     another layout, with its newest checkpoint damaged."""
     runs = shell.cwd / "runs"
@@ -171,7 +171,7 @@ def test_blend_goes_on_under_another_layout(shell: Shell) -> None:
     assert refused.code == 2 and "cannot resume with another blend" in refused.err
 
 
-def test_disk_that_takes_no_more_is_said_and_training_goes_on(shell: Shell) -> None:
+def test_a_full_disk_is_reported_and_training_continues(shell: Shell) -> None:
     """No file may grow beyond 100 KiB, which a checkpoint does: steps go on, the end says so."""
     words = (*TINY, *shell.text(), "run=full", "checkpoint.every=1", "checkpoint.async_save=false")
     limited = ("bash", "-c", 'ulimit -f 100; exec "$@"', "-", *PARALLEL3D, "train")
@@ -212,7 +212,7 @@ def test_nothing_is_imported_within_a_save(shell: Shell) -> None:
     assert ended.code == 0 and ended.err.count("imported in a save: []") == 2, ended
 
 
-def test_a_killed_run_goes_on_with_another_batch_to_the_end_of_its_tokens(shell: Shell) -> None:
+def test_a_killed_run_resumes_with_another_batch_and_trains_all_its_tokens(shell: Shell) -> None:
     """A run of 12,800 tokens by steps of four samples is killed and goes on by those of sixteen."""
     run, rates = shell.cwd / "runs" / "mine", ("optim.lr=1e-3", "optim.min_lr=1e-5")
     length = ("train.steps=null", "train.tokens=12800", "checkpoint.every=10", *rates)

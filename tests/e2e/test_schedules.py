@@ -30,7 +30,7 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_a_run_s_timeline_is_drawn_and_it_goes_on_under_another_schedule(shell: Shell) -> None:
+def test_a_runs_timeline_is_drawn_and_it_resumes_under_another_schedule(shell: Shell) -> None:
     first = train(shell, "pp=2", "schedule=zbv", "schedule.timeline=true")
     assert first.code == 0, first
     run = shell.cwd / "runs" / "mine"

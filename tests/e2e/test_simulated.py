@@ -24,7 +24,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_a_run_is_the_cpus_and_goes_on_under_another_layout(shell: Shell) -> None:
+def test_a_run_equals_the_cpus_and_resumes_under_another_layout(shell: Shell) -> None:
     """Saved beside the training by one rank, taken up by two with zero=3, read by two of tp, and
     judged. Its last step is drawn at first."""
     layouts = (("train.steps=2", "schedule.timeline=true"), ("dp=2", "zero=3", "train.steps=3"))

@@ -246,12 +246,12 @@ def test_a_job_over_its_time_limit_saves_before_it(story: Story) -> None:
     assert "DUE TO TIME LIMIT" not in story.output("array_2")
 
 
-def test_a_job_whose_node_dies_goes_on_on_other_nodes(story: Story) -> None:
+def test_a_job_whose_node_dies_continues_on_other_nodes(story: Story) -> None:
     dead = story.disturbed["crash"].nodes[1]
     assert dead not in story.of("crash").nodes
 
 
-def test_an_array_trains_a_line_of_the_file_each_and_a_disturbed_element_goes_on(
+def test_array_elements_train_their_lines_and_resume_after_a_disturbance(
     story: Story,
 ) -> None:
     """The last has the number of the whole array and its limit: only it may be queued again."""

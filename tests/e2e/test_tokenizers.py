@@ -63,7 +63,7 @@ def test_a_run_speaks_and_is_exported_with_its_own_tokenizer(
     assert (again.code, again.out) == (0, ended.out), again
 
 
-def test_a_run_goes_on_with_its_own_tokenizer_and_no_other(
+def test_a_run_resumes_with_its_own_tokenizer_only(
     shell: Shell, capfd: pytest.CaptureFixture[str]
 ) -> None:
     size = open_tokenizer(str(shell.cwd / "gone")).vocab_size

@@ -116,13 +116,13 @@ def test_a_reader_that_leaves_early_sees_no_traceback(shell: Shell) -> None:
         ("cluster=slurm", ["Slurm"]),
     ],
 )
-def test_what_cannot_work_ends_in_one_sentence(
+def test_impossible_input_is_refused_in_one_sentence(
     shell: Shell, capfd: pytest.CaptureFixture[str], words: str, parts: list[str]
 ) -> None:
     assert_refused(answer(shell, capfd, "topology", *words.split()), shell, parts)
 
 
-def test_the_command_ends_at_what_cannot_work(shell: Shell) -> None:
+def test_the_command_refuses_impossible_input(shell: Shell) -> None:
     ended = shell.run(*TOPOLOGY, "cluster=dgx_h100", "tp=8", "pp=4")
     assert_refused(ended, shell, ["32 GPUs", "cluster.nodes=4"])
 

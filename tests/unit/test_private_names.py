@@ -321,7 +321,7 @@ def test_every_name_has_its_behaviour() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BEHAVIOUR)
-def test_a_name_does_what_it_is_used_for(name: str) -> None:
+def test_every_private_name_behaves_as_expected(name: str) -> None:
     assert BEHAVIOUR[name]()
 
 

@@ -174,6 +174,6 @@ def test_segments_are_as_many_as_are_cheapest() -> None:
         (("all_reduce", "segmented", 4, 8, 0), "in 0 segments"),
     ],
 )
-def test_what_is_not_there_is_said(arguments: tuple, words: str) -> None:
+def test_unknown_forms_are_refused(arguments: tuple, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         rounds_of(*arguments)

@@ -111,7 +111,7 @@ def test_two_calls_of_one_size_are_two_lines() -> None:
     assert [line.split("|")[8].strip() for line in lines] == ["32", "48"]
 
 
-def test_what_a_card_refused_is_a_dash() -> None:
+def test_unavailable_gpu_figures_are_shown_as_a_dash() -> None:
     refused = compiled_row("B200", 0, error="RuntimeError: no") | {"kernels": []}
     line = compiled_table([compiled_row("H100", 32), refused]).splitlines()[2]
     assert line.endswith("| 32 | 0 | 2,048 | – | – | – |")
@@ -148,7 +148,7 @@ def test_each_fault_is_found(
     ("has_triton", "compiler", "said"),
     [(False, sys.executable, "Triton is not installed"), (True, "no-such-c++", "no C++ compiler")],
 )
-def test_what_is_missing_is_told_in_a_sentence(
+def test_a_missing_compiler_is_reported_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     has_triton: bool,

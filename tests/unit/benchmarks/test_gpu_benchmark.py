@@ -168,7 +168,7 @@ def test_a_row_in_a_process_of_its_own_and_its_limit(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.md"]
 
 
-def test_at_its_limit_a_process_ends_with_what_it_started(tmp_path: Path) -> None:
+def test_at_its_time_limit_a_process_and_its_children_end(tmp_path: Path) -> None:
     child = tmp_path / "child"
     script = f"sleep 60 & echo $! > {child}; wait"
     ended = gpu_process.run_limited(["bash", "-c", script], 1.0)

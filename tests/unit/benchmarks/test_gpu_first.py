@@ -116,7 +116,7 @@ def test_the_lines_that_run_parallel3d(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_run_is_saved_goes_on_and_writes_text(
+def test_a_run_is_saved_resumes_and_generates_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_commands, "parallel3d", run_command)
@@ -423,7 +423,7 @@ def called(
     return capsys.readouterr().out
 
 
-def test_a_call_begins_what_it_can_end_says_what_remains_and_goes_on(
+def test_a_gpu_check_starts_only_what_fits_its_time_and_resumes_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of 560 s: 300, then 400 do not fit, 200 do. The clock stands but in the lines."""

@@ -40,7 +40,7 @@ def test_folds_do_not_follow_ids_or_order() -> None:
     assert there == back
 
 
-def test_the_fit_finds_what_made_the_data_beside_outliers() -> None:
+def test_the_fit_recovers_true_constants_despite_outliers() -> None:
     x = np.linspace(1, 9, 40)
     target = 3.0 * x**1 + 0.5
     target[::9] *= 6
@@ -70,7 +70,7 @@ def test_an_answer_in_a_row_does_not_reach_its_prediction() -> None:
     )
 
 
-def test_what_an_engine_cannot_run() -> None:
+def test_layouts_that_an_engine_cannot_run() -> None:
     read = READERS["nanotron_playbook"]
     assert read(PLAYBOOK).runs
     assert not read({**PLAYBOOK, "zero": 0}).runs
@@ -85,7 +85,7 @@ def test_scores() -> None:
     assert balanced([True, True, False, True], [True, True, False, False]) == 0.75
 
 
-def test_a_choice_costs_what_it_is_slower_and_one_that_fails_everything() -> None:
+def test_a_choice_costs_its_slowdown_and_a_failing_one_is_infinitely_bad() -> None:
     one = READERS["nanotron_playbook"]({**PLAYBOOK, "status": "ok", "iter_s": 1.0})
     runs = [replace(one, seconds=s, fits=s is not None) for s in (1.0, 2.0, 4.0, None)]
     said, well = np.array([3.0, 1.0, 2.0, 0.5]), np.array([True, True, True, False])
@@ -95,7 +95,7 @@ def test_a_choice_costs_what_it_is_slower_and_one_that_fails_everything() -> Non
     assert choose(runs[1:], said[1:], well[1:]) == []
 
 
-def test_what_no_run_covers_is_said() -> None:
+def test_rows_outside_the_measured_runs_are_marked() -> None:
     row = READERS["nanotron_playbook"](PLAYBOOK).candidates[0]
     seen = Seen.of([row])
     assert seen.novelty(row) == "known"

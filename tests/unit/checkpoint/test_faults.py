@@ -92,7 +92,7 @@ def test_what_cannot_be_read_is_no_damage(
     assert read_together(lambda: load(folder), alone) == (None, None)
 
 
-def test_a_disk_that_is_well_again_goes_on(pauses: list[float]) -> None:
+def test_saving_continues_once_the_disk_works_again(pauses: list[float]) -> None:
     answers = iter([OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "bad"), None])
 
     def read() -> str:
@@ -119,7 +119,7 @@ def test_ranks_that_see_different_files_prove_nothing(tmp_path: Path, pauses: li
         read_together(lambda: load(folder), beside((3, "ESTALE", "b")))
 
 
-def test_no_run_begins_anew_beside_damaged_checkpoints(
+def test_no_run_restarts_from_scratch_over_damaged_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
 ) -> None:
     assert names_of_all("mine", tmp_path, alone) == []

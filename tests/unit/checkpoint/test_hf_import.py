@@ -306,7 +306,7 @@ def test_logits_that_are_no_numbers_prove_nothing() -> None:
 
 
 @pytest.mark.parametrize("missing", ["transformers", "its version", "memory"])
-def test_what_cannot_be_proven_is_said(
+def test_imports_that_cannot_be_verified_are_reported(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make()
@@ -343,7 +343,7 @@ def test_bytes_that_were_asked_for_are_the_tokenizer() -> None:
     assert Path("out/tokenizer.json").is_file()
 
 
-def test_what_the_source_leaves_to_transformers_is_left_to_it() -> None:
+def test_entries_missing_in_the_source_stay_missing() -> None:
     make()
     configure("bos_token_id", "eos_token_id", "pad_token_id")
     config = there_and_back()

@@ -284,7 +284,7 @@ def test_hf_configuration_that_makes_no_sense(tmp_path: Path, config: str) -> No
 @pytest.mark.parametrize(
     "index", ["[]", '{"weight_map": []}', '{"weight_map": {"a": ["b"]}}', NESTED, "null"]
 )
-def test_hf_index_that_is_none(tmp_path: Path, index: str) -> None:
+def test_invalid_hf_index_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=r"index\.json"):
         next(tensors_of(tmp_path, ModelConfig(), "gpt2"))

@@ -62,7 +62,7 @@ def test_the_schedule_goes_with_its_stages_and_a_placement_with_all_ranks() -> N
     assert (flat.schedule.name, flat.vpp, flat.placement) == ("1f1b", 1, "default")
 
 
-def test_what_is_typed_wins_and_what_belongs_to_one_start_is_left() -> None:
+def test_given_keys_win_and_keys_of_a_single_start_are_not_inherited() -> None:
     there = at_last_start(
         **{"train.steps": 9, "optim.lr": 0.5, "optim.lr_warmup_fraction": 0.1, "seed": 7},
         **{"checkpoint.load": False, "profile.steps": [1, 2], "init_from": "source@3"},

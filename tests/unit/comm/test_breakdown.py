@@ -96,7 +96,7 @@ EXPECTED = dict.fromkeys(KINDS, 0.0) | {
 
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu"), CUDA])
-def test_what_is_inside_counts_once_and_idle_begins_at_the_floor(
+def test_nested_intervals_count_once_and_idle_time_starts_at_the_floor(
     device: torch.device | None, clock_time: Time
 ) -> None:
     clock = StepTimer(device)

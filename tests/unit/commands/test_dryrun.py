@@ -158,7 +158,7 @@ def test_in_fp32_the_parameters_are_the_masters(facts) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kinds_add_up_and_begin_and_end_a_step_alike(facts, name) -> None:
+def test_step_time_kinds_add_up_and_steps_begin_and_end_together(facts, name) -> None:
     found = facts[name]
     kinds = [k for k in found if k.endswith("_bytes") and k.removesuffix("_bytes") in KINDS]
     assert sum(found[k] for k in kinds) == found["peak_bytes"]
@@ -349,7 +349,7 @@ def test_the_page_and_its_file(tmp_path: Path) -> None:
         (("dryrun.json=pyproject.toml",), "was not written by parallel3d dryrun"),
     ],
 )
-def test_what_cannot_work_is_refused_in_a_sentence(words, sentence, capsys) -> None:
+def test_impossible_input_is_refused_in_a_sentence(words, sentence, capsys) -> None:
     assert main(["dryrun", *words]) == 2
     said = capsys.readouterr()
     assert sentence in said.err and len(said.err.splitlines()) == 1

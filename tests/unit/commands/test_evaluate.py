@@ -63,7 +63,7 @@ BAD = (
 
 
 @pytest.mark.parametrize(("line", "words"), BAD)
-def test_what_is_no_row_is_refused(line: str, words: str, tmp_path: Path) -> None:
+def test_an_invalid_row_is_refused(line: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(f"{line}\n")
     with pytest.raises(UserError, match=words):
@@ -164,7 +164,7 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
         check_finite(scores.values(), "a")
 
 
-def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
+def test_impossible_input_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"eval takes model\.num_layers from the run"):
         config_from_run(EVAL, Config(), ["model.num_layers=3"], None)
     with pytest.raises(UserError, match="eval needs run="):

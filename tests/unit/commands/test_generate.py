@@ -123,7 +123,7 @@ def test_the_prompt_is_taken_as_it_is_typed() -> None:
 
 
 @pytest.mark.parametrize("word", ["model=llama_tiny", "model.num_layers=3", "dp=2", "optim.lr=1"])
-def test_what_the_run_decides_cannot_be_typed(word: str) -> None:
+def test_keys_that_the_run_decides_cannot_be_given(word: str) -> None:
     with pytest.raises(UserError) as refused:
         config_from_run(GENERATE, Config(run="a"), ["tp=2", word], None)
     assert str(refused.value).startswith(f"{word}: generate takes")

@@ -206,7 +206,7 @@ def test_the_files_of_the_page_on_own_configurations_compose_as_it_says(
         (["optim.lr_warmup_steps=0", "train.tokens=null"], (None, None, 2), (0.03, 0)),
     ],
 )
-def test_what_is_typed_takes_the_place_of_the_recipes_length_and_warm_up(
+def test_length_and_warm_up_on_the_command_line_replace_the_recipes(
     overrides: list[str], length: tuple[object, ...], warmup: tuple[float, int]
 ) -> None:
     config = composed(["experiment=llama_1b_sft", *overrides])
@@ -233,9 +233,7 @@ OWN_FILES = {
 
 
 @pytest.mark.parametrize("name", OWN_FILES)
-def test_what_is_wrong_in_a_file_of_ones_own_is_told_with_the_file(
-    tmp_path: Path, said: Lines, name: str
-) -> None:
+def test_errors_in_a_users_file_name_the_file(tmp_path: Path, said: Lines, name: str) -> None:
     text, sentence = OWN_FILES[name]
     (tmp_path / "experiment").mkdir()
     lines = ["# @package _global_", text, "tp: 2"] if text else ["tp: 2"]

@@ -69,7 +69,7 @@ def composer() -> fuzz.Composer:
         ),
     ],
 )
-def test_what_was_an_exception_or_had_no_end_is_a_sentence(
+def test_fuzzed_inputs_that_once_crashed_or_hung_are_refused_in_one_sentence(
     composer: fuzz.Composer, words: list[str], parts: list[str]
 ) -> None:
     found = fuzz.outcome(Drawn(tuple(words), None), composer)

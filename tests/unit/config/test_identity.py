@@ -51,7 +51,7 @@ def test_null_key_of_the_model_is_the_value_that_holds() -> None:
     assert [c.key for c in changes(there(null), wider)] == ["model.hidden_size"]
 
 
-def test_what_the_next_steps_do_is_said() -> None:
+def test_changes_to_the_next_steps_are_reported() -> None:
     new = Config(global_batch_size=32, optim=OptimConfig(lr=5e-4, clip_grad=0.5))
     new.train.steps = 900
     new.precision.name = "bf16"

@@ -31,7 +31,7 @@ def refusal(values: dict[str, Any], world_size: int | None) -> str:
     return str(refused.value)
 
 
-def test_every_setting_that_was_told_is_told() -> None:
+def test_every_refusal_names_its_settings() -> None:
     silent = {}
     for row in ROWS:
         said = refusal(row["values"], row["world"])

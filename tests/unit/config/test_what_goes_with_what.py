@@ -28,7 +28,7 @@ def test_every_conflict_is_on_the_page_with_its_keys() -> None:
         assert any(all(f"`{word}=" in settings for word in words) for settings in found), words
 
 
-def test_what_could_be_built_is_refused() -> None:
+def test_every_unsupported_combination_is_refused() -> None:
     refused = [set(conflict.settings) for conflict in CONFLICTS]
     for keys in made["NOT_BUILT"]:
         assert any(set(keys) <= names for names in refused), keys

@@ -153,7 +153,7 @@ def answer(before: DataConfig, after: DataConfig, samples: int = 100) -> str | N
     return compared_with(there, config_of(after), text).refusal
 
 
-def test_what_was_read_stays_and_what_will_be_may_change(corpora: Path) -> None:
+def test_past_samples_are_fixed_and_future_samples_may_change(corpora: Path) -> None:
     usual = blend_of(WEIGHTS)
     assert answer(usual, usual) is None
     assert answer(usual, blend_of({"books": 10, "code": 20, "web": 70})) is None

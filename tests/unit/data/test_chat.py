@@ -258,7 +258,7 @@ def test_another_template_or_row_has_another_fingerprint(tmp_path: Path) -> None
         ([ROWS[0], row([("user", "x" * 300), ("assistant", "a")])], {}, ["longer than the 201"]),
     ],
 )
-def test_what_is_no_chat_is_one_sentence(
+def test_a_row_that_is_not_a_chat_is_refused_in_one_sentence(
     tmp_path: Path, rows: list[Any], kwargs: dict[str, Any], words: list[str]
 ) -> None:
     given = data(tmp_path, rows)

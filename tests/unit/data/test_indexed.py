@@ -237,7 +237,9 @@ def test_an_index_that_points_elsewhere_is_refused(
         (lambda p: os.unlink(f"{p}.bin"), r"there is no .*pair\.bin"),
     ],
 )
-def test_what_is_no_pair_is_refused(pair: Path, change: Callable[[Path], None], words: str) -> None:
+def test_a_file_that_is_not_a_corpus_pair_is_refused(
+    pair: Path, change: Callable[[Path], None], words: str
+) -> None:
     change(pair)
     with pytest.raises(UserError, match=words):
         IndexedCorpus(pair)

@@ -130,7 +130,7 @@ def test_a_fetch_that_fails_is_tried_again_and_said_in_the_end(
     assert not list((tmp_path / "other").glob("*/*.partial"))
 
 
-def test_what_is_not_there_or_cut_short_is_refused(served: Served, tmp_path: Path) -> None:
+def test_missing_or_truncated_files_are_refused(served: Served, tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"memory://wob does not exist: no file at memory://wob\.idx"
     ):

@@ -71,7 +71,7 @@ def test_a_document_that_spells_special_tokens_cannot_end_itself(tmp_path: Path)
     assert tokenizer.decode(tokens) == spelled
 
 
-def test_what_is_no_utf8_is_read_as_replacement_characters(tmp_path: Path) -> None:
+def test_invalid_utf8_is_read_as_replacement_characters(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(str(folder(tmp_path)))
     assert tokenizer.decode(tokenizer.encode(b"a\xffb\xe6\xbc")) == "a�b�"
     assert tokenizer.encode(b"").tolist() == []
@@ -156,7 +156,7 @@ def test_a_name_that_is_no_tokenizer_gets_the_nearest(
     assert all(word in str(caught.value) for word in words)
 
 
-def test_broken_files_beside_it_are_one_sentence(tmp_path: Path) -> None:
+def test_broken_files_next_to_the_corpus_are_refused_in_one_sentence(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(UserError, match=r"tokenizer_config\.json cannot be read"):

@@ -167,7 +167,7 @@ def test_a_kill_at_any_moment_loses_nothing(text: Path) -> None:
     assert killer.wait() == 0
 
 
-def test_what_was_flushed_is_not_made_again(text: Path) -> None:
+def test_flushed_documents_are_not_tokenized_again(text: Path) -> None:
     class Enough(Exception):
         pass
 

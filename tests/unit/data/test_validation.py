@@ -104,7 +104,7 @@ def test_sets_are_of_the_kind_that_is_there(tmp_path: Path) -> None:
         assert all(one.valid is None and one.held_out == 1.0 for one in found.values())
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_impossible_input_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"x" * 99)
     data = DataConfig(name="text", path=str(tmp_path / "t.txt"), cache_dir=str(tmp_path))
     missing = dataclasses.replace(data, valid={"web": str(tmp_path / "no.txt")})

@@ -37,7 +37,7 @@ def test_no_other_room_asks_for_cuda() -> None:
 
 
 @pytest.mark.parametrize("word", ["cuda:1", "cuda"])
-def test_the_room_calls_what_torch_cuda_has(word: str) -> None:
+def test_the_accelerator_module_only_calls_existing_functions_of_torch_cuda(word: str) -> None:
     """Names that torch.cuda lacks, and arguments that it does not take, are refused."""
     cuda, device = create_autospec(torch.cuda), torch.device(word)
     cuda.get_device_name.return_value = "H100"

@@ -215,7 +215,7 @@ DROPPING = {
 
 
 @pytest.mark.parametrize("operation", DROPPING)
-def test_what_drops_is_two_kernels_and_compiled_drops_the_same(
+def test_dropout_takes_two_kernels_and_compiled_drops_the_same_elements(
     operation: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = value_and_gradient(operation, torch.float32)
@@ -365,7 +365,7 @@ def test_shapes_beyond_the_most_kernels_run_as_they_stand(monkeypatch: pytest.Mo
     ]
 
 
-def test_what_does_not_compile_runs_as_it_stands(
+def test_uncompilable_parts_run_eagerly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []

@@ -54,7 +54,7 @@ def test_widened_factors_go_the_same_way() -> None:
     torch.testing.assert_close(y.double(), x.double() @ weight.double().t(), rtol=1e-3, atol=1e-4)
 
 
-def test_what_it_cannot_or_should_not_do_is_left_to_others() -> None:
+def test_unsupported_calls_are_left_to_pytorch() -> None:
     x, weight, bias = factors()
     wanted = weight.clone().requires_grad_()
     with Operators() as operators:

@@ -36,7 +36,7 @@ def test_scale_grows_after_a_window_without_overflow() -> None:
     assert scales(fp16(), "......") == [16, 16, 32, 32, 32, 64]
 
 
-def test_overflow_begins_the_window_anew() -> None:
+def test_an_overflow_restarts_the_growth_window() -> None:
     assert scales(fp16(), "..x...") == [16, 16, 16, 16, 16, 32]
 
 

@@ -530,7 +530,7 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     assert before != after.stamp == "1.0"
 
 
-def test_what_is_named_is_taken(tmp_path: Path) -> None:
+def test_explicitly_named_files_are_read(tmp_path: Path) -> None:
     root = write(tmp_path / "in", SHARDS | BESIDE)
     everything = [*SHARDS]
     for given, right in (
@@ -579,7 +579,7 @@ def test_a_set_is_a_pair_by_its_prefix_or_one_of_its_files(tmp_path: Path) -> No
     assert [one.path for one in found.values()] == ["s3://b/c/web", "s3://b/c/web", "s3://b/c/v1.5"]
 
 
-def test_a_typed_format_is_of_the_file_but_not_against_its_bytes(tmp_path: Path) -> None:
+def test_a_given_format_is_used_unless_the_bytes_contradict_it(tmp_path: Path) -> None:
     for name, content, kind, right in (
         ("a", JSONL, "jsonl", Form("jsonl")),
         ("a.dump", gzip.compress(JSONL), "jsonl", Form("jsonl", ".gz")),

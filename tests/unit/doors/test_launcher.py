@@ -498,7 +498,7 @@ def test_no_two_starts_meet() -> None:
         assert len({place.master_port for place in steps(job) if place}) == 3
 
 
-def test_keys_mend_the_address() -> None:
+def test_keys_replace_the_launchers_address() -> None:
     place = detect(ARBITRARY, "10.0.0.3")  # without reading the file
     assert place is not None and place.master_addr == "10.0.0.3"
     place = detect(OMPI_2, "host0", 29600)

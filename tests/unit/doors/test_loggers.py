@@ -182,7 +182,7 @@ def test_rows_that_a_changed_resume_replaces(
     assert begin(run_dir, 1, decisive(now), {}).id == begun.id
 
 
-def test_there_and_back_again(tmp_path: Path, tool: Tool) -> None:
+def test_keys_changed_and_restored_keep_earlier_rows(tmp_path: Path, tool: Tool) -> None:
     """Keys changed for one start and changed back: each time other rows would be replaced."""
     run_dir = tmp_path / "a"
     ids = [session(run_dir, config_of(), Row(246, False), stamp="20260101_000000")]

@@ -207,7 +207,7 @@ def test_a_run_whose_batch_stays_has_the_rates_of_one_start(case: Case) -> None:
     assert lived(case).rates == [learning_rate(config.optim, len(steps), step) for step in steps]
 
 
-def test_a_checkpoint_from_before_clocks_goes_on() -> None:
+def test_a_checkpoint_without_a_clock_resumes() -> None:
     progress = {"steps": 745, "consumed_samples": 745 * 8}
     there = dataclasses.asdict(config_of(CASES[0], 8))
     clock = clock_of(progress, there)
@@ -260,7 +260,7 @@ def test_a_run_without_a_checkpoint_may_begin_again_with_any_keys(tmp_path: Path
         (True, {"init_from": "old@9"}, "old@9"),  # refused later
     ],
 )
-def test_the_source_of_a_run_that_goes_on(
+def test_a_resumed_run_keeps_its_source(
     has_begun: bool, typed: dict[str, object], taken: str
 ) -> None:
     there = check_config(Config(run="n1", init_from="old@175"), own_samples=True)
@@ -269,7 +269,7 @@ def test_the_source_of_a_run_that_goes_on(
     assert config.init_from == taken
 
 
-def test_a_value_of_an_older_version_is_refused_unless_another_is_typed() -> None:
+def test_a_value_of_an_older_version_is_refused_unless_overridden() -> None:
     there, given = Config(run="a"), Given(set(), set())
     there.ddp.comm_hook = "powersgd"
     with pytest.raises(UserError) as refused:
@@ -330,7 +330,7 @@ def test_the_last_start_is_the_last_one_that_came_to_a_step(tmp_path: Path) -> N
     assert last_config(folder).optim.lr == config.optim.lr
 
 
-def test_the_line_of_a_resume_says_what_is_done_and_to_go() -> None:
+def test_the_resume_line_has_the_steps_done_and_remaining() -> None:
     words = []
     for case, batch in ((CASES[0], 16), (Case(S, (), 16), 16), (Case(T, (), 16), GROWS)):
         config = config_of(case, batch)

@@ -376,7 +376,7 @@ def typed(path: Path, special: tuple[str, ...], more: tuple[str, ...] = (), **co
     return open_tokenizer(str(path))
 
 
-def test_a_typed_tokenizer_has_the_tokens_of_the_weights(tmp_path: Path) -> None:
+def test_a_given_tokenizer_must_have_the_tokens_of_the_weights(tmp_path: Path) -> None:
     base = typed(tmp_path / "base", QWEN, eos_token=END)
     same = typed(tmp_path / "same", QWEN, eos_token=END, chat_template="{{ messages }}")
     instruct = typed(tmp_path / "instruct", QWEN, eos_token=TURN)

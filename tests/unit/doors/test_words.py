@@ -137,7 +137,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize(("word", "name", "right"), TYPED, ids=[row[0] for row in TYPED])
-def test_what_a_word_comes_to(word: str, name: str, right: object) -> None:
+def test_words_of_the_command_line_are_read_as_written(word: str, name: str, right: object) -> None:
     assert attrgetter(name)(taken_from_words([word])) == right
 
 
@@ -169,14 +169,14 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("line", "name", "right"), WRITTEN, ids=[row[0] for row in WRITTEN])
-def test_what_a_line_of_a_file_comes_to(
+def test_lines_of_a_file_are_read_as_written(
     line: str, name: str, right: object, tmp_path: Path
 ) -> None:
     assert attrgetter(name)(taken_from_file(f"{line}\n", tmp_path)) == right
 
 
 @pytest.mark.parametrize("line", ["tp: 1:30", "optim: {lr: 1:30}", "train: {steps: 1e3}"])
-def test_what_is_no_number_is_none_in_a_file(line: str, tmp_path: Path) -> None:
+def test_text_that_is_not_a_number_is_refused_in_files(line: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="could not be converted"):
         taken_from_file(f"{line}\n", tmp_path)
 
@@ -215,7 +215,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "parts"), REFUSED, ids=[" ".join(row[0]) for row in REFUSED])
-def test_what_is_refused_says_why(words: list[str], parts: list[str]) -> None:
+def test_a_refusal_gives_the_reason(words: list[str], parts: list[str]) -> None:
     with pytest.raises(UserError) as raised:
         check_fields(taken_from_words(words))
     assert [part for part in parts if part not in str(raised.value)] == [], raised.value
@@ -234,7 +234,7 @@ def test_a_path_that_is_there_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["", " a", "a ", "~", "~a", "a/b", "..", "a\tb"])
-def test_a_run_whose_name_is_no_good_folder_is_refused(run: str) -> None:
+def test_a_run_name_that_is_not_a_plain_folder_name_is_refused(run: str) -> None:
     with pytest.raises(UserError, match="must be the plain name of a folder"):
         check_run_name(run, "runs")
 
@@ -274,7 +274,7 @@ def test_a_key_of_a_verb_is_given_once() -> None:
         parse("checkpoint ls", Verb("", {"run": ""}, (), ""), ["run=1.10", "run=1.1"])
 
 
-def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_folder_is_read_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Hydra itself: an experiment and a preset named as numbers, in a home."""
     monkeypatch.setenv("HOME", str(tmp_path))
     files = {
@@ -294,5 +294,5 @@ def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (config.data.path, config.logger.tags) == (f"{tmp_path}/1.10", ["no", "1.10"])
 
 
-def test_words_of_python() -> None:
+def test_composed_reads_words_like_the_command_line() -> None:
     assert composed(["run=1.10", "data.path=~/1.10"]).data.path == f"{HOME}/1.10"

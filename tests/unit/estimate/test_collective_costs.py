@@ -156,6 +156,6 @@ def test_the_tree_wins_for_little_data_on_many_ranks_the_ring_for_much() -> None
         lambda: bus_factor("all_reduced", 4),
     ],
 )
-def test_what_makes_no_sense_is_refused(call: object) -> None:
+def test_senseless_values_are_refused(call: object) -> None:
     with pytest.raises(ValueError):
         call()

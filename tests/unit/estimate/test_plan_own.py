@@ -142,7 +142,7 @@ def test_recomputation_keeps_less_and_full_least() -> None:
     assert {layer.plain for layer in found} == {kept[-1]}
 
 
-def test_zero_cuts_what_it_says() -> None:
+def test_zero_divides_exactly_its_tensors() -> None:
     base = PIPELINE | {"pp": 1, "dp": 8, "global_batch_size": 16}
     none, one, three = (peak_memory(configured(base | {"zero": z}), 0) for z in (0, 1, 3))
     assert one.optimizer == pytest.approx(none.optimizer / 8)
@@ -199,7 +199,7 @@ def test_the_longest_sequences_of_the_page() -> None:
         assert f"` | {line} |\n" in page
 
 
-def test_a_wrong_formula_is_told() -> None:
+def test_a_wrong_formula_is_detected() -> None:
     """The comparison of the first test can fail: a layer that keeps nothing would."""
     config = configured(PIPELINE)
     layers = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=28))

@@ -55,7 +55,7 @@ def test_layouts_use_every_gpu_and_divide_the_batch() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_what_the_user_holds_is_held() -> None:
+def test_values_fixed_by_the_user_are_kept() -> None:
     held = {"tp": 4, "pp": 2, "zero": 1, "recompute": "full", "schedule": "zb_h1"}
     held["micro_batch_size"] = 2
     found = list(layouts(SIZES, 64, 8, 64, held))
@@ -70,7 +70,7 @@ def test_the_table_prices_each_layout_as_a_single_call_does() -> None:
     assert priced.seconds == pytest.approx(each)
 
 
-def test_the_simpler_of_equal_layouts_stands_first_and_none_that_does_not_fit() -> None:
+def test_equal_layouts_are_sorted_by_simplicity_and_must_fit() -> None:
     priced = priced_of(64, 256)
     assert 0 < len(priced.order) < len(priced.choices)
     assert all(priced.memory[i] <= SIZES["memory_bytes"] for i in priced.order)

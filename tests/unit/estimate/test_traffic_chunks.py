@@ -152,7 +152,7 @@ def test_each_chunk_begins_with_a_small_bucket() -> None:
         ("1f1b", 4, 1, 1),
     ],
 )
-def test_without_a_stage_pp_is_what_two_neighbours_have_between_them(
+def test_without_a_stage_pp_has_the_traffic_between_two_neighbours(
     name: str, pp: int, vpp: int, boundaries: int
 ) -> None:
     layout = Layout(pp=pp)

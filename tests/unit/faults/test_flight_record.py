@@ -80,7 +80,7 @@ def test_messages_of_a_batch_share_the_state_of_its_own_entry() -> None:
     )
 
 
-def test_what_is_kept_lies_around_the_first_that_is_not_done() -> None:
+def test_the_kept_entries_surround_the_first_unfinished_one() -> None:
     entries = [
         entry("7a", "all_reduce", number, "completed" if number < 90 else "scheduled", [[8]])
         for number in range(1, 200)

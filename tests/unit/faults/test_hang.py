@@ -138,7 +138,7 @@ def log_of(*steps: str) -> OperationLog:
     return log
 
 
-def test_divergence_is_told_from_the_step_before() -> None:
+def test_divergence_is_measured_against_the_previous_step() -> None:
     assert log_of("abb", "ab").divergence() is None  # on its way
     assert str(log_of("ab", "b").divergence()) == "left out all_reduce of dp (float32[4])"
     longer = log_of("ab", "Ab").divergence()

@@ -268,7 +268,9 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
     ]
 
 
-def test_failing_call_gives_what_was_agreed_and_is_said(capsys: pytest.CaptureFixture) -> None:
+def test_a_failing_call_returns_the_agreed_value_and_is_reported(
+    capsys: pytest.CaptureFixture,
+) -> None:
     def fail() -> int:
         raise ValueError("no number")
 

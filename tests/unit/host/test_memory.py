@@ -60,6 +60,6 @@ print(int(status.partition("VmRSS:")[2].split()[0]) << 10)
 """
 
 
-def test_what_lay_between_live_blocks_is_given_back() -> None:
+def test_memory_between_live_blocks_is_returned() -> None:
     plain, given = (int(answer(HELD, mode)) for mode in ("plain", "give"))
     assert plain - given > 5 * (20 << 20)

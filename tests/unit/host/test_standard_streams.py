@@ -77,7 +77,9 @@ def test_a_lost_terminal_ends_no_run(tmp_path: Path) -> None:
     ],
     ids=["full disk", "full disk before", "no reader", "closed since"],
 )
-def test_what_is_lost_ends_nothing(before: str, close: str, redirect: str, tmp_path: Path) -> None:
+def test_lost_output_does_not_end_the_process(
+    before: str, close: str, redirect: str, tmp_path: Path
+) -> None:
     ended = run(WRITES.format(before=before, close=close), tmp_path, redirect)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert (tmp_path / "after").exists()

@@ -38,7 +38,7 @@ def test_ranks_differ_by_one_module_at_most(ranks: int, chunks: int, shape: str)
         assert max(held) - min(held) <= 1, (count, held)
 
 
-def test_what_is_left_over_goes_to_the_middle_stages() -> None:
+def test_surplus_modules_go_to_the_middle_stages() -> None:
     stages = stages_of([nn.Identity() for _ in range(6)], StageAssignment(4), None)
     assert list(map(len, stages)) == [1, 2, 2, 1]
 

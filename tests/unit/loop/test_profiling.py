@@ -131,7 +131,7 @@ def test_under_nsys_the_ranges_are_nvtx_alone_and_it_is_told_when(rank: Rank) ->
     assert not rank.files
 
 
-def test_a_device_without_such_a_history_says_so_once_and_is_traced(
+def test_a_device_without_memory_history_is_reported_once_and_traced(
     rank: Rank, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in (0, 1):

@@ -55,7 +55,7 @@ def seconds_of(run_dir: Path, recorder: Recorder, status: str = "finished") -> d
     return kept
 
 
-def test_a_start_that_goes_through(tmp_path: Path) -> None:
+def test_goodput_of_an_undisturbed_start(tmp_path: Path) -> None:
     time = Time()
     recorder = begin(tmp_path, time, 1, start_up=10.0)
     for number in (1, 2, 3, 4):

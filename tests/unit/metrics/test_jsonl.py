@@ -85,7 +85,7 @@ def test_resume_without_anything_to_drop_leaves_the_file_untouched(tmp_path: Pat
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_a_fresh_start_in_a_used_directory_keeps_the_old_curve_beside(tmp_path: Path) -> None:
+def test_a_fresh_start_in_a_used_directory_keeps_the_old_metrics_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
         file.write({"step": 0, "eval_loss": 5.0})

@@ -112,7 +112,7 @@ def test_summary_states_what_mfu_is_made_of_and_leaves_the_warm_up_out(tmp_path:
     assert summary["code"]["torch"]
 
 
-def test_an_exception_closes_everything_and_goes_on(tmp_path: Path) -> None:
+def test_an_exception_closes_everything_and_propagates(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config())
     with pytest.raises(ValueError, match="planted"), recorder:
         recorder.start({})

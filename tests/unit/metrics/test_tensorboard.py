@@ -118,7 +118,7 @@ def test_a_start_over_and_a_logger_that_comes_late_have_every_step_once(tmp_path
     assert curves(tmp_path)["train/loss"] == {1: 5.0, 2: 2.5}
 
 
-def test_files_that_cannot_be_written_are_said_once_and_the_training_goes_on(
+def test_unwritable_files_are_reported_once_and_training_continues(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tensorboard").write_text("in the way")

@@ -232,7 +232,7 @@ def test_no_network_at_the_start_falls_back_to_offline(
     assert not [f for f in files if SECRET.encode() in f.read_bytes()]
 
 
-def test_a_wandb_that_dies_is_said_once_and_the_training_goes_on(
+def test_a_dead_wandb_process_is_reported_once_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def lost(self: wandb.Run, row: dict[str, float]) -> None:

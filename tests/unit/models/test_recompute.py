@@ -159,7 +159,7 @@ def test_gradients_are_those_without_it_bit_for_bit(recompute: str) -> None:
         ("full", 4, 3, 2, 4),
     ],
 )
-def test_what_runs_again_is_what_the_backward_needs(
+def test_recomputation_repeats_only_what_the_backward_needs(
     recompute: str, columns: int, rows: int, attentions: int, norms: int
 ) -> None:
     """Calls by layer. The GEMM that ends what is made again is not: of a layer its last."""

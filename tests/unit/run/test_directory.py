@@ -64,7 +64,7 @@ def test_config_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert load_config(directory) == named
 
 
-def test_a_run_from_before_a_key_was_renamed_goes_on(tmp_path: Path) -> None:
+def test_a_run_from_before_a_key_was_renamed_resumes(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     with (directory / "config.yaml").open("a") as file:
         file.write("trace: true\n")
@@ -73,7 +73,7 @@ def test_a_run_from_before_a_key_was_renamed_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_from_before_a_key_was_removed_goes_on(tmp_path: Path) -> None:
+def test_a_run_from_before_a_key_was_removed_resumes(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     file = directory / "config.yaml"
     older = file.read_text()
@@ -130,7 +130,7 @@ def test_many_differences_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_goes_on_with_another_layout_and_keeps_every_configuration(tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_layout_and_keeps_every_configuration(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     _, directory = make_run_directory(mine)
     first = (directory / "config.yaml").read_bytes()
@@ -300,7 +300,7 @@ def test_second_start_under_torchrun_leaves_the_first_ones_folder(tmp_path: Path
     os.close(lock)
 
 
-def test_what_rank_0_refuses_it_says_alone_and_no_other_asks_its_store_again(
+def test_rank_0_alone_reports_a_refusal_and_other_ranks_stop_asking(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A store that is gone has torch print pages on its own."""

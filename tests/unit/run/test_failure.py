@@ -107,12 +107,12 @@ def test_killed_rank_is_said_by_the_signals_name() -> None:
     assert "exited with code 3" in from_exit(LAYOUT, 2, 3).sentence()
 
 
-def test_user_error_is_said_as_it_is() -> None:
+def test_a_user_error_is_printed_unchanged() -> None:
     failed = from_exception(CONFIG, worker(0), UserError("tp=3 is wrong"))
     assert (failed.kind, failed.sentence()) == ("user", "tp=3 is wrong.")
 
 
-def test_what_the_ranks_decided_is_the_cause_though_they_came_to_it_in_a_new_way() -> None:
+def test_a_common_verdict_of_the_ranks_is_the_cause_of_a_hang() -> None:
     class Departed(OperationLog):
         """A log whose last step was unlike the one before it."""
 

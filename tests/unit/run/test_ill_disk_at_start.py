@@ -82,7 +82,7 @@ def test_folder_that_cannot_be_looked_at_is_not_discarded_and_raises_nothing(
     assert calls.failed and (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_what_the_launcher_meets_is_a_sentence_and_no_traceback(
+def test_errors_of_the_launcher_are_sentences_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     def ill(words: list[str]) -> int:
@@ -103,7 +103,7 @@ def test_ls_says_what_it_could_not_read(
     assert "metrics.jsonl cannot be read (EIO: Input/output error)" in capsys.readouterr().err
 
 
-def test_what_killed_starts_left_goes_when_it_is_a_day_old(tmp_path: Path) -> None:
+def test_leftovers_of_killed_starts_are_removed_after_a_day(tmp_path: Path) -> None:
     folders = [directory.new_folder(tmp_path) for _ in range(2)]
     old = time.time() - directory.LEFT_S - 60
     os.utime(folders[0], (old, old))

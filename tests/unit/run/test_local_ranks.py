@@ -47,7 +47,7 @@ def test_a_rank_has_the_threads_of_its_own_job(wanted: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_what_has_started_is_told_once_the_ranks_are_there() -> None:
+def test_a_start_is_reported_once_all_ranks_have_joined() -> None:
     told = []
     again = iter((True, False))
     ranks = LocalRanks(2, lambda rank, starts: 1, starts_again=lambda exits: next(again))

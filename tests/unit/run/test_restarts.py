@@ -47,7 +47,7 @@ def test_same_error_at_the_same_step_is_not_tried_a_third_time(restarts: Restart
 @pytest.mark.parametrize(
     "cause", [failed("tp=0 cannot be", "user"), failed("TrainingFailure: loss is nan", "decided")]
 )
-def test_what_would_happen_again_is_not_started_again(
+def test_failures_that_would_repeat_are_not_restarted(
     restarts: Restarts, cause: RankFailure
 ) -> None:
     assert not restarts.decide(cause)

@@ -29,7 +29,7 @@ def config(
     return check_config(Config(model=model, schedule=keys, recompute=recompute, **sizes))
 
 
-def test_the_choice_is_at_least_as_good_as_what_ignores_the_head() -> None:
+def test_the_choice_is_at_least_as_good_as_one_that_ignores_the_head() -> None:
     """A vocabulary so large that the head is worth several layers."""
     made = config(16, 60_000)
     work = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made))
@@ -69,7 +69,7 @@ def test_what_no_schedule_can_lay_out_is_refused(
         config(layers, layers_per_stage=given)
 
 
-def test_what_is_made_again_is_of_the_input_gradients_time() -> None:
+def test_recomputation_belongs_to_the_input_gradients_time() -> None:
     """Of the first stages' layers as many as are given; norms and the like are no FLOPs."""
     model, assignment = config(8).model, StageAssignment(4)
     attention = 2 * model.hidden_size * model.seq_length

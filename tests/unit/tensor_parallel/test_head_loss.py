@@ -108,7 +108,7 @@ def test_a_backward_from_another_scale_is_refused() -> None:
         loss.backward(3 * ONE)
 
 
-def test_the_bucket_is_told_once_and_in_the_backward() -> None:
+def test_the_bucket_is_reported_once_and_in_the_backward() -> None:
     x, labels, told = leaf(1, 6, 5), torch.tensor([[0, 4, 2, 3, 1, 1]]), []
     table = nn.Parameter(leaf(8, 5).detach())
     state = state_of(table)

@@ -132,7 +132,7 @@ def test_boxes_wired_otherwise_keep_their_rails_and_domains():
     assert (pcie.domain_gpus, pcie.domain.tolist(), pcie.rails) == (1, [0, 1, 2, 3], 4)
 
 
-def test_the_configuration_says_what_one_box_cannot_know():
+def test_configured_keys_complete_a_discovered_host():
     racks = found("topo_gb200", nodes=4, domain_gpus=8, unit_nodes=2, rails=2)
     assert racks.domain.tolist()[::4] == [0, 0, 1, 1]
     assert (racks.rails, racks.unit.tolist()[::4]) == (2, [0, 0, 1, 1])
@@ -249,7 +249,7 @@ def test_cards_of_several_kinds_are_told_apart_or_refused() -> None:
     assert own_gpus("GRID A100-20C, 20480\n").gpu_memory_gb_per_s is None
 
 
-def test_what_is_typed_of_the_gpus_holds() -> None:
+def test_gpu_keys_on_the_command_line_are_kept() -> None:
     typed = own_gpus("NVIDIA H200, 143771\n" * 4, gpu="NVIDIA B200")
     assert (typed.gpu, typed.gpu_memory_gb) == ("NVIDIA B200", None)
     typed = own_gpus("NVIDIA H200, 143771\n" * 4, gpus_per_node=2, gpu_memory_gb=100.0)

@@ -46,7 +46,7 @@ def pp_bytes(config: Config, layout: Layout, rank: int) -> int:
 
 
 @pipelines
-def test_the_price_moves_what_the_ranks_send(name: str, pp: int, vpp: int) -> None:
+def test_the_price_covers_all_traffic_of_the_ranks(name: str, pp: int, vpp: int) -> None:
     """The list for two neighbours, laid on all pairs, is the sum of the lists of all ranks."""
     config = config_of(name, pp, vpp, dp=2)
     layout = Blueprint.of(config).looped_layout

@@ -275,7 +275,7 @@ def test_the_map_follows_the_rank_file(tmp_path: Path) -> None:
         ("0 h1 1\n1 h1 0\n2 h2 0\n3 h2 1", r"line 1 puts rank 0 elsewhere .* must be `0 h1 0`"),
     ],
 )
-def test_a_wrong_line_is_named_with_what_would_do(lines: str, sentence: str) -> None:
+def test_a_wrong_line_is_named_with_a_correction(lines: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         launch_ranks_by_file(lines, "ranks", PROCESSES)
 
@@ -428,7 +428,9 @@ def test_bench_comm_always_knows_where_its_ranks_are(tmp_path: Path) -> None:
     assert all(me.placement is not None for me in workers)
 
 
-def test_what_does_not_fit_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_placement_that_does_not_fit_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = config("tp-cp-pp-dp", tp=2, pp=2, dp=2)
     run.cluster.nodes, run.cluster.gpus_per_node = 8, 1
     take_ranks(run, Store(), tmp_path)

@@ -113,7 +113,7 @@ def test_snake_neighbours_differ_in_one_digit() -> None:
         assert (a // 2 != b // 2) != (a % 2 != b % 2)
 
 
-def test_placement_refuses_maps_that_are_none() -> None:
+def test_placement_refuses_invalid_maps() -> None:
     cluster, layout = a_cluster(2, 4), Layout(tp=4)
     for slots, why in (
         ([0, 1, 2], "3 slots for 4 ranks"),

@@ -290,7 +290,7 @@ def test_a_caller_with_a_configuration_of_its_own_gets_that() -> None:
         (config(preset("dgx_h100"), tp=0), ("tp=0", "at least 1")),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_sentence(case: Config, words: tuple[str, ...]) -> None:
+def test_impossible_input_is_refused_in_one_sentence(case: Config, words: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as caught:
         make_report(case, TYPED, {}, case.topology)
     for word in words:
