@@ -23,10 +23,10 @@ from torch import Tensor
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm import collectives
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.options import CommandConfig
+from parallel3d.commands.options import CommandConfig, VerifyConfig
 from parallel3d.config.checks import single_process
 from parallel3d.config.fields import spell, with_values
-from parallel3d.config.schema import OptimConfig
+from parallel3d.config.schema import Config, OptimConfig
 from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.corpus import Blend, Corpus, open_corpus
 from parallel3d.data.loader import with_length
@@ -78,8 +78,16 @@ class Comparison(NamedTuple):
     failure: str | None
 
 
-def verify(config: CommandConfig, worker: Worker) -> int:
-    """Runs all comparisons; returns 0 if the layout is exact, else 1. Collective."""
+def verify_command(config: CommandConfig, worker: Worker) -> int:
+    """Runs `parallel3d verify` on every rank; returns its exit code. Collective."""
+    return verify(config, worker, config.verify.steps)
+
+
+def verify(config: Config, worker: Worker, steps: int = VerifyConfig().steps) -> int:
+    """Runs all comparisons, of so many steps; returns 0 if the layout is exact, else 1.
+
+    Collective.
+    """
     console = Console(stderr=False) if worker.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
     sources = corpus.sources(config.model, config.data, config.seed)
@@ -95,9 +103,9 @@ def verify(config: CommandConfig, worker: Worker) -> int:
         layout_keys = " ".join(spell(name, attrgetter(name)(config)) for name in sizes)
         console.print(
             f"Verifying {config.model.name} under {layout_keys} against one process, "
-            f"{config.verify.steps} steps each"
+            f"{steps} steps each"
         )
-    for variant, tolerance in variants(config):
+    for variant, tolerance in variants(config, steps):
         worker.phase = f"verifying {variant.precision.name} {variant.optim.name}"
         rows = list(compare(variant, tolerance, groups, device, corpus))
         failure = next((row.failure for row in rows if row.failure), None)
@@ -131,13 +139,13 @@ def report(layout: Layout, sp: bool, rows: list[Comparison], failure: str | None
     return {"layout": keys, "exact": failure is None, "failure": failure, "steps": steps}
 
 
-def variants(config: CommandConfig) -> Iterator[tuple[CommandConfig, Tolerance]]:
+def variants(config: Config, steps: int) -> Iterator[tuple[Config, Tolerance]]:
     """Yields the config in fp64 and in its own precision, with SGD and with AdamW."""
     own = dataclasses.replace(  # keeps the learning rates of the real run's first steps
         config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train_steps
     )
     optimizers = {"sgd": SGD, "adamw": OptimConfig(lr_decay_style="constant"), own.name: own}
-    config = with_values(config, {"train.steps": config.verify.steps, "train.tokens": None})
+    config = with_values(config, {"train.steps": steps, "train.tokens": None})
     in_fp64 = {
         "precision.name": "fp64",
         "precision.lm_cross_entropy": "fp32",
@@ -155,7 +163,7 @@ def variants(config: CommandConfig) -> Iterator[tuple[CommandConfig, Tolerance]]
 
 
 def compare(
-    config: CommandConfig,
+    config: Config,
     tolerance: Tolerance,
     groups: ProcessGroups,
     device: torch.device,

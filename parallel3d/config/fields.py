@@ -13,8 +13,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import yaml
-
 from parallel3d.config.conflicts import Conflict
 from parallel3d.config.paths import check_path, paths_in
 from parallel3d.config.schema import Config, sections_of
@@ -192,6 +190,8 @@ class MegatronFlags(NamedTuple):
 @functools.cache
 def megatron_flags() -> dict[str, MegatronFlags]:
     """Returns the flags of Megatron-LM by key, as `megatron.yaml` has them."""
+    import yaml  # here: a script with PyTorch alone may have no PyYAML
+
     rows = yaml.safe_load(Path(__file__).with_name("megatron.yaml").read_text(encoding="utf-8"))
     return {
         name: MegatronFlags(tuple(row["flags"]), row.get("differs")) for name, row in rows.items()

@@ -44,28 +44,31 @@ from parallel3d.private_names import HydraFiles, hydra_sources
 VERSION = "1.3"  # Hydra's defaults are those of this version
 
 
-def compose(*overrides: str, world_size: int | None = None) -> Config:
+def compose(
+    *overrides: str, world_size: int | None = None, schema: type[Config] = Config
+) -> Config:
     """Returns the checked configuration that `parallel3d train` has with the same overrides.
 
     Args:
         overrides: as on the command line: "tp=2", "model=llama_tiny", "train.steps=100".
         world_size: number of ranks, from which `dp` follows; None: the ranks of the layout, with
             one replica unless `dp` is given.
+        schema: of a run, or `CommandConfig` with the options of subcommands.
 
     Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
     """
-    config = composed(overrides)
+    config = composed(overrides, schema)
     check_filled(config, overrides)
     return check_config(config, world_size)
 
 
-def composed(overrides: Sequence[str]) -> Config:
+def composed(overrides: Sequence[str], schema: type[Config] = Config) -> Config:
     """Composes a run's configuration without checking it as a whole; raises UserError."""
-    kept = check_overrides(overrides)
+    kept = check_overrides(overrides, schema=schema)
     try:
-        config = config_of(compose_tree(kept))
+        config = config_of(compose_tree(kept, schema=schema))
     except Exception as error:  # Hydra passes on errors of Python's conversions too
-        raise composing_error(error, overrides) from None
+        raise composing_error(error, overrides, schema) from None
     return typed_alternatives(config, overrides)
 
 

@@ -58,7 +58,7 @@ TAKING_S = 5.0  # that a signal waits for a run directory to be whole, unless it
 # Function of each subcommand that runs on every rank: f(config, worker) -> exit code or None.
 APPS = {
     "train": ("parallel3d.commands.train", "train"),
-    "verify": ("parallel3d.commands.verify", "verify"),
+    "verify": ("parallel3d.commands.verify", "verify_command"),
     "bench comm": ("parallel3d.commands.bench.comm", "bench_comm"),
     "calibrate": ("parallel3d.commands.calibrate.measure", "calibrate"),
     "generate": ("parallel3d.commands.generate", "generate"),

@@ -140,7 +140,8 @@ def test_wheel_carries_the_configuration_the_scripts_and_the_types(shell: Shell)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)
     packed = {p.relative_to(target / "parallel3d") for p in target.rglob("*.yaml")}
-    assert packed == {p.relative_to(ROOT) for p in (ROOT / "conf").rglob("*.yaml")}
+    presets = {p.relative_to(ROOT) for p in (ROOT / "conf").rglob("*.yaml")}
+    assert packed == presets | {Path("config/megatron.yaml")}
     shutil.rmtree(source)
     python = (sys.executable, "-P", "-m", "parallel3d")
     ended = shell.run(*python, "train", "--cfg", "job", "tp=2", PYTHONPATH=str(target))

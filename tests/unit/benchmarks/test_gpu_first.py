@@ -25,6 +25,7 @@ from benchmarks.gpu import process as gpu_process
 from benchmarks.gpu import tasks as gpu_tasks
 from benchmarks.gpu.process import ROOT
 from benchmarks.gpu.tasks import Given, Row, Task
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.overrides import compose
 from parallel3d.context_parallel import attention
 from parallel3d.device import accelerator, fused
@@ -181,7 +182,13 @@ def test_the_full_sizes_words_are_taken(
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         words = command[command.index("parallel3d") + 2 :]
-        seen.append(compose(*(w.replace("1,2", "1") for w in words if w != "-m"), world_size=1))
+        seen.append(
+            compose(
+                *(w.replace("1,2", "1") for w in words if w != "-m"),
+                world_size=1,
+                schema=CommandConfig,
+            )
+        )
         return subprocess.CompletedProcess(command, 1, "", "parallel3d: seen.\n")
 
     monkeypatch.setattr(gpu_commands.subprocess, "run", run)

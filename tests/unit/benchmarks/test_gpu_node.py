@@ -16,6 +16,7 @@ from benchmarks.gpu import node as gpu_node
 from benchmarks.gpu import tasks as gpu_tasks
 from benchmarks.gpu.process import ROOT
 from benchmarks.gpu.tasks import Given
+from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.plan import plan
 from parallel3d.config.overrides import compose
 from parallel3d.device import accelerator
@@ -57,7 +58,7 @@ def test_eight_ranks_take_the_full_sizes_words(
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         of_batch = ["micro_batch_size=1"] if "bench" in command else []  # which reads none
         words = [word for word in command if "=" in word]
-        seen.append(compose(*words, *of_batch, world_size=8))
+        seen.append(compose(*words, *of_batch, world_size=8, schema=CommandConfig))
         return subprocess.CompletedProcess(command, 1, "", "parallel3d: seen.\n")
 
     monkeypatch.setattr(gpu_commands.subprocess, "run", run)
@@ -71,7 +72,7 @@ def test_each_layout_fits_by_the_planner(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(command: str, *typed: str) -> str:
-        plan(compose(*typed), typed)
+        plan(compose(*typed, schema=CommandConfig), typed)
         return capsys.readouterr().out
 
     monkeypatch.setattr(gpu_node, "run", run)

@@ -14,7 +14,6 @@ from torch import Tensor
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.commands.options import CommandConfig
 from parallel3d.commands.verify import variants
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.config.values import in_other_precision
@@ -38,9 +37,9 @@ PACKED = documents([(33,), (5, 8, 140)])
 Attend = Callable[[Tensor, str], Tensor]
 
 
-def config(kernel: str, precision: str = "bf16", **keys: Any) -> CommandConfig:
+def config(kernel: str, precision: str = "bf16", **keys: Any) -> Config:
     model = ModelConfig(num_attention_heads=HEADS, num_query_groups=KV_HEADS, head_dim=HEAD_DIM)
-    made = CommandConfig(attention_kernel=kernel, model=model, **keys)
+    made = Config(attention_kernel=kernel, model=model, **keys)
     made.precision.name = precision
     return made
 
@@ -147,7 +146,9 @@ def test_layers_are_built_with_the_chosen_kernel() -> None:
 
 @pytest.mark.parametrize("kernel", ["flash", "math", "cudnn", "fa3"])
 def test_verify_asks_for_it_in_the_runs_own_precision_alone(kernel: str) -> None:
-    kernels = {made.precision.name: made.attention_kernel for made, _ in variants(config(kernel))}
+    kernels = {
+        made.precision.name: made.attention_kernel for made, _ in variants(config(kernel), 2)
+    }
     assert kernels == {"fp64": "math" if kernel == "math" else "auto", "bf16": kernel}
     assert in_other_precision(kernel) == kernels["fp64"]
 
