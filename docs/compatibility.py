@@ -22,7 +22,7 @@ INTRO = """\
 Features of a run work together, but for the settings below. A run that has all settings of a row
 ends before any process is started, with exit code 2 and a sentence that says why and what to set
 instead. `python docs/compatibility.py > docs/what_goes_with_what.md` writes this page from the rows
-of `CONFLICTS` that stand beside the keys, and every start is checked by the same rows.
+of `CONFLICTS` next to the keys, and every start is checked by the same rows.
 
 What is not refused is tested: any two settings of a step meet in a run whose losses, gradient norms
 and weights are compared with a reference (`python -m tests.distributed.matrix` lists the settings;

@@ -127,7 +127,7 @@ def test_impossible_input_is_refused(tmp_path: Path) -> None:
             ),
             "no part named ema",
         ),
-        (Config(train=TrainConfig(eval_only=True)), "stand beside run="),
+        (Config(train=TrainConfig(eval_only=True)), "requires run="),
         (Config(run="a", train=TrainConfig(eval_only=True, eval_batches=0)), "eval_batches=null"),
     ):
         with pytest.raises(UserError, match=words):
