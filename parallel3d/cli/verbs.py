@@ -1,6 +1,6 @@
 """Parses commands with verbs, `parallel3d checkpoint VERB key=value …`.
 
-Without Hydra and torch, so that help and refusals are immediate.
+It needs neither Hydra nor torch, so that help and refusals are immediate.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ HELP = frozenset(("-h", "--help"))
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb: its keys with their help, the required ones, its description and examples.
+    """A verb of a command.
 
-    `names`: keys that may be given by position. `free`: other keys are passed on as configuration
-    overrides. `paths`: keys that are paths, whose `~` is a home.
+    Attributes:
+        about: its description.
+        keys: its keys with their help.
+        needs: required keys.
+        examples: command lines.
+        names: keys that may be given by position.
+        free: other keys are passed on as overrides of the configuration.
+        paths: keys that are paths, in which `~` is expanded.
     """
 
     about: str
@@ -43,10 +49,10 @@ def run_verb(
     argv: Sequence[str],
     run: Callable[[str, dict[str, str], list[str]], int],
 ) -> int:
-    """Gives `run` the verb typed after `command`, its keys, and overrides; returns the exit code.
+    """Calls `run` with the verb after `command`, its keys, and overrides; returns the exit code.
 
-    Prints the help that is asked for. Raises UserError for what makes no sense, and for what the
-    system refuses.
+    It prints help if that is asked for. Raises UserError for invalid words, and for errors of the
+    system.
     """
     if not argv or argv[0] in ("help", *HELP):
         print(_overview(command, verbs))
@@ -68,8 +74,8 @@ def run_verb(
 def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns the verb's own keys with their values, and the overrides of the configuration.
 
-    `command` is the typed command, "checkpoint ls". Raises UserError for a key that is unknown,
-    given twice or missing.
+    `command` is the command with its verb, "checkpoint ls". Raises UserError for a key that is
+    unknown, given twice or missing.
     """
     given: dict[str, str] = {}
     overrides = []
@@ -108,14 +114,14 @@ def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str]
 
 @contextmanager
 def refusing(command: str) -> Iterator[None]:
-    """Turns OSError and MemoryError into UserError; `command` is the typed command."""
+    """Turns OSError and MemoryError into UserError; `command` is the command with its verb."""
     try:
         yield
     except OSError as error:
         where = plain(f"{os.fsdecode(error.filename)}: ") if error.filename else ""
         raise UserError(f"{command}: {where}{reason(error)}") from None
     except MemoryError:
-        raise UserError(f"{command}: this host's memory does not hold it") from None
+        raise UserError(f"{command}: it does not fit into this host's memory") from None
 
 
 def whole_number(
@@ -176,4 +182,4 @@ def verb_help(command: str, verb: Verb) -> str:
     examples = "\n".join(f"  {line}" for line in dedent(verb.examples).splitlines())
     typed = f" {' '.join(verb.names).upper() or 'key=value …'}" if verb.keys else ""
     text = f"parallel3d {command}{typed}: {verb.about}.\n\nExamples\n{examples}"
-    return f"{text}\n\nKeys, with what they are when left out\n{keys}" if keys else text
+    return f"{text}\n\nKeys, with their defaults in parentheses\n{keys}" if keys else text

@@ -29,8 +29,8 @@ def calibrate_config(
 ) -> CommandConfig:
     """Returns the configuration of the measuring ranks, all along dp.
 
-    Raises UserError for keys that calibrate decides itself, an impossible number of ranks, a type
-    that the device is not measured in and a file that must not be written.
+    Raises UserError for keys that calibrate sets itself, an impossible number of ranks, a dtype
+    that is not measured on the device, and a file that must not be written.
     """
     check_fields(config)
     check_plain(config)
@@ -60,7 +60,7 @@ def calibrate_config(
 
 
 def _usual(device: DeviceChoice) -> int:
-    """Returns four ranks a core and at least eight; one a GPU."""
+    """Returns four ranks per core and at least eight, or one rank per GPU."""
     per_core = min(MOST_RANKS, max(LEAST_RANKS, PER_CORE * available_cores()))
     most = per_core if device.kind == CPU else len(device.gpus)
     return 1 << (max(1, most).bit_length() - 1)
@@ -72,7 +72,7 @@ def written_to(config: CommandConfig) -> Path:
     path = Path(file)
     if not file.endswith((".yaml", ".yml")):
         raise UserError(
-            f"calibrate.file={show(file)} must end in .yaml, by which cluster= knows it; the "
+            f"calibrate.file={show(file)} must end in .yaml, by which cluster= recognizes it; the "
             f"nearest is calibrate.file={show(file + '.yaml')}"
         )
     if not path.parent.is_dir():
@@ -82,7 +82,7 @@ def written_to(config: CommandConfig) -> Path:
         )
     if os.path.lexists(path) and not config.calibrate.replace:
         raise UserError(
-            f"calibrate.file={show(file)} is there already and must be another; the nearest is "
-            "calibrate.replace=true, which writes it anew"
+            f"calibrate.file={show(file)} exists already and must be another file; the nearest is "
+            "calibrate.replace=true, which overwrites it"
         )
     return path

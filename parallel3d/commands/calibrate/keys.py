@@ -15,12 +15,12 @@ class CalibrateConfig:
 
     RESUME: ClassVar[str] = FREE
     file: str = key("calibrated.yaml", "the cluster file that it writes", holds=Path)
-    replace: bool = key(False, "whether a file of that name may be written anew")
+    replace: bool = key(False, "whether an existing file may be overwritten")
     ranks: int | None = key(
         None,
-        "the most ranks of a group, a power of two; null: four a core and eight at least, or as "
-        "many as there are GPUs",
+        "largest number of ranks in a group, a power of two; null: four per core and at least "
+        "eight, or one per GPU",
         minimum=1,
         maximum=1024,
     )
-    passes: int = key(3, "how often each piece is measured, the others between", minimum=1)
+    passes: int = key(3, "how often each piece is measured, in turns with the others", minimum=1)

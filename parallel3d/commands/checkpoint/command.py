@@ -1,7 +1,7 @@
 """Runs `parallel3d checkpoint ls|verify|export|import|branch|average|diff key=value …`.
 
-Without Hydra: a verb has a few keys, and only `import` takes the configuration. Imports no torch,
-so that `ls` and every refusal answer at once.
+It needs no Hydra, as a verb has few keys and only `import` takes the configuration. It imports no
+torch, so that `ls` and every refusal answer at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERBS = {
         paths=("runs_dir",),
     ),
     "verify": Verb(
-        "read every byte of a run's checkpoints and prove it; exit code 1 if one is damaged",
+        "read and verify every byte of a run's checkpoints; exit code 1 if one is damaged",
         RUN | {"step": "step of one checkpoint (all)"},
         ("run",),
         "parallel3d checkpoint verify run=my_run\nparallel3d checkpoint verify run=my_run step=500",
@@ -42,10 +42,10 @@ VERBS = {
     "export": Verb(
         "write a checkpoint's model as a Hugging Face folder (Llama, Qwen2, Qwen3 or GPT-2)",
         RUN
-        | {"to": "folder to make"}
+        | {"to": "folder to create"}
         | STEP
         | {
-            "dtype": f"of the weights: {', '.join(DTYPES)} (as the checkpoint has them)",
+            "dtype": f"type of the weights: {', '.join(DTYPES)} (that of the checkpoint)",
             "weights": "model, or ema for their average with optim.ema_decay (model)",
         },
         ("run", "to"),
@@ -60,7 +60,7 @@ VERBS = {
         | RUN
         | {
             "prove": "true, false: compare the run's logits with those of transformers, and import "
-            "nothing if they differ (where transformers is installed and the memory holds it)"
+            "nothing if they differ (true if transformers is installed and memory suffices)"
         },
         ("from", "run"),
         "parallel3d checkpoint import from=gpt2 run=from_gpt2\n"
@@ -70,7 +70,7 @@ VERBS = {
     ),
     "branch": Verb(
         "make a run that continues from another run's checkpoint: same step, optimizer and "
-        "position in the data; the other run stays as it is",
+        "position in the data; the other run is not changed",
         {"from": "run, or run@step"} | RUN,
         ("from", "run"),
         "parallel3d checkpoint branch my_run@500 run=cooldown",
@@ -79,11 +79,11 @@ VERBS = {
     ),
     "average": Verb(
         "make a run whose checkpoint, at step 0, has the mean of the weights of several "
-        "checkpoints of a run, which stays as it is",
+        "checkpoints of a run, which is not changed",
         RUN
         | {
-            "last": "how many of the newest checkpoints",
-            "steps": "those of these steps instead, steps=[100,200]",
+            "last": "number of newest checkpoints",
+            "steps": "steps of the checkpoints instead, steps=[100,200]",
             "to": "name of the new run (RUN-average)",
         },
         ("run",),
@@ -146,7 +146,7 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
 
 
 def _steps(given: Mapping[str, str]) -> list[int] | None:
-    """Returns the steps of steps=[…], ascending, each once."""
+    """Returns the distinct steps of steps=[…], ascending."""
     if "steps" not in given:
         return None
     words = given["steps"].removeprefix("[").removesuffix("]").split(",")

@@ -22,7 +22,7 @@ from parallel3d.errors import UserError
 from parallel3d.files import plain
 
 KINDS = ("parameter", "ema", "exp_avg", "exp_avg_sq", "momentum")
-SHOWN = 20  # rows of differing tensors
+SHOWN = 20  # rows of differing tensors that are printed
 
 
 def verify(runs_dir: Path, run: str, step: int | None) -> int:
@@ -43,17 +43,17 @@ def verify(runs_dir: Path, run: str, step: int | None) -> int:
             code = 1
             continue
         seconds = time.perf_counter() - started
-        print(f"{folder.name}  whole: {manifest.size:,} bytes proved in {seconds:.2f} s")
+        print(f"{folder.name}  whole: {manifest.size:,} bytes verified in {seconds:.2f} s")
     return code
 
 
 class Difference(NamedTuple):
-    """Holds how far a tensor's values are apart; `relative` to its largest magnitude in either."""
+    """Differences between two tensors; `relative` is divided by the largest magnitude in either."""
 
     name: str
     absolute: float
     relative: float
-    elements: int  # that differ
+    elements: int  # number of differing elements
     total: int
 
     @property
@@ -75,7 +75,7 @@ def diff(runs_dir: Path, a: str, b: str) -> int:
                 unmatched.append(f"only in {'a' if name in left else 'b'}: {name}")
             elif left[name].shape != right[name].shape:
                 shapes = f"{tuple(left[name].shape)} and {tuple(right[name].shape)}"
-                unmatched.append(f"of two shapes: {name}, {shapes}")
+                unmatched.append(f"different shapes: {name}, {shapes}")
             else:
                 compared.append(_difference(name, left[name], right[name]))
     with listing.damage_refused(" or ".join(titles)):
@@ -104,7 +104,7 @@ def _read(folder: Path, kind: str) -> dict[str, Tensor]:
 
 def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
     a, b = a.double(), b.double()
-    # NaN equals itself here: the question is whether the same was saved.
+    # NaN equals itself here, as the question is whether equal values were saved.
     unequal = (a != b) & ~(a.isnan() & b.isnan())
     gap = (a - b).abs()[unequal]
     largest = float(gap.max()) if gap.numel() else 0.0
@@ -128,7 +128,7 @@ def _print_table(differing: list[Difference]) -> None:
     numbers = ("max abs", "max rel", "elements")
     print(listing.table(("tensor", *numbers), rows, numbers))
     _print_rest(order)
-    print("(max rel: the largest difference over the tensor's largest magnitude)")
+    print("(max rel: the largest difference divided by the tensor's largest magnitude)")
 
 
 def _print_rest(found: Sequence[object]) -> None:

@@ -37,7 +37,7 @@ def run_names(runs_dir: Path) -> list[str]:
 
 
 def find_run(runs_dir: Path, run: str) -> Path:
-    """Returns the folder of a run. Raises UserError, naming the nearest, if there is none."""
+    """Returns the folder of a run. Raises UserError with the nearest name if there is none."""
     known = run_names(runs_dir)
     if run in known:
         return runs_dir / run
@@ -68,7 +68,7 @@ def folder_of(runs_dir: Path, word: str) -> Path:
     if not at:
         return find_checkpoint(runs_dir, word, None)
     if not step.isascii() or not step.isdigit():
-        raise UserError(f"{word}: behind the @ must stand a step, as in {run}@100")
+        raise UserError(f"{word}: a step must follow the @, as in {run}@100")
     return find_checkpoint(runs_dir, run, int(step))
 
 
@@ -137,14 +137,14 @@ def read_with_config(folder: Path) -> tuple[Manifest, Config]:
 
 
 def condition(problem: Exception) -> str:
-    """Returns `damaged: …`, or `unreadable: …`, which may pass."""
+    """Returns `damaged: …`, or `unreadable: …`, which may be temporary."""
     word = "damaged" if isinstance(problem, DamagedCheckpoint) else "unreadable"
     return f"{word}: {problem}"
 
 
 @contextmanager
 def damage_refused(what: str, advice: str = "") -> Iterator[None]:
-    """Raises a damaged or unreadable checkpoint inside as a UserError about `what`."""
+    """Turns errors of a damaged or unreadable checkpoint into a UserError about `what`."""
     try:
         yield
     except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
@@ -152,7 +152,8 @@ def damage_refused(what: str, advice: str = "") -> Iterator[None]:
 
 
 def layout(config: Mapping[str, Any]) -> str:
-    """Returns `tp=2 pp=2 dp=1 zero=1`, without what is no number in an untrusted manifest."""
+    """Returns `tp=2 pp=2 dp=1 zero=1`, without values of an untrusted manifest that are no
+    numbers."""
     sizes = {key: config.get(key) for key in ("tp", "pp", "cp", "dp", "vpp", "zero")}
     neutral = {"cp": 1, "vpp": 1, "zero": 0}
     shown = {k: v for k, v in sizes.items() if type(v) is int and neutral.get(k) != v}
@@ -160,14 +161,14 @@ def layout(config: Mapping[str, Any]) -> str:
 
 
 def _losses(path: Path) -> dict[int, str]:
-    """Returns the training losses of the steps in metrics.jsonl; of repeated steps the last."""
+    """Returns the training losses in metrics.jsonl by step; the last one of repeated steps."""
     found: dict[int, str] = {}
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []
     except OSError as error:
         _log_unreadable(path, error)
         return {}
-    for line in lines:  # of which some are a header, an evaluation, or torn
+    for line in lines:  # some are a header, an evaluation, or torn
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(line)
             found[record["step"]] = f"{record['loss']:.4f}"

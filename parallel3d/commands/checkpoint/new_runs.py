@@ -1,8 +1,8 @@
-"""Makes a run of another run's checkpoints: `parallel3d checkpoint branch` and `average`.
+"""Makes a run from another run's checkpoints (`parallel3d checkpoint branch` and `average`).
 
-The mean of the weights at the last steps often does better than the last ones (Izmailov et al.
-2018, arXiv:1803.05407). It is taken in fp64, some tensors at a time, so that memory does not grow
-with the model. Checkpoints of any layouts go together, as all hold full tensors.
+The mean of the weights at the last steps is often better than the last weights (Izmailov et al.
+2018, arXiv:1803.05407). It is computed in fp64, a few tensors at a time, so that memory does not
+grow with the model. Checkpoints of any layouts can be combined, as all hold full tensors.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import KEPT_FILE, check_run, filled_directory
 
 METRICS = "metrics.jsonl"
-USUAL_SHARE = 0.1  # of the steps so far, in the proposed cooldown
-AT_ONCE = 1 << 25  # elements of full tensors that are in memory together
+USUAL_SHARE = 0.1  # length of the proposed cooldown, as a share of the steps so far
+AT_ONCE = 1 << 25  # elements of full tensors that are in memory at a time
 
 
 @contextmanager
 def new_run(config: Config) -> Iterator[Path]:
     """Makes the folder of a run, for a block that writes files into it; see `filled_directory`.
 
-    Raises OSError, and UserError for a name that is taken or is none.
+    Raises OSError, and UserError for a name that is taken or invalid.
     """
     check_run_name(config.run, config.runs_dir)
     check_run(config)
@@ -75,16 +75,19 @@ def new_run(config: Config) -> Iterator[Path]:
 
 
 def branch(runs_dir: Path, source: str, run: str) -> int:
-    """Makes a run that resumes from a checkpoint of another one, which stays as it is; returns 0.
+    """Makes a run that resumes from another run's checkpoint; returns 0. The other run is
+    unchanged.
 
     The new run has the checkpoint with its step, position in the data and optimizer's state, the
     configuration of that step, the tokenizer, and the metrics up to there.
 
     Args:
+        runs_dir: the folder of all runs.
         source: the other run's name, or its name@step.
+        run: the new run's name.
 
     Raises:
-        UserError: no such checkpoint, a damaged one, a name that is taken or is none.
+        UserError: no such checkpoint, a damaged one, or a name that is taken or invalid.
     """
     folder = folder_of(runs_dir, source)
     old = folder.parents[1]
@@ -100,7 +103,7 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
         (fresh / CHECKPOINTS).mkdir(0o700)
         shutil.copytree(folder, fresh / CHECKPOINTS / folder.name, copy_function=_link)
     print_line(
-        f"run={run} continues from step {manifest.step} of {old.name}; a cooldown is, as in:"
+        f"run={run} continues from step {manifest.step} of {old.name}; a cooldown, for example:"
     )
     steps = max(1, round(USUAL_SHARE * manifest.step))
     where = "" if str(runs_dir) == "runs" else f" runs_dir={runs_dir}"
@@ -112,7 +115,8 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
 
 
 def _with_tokenizer(data: DataConfig, old: Path, new: Path) -> DataConfig:
-    """Returns the keys of the run in `old` for the one in `new`, which has its tokenizer."""
+    """Returns the `data` section of the run in `old` for `new`, which has a copy of its
+    tokenizer."""
     if not (old / FOLDER).is_dir():
         return data
     return dataclasses.replace(data, tokenizer=str(new / FOLDER))
@@ -127,7 +131,7 @@ def _copy_tokenizer(old: Path, new: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Links a file of a checkpoint, which nothing changes; copies it where links are refused."""
+    """Links a file of a checkpoint, as these never change; copies it where links are refused."""
     try:
         os.link(source, target)
     except OSError:
@@ -135,15 +139,19 @@ def _link(source: str, target: str) -> None:
 
 
 def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None, to: str) -> int:
-    """Makes the run `to`, of the mean of checkpoints of `run`, which stays as it is; returns 0.
+    """Makes the run `to` from the mean of checkpoints of `run`, which is not changed; returns 0.
 
-    Its optimizer's state is zero, as before a first step. A failure removes it again.
+    Its optimizer's state is zero, as before a first step. A failure removes the new run.
 
     Args:
-        last: how many of the newest checkpoints; None: those of `steps`.
+        runs_dir: the folder of all runs.
+        run: the run with the checkpoints.
+        last: number of newest checkpoints; None: `steps` selects them.
+        steps: steps of the checkpoints.
+        to: the new run's name.
 
     Raises:
-        UserError: too few checkpoints, a damaged one, a name that is taken or is none.
+        UserError: too few checkpoints, a damaged one, or a name that is taken or invalid.
     """
     old, folders = find_run(runs_dir, run), _chosen(runs_dir, run, last, steps)
     _, config = read_with_config(folders[-1])
@@ -206,7 +214,8 @@ def _some_at_a_time(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[State]:
 
 
 def save_first(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes the checkpoint of step 0, of full tensors by name: weights alone. Raises OSError."""
+    """Writes a checkpoint of step 0 with weights only, from full tensors by name. Raises
+    OSError."""
     folder = run_dir / CHECKPOINTS / step_folder(0)
     for made in (folder.parent, folder):
         made.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""`parallel3d dryrun`: memory, kernels and traffic of a step of this configuration, without a GPU.
+"""Reports memory, kernels and traffic of a step without a GPU (`parallel3d dryrun`).
 
 The trainer runs on tensors without values, as one rank of a world without its other ranks, and its
 allocations, launches and collectives are counted.
@@ -44,8 +44,8 @@ ASSUMED_CLUSTER = "dgx_h100"
 def dryrun(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
     """Prints the report and writes the file asked for. Returns the exit code, 0.
 
-    `typed`: the command line's overrides, i.e. the user's own choices; None counts as all chosen.
-    Raises UserError for what cannot work.
+    `typed`: the overrides, which are the user's choices; with None all keys count as chosen. Raises
+    UserError for an impossible configuration.
     """
     wanted, options = config.dryrun.json, config.dryrun
     check_free("dryrun.json", wanted, f'"made_by": "{MADE_BY}"', MADE_BY)
@@ -74,8 +74,10 @@ def assumed_cluster(
 def find_facts(
     config: Config, rank: int | None = None, reserve_gb: float = DryrunConfig().reserve_gb
 ) -> Facts:
-    """Returns `facts_of` a rank, or of the first, a middle and the last stage; `reserve_gb` must
-    stay free. Raises UserError for what cannot work."""
+    """Returns `facts_of` one rank, or of ranks of the first, a middle and the last stage.
+
+    `reserve_gb`: memory that must stay free. Raises UserError for an impossible configuration.
+    """
     config, placement = _settled(config)
     ranks = _ranks(layout_of(config), rank)
     from parallel3d.commands.dryrun.facts import facts_of  # imports torch
@@ -84,8 +86,10 @@ def find_facts(
 
 
 def find_memory(config: Config, stage: int) -> Facts:
-    """Returns the facts of memory alone of the first rank with index `stage` along pp. Raises
-    UserError for what cannot work."""
+    """Returns facts about memory only, of the first rank with index `stage` along pp.
+
+    Raises UserError for an impossible configuration.
+    """
     config, placement = _settled(config)
     rank = layout_of(config).group_of(0, "pp")[stage]
     from parallel3d.commands.dryrun.counting import dry_step, gpu_of  # imports torch
@@ -95,10 +99,10 @@ def find_memory(config: Config, stage: int) -> Facts:
 
 
 def _settled(config: Config) -> tuple[Config, RankMapping | None]:
-    """Checks a configuration, and settles what a dry run does not: the style of context parallelism
-    and, where it decides the groups of dp, the rank mapping."""
+    """Checks a configuration, and resolves the style of context parallelism and, where groups of dp
+    depend on it, the rank mapping."""
     config = check_config(config, own_samples=True)
-    # No data is read that would say how many steps an epoch has, and two are played.
+    # The steps of an epoch are unknown without data, and a dry run plays only two steps.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=None))
     placement = None
     if config.ddp.hierarchical:
@@ -109,7 +113,7 @@ def _settled(config: Config) -> tuple[Config, RankMapping | None]:
 
 
 def _ranks(layout: Layout, rank: int | None) -> list[int]:
-    """Returns the rank asked for, or the first ranks of the first, a middle and the last stage."""
+    """Returns the requested rank, or the first ranks of the first, a middle and the last stage."""
     world, pp = layout.world_size, layout.pp
     if rank is None:
         first_pipeline = layout.groups("pp")[0]
@@ -143,7 +147,7 @@ def _ms(seconds: float) -> str:
 
 
 def print_report(facts: Facts, stream: TextIO) -> None:
-    """Prints the verdict, a row a rank, then memory, time and traffic of the fullest rank."""
+    """Prints the verdict, a row per rank, then memory, time and traffic of the fullest rank."""
     width = None if stream.isatty() else WIDTH
     console = Console(file=stream, width=width, highlight=False, legacy_windows=False)
     for line in _heading(facts):
@@ -155,9 +159,11 @@ def print_report(facts: Facts, stream: TextIO) -> None:
         "NCCL and fragments)"
     )
     console.print(Text(said, style="bold green" if facts["fits"] else "bold red"))
-    bubble = f", {percent(1 - facts['busy_share'])} of it the pipeline's bubble"
+    bubble = ""
+    if facts["layout"]["pp"] > 1:
+        bubble = f", {percent(1 - facts['busy_share'])} of it the pipeline's bubble"
     said = (
-        f"A step takes at best {_ms(facts['step_seconds'])}{bubble * (facts['layout']['pp'] > 1)}: "
+        f"A step takes at best {_ms(facts['step_seconds'])}{bubble}: "
         f"{si(facts['tokens_per_second'])}tokens/s, MFU {percent(facts['mfu'])} of "
         f"{si(facts['peak_flops'])}FLOP/s ({facts['peak_source']})"
     )
@@ -195,7 +201,7 @@ def _heading(facts: Facts) -> Iterator[str]:
         + ("" if plain else ", schedule={schedule} vpp={vpp}")
     ).format(**facts["settings"])
     if facts["compiled"]:
-        yield "compile=true counts as eager: what TorchInductor makes of the blocks is not known"
+        yield "compile=true counts as eager: TorchInductor's kernels are not known"
     for word in facts.get("assumed", ()):
         yield f"assumed: {word}"
 
@@ -206,7 +212,8 @@ def _notes(facts: Facts) -> Iterator[str]:
         yield f"Offload: {', '.join(amounts)}"
     if count := facts["host_syncs"]:
         where = ", ".join(f"{n:.0f} × {why}" for why, n in facts["host_waits"].items())
-        yield f"The host waits for the GPU {count:.0f} time{'s'[: count > 1]} a step: {where}"
+        times = "times" if count > 1 else "time"
+        yield f"The host waits for the GPU {count:.0f} {times} a step: {where}"
     else:
         yield "The host never waits for the GPU"
     yield "Times assume shares of the datasheet's peaks, and communication hidden: docs/dryrun.md"
@@ -231,7 +238,8 @@ def _tables(facts: Facts) -> Iterator[tuple[str, Row, list[Row]]]:
     host = facts["host_bytes"]
     rows = [(kind, *map(byte_text, both)) for kind, both in kinds.items() if any(both)]
     rows += [("most while the trainer is built", byte_text(facts["start_peak_bytes"]), "")]
-    rows += [("pinned host memory", byte_text(host), byte_text(host))] * bool(host)
+    if host:
+        rows += [("pinned host memory", byte_text(host), byte_text(host))]
     title = f"Memory of rank {facts['rank']}, which peaks in: {facts['peak_in']}"
     yield title, ("", "at the peak", "between steps"), rows
     rows = []

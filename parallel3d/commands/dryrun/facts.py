@@ -1,6 +1,6 @@
-"""Facts of a dry run: plays ranks of a configuration, and sums up what they tell of a step.
+"""Runs ranks of a configuration dry, and sums up the facts about a step.
 
-It asks nothing of the planner, which it judges: whoever calls has settled what is auto.
+It does not use the planner, whose bounds it verifies: its caller resolves keys that are auto.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ Facts = dict[str, Any]
 def facts_of(
     config: Config, ranks: list[int], placement: RankMapping | None, reserve_gb: float
 ) -> Facts:
-    """Returns all of the rank with the highest peak memory, and a row of every rank that ran.
+    """Returns all facts about the rank with the highest peak memory, and a row of every rank that
+    ran.
 
-    Enables the simulated device in this process. Raises UserError for a GPU that is not known.
+    It enables the simulated device in this process. Raises UserError for an unknown GPU.
 
     Args:
-        config: checked, with a style of context parallelism.
+        config: a checked configuration, with a style of context parallelism other than auto.
+        ranks: the ranks to run.
         placement: the rank mapping, for two levels of dp.
         reserve_gb: memory that must stay free.
     """
@@ -82,16 +84,16 @@ def facts_of(
 
 
 def step_seconds(row: Facts, times: float) -> float:
-    """Returns the seconds of a step of a pipeline of ranks like this one: compute and bubble.
+    """Returns the seconds of a step in a pipeline of ranks like this one: compute and bubble.
 
-    The optimizer and zeroing run once and do not repeat in the bubble. times: see `stretch`.
+    The optimizer and zeroing run once and do not repeat in the bubble. `times`: see `stretch`.
     """
     once = row["parts"]["optimizer"]["seconds"]
     return once + (row["seconds"] - once) * times
 
 
 def stretch(blueprint: Blueprint) -> float:
-    """Returns the time of a pipeline of equal ranks over the compute of one.
+    """Returns the time of a pipeline of equal ranks, divided by the compute of one.
 
     The bubble of 1F1B and GPipe is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1); other
     schedules are simulated with `schedule.costs`, average recomputation and no message latency.
