@@ -455,7 +455,7 @@ def test_missing_path_names_the_nearest_one(tmp_path: Path) -> None:
     sentence = refused(text(tmp_path, tmp_path / "books" / "mobydick.txt"))
     assert f"data.path={tmp_path}/books/mobydick.txt does not exist" in sentence
     assert "moby_dick.txt" in sentence
-    assert f"the nearest is {tmp_path}/books:" in refused(
+    assert f"the nearest is {tmp_path}/books)" in refused(
         text(tmp_path, tmp_path / "boks" / "moby_dick.txt")
     )
     assert "has nothing like it" in refused(text(tmp_path, tmp_path / "qqqqqqqqqqq"))
