@@ -316,7 +316,7 @@ def partial_under_fsdp() -> list[str]:
 def test_a_partial_gradient_under_fully_shard_is_found(pool: Pool) -> None:
     for clipped, summed, mended in pool.run(4, partial_under_fsdp):
         assert "whose gradients must be equal on all ranks and differ" in clipped
-        assert "sum_gradients_over: weight is under fully_shard" in summed
+        assert "sum_gradients_over: weight must not be under fully_shard" in summed
         assert mended == ""
 
 

@@ -64,7 +64,7 @@ REFUSED = {
     "ranks": ("calibrate", ("calibrate.ranks=6",), "calibrate.ranks=6 must be a power of two"),
     "a folder": ("calibrate", ("calibrate.file=no/x.yaml",), "must lie in a folder .*x.yaml"),
     "an ending": ("calibrate", ("calibrate.file=x",), "must end in .yaml.*x.yaml"),
-    "there already": ("calibrate", (f"calibrate.file={FILE}",), "there already.*replace=true"),
+    "there already": ("calibrate", (f"calibrate.file={FILE}",), "exists already.*replace=true"),
     "fp64": ("calibrate", ("precision=fp64",), "precision=fp64 must be one of fp32, bf16"),
 }  # fmt: skip
 
@@ -91,7 +91,7 @@ def test_a_calibration_of_another_device_is_refused(
     words = ("layout=auto", f"cluster={FILE}", "device=cpu", "launch.ranks=2")
     ended = answer(shell, capfd, "train", *words)
     assert ended.code == 2 and ended.err.count("\n") == 1
-    assert re.search(f"cluster={FILE} must be of this device, cpu .*nearest is what", ended.err)
+    assert re.search(f"cluster={FILE} must be of this device, cpu .*nearest is a new file", ended.err)
 
 
 def test_auto_says_what_it_takes_and_trains_it(shell: Shell) -> None:

@@ -215,7 +215,7 @@ def test_length_and_warm_up_on_the_command_line_replace_the_recipes(
 
 
 OWN_FILES = {
-    "circle": ("defaults: [circle, _self_]", "must not come back to the file itself; give it"),
+    "circle": ("defaults: [circle, _self_]", "must not lead back to the file itself; give it"),
     "key": ("train: {stepz: 3}", "/key.yaml: train.stepz: train.stepz is not a key of the conf"),
     "value": (
         "dp: four",

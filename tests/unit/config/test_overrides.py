@@ -55,7 +55,7 @@ BAD = [
     ("tp=2 pp=2", ["tp=2 pp=2: tp must be a whole number"]),
     (
         'optim.groups={"*":{lr_mult:2}}',
-        ["without quotes", "nearest is 'optim.groups={*:{lr_mult:2}}'"],
+        ["have no quotes", "nearest is 'optim.groups={*:{lr_mult:2}}'"],
     ),
     ("data.path=a=b", ["data.path=a=b", "KEY=VALUE", "'data.path=\"a=b\"'"]),
     ("data.path='a", ["data.path='a", "KEY=VALUE", "'data.path=\"a\"'"]),
@@ -65,7 +65,7 @@ BAD = [
     ("model.name=???", ["model.name=???", "model.name=custom"]),
     ("+tpp=2", ["nearest is tp."]),
     ("+model.num_layer=3", ["nearest is model.num_layers."]),
-    ("~model.name", ["~model.name", "cannot be deleted"]),
+    ("~model.name", ["~model.name", "neither added nor deleted"]),
     ("+model=gpt_tiny", ["+model=", "nearest is model="]),
 ]
 
