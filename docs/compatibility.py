@@ -24,9 +24,9 @@ ends before any process is started, with exit code 2 and a sentence that says wh
 instead. `python docs/compatibility.py > docs/what_goes_with_what.md` writes this page from the rows
 of `CONFLICTS` next to the keys, and every start is checked by the same rows.
 
-What is not refused is tested: any two settings of a step meet in a run whose losses, gradient norms
+All other pairs of settings of a step are tested: any two meet in a run whose losses, gradient norms
 and weights are compared with a reference (`python -m tests.distributed.matrix` lists the settings;
-those that need a GPU are not among them). Ranges of a single key are in
+the list leaves out what needs a GPU). Ranges of a single key are in
 [Configuration keys](configuration.md). Sizes that must divide each other, files that are absent and
 kernels that a GPU does not have are refused in a sentence, too.
 

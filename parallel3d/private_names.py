@@ -71,8 +71,9 @@ NAMES = {
     "is_dense": "torch._prims_common:is_non_overlapping_and_dense_or_false",
     "tree_leaves": "torch.utils._pytree:tree_leaves",
     "tree_map_only": "torch.utils._pytree:tree_map_only",
-    "local_shape_and_offset":
-        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+    "local_shape_and_offset": (
+        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset"
+    ),
     # torch.distributed.
     "abort_process_group": "torch.distributed.distributed_c10d:_abort_process_group",
     "default_store": "torch.distributed.distributed_c10d:_get_default_store",
@@ -89,8 +90,9 @@ NAMES = {
     "DynamoError": "torch._dynamo.exc:TorchDynamoException",
     "has_triton": "torch.utils._triton:has_triton",
     # The simulated device.
-    "setup_python_backend":
-        "torch.utils.backend_registration:_setup_privateuseone_for_python_backend",
+    "setup_python_backend": (
+        "torch.utils.backend_registration:_setup_privateuseone_for_python_backend"
+    ),
     "sanitizer": "torch.cuda._sanitizer:",
     "TensorsAccessed": "torch.cuda._sanitizer:_TensorsAccessed",
     "handle_kernel_launch": "torch.cuda._sanitizer:EventHandler._handle_kernel_launch",
@@ -98,7 +100,7 @@ NAMES = {
     "hydra_arguments": "hydra._internal.utils:get_args_parser",
     "HydraFiles": "hydra._internal.core_plugins.file_config_source:FileConfigSource",
     "hydra_sources": "hydra._internal.sources_registry:SourcesRegistry",
-}  # fmt: skip
+}
 # The first version that has a name; for older versions the name is None.
 SINCE = {"self_recording_backends": "2.15"}
 PACKAGES = {"torch": "torch", "hydra": "hydra-core"}  # by the first part of the module's name
@@ -107,11 +109,16 @@ PACKAGES = {"torch": "torch", "hydra": "hydra-core"}  # by the first part of the
 OVERRIDDEN = {
     "torch.nn.Module": ("_apply", "_load_from_state_dict", "_save_to_state_dict"),
     "torch.distributed.ProcessGroup": (
-        "_allgather_base", "_device_types", "_get_backend", "_reduce_scatter_base",
-        "_set_group_desc", "_set_group_name", "_set_sequence_number_for_group",  # till 2.14
+        "_allgather_base",
+        "_device_types",
+        "_get_backend",
+        "_reduce_scatter_base",
+        "_set_group_desc",
+        "_set_group_name",
+        "_set_sequence_number_for_group",  # till 2.14
     ),
     "torch.cuda._sanitizer.StreamSynchronizations": ("_state_wait_for_other",),
-}  # fmt: skip
+}
 
 # Names of operators, as in schemas.
 WITHOUT_A_KERNEL = ("_unsafe_view", "_reshape_alias")

@@ -333,7 +333,7 @@ class Trainer:
         if of.samples is not None:
             end = min(end, of.samples)
         total = torch.zeros(3, dtype=torch.float64, device=self.device)
-        # Of the ranks with equal samples.
+        # One rank counts where several have equal samples.
         is_first = self.groups.tp.index == self.groups.cp.index == 0
         self.data_parallel.wait_for_all_gathers()
         for first in range(0, end, size):

@@ -135,23 +135,55 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
     layer = ("layer",)
     found = [
         Op("input_norm", **norm),
-        Op("attention.qkv", inputs=h, outputs=qkv, parts=layer, keeps=qkv, backward=w.qkv_bias,
-           bias=w.qkv_bias, **column),
+        Op(
+            "attention.qkv",
+            inputs=h,
+            outputs=qkv,
+            parts=layer,
+            keeps=qkv,
+            backward=w.qkv_bias,
+            bias=w.qkv_bias,
+            **column,
+        ),
         Op("attention.qk_norm", "norm", qkv, qkv, attention, qkv, w.heads + w.key_heads, 1, 1),
         Op("attention.rotary", "elementwise", qkv, qkv, attention, 0, 0, w.rope, 1),
         Op("attention", "attention", qkv, w.queries, attention, w.queries, w.heads),
-        Op("attention.out", inputs=w.queries, outputs=h, parts=layer, forward=w.out_bias,
-           backward=w.out_bias, bias=w.out_bias, **row),
+        Op(
+            "attention.out",
+            inputs=w.queries,
+            outputs=h,
+            parts=layer,
+            forward=w.out_bias,
+            backward=w.out_bias,
+            bias=w.out_bias,
+            **row,
+        ),
         Op("attention.residual", "elementwise", 2 * stream, stream, layer, stream, 0, apart, apart),
         Op("mlp_norm", **norm),
-        Op("mlp.up", inputs=h, outputs=up, parts=("mlp", "layer"), keeps=up, backward=w.bias,
-           bias=w.bias, **column),
+        Op(
+            "mlp.up",
+            inputs=h,
+            outputs=up,
+            parts=("mlp", "layer"),
+            keeps=up,
+            backward=w.bias,
+            bias=w.bias,
+            **column,
+        ),
         Op("mlp.activation", "elementwise", up, w.ffn, inner, w.ffn, 0, 1, 1),
-        Op("mlp.down", inputs=w.ffn, outputs=h, parts=(), forward=w.bias, backward=w.bias,
-           bias=w.bias, **row),
+        Op(
+            "mlp.down",
+            inputs=w.ffn,
+            outputs=h,
+            parts=(),
+            forward=w.bias,
+            backward=w.bias,
+            bias=w.bias,
+            **row,
+        ),
         # The next layer's input. The norm's backward sums its gradient if they are fused.
         Op("mlp.residual", "elementwise", 2 * stream, stream, (), stream, 0, 1, apart),
-    ]  # fmt: skip
+    ]
     return found if w.head_norms else [op for op in found if op.name != "attention.qk_norm"]
 
 

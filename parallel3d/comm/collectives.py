@@ -218,7 +218,7 @@ def all_to_all_uneven(tensor: Tensor, group: Group, given: list[int], taken: lis
 
 
 def _all_to_all(out: Tensor, tensor: Tensor, group: Group, *splits: list[int]) -> Work:
-    # As bytes: gloo knows fewer dtypes than PyTorch.
+    # The tensors travel as bytes: gloo knows fewer dtypes than PyTorch.
     outs, given = out.view(torch.uint8), tensor.view(torch.uint8)
     taken_bytes, given_bytes = splits or (None, None)
     return _begun(

@@ -18,6 +18,7 @@ from parallel3d.commands.bench.probe import preflight
 from parallel3d.commands.init_from import load_initial
 from parallel3d.config.schema import Config, TrainConfig
 from parallel3d.errors import TrainingFailure, print_line
+from parallel3d.estimate.search import style_seconds, with_style
 from parallel3d.faults.watchdog import start_watchdog
 from parallel3d.loop.evaluation import evaluate_only
 from parallel3d.loop.hooks import Run, spent
@@ -48,6 +49,7 @@ def train(config: Config, worker: Worker) -> None:
     """
     device = torch.device(worker.device)
     groups = make_groups(config, worker, device)
+    config = choose_style(config, worker)
     watchdog = worker.watchdog
     assert watchdog is not None
     worker.phase = "opening the data"
@@ -92,6 +94,24 @@ def make_groups(config: Config, worker: Worker, device: torch.device) -> Process
         outlier = BenchConfig().outlier
         preflight(groups, worker, print_line, config.cluster, config.launch, outlier)
     return groups
+
+
+def choose_style(config: Config, worker: Worker) -> Config:
+    """Returns the configuration with the cheapest style for context_parallel.style=auto.
+
+    The choice is equal on all ranks, and rank 0 logs its price.
+    """
+    if config.cp == 1 or config.context_parallel.style != "auto":
+        return config
+    chosen = with_style(config)
+    if worker.rank == 0:
+        seconds = style_seconds(config)
+        waits = ", ".join(f"{style} {1e3 * s:.3g} ms" for style, s in seconds.items())
+        print_line(
+            f"context_parallel.style=auto: {chosen.context_parallel.style}; a layer waits {waits} "
+            "a micro-batch"
+        )
+    return chosen
 
 
 def typed_length(train: TrainConfig) -> str:

@@ -80,8 +80,14 @@ def check_config(
     check_fields(config)
     check_plain(config)
     check_given(config.layout, config.launch.ranks)
-    tp, cp, pp, vpp = config.tp, config.cp, config.pp, config.vpp
-    model, schedule, train, optim = config.model, config.schedule, config.train, config.optim
+    tp = config.tp
+    cp = config.cp
+    pp = config.pp
+    vpp = config.vpp
+    model = config.model
+    schedule = config.schedule
+    train = config.train
+    optim = config.optim
     tensor, batch = config.tensor_parallel, config.global_batch_size
     check_model(model)
     check_tensor_parallel(model, tensor.chunks, tp=tp, cp=cp, sp=config.sp)

@@ -105,14 +105,22 @@ ASSETS: Final = _named(
     (".pyc .pyo .so .o .a .dll .dylib .exe .class .wasm .lib .obj .pdb .elf", "compiled", MEDIA),
 )
 CHECKSUMS: Final = _named(
-    (".md5 .sha1 .sha224 .sha256 .sha384 .sha512 .crc .crc32 .sfv .b2 .blake2b .blake3 .sha "
-     ".sig .asc .sum .md5sum .sha1sum .sha256sum .sha512sum", "a checksum", "give the file itself"),
-)  # fmt: skip
+    (
+        ".md5 .sha1 .sha224 .sha256 .sha384 .sha512 .crc .crc32 .sfv .b2 .blake2b .blake3 .sha "
+        ".sig .asc .sum .md5sum .sha1sum .sha256sum .sha512sum",
+        "a checksum",
+        "give the file itself",
+    ),
+)
 UNFINISHED: Final = _named(
-    (".tmp .temp .part .partial .incomplete .crdownload .download .aria2 .swp .filepart .!ut "
-     ".unconfirmed", "unfinished", "wait until it is complete"),
+    (
+        ".tmp .temp .part .partial .incomplete .crdownload .download .aria2 .swp .filepart .!ut "
+        ".unconfirmed",
+        "unfinished",
+        "wait until it is complete",
+    ),
     (".bak .old .orig .backup .save", "a copy of another state", "give the file itself"),
-)  # fmt: skip
+)
 _LFS = b"version https://git-lfs.github.com/spec/"
 # Place, bytes there, their meaning, remedy. Readable packings and parquet are keys of NAMES.
 _MAGIC: Final = (

@@ -273,8 +273,8 @@ class FileTokenizer:
     def role(self, name: str) -> str | None:
         """Returns the token of a role such as eos_token, as the files of the folder define it.
 
-        As in transformers, special_tokens_map.json takes precedence over a tokenizer_config.json
-        that does not list the added tokens. Raises UserError for a token that is not a string.
+        special_tokens_map.json takes precedence over a tokenizer_config.json that does not list the
+        added tokens, as in transformers. Raises UserError for a token that is not a string.
         """
         files = [TOKENIZER_CONFIG, SPECIAL_MAP]
         if "added_tokens_decoder" not in self.beside.get(TOKENIZER_CONFIG, {}):

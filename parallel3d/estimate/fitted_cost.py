@@ -171,10 +171,16 @@ class StepWork:
         """Sizes of a layer on one tensor rank."""
         key_heads = np.maximum(self.kv_heads / self.tp, 1)
         return Widths(
-            self.hidden, self.heads * self.head_size / self.tp, key_heads * self.head_size,
-            self.heads / self.tp, key_heads, self.ffn / self.tp, self.gated,
-            np.where(self.sequence_parallel > 0, self.tp, 1.0), rope=1,
-        )  # fmt: skip
+            self.hidden,
+            self.heads * self.head_size / self.tp,
+            key_heads * self.head_size,
+            self.heads / self.tp,
+            key_heads,
+            self.ffn / self.tp,
+            self.gated,
+            np.where(self.sequence_parallel > 0, self.tp, 1.0),
+            rope=1,
+        )
 
     @functools.cached_property
     def ops(self) -> list[Op]:
@@ -195,13 +201,21 @@ class StepWork:
 def sizes_of_model(model: ModelConfig) -> dict[str, float]:
     """Returns the fields of `StepWork` that depend on the model alone (without experts)."""
     return {
-        "layers": model.num_layers, "hidden": model.hidden_size,
-        "heads": model.num_attention_heads, "kv_heads": model.kv_heads,
-        "head_size": model.head_size, "ffn": model.ffn_size,
-        "gated": float(model.activation == "swiglu"), "vocab": model.padded_vocab_size,
-        "tied": float(model.tie_embeddings), "seq": model.seq_length, "window": np.inf,
-        "experts": 1, "active_experts": 1, "ep": 1,
-    }  # fmt: skip
+        "layers": model.num_layers,
+        "hidden": model.hidden_size,
+        "heads": model.num_attention_heads,
+        "kv_heads": model.kv_heads,
+        "head_size": model.head_size,
+        "ffn": model.ffn_size,
+        "gated": float(model.activation == "swiglu"),
+        "vocab": model.padded_vocab_size,
+        "tied": float(model.tie_embeddings),
+        "seq": model.seq_length,
+        "window": np.inf,
+        "experts": 1,
+        "active_experts": 1,
+        "ep": 1,
+    }
 
 
 # Time of a pipeline in closed form (tested against `schedules/walk.py`).

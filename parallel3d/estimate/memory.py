@@ -131,7 +131,10 @@ def _peak(rank: PipelineRank, layer: LayerBytes) -> RankMemory:
 
 def _state(rank: PipelineRank) -> RankMemory:
     """Returns the memory between steps."""
-    blueprint, item, wide, dp = rank.blueprint, rank.item, rank.grad_item, rank.replicas
+    blueprint = rank.blueprint
+    item = rank.item
+    wide = rank.grad_item
+    dp = rank.replicas
     numel = rank.layer_numel * rank.layer_count + rank.end_numel
     zero, optim = blueprint.data.zero, blueprint.optim
     cut, spread = dp if zero > 0 else 1, dp if zero > 1 else 1
@@ -237,7 +240,10 @@ class LayerBytes:
         results of its part, less the tensors that operations after it have freed. `defers`: the
         operands of weight gradients stay.
         """
-        rank, ops, more, part = self.rank, self.rank.layer, 0.0, ""
+        rank = self.rank
+        ops = self.rank.layer
+        more = 0.0
+        part = ""
         for op in reversed(ops.ops):
             if self._part(op) != part:
                 part = self._part(op)

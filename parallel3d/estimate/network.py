@@ -226,7 +226,10 @@ class DimFlows(NamedTuple):
 
         A tree counts as a ring, although it sends up to n / (n − 1) times as much.
         """
-        paths, flat, inside, between = price.paths, 0.0, 0.0, 0.0
+        paths = price.paths
+        flat = 0.0
+        inside = 0.0
+        between = 0.0
         for p in price.transfers:
             op, total = p.transfer.op, float(p.transfer.nbytes) * p.transfer.count
             if p.algorithm != "hierarchical":
@@ -334,7 +337,10 @@ def price_transfer(
     transfer: Transfer, paths: Paths, cluster: Cluster, algorithms: tuple[str, ...] = ALGORITHMS
 ) -> PricedTransfer:
     """Returns the cheapest of the allowed algorithms for one kind of transfer."""
-    n, nbytes, link, op = paths.n, transfer.nbytes, paths.flat, transfer.op
+    n = paths.n
+    nbytes = transfer.nbytes
+    link = paths.flat
+    op = transfer.op
     options = {}
     if link is not None and op == "all_reduce":
         options["ring"] = ring_time(op, n, nbytes, link)

@@ -111,15 +111,27 @@ def sizes_of(config: Config) -> dict[str, float]:
     fabric = "ndr" if cluster.rail_gb_per_s >= 40 else "hdr"
     return {
         **sizes_of_model(model),
-        "gpus_per_node": domain, "flash": 1, "dropout": 0, "overlap_tp": 1, "overlap_pp": 1,
-        "overlap_dp": 1, "scatter_gather": 1, "compiled": 1, "fp8": 0,
+        "gpus_per_node": domain,
+        "flash": 1,
+        "dropout": 0,
+        "overlap_tp": 1,
+        "overlap_pp": 1,
+        "overlap_dp": 1,
+        "scatter_gather": 1,
+        "compiled": 1,
+        "fp8": 0,
         "grad_bytes": 4,
-        "peak": card.peak[type] * 1e12, "peak_attention": card.peak.get("bf16", 125.0) * 1e12,
-        "memory_bytes": memory, "memory_rate": moved * 1e9, "units": card.units,
-        "link_rate": cluster.nvlink_gb_per_s * 1e9, "fabric_rate": cluster.rail_gb_per_s * 1e9,
-        "speed": SPEEDS.index(speed), "fabric": NETWORKS.index(fabric),
+        "peak": card.peak[type] * 1e12,
+        "peak_attention": card.peak.get("bf16", 125.0) * 1e12,
+        "memory_bytes": memory,
+        "memory_rate": moved * 1e9,
+        "units": card.units,
+        "link_rate": cluster.nvlink_gb_per_s * 1e9,
+        "fabric_rate": cluster.rail_gb_per_s * 1e9,
+        "speed": SPEEDS.index(speed),
+        "fabric": NETWORKS.index(fabric),
         "cp_style": [*STYLES, "auto"].index(config.context_parallel.style),
-    }  # fmt: skip
+    }
 
 
 @dataclass(frozen=True)
@@ -222,8 +234,15 @@ def _allowed(fixed: Fixed, key: str, all: Iterable[int]) -> list[int]:
     return [int(fixed[key])] if key in fixed else list(all)
 
 
-_COLUMNS = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "zero": "zero", "chunks": "vpp",
-            "micro_batch": "micro_batch_size"}  # fmt: skip
+_COLUMNS = {
+    "tp": "tp",
+    "pp": "pp",
+    "dp": "dp",
+    "cp": "cp",
+    "zero": "zero",
+    "chunks": "vpp",
+    "micro_batch": "micro_batch_size",
+}
 
 
 def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -> StepWork:

@@ -237,7 +237,10 @@ def _muon(rank: PipelineRank) -> Iterator[Transfer]:
 
     With HSDP or frozen matrices these are an upper bound.
     """
-    blueprint, tp, dp, here = rank.blueprint, rank.layout.tp, rank.replicas, rank.data_rank
+    blueprint = rank.blueprint
+    tp = rank.layout.tp
+    dp = rank.replicas
+    here = rank.data_rank
     if blueprint.optim.name != "muon":
         return
     layers = {f"layers.{layer}" for stage in rank.stages for layer in stage.layers}

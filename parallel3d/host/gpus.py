@@ -61,7 +61,7 @@ class Gpu(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What this host reveals about its GPUs.
+    """Holds the findings about this host's GPUs.
 
     Attributes:
         gpus: GPUs that torch can use, in torch's order.

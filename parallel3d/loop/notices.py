@@ -13,7 +13,6 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import all_keys, spell
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.errors import print_line
-from parallel3d.estimate.search import style_seconds, with_style
 from parallel3d.models.attention import LEAST_KV_HEADS, avoids_cudnn
 from parallel3d.text import si
 
@@ -37,11 +36,6 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
         print_line("ddp.hierarchical=true has no effect: this placement has only one level")
     if config.schedule.name == "auto":
         print_line(f"schedule=auto: {Blueprint.of(config).pipeline.why_chosen()}")
-    if config.cp > 1 and config.context_parallel.style == "auto":
-        seconds = style_seconds(config)
-        waits = ", ".join(f"{style} {1e3 * s:.3g} ms" for style, s in seconds.items())
-        chosen = with_style(config).context_parallel.style
-        print_line(f"context_parallel.style=auto: {chosen}; a layer waits {waits} a micro-batch")
     if avoids_cudnn(Blueprint.of(config), device):
         print_line(
             "attention_kernel=auto excludes cuDNN: PyTorch issue 193893 reports wrong results on "

@@ -13,7 +13,6 @@ from parallel3d.data.corpus import Blend, Corpus, open_corpus, open_sets
 from parallel3d.data.loader import check_same_text
 from parallel3d.data.tokenizer import BYTE, keep_tokenizer, open_tokenizer, with_own_tokenizer
 from parallel3d.errors import print_line
-from parallel3d.estimate.search import with_style
 from parallel3d.run.directory import KEPT_FILE
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import Trainer
@@ -91,7 +90,7 @@ def make_trainer(
         )
     files = [file for one in sets.values() for file in one.files]
     return Trainer(
-        with_style(config),
+        config,
         groups,
         device,
         corpus,

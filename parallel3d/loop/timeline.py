@@ -174,10 +174,14 @@ def trace_events(timeline: Timeline) -> dict[str, list[dict[str, Any]]]:
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
         events += [
             {
-                "ph": "X", "name": str(span.action), "cat": str(span.action.kind), "pid": rank,
-                "tid": span.action.chunk, "ts": 1e6 * span.start,
+                "ph": "X",
+                "name": str(span.action),
+                "cat": str(span.action.kind),
+                "pid": rank,
+                "tid": span.action.chunk,
+                "ts": 1e6 * span.start,
                 "dur": 1e6 * (span.end - span.start),
             }
             for span in spans
-        ]  # fmt: skip
+        ]
     return {"traceEvents": events}

@@ -442,19 +442,34 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
 
 # Operators without a kernel: they make a tensor without filling it, or read its metadata.
 _NO_KERNEL = frozenset(
-    ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "detach",
-     "alias", "lift_fresh", "lift", *WITHOUT_A_KERNEL, "set_", "sym_size",
-     "sym_stride", "sym_numel", "sym_storage_offset", "is_same_size")
-)  # fmt: skip
+    (
+        "empty",
+        "empty_strided",
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "detach",
+        "alias",
+        "lift_fresh",
+        "lift",
+        *WITHOUT_A_KERNEL,
+        "set_",
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "sym_storage_offset",
+        "is_same_size",
+    )
+)
 # In-place operators that write without reading.
 _OVERWRITING = frozenset(
     ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", *OVERWRITING)
-)  # fmt: skip
+)
 # Operators whose result, or its size, the host waits for.
 _HOST_WAITS = frozenset(
-    (*OF_UNKNOWN_SIZE, "nonzero", "masked_select", "equal", "unique_dim",
-     "bincount", "is_nonzero")
-)  # fmt: skip
+    (*OF_UNKNOWN_SIZE, "nonzero", "masked_select", "equal", "unique_dim", "bincount", "is_nonzero")
+)
 # Tensors per launch of PyTorch's multi-tensor kernels, by the number of lists.
 _BY_LISTS = {1: 110, 2: 64, 3: 48, 4: 36}
 

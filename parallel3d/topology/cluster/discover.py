@@ -154,10 +154,11 @@ def parse_gpu_matrix(text: str) -> GpuMatrix:
     for gpu in range(count):
         cells = rows.get(f"GPU{gpu}", [])[: len(columns)]
         fits = [
-            code == "X" if place == gpu
+            code == "X"
+            if place == gpu
             else code in NEAR_TO_FAR or (place < count and NVLINK.fullmatch(code))
             for place, code in enumerate(cells)
-        ]  # fmt: skip
+        ]
         if len(cells) < len(columns) or not all(fits):
             raise UserError(
                 f"{TOPO}: the row of GPU{gpu}, {shortened(' '.join(cells))!r}, cannot be read: it "

@@ -238,7 +238,7 @@ def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, s
             f"switch and block joined by dots before it, such as switch.switch.node."
         )
     parts = address.split(".", len(kinds) - 1)
-    # Of several switches the last, the nearest, stays.
+    # The last of several switches is the nearest, and it stays.
     found = dict(zip(kinds, parts, strict=False))
     if len(parts) != len(kinds) or not all(found.values()) or set("[], ") & set(parts[-1]):
         raise UserError(
