@@ -86,9 +86,9 @@ def part() -> str:
     return f"""\
 {sizing(model)}
 
-One layer of it, with b sequences of s tokens, on one device and on each rank of tp={TP}. Columns
-of q, k, v and of the first MLP matrix are split, rows of the other two; the width of the residual
-stream stays, and `sp=true` splits its tokens:
+The next table has one layer, with b sequences of s tokens, on one device and on each rank of
+tp={TP}. Columns of q, k, v and of the first MLP matrix are split, rows of the other two. The
+residual stream keeps its width; `sp=true` splits its tokens:
 
 {shapes(model)}
 """
