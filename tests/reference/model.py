@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.reference.dropout import dropped
+from tests.reference.mlp import MLP, Experts, Routing
 
 
 class ModelShape(Protocol):
@@ -44,6 +45,18 @@ class ModelShape(Protocol):
     bias: bool
     attention_bias: str | None
     tie_embeddings: bool
+    num_experts: int
+    experts_per_token: int
+    expert_ffn_size: int | None
+    shared_expert_size: int
+    shared_expert_gate: bool
+    router_score: str
+    router_normalize: bool
+    router_scale: float
+    router_bias: bool
+    router_groups: int
+    router_top_groups: int
+    dense_layers: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -205,46 +218,34 @@ class Attention(nn.Module):
         return self.out(torch.cat(outputs, dim=-1))
 
 
-class MLP(nn.Module):
-    """down(gelu(up(x))), down(relu(up(x))) or down(silu(gate(x)) · up(x))."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        width = shape.ffn_hidden_size or 4 * shape.hidden_size
-        self.activation = shape.activation
-        if shape.activation == "swiglu":
-            self.gate = nn.Linear(shape.hidden_size, width, bias=shape.bias)
-        self.up = nn.Linear(shape.hidden_size, width, bias=shape.bias)
-        self.down = nn.Linear(width, shape.hidden_size, bias=shape.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        up = self.up(x)
-        if self.activation == "swiglu":
-            gate = self.gate(x)
-            return self.down(gate * gate.sigmoid() * up)
-        if self.activation == "relu":
-            return self.down(up.clamp_min(0))
-        if self.activation == "gelu_tanh":
-            inner = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)
-            return self.down(up * 0.5 * (1 + torch.tanh(inner)))
-        assert self.activation == "gelu", self.activation
-        return self.down(up * 0.5 * (1 + torch.erf(up / math.sqrt(2))))
+def has_experts(shape: ModelShape, layer: int) -> bool:
+    """Whether a layer, counted from 0, has experts instead of an ordinary MLP."""
+    # A configuration of before there were experts lacks the key.
+    return getattr(shape, "num_experts", 0) > 0 and layer not in shape.dense_layers
 
 
 class Block(nn.Module):
     """A pre-norm transformer layer."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, number: int) -> None:
         super().__init__()
+        self.number = number
         self.input_norm = make_norm(shape)
         self.attention = Attention(shape)
         self.mlp_norm = make_norm(shape)
-        self.mlp = MLP(shape)
+        self.mlp = Experts(shape) if has_experts(shape, number) else MLP(shape)
 
-    def forward(self, x: Tensor, drop: Dropping, name: str, packing: Packing) -> Tensor:
+    def forward(
+        self, x: Tensor, drop: Dropping, packing: Packing, routed: dict[int, Routing]
+    ) -> Tensor:
+        """Notes in `routed` how its experts were chosen, if it has any."""
+        name = f"layers.{self.number}"
         attended = self.attention(self.input_norm(x), drop, f"{name}.attention", packing)
         x = x + drop(attended, f"{name}.attention")
-        return x + drop(self.mlp(self.mlp_norm(x)), f"{name}.mlp")
+        changed = self.mlp(self.mlp_norm(x))
+        if isinstance(self.mlp, Experts):
+            changed, routed[self.number] = changed
+        return x + drop(changed, f"{name}.mlp")
 
 
 class ReferenceModel(nn.Module):
@@ -256,22 +257,27 @@ class ReferenceModel(nn.Module):
         if shape.position_embedding == "learned":
             positions = shape.max_position_embeddings or shape.seq_length
             self.embedding["position"] = nn.Embedding(positions, shape.hidden_size)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(Block(shape, number) for number in range(shape.num_layers))
         self.final_norm = make_norm(shape)
         if not shape.tie_embeddings:
             self.head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
 
     def forward(
-        self, tokens: Tensor, drop: Dropping = NO_DROPOUT, packing: Packing | None = None
+        self,
+        tokens: Tensor,
+        drop: Dropping = NO_DROPOUT,
+        packing: Packing | None = None,
+        routed: dict[int, Routing] | None = None,
     ) -> Tensor:
-        """`packing` None: a sample is one document."""
+        """`packing` None: a sample is one document. `routed` gets the routing of each layer."""
+        routed = {} if routed is None else routed
         packing = packing or Packing.of([None] * tokens.shape[0], tokens.shape[1])
         x = self.embedding["word"](tokens)
         if "position" in self.embedding:
             x = x + self.embedding["position"](packing.positions)
         x = drop(x, "embedding")
-        for number, layer in enumerate(self.layers):
-            x = layer(x, drop, f"layers.{number}", packing)
+        for layer in self.layers:
+            x = layer(x, drop, packing, routed)
         x = self.final_norm(x)
         if hasattr(self, "head"):
             return self.head(x)

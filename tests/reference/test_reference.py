@@ -48,6 +48,7 @@ def gpt(**changes: object) -> SimpleNamespace:
         "bias": True,
         "tie_embeddings": True,
         "dropout": 0.0,
+        "num_experts": 0,
     }
     return SimpleNamespace(**(shape | changes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.reference.mlp import Routing, balance
 from tests.reference.model import (
     NO_DROPOUT,
     Dropping,
@@ -25,7 +27,8 @@ from tests.reference.rounding import chances, rounded
 class SampleLike(Protocol):
     """`tokens` int64 (seq + 1,); `loss_mask` bool (seq,), true where the next token is learned.
 
-    It may have `starts` too, int (seq,): the position at which the document of each begins.
+    It may have `starts` too, int (seq,): the position at which the document of each begins; and
+    `used`, int or None: tokens from that position on are padding, which routers do not count.
     """
 
     tokens: np.ndarray
@@ -60,6 +63,7 @@ class RunSettings(Protocol):
     model: Any
     optim: Any
     loss: Any
+    moe: Any  # read with experts alone
     train: Any
     seed: int
     global_batch_size: int
@@ -73,12 +77,21 @@ class ReferenceRun(NamedTuple):
     weights: dict[str, Tensor]
     first_gradients: dict[str, Tensor]
     average: dict[str, Tensor]  # of the weights, with ema_decay
+    counts: list[dict[int, Tensor]]  # a step's tokens of each expert, int64 (experts,), by layer
+    aux: list[float]  # a step's auxiliary loss without its coefficient, summed over the layers
+    z: list[float]  # the routers' z-loss, as `aux`
+    biases: dict[str, Tensor]  # of the routers' choices, after the last step
+    margin: float  # the smallest of any choice; inf without experts
 
 
 def build(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ReferenceModel:
-    """A model with exactly these weights; a missing or unknown name raises RuntimeError."""
+    """A model with exactly these weights; a missing or unknown name raises RuntimeError.
+
+    The biases of routers may be among them, and are 0 where they are not.
+    """
     model = ReferenceModel(shape).to(dtype)
-    model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, strict=True)
+    given = {**dict(model.named_buffers()), **weights}
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in given.items()}, strict=True)
     return model
 
 
@@ -89,22 +102,29 @@ def batch_loss(
     count: int,
     objective: Any = None,
     drop: Dropping = NO_DROPOUT,
+    routed: dict[int, Routing] | None = None,
 ) -> Tensor:
     """Samples from `first` on, in one forward: sum of unmasked losses / unmasked tokens.
 
     `objective` has `label_smoothing` and `z_loss`; None: plain cross-entropy, as of held-out data.
+    The losses of routers are not in it; `routed` gets their routings by layer, for `balance`.
     """
     samples = [source.sample(i) for i in range(first, first + count)]
     tokens = torch.stack([torch.as_tensor(s.tokens) for s in samples])
     mask = torch.stack([torch.as_tensor(s.loss_mask) for s in samples])
     starts = [getattr(s, "starts", None) for s in samples]
     packing = Packing.of(starts, tokens.shape[1] - 1)
-    logits, labels = model(tokens[:, :-1], drop, packing), tokens[:, 1:]
+    logits, labels = model(tokens[:, :-1], drop, packing, routed), tokens[:, 1:]
     if objective is None:
         losses = token_losses(logits, labels)
     else:
         losses = objective_losses(logits, labels, objective.label_smoothing, objective.z_loss)
     return losses[mask].sum() / mask.sum()
+
+
+def used_tokens(source: Source, samples: Sequence[int]) -> list[int | None]:
+    """The tokens of each sample before its padding; None: all."""
+    return [getattr(source.sample(i), "used", None) for i in samples]
 
 
 class Stored:
@@ -197,6 +217,8 @@ class SGD:
 class Muon:
     """Jordan et al. 2024 on each matrix of the layers as it is named, whole; AdamW on the rest.
 
+    Routers are among the rest: their rows are the experts' embeddings.
+
     mean = momentum · mean + (1 - momentum) · gradient, looked ahead of by Nesterov; its singular
     vectors are kept, its singular values moved by five rounds of the quintic.
     """
@@ -208,7 +230,7 @@ class Muon:
         self.mean = {
             name: torch.zeros_like(p)
             for name, p in parameters.items()
-            if p.dim() == 2 and name.startswith("layers.")
+            if p.dim() == 2 and name.startswith("layers.") and not name.endswith("router.weight")
         }
         self.rest = AdamW(
             {n: p for n, p in parameters.items() if n not in self.mean}, settings, seed
@@ -223,7 +245,8 @@ class Muon:
             parameter, gradient = parameters[name], gradients[name]
             self.mean[name] = mean = beta * mean + (1 - beta) * gradient
             update = beta * mean + (1 - beta) * gradient
-            x = update / update.square().sum().sqrt()
+            length = update.square().sum().sqrt()
+            x = update / length if length > 0 else update  # an expert that no token chose
             for _ in range(5):
                 square = x @ x.T @ x
                 x = 3.4445 * x - 4.7750 * square + 2.0315 * (x @ x.T @ square)
@@ -261,25 +284,34 @@ def train_reference(
     behind those of step s - 1. `learning_rates` has one rate a step; None keeps
     `config.optim.lr`. Gradient norms are those before clipping, over each trained
     parameter once.
+
+    With experts the gradients are those of loss + config.moe.aux_loss · aux + config.moe.z_loss · z
+    (`Balance` defines both), of which the loss alone is reported. After each step whose gradients
+    are finite the routers' biases move by config.moe.bias_update_rate towards equal counts.
     """
     rates = [config.optim.lr] * steps if learning_rates is None else list(learning_rates)
     assert len(rates) == steps, f"{len(rates)} learning rates for {steps} steps"
     model = build(config.model, weights, dtype)
-    parameters = dict(model.named_parameters())
+    parameters, biases = dict(model.named_parameters()), dict(model.named_buffers())
     trained = {n: p for n, p in parameters.items() if not is_frozen(config.optim, n)}
     optimizer = OPTIMIZERS[config.optim.name](trained, config.optim, config.seed)
     decay, average = config.optim.ema_decay, {}
     if decay is not None:
         average = {name: p.detach().clone() for name, p in parameters.items()}
     losses, grad_norms, first_gradients = [], [], {}
+    counts, aux, z, margin = [], [], [], math.inf
     end = 0
     for step, lr in enumerate(rates):
         samples = range(end, end + batch_after(end, config))
         first, end = samples.start, samples.stop
         drop = Dropping(config.model.dropout, config.seed, samples)
-        loss = batch_loss(model, source, first, len(samples), config.loss, drop)
+        routed: dict[int, Routing] = {}
+        loss = batch_loss(model, source, first, len(samples), config.loss, drop, routed)
+        found, total = balance(routed, used_tokens(source, samples)), loss
+        if routed:
+            total = loss + config.moe.aux_loss * found.aux + config.moe.z_loss * found.z
         gradients = dict(
-            zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True)
+            zip(trained, torch.autograd.grad(total, list(trained.values())), strict=True)
         )
         norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
         if step == 0:
@@ -291,7 +323,18 @@ def train_reference(
             optimizer.step(trained, gradients, lr)
             for name, old in average.items():
                 average[name] = decay * old + (1 - decay) * parameters[name]
+        for layer, chose in found.counts.items() if math.isfinite(norm) else ():
+            if f"layers.{layer}.mlp.router.bias" in biases:
+                towards = torch.sign(chose.double().mean() - chose)
+                biases[f"layers.{layer}.mlp.router.bias"] += config.moe.bias_update_rate * towards
         losses.append(loss.item())
         grad_norms.append(norm)
+        counts.append(found.counts)
+        aux.append(found.aux.item())
+        z.append(found.z.item())
+        margin = min([margin, *(routing.margin for routing in routed.values())])
     final = {name: p.detach().clone() for name, p in parameters.items()}
-    return ReferenceRun(losses, grad_norms, final, first_gradients, average)
+    last = {name: bias.clone() for name, bias in biases.items()}
+    return ReferenceRun(
+        losses, grad_norms, final, first_gradients, average, counts, aux, z, last, margin
+    )
