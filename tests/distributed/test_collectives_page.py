@@ -124,9 +124,9 @@ def test_worked_numbers_of_the_text() -> None:
         ("On 64 ranks 1 GB takes {:.1f} ms", network.ring_time("all_reduce", 64, 1e9, nic) * 1e3),
         ("of which latency is {:.1f} ms", network.ring_time("all_reduce", 64, 0, nic) * 1e3),
         ("8 kB takes {:.0f} µs", network.ring_time("all_reduce", 64, 8e3, nic) * 1e6),
-        ("8 kB on 64 ranks: {:.0f} µs", network.tree_all_reduce(64, 8e3, nic) * 1e6),
+        ("8 kB on 64 ranks takes {:.0f} µs", network.tree_all_reduce(64, 8e3, nic) * 1e6),
         ("{:.1f} ms instead of the flat ring's",
          network.two_level_time("all_reduce", 8, 8, 1e9, nvlink, nic) * 1e3),
-        ("in bf16 is 67 MB: {:.1f} ms", network.messages(1, 4096 * 8192 * 2, nic) * 1e3),
+        ("in bf16 is 67 MB and takes {:.1f} ms", network.messages(1, 4096 * 8192 * 2, nic) * 1e3),
     ):  # fmt: skip
         assert words.format(seconds) in text
