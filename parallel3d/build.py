@@ -15,6 +15,8 @@ from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel.noise_scale import NoiseScale
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype
+from parallel3d.experts.balance import BalanceOfRun
+from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks, stages_of_rank
 from parallel3d.optim.muon import Muon
@@ -38,6 +40,7 @@ class RankParts:
         stages: the rank's stages, by chunk.
         tied_name: name of the table if another rank holds it too; else None.
         executor: runs the stages' forwards and backwards, with their messages.
+        balance: balances the experts; None for a model without them.
     """
 
     stages: Sequence[Stage]
@@ -46,6 +49,7 @@ class RankParts:
     data_parallel: DataParallel
     optimizer: Optimizer
     executor: Executor
+    balance: BalanceOfRun | None
 
 
 def build(
@@ -67,7 +71,7 @@ def build(
     master_dtype = torch.promote_types(dtype, torch.float32)
     # Layers on the meta device: the engine draws the parameters that this rank keeps.
     initializer = Initializer(blueprint.seed, master_dtype, device, deferred=True)
-    context = BuildContext.of_run(blueprint, initializer, groups.tp, groups.cp)
+    context = BuildContext.of_run(blueprint, initializer, groups.tp, groups.cp, groups.ep)
     held = blueprint.stages_of(groups.pp.index)
     stages = stages_of_rank(blueprint.model, held, context)
     # Parameters, and the gradients that the ranks of dp share.
@@ -80,7 +84,26 @@ def build(
         compile_blocks(stages, saves_operands=schedule.splits_backward)
     optimizer = build_optimizer(blueprint, engine, groups, device)
     executor = build_executor(blueprint, schedule, stages, engine, groups, device, launch, timer)
-    return RankParts(stages, next(tied, None), noise, engine, optimizer, executor)
+    balance = expert_balance(blueprint, stages, groups)
+    return RankParts(stages, next(tied, None), noise, engine, optimizer, executor, balance)
+
+
+def expert_balance(
+    blueprint: Blueprint, stages: Sequence[Stage], groups: ProcessGroups
+) -> BalanceOfRun | None:
+    """Returns the balance of the experts of a rank's stages; None for a model without experts."""
+    model = blueprint.model
+    if not model.num_experts:
+        return None
+    blocks = [item for stage in stages for item in stage.blocks.items()]
+    return BalanceOfRun(
+        blueprint.balance,
+        {int(n): b.mlp.router for n, b in blocks if isinstance(b.mlp, MixtureOfExperts)},
+        [layer for layer in range(model.num_layers) if model.has_experts(layer)],
+        model.num_experts,
+        model.experts_per_token,
+        (groups.tp, groups.cp),
+    )
 
 
 def build_optimizer(

@@ -27,12 +27,13 @@ from parallel3d.config.checks import check_config
 from parallel3d.config.length import Length, clock_of
 from parallel3d.config.schema import Config
 from parallel3d.context_parallel.documents import SequenceSplit
-from parallel3d.data.loader import Batches, with_length
+from parallel3d.data.loader import Batches, MicroBatch, with_length
 from parallel3d.data.sampler import Finite, FirstSamples, SampleSource, TrainingText
 from parallel3d.data.tokens import WatchedFile
 from parallel3d.data_parallel.noise_scale import Noise
 from parallel3d.device.precision import LossScale, compute_dtype, set_numerics
 from parallel3d.errors import UserError
+from parallel3d.experts.balance import ExpertFigures
 from parallel3d.metrics.jsonl import Score
 from parallel3d.optim.optimizer import learning_rate
 from parallel3d.parameters.gather import gather_parameters
@@ -64,6 +65,7 @@ class StepSums(NamedTuple, Generic[Value]):
         squared_norm: squared norm of the gradients, still multiplied by the loss scale.
         stop: number of ranks that were asked to end the run.
         noise: the two squared norms of `train.noise_scale`; empty without it.
+        experts: sums of the layers with experts (`BalanceOfRun.take`); empty without them.
     """
 
     loss: Value
@@ -71,6 +73,7 @@ class StepSums(NamedTuple, Generic[Value]):
     squared_norm: Value
     stop: Value
     noise: Value
+    experts: Value
 
 
 def total_sums(shares: StepSums[Tensor], world: Group) -> StepSums[list[float]]:
@@ -100,6 +103,7 @@ class StepResult(NamedTuple):
             loss.
         stop: a rank was asked to end the run (`stop_requested`).
         noise: estimates of the gradient noise, with `train.noise_scale`.
+        experts: load and balance of the layers with experts; None without them.
     """
 
     step: int
@@ -110,6 +114,7 @@ class StepResult(NamedTuple):
     skipped: bool = False
     stop: bool = False
     noise: Noise | None = None
+    experts: ExpertFigures | None = None
 
 
 @dataclass
@@ -172,6 +177,7 @@ class Trainer:
         self.executor = parts.executor
         self.needs_batch = any(stage.first or stage.last for stage in self.stages)
         self.has_loss = self.stages[-1].last
+        self.balance = parts.balance
         self._open_data()
         self.steps_done = 0
         self.consumed_samples = 0
@@ -230,6 +236,7 @@ class Trainer:
             stride=config.global_batch_size if ahead else 0,
             split=split,
             vocab_size=None if self.corpus is not None else config.model.vocab_size,
+            routes=self.balance is not None and bool(self.balance.routers),
         )
 
     @property
@@ -273,7 +280,7 @@ class Trainer:
         tokens = self.global_tokens(self.train_batches, first)
         loss_sum = self.executor.train_step(
             self.program,
-            functools.partial(self.train_batches.micro_batch, first),
+            self._loader(first),
             self.gradient_scale(tokens),
             self.data_parallel.start_last_microbatch,
         )
@@ -288,7 +295,7 @@ class Trainer:
                 table = self.data_parallel.tied_gradient(self.tied_name)
                 all_reduce_embedding_grads(table, self.groups.embedding)
         with self.step_timer.range("grad norm"):
-            loss, grad_norm, stop = self._agree(loss_sum, tokens)
+            loss, grad_norm, stop, experts = self._agree(loss_sum, tokens)
         lr = learning_rate(self.config.optim, self.length.end, self.length.place(step + 1))
         finite = loss is not None and math.isfinite(loss + grad_norm)
         self.before_update()
@@ -296,6 +303,8 @@ class Trainer:
             with self.step_timer.range("optimizer"):
                 self.optimizer.step(lr, grad_norm, self.loss_scale.scale)
             self.data_parallel.all_gather_params()
+            if self.balance is not None and experts is not None:
+                self.balance.update(experts)
         if loss is not None:
             self.loss_scale.update(overflow=not finite)
         self.steps_done = step + 1
@@ -309,7 +318,27 @@ class Trainer:
             skipped=not finite,
             stop=stop,
             noise=self.noise.last,
+            experts=experts,
         )
+
+    def _loader(self, first: int) -> Callable[[int], MicroBatch]:
+        """Returns what loads the micro-batches of the step from sample `first` on."""
+        load = functools.partial(self.train_batches.micro_batch, first)
+        balance = self.balance
+        if balance is None or not balance.routers:
+            return load
+        routed = torch.zeros((), dtype=torch.float64, device=self.device)
+        if balance.needs_routed_tokens:
+            routed += self.train_batches.routed_count(first)
+            collectives.all_reduce_few(routed, self.groups.dp)
+
+        def scaled(m: int) -> MicroBatch:
+            batch = load(m)
+            assert batch.balance is not None  # of stages with experts
+            given = (batch.balance, self.loss_scale.scale, self.batch, routed)
+            return batch._replace(balance=balance.scaled(*given))
+
+        return scaled
 
     def evaluate(self, part: str | None = None) -> float | None:
         """Returns the mean loss of the held-out samples (`score`), or None if all tokens are
@@ -393,8 +422,11 @@ class Trainer:
             (loss_sum * contributes, tokens * (contributes and groups.dp_cp.index == 0))
         )
 
-    def _agree(self, loss_sum: Tensor, tokens: Tensor) -> tuple[float | None, float, bool]:
-        """Reduces the loss, the unscaled gradient norm, and whether to stop, over the world."""
+    def _agree(
+        self, loss_sum: Tensor, tokens: Tensor
+    ) -> tuple[float | None, float, bool, ExpertFigures | None]:
+        """Reduces the loss, the unscaled gradient norm, whether to stop, and the experts' sums,
+        over the world."""
         squared = self.share_of_norm()
         own_loss, own_tokens = self.share_of_loss(loss_sum, tokens)
         sums = StepSums(
@@ -404,6 +436,7 @@ class Trainer:
             # Filled by a kernel: copying a number from the host would block it.
             stop=torch.full_like(squared, float(self.stop_requested())),
             noise=self.noise.squares(self.data_parallel.segments, squared),
+            experts=squared.new_zeros(0) if self.balance is None else self.balance.take(squared),
         )
         totals = total_sums(sums, self.groups.world)
         (square,) = totals.squared_norm
@@ -417,7 +450,10 @@ class Trainer:
         self.noise.update(totals.noise, self.loss_scale.scale)
         (loss,), (count,), (stops,) = totals.loss, totals.tokens, totals.stop
         mean = loss / count if count else None
-        return mean, self.loss_scale.unscaled(square**0.5), stops > 0
+        experts = None
+        if self.balance is not None:
+            experts = self.balance.figures(totals.experts, self.batch)
+        return mean, self.loss_scale.unscaled(square**0.5), stops > 0, experts
 
     def share_of_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
         """Returns this rank's share of the squared gradient norm, float64."""

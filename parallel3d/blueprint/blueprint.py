@@ -20,7 +20,14 @@ from parallel3d.blueprint.stages import (
     checked_split,
     head_cost,
 )
-from parallel3d.config.schema import Config, LossConfig, ModelConfig, OptimConfig, PrecisionConfig
+from parallel3d.config.schema import (
+    Config,
+    ExpertsConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+)
 from parallel3d.config.values import parts_of
 from parallel3d.schedules.choose import chosen, wanted
 from parallel3d.schedules.orders import StageAssignment
@@ -122,6 +129,7 @@ class LayerSettings:
         cp_style: how attention reads the keys of other context-parallel ranks.
         cp_balance: ranks of cp get equal work even if documents would make it uneven.
         attention_kernel: the configured one (see `models.attention.choose_kernel`).
+        dispatch: how tokens reach the experts of other ranks (`experts/dispatch.py`).
     """
 
     sp: bool
@@ -132,6 +140,7 @@ class LayerSettings:
     cp_style: str
     cp_balance: bool
     attention_kernel: str
+    dispatch: str
 
     @classmethod
     def of(cls, config: Config) -> LayerSettings:
@@ -144,6 +153,7 @@ class LayerSettings:
             cp_style=config.context_parallel.style,
             cp_balance=config.context_parallel.balance,
             attention_kernel=config.attention_kernel,
+            dispatch=config.moe.dispatch,
         )
 
 
@@ -210,6 +220,7 @@ class Blueprint:
     compiles: bool
     optim: OptimConfig
     loss: LossConfig
+    balance: ExpertsConfig
     noise_scale: bool
 
     @classmethod
@@ -234,6 +245,7 @@ class Blueprint:
             compiles=config.compile,
             optim=config.optim,
             loss=config.loss,
+            balance=config.moe,
             noise_scale=config.train.noise_scale,
         )
 

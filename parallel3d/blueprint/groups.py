@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel3d.blueprint.cluster import Cluster
-from parallel3d.blueprint.layout import DIMENSIONS, Layout
+from parallel3d.blueprint.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
 
 # Groups along other dimensions, the fastest first.
@@ -20,13 +20,17 @@ Matrix = npt.NDArray[np.int64]  # (groups, members)
 def members(layout: Layout, dim: str) -> Matrix:
     """Returns (groups, n): the ranks of every group of `dim`, in the group's order.
 
-    `dim`: tp, cp, dp, pp, `dp_cp` (gradients), `embedding` (first and last stage) or `world` (loss
-    and gradient norm).
+    `dim`: tp, cp, dp, pp, `dp_cp` (gradients), `ep` and `edp` (experts, and their gradients),
+    `embedding` (first and last stage) or `world` (loss and gradient norm).
     Raises ValueError for another `dim`.
     """
+    if dim in EXPERT_DIMENSIONS:
+        return np.array(layout.groups(dim), dtype=np.int64)
     along = (dim,) if dim in DIMENSIONS else GROUPED.get(dim)
     if along is None:
-        raise ValueError(f"{dim!r} is not one of {', '.join((*DIMENSIONS, *GROUPED))}")
+        raise ValueError(
+            f"{dim!r} is not one of {', '.join((*DIMENSIONS, *EXPERT_DIMENSIONS, *GROUPED))}"
+        )
     if dim == "embedding":
         ends = members(layout, "pp")[:, [0, -1]]
         return ends if layout.pp > 1 else ends[:, :1]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 DIMENSIONS = ("tp", "cp", "dp", "pp")
+EXPERT_DIMENSIONS = ("ep", "edp")  # groups of a stage's ranks, which are no dimensions of the grid
 DEFAULT_ORDER = "tp-cp-dp-pp"
 
 
@@ -33,10 +34,13 @@ class Layout:
     rank = Σ index(d) · stride(d); the first name in `order` has stride 1 (Narayanan et al. 2021,
     §3.1: tensor-parallel ranks adjacent, so that they share a node's NVLink).
 
+    `ep`: expert-parallel size. The ranks of a pipeline stage, ascending, are cut into runs of ep
+        (groups "ep"); ranks at equal places of the runs hold the same experts (groups "edp").
     `loops`: how often a pipeline's stages loop over its ranks (`Blueprint.looped_layout`); with
         more than one loop the last rank sends to the first.
 
-    Raises ValueError for a size or number of loops below one, or another `order`.
+    Raises ValueError for a size or number of loops below one, an ep that does not divide the ranks
+    of a stage, or another `order`.
     """
 
     tp: int = 1
@@ -45,6 +49,7 @@ class Layout:
     cp: int = 1
     order: str = DEFAULT_ORDER
     loops: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:
@@ -52,12 +57,24 @@ class Layout:
                 raise ValueError(f"{name}={self.size(name)} must be at least 1")
         if self.loops < 1:
             raise ValueError(f"loops={self.loops} must be at least 1")
+        if self.ep < 1 or self.stage_ranks % self.ep:
+            raise ValueError(f"ep={self.ep} must divide the {self.stage_ranks} ranks of a stage")
         if sorted(self.order.split("-")) != sorted(DIMENSIONS):
             raise ValueError(f"order={self.order!r} must name each of {', '.join(DIMENSIONS)} once")
 
     @property
     def world_size(self) -> int:
         return math.prod(self.size(name) for name in DIMENSIONS)
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.stage_ranks // self.ep
 
     @property
     def dp_cp(self) -> int:
@@ -95,17 +112,30 @@ class Layout:
 
     def named_groups(self, rank: int) -> list[str]:
         """Returns `tp group 4 5`, … of a rank, without groups of one."""
-        groups = {dim: self.group_of(rank, dim) for dim in DIMENSIONS if self.size(dim) > 1}
+        dims = (*DIMENSIONS, *EXPERT_DIMENSIONS) if self.ep > 1 else DIMENSIONS
+        groups = {dim: self.group_of(rank, dim) for dim in dims if self.size(dim) > 1}
         return [f"{dim} group {shortened(ranks)}" for dim, ranks in groups.items()]
 
     def group_of(self, rank: int, *dims: str) -> list[int]:
         """Returns the ranks that differ from `rank` only along `dims`, ascending."""
+        if dims in (("ep",), ("edp",)):
+            return next(ranks for ranks in self.groups(*dims) if rank in ranks)
         place = self.coordinates(rank)
         base = rank - sum(getattr(place, d) * self.stride(d) for d in dims)
         return self._spread(base, dims)
 
     def groups(self, *dims: str) -> list[list[int]]:
         """Returns every group along `dims`, ordered by first rank; "dp_cp" is dp and cp."""
+        if dims in (("ep",), ("edp",)):
+            stages = self.groups("tp", "cp", "dp")
+            if dims == ("ep",):
+                starts = range(0, self.stage_ranks, self.ep)
+                return sorted(
+                    ranks[i : i + self.ep] for ranks in map(sorted, stages) for i in starts
+                )
+            return sorted(
+                ranks[i :: self.ep] for ranks in map(sorted, stages) for i in range(self.ep)
+            )
         dims = tuple(d for dim in dims for d in dim.split("_"))
         others = tuple(d for d in DIMENSIONS if d not in dims)
         return [self._spread(base, dims) for base in self._spread(0, others)]
@@ -117,5 +147,6 @@ class Layout:
 
 
 def layout_of(config: Config) -> Layout:
-    """Returns the layout of a checked configuration; without `dp`, of one pipeline."""
-    return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp)
+    """Returns the layout of a checked configuration; without `dp`, of one pipeline, with ep=1."""
+    ep = 1 if config.dp is None else config.ep
+    return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp, ep=ep)

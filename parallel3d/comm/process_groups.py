@@ -16,7 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel3d.blueprint.cluster import natural
 from parallel3d.blueprint.groups import two_levels
-from parallel3d.blueprint.layout import DIMENSIONS, Coordinates, Layout, layout_of
+from parallel3d.blueprint.layout import (
+    DIMENSIONS,
+    EXPERT_DIMENSIONS,
+    Coordinates,
+    Layout,
+    layout_of,
+)
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.group import SINGLE, Group, set_groups_of_mesh
 from parallel3d.comm.shared_memory import SharedCollectives
@@ -39,7 +45,9 @@ GLOO_ON = "gloo_on"  # gloo on a chosen interface; torch's own gloo backend igno
 
 # Groups with enough bytes for an interface of their own; the others carry a few numbers per step
 # and cross rails, so they stay on the interface of the rendezvous.
-DATA_KINDS = ("tp", "cp", "dp", "dp_cp", "dp_inner", "dp_outer", "pp", BACKWARD, "embedding")
+DATA_KINDS = (
+    *("tp", "cp", "dp", "dp_cp", "dp_inner", "dp_outer", "ep", "edp", "pp", BACKWARD, "embedding"),
+)
 
 Ranks = list[list[int]]
 CPU = torch.device("cpu")
@@ -47,8 +55,8 @@ CPU = torch.device("cpu")
 
 @dataclass
 class ProcessGroups:
-    """The groups of one rank: six kinds, eight with two levels of dp, ten with context parallelism,
-    whatever the world size.
+    """The groups of one rank: six kinds, two more with two levels of dp, with context parallelism
+    and with experts each, whatever the world size.
 
     tp, cp, dp, pp  along one dimension
     dp_cp        dp × cp: the ranks with equal parameters, over which gradients are summed and
@@ -60,6 +68,8 @@ class ProcessGroups:
     dp_inner     hierarchical all-reduce: members of dp_cp in one NVLink domain;
                  HSDP (ddp.shard_size): members that shard one copy of the model
     dp_outer     one member of each domain; HSDP: the replicas
+    ep           ranks of a stage that hold each expert once, and exchange tokens
+    edp          ranks with the same experts, over which gradients of experts are summed
     device       the device on which this rank communicates
     """
 
@@ -76,6 +86,8 @@ class ProcessGroups:
     world: Group = SINGLE
     dp_inner: Group = SINGLE
     dp_outer: Group = SINGLE
+    ep: Group = SINGLE
+    edp: Group = SINGLE
     device: torch.device = CPU
     maker: GroupMaker | None = None  # None without an initialised world
 
@@ -126,7 +138,9 @@ class ProcessGroups:
         if config.zero > 1 and config.ddp.shard_size is not None:
             levels = shards_and_replicas(layout_of(config), config.ddp.shard_size)
         layout, timeout_s = layout_of(config), config.launch.timeout_s
-        return cls.create(layout, device_type, timeout_s, config.launch, interfaces, levels)
+        has_experts = config.model.num_experts > 0
+        given = (timeout_s, config.launch, interfaces, levels, has_experts)
+        return cls.create(layout, device_type, *given)
 
     @classmethod
     def create(
@@ -137,6 +151,7 @@ class ProcessGroups:
         launch: LaunchConfig | None = None,
         interfaces: Interfaces | None = None,
         levels: tuple[Ranks, Ranks] | None = None,
+        has_experts: bool = False,
     ) -> ProcessGroups:
         """Creates the groups; collective over the world, which must be initialised.
 
@@ -146,6 +161,7 @@ class ProcessGroups:
             launch: shared memory and NCCL's settings; its defaults if None.
             interfaces: network interfaces of gloo's groups; the system's choice if None.
             levels: inner and outer groups of dp_cp (`groups.two_levels`); None: one level.
+            has_experts: the groups ep and edp are made too.
 
         Raises:
             ValueError: the world size is not the layout's.
@@ -164,10 +180,14 @@ class ProcessGroups:
         wanted["embedding"] = [[g[0], g[-1]] if len(g) > 1 else g for g in pipelines]
         wanted["world"] = [list(range(world))]
         wanted |= dict(zip(("dp_inner", "dp_outer"), levels or (), strict=False))
+        if has_experts:
+            wanted |= {kind: layout.groups(kind) for kind in EXPERT_DIMENSIONS}
         made = {kind: maker.group(kind, ranks) for kind, ranks in wanted.items()}
         if device_type == "cpu" and maker.launch.shared_memory:
             # With cp, dp only sums a few numbers.
             for kind in ("tp", "cp", "dp") if layout.cp == 1 else ("tp", "cp", "dp_cp"):
+                made[kind] = _with_shared_memory(made[kind], timeout_s)
+            for kind in EXPERT_DIMENSIONS if has_experts else ():
                 made[kind] = _with_shared_memory(made[kind], timeout_s)
         made.setdefault("dp_cp", made["dp"])
         here = accelerator.current(device)
@@ -287,7 +307,7 @@ class GroupMaker:
             settings = nccl_settings(kind, self.launch)
             # These run next to operations of the same ranks: gradients are sent back, and are
             # reduced while cp gathers keys.
-            if kind in (BACKWARD, "dp_cp"):
+            if kind in (BACKWARD, "dp_cp", "edp"):
                 return kind, settings
             return None if settings == DEFAULTS else settings
         # Kinds with interfaces of their own are separate from the world's group.
@@ -435,7 +455,8 @@ def nccl_options(
 
 def nccl_settings(kind: str, launch: LaunchConfig) -> tuple[bool, tuple[tuple[str, int], ...]]:
     """Returns (high-priority stream, fields of ncclConfig_t) for a kind of group."""
-    kind = {"dp_cp": "dp", "dp_inner": "dp", "dp_outer": "dp", BACKWARD: "pp"}.get(kind, kind)
+    data = dict.fromkeys(("dp_cp", "dp_inner", "dp_outer", "edp"), "dp")
+    kind = (data | {BACKWARD: "pp"}).get(kind, kind)
     settings = parse_nccl_settings(launch.nccl_settings)
     fields = tuple((field, value) for group, field, value in settings if group == kind)
     return kind in launch.nccl_high_priority, fields

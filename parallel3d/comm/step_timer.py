@@ -1,4 +1,4 @@
-"""StepTimer: the time of a step on one rank, in ten kinds that add up to the step.
+"""StepTimer: the time of a step on one rank, in eleven kinds that add up to the step.
 
 | kind      | contents                                                                         |
 |-----------|----------------------------------------------------------------------------------|
@@ -6,6 +6,7 @@
 | backward  | the same for the backward pass, with weight gradients and recomputation           |
 | tp        | tensor-parallel collectives, as far as this rank waits for them or works on them  |
 | cp        | keys and values (or heads) of the sequence's other parts, likewise                |
+| ep        | tokens on their way to experts of other ranks and back, likewise                   |
 | pp        | messages between stages: posting, copying, and waiting for one in flight          |
 | dp        | gradient buckets, and with zero ≥ 1 parameters, over the data-parallel group      |
 | model     | the tied embedding's gradient over its stages; loss and gradient norm over all    |
@@ -39,9 +40,9 @@ import torch
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import Ranges
 
-KINDS = ("forward", "backward", "tp", "cp", "pp", "dp", "model", "optimizer", "data", "idle")
-KIND_OF_GROUP = {kind: kind for kind in ("tp", "cp", "dp", "pp")}
-KIND_OF_GROUP |= dict.fromkeys(("dp_cp", "dp_inner", "dp_outer"), "dp")
+KINDS = ("forward", "backward", "tp", "cp", "ep", "pp", "dp", "model", "optimizer", "data", "idle")
+KIND_OF_GROUP = {kind: kind for kind in ("tp", "cp", "ep", "dp", "pp")}
+KIND_OF_GROUP |= dict.fromkeys(("dp_cp", "dp_inner", "dp_outer", "edp"), "dp")
 BASE = "optimizer"  # everything that is not another kind
 WARMUP_STEPS = 3  # slow because of allocators, caches, lazy connections
 # On an accelerator one step in this many is timed. It is a prime, so that an event of every tenth

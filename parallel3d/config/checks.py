@@ -33,6 +33,7 @@ from parallel3d.data.checks import check_samples, check_validation
 from parallel3d.data_parallel.checks import check_data_parallel
 from parallel3d.device.checks import check_precision
 from parallel3d.errors import UserError
+from parallel3d.experts.checks import check_expert_parallel, check_experts
 from parallel3d.loop.checks import (
     check_batch,
     check_batch_schedule,
@@ -90,9 +91,11 @@ def check_config(
     optim = config.optim
     tensor, batch = config.tensor_parallel, config.global_batch_size
     check_model(model)
+    check_experts(model)
     check_tensor_parallel(model, tensor.chunks, tp=tp, cp=cp, sp=config.sp)
     dp = data_parallel_size(world_size, tp=tp, pp=pp, cp=cp, dp=config.dp)
     check_conflicts(CONFLICTS, lambda name: dp if name == "dp" else attrgetter(name)(config))
+    check_expert_parallel(model.num_experts, config.ep, tp * cp * dp)
     replica = Replicas(config.micro_batch_size, dp)
     check_no_count(schedule.num_microbatches, replica)
     check_batch(batch, replica)
@@ -148,7 +151,7 @@ def single_process(config: AnyConfig) -> AnyConfig:
     It drops the numbers of layers per stage that recompute or offload, which save memory and do not
     change results. Raises UserError if one process cannot train it.
     """
-    one = dict.fromkeys(("tp", "pp", "dp", "cp", "vpp"), 1)
+    one = dict.fromkeys(("tp", "pp", "dp", "cp", "vpp", "ep"), 1)
     of_stages = dict.fromkeys(("recompute_layers", "offload_layers"))
     alone = {"sp": False, "schedule": ScheduleConfig(), "profile": ProfileConfig()}
     return check_config(with_values(config, one | of_stages | alone), 1)

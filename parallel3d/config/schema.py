@@ -28,6 +28,8 @@ from parallel3d.data_parallel.keys import CONFLICTS as DATA_PARALLEL
 from parallel3d.data_parallel.keys import DataParallelConfig, ZeroKeys
 from parallel3d.device.keys import CONFLICTS as DEVICE
 from parallel3d.device.keys import DeviceKeys, PrecisionConfig
+from parallel3d.experts.keys import CONFLICTS as EXPERTS
+from parallel3d.experts.keys import ExpertLayoutKeys, ExpertsConfig
 from parallel3d.faults.keys import PreflightKeys, RecoveryConfig
 from parallel3d.loop.keys import CONFLICTS as LOOP
 from parallel3d.loop.keys import DEFAULT_STEPS, LENGTHS, ProfileConfig, StepKeys, TrainConfig
@@ -53,6 +55,7 @@ __all__ = [
     "ContextParallelConfig",
     "DataConfig",
     "DataParallelConfig",
+    "ExpertsConfig",
     "LaunchConfig",
     "LoggerConfig",
     "LossConfig",
@@ -84,6 +87,7 @@ class Config(
     StepKeys,
     LayerKeys,
     ZeroKeys,
+    ExpertLayoutKeys,
     LayoutKeys,
 ):
     """A whole run. Sizes of the dimensions: world size = tp × pp × cp × dp."""
@@ -96,6 +100,7 @@ class Config(
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
+    moe: ExpertsConfig = field(default_factory=ExpertsConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     ddp: DataParallelConfig = field(default_factory=DataParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -177,6 +182,7 @@ OPTIONS = ("verify", "topology", "bench", "calibrate", "generate", "eval", "dryr
 # Settings that exclude each other, in the order in which they are checked.
 CONFLICTS = (
     *MODELS,
+    *EXPERTS,
     *TENSOR_PARALLEL,
     *CONTEXT_PARALLEL,
     *SCHEDULES,

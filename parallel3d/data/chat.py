@@ -386,7 +386,7 @@ class ChatSamples:
         sample = self._marked.sample(i)
         spoken = (sample.tokens & SPOKEN) != 0
         tokens = sample.tokens & TOKEN
-        return Sample(tokens, sample.loss_mask & spoken[1:], sample.starts)
+        return sample._replace(tokens=tokens, loss_mask=sample.loss_mask & spoken[1:])
 
 
 def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from parallel3d.data.sampler import (
 )
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
+from parallel3d.experts.balance import Balance
 
 if TYPE_CHECKING:
     from parallel3d.comm.group import Group
@@ -47,6 +48,7 @@ class MicroBatch(NamedTuple):
         loss_mask: (micro batch, seq) bool; None if not needed.
         samples: (micro batch,) int64, their numbers in the run.
         documents: on every stage; None if a sample is one document.
+        balance: which tokens experts count; None on stages without experts.
     """
 
     tokens: torch.Tensor | None
@@ -54,6 +56,7 @@ class MicroBatch(NamedTuple):
     loss_mask: torch.Tensor | None
     samples: torch.Tensor
     documents: Documents | None = None
+    balance: Balance | None = None
 
 
 class Batches:
@@ -61,8 +64,8 @@ class Batches:
 
     A step trains on the next global batch of samples from `first` on, whatever dp and
     micro_batch_size are; rank d has a contiguous share, with its micro-batches in order. Without
-    `needs_batch` (middle pipeline stages) micro-batches hold only the samples' numbers, and their
-    documents if `document_mask`.
+    `needs_batch` (middle pipeline stages) micro-batches hold only the samples' numbers, their
+    documents if `document_mask`, and their padding if `routes`.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Batches:
         stride: int = 0,
         split: SequenceSplit | None = None,
         vocab_size: int | None = None,
+        routes: bool = False,
     ) -> None:
         """Prepares to read.
 
@@ -85,6 +89,7 @@ class Batches:
             split: split over context-parallel ranks, each of which reads the whole sample and keeps
                 its own tokens.
             vocab_size: limit of the tokens of a user's own samples, which are then checked.
+            routes: the stages have experts, which must know the padding.
         """
         self.source = source
         self._needs_batch = needs_batch
@@ -95,8 +100,11 @@ class Batches:
         self._device = torch.device(device)
         self._split = split
         self._vocab_size = vocab_size
+        self._routes = routes
+        # Sources without masks have no padding either.
+        self._reads = needs_batch or document_mask or (routes and self._masks)
         self._ahead: ReadAhead | None = None
-        self._reads_ahead = stride > 0 and (needs_batch or document_mask)
+        self._reads_ahead = stride > 0 and self._reads
         self.resize(num_microbatches, stride)
 
     def resize(self, num_microbatches: int, stride: int) -> None:
@@ -122,8 +130,7 @@ class Batches:
         """Returns micro-batch `m` of the global batch from sample `first` on, on the device."""
         indices = self.indices(first, m)
         numbers = self._moved(torch.tensor(indices, dtype=torch.int64))
-        reads = self._needs_batch or self._document_mask
-        samples = [self._sample(first, i) for i in indices] if reads else []
+        samples = [self._sample(first, i) for i in indices] if self._reads else []
         documents = None
         if self._document_mask:
             documents = documents_of(samples, indices, self._device, self._split)
@@ -131,14 +138,36 @@ class Batches:
             documents = whole_samples(len(indices), self._device, self._split)
         if documents is not None and documents.shard is not None:
             self._imbalances[m] = documents.shard.imbalance
+        balance = self._balance(samples, documents) if self._routes else None
         if not self._needs_batch:
-            return MicroBatch(None, None, None, numbers, documents)
+            return MicroBatch(None, None, None, numbers, documents, balance)
         whole = np.stack([s.tokens for s in samples])
         parts = [whole[:, :-1], whole[:, 1:], np.stack([s.loss_mask for s in samples])]
         if documents is not None and documents.shard is not None:
             parts = [documents.shard.take(part) for part in parts]
         tokens, labels, mask = (self._moved(torch.from_numpy(p.copy(order="C"))) for p in parts)
-        return MicroBatch(tokens, labels, mask, numbers, documents)
+        return MicroBatch(tokens, labels, mask, numbers, documents, balance)
+
+    def _balance(self, samples: Sequence[Sample], documents: Documents | None) -> Balance:
+        """Returns which tokens of a micro-batch's samples are no padding."""
+        length = self.source.seq_length
+        lengths = [length if s.used is None else s.used for s in samples]
+        lengths = lengths or [length] * self._micro_batch_size
+        shard = None if documents is None else documents.shard
+        used = None
+        is_padded = self._split is not None and self._split.padded > length
+        if min(lengths) < length or is_padded:
+            mask = np.arange(length) < np.array(lengths)[:, None]
+            mask = mask if shard is None else shard.take(mask)
+            used = self._moved(torch.from_numpy(mask.copy(order="C")))
+        return Balance(used, self._moved(torch.tensor(lengths, dtype=torch.float64)))
+
+    def routed_count(self, first: int) -> int:
+        """Counts the tokens of this rank's share of the global batch that are no padding."""
+        length = self.source.seq_length
+        if not self._masks:
+            return self._num_microbatches * self._micro_batch_size * length
+        return sum(length if s.used is None else s.used for s in self._share(first))
 
     @property
     def imbalance(self) -> float | None:

@@ -162,7 +162,7 @@ class PackSampler:
             starts[at:end] = at
             at = end
         starts[at:] = at  # the padding is a document by itself
-        return Sample(tokens, mask, starts)
+        return Sample(tokens, mask, starts, min(at, self.seq_length))
 
 
 # A packing plan, `<key>.packs` in the token cache, little-endian:

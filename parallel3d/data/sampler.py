@@ -23,12 +23,14 @@ class Sample(NamedTuple):
     """`tokens` int64 (seq + 1,): inputs are [:-1], labels [1:]; `loss_mask` bool (seq,).
 
     starts[p], int32 (seq,), is the position in the sample where the document of input p begins;
-    None: the sample is one document.
+    None: the sample is one document. `used`: inputs from this position on are padding; None: none
+    is.
     """
 
     tokens: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int32] | None = None
+    used: int | None = None
 
 
 class SampleSource(Protocol):

@@ -22,11 +22,12 @@ from parallel3d.config.values import (
     key,
     parts_of,
 )
+from parallel3d.experts.keys import ExpertKeys
 
 
 @dataclass
-class ModelConfig:
-    """The transformer: GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
+class TransformerKeys:
+    """The embedding, the attention, the MLP and the head of the transformer."""
 
     RESUME: ClassVar[str] = REFUSED
     name: str = key("custom", "name of the preset, for logs", resume=FREE)
@@ -144,6 +145,13 @@ class ModelConfig:
         resume=FREE,
     )
 
+
+@dataclass
+class ModelConfig(ExpertKeys, TransformerKeys):  # the fields of the last base come first
+    """The transformer: GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
+
+    RESUME: ClassVar[str] = REFUSED
+
     @property
     def head_size(self) -> int:
         """Width of one attention head, also where `head_dim` is null."""
@@ -170,6 +178,11 @@ class ModelConfig:
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
+    def expert_size(self) -> int:
+        """Width of an expert, also where `expert_ffn_size` is null."""
+        return self.expert_ffn_size or self.ffn_size
+
+    @property
     def max_positions(self) -> int:
         """Rows of the learned position table, also where `max_position_embeddings` is null."""
         return self.max_position_embeddings or self.seq_length
@@ -183,6 +196,7 @@ class ModelConfig:
             "ffn_hidden_size": self.ffn_size,
             "attention_bias": self.attention_bias or ("all" if self.bias else "none"),
             "max_position_embeddings": self.max_positions,
+            **({"expert_ffn_size": self.expert_size} if self.num_experts else {}),
         }
 
     @property
@@ -193,40 +207,75 @@ class ModelConfig:
 
 def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the full shape of every tensor by name, without padding of the vocabulary."""
-    hidden, ffn = model.hidden_size, model.ffn_size
-    queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
-    linears = {
-        "attention.q": (queries, hidden),
-        "attention.k": (keys, hidden),
-        "attention.v": (keys, hidden),
-        "attention.out": (hidden, queries),
-        "mlp.up": (ffn, hidden),
-        "mlp.down": (hidden, ffn),
-    }
-    if model.activation == "swiglu":
-        linears["mlp.gate"] = (ffn, hidden)
-    has_bias = dict.fromkeys(linears, model.bias)
-    has_bias |= dict.fromkeys(("attention.q", "attention.k", "attention.v"), model.qkv_bias)
-    has_bias["attention.out"] = model.out_bias
+    hidden = model.hidden_size
     vectors = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
-
     shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (model.vocab_size, hidden)}
     if model.position_embedding == "learned":
         shapes["embedding.position.weight"] = (model.max_positions, hidden)
+    attention = _attention_shapes(model)
+    dense = _mlp_shapes(model, "mlp", model.ffn_size, model.bias)
+    experts = _expert_shapes(model) if model.num_experts else {}
     for layer in range(model.num_layers):
         for norm in ("input_norm", "mlp_norm"):
             shapes |= {f"layers.{layer}.{norm}.{part}": (hidden,) for part in vectors}
-        for name, shape in linears.items():
-            shapes[f"layers.{layer}.{name}.weight"] = shape
-            if has_bias[name]:
-                shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
-        if model.qk_norm:
-            for part in ("q", "k"):
-                shapes[f"layers.{layer}.attention.{part}_norm.weight"] = (model.head_size,)
+        mlp = experts if model.has_experts(layer) else dense
+        for name, shape in (attention | mlp).items():
+            shapes[f"layers.{layer}.{name}"] = shape
     shapes |= {f"final_norm.{part}": (hidden,) for part in vectors}
     if not model.tie_embeddings:
         shapes["head.weight"] = (model.vocab_size, hidden)
     return shapes
+
+
+def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden = model.hidden_size
+    queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
+    found: dict[str, tuple[int, ...]] = {}
+    for part, rows, bias in (
+        ("q", queries, model.qkv_bias),
+        ("k", keys, model.qkv_bias),
+        ("v", keys, model.qkv_bias),
+        ("out", hidden, model.out_bias),
+    ):
+        found[f"attention.{part}.weight"] = (rows, queries if part == "out" else hidden)
+        if bias:
+            found[f"attention.{part}.bias"] = (rows,)
+    if model.qk_norm:
+        for part in ("q", "k"):
+            found[f"attention.{part}_norm.weight"] = (model.head_size,)
+    return found
+
+
+def _mlp_shapes(
+    model: ModelConfig, prefix: str, width: int, bias: bool
+) -> dict[str, tuple[int, ...]]:
+    hidden = model.hidden_size
+    found: dict[str, tuple[int, ...]] = {}
+    for part, shape in (
+        ("up", (width, hidden)),
+        ("down", (hidden, width)),
+        ("gate", (width, hidden)),
+    ):
+        if part == "gate" and model.activation != "swiglu":
+            continue
+        found[f"{prefix}.{part}.weight"] = shape
+        if bias:
+            found[f"{prefix}.{part}.bias"] = shape[:1]
+    return found
+
+
+def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, count = model.hidden_size, model.num_experts
+    found: dict[str, tuple[int, ...]] = {"mlp.router.weight": (count, hidden)}
+    if model.router_bias:
+        found["mlp.router.bias"] = (count,)
+    if model.shared_expert_size:
+        found |= _mlp_shapes(model, "mlp.shared", model.shared_expert_size, bias=False)
+        if model.shared_expert_gate:
+            found["mlp.shared_gate.weight"] = (1, hidden)
+    for number in range(count):
+        found |= _mlp_shapes(model, f"mlp.experts.{number}", model.expert_size, bias=False)
+    return found
 
 
 @dataclass

@@ -39,10 +39,17 @@ class BuildContext:
     attention_kernel: str = AUTO  # see `document_attention.BACKENDS`
     cp: Group = SINGLE
     cp_style: str = "gather"
+    ep: Group = SINGLE
+    dispatch: str = AUTO  # see `experts.dispatch`
 
     @classmethod
     def of_run(
-        cls, blueprint: Blueprint, init: Initializer, tp: Group, cp: Group = SINGLE
+        cls,
+        blueprint: Blueprint,
+        init: Initializer,
+        tp: Group,
+        cp: Group = SINGLE,
+        ep: Group = SINGLE,
     ) -> BuildContext:
         layer = blueprint.layer
         return cls(
@@ -58,6 +65,8 @@ class BuildContext:
             attention_kernel=choose_kernel(blueprint, init.device),
             cp=cp,
             cp_style=layer.cp_style,
+            ep=ep,
+            dispatch=layer.dispatch,
         )
 
     @property

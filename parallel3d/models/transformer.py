@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
@@ -26,6 +25,8 @@ from parallel3d.context_parallel.document_attention import repeated
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.device.fused import register
 from parallel3d.device.precision import master_dtype
+from parallel3d.experts.balance import Balance
+from parallel3d.experts.router import Choice
 from parallel3d.models.attention import (
     attend,
     causal_attention,
@@ -34,8 +35,10 @@ from parallel3d.models.attention import (
 )
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
+from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.layers import BuildContext, Norm, QKNorm, output_std, rotary_tables
-from parallel3d.models.ops import Rotary, split_heads, swiglu
+from parallel3d.models.mlp import MLP
+from parallel3d.models.ops import Rotary, split_heads
 from parallel3d.models.recompute import (
     checkpoint_up_to_linear,
     recomputed,
@@ -55,59 +58,6 @@ if TYPE_CHECKING:
 # Blocks of one compiled graph: enough to make the cost of entering a graph (0.4 ms measured)
 # negligible, few enough to compile a deep stage in seconds.
 GRAPH_BLOCKS = 8
-
-
-class MLP(nn.Module):
-    """Runs two GEMMs with a non-linearity; SwiGLU's gate and up share the first."""
-
-    def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
-        super().__init__()
-        self.activation = model.activation
-        self.recompute = ctx.recompute
-        self.chunks = ctx.mlp_chunks if "mlp" in ctx.recompute else 1
-        prefix, ffn = f"layers.{layer}.mlp", model.ffn_size
-        names = ("gate", "up") if self.activation == "swiglu" else ("up",)
-        common = ctx.linear_arguments | {"bias": model.bias}
-        self.up = ColumnParallelLinear(
-            model.hidden_size, dict.fromkeys(names, ffn), name=prefix, std=model.init_std, **common
-        )
-        self.down = RowParallelLinear(
-            ffn,
-            model.hidden_size,
-            name=f"{prefix}.down",
-            std=output_std(model),
-            **common,
-        )
-
-    def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
-        if {"mlp", "norm"} <= self.recompute:
-            return self.in_chunks(lambda x: self.inner(norm(x)), x)
-        if "mlp" in self.recompute:
-            return self.in_chunks(self.inner, norm(x))
-        x = checkpoint_up_to_linear(self.up, norm, x, recompute="norm" in self.recompute)
-        return checkpoint_up_to_linear(
-            self.down, self.activate, x, recompute="activation" in self.recompute
-        )
-
-    def in_chunks(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Returns down(function(x)), recomputed in the backward, for chunks of tokens."""
-        if self.chunks == 1:
-            return checkpoint_up_to_linear(self.down, function, x, recompute=True)
-        chunks = x.chunk(self.chunks, dim=1)
-        for linear in (self.up, self.down):
-            state_of(linear.weight).additions = len(chunks)
-        run = partial(checkpoint_up_to_linear, self.down, function, recompute=True)
-        return torch.cat([run(chunk) for chunk in chunks], dim=1)
-
-    def inner(self, x: Tensor) -> Tensor:
-        return self.activate(self.up(x))
-
-    def activate(self, x: Tensor) -> Tensor:
-        if self.activation == "swiglu":
-            return swiglu(x)
-        if self.activation == "relu":
-            return F.relu(x)
-        return F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
 
 class Attention(nn.Module):
@@ -201,7 +151,11 @@ class TransformerBlock(nn.Module):
         self.input_norm = Norm(f"layers.{layer}.input_norm", model, ctx.init)
         self.attention = Attention(layer, model, ctx)
         self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", model, ctx.init)
-        self.mlp = MLP(layer, model, ctx)
+        self.mlp: MLP | MixtureOfExperts
+        if model.has_experts(layer):
+            self.mlp = MixtureOfExperts(layer, model, ctx)
+        else:
+            self.mlp = MLP(f"layers.{layer}.mlp", model.ffn_size, model, ctx, bias=model.bias)
         self.attention_dropout = ctx.dropout(f"layers.{layer}.attention", model)
         self.mlp_dropout = ctx.dropout(f"layers.{layer}.mlp", model)
         self.recompute = "layer" in ctx.recompute
@@ -213,19 +167,29 @@ class TransformerBlock(nn.Module):
         rotary: Rotary | None,
         samples: Tensor | None = None,
         documents: Documents | None = None,
+        balance: Balance | None = None,
     ) -> Tensor:
+        # One for this micro-batch: several are between their forward and their backward.
+        choice = Choice() if isinstance(self.mlp, MixtureOfExperts) else None
         if self.recompute:
-            return recomputed(self.layer, x, rotary, samples, documents)
-        return self.layer(x, rotary, samples, documents)
+            return recomputed(self.layer, x, rotary, samples, documents, balance, choice)
+        return self.layer(x, rotary, samples, documents, balance, choice)
 
     def layer(
-        self, x: Tensor, rotary: Rotary | None, samples: Tensor | None, documents: Documents | None
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        samples: Tensor | None,
+        documents: Documents | None,
+        balance: Balance | None,
+        choice: Choice | None,
     ) -> Tensor:
         x, norm = self._sum_and_norm(x, None, self.input_norm)
         attended = self.attention(x, norm, rotary, samples, documents)
         attended = self.attention_dropout(attended, samples, documents)
         x, norm = self._sum_and_norm(x, attended, self.mlp_norm)
-        return x + self.mlp_dropout(self.mlp(x, norm), samples, documents)
+        y = self.mlp(x, norm) if choice is None else self.mlp(x, norm, choice, balance)
+        return x + self.mlp_dropout(y, samples, documents)
 
     def _sum_and_norm(
         self, x: Tensor, y: Tensor | None, norm: Norm
@@ -247,9 +211,10 @@ def _run_blocks(
     rotary: Rotary | None,
     samples: Tensor | None = None,
     documents: Documents | None = None,
+    balance: Balance | None = None,
 ) -> Tensor:
     for block in blocks:
-        x = block(x, rotary, samples, documents)
+        x = block(x, rotary, samples, documents, balance)
     return x
 
 
@@ -331,6 +296,7 @@ class Stage(nn.Module):
         loss_mask: Tensor,
         samples: Tensor | None = None,
         documents: Documents | None = None,
+        balance: Balance | None = None,
         loss_scale: Tensor | None = None,
     ) -> Tensor:
         """Returns hidden states or, on the last stage, the sum of the unmasked losses.
@@ -342,6 +308,7 @@ class Stage(nn.Module):
             loss_mask: (b, s) bool; only the last stage reads it.
             samples: (b,) numbers of the samples in the run, for dropout.
             documents: attention and positions are within each; None: a sample is one document.
+            balance: the share of the experts' balancing losses; None: their tokens are not counted.
             loss_scale: scalar gradient of the sum of the losses in the backward; None: evaluation,
                 without gradients or dropout.
         """
@@ -370,7 +337,8 @@ class Stage(nn.Module):
                 if self.offload is not None
                 else nullcontext()
             ):
-                x = self.run_blocks([block for _, block in graph], x, rotary, samples, documents)
+                given = (rotary, samples, documents, balance)
+                x = self.run_blocks([block for _, block in graph], x, *given)
         if self.head is None:
             return x
         self.pre_forward("head")
@@ -517,6 +485,8 @@ class Decoder:
         attention = block.attention
         inner = self._attend(attention, cache, attention.qkv(block.input_norm(x)))
         x = x + attention.out(inner)
+        if isinstance(block.mlp, MixtureOfExperts):
+            return x + block.mlp(x, block.mlp_norm, Choice(), None)
         return x + block.mlp(x, block.mlp_norm)
 
     def _attend(self, attention: Attention, cache: Tensor, qkv: Tensor) -> Tensor:

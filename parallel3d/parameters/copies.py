@@ -79,4 +79,6 @@ GroupsOf = Callable[[ParameterSpec], CopyGroups]
 
 def copy_groups(spec: ParameterSpec, groups: ProcessGroups) -> CopyGroups:
     """Returns the groups over which a parameter of the model has copies."""
+    if spec.is_expert:
+        return CopyGroups(groups.edp)
     return CopyGroups(groups.dp_cp, groups.tp, groups.embedding if spec.tied else SINGLE)

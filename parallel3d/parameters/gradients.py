@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,17 +32,67 @@ def add_weight_gradient(
         grad: (tokens, out).
         x: (tokens, in), or a function that returns it.
     """
+
+    def rows() -> Tensor:
+        return x if isinstance(x, Tensor) else x()
+
+    return _add_or_defer(
+        weight,
+        lambda: matmul(grad.t(), rows()),
+        lambda main_grad: add_matmul(main_grad, grad, rows()),
+    )
+
+
+def add_grouped_gradient(
+    weight: Tensor,
+    grad: Callable[[], Tensor],
+    x: Callable[[], Tensor],
+    counts: Sequence[int],
+) -> Tensor | None:
+    """Adds the gradients gradᵀ·x of experts' matrices to their bucket, or returns them.
+
+    An expert without rows has the gradient zero, so that every rank has a gradient of every expert
+    that it holds. Otherwise it works like `add_weight_gradient`.
+
+    Args:
+        weight: (experts · out, in).
+        grad, x: functions that return (rows, out) and (rows, in), sorted by expert.
+        counts: rows of each expert.
+    """
+
+    def add(out: Tensor) -> None:
+        grad_rows, x_rows = grad().split(list(counts)), x().split(list(counts))
+        for i, matrix in enumerate(out.unflatten(0, (len(counts), -1))):
+            if counts[i]:
+                add_matmul(matrix, grad_rows[i], x_rows[i])
+
+    def computed() -> Tensor:
+        out = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        add(out)
+        return out.to(weight.dtype)
+
+    return _add_or_defer(weight, computed, add)
+
+
+def _add_or_defer(
+    weight: Tensor, computed: Callable[[], Tensor], add_to: Callable[[Tensor], None]
+) -> Tensor | None:
+    """Adds a weight's gradient to its bucket, now or deferred; or returns it for autograd.
+
+    Args:
+        computed: returns the gradient.
+        add_to: adds it to a bucket's view, of the weight's shape.
+    """
     state, queue = state_of(weight), deferred_queue(weight)
     main_grad = state.main_grad
     if main_grad is None and queue is None:
-        return matmul(grad.t(), x if isinstance(x, Tensor) else x())
+        return computed()
 
     def add() -> None:
-        rows = x if isinstance(x, Tensor) else x()
         if main_grad is None:
-            add_gradient(weight, matmul(grad.t(), rows))
+            add_gradient(weight, computed())
         else:
-            add_matmul(main_grad, grad, rows)
+            add_to(main_grad)
             state.added = (state.added + 1) % state.additions
             if state.added == 0:
                 state.register_grad_ready()

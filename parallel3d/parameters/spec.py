@@ -72,6 +72,7 @@ class ParameterSpec:
             a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2).
         tied: the first and the last stage of a pipeline each hold a copy; true of the word
             embedding.
+        is_expert: it holds experts of this rank, whose gradients are sums over edp alone.
         uses: reads per forward pass: 2 for a tied table on a single stage.
     """
 
@@ -80,6 +81,7 @@ class ParameterSpec:
     replicated: bool
     tied: bool = False
     uses: int = 1
+    is_expert: bool = False
 
     def by_kind(
         self, kind_of: Callable[[ShardSpec], Kind], start: int, numel: int

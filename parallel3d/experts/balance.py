@@ -1,0 +1,259 @@
+"""Balance of the experts: auxiliary and z-loss, counts of tokens, and the update of the bias.
+
+All of them are functions of the global batch and its sequences, so they are equal in every layout
+and for every size of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm import collectives
+from parallel3d.comm.group import Group
+from parallel3d.config.schema import ExpertsConfig
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What a layer's balancing losses need of a micro-batch of b samples.
+
+    Attributes:
+        used: (b, n) bool, which of this rank's n tokens of each sample are no padding; None: all.
+        lengths: (b,) float64, the tokens of each whole sample that are no padding.
+        aux_scale, z_scale: scalars, the factors of a sequence's auxiliary loss and of a token's
+            z-loss in what the backward differentiates; None: the loss is not used.
+        sequence: the groups over which the tokens of a sequence are split.
+    """
+
+    used: Tensor | None
+    lengths: Tensor
+    aux_scale: Tensor | None = None
+    z_scale: Tensor | None = None
+    sequence: tuple[Group, ...] = ()
+
+    def at(self, index: int, ranks: int) -> Balance:
+        """Returns the balance of part `index` of `ranks` parts of the tokens."""
+        if self.used is None or ranks == 1:
+            return self
+        used = self.used.chunk(ranks, dim=1)[index]
+        return Balance(used, self.lengths, self.aux_scale, self.z_scale, self.sequence)
+
+
+class Tally:
+    """Sums of one layer over the step so far, on its device, in float64 so that counts are exact.
+
+    Attributes:
+        values: tokens of each expert, then the auxiliary losses of sequences, the z-losses of
+            tokens, and the entropies of tokens' scores.
+    """
+
+    MORE = 3
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self.experts = experts
+        self.values = torch.zeros(experts + self.MORE, dtype=torch.float64, device=device)
+
+    def add(self, losses: BalanceLosses) -> None:
+        sums = torch.stack((losses.aux, losses.z, losses.entropy)).detach()
+        self.values += torch.cat((losses.chosen, sums)).double()
+
+    def take(self) -> Tensor:
+        """Returns the sums and starts again at zero."""
+        values = self.values
+        self.values = torch.zeros_like(values)
+        return values
+
+
+@dataclass(frozen=True)
+class BalanceLosses:
+    """Balancing losses of a micro-batch's tokens of one layer on this rank, differentiable scalars.
+
+    Attributes:
+        aux: Σ over the samples of this rank's part of the auxiliary loss. That of a sequence of T
+            tokens is Σ_e f_e · P_e, with f_e = experts / (k·T) · its tokens that chose e, and P_e
+            the mean of its scores, normalised to a sum of 1 (DeepSeek-V3 report, equations 17 to
+            20). Zero if it is not used.
+        z: Σ over tokens of logsumexp(logits)² (Zoph et al. 2022, ST-MoE, equation 5).
+        entropy: Σ over tokens of the entropy of their scores.
+        chosen: (experts,) tokens of this rank that chose each expert.
+        counts: (b, experts) of the whole sequences; None if the auxiliary loss is not used.
+    """
+
+    aux: Tensor
+    z: Tensor
+    entropy: Tensor
+    chosen: Tensor
+    counts: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,
+        scores: Tensor,
+        experts: Tensor,
+        balance: Balance,
+        counts: Tensor | None,
+    ) -> BalanceLosses:
+        """Computes the losses of n = b · s tokens; padding is in none of them.
+
+        Args:
+            logits, scores: (n, all experts). experts: (n, k), the chosen ones.
+            counts: as in the attributes, if they are known; else collective over `sequence`.
+        """
+        samples = len(balance.lengths)
+        chosen = torch.zeros_like(scores, dtype=torch.int64).scatter_(-1, experts, 1)
+        normed = scores / scores.sum(-1, keepdim=True)
+        z = logits.logsumexp(-1).square()
+        if balance.used is not None:
+            used = balance.used.flatten()
+            chosen = chosen * used.unsqueeze(-1)
+            normed = normed * used.unsqueeze(-1)
+            z = z * used
+        entropy = -torch.special.xlogy(normed.detach(), normed.detach()).sum()
+        here = chosen.unflatten(0, (samples, -1)).sum(1)
+        aux = z.new_zeros(())
+        if balance.aux_scale is not None:
+            if counts is None:
+                counts = here.clone()
+                for group in balance.sequence:
+                    counts = collectives.all_reduce(counts, group)
+            lengths = balance.lengths.clamp(min=1).to(scores.dtype).unsqueeze(-1)
+            frequency = counts * scores.shape[-1] / (experts.shape[-1] * lengths)
+            mean = normed.unflatten(0, (samples, -1)).sum(1) / lengths
+            aux = (frequency * mean).sum()
+        return cls(aux, z.sum(), entropy, here.sum(0), counts)
+
+    def through(self, x: Tensor, balance: Balance) -> Tensor:
+        """Returns x, through which the backward adds the gradients of the losses in use."""
+        for loss, scale in ((self.aux, balance.aux_scale), (self.z, balance.z_scale)):
+            if scale is not None:
+                x = _WithLoss.apply(x, loss, scale)
+        return x
+
+
+class _WithLoss(torch.autograd.Function):
+    """Returns x; the backward differentiates scale · loss as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.scale = scale
+        ctx.dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.scale.to(ctx.dtype), None
+
+
+class ExpertFigures(NamedTuple):
+    """Figures of the expert layers in a step, equal on every rank, by layer of the model.
+
+    Attributes:
+        counts: tokens of each expert.
+        aux: mean auxiliary loss of a sequence. z: mean z-loss of a token.
+        entropy: mean entropy of a token's scores, in nats.
+    """
+
+    counts: dict[int, list[int]]
+    aux: dict[int, float]
+    z: dict[int, float]
+    entropy: dict[int, float]
+
+
+class Routed(Protocol):
+    """A router, as far as the balance of a run reads it."""
+
+    bias: Tensor | None
+    tally: Tally
+
+
+class BalanceOfRun:
+    """Scales a run's balancing losses, and updates the routers' biases after each step.
+
+    Args:
+        settings: coefficients of the losses, and the rate of the biases.
+        routers: this rank's routers by layer.
+        layers: all layers with experts. experts, chosen: experts of a layer, and of a token.
+        sequence: the groups over which the tokens of a sequence are split.
+    """
+
+    def __init__(
+        self,
+        settings: ExpertsConfig,
+        routers: Mapping[int, Routed],
+        layers: Sequence[int],
+        experts: int,
+        chosen: int,
+        sequence: Sequence[Group],
+    ) -> None:
+        self.settings = settings
+        self.routers = routers
+        self.layers = list(layers)
+        self.experts = experts
+        self.chosen = chosen
+        self.sequence = tuple(group for group in sequence if group.size > 1)
+
+    @property
+    def needs_routed_tokens(self) -> bool:
+        """Whether `scaled` needs the tokens of the global batch that are no padding."""
+        return self.settings.z_loss > 0
+
+    def scaled(self, balance: Balance, loss_scale: float, batch: int, routed: Tensor) -> Balance:
+        """Returns a micro-batch's balance with the scales of its losses.
+
+        Args:
+            loss_scale: factor of all gradients. batch: sequences of the global batch.
+            routed: scalar, its tokens that are no padding, on any rank.
+        """
+        aux, z = self.settings.aux_loss, self.settings.z_loss
+        like = balance.lengths
+        return replace(
+            balance,
+            aux_scale=like.new_tensor(aux * loss_scale / batch) if aux else None,
+            z_scale=z * loss_scale / routed.clamp(min=1.0) if z else None,
+            sequence=self.sequence,
+        )
+
+    def take(self, like: Tensor) -> Tensor:
+        """Returns this rank's share of the sums of all layers since the last call, flat float64."""
+        shares = like.new_zeros(len(self.layers), self.experts + Tally.MORE)
+        for layer, router in self.routers.items():
+            shares[self.layers.index(layer)] = router.tally.take()
+        return shares.flatten()
+
+    def figures(self, totals: Sequence[float], batch: int) -> ExpertFigures:
+        """Returns the figures of a step, given `take` summed over the world."""
+        width = self.experts + Tally.MORE
+        rows = {n: totals[i * width : (i + 1) * width] for i, n in enumerate(self.layers)}
+        counts = {layer: [round(n) for n in row[: self.experts]] for layer, row in rows.items()}
+        tokens = {layer: max(1.0, sum(n) / self.chosen) for layer, n in counts.items()}
+        return ExpertFigures(
+            counts=counts,
+            aux={layer: row[-3] / batch for layer, row in rows.items()},
+            z={layer: row[-2] / tokens[layer] for layer, row in rows.items()},
+            entropy={layer: row[-1] / tokens[layer] for layer, row in rows.items()},
+        )
+
+    def update(self, figures: ExpertFigures) -> None:
+        """Updates the biases of this rank's routers after a step with finite gradients."""
+        for layer, router in self.routers.items():
+            if router.bias is not None:
+                counts = torch.tensor(figures.counts[layer], device=router.bias.device)
+                router.bias.copy_(updated_bias(router.bias, counts, self.settings.bias_update_rate))
+
+
+def updated_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
+    """Returns the bias after a step (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
+
+    `counts`: (experts,) tokens of the global batch. An expert with fewer than the mean rises by
+    `rate`, one with more falls by it.
+    """
+    counts = counts.double()
+    # Compared as whole numbers: the mean of counts may not be one.
+    direction = torch.sign(counts.sum() - counts * counts.numel())
+    return bias + rate * direction.to(bias.dtype)

@@ -1,0 +1,218 @@
+"""Two ways of tokens to the experts of other ranks, and back.
+
+| way | a rank gets | bytes for each token, in hidden states and each direction |
+|---|---|---|
+| gather | the tokens of all ranks of ep | ep − 1 |
+| all_to_all | each token once if it chose an expert there | (ep − 1) · p, see `share_sent` |
+
+A rank runs its own experts on what it got and returns one sum for each token, and the token's own
+rank adds these sums in the order of the ranks. All sizes are known from the forward: neither a
+backward nor a recomputation exchanges counts or waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm import collectives
+from parallel3d.comm.group import Group
+from parallel3d.config.values import AUTO
+from parallel3d.experts.grouped import Rows, sum_of_slots
+from parallel3d.experts.router import Choice, Routing
+
+GATHER, ALL_TO_ALL = "gather", "all_to_all"
+# (tokens (t, h), weights (t, slots), rows) → (t, h): the sums over this rank's experts.
+RunExperts = Callable[[Tensor, Tensor, Rows], Tensor]
+
+
+def share_sent(experts: int, chosen: int, ep: int) -> float:
+    """Returns the probability that a token has an expert on a given rank: 1 − C(E−E/ep, k)/C(E, k).
+
+    It is that of experts chosen at random; choices of trained routers are correlated, so that
+    fewer tokens are sent.
+    """
+    here = experts // ep
+    return 1.0 - math.comb(experts - here, chosen) / math.comb(experts, chosen)
+
+
+def chosen_way(way: str, experts: int, chosen: int, ep: int) -> str:
+    """Returns `gather` or `all_to_all`; for auto the one that sends less.
+
+    All-to-all sends choices and weights of a token besides, and waits for the counts, so it has to
+    send less by a tenth.
+    """
+    if way != AUTO:
+        return way
+    return ALL_TO_ALL if share_sent(experts, chosen, ep) < 0.9 else GATHER
+
+
+def dispatched(
+    x: Tensor,
+    routing: Routing,
+    choice: Choice,
+    experts: int,
+    ep: Group,
+    way: str,
+    run: RunExperts,
+) -> Tensor:
+    """Returns the weighed sums of the chosen experts' results: (n, hidden) → (n, hidden).
+
+    Args:
+        choice: keeps the order of rows and the ranks of tokens for a recomputation.
+        experts: number of all experts, of which each rank of `ep` holds an equal run.
+        run: runs this rank's experts.
+    """
+    local = experts // ep.size
+    if ep.size == 1:
+        if choice.rows is None:
+            choice.rows = Rows.of(routing.experts, local)
+        return run(x, routing.weights, choice.rows)
+    if way == GATHER:
+        return _by_gather(x, routing, choice, local, ep, run)
+    return _by_all_to_all(x, routing, choice, local, ep, run)
+
+
+def _local(experts: Tensor, local: int, index: int) -> Tensor:
+    """Returns numbers among the `local` experts of rank `index`; `local` for those of others."""
+    numbers = experts - local * index
+    return numbers.where((numbers >= 0) & (numbers < local), local)
+
+
+def _by_gather(
+    x: Tensor, routing: Routing, choice: Choice, local: int, ep: Group, run: RunExperts
+) -> Tensor:
+    if choice.rows is None:
+        experts = collectives.all_gather(routing.experts, ep)
+        choice.rows = Rows.of(_local(experts, local, ep.index), local)
+    tokens, weights = _Gather.apply(x, ep), _Gather.apply(routing.weights, ep)
+    return _Scatter.apply(run(tokens, weights, choice.rows), ep)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gathers (n, …) to (ep · n, …); the backward sums the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return collectives.all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.reduce_scatter(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """Reduce-scatters (ep · n, …) to (n, …)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return collectives.reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.all_gather(grad, ctx.group), None
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Which tokens of this rank went to which rank of ep.
+
+    Attributes:
+        tokens: (sent,) int64, this rank's token of each message, by rank and then by token.
+        places: (n, ep) int64, the message of each token to each rank; the number of messages for
+            none.
+        given, taken: messages to and from each rank.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    given: tuple[int, ...]
+    taken: tuple[int, ...]
+
+    @classmethod
+    def of(cls, experts: Tensor, local: int, ep: Group) -> Sent:
+        """Finds the ranks of the chosen experts (n, k); collective, and waits for the device."""
+        ranks = experts.div(local, rounding_mode="floor")
+        goes = torch.zeros(len(experts), ep.size, dtype=torch.bool, device=experts.device)
+        goes.scatter_(1, ranks, True)
+        numbers = goes.sum(0)
+        both = torch.stack((numbers, collectives.all_to_all(numbers, ep))).tolist()
+        given, taken = tuple(both[0]), tuple(both[1])
+        total = sum(given)
+        # A stable sort of (rank, token): the messages to rank 0 in the order of tokens, and so on.
+        flat = goes.t().flatten()
+        messages = (~flat).sort(stable=True).indices[:total]
+        places = torch.full_like(flat, total, dtype=torch.int64)
+        places[messages] = torch.arange(total, device=flat.device)
+        count = len(experts)
+        return cls(messages % max(count, 1), places.view(ep.size, count).t(), given, taken)
+
+
+def _by_all_to_all(
+    x: Tensor, routing: Routing, choice: Choice, local: int, ep: Group, run: RunExperts
+) -> Tensor:
+    if choice.sent is None:
+        choice.sent = Sent.of(routing.experts, local, ep)
+    sent = choice.sent
+    if choice.rows is None:
+        experts = _exchanged(routing.experts[sent.tokens], ep, sent.given, sent.taken)
+        choice.rows = Rows.of(_local(experts, local, ep.index), local)
+    tokens = _Exchange.apply(_Take.apply(x, sent), ep, sent.given, sent.taken)
+    weights = _Exchange.apply(_Take.apply(routing.weights, sent), ep, sent.given, sent.taken)
+    results = run(tokens, weights, choice.rows)
+    return _Sum.apply(_Exchange.apply(results, ep, sent.taken, sent.given), sent)
+
+
+def _exchanged(x: Tensor, ep: Group, given: tuple[int, ...], taken: tuple[int, ...]) -> Tensor:
+    """Sends `given[j]` rows of (sent, …) to rank j; the result is in order of senders."""
+    width = math.prod(x.shape[1:])
+    sizes = [[n * width for n in each] for each in (given, taken)]
+    return collectives.all_to_all_uneven(x.contiguous().view(-1), ep, *sizes).view(-1, *x.shape[1:])
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges rows; the backward sends the gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ep: Group, given: tuple[int, ...], taken: tuple[int, ...]
+    ) -> Tensor:
+        ctx.sizes = ep, taken, given
+        return _exchanged(x, ep, given, taken)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(grad, *ctx.sizes), None, None, None
+
+
+class _Take(torch.autograd.Function):
+    """Copies the tokens of all messages; the backward sums each token's gradients by rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sent) -> Tensor:
+        ctx.sent = sent
+        return x.index_select(0, sent.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sum_of_slots(grad, ctx.sent.places), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sums each token's results in the order of ranks: the adjoint of `_Take`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sent) -> Tensor:
+        ctx.sent = sent
+        return sum_of_slots(x, sent.places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.sent.tokens), None

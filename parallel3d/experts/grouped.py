@@ -1,0 +1,173 @@
+"""The experts of one rank: rows sorted by expert, grouped GEMMs, and sums in a fixed order.
+
+A token's weight multiplies the activation before the second GEMM. So nothing of the size of the
+results is kept, and the weight's gradient is a sum over a row (Guo et al. 2025, SonicMoE,
+arXiv:2512.14080).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel3d.device.matmul import matmul
+from parallel3d.parameters.gradients import add_grouped_gradient
+
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a rank's experts read: each is a token for one expert, sorted by expert.
+
+    Attributes:
+        counts: rows of each local expert, one after the other.
+        tokens: (rows,) int64, the token of each row.
+        slots: (rows,) int64, the place of each row in the flat (tokens, slots) table of choices.
+        places: (tokens, slots) int64, the row of each choice; the number of rows for none.
+    """
+
+    counts: tuple[int, ...]
+    tokens: Tensor
+    slots: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, experts: Tensor, count: int) -> Rows:
+        """Sorts the choices of t tokens: (t, slots), each a local expert below `count`, or `count`
+        for none. Rows of an expert are in the order of tokens."""
+        flat = experts.flatten()
+        numbers = torch.bincount(flat, minlength=count + 1)[:count]
+        counts = tuple(numbers.tolist())
+        total = sum(counts)
+        slots = flat.sort(stable=True).indices[:total]
+        places = torch.full_like(flat, total)
+        places[slots] = torch.arange(total, device=flat.device)
+        tokens = slots.div(experts.shape[1], rounding_mode="floor")
+        return cls(counts, tokens, slots, places.view(experts.shape))
+
+
+def sum_of_slots(rows: Tensor, places: Tensor) -> Tensor:
+    """Sums each token's rows in the order of its slots: (rows, h), (t, slots) → (t, h).
+
+    A place behind the last row adds nothing. Equal inputs give equal bits on every device, as
+    nothing is added atomically.
+    """
+    padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    total = padded.index_select(0, places[:, 0])
+    for slot in range(1, places.shape[1]):
+        total += padded.index_select(0, places[:, slot])
+    return total
+
+
+def grouped_matmul(rows: Tensor, weight: Tensor, counts: tuple[int, ...], rows_of: int) -> Tensor:
+    """Multiplies the rows of each expert by its part of `weight`: W (rows_of, in) of each.
+
+    Shapes: (rows, in), (experts · rows_of, in), → (rows, rows_of).
+    """
+    return _each(rows, weight.unflatten(0, (-1, rows_of)).transpose(1, 2), counts)
+
+
+def grouped_matmul_back(
+    grad: Tensor, weight: Tensor, counts: tuple[int, ...], rows_of: int
+) -> Tensor:
+    """Returns the gradient of `grouped_matmul`'s rows: (rows, rows_of) → (rows, in)."""
+    return _each(grad, weight.unflatten(0, (-1, rows_of)), counts)
+
+
+def _each(rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    first = 0
+    for count, matrix in zip(counts, matrices, strict=True):
+        if count:
+            out[first : first + count] = matmul(rows[first : first + count], matrix)
+        first += count
+    return out
+
+
+def run_experts(
+    x: Tensor, weights: Tensor, up: Tensor, down: Tensor, rows: Rows, activation: Activation
+) -> Tensor:
+    """Runs this rank's experts on t tokens: (t, hidden) → (t, hidden).
+
+    Args:
+        weights: (t, slots) of each choice, fp32 or better.
+        up: (experts · inner, hidden), down: (experts · hidden, ffn): the experts' matrices, one
+            after the other.
+        activation: the non-linearity, from `inner` to `ffn` features.
+    """
+    return _Experts.apply(x, weights, up, down, rows, activation)
+
+
+class _Experts(torch.autograd.Function):
+    """Keeps x, the result of `up` and the weights; everything else is computed again.
+
+    Weights of the experts are kept in `ctx` itself, like those of linear layers (`linear_ops`).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        rows: Rows,
+        activation: Activation,
+    ) -> Tensor:
+        ctx.up = up
+        ctx.down = down
+        ctx.rows = rows
+        ctx.activation = activation
+        taken = x.index_select(0, rows.tokens)
+        inner = grouped_matmul(taken, up, rows.counts, _rows_of(up, rows))
+        ctx.save_for_backward(x, weights, inner)
+        active = _weighed(inner, weights.flatten()[rows.slots], activation)
+        out = grouped_matmul(active, down, rows.counts, _rows_of(down, rows))
+        return sum_of_slots(out, rows.places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, inner = ctx.saved_tensors
+        x = x.detach()
+        rows, up, down = ctx.rows, ctx.up, ctx.down
+        grad = grad.contiguous()
+        grad_out = grad.index_select(0, rows.tokens)
+        grad_active = grouped_matmul_back(grad_out, down, rows.counts, _rows_of(down, rows))
+        chosen = weights.detach().flatten()[rows.slots]
+        with torch.enable_grad():
+            leaves = inner.detach().requires_grad_(), chosen.requires_grad_()
+            active = _weighed(*leaves, ctx.activation)
+        grad_inner, grad_chosen = torch.autograd.grad(active, leaves, grad_active)
+        active, chosen, inner = active.detach(), chosen.detach(), inner.detach()
+        grad_rows = grouped_matmul_back(grad_inner, up, rows.counts, _rows_of(up, rows))
+        grad_x = sum_of_slots(grad_rows, rows.places)
+        grad_weights = torch.zeros_like(weights).flatten()
+        grad_weights[rows.slots] = grad_chosen
+
+        # A deferred gradient keeps the tokens and `inner`, not the rows and the activations.
+        def active_rows() -> Tensor:
+            return _weighed(inner, chosen, ctx.activation)
+
+        grad_down = add_grouped_gradient(
+            down, partial(grad.index_select, 0, rows.tokens), active_rows, rows.counts
+        )
+        grad_up = add_grouped_gradient(
+            up, lambda: grad_inner, partial(x.index_select, 0, rows.tokens), rows.counts
+        )
+        return grad_x, grad_weights.view_as(weights), grad_up, grad_down, None, None
+
+
+def _rows_of(weight: Tensor, rows: Rows) -> int:
+    return weight.shape[0] // len(rows.counts)
+
+
+def _weighed(inner: Tensor, weights: Tensor, activation: Activation) -> Tensor:
+    """Returns activations times the rows' weights, rounded once: (rows, inner) → (rows, ffn)."""
+    active = activation(inner)
+    return (active.to(weights.dtype) * weights.unsqueeze(-1)).to(active.dtype)

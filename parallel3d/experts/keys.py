@@ -1,0 +1,150 @@
+"""Keys of mixtures of experts: the model, its balance, and how tokens reach the experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from parallel3d.config.conflicts import Conflict, Is, Other, Where
+from parallel3d.config.values import (
+    AUTO,
+    FREE,
+    LAYOUT,
+    REFUSED,
+    key,
+)
+
+
+@dataclass
+class ExpertKeys:
+    """The experts of a model, and the router that chooses among them for each token."""
+
+    RESUME: ClassVar[str] = REFUSED
+    num_experts: int = key(
+        0,
+        "experts of a layer, of which each token uses experts_per_token; 0: ordinary MLPs",
+        minimum=0,
+        maximum=4096,
+        tried=(8,),
+    )
+    experts_per_token: int = key(2, "experts that each token uses", minimum=1)
+    expert_ffn_size: int | None = key(None, "width of an expert; null: ffn_hidden_size", minimum=1)
+    shared_expert_size: int = key(
+        0, "width of the shared expert, which every token uses; 0: none", minimum=0
+    )
+    shared_expert_gate: bool = key(
+        False, "the shared expert's output is multiplied by a sigmoid of the token (Qwen2-MoE)"
+    )
+    router_score: str = key(
+        "softmax",
+        "the router's scores: softmax over all experts, or sigmoid of each (DeepSeek-V3)",
+        choices=("softmax", "sigmoid"),
+    )
+    router_normalize: bool = key(True, "the weights of a token's experts are divided by their sum")
+    router_scale: float = key(1.0, "factor of the weights of a token's experts", above=0)
+    router_bias: bool = key(
+        False,
+        "a bias of each expert's score that changes the choice alone, and is updated once a step "
+        "so that experts get equally many tokens (DeepSeek-V3 report, §2.1.2)",
+    )
+    router_groups: int = key(
+        1,
+        "groups of experts, of which a token uses router_top_groups; a group's score is its best "
+        "expert's, and with sigmoid the sum of its two best",
+        minimum=1,
+    )
+    router_top_groups: int = key(1, "groups of experts that each token may use", minimum=1)
+    dense_layers: list[int] = key(
+        [], "layers with an ordinary MLP in place of experts, as [0,1,2], counted from 0"
+    )
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer has experts in place of an MLP."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+
+@dataclass
+class ExpertLayoutKeys:
+    """Expert parallelism, which shares the ranks of a pipeline stage with tp, cp and dp."""
+
+    ep: int = key(
+        1,
+        "expert-parallel size: the ranks of a pipeline stage (tp · cp · dp) are divided into "
+        "groups of so many, which hold each expert once; it does not multiply the world size",
+        minimum=1,
+        resume=LAYOUT,
+        tried=(2,),
+    )
+
+
+@dataclass
+class ExpertsConfig:
+    """Balance of a mixture of experts, and the way of tokens to the experts."""
+
+    aux_loss: float = key(
+        0.0,
+        "coefficient of the auxiliary loss of each sequence (DeepSeek-V3 report, eq. 17)",
+        minimum=0,
+        tried=(0.01,),
+    )
+    z_loss: float = key(
+        0.0,
+        "coefficient of the mean squared log-sum-exp of the router's logits (ST-MoE, Zoph et al. "
+        "2022)",
+        minimum=0,
+        tried=(0.001,),
+    )
+    bias_update_rate: float = key(
+        0.001,
+        "change of the router's bias in a step, with model.router_bias",
+        minimum=0,
+    )
+    dispatch: str = key(
+        AUTO,
+        "how tokens reach the experts of other ranks: gather gives each rank the tokens of all "
+        "ranks of its group, all_to_all sends a token once to each rank with an expert of it; "
+        "auto takes the one that sends less",
+        choices=(AUTO, "gather", "all_to_all"),
+        resume=FREE,
+        tried=("gather", "all_to_all"),
+    )
+
+
+def _is_mixture(num_experts: int) -> bool:
+    return num_experts > 0
+
+
+EXPERTS = Where(_is_mixture, 8)
+
+CONFLICTS = (
+    Conflict(
+        {"model.num_experts": EXPERTS, "tp": Other(1), "sp": Is(False)},
+        "{model.num_experts} needs each token on one rank, but {sp} repeats the tokens on {tp} "
+        "ranks",
+        (("sp", True), ("tp", 1)),
+    ),
+    Conflict(
+        {"model.num_experts": EXPERTS, "model.bias": Is(True)},
+        "{model.num_experts}: experts have no biases, but {model.bias}",
+        (("model.bias", False),),
+    ),
+    Conflict(
+        {"model.num_experts": Is(0), "ep": Other(1)},
+        "{ep} divides experts over ranks, but {model.num_experts}",
+        (("ep", 1),),
+    ),
+    *(
+        Conflict(
+            {"model.num_experts": EXPERTS, other: Other(off)},
+            f"{{model.num_experts}} does not work with {{{other}}} yet",
+            ((other, off),),
+        )
+        for other, off in (
+            ("compile", False),
+            ("mlp_chunk_tokens", None),
+            ("ddp.hierarchical", False),
+            ("ddp.shard_size", None),
+            ("train.noise_scale", False),
+        )
+    ),
+)

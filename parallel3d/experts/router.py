@@ -1,0 +1,187 @@
+"""The router: scores of a token's experts, their choice, and their weights.
+
+All families are one function of five settings (`RouterSettings`). Scores are fp32, or fp64 in an
+fp64 model. The choice is made once for each micro-batch and is kept (`Choice`): a recomputed
+forward that chose again could choose other experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.config.schema import ModelConfig
+from parallel3d.device.matmul import linear, matmul
+from parallel3d.experts.balance import Balance, BalanceLosses, Tally
+from parallel3d.parameters.gradients import add_gradient
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+from parallel3d.parameters.state import state_of
+
+if TYPE_CHECKING:
+    from parallel3d.experts.dispatch import Sent
+    from parallel3d.experts.grouped import Rows
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """The settings by which routers differ; see `experts.keys.ExpertKeys`."""
+
+    score: str
+    experts: int
+    chosen: int
+    normalize: bool
+    scale: float
+    groups: int
+    top_groups: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> RouterSettings:
+        return cls(
+            score=model.router_score,
+            experts=model.num_experts,
+            chosen=model.experts_per_token,
+            normalize=model.router_normalize,
+            scale=model.router_scale,
+            groups=model.router_groups,
+            top_groups=model.router_top_groups,
+        )
+
+
+class Routing(NamedTuple):
+    """The experts of n tokens, best first, and their weights: (n, k) int64, and fp32 or better."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+@dataclass
+class Choice:
+    """What a layer has decided about the tokens of a micro-batch, for its recomputation.
+
+    The first forward fills it in; a recomputed one reads it.
+
+    Attributes:
+        experts: (n, k), as in `Routing`.
+        counts: (b, experts) tokens of each whole sequence that chose an expert, for the auxiliary
+            loss.
+        sent: which tokens went to which rank.
+        rows: the order in which this rank's experts read their tokens.
+    """
+
+    experts: Tensor | None = None
+    counts: Tensor | None = None
+    sent: Sent | None = None
+    rows: Rows | None = None
+
+
+def scores_of(logits: Tensor, settings: RouterSettings) -> Tensor:
+    """Returns the scores of all experts: (n, experts) → the same."""
+    return logits.sigmoid() if settings.score == "sigmoid" else logits.softmax(-1)
+
+
+def ranked(values: Tensor, count: int) -> Tensor:
+    """Returns the places of the `count` largest values of each row, ties by the lower place."""
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def choose(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Tensor:
+    """Returns the experts of each token, best first: (n, experts) → (n, k) int64.
+
+    `bias` changes the choice alone. With groups, experts outside of a token's best groups are not
+    chosen (DeepSeek-V3 report, §2.1.2).
+    """
+    values = scores.detach()
+    if bias is not None:
+        values = values + bias
+    if settings.top_groups < settings.groups:
+        grouped = values.unflatten(-1, (settings.groups, -1))
+        best = grouped.sort(dim=-1, descending=True).values
+        of_groups = best[..., :2].sum(-1) if settings.score == "sigmoid" else best[..., 0]
+        kept = torch.zeros_like(of_groups, dtype=torch.bool)
+        kept.scatter_(-1, ranked(of_groups, settings.top_groups), True)
+        values = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
+    return ranked(values, settings.chosen)
+
+
+def weights_of(scores: Tensor, experts: Tensor, settings: RouterSettings) -> Tensor:
+    """Returns the weights of the chosen experts: (n, k)."""
+    weights = scores.gather(-1, experts)
+    if settings.normalize:
+        total = weights.sum(-1, keepdim=True)
+        # The bound of transformers and DeepSeek-V3; a sum of softmax scores is never zero.
+        weights = weights / (total + 1e-20 if settings.score == "sigmoid" else total)
+    return weights * settings.scale
+
+
+class Router(nn.Module):
+    """Scores every token's experts and chooses among them; replicated over tp.
+
+    Attributes:
+        bias: (experts,) of the choice, fp32 or fp64; None without `model.router_bias`. It is a
+            state and no parameter: the optimizer, clipping and averaging do not know it.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, name: str, model: ModelConfig, init: Initializer) -> None:
+        super().__init__()
+        self.name = name
+        self.settings = RouterSettings.of(model)
+        shape = (model.num_experts, model.hidden_size)
+        shard = ShardSpec(f"{name}.weight", shape, (0, 0), shape, std=model.init_std)
+        self.weight = init.parameter(ParameterSpec(shape, (shard,), replicated=True))
+        bias = None
+        if model.router_bias:
+            bias = torch.zeros(model.num_experts, dtype=init.dtype, device=init.device)
+        # Not a buffer: modules convert buffers to bf16 with their parameters, which would erase
+        # the differences that balance the experts.
+        self.bias = bias
+        self.tally = Tally(model.num_experts, init.device)
+
+    def forward(self, x: Tensor, choice: Choice, balance: Balance | None) -> Routing:
+        """Routes tokens: (b, s, hidden) → n = b · s tokens.
+
+        Args:
+            choice: of an earlier forward of the same tokens; an empty one is filled in.
+            balance: the balancing losses' share of the micro-batch; None: tokens are not counted.
+        """
+        logits = _Logits.apply(x, self.weight).flatten(0, -2)
+        scores = scores_of(logits, self.settings)
+        is_first = choice.experts is None
+        if choice.experts is None:
+            choice.experts = choose(scores, self.bias, self.settings)
+        weights = weights_of(scores, choice.experts, self.settings)
+        if balance is not None:
+            losses = BalanceLosses.of(logits, scores, choice.experts, balance, choice.counts)
+            choice.counts = losses.counts
+            if is_first:
+                self.tally.add(losses)
+            weights = losses.through(weights, balance)
+        return Routing(choice.experts, weights)
+
+
+class _Logits(torch.autograd.Function):
+    """Computes x·Wᵀ in fp32 or better: products of bf16 numbers are exact there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return linear(x.to(wide), weight.to(wide))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        grad_x = matmul(grad, weight.to(grad.dtype)).to(x.dtype)
+        rows = grad.flatten(0, -2)
+        grad_weight = matmul(rows.t(), x.flatten(0, -2).to(grad.dtype))
+        if state_of(weight).main_grad is None:
+            return grad_x, grad_weight.to(weight.dtype)
+        add_gradient(weight, grad_weight)
+        return grad_x, None

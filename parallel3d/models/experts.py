@@ -1,0 +1,119 @@
+"""The layer of experts that stands in place of an MLP: router, experts, shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel3d.config.schema import ModelConfig
+from parallel3d.experts.balance import Balance
+from parallel3d.experts.dispatch import chosen_way, dispatched
+from parallel3d.experts.grouped import Rows, run_experts
+from parallel3d.experts.router import Choice, Router
+from parallel3d.models.layers import BuildContext, output_std
+from parallel3d.models.mlp import MLP, activate
+from parallel3d.models.recompute import recomputed
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+
+
+class Experts(nn.Module):
+    """Holds this rank's experts: their matrices, one after the other.
+
+    Every rank of edp holds the same ones. They have no biases.
+    """
+
+    def __init__(self, prefix: str, model: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        self.count = model.num_experts // ctx.ep.size
+        self.activation = model.activation
+        first, hidden, width = self.count * ctx.ep.index, model.hidden_size, model.expert_size
+        inner = ("gate", "up") if model.activation == "swiglu" else ("up",)
+        up, down = [], []
+        for number in range(self.count):
+            name = f"{prefix}.{first + number}"
+            for i, part in enumerate(inner):
+                row = width * (number * len(inner) + i)
+                full = (width, hidden)
+                up.append(_whole(f"{name}.{part}.weight", full, row, model.init_std))
+            full = (hidden, width)
+            down.append(_whole(f"{name}.down.weight", full, number * hidden, output_std(model)))
+        self.up = ctx.init.parameter(_spec(up))
+        self.down = ctx.init.parameter(_spec(down))
+
+    def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
+        """Returns the weighed sums over this rank's experts: (t, hidden) → (t, hidden)."""
+        return run_experts(x, weights, self.up, self.down, rows, partial(activate, self.activation))
+
+
+def _whole(name: str, shape: tuple[int, int], row: int, std: float) -> ShardSpec:
+    return ShardSpec(name, shape, (0, 0), shape, row, std)
+
+
+def _spec(shards: list[ShardSpec]) -> ParameterSpec:
+    rows = sum(shard.shape[0] for shard in shards)
+    shape = (rows, shards[0].shape[1])
+    return ParameterSpec(shape, tuple(shards), replicated=False, is_expert=True)
+
+
+class MixtureOfExperts(nn.Module):
+    """Sends each token to its chosen experts, and adds the shared expert's result.
+
+    Under sequence parallelism the experts take this rank's tokens as they are: each token is on
+    exactly one rank. The shared expert is an ordinary tensor-parallel MLP.
+    """
+
+    def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
+        super().__init__()
+        prefix = f"layers.{layer}.mlp"
+        self.recompute = ctx.recompute
+        self.tp = ctx.tp
+        self.sp = ctx.sequence_parallel
+        self.ep = ctx.ep
+        self.total = model.num_experts
+        self.way = chosen_way(ctx.dispatch, self.total, model.experts_per_token, ctx.ep.size)
+        self.router = Router(f"{prefix}.router", model, ctx.init)
+        self.experts = Experts(f"{prefix}.experts", model, ctx)
+        self.shared = self.shared_gate = None
+        if model.shared_expert_size:
+            # The layer itself recomputes its norm, or all of it.
+            inside = replace(ctx, recompute=ctx.recompute - {"norm", "mlp"})
+            width = model.shared_expert_size
+            self.shared = MLP(f"{prefix}.shared", width, model, inside, bias=False)
+            if model.shared_expert_gate:
+                shape = (1, model.hidden_size)
+                name = f"{prefix}.shared_gate.weight"
+                shard = ShardSpec(name, shape, (0, 0), shape, std=model.init_std)
+                self.shared_gate = ctx.init.parameter(ParameterSpec(shape, (shard,), True))
+
+    def forward(
+        self,
+        x: Tensor,
+        norm: Callable[[Tensor], Tensor],
+        choice: Choice,
+        balance: Balance | None,
+    ) -> Tensor:
+        """Computes the layer: (b, s, hidden), or (b, s/tp, hidden) under sequence parallelism."""
+        if {"mlp", "norm"} <= self.recompute:
+            return recomputed(lambda x: self.inner(norm(x), choice, balance), x)
+        if "mlp" in self.recompute:
+            return recomputed(self.inner, norm(x), choice, balance)
+        return self.inner(norm(x), choice, balance)
+
+    def inner(self, x: Tensor, choice: Choice, balance: Balance | None) -> Tensor:
+        if balance is not None and self.sp:
+            balance = balance.at(self.tp.index, self.tp.size)
+        routing = self.router(x, choice, balance)
+        tokens = x.flatten(0, -2)
+        given = (tokens, routing, choice, self.total, self.ep, self.way, self.experts)
+        y = dispatched(*given).view_as(x)
+        if self.shared is None:
+            return y
+        shared = self.shared(x, nn.Identity())
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(F.linear(x, self.shared_gate))
+        return y + shared

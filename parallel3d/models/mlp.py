@@ -1,0 +1,80 @@
+"""The MLP of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel3d.config.schema import ModelConfig
+from parallel3d.models.layers import BuildContext, output_std
+from parallel3d.models.ops import swiglu
+from parallel3d.models.recompute import checkpoint_up_to_linear
+from parallel3d.parameters.state import state_of
+from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+
+def activate(activation: str, x: Tensor) -> Tensor:
+    """Applies `model.activation`; for swiglu from 2f features, gate and up, to f."""
+    if activation == "swiglu":
+        return swiglu(x)
+    if activation == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class MLP(nn.Module):
+    """Runs two GEMMs with a non-linearity; SwiGLU's gate and up share the first.
+
+    Args:
+        prefix: beginning of the names of its parameters. ffn: its width.
+    """
+
+    def __init__(
+        self, prefix: str, ffn: int, model: ModelConfig, ctx: BuildContext, *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.activation = model.activation
+        self.recompute = ctx.recompute
+        self.chunks = ctx.mlp_chunks if "mlp" in ctx.recompute else 1
+        names = ("gate", "up") if self.activation == "swiglu" else ("up",)
+        common = ctx.linear_arguments | {"bias": bias}
+        self.up = ColumnParallelLinear(
+            model.hidden_size, dict.fromkeys(names, ffn), name=prefix, std=model.init_std, **common
+        )
+        self.down = RowParallelLinear(
+            ffn,
+            model.hidden_size,
+            name=f"{prefix}.down",
+            std=output_std(model),
+            **common,
+        )
+
+    def forward(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+        if {"mlp", "norm"} <= self.recompute:
+            return self.in_chunks(lambda x: self.inner(norm(x)), x)
+        if "mlp" in self.recompute:
+            return self.in_chunks(self.inner, norm(x))
+        x = checkpoint_up_to_linear(self.up, norm, x, recompute="norm" in self.recompute)
+        return checkpoint_up_to_linear(
+            self.down, self.activate, x, recompute="activation" in self.recompute
+        )
+
+    def in_chunks(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Returns down(function(x)), recomputed in the backward, for chunks of tokens."""
+        if self.chunks == 1:
+            return checkpoint_up_to_linear(self.down, function, x, recompute=True)
+        chunks = x.chunk(self.chunks, dim=1)
+        for linear in (self.up, self.down):
+            state_of(linear.weight).additions = len(chunks)
+        run = partial(checkpoint_up_to_linear, self.down, function, recompute=True)
+        return torch.cat([run(chunk) for chunk in chunks], dim=1)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.activate(self.up(x))
+
+    def activate(self, x: Tensor) -> Tensor:
+        return activate(self.activation, x)
