@@ -99,7 +99,7 @@ def expert_balance(
     return BalanceOfRun(
         blueprint.balance,
         {int(n): b.mlp.router for n, b in blocks if isinstance(b.mlp, MixtureOfExperts)},
-        [layer for layer in range(model.num_layers) if model.has_experts(layer)],
+        model.expert_layers,
         model.num_experts,
         model.experts_per_token,
         (groups.tp, groups.cp),

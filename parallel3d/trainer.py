@@ -37,7 +37,7 @@ from parallel3d.experts.balance import ExpertFigures
 from parallel3d.metrics.jsonl import Score
 from parallel3d.optim.optimizer import learning_rate
 from parallel3d.parameters.gather import gather_parameters
-from parallel3d.parameters.slices import ParameterSlice, parameter_slices
+from parallel3d.parameters.slices import ParameterSlice, parameter_slices, state_slice
 from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.tensor_parallel.partial_gradients import (
@@ -460,7 +460,11 @@ class Trainer:
         return self.optimizer.squared_norm(summed_in).to(self.device)
 
     def parameter_slices(self) -> list[ParameterSlice]:
-        return parameter_slices(self.optimizer.groups)
+        states = {} if self.balance is None else self.balance.states
+        return [
+            *parameter_slices(self.optimizer.groups),
+            *(state_slice(name, values, self.groups) for name, values in states.items()),
+        ]
 
     def progress(self) -> dict[str, Any]:
         return {

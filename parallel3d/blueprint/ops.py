@@ -253,6 +253,7 @@ def cached_ops(w: Widths, parts: frozenset[str]) -> LayerOps:
 # * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
 #   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
 # * Recomputed activations never count: this is model (MFU), not hardware (HFU) utilisation.
+# * Experts count as far as a token uses them, with their router.
 # * The output head counts `vocab_size` tokens, without padding.
 
 
@@ -267,4 +268,13 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     """
     ops = layer_ops(widths(model))
     forward = model.num_layers * flops(ops, 2 * seq_length)  # attention in full
+    forward += len(model.expert_layers) * _more_by_experts(model)
     return float(3 * forward + 6 * model.hidden_size * model.vocab_size)
+
+
+def _more_by_experts(model: ModelConfig) -> float:
+    """Returns the forward FLOPs per token of a layer with experts, less those of an MLP."""
+    matrices, hidden = (3 if model.activation == "swiglu" else 2), model.hidden_size
+    width = model.experts_per_token * model.expert_size + model.shared_expert_size - model.ffn_size
+    router = model.num_experts + int(model.shared_expert_gate)
+    return 2.0 * hidden * (matrices * width + router)

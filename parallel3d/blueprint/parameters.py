@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ class LocalParameter(NamedTuple):
             on several ranks, and norms of heads, since each rank has its own heads.
         owners: sets of ranks with different shared elements.
         tied: it is the weight of both embedding and head.
+        expert: it holds experts, whose gradients are summed over edp.
     """
 
     name: str
@@ -33,6 +34,7 @@ class LocalParameter(NamedTuple):
     shared: int = 0
     owners: int = 1
     tied: bool = False
+    expert: bool = False
 
 
 def stage_parameters(
@@ -43,6 +45,7 @@ def stage_parameters(
     last: bool,
     *,
     borrows_table: bool = False,
+    ep: int = 1,
 ) -> list[LocalParameter]:
     """Lists the parameters of a rank whose stage has `layers`, the embedding if `first`, and the
     head if `last`, including vocabulary padding. They are in the order of
@@ -53,8 +56,9 @@ def stage_parameters(
     the head's stage `borrows_table` from the first stage on the same rank.
     """
     found = list(_embedding(model, tp)) if first else []
-    of_layer = _layer(widths(model, tp), tp, model.kv_heads) if layers else ()
+    dense = _layer(widths(model, tp), tp, model.kv_heads) if layers else ()
     for layer in layers:
+        of_layer = _with_experts(dense, model, tp, ep) if model.has_experts(layer) else dense
         found += [p._replace(name=f"layers.{layer}.{p.name}") for p in of_layer]
     if last:
         shared = model.tie_embeddings and (first or borrows_table)
@@ -87,6 +91,29 @@ def _layer(w: Widths, tp: int, kv_heads: int) -> tuple[LocalParameter, ...]:
     return tuple(found)
 
 
+def _with_experts(
+    dense: Sequence[LocalParameter], model: ModelConfig, tp: int, ep: int
+) -> list[LocalParameter]:
+    """Returns a layer's parameters with experts in place of the MLP, in the module's order."""
+    hidden, width = model.hidden_size, model.expert_size
+    inner = 2 if model.activation == "swiglu" else 1
+    here = model.num_experts // ep
+    found = [p for p in dense if not p.name.startswith("mlp.")]
+    if model.shared_expert_gate:
+        found.append(LocalParameter("mlp.shared_gate", hidden, True, hidden))
+    found += [
+        LocalParameter("mlp.router.weight", model.num_experts * hidden, True, hidden),
+        LocalParameter("mlp.experts.up", here * inner * width * hidden, False, hidden, expert=True),
+        LocalParameter("mlp.experts.down", here * hidden * width, False, width, expert=True),
+    ]
+    if shared := model.shared_expert_size // tp:
+        found += [
+            LocalParameter("mlp.shared.up.weight", inner * shared * hidden, tp == 1, hidden),
+            LocalParameter("mlp.shared.down.weight", hidden * shared, tp == 1, shared),
+        ]
+    return found
+
+
 def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:
     if model.position_embedding == "learned":
         numel = model.max_positions * model.hidden_size
@@ -116,5 +143,16 @@ def parameter_count(model: ModelConfig) -> int:
     """Counts distinct trainable parameters of the unpadded model; a tied weight counts once."""
     unpadded = replace(model, vocab_multiple=1)
     ends = sum(p.numel for p in stage_parameters(unpadded, 1, range(0), True, True))
-    layer = sum(p.numel for p in stage_parameters(unpadded, 1, range(1), False, False))
-    return ends + model.num_layers * layer
+    layers = stage_parameters(unpadded, 1, range(model.num_layers), False, False)
+    return ends + sum(p.numel for p in layers)
+
+
+def active_parameter_count(model: ModelConfig) -> int:
+    """Counts the parameters that one token uses: experts_per_token of the experts."""
+    unused = 0
+    if model.num_experts:
+        inner = 3 if model.activation == "swiglu" else 2
+        expert = inner * model.expert_size * model.hidden_size
+        layers = len(model.expert_layers)
+        unused = layers * (model.num_experts - model.experts_per_token) * expert
+    return parameter_count(model) - unused

@@ -55,6 +55,7 @@ from parallel3d.errors import TrainingFailure, UserError
 from parallel3d.files import plain
 from parallel3d.metrics.provenance import versions
 from parallel3d.optim.optimizer import EMA
+from parallel3d.parameters.slices import STATE
 from parallel3d.text import count
 from parallel3d.trainer import Trainer
 
@@ -180,7 +181,8 @@ def _to_read(trainer: Trainer, manifest: Manifest) -> State:
     state = chunks_by_name(trainer.parameter_slices(), shared=False)
     if not manifest.has_weights_alone:
         return {k: v for k, v in state.items() if manifest.has_ema or not k.startswith(f"{EMA}/")}
-    weights = {k: v for k, v in state.items() if k.startswith(f"{PARAMETER}/")}
+    kept = (f"{PARAMETER}/", f"{STATE}/")
+    weights = {k: v for k, v in state.items() if k.startswith(kept)}
     for name in state.keys() - weights.keys():
         for _, values in state[name].chunks:
             values.zero_()
@@ -334,8 +336,10 @@ class Checkpoints:
         if not wait:
             trainer.before_update = self.saver.copied.wait
         self.number += 1
-        elements = parameter_count(self.config.model)
-        save = Save(step, self.number, state, self._facts(trainer), elements)
+        model = self.config.model
+        states = len(model.expert_layers) * model.num_experts if model.router_bias else 0
+        facts = self._facts(trainer)
+        save = Save(step, self.number, state, facts, parameter_count(model), states)
         self.step_in_flight = self.saved_step = step
         # After the last step the values do not change and need no copy.
         copies = step < self.length.last_step

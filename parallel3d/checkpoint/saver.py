@@ -57,6 +57,7 @@ from parallel3d.files import (
     replace_durably,
 )
 from parallel3d.parameters.segments import Chunk
+from parallel3d.parameters.slices import STATE
 from parallel3d.private_names import default_store, foreach_copy_
 
 if TYPE_CHECKING:
@@ -229,12 +230,13 @@ def count_elements(state: State) -> dict[str, int]:
     return dict(counts)
 
 
-def is_complete(totals: Counter[str], elements: int) -> bool:
+def is_complete(totals: Counter[str], elements: int, states: int = 0) -> bool:
     """Returns whether each kind has all elements; some have Muon's momentum, the others AdamW's
-    moments."""
+    moments. `states`: elements of the states that are not stepped."""
     others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
-    everywhere = all(n + totals[others.get(kind, "")] == elements for kind, n in totals.items())
-    return everywhere and totals[PARAMETER] == elements
+    stepped = {kind: n for kind, n in totals.items() if kind != STATE}
+    everywhere = all(n + totals[others.get(kind, "")] == elements for kind, n in stepped.items())
+    return everywhere and totals[PARAMETER] == elements and totals[STATE] == states
 
 
 def failed(rank: int, error: Exception) -> SaveResult:
@@ -397,13 +399,15 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Save:
-    """Describes a save in flight; `facts` lacks the files, `elements` counts all parameters."""
+    """Describes a save in flight; `facts` lacks the files, `elements` counts all parameters and
+    `states` the elements of states that are not stepped."""
 
     step: int
     number: int
     state: State
     facts: Manifest
     elements: int
+    states: int = 0
 
 
 class Saver:
@@ -512,8 +516,9 @@ class Saver:
     def _complete(self, save: Save, parts: list[SaveResult]) -> SaveResult:
         """Makes the checkpoint from all parts. Raises OSError and RuntimeError if it cannot."""
         totals: Counter[str] = sum((Counter(part.elements) for part in parts), Counter())
-        if not is_complete(totals, save.elements):
-            raise RuntimeError(f"the ranks wrote {dict(totals)} elements, not {save.elements}")
+        if not is_complete(totals, save.elements, save.states):
+            wanted = f"{save.elements} and {save.states} of states"
+            raise RuntimeError(f"the ranks wrote {dict(totals)} elements, not {wanted}")
         files = [part.file for part in parts if part.file is not None]
         complete(self._unfinished(save), save.facts, files)
         return SaveResult(notes=tuple(self._clean_up(save)))

@@ -281,11 +281,12 @@ def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
     from parallel3d.checkpoint.storage import chunks_by_name, read_state
     from parallel3d.comm.exchange import all_gather_json
     from parallel3d.optim.optimizer import EMA
+    from parallel3d.parameters.slices import STATE
 
     config, slices = trainer.config, trainer.parameter_slices()
     kinds = {kind for s in slices for kind in s.values} - {EMA} if config.init_optimizer else set()
     for i, s in enumerate(slices):
-        values = {k: v for k, v in s.values.items() if k in kinds or k == PARAMETER}
+        values = {k: v for k, v in s.values.items() if k in kinds or k in (PARAMETER, STATE)}
         slices[i] = dataclasses.replace(s, values=values)
     state = chunks_by_name(slices, shared=False)
 

@@ -168,6 +168,7 @@ class ExpertFigures(NamedTuple):
 class Routed(Protocol):
     """A router, as far as the balance of a run reads it."""
 
+    name: str
     bias: Tensor | None
     tally: Tally
 
@@ -197,6 +198,12 @@ class BalanceOfRun:
         self.experts = experts
         self.chosen = chosen
         self.sequence = tuple(group for group in sequence if group.size > 1)
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """The biases of this rank's routers, by full name: they are saved with the parameters."""
+        routers = self.routers.values()
+        return {f"{r.name}.bias": r.bias for r in routers if r.bias is not None}
 
     @property
     def needs_routed_tokens(self) -> bool:

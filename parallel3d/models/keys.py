@@ -183,6 +183,11 @@ class ModelConfig(ExpertKeys, TransformerKeys):  # the fields of the last base c
         return self.expert_ffn_size or self.ffn_size
 
     @property
+    def expert_layers(self) -> list[int]:
+        """The layers with experts in place of an MLP."""
+        return [layer for layer in range(self.num_layers) if self.has_experts(layer)]
+
+    @property
     def max_positions(self) -> int:
         """Rows of the learned position table, also where `max_position_embeddings` is null."""
         return self.max_position_embeddings or self.seq_length

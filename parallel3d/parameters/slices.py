@@ -5,12 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from parallel3d.optim.optimizer import FlatGroup
-from parallel3d.parameters.copies import Copies
-from parallel3d.parameters.spec import ParameterSpec
+from parallel3d.parameters.copies import Copies, copy_groups
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+
+if TYPE_CHECKING:
+    from parallel3d.comm.process_groups import ProcessGroups
+
+STATE = "state"
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,8 @@ class ParameterSlice:
     Attributes:
         start: first element of the slice in the flattened local parameter.
         values: flat live views of equal length, fp32 or better: "parameter" (the master) and the
-            optimizer's "exp_avg" and "exp_avg_sq", or "momentum" (or bf16), and "ema".
+            optimizer's "exp_avg" and "exp_avg_sq", or "momentum" (or bf16), and "ema"; or "state"
+            alone (`state_slice`).
     """
 
     name: str
@@ -28,6 +35,17 @@ class ParameterSlice:
     start: int
     values: dict[str, Tensor]
     copies: Copies
+
+
+def state_slice(name: str, values: Tensor, groups: ProcessGroups) -> ParameterSlice:
+    """Returns a slice of a tensor that training keeps but does not step.
+
+    `name`: its full name. `values`: flat, live, and equal on all ranks of a pipeline stage.
+    """
+    shape = tuple(values.shape)
+    shard = ShardSpec(name, shape, (0,), shape)
+    spec = ParameterSpec(shape, (shard,), replicated=True)
+    return ParameterSlice(name, spec, 0, {STATE: values}, copy_groups(spec, groups).of(spec, shard))
 
 
 def parameter_slices(groups: Iterable[FlatGroup]) -> list[ParameterSlice]:
