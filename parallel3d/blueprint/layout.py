@@ -35,7 +35,8 @@ class Layout:
     §3.1: tensor-parallel ranks adjacent, so that they share a node's NVLink).
 
     `ep`: expert-parallel size. The ranks of a pipeline stage, ascending, are cut into runs of ep
-        (groups "ep"); ranks at equal places of the runs hold the same experts (groups "edp").
+        (groups "ep"); ranks at equal places of the runs hold the same experts (groups "edp"). 0
+        stands for a model without experts, which has no such groups.
     `loops`: how often a pipeline's stages loop over its ranks (`Blueprint.looped_layout`); with
         more than one loop the last rank sends to the first.
 
@@ -49,7 +50,7 @@ class Layout:
     cp: int = 1
     order: str = DEFAULT_ORDER
     loops: int = 1
-    ep: int = 1
+    ep: int = 0
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:
@@ -57,7 +58,7 @@ class Layout:
                 raise ValueError(f"{name}={self.size(name)} must be at least 1")
         if self.loops < 1:
             raise ValueError(f"loops={self.loops} must be at least 1")
-        if self.ep < 1 or self.stage_ranks % self.ep:
+        if self.ep < 0 or (self.ep and self.stage_ranks % self.ep):
             raise ValueError(f"ep={self.ep} must divide the {self.stage_ranks} ranks of a stage")
         if sorted(self.order.split("-")) != sorted(DIMENSIONS):
             raise ValueError(f"order={self.order!r} must name each of {', '.join(DIMENSIONS)} once")
@@ -74,7 +75,7 @@ class Layout:
     @property
     def edp(self) -> int:
         """Ranks that hold the same experts."""
-        return self.stage_ranks // self.ep
+        return self.stage_ranks // max(self.ep, 1)
 
     @property
     def dp_cp(self) -> int:
@@ -149,4 +150,5 @@ class Layout:
 def layout_of(config: Config) -> Layout:
     """Returns the layout of a checked configuration; without `dp`, of one pipeline, with ep=1."""
     ep = 1 if config.dp is None else config.ep
+    ep = ep if config.model.num_experts else 0
     return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp, ep=ep)

@@ -138,9 +138,7 @@ class ProcessGroups:
         if config.zero > 1 and config.ddp.shard_size is not None:
             levels = shards_and_replicas(layout_of(config), config.ddp.shard_size)
         layout, timeout_s = layout_of(config), config.launch.timeout_s
-        has_experts = config.model.num_experts > 0
-        given = (timeout_s, config.launch, interfaces, levels, has_experts)
-        return cls.create(layout, device_type, *given)
+        return cls.create(layout, device_type, timeout_s, config.launch, interfaces, levels)
 
     @classmethod
     def create(
@@ -151,7 +149,6 @@ class ProcessGroups:
         launch: LaunchConfig | None = None,
         interfaces: Interfaces | None = None,
         levels: tuple[Ranks, Ranks] | None = None,
-        has_experts: bool = False,
     ) -> ProcessGroups:
         """Creates the groups; collective over the world, which must be initialised.
 
@@ -161,7 +158,6 @@ class ProcessGroups:
             launch: shared memory and NCCL's settings; its defaults if None.
             interfaces: network interfaces of gloo's groups; the system's choice if None.
             levels: inner and outer groups of dp_cp (`groups.two_levels`); None: one level.
-            has_experts: the groups ep and edp are made too.
 
         Raises:
             ValueError: the world size is not the layout's.
@@ -180,14 +176,14 @@ class ProcessGroups:
         wanted["embedding"] = [[g[0], g[-1]] if len(g) > 1 else g for g in pipelines]
         wanted["world"] = [list(range(world))]
         wanted |= dict(zip(("dp_inner", "dp_outer"), levels or (), strict=False))
-        if has_experts:
+        if layout.ep:
             wanted |= {kind: layout.groups(kind) for kind in EXPERT_DIMENSIONS}
         made = {kind: maker.group(kind, ranks) for kind, ranks in wanted.items()}
         if device_type == "cpu" and maker.launch.shared_memory:
             # With cp, dp only sums a few numbers.
             for kind in ("tp", "cp", "dp") if layout.cp == 1 else ("tp", "cp", "dp_cp"):
                 made[kind] = _with_shared_memory(made[kind], timeout_s)
-            for kind in EXPERT_DIMENSIONS if has_experts else ():
+            for kind in EXPERT_DIMENSIONS if layout.ep else ():
                 made[kind] = _with_shared_memory(made[kind], timeout_s)
         made.setdefault("dp_cp", made["dp"])
         here = accelerator.current(device)
