@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel3d.blueprint.blueprint import Blueprint
-from parallel3d.comm.group import SINGLE
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel.noise_scale import NoiseScale
@@ -19,7 +19,7 @@ from parallel3d.experts.balance import BalanceOfRun
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.parallelize import data_parallel_engine, noise_scale
 from parallel3d.models.transformer import BuildContext, Stage, compile_blocks, stages_of_rank
-from parallel3d.optim.muon import Muon
+from parallel3d.optim.muon import Muon, MuonByKind
 from parallel3d.optim.optimizer import Optimizer, trained_spans
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.pipeline.executor import Executor
@@ -110,15 +110,22 @@ def build_optimizer(
     blueprint: Blueprint, engine: DataParallel, groups: ProcessGroups, device: torch.device
 ) -> Optimizer:
     """Creates the optimizer of the shards that this rank steps."""
-    optim, muon = blueprint.optim, None
+    optim = blueprint.optim
+    muon: Muon | MuonByKind | None = None
     if optim.name == "muon":
-        held = [engine.spans_of(i) for i in range(groups.dp_cp.size)]
-        spans = [trained_spans(each, optim) for each in held]
         computed = compute_dtype(blueprint.precision)
         half = computed.itemsize < 4 and optim.muon_dtype == "auto"
         master_dtype = torch.promote_types(computed, torch.float32)
         dtype = torch.bfloat16 if half or optim.muon_dtype == "bf16" else master_dtype
-        muon = Muon(spans, optim.muon_scale, dtype, groups.tp, groups.dp_cp, device)
+
+        def matrices(experts: bool, tp: Group, data: Group) -> Muon:
+            held = [trained_spans(engine.spans_of(i), optim) for i in range(data.size)]
+            spans = [[span for span in each if span.spec.is_expert is experts] for each in held]
+            return Muon(spans, optim.muon_scale, dtype, tp, data, device)
+
+        muon = matrices(False, groups.tp, groups.dp_cp)
+        if blueprint.model.num_experts:
+            muon = MuonByKind(matrices(True, SINGLE, groups.edp), muon)
     return Optimizer(optim, engine.segments, blueprint.seed, muon)
 
 

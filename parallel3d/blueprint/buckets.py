@@ -69,9 +69,9 @@ LOOKUP_TOKENS = 1 << 16
 
 
 def is_hidden(name: str, dims: int) -> bool:
-    """Whether Muon steps a tensor: it steps the matrices of the layers, but no table and no
-    head."""
-    return dims == 2 and name.startswith("layers.")
+    """Whether Muon steps a tensor: it steps the matrices of the layers, but no router, no table
+    and no head."""
+    return dims == 2 and name.startswith("layers.") and not name.endswith(".router.weight")
 
 
 class Home(NamedTuple):

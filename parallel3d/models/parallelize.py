@@ -14,6 +14,7 @@ from parallel3d.data_parallel.comm_hooks import HierarchicalAllReduce, InBf16, S
 from parallel3d.data_parallel.engine import BucketedDataParallel, GradientObserver
 from parallel3d.data_parallel.noise_scale import NoiseScale, PartialNorms
 from parallel3d.data_parallel.reducer import CommHook, all_reduce, reduce_scatter
+from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.transformer import Stage
 from parallel3d.parameters.copies import GroupsOf, copy_groups
 from parallel3d.parameters.initializer import Initializer
@@ -49,9 +50,14 @@ def data_parallel_engine(
         whole = ShardGroups(groups.dp_cp)
         if groups.dp_inner.size > 1:
             whole = ShardGroups(groups.dp_inner, groups.dp_outer)
+        blocks = [block for stage in stages for block in stage.blocks.values()]
+        experts = ShardGroups(groups.edp)
         return FullyShardedDataParallel(
             stages,
-            [(block, whole) for stage in stages for block in stage.layers.values()],
+            [
+                *((b.mlp.experts, experts) for b in blocks if isinstance(b.mlp, MixtureOfExperts)),
+                *((block, whole) for block in blocks),
+            ],
             whole,
             groups_of,
             initializer,

@@ -231,6 +231,28 @@ class Muon:
             views[piece].copy_(tensor)
 
 
+class MuonByKind:
+    """Makes the updates of experts over their own ranks, and of other matrices over theirs.
+
+    Args:
+        experts: for the matrices of experts, which are whole on every rank of edp.
+        others: for all other matrices.
+    """
+
+    def __init__(self, experts: Muon, others: Muon) -> None:
+        self.parts = {True: experts, False: others}
+
+    def takes(self, shard: ShardSpec) -> bool:
+        """Whether it makes the updates of this full tensor: only of hidden matrices."""
+        return is_hidden_shard(shard)
+
+    def orthogonalize(self, segments: Iterable[Segment]) -> None:
+        """Replaces the gradients of these segments like `Muon.orthogonalize`; collective."""
+        given = list(segments)
+        for is_expert, muon in self.parts.items():
+            muon.orthogonalize([s for s in given if s.spec.is_expert is is_expert])
+
+
 Name = TypeVar("Name", str, MatrixRange)
 
 
