@@ -24,7 +24,7 @@ from parallel3d.blueprint.layout import (
     layout_of,
 )
 from parallel3d.blueprint.rank_mapping import RankMapping
-from parallel3d.comm.group import SINGLE, Group, set_groups_of_mesh
+from parallel3d.comm.group import SINGLE, Group, mesh_of_group, set_groups_of_mesh
 from parallel3d.comm.shared_memory import SharedCollectives
 from parallel3d.config.nccl import parse_nccl_settings
 from parallel3d.config.schema import ClusterConfig, LaunchConfig
@@ -112,6 +112,16 @@ class ProcessGroups:
         if self.layout.cp == 1:
             del dims["cp"]
         return self.maker.mesh(self.layout, dims)
+
+    def mesh_of(self, group: Group) -> DeviceMesh:
+        """Returns a one-dimensional mesh over one of these groups, also over a group of one.
+
+        On NCCL the first mesh of a group of one is collective over the world.
+        """
+        assert self.maker is not None  # meshes are of ranks of a world
+        handle = group.handle or self.maker.group_alone()
+        assert handle is not None
+        return mesh_of_group(replace(group, handle=handle), self.device.type)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -333,9 +343,7 @@ class GroupMaker:
     def mesh(self, layout: Layout, by_dim: dict[str, Group]) -> DeviceMesh:
         """Makes the mesh of these groups when it is first used."""
         if self.whole_mesh is None:
-            if any(group.handle is None for group in by_dim.values()):
-                self.alone = self._make_alone()
-            handles = [h for g in by_dim.values() if (h := g.handle or self.alone) is not None]
+            handles = [h for g in by_dim.values() if (h := g.handle or self.group_alone())]
             # Explicit ranks, so that FSDP2, DTensor and DCP see the same placement.
             sizes, strides = zip(*((layout.size(d), layout.stride(d)) for d in by_dim), strict=True)
             grid = torch.arange(layout.world_size).as_strided(sizes, strides).contiguous()
@@ -345,17 +353,20 @@ class GroupMaker:
             set_groups_of_mesh(self.whole_mesh, by_dim)
         return self.whole_mesh
 
-    def _make_alone(self) -> dist.ProcessGroup | None:
-        """Returns a group of this rank alone; with NCCL it is collective over the world."""
+    def group_alone(self) -> dist.ProcessGroup | None:
+        """Returns a group of this rank alone, made when it is first used; with NCCL that is
+        collective over the world."""
         rank, world = dist.get_rank(), dist.get_world_size()
         if world == 1:
             return dist.group.WORLD
-        if self.splits is not None:
-            return self.make("alone", [[r] for r in range(world)], [rank])
-        made: Any = dist.new_group(
-            [rank], self.timeout, use_local_synchronization=True, group_desc="alone"
-        )
-        return made
+        if self.alone is None and self.splits is not None:
+            self.alone = self.make("alone", [[r] for r in range(world)], [rank])
+        elif self.alone is None:
+            made: Any = dist.new_group(
+                [rank], self.timeout, use_local_synchronization=True, group_desc="alone"
+            )
+            self.alone = made
+        return self.alone
 
 
 # Options of a group's backend

@@ -21,11 +21,12 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel3d.comm import collectives
-from parallel3d.comm.group import SINGLE, Group, mesh_of_group
+from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
 from parallel3d.parameters.copies import GroupsOf
 from parallel3d.parameters.initializer import Initializer
@@ -57,6 +58,7 @@ class FullyShardedDataParallel:
         every_microbatch: reduce-scatter in every backward, and sum over HSDP replicas at the end,
             so that no rank holds unsharded gradients of more than one unit; else only in the last
             backward.
+        mesh_of: returns the mesh of a group.
 
     Attributes:
         segments: flat shards that this rank steps, one per parameter.
@@ -72,6 +74,7 @@ class FullyShardedDataParallel:
         dtype: torch.dtype,
         zero: int,
         every_microbatch: bool,
+        mesh_of: Callable[[Group], DeviceMesh],
     ) -> None:
         root = stages[0] if len(stages) == 1 else _Chunks(stages)
         divided = [*units, (root, rest)]
@@ -82,9 +85,7 @@ class FullyShardedDataParallel:
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=accum_dtype, cast_forward_inputs=False)
         # FSDP2 could reduce over replicas itself, with a mesh of two dimensions; our all-reduce
         # hook does it, so that this sum is timed and logged too.
-        meshes = {
-            held.shards: mesh_of_group(held.shards, initializer.device.type) for _, held in divided
-        }
+        meshes = {held.shards: mesh_of(held.shards) for _, held in divided}
         self.zero = zero
         self.every_microbatch = every_microbatch
         self.reduces_each = every_microbatch  # backward of this step
@@ -300,6 +301,9 @@ class _ReduceScatter(_Collective):
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"FSDP2 reduces by {op}, but gradients of one loss are sums")
+        if self.group.size == 1:  # experts that no other rank holds
+            output_tensor.copy_(input_tensor)
+            return
         collectives.reduce_scatter_into(output_tensor, input_tensor, self.group).wait()
 
 

@@ -64,6 +64,7 @@ def data_parallel_engine(
             dtype,
             settings.zero,
             settings.every_microbatch,
+            groups.mesh_of,
         )
     return BucketedDataParallel(
         parameters_of_chunks(stages),
