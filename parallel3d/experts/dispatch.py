@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.config.values import AUTO
-from parallel3d.experts.grouped import Rows, sum_of_slots
-from parallel3d.experts.router import Choice, Routing
+from parallel3d.experts.choice import Choice, Routing, Rows, Sent, sum_of_slots
 
 GATHER, ALL_TO_ALL = "gather", "all_to_all"
 # (tokens (t, h), weights (t, slots), rows) → (t, h): the sums over this rank's experts.
@@ -118,41 +116,6 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return collectives.all_gather(grad, ctx.group), None
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Which tokens of this rank went to which rank of ep.
-
-    Attributes:
-        tokens: (sent,) int64, this rank's token of each message, by rank and then by token.
-        places: (n, ep) int64, the message of each token to each rank; the number of messages for
-            none.
-        given, taken: messages to and from each rank.
-    """
-
-    tokens: Tensor
-    places: Tensor
-    given: tuple[int, ...]
-    taken: tuple[int, ...]
-
-    @classmethod
-    def of(cls, experts: Tensor, local: int, ep: Group) -> Sent:
-        """Finds the ranks of the chosen experts (n, k); collective, and waits for the device."""
-        ranks = experts.div(local, rounding_mode="floor")
-        goes = torch.zeros(len(experts), ep.size, dtype=torch.bool, device=experts.device)
-        goes.scatter_(1, ranks, True)
-        numbers = goes.sum(0)
-        both = torch.stack((numbers, collectives.all_to_all(numbers, ep))).tolist()
-        given, taken = tuple(both[0]), tuple(both[1])
-        total = sum(given)
-        # A stable sort of (rank, token): the messages to rank 0 in the order of tokens, and so on.
-        flat = goes.t().flatten()
-        messages = (~flat).sort(stable=True).indices[:total]
-        places = torch.full_like(flat, total, dtype=torch.int64)
-        places[messages] = torch.arange(total, device=flat.device)
-        count = len(experts)
-        return cls(messages % max(count, 1), places.view(ep.size, count).t(), given, taken)
 
 
 def _by_all_to_all(

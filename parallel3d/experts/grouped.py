@@ -8,7 +8,6 @@ arXiv:2512.14080).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,53 +15,10 @@ import torch
 from torch import Tensor
 
 from parallel3d.device.matmul import matmul
+from parallel3d.experts.choice import Rows, sum_of_slots
 from parallel3d.parameters.gradients import add_grouped_gradient
 
 Activation = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows that a rank's experts read: each is a token for one expert, sorted by expert.
-
-    Attributes:
-        counts: rows of each local expert, one after the other.
-        tokens: (rows,) int64, the token of each row.
-        slots: (rows,) int64, the place of each row in the flat (tokens, slots) table of choices.
-        places: (tokens, slots) int64, the row of each choice; the number of rows for none.
-    """
-
-    counts: tuple[int, ...]
-    tokens: Tensor
-    slots: Tensor
-    places: Tensor
-
-    @classmethod
-    def of(cls, experts: Tensor, count: int) -> Rows:
-        """Sorts the choices of t tokens: (t, slots), each a local expert below `count`, or `count`
-        for none. Rows of an expert are in the order of tokens."""
-        flat = experts.flatten()
-        numbers = torch.bincount(flat, minlength=count + 1)[:count]
-        counts = tuple(numbers.tolist())
-        total = sum(counts)
-        slots = flat.sort(stable=True).indices[:total]
-        places = torch.full_like(flat, total)
-        places[slots] = torch.arange(total, device=flat.device)
-        tokens = slots.div(experts.shape[1], rounding_mode="floor")
-        return cls(counts, tokens, slots, places.view(experts.shape))
-
-
-def sum_of_slots(rows: Tensor, places: Tensor) -> Tensor:
-    """Sums each token's rows in the order of its slots: (rows, h), (t, slots) → (t, h).
-
-    A place behind the last row adds nothing. Equal inputs give equal bits on every device, as
-    nothing is added atomically.
-    """
-    padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-    total = padded.index_select(0, places[:, 0])
-    for slot in range(1, places.shape[1]):
-        total += padded.index_select(0, places[:, slot])
-    return total
 
 
 def grouped_matmul(rows: Tensor, weight: Tensor, counts: tuple[int, ...], rows_of: int) -> Tensor:

@@ -8,7 +8,7 @@ forward that chose again could choose other experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from parallel3d.config.schema import ModelConfig
 from parallel3d.device.matmul import linear, matmul
 from parallel3d.experts.balance import Balance, BalanceLosses, Tally
+from parallel3d.experts.choice import Choice, Routing
 from parallel3d.parameters.gradients import add_gradient
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.parameters.state import state_of
-
-if TYPE_CHECKING:
-    from parallel3d.experts.dispatch import Sent
-    from parallel3d.experts.grouped import Rows
 
 
 @dataclass(frozen=True)
@@ -49,33 +46,6 @@ class RouterSettings:
             groups=model.router_groups,
             top_groups=model.router_top_groups,
         )
-
-
-class Routing(NamedTuple):
-    """The experts of n tokens, best first, and their weights: (n, k) int64, and fp32 or better."""
-
-    experts: Tensor
-    weights: Tensor
-
-
-@dataclass
-class Choice:
-    """What a layer has decided about the tokens of a micro-batch, for its recomputation.
-
-    The first forward fills it in; a recomputed one reads it.
-
-    Attributes:
-        experts: (n, k), as in `Routing`.
-        counts: (b, experts) tokens of each whole sequence that chose an expert, for the auxiliary
-            loss.
-        sent: which tokens went to which rank.
-        rows: the order in which this rank's experts read their tokens.
-    """
-
-    experts: Tensor | None = None
-    counts: Tensor | None = None
-    sent: Sent | None = None
-    rows: Rows | None = None
 
 
 def scores_of(logits: Tensor, settings: RouterSettings) -> Tensor:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
 from parallel3d.experts.balance import Balance
+from parallel3d.experts.choice import Choice, Rows
 from parallel3d.experts.dispatch import chosen_way, dispatched
-from parallel3d.experts.grouped import Rows, run_experts
-from parallel3d.experts.router import Choice, Router
+from parallel3d.experts.grouped import run_experts
+from parallel3d.experts.router import Router
 from parallel3d.models.layers import BuildContext, output_std
 from parallel3d.models.mlp import MLP, activate
 from parallel3d.models.recompute import recomputed

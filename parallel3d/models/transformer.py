@@ -26,7 +26,7 @@ from parallel3d.context_parallel.documents import Documents
 from parallel3d.device.fused import register
 from parallel3d.device.precision import master_dtype
 from parallel3d.experts.balance import Balance
-from parallel3d.experts.router import Choice
+from parallel3d.experts.choice import Choice
 from parallel3d.models.attention import (
     attend,
     causal_attention,

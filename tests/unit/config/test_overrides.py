@@ -103,7 +103,8 @@ def test_nearest_key(word: str, key: str | None) -> None:
 def test_every_model_preset_composes_and_checks_under_a_fitting_layout(preset: str) -> None:
     layouts = {"gpt2_1_5b": (1, 4), "gpt2_124m": (4, 4), "qwen2_5_0_5b": (2, 2)}
     tp, pp = layouts.get(preset, (4, 2))
-    checked = check_config(composed([f"model={preset}", f"tp={tp}", f"pp={pp}"]), 2 * tp * pp)
+    keys = [f"model={preset}", f"tp={tp}", f"pp={pp}", "sp=true"]  # experts need sp under tp
+    checked = check_config(composed(keys), 2 * tp * pp)
     assert (checked.model.name, checked.dp, checked.num_microbatches) == (preset, 2, 2)
 
 

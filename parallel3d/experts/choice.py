@@ -1,0 +1,121 @@
+"""The experts that tokens choose, and the order in which tokens are read, sent and summed.
+
+Everything here is decided once for each micro-batch: a recomputation and the backward read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm import collectives
+from parallel3d.comm.group import Group
+
+
+class Routing(NamedTuple):
+    """The experts of n tokens, best first, and their weights: (n, k) int64, and fp32 or better."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a rank's experts read: each is a token for one expert, sorted by expert.
+
+    Attributes:
+        counts: rows of each local expert, one after the other.
+        tokens: (rows,) int64, the token of each row.
+        slots: (rows,) int64, the place of each row in the flat (tokens, slots) table of choices.
+        places: (tokens, slots) int64, the row of each choice; the number of rows for none.
+    """
+
+    counts: tuple[int, ...]
+    tokens: Tensor
+    slots: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, experts: Tensor, count: int) -> Rows:
+        """Sorts the choices of t tokens: (t, slots), each a local expert below `count`, or `count`
+        for none. Rows of an expert are in the order of tokens."""
+        flat = experts.flatten()
+        numbers = torch.bincount(flat, minlength=count + 1)[:count]
+        counts = tuple(numbers.tolist())
+        total = sum(counts)
+        slots = flat.sort(stable=True).indices[:total]
+        places = torch.full_like(flat, total)
+        places[slots] = torch.arange(total, device=flat.device)
+        tokens = slots.div(experts.shape[1], rounding_mode="floor")
+        return cls(counts, tokens, slots, places.view(experts.shape))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Which tokens of this rank went to which rank of ep.
+
+    Attributes:
+        tokens: (sent,) int64, this rank's token of each message, by rank and then by token.
+        places: (n, ep) int64, the message of each token to each rank; the number of messages for
+            none.
+        given, taken: messages to and from each rank.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    given: tuple[int, ...]
+    taken: tuple[int, ...]
+
+    @classmethod
+    def of(cls, experts: Tensor, local: int, ep: Group) -> Sent:
+        """Finds the ranks of the chosen experts (n, k); collective, and waits for the device."""
+        ranks = experts.div(local, rounding_mode="floor")
+        goes = torch.zeros(len(experts), ep.size, dtype=torch.bool, device=experts.device)
+        goes.scatter_(1, ranks, True)
+        numbers = goes.sum(0)
+        both = torch.stack((numbers, collectives.all_to_all(numbers, ep))).tolist()
+        given, taken = tuple(both[0]), tuple(both[1])
+        total = sum(given)
+        # A stable sort of (rank, token): the messages to rank 0 in the order of tokens, and so on.
+        flat = goes.t().flatten()
+        messages = (~flat).sort(stable=True).indices[:total]
+        places = torch.full_like(flat, total, dtype=torch.int64)
+        places[messages] = torch.arange(total, device=flat.device)
+        count = len(experts)
+        return cls(messages % max(count, 1), places.view(ep.size, count).t(), given, taken)
+
+
+@dataclass
+class Choice:
+    """What a layer has decided about the tokens of a micro-batch, for its recomputation.
+
+    The first forward fills it in; a recomputed one reads it.
+
+    Attributes:
+        experts: (n, k), as in `Routing`.
+        counts: (b, experts) tokens of each whole sequence that chose an expert, for the auxiliary
+            loss.
+        sent: which tokens went to which rank.
+        rows: the order in which this rank's experts read their tokens.
+    """
+
+    experts: Tensor | None = None
+    counts: Tensor | None = None
+    sent: Sent | None = None
+    rows: Rows | None = None
+
+
+def sum_of_slots(rows: Tensor, places: Tensor) -> Tensor:
+    """Sums each token's rows in the order of its slots: (rows, h), (t, slots) → (t, h).
+
+    A place behind the last row adds nothing. Equal inputs give equal bits on every device, as
+    nothing is added atomically.
+    """
+    padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    total = padded.index_select(0, places[:, 0])
+    for slot in range(1, places.shape[1]):
+        total += padded.index_select(0, places[:, slot])
+    return total
