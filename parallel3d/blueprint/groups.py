@@ -22,15 +22,13 @@ def members(layout: Layout, dim: str) -> Matrix:
 
     `dim`: tp, cp, dp, pp, `dp_cp` (gradients), `ep` and `edp` (experts, and their gradients),
     `embedding` (first and last stage) or `world` (loss and gradient norm).
-    Raises ValueError for another `dim`.
+    Raises ValueError for another `dim`, and for `ep` and `edp` without experts.
     """
-    if dim in EXPERT_DIMENSIONS:
+    if layout.ep and dim in EXPERT_DIMENSIONS:
         return np.array(layout.groups(dim), dtype=np.int64)
     along = (dim,) if dim in DIMENSIONS else GROUPED.get(dim)
     if along is None:
-        raise ValueError(
-            f"{dim!r} is not one of {', '.join((*DIMENSIONS, *EXPERT_DIMENSIONS, *GROUPED))}"
-        )
+        raise ValueError(f"{dim!r} is not one of {', '.join((*DIMENSIONS, *GROUPED))}")
     if dim == "embedding":
         ends = members(layout, "pp")[:, [0, -1]]
         return ends if layout.pp > 1 else ends[:, :1]

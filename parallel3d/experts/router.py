@@ -69,8 +69,10 @@ def choose(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Ten
         values = values + bias
     if settings.top_groups < settings.groups:
         grouped = values.unflatten(-1, (settings.groups, -1))
-        best = grouped.sort(dim=-1, descending=True).values
-        of_groups = best[..., :2].sum(-1) if settings.score == "sigmoid" else best[..., 0]
+        if settings.score == "sigmoid":
+            of_groups = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        else:  # DeepSeek-V2, which has no bias
+            of_groups = scores.detach().unflatten(-1, (settings.groups, -1)).amax(-1)
         kept = torch.zeros_like(of_groups, dtype=torch.bool)
         kept.scatter_(-1, ranked(of_groups, settings.top_groups), True)
         values = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
