@@ -436,7 +436,7 @@ class Trainer:
             # Filled by a kernel: copying a number from the host would block it.
             stop=torch.full_like(squared, float(self.stop_requested())),
             noise=self.noise.squares(self.data_parallel.segments, squared),
-            experts=squared.new_zeros(0) if self.balance is None else self.balance.take(squared),
+            experts=squared.new_empty(0) if self.balance is None else self.balance.take(squared),
         )
         totals = total_sums(sums, self.groups.world)
         (square,) = totals.squared_norm

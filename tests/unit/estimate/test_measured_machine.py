@@ -236,7 +236,7 @@ DAMAGED = {
     "no count": (replaced("count: 2", "count: 0"), "made.count must be positive"),
     "no model": (replaced("hidden_size: 256", "hidden_size: wide"), "hidden_size=.?wide"),
     "a list": (lambda text: "- 1", "must be a file written by"),
-    "half of it": (lambda text: text[: len(text) // 2], "is (damaged|no file)"),
+    "half of it": (lambda text: text[: len(text) // 2], "is (damaged|not a file)"),
     "too much": (lambda text: text + "#" * (5 << 20), "bytes, more than"),
 }
 
