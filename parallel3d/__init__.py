@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
 
     check_versions(OF_A_SCRIPT)
     value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value  # found there from now on
+    globals()[name] = value  # later look-ups find it there
     return value
 
 

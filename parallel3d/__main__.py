@@ -7,7 +7,7 @@ import sys
 
 def main() -> int:
     try:
-        gc.disable()  # imports leave no garbage: looking for it takes a tenth of their time
+        gc.disable()  # imports leave no garbage, and looking for it takes a tenth of their time
         from parallel3d.cli.command_line import main as command
 
         gc.freeze()

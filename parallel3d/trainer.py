@@ -149,9 +149,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
-        goes_on = self.config.run is not None  # perhaps: only `restore` knows
+        may_resume = self.config.run is not None  # only `restore` knows whether it does
         size = self.groups.layout.world_size
-        config = check_config(self.config, size, own_samples=own_samples, goes_on=goes_on)
+        config = check_config(self.config, size, own_samples=own_samples, may_resume=may_resume)
         if config.cp > 1 and config.context_parallel.style == "auto":  # subcommands resolve it
             raise UserError(
                 "context_parallel.style=auto must be gather, heads or ring if you create a Trainer "
@@ -205,8 +205,10 @@ class Trainer:
         if self.config.train.epochs is not None:
             train = with_length(self.config.train, self.train_source)
             config = replace(self.config, train=train)
-            goes_on = config.run is not None
-            self.config = check_config(config, own_samples=self.corpus is None, goes_on=goes_on)
+            may_resume = config.run is not None
+            self.config = check_config(
+                config, own_samples=self.corpus is None, may_resume=may_resume
+            )
         self.length = Length.of_run(self.config)
         self.train_batches = self._batches(self.train_source, ahead=self.corpus is not None)
         self.held_out = None if self.valid_source is None else self._evaluated(self.valid_source)

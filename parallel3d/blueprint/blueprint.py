@@ -46,8 +46,8 @@ class PipelineSettings:
         earlier: micro-batches in the earlier steps with smaller global batches
             (`train.batch_schedule`).
         work, memory: costs and cap for schedule=auto.
-        whole_backwards: no schedule splits its backwards, because FSDP2 reduces in the backward
-            whatever gradients there are.
+        whole_backwards: no schedule splits its backwards, because FSDP2 reduces gradients during
+            the backward.
     """
 
     name: str

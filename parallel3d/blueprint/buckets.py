@@ -62,7 +62,7 @@ def assign(
     return buckets
 
 
-PIECE = 1 << 24  # elements whose states in bf16 are widened and stepped together on a GPU
+PIECE = 1 << 24  # elements whose bf16 states are converted to fp32 and updated together on a GPU
 # Tokens whose gradients are cast to the table's dtype at a time: all tokens of a long sequence
 # would make the largest tensor of a step.
 LOOKUP_TOKENS = 1 << 16

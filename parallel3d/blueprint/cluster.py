@@ -184,7 +184,8 @@ class Cluster:
         return found
 
     def link(self, kind: LinkClass) -> Link:
-        """Returns the speed of a link class for one GPU; the spine's when all GPUs use it.
+        """Returns the speed of a link class for one GPU; for the spine, its share when all GPUs use
+        it.
 
         Raises ValueError for `SELF` and `NONE`.
         """
@@ -218,7 +219,7 @@ class Cluster:
         return self.node_names[node] if self.node_names else f"node{node}"
 
     def slot_name(self, slot: int) -> str:
-        """Formats `node3 GPU 5`."""
+        """Formats a slot as `node3 GPU 5`."""
         return f"{self.node_name(int(self.node[slot]))} GPU {int(self.local[slot])}"
 
 

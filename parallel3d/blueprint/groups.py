@@ -58,7 +58,7 @@ def levels(cluster: Cluster, groups: Matrix) -> Matrix | None:
 
 
 def tiled(groups: npt.NDArray[Any], order: Matrix) -> npt.NDArray[Any]:
-    """Returns (groups, outer, inner) of (groups, n) in the order of `levels`."""
+    """Reorders (groups, n) to (groups, outer, inner), as `levels` says."""
     return np.take_along_axis(groups, order.reshape(len(order), -1), axis=1).reshape(order.shape)
 
 

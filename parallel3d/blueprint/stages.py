@@ -19,7 +19,7 @@ from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Weights
 
 
-@functools.lru_cache(maxsize=1024)  # a search often asks for the same
+@functools.lru_cache(maxsize=1024)  # a search asks for the same split many times
 def balance_chunks(
     cost: float, layers: int, assignment: StageAssignment, last_extra: float = 0.0
 ) -> tuple[int, ...]:

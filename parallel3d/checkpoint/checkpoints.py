@@ -79,9 +79,8 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
     if damaged and not names:
         raise UserError(
             f"run={run} has no checkpoint but {', '.join(damaged[:3])}"
-            f"{' …' if damaged[3:] else ''} in {run_dir}, and does not start over at step 1 "
-            "next to what may be saved: give one its name back (step-…) if it is intact, or choose "
-            "another run="
+            f"{' …' if damaged[3:] else ''} in {run_dir}, and starting over at step 1 could "
+            "overwrite them: rename one to step-… if it is intact, or choose another run="
         )
     return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
 
@@ -103,7 +102,7 @@ def _other_text(
 ) -> str | None:
     """Returns why a run cannot resume from this checkpoint with the text `here`, or None.
 
-    `reads`: samples of it are trained on.
+    `reads`: the run trains on samples of it.
     """
     if {**manifest.data, "files": here["files"]} == here:  # times and inodes may change
         return None
@@ -148,7 +147,7 @@ def facts_of(corpus: TrainingText) -> DataFacts:
     )
     if isinstance(corpus, Blend):
         facts["blend"] = corpus.history
-    if corpus.tokenizer != BYTE:  # manifests of byte texts are older than tokenizers
+    if corpus.tokenizer != BYTE:  # manifests of texts in bytes may be older than tokenizers
         facts["tokenizer"] = corpus.tokenizer
     return facts
 
@@ -177,7 +176,10 @@ def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, sample
 
 
 def _to_read(trainer: Trainer, manifest: Manifest) -> State:
-    """Returns the trainer's chunks that the checkpoint holds; at step 0, zeroes the optimizer's."""
+    """Returns the trainer's chunks that the checkpoint holds.
+
+    A checkpoint of step 0 may hold weights alone; then the optimizer's states are set to zero.
+    """
     state = chunks_by_name(trainer.parameter_slices(), shared=False)
     if not manifest.has_weights_alone:
         return {k: v for k, v in state.items() if manifest.has_ema or not k.startswith(f"{EMA}/")}
@@ -304,8 +306,8 @@ class Checkpoints:
                 self.say(sentence)
 
     def _copies_ahead(self, step: int) -> bool:
-        """Returns whether a save after `step` will be copied, so that its memory is allocated
-        now."""
+        """Returns whether a save after `step` will be copied, so that memory for the copy is
+        allocated now."""
         settings, steps = self.config.checkpoint, self.length.last_step
         if not (settings.async_save and settings.every):
             return False

@@ -130,7 +130,7 @@ class Manifest:
 
     @property
     def has_weights_alone(self) -> bool:
-        """Returns whether it is of step 0: an import or an average makes it from weights."""
+        """Returns whether it is of step 0, made from weights by an import or an average."""
         return self.step == 0
 
     @property
@@ -273,7 +273,7 @@ def _is_number(value: Any) -> bool:
 
 # Reading on all ranks
 
-PAUSES_S: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)  # before each further try
+PAUSES_S: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)  # seconds before each retry
 _WHOLE, _DAMAGED, _INCOMPLETE, _UNREADABLE = range(4)
 
 T = TypeVar("T")

@@ -88,7 +88,7 @@ from parallel3d.run.launcher_environment import (
     refuse_lost_variables,
 )
 from parallel3d.run.local_workers import listen_here, run_here
-from parallel3d.run.rendezvous import CAN_GO_ON, OtherStart, tell_rank_0
+from parallel3d.run.rendezvous import CAN_RESUME, OtherStart, tell_rank_0
 from parallel3d.run.worker import count_ranks_here, run_joined
 from parallel3d.versions import OF_A_RUN, check_versions, newer
 
@@ -229,7 +229,7 @@ def _run_job(
         hydra_run.check_sweep_words(typed, command.schema)
         config = typed_alternatives(config, typed)
         if command.of_run:
-            assert isinstance(config, CommandConfig)  # its schema
+            assert isinstance(config, CommandConfig)  # the subcommand's schema
             if prompt is not None:
                 config = replace(config, prompt=prompt)
             return _run_on_run(command, config, typed, place)
@@ -344,9 +344,9 @@ def _taken(
 ) -> tuple[Config, list[str]]:
     """Does the work of `_with_earlier`, which limits its time."""
     directory = Path(config.runs_dir) / str(config.run)
-    goes_on = command.goes_on(config.runs_dir, config.run)
+    resumes = command.resumes_run(config.runs_dir, config.run)
     # A user's own primary configuration gives every key, so nothing is taken over.
-    if goes_on and HydraConfig.get().job.config_name == hydra_run.NAME:
+    if resumes and HydraConfig.get().job.config_name == hydra_run.NAME:
         there = config_there(str(config.run), directory)
         if (directory / FOLDER).is_dir():  # the run has its own copy of the tokenizer
             there = replace(there, data=replace(there.data, tokenizer=None))
@@ -358,7 +358,7 @@ def _taken(
             config, line = begun_from(config, given.__contains__)
             lines.append(line)
         return config, lines
-    if config.init_from is not None and not goes_on:
+    if config.init_from is not None and not resumes:
         config, line = begun_from(config, given.__contains__)
         return config, [line]
     return config, []
@@ -367,9 +367,9 @@ def _taken(
 def _start(command: Subcommand, config: Config, lines: Sequence[str]) -> int:
     """Logs `lines` and runs the subcommand: this process launches the layout's ranks."""
     world_size = config.world_size
-    may_go_on = command.name in CAN_GO_ON
+    may_resume = command.name in CAN_RESUME
     with _time_limit(config.launch.timeout_s, config.runs_dir):
-        check_run(config, may_go_on=may_go_on)
+        check_run(config, may_resume=may_resume)
         _check_data(command, config)
     device = choose_device(config.device, world_size)
     check_precision_of(device.kind, config.precision.name)
@@ -379,7 +379,7 @@ def _start(command: Subcommand, config: Config, lines: Sequence[str]) -> int:
     job_id = os.environ.get("SLURM_JOB_ID")
     number = HydraConfig.get().job.num if is_sweep() else None
     with _time_limit(config.launch.timeout_s, config.runs_dir):
-        config, run_dir = make_run_directory(config, job_id, number, may_go_on=may_go_on)
+        config, run_dir = make_run_directory(config, job_id, number, may_resume=may_resume)
         take_run(config, run_dir)
     for line in lines:
         print_line(line)

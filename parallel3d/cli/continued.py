@@ -134,7 +134,8 @@ def _sizes(
     typed = {s: new[s] for s in (*SIZES, "dp") if s in given}
     kept = {s: typed.get(s, old[s]) for s in SIZES}
     ranks = world_size or _ranks(old)
-    if "dp" in typed and world_size is None:  # this process starts as many ranks as the sizes make
+    # Without a launcher, the sizes decide how many ranks this process starts.
+    if "dp" in typed and world_size is None:
         return kept | typed
     if typed and ranks % (math.prod(kept.values()) * (typed.get("dp") or 1)):
         kept = {s: typed.get(s, new[s]) for s in SIZES}

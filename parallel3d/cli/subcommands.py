@@ -46,7 +46,7 @@ class Subcommand:
     resumes: bool = False
     needs_torch: bool = True
 
-    def goes_on(self, runs_dir: str, run: str | None) -> bool:
+    def resumes_run(self, runs_dir: str, run: str | None) -> bool:
         """Returns whether the subcommand resumes a run: one with the given name exists."""
         return self.resumes and run is not None and Path(runs_dir, run, CONFIG_FILE).is_file()
 
@@ -59,8 +59,8 @@ class Subcommand:
             return calibrate_config(cast(CommandConfig, config), typed, world_size)
         if self.name == BENCH:
             return check_communication(cast(CommandConfig, config), world_size)
-        goes_on = self.goes_on(config.runs_dir, config.run)
-        config = check_config(config, world_size, goes_on=goes_on)
+        may_resume = self.resumes_run(config.runs_dir, config.run)
+        config = check_config(config, world_size, may_resume=may_resume)
         if self.name == VERIFY:
             single_process(config)  # refused here once instead of on every rank
         return config

@@ -77,7 +77,7 @@ def messages(sizes: Sequence[int], most: int) -> Iterator[range]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the dtype with this `str`."""
+    """Returns the dtype of this name, with or without "torch."."""
     return getattr(torch, name.removeprefix("torch."))
 
 

@@ -72,10 +72,10 @@ class Divergence(NamedTuple):
 
     def __str__(self) -> str:
         if self.is_other_tensor:
-            return f"called {self.now}, where a step before it was {self.was.tensor}"
+            return f"called {self.now}, where an earlier step had {self.was.tensor}"
         if self.now is None or (self.after is not None and self.now.is_same_call(self.after)):
             return f"left out {self.was.name} of {self.was.group} ({self.was.tensor})"
-        return f"went to {self.now}, where a step before it was {self.was}"
+        return f"went to {self.now}, where an earlier step had {self.was}"
 
 
 class OperationLog:

@@ -102,7 +102,7 @@ class SharedMemory:
         self.libc.sem_post(self.semaphores[kind, self.index, peer])
 
     def wait(self, peer: int, kind: int = 0) -> None:
-        """Takes one signal of member `peer`. Raises ConnectionError, TimeoutError."""
+        """Takes one signal from member `peer`. Raises ConnectionError, TimeoutError."""
         semaphore = self.semaphores[kind, peer, self.index]
         start = time.perf_counter()
         while self.libc.sem_trywait(semaphore) != 0:
@@ -116,7 +116,7 @@ class SharedMemory:
                 raise ConnectionError(f"member {peer} of the group has ended")
             if time.perf_counter() - start > self.timeout_s:
                 raise TimeoutError(
-                    f"member {peer} of the group has not been heard of for {self.timeout_s:g} s"
+                    f"member {peer} of the group has sent no signal for {self.timeout_s:g} s"
                 )
 
     def _sleep(self, semaphore: ctypes.c_void_p, seconds: float) -> bool:
@@ -278,8 +278,8 @@ class SharedCollectives:
         return None if memory is None else cls(memory)
 
     def __post_init__(self) -> None:
-        # After the slots come the bytes in each slot: otherwise ranks with tensors of different
-        # sizes would add leftovers of an older operation.
+        # The slots are followed by the number of bytes in each: otherwise ranks with tensors of
+        # different sizes would add leftovers of an older operation.
         self.size = self.memory.size
         self.index = self.memory.index
         self.peers = [rank for rank in range(self.size) if rank != self.index]

@@ -170,8 +170,8 @@ class Plan:
     def cells(self) -> list[list[str]]:
         """Returns the table under HEAD.
 
-        The range of seconds is that of a GPU, network or engine without measured runs, as no
-        measured run is one of parallel3d; a measured machine has no range.
+        The range of seconds is the one for a GPU, network or engine outside the fit, because no
+        published run used parallel3d. A measured machine has no range.
         """
         spread = None if self.config.cluster.file else range_of_a_new_place()
         found = []
@@ -606,16 +606,16 @@ def fits_nowhere(found: Plan, fixed: Fixed) -> str:
     least = int(np.argmin(found.priced.memory))
     choice, needed = found.priced.choices[least], float(found.priced.memory[least])
     if file := config.cluster.file:
-        where, available = f"of the ranks of cluster={file}", f"{memory / GIB:.1f} a rank"
+        where, available = f"of the ranks of cluster={file}", f"{memory / GIB:.1f} GiB of a rank"
         words = _fewer_layers(config, choice, found.sizes)
     else:
         nodes = config.cluster.nodes or 1
-        where, available = f"on cluster.nodes={nodes}", f"{memory / GIB:.0f}"
+        where, available = f"on cluster.nodes={nodes}", f"{memory / GIB:.0f} GiB of a GPU"
         words = "cluster.nodes must be larger, "
         words += _nodes_that_fit(found, fixed, nodes, needed)
     return (
-        f"model={config.model.name} fits no layout {where}: the one that needs least "
-        f"({typed_keys(choice)}) misses by {(needed - memory) / GIB:.1f} GiB of {available}; "
+        f"model={config.model.name} fits no layout {where}: the smallest ({typed_keys(choice)}) "
+        f"needs {(needed - memory) / GIB:.1f} GiB more than the {available}; "
         f"{words}"
     )
 

@@ -124,8 +124,8 @@ def text(keys: ScheduleConfig, found: Shown) -> str:
         "",
         render_text(found.timeline, width),
         "",
-        f"Sound: complete, ordered, paired, free of deadlock; {report.messages} messages, and at "
-        f"most {found.unread} of one rank wait for another to read them.",
+        f"Sound: complete, ordered, paired, free of deadlock; {report.messages} messages, of "
+        f"which at most {found.unread} from one rank to another are unread at a time.",
         f"Live activations, in micro-batches of a whole rank: {live} "
         f"(at most {choice.peak_live:.0%} of 1F1B's).",
         *([choice.why[0].upper() + choice.why[1:] + "."] if choice.why else []),
@@ -161,7 +161,7 @@ def _table(found: Shown) -> list[str]:
 
 
 def row_name(row: ScheduleChoice) -> str:
-    """Returns the name of a row's schedule; for auto with the chosen one."""
+    """Returns the name of a row's schedule; for auto, also that of the chosen one."""
     if not row.why:
         return row.schedule.name
     return "auto" if row.schedule.name == "auto" else f"auto: {row.schedule.name}"

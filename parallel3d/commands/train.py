@@ -73,7 +73,7 @@ def train(config: Config, worker: Worker) -> None:
             facts = header_facts(trainer, corpus, sets) if worker.rank == 0 else {}
             is_saved = run(trainer, worker, checkpoints, facts | begun_with)
             worker.phase = "closing the process groups"
-            watchdog.go_on()
+            watchdog.resume()
     groups.close()  # collective with NCCL, so a missing rank can hang here
     watchdog.stop()
     if not is_saved and not worker.stopped:
@@ -174,14 +174,14 @@ def run(
         if worker.rank == 0
         else nullcontext() as recorder
     ):
-        watchdog.go_on()
+        watchdog.resume()
         dist.barrier()  # the others wait, as rank 0 measures a CPU's peak alone
         if recorder is not None:
             recorder.start(facts, checkpoints.lines)
         steps = Run(trainer, worker, recorder, checkpoints, first, trainer.length.last_step)
         run_steps(steps, usual_hooks(steps))
         record_totals(trainer, recorder)
-        watchdog.rest()
+        watchdog.pause()
         worker.phase = "waiting for the checkpoint"
         with spent(recorder, "checkpoint"):
             is_saved = checkpoints.close()

@@ -52,7 +52,8 @@ class Tolerance(NamedTuple):
 EXACT = Tolerance(1e-9, 1e-9, 1e-9)
 ROUNDED = Tolerance(1e-5, 1e-4, 1e-4)
 # AdamW divides by the gradient's size. Where a gradient is rounding noise, its sign changes the
-# weight by a whole learning rate, so such differences below fp64 do not show a mistake.
+# weight by a whole learning rate, so in precisions below fp64 such differences do not show a
+# mistake.
 ROUNDED_ADAM = Tolerance(1e-5, 1e-4, None)
 # The layout decides which partial sums are rounded to 8 (bf16) or 11 (fp16) bits.
 COARSE = Tolerance(1e-2, 1e-1, None)
@@ -84,8 +85,7 @@ def verify_command(config: CommandConfig, worker: Worker) -> int:
 
 
 def verify(config: Config, worker: Worker, steps: int = VerifyConfig().steps) -> int:
-    """Runs all comparisons, of so many steps; returns 0 if the layout is exact, else 1.
-
+    """Runs all comparisons, `steps` steps each; returns 0 if the layout is exact, else 1.
     Collective.
     """
     console = Console(stderr=False) if worker.rank == 0 else None

@@ -57,7 +57,7 @@ def check_config(
     world_size: int | None = None,
     *,
     own_samples: bool = False,
-    goes_on: bool = False,
+    may_resume: bool = False,
 ) -> AnyConfig:
     """Checks a whole configuration and returns it with derived values filled in.
 
@@ -70,7 +70,7 @@ def check_config(
         config: the configuration.
         world_size: number of ranks, if it is known.
         own_samples: the caller has samples of its own, so `data` is not checked.
-        goes_on: the run may resume after another global batch, so the steps that follow from
+        may_resume: the run may resume after another global batch, so the steps that follow from
             `train.tokens` are not known yet; the caller calls `check_schedule_of_rate` later.
 
     Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
@@ -115,7 +115,7 @@ def check_config(
     if not own_samples:
         check_samples(config.data, model.vocab_size)
         check_validation(config.data, train, optim.ema_decay, config.run)
-    is_open = train.epochs is not None or (goes_on and train.tokens is not None)
+    is_open = train.epochs is not None or (may_resume and train.tokens is not None)
     steps = None if is_open else config.train_steps
     check_learning_rate(optim, steps)
     check_treatment(optim, model)

@@ -42,7 +42,7 @@ class Other:
         return value not in self.values
 
     def example(self, usual: Any, tried: Sequence[Any]) -> Any:
-        """Returns a value for which the condition holds: one that is tried, or the default."""
+        """Returns a value for which the condition holds, one of `tried` or else the default."""
         return next(value for value in (*tried, usual) if self(value))
 
 

@@ -23,7 +23,7 @@ class Length:
     Attributes:
         last_step: the last step, counted over all starts.
         sizes: global batches of this start, from its first step on.
-        clock: global batches in whose steps the keys of the schedule are counted.
+        clock: global batches that define the steps in which keys of the schedule count.
         budget: number of samples to read; None where `train.steps` gives the length.
     """
 

@@ -287,7 +287,7 @@ def _may_be_list(value: object) -> bool:
 
 
 def _is_of_another_form(value: str, key: Key) -> bool:
-    """Returns whether a value is a list or in braces, and the key takes none.
+    """Returns whether a value is a list or in braces although the key takes neither.
 
     This needs no parser, which takes seconds for a list of thousands of values.
     """

@@ -122,7 +122,8 @@ def _least(parts: tuple[str, ...]) -> frozenset[str]:
 
 
 def spelled(recompute: str | Sequence[str]) -> str:
-    """Returns `recompute` as text: a word if there is one, else `parts_of` in PARTS' order."""
+    """Returns `recompute` as text: a single word if one means the same, else its parts in PARTS'
+    order."""
     least = tuple(sorted(parts_of(recompute), key=PARTS.index))
     return next((word for word, means in WORDS.items() if means == least), f"[{','.join(least)}]")
 

@@ -312,7 +312,8 @@ def _gather_backward(
             run.kernel,
         )
         finish = _start_reducing(of_whole, of_keys[:, :, heads], run.places, group)
-        if finish_reducing is not None:  # reduced while these gradients were made
+        # The previous heads' gradients were reduced while these were computed.
+        if finish_reducing is not None:
             finish_reducing()
         finish_reducing = finish
     assert finish_reducing is not None  # there are heads

@@ -348,8 +348,8 @@ def _as_batch(x: Tensor, batch: int) -> Tensor:
 
 
 def _flash_backward(parts: tuple[Tensor, ...], *sequences: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the kernel; `sequences`: edges of queries and keys, the longest of each, and if
-    causal."""
+    """Runs the kernel; `sequences`: edges of queries and keys, the longest of each, and whether it
+    is causal."""
     q, (*of_sequences, causal) = parts[1], sequences
     # The kernel wants a generator state although nothing is dropped.
     state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)

@@ -49,7 +49,7 @@ _PAUSE_S = 0.02
 _LARGEST_FACTS = 1 << 20
 
 
-# Makes a result from an entry's open files, by their ends, and from its builder's facts.
+# Makes a result from an entry's open files, by their suffixes, and from its builder's facts.
 Opened = Callable[[dict[str, WatchedFile], dict[str, Any]], T]
 
 
@@ -62,9 +62,9 @@ def kept(
 ) -> T:
     """Returns the result of `opened` for entry `key`, which is built if it is missing or damaged.
 
-    `build` writes the files of the entry, given their name without the end, and returns facts that
-    JSON can represent. `opened` raises ValueError for damaged files. One process builds, others
-    wait. Raises UserError if the folder cannot be used.
+    `build` writes the files of the entry, given their name without the suffix, and returns facts
+    that JSON can represent. `opened` raises ValueError for damaged files. One process builds,
+    others wait. Raises UserError if the folder cannot be used.
     """
     prefix = folder / key
     load = partial(_load, prefix, ends, opened)
@@ -101,7 +101,7 @@ def _build(prefix: Path, ends: Sequence[str], build: Callable[[Path], dict[str, 
 
 
 def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
-    """Opens an entry; returns None without an intact one of this user."""
+    """Opens an entry; returns None unless it is intact and this user's."""
     path, problem = prefix.with_suffix(".json"), "is damaged"
     if not path.exists():
         return None

@@ -82,7 +82,7 @@ class ChatTemplate:
         """Returns the template for rows with these tools. Raises Refused if there is none."""
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._by_name else DEFAULT
         if name not in self._by_name:
-            raise Refused(f"has no tools, but {self.named} has no text for rows without tools")
+            raise Refused(f"has no tools, but {self.named} is only for rows with tools")
         return self._by_name[name]
 
 
@@ -119,7 +119,7 @@ class Template:
         Args:
             more: further names for the template, which override those of special tokens.
             prompt: ends the text with the opening of an assistant's message.
-            around: markers for the begin and the end of the assistant's words, if `has_tags`.
+            around: markers for the start and the end of the assistant's words, if `has_tags`.
         """
         self._around = around
         names = {

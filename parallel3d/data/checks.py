@@ -74,7 +74,7 @@ PACKED = ("corpus", "blend")
 
 # The meaning of `data.path`, by the kind of source.
 PATHS = {
-    "text": "a file, a folder or a glob, as in data.path=book.txt, or leave data=stdlib",
+    "text": "a file, a folder or a glob, as in data.path=book.txt, or choose data=stdlib",
     "corpus": "the prefix of a pair, its name without .bin and .idx, as in data.path=corpora/web",
     "chat": "jsonl, a conversation a row, as in data.path=sft.jsonl",
 }

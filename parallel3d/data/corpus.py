@@ -96,10 +96,10 @@ class Corpus:
 
     fingerprint: a digest of the stream, the same on any machine. vocab_size, eot, tokenizer: of the
     tokenizer, the last its digest. tokenizer_name: its location, if known. documents: where they
-    begin; None: after each `eot`. plans: packs of both parts, None of an empty one. name: of a
-    pair, its prefix. named: what errors call it. marked: tokens carry marks of what is learned
-    (`chat`). told: what a user must know of it, a sentence each. taught: how its documents begin
-    and end. files: all open files.
+    begin; None: after each `eot`. plans: packs of both parts; None for an empty part. name: the
+    prefix of a pair. named: what errors call it. marked: tokens carry marks of what is learned
+    (`chat`). told: sentences for the user about it. taught: how its documents begin and end. files:
+    all open files.
     """
 
     train: Tokens
@@ -148,7 +148,7 @@ class Corpus:
         return self.valid if held_out else self.train
 
     def starts(self, held_out: bool) -> Starts | None:
-        """Returns the function that finds document begins in a part, counted from its first
+        """Returns the function that finds where documents start in a part, counted from its first
         token."""
         documents = self.documents
         if documents is None:
@@ -156,7 +156,8 @@ class Corpus:
         return partial(_starts, documents, len(self.train) if held_out else 0)
 
     def begins(self, held_out: bool) -> npt.NDArray[np.int64]:
-        """Returns all document begins of a part; the first is 0, even inside a document."""
+        """Returns where the documents of a part start; the first start is 0, even inside a
+        document."""
         tokens, starts = self.part(held_out), self.starts(held_out)
         found = [np.zeros(1, np.int64)]
         for first in range(0, len(tokens), _LOOKED_AT):
@@ -193,7 +194,7 @@ class Corpus:
 
 
 def _starts(pair: IndexedCorpus, first: int, begin: int, end: int) -> npt.NDArray[np.int64]:
-    """Returns the document begins of a part that begins at token `first`.
+    """Returns where documents start in a part that starts at token `first`.
 
     It is not a closure, which could not be pickled."""
     return pair.starts(first + begin, first + end) - first
@@ -229,8 +230,8 @@ class Blend:
 
     @property
     def taught(self) -> Roles:
-        """How documents of its corpora begin and end; between two beginnings, the one with
-        tokens."""
+        """How documents of its corpora begin and end; of two beginnings, the one with tokens
+        counts."""
         parts = [corpus.taught for corpus in self.corpora]
         begin = next((roles.begin for roles in parts if roles.begin), ())
         return Roles(begin, tuple(sorted({end for roles in parts for end in roles.ends})))
@@ -417,7 +418,7 @@ def _check_windows(corpus: Corpus, seq_length: int) -> None:
 def _held_out_tokens(tokens: int, data: DataConfig, seq_length: int, named: str) -> int:
     """Returns how many tokens at the end are held out.
 
-    With `data.held_out` 1, a validation set, all are, with 0 none; otherwise that share, and at
+    All are with `data.held_out`=1 (a validation set), and none with 0; otherwise that share, and at
     least one sample. Raises UserError, about `named`, if a part has no sample.
     """
     share, sample = data.held_out, seq_length + 1

@@ -131,7 +131,7 @@ def sort_out(
             candidates[below] = head
         else:
             left_out.setdefault(why, []).append(below)
-    # Among code, tables and archives are examples for its tests, not data.
+    # In a folder of code, tables and archives are examples for its tests, not data.
     is_code = sum(_end(below) in CODE for below in candidates) * 2 > len(candidates)
     for below, head in candidates.items():
         name = below.rpartition("/")[2]
@@ -162,7 +162,7 @@ def _in_folder(below: str, error: NotTaken) -> NotTaken:
 
 
 def _no_document(below: str) -> str | None:
-    """Returns why a name is not that of a document; None if it may be one."""
+    """Returns why a file of this name is not a document to train on; None if it may be one."""
     *folders, name = below.split("/")
     end = endings(name)[0]
     if any(_MARKS.fullmatch(part) for part in (*folders, name)):

@@ -76,7 +76,7 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
         eot = _spelled(tokenizer, tokenizer.eot)
         sentences.append(
             f"{pair.named}: {inside} of {count} sampled documents have the end of text {eot} "
-            "inside: each is one document, because the .idx decides on borders"
+            "inside: each is one document, because the .idx defines the borders"
         )
     if whole and 2 * same < whole:
         sentences.append(

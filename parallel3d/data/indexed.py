@@ -1,5 +1,5 @@
 """Reads and writes Megatron indexed datasets: `<prefix>.bin` has the tokens, `<prefix>.idx` the
-begins of documents. The code calls the two files a pair.
+starts of documents. The code calls the two files a pair.
 
     .idx, little-endian: "MMIDIDX\0\0" | u64 version 1 | u8 type code | u64 sequences
         | u64 documents + 1 | i32 length of each sequence, tokens | i64 byte in .bin of each
@@ -169,9 +169,9 @@ class IndexedCorpus:
             self.begins(first, min(first + _AT_A_TIME, self.documents))
 
     def _around(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
-        """Returns a document and the begins of some documents from it on.
+        """Returns a document and the starts of some documents from it on.
 
-        Among them is the first begin at `token` or later. It interpolates with the mean length, and
+        Among them is the first start at `token` or later. It interpolates with the mean length, and
         bisects every third step, because one document may be most of the text.
         """
         low = 0
@@ -233,7 +233,7 @@ def _bytes_beyond(file: File, needed: int, named: str) -> int:
 
 
 def _runs(count: int) -> list[tuple[int, int]]:
-    """Returns begin and end of evenly spaced runs of `count` things; a single run if they are
+    """Returns start and end of evenly spaced runs of `count` items; a single run if there are
     few."""
     if count <= _FEW:
         return [(0, count)]

@@ -336,7 +336,7 @@ SHARD_BYTES = 2 << 20  # bytes of text in a shard
 
 
 class Position(NamedTuple):
-    """The begin of a shard: number of the input, byte of its content or row group, and line."""
+    """The start of a shard: number of the input, byte of its content or row group, and line."""
 
     file: int = 0
     at: int = 0

@@ -245,7 +245,7 @@ def documents_of(
 ) -> Documents:
     """Returns the documents of `samples`, whose numbers in the run are `numbers`.
 
-    Raises ValueError for starts that are not begins of documents.
+    Raises ValueError for starts at which no document starts.
     """
     length = len(samples[0].loss_mask)
     split = split or SequenceSplit(length)

@@ -6,7 +6,7 @@ step, so the work grows with the number of lengths instead of documents. The pac
 as full as if documents were placed one by one.
 
 Sources: D. S. Johnson, "Near-Optimal Bin Packing Algorithms", MIT 1973; H. Ding and others, "Fewer
-Truncations Improve Language Modeling", ICML 2024 (packing documents so).
+Truncations Improve Language Modeling", ICML 2024 (best-fit packing of documents).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ Fit = Callable[[npt.NDArray[np.int64], int], Packs]  # lengths, capacity → pac
 
 
 class Pieces(NamedTuple):
-    """Pieces of a stream that each fit into any pack: their begins and lengths in tokens."""
+    """Pieces of a stream that each fit into any pack: their starts and lengths in tokens."""
 
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
@@ -204,7 +204,7 @@ class PackingPlan:
             raise ValueError(f"{self.packs} packs")
 
     def pack(self, number: int) -> tuple[list[int], list[int]]:
-        """Returns the begins and lengths of a pack's pieces. Raises OSError."""
+        """Returns the starts and lengths of a pack's pieces. Raises OSError."""
         first, last = self._firsts[number : number + 2].tolist()
         return self._starts[first:last].tolist(), self._lengths[first:last].tolist()
 

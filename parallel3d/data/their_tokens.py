@@ -29,8 +29,8 @@ def texts() -> list[str]:
 def unlike_theirs(tokenizer: FileTokenizer, folder: Path) -> str | None:
     """Returns a sentence if transformers makes other prompts with the tokenizer in `folder`.
 
-    None also where it is not installed, and without a look where its class takes tokenizer.json as
-    it is: loading transformers takes seconds.
+    Returns None if transformers is not installed. It does not load transformers, which takes
+    seconds, if the tokenizer's class takes tokenizer.json as it is.
     """
     made_by = str(tokenizer.beside.get(TOKENIZER_CONFIG, {}).get("tokenizer_class", AS_IT_IS[0]))
     if made_by.removesuffix("Fast") in AS_IT_IS or tokenizer.folder is None:
@@ -58,7 +58,7 @@ def unlike_theirs(tokenizer: FileTokenizer, folder: Path) -> str | None:
         return None
     first = min(odd, key=lambda k: len(texts()[k]))
     return (
-        f"{name} makes other tokens than parallel3d of {len(odd)} of {COUNT} texts with the "
-        f"tokenizer of {folder}, a {plain(made_by)}: of {texts()[first]!r} {found[first][:8]} "
+        f"{name} makes other tokens than parallel3d for {len(odd)} of {COUNT} texts with the "
+        f"tokenizer of {folder}, a {plain(made_by)}: for {texts()[first]!r} {found[first][:8]} "
         f"instead of {ours[first][:8]}, which are those of its tokenizer.json"
     )

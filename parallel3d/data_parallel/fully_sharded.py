@@ -113,8 +113,8 @@ class FullyShardedDataParallel:
             if held.replicas.size > 1 and not every_microbatch:
                 unit.set_all_reduce_hook(_sum_over(held.replicas))
         # Each block's backward prefetches the preceding block. FSDP2's own guess, the preceding
-        # unit in the latest forward, may belong to another chunk or micro-batch and be useless.
-        # The root prefetches itself, which is nothing: it is already gathered.
+        # unit in the latest forward, may belong to another chunk or micro-batch and be useless. The
+        # root prefetches itself, which does nothing, as it is already gathered.
         self.root.set_modules_to_backward_prefetch([self.root])
         for stage in stages:
             blocks = [m for m in stage.modules() if isinstance(m, FSDPModule) and m is not root]
@@ -174,8 +174,8 @@ class FullyShardedDataParallel:
         return ParameterSpan(name, spec, first * width, (end - first) * width)
 
     def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
-        """Returns the objects that the pipeline calls for these stages; they go through the root if
-        it is not a stage."""
+        """Returns the objects that the pipeline calls for these stages; with several stages, the
+        calls go through their root."""
         if not isinstance(self.root, _Chunks):
             return stages
         return cast(Sequence[T], [_Chunk(self.root, i) for i in range(len(stages))])
@@ -184,9 +184,9 @@ class FullyShardedDataParallel:
         for flat in self.gradients.values():
             flat.zero_()
         self.without_gradient = set(self.parameters)
-        # With one reduction per step, gradients of the ends of a rank's two chunks meet: the first
-        # backward's in fp32, the last one's in the compute dtype. FSDP2 refuses that, unless every
-        # parameter has had a backward before.
+        # With one reduction per step, a parameter of both ends of the model has one gradient in
+        # fp32, from the first backward, and one in the compute dtype, from the last. FSDP2 refuses
+        # to add them unless every parameter has had a backward before.
         self.reduces_each = self.every_microbatch or microbatches == 1
         self._last_backward(False)
 

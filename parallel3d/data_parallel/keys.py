@@ -85,7 +85,7 @@ CONFLICTS = (
     *(
         Conflict(
             {key: Other(off), "zero": Other(0)},
-            f"{{{key}}} is about sums of whole gradients, and {{zero}} scatters them",
+            f"{{{key}}} applies to sums of whole gradients, and {{zero}} scatters them",
             (("zero", 0), (key, off)),
         )
         for key, off in (("ddp.hierarchical", False), ("ddp.comm_hook", "none"))
@@ -98,7 +98,7 @@ CONFLICTS = (
     *(
         Conflict(
             {key: given, "zero": Is(0, 1)},
-            f"{{{key}}} is read by zero=2 and zero=3 alone, but {{zero}}",
+            f"{{{key}}} has an effect with zero=2 and zero=3 alone, not with {{zero}}",
             ((key, None),),
         )
         for key, given in (

@@ -63,7 +63,7 @@ def accelerator_of_world() -> torch.device | None:
 
 
 def device_of_words() -> torch.device:
-    """Returns the device on which ranks of the world exchange words: the CPU if it can."""
+    """Returns the device for exchanging small values over the world: the CPU if it can."""
     if not dist.is_initialized() or "cpu" in backends_of_world():
         return torch.device("cpu")
     return device_of_world()

@@ -1,7 +1,7 @@
 """Matmuls by the fastest CPU backend.
 
 PyTorch multiplies fp16 matrices on a CPU without half-precision units at 0.2 to 4 GFLOP/s per core,
-fp32 ones at 80 (1024³, EPYC with AVX-512). So fp16 operands are widened to fp32, which is exact,
+fp32 ones at 80 (1024³, EPYC with AVX-512). So fp16 operands are converted to fp32, which is exact,
 and the result is rounded once, like on tensor cores, which accumulate in fp32 too.
 
 PyTorch gives fp32 matmuls to MKL, which has AVX-512 kernels for Intel's processors and AVX2 ones

@@ -162,12 +162,12 @@ def read(file: str) -> MeasuredMachine:
     if content.get("version") != VERSION:
         raise UserError(
             f"{key} has version {plain(str(content.get('version')))}, and this parallel3d reads "
-            f"version {VERSION}: calibrate anew"
+            f"version {VERSION}: calibrate again"
         )
     try:
         return _machine(content)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, UserError) as error:
-        raise UserError(f"{key} is damaged ({_reason(error)}): calibrate anew") from None
+        raise UserError(f"{key} is damaged ({_reason(error)}): calibrate again") from None
 
 
 def _reason(error: Exception) -> str:

@@ -86,7 +86,7 @@ RECORD_FILE_S = 3.0  # a file system that takes longer for a small file counts a
 DUMP_S = 3.0  # extra time for files still being written after the diagnosis
 # The other ranks end after this time even without a diagnosis by the first.
 DIAGNOSIS_S = ANSWER_S + DUMP_S + RECORD_FILE_S + 1.0
-RESTS = 3.0  # a resting rank counts as hanging after this many time-outs without work
+PAUSED_TIMEOUTS = 3.0  # a paused rank counts as hanging after this many time-outs without work
 END_S = 30.0  # more than all of the above: the process then ends without a report
 
 # The diagnosis, on the rank that logs it, and processes (pid, born) of this host to kill.
@@ -115,7 +115,7 @@ class Watchdog:
     timeout_s: float
     collective_s: float
     _stopped: threading.Event = field(default_factory=threading.Event)
-    _resting: bool = False
+    _paused: bool = False
     _reporting: threading.Lock = field(default_factory=threading.Lock)
     _thread: threading.Thread | None = None
     _idle_s: float = 0.0
@@ -150,16 +150,16 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Allows a time without collectives; the rank still answers others.
 
-        A hanging file system is noticed if this process has not computed for `RESTS` time-outs, and
-        for launch.timeout_s at least.
+        A hanging file system is noticed if this process has not computed for `PAUSED_TIMEOUTS`
+        time-outs, and for launch.timeout_s at least.
         """
-        self._resting = True
+        self._paused = True
 
-    def go_on(self) -> None:
-        self._resting = False
+    def resume(self) -> None:
+        self._paused = False
 
     def timed_out(self) -> None:
         """Reports a hang because the main thread's own wait has timed out. Does not return."""
@@ -167,10 +167,10 @@ class Watchdog:
         self._report()
 
     @property
-    def _rest_s(self) -> float:
-        """Seconds without work after which a resting rank hangs, at least a collective's
+    def _paused_limit_s(self) -> float:
+        """Seconds without work after which a paused rank hangs, at least a collective's
         time-out."""
-        return max(RESTS * self.timeout_s, self.collective_s)
+        return max(PAUSED_TIMEOUTS * self.timeout_s, self.collective_s)
 
     @property
     def is_reporting(self) -> bool:
@@ -183,14 +183,14 @@ class Watchdog:
         moved = looked = time.monotonic()
         while not self._stopped.wait(interval):
             now = time.monotonic()
-            resting = self._resting
-            state = (self.log.progress, self.worker.phase, computed() if resting else 0.0)
+            paused = self._paused
+            state = (self.log.progress, self.worker.phase, computed() if paused else 0.0)
             # A gap means that this process itself was stopped, so no other rank hangs.
             if state != seen or now - looked > 5 * interval + 1:
                 seen, moved = state, now
             self._idle_s = now - moved
-            late = self._idle_s >= (self._rest_s if resting else self.timeout_s)
-            looks_up = resting or self._idle_s >= self.timeout_s / 2
+            late = self._idle_s >= (self._paused_limit_s if paused else self.timeout_s)
+            looks_up = paused or self._idle_s >= self.timeout_s / 2
             if late or (looks_up and self._is_asked()):
                 self._report()
             looked = time.monotonic()
@@ -361,9 +361,9 @@ def computed() -> float:
 def start_watchdog(
     layout: Layout, worker: Worker, recovery: RecoveryConfig, collective_s: float
 ) -> Watchdog:
-    """Starts this rank's watchdog, resting; its default time-out is below a collective's."""
+    """Starts this rank's watchdog, paused; its default time-out is below a collective's."""
     timeout_s = recovery.watchdog_s or 0.9 * collective_s
     watchdog = Watchdog(layout, worker, worker.store, timeout_s, collective_s)
-    watchdog.rest()
+    watchdog.pause()
     watchdog.start()
     return watchdog

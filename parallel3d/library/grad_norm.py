@@ -264,8 +264,8 @@ class _Norm:
             )
         if equal:
             raise UserError(
-                "clip_grad_norm_(groups=…) must be groups over which all parameters are split, but "
-                "the gradients are copies on the ranks of one; give no groups= for data "
+                "clip_grad_norm_(groups=…) must be groups over which all parameters are split, "
+                "but one of them has equal gradients on all of its ranks; give no groups= for data "
                 "parallelism and for the layers and pipelines of parallel3d"
             )
 

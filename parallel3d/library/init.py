@@ -43,7 +43,7 @@ from parallel3d.host.devices import (
 from parallel3d.host.gpus import find
 from parallel3d.run.failure import leave
 from parallel3d.run.launcher_environment import RankAssignment, detect
-from parallel3d.run.rendezvous import counted, from_rank_0, rendezvous
+from parallel3d.run.rendezvous import from_rank_0, rendezvous, with_counted_ranks
 from parallel3d.run.worker import begin_on
 from parallel3d.versions import OF_A_SCRIPT, check_versions, newer
 
@@ -106,7 +106,7 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
         store = dist.HashStore()
     elif not place.local_world_size:
         store = rendezvous(config.launch, config.run, place)
-        place = counted(store, place)
+        place = with_counted_ranks(store, place)
     ranks_here = 1 if place is None else place.local_world_size
     choice = choose_device(requested, ranks_here, launched=place is not None)
     if place is None or place.rank == 0:

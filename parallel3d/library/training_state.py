@@ -263,7 +263,8 @@ def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
 
 
 def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, TensorChunks]:
-    """Returns the chunks that this rank writes: of several ranks with a chunk one writes it."""
+    """Returns the chunks that this rank writes; a chunk on several ranks is written by one of
+    them."""
     holders: dict[tuple[str, Chunk], list[int]] = {}
     shapes: dict[str, list[int]] = {}
     for rank, theirs in enumerate(everyone):

@@ -58,11 +58,11 @@ class Evaluation(Hook):
         self._compiles = trainer.config.compile or fuses(trainer.device)
 
     def before_run(self) -> None:
-        """Evaluates the initial weights; the watchdog rests, as it has no pace to compare with
+        """Evaluates the initial weights; the watchdog is paused, as it has no pace to compare with
         yet."""
         if self.run.first > 1 or not self._is_on or not self.run.trainer.evaluated_sets:
             return
-        with self.run.resting(), self.run.spent("evaluation"):
+        with self.run.watchdog_paused(), self.run.spent("evaluation"):
             found = evaluate(self.run.trainer, self.run.worker)
         self._compiles = False
         if self.run.recorder is not None and found is not None:
@@ -73,7 +73,7 @@ class Evaluation(Hook):
         run, step = self.run, result.step
         if not self._is_on or not run.evaluates_after(step):
             return
-        with run.resting(when=self._compiles), run.spent("evaluation"):
+        with run.watchdog_paused(when=self._compiles), run.spent("evaluation"):
             found = evaluate(run.trainer, run.worker)
         self._compiles = False
         self.data_check.check(step)
@@ -96,7 +96,7 @@ def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
             "with checkpoint.every=… first, or give another run="
         )
     assert worker.watchdog is not None  # `train` has started it
-    worker.watchdog.rest()
+    worker.watchdog.pause()
     found = evaluate(trainer, worker)
     if found is None:
         raise UserError(

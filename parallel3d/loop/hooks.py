@@ -37,15 +37,15 @@ class Run:
             yield
 
     @contextmanager
-    def resting(self, when: bool = True) -> Iterator[None]:
+    def watchdog_paused(self, when: bool = True) -> Iterator[None]:
         """Pauses the watchdog during a block that may take long; does nothing unless `when`."""
         watchdog = self.worker.watchdog
         assert watchdog is not None  # `train` has started it
         if when:
-            watchdog.rest()
+            watchdog.pause()
         yield
         if when:
-            watchdog.go_on()
+            watchdog.resume()
 
     def evaluates_after(self, step: int) -> bool:
         """Returns whether an evaluation follows a step: every `train.eval_every` steps and the

@@ -137,8 +137,8 @@ CONFLICTS = (
     *exclusive(*LENGTHS),
     Conflict(
         {"train.epochs": Other(None), "data.name": Is("blend")},
-        "{train.epochs} must be of one corpus, and a part of {data.name} is read as often as its "
-        "weight says: give train.tokens instead",
+        "{train.epochs} counts passes over one corpus, and {data.name} reads each part as often "
+        "as its weight says: give train.tokens instead",
         (("train.epochs", None),),
     ),
     *(

@@ -43,7 +43,7 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
         )
 
 
-LARGE = 100  # times the parameters of the default model, and times its vocabulary
+LARGE = 100  # multiples of the default model's parameters, and of its vocabulary
 # Keys that a recipe sets for its model. A notice needs one of the first two at its default.
 TELLING = ("precision.name", "optim.lr")
 OTHERS = ("optim.lr_warmup_steps", "global_batch_size")

@@ -83,11 +83,11 @@ class StepProfiler(Hook):
         self.worker.phase = f"writing the profile of {self._steps_text()}"
         watchdog = self.worker.watchdog
         assert watchdog is not None
-        watchdog.rest()  # a profile may have hundreds of MB, and the other ranks wait
+        watchdog.pause()  # a profile may have hundreds of MB, and the other ranks wait
         if self.ranges is not None:
             self._stop()
         dist.barrier()
-        watchdog.go_on()
+        watchdog.resume()
 
     def stopped(self, step: int) -> None:
         """Logs that a signal ended the run after `step`, with no time to write a profile."""

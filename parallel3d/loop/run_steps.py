@@ -14,8 +14,8 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> None:
     trainer, worker = run.trainer, run.worker
     trainer.stop_requested = lambda: worker.stop.number is not None
     # Graphs and an accelerator's fused kernels are compiled in the first step, which takes minutes
-    # on a GPU, while other ranks wait in a collective. So the watchdog rests in that step, and only
-    # the backend's timeout detects a hang.
+    # on a GPU, while other ranks wait in a collective. So the watchdog is paused in that step, and
+    # only the backend's timeout detects a hang.
     may_compile = trainer.config.compile or fuses(trainer.device)
     for hook in hooks:
         hook.before_run()
@@ -25,7 +25,7 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> None:
         for hook in hooks:
             hook.before_step(step)
         start = time.perf_counter()
-        with run.resting(when=may_compile and step == run.first):
+        with run.watchdog_paused(when=may_compile and step == run.first):
             result = trainer.train_step()
         seconds = time.perf_counter() - start
         for hook in hooks:

@@ -49,8 +49,8 @@ def check_schedule_of_rate(optim: OptimConfig, steps: int) -> None:
     # The margin lets 1/3 and 0.666666667, which the sentence below proposes, add up to 1.
     if warmup + decay > 1 + 1e-9 and getattr(optim, name) > near:
         raise UserError(
-            f"optim.{name}={show(getattr(optim, name))} must be at most {show(near)}, what a "
-            f"warm-up over {warmup:g} of {span}={steps} leaves; the nearest is "
+            f"optim.{name}={show(getattr(optim, name))} must be at most {show(near)}, the "
+            f"part that a warm-up over {warmup:g} of {span}={steps} leaves; the nearest is "
             f"optim.{name}={show(near)}."
         )
 

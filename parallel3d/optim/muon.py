@@ -1,9 +1,9 @@
 """Muon (Jordan et al. 2024): matrices step by their momentum, made orthogonal by Newton-Schulz.
 
-Each logical matrix (q, k, v, gate and up apart, uncut) has one home among the ranks of its stage.
-Momentum and master stay where the shards are, so ZeRO and checkpoints still see flat ranges. A step
-sends the shards of each update to its home and the orthogonal matrix back, along tp inside a node
-and along dp on its rail: one all-to-all per direction and dimension.
+Each logical matrix (q, k, v, gate and up are separate ones) has one home among the ranks of its
+stage, where it is whole. Momentum and master stay where the shards are, so ZeRO and checkpoints
+still see flat ranges. A step sends the shards of each update to its home and the orthogonal matrix
+back, along tp inside a node and along dp on its rail: one all-to-all per direction and dimension.
 """
 
 from __future__ import annotations
@@ -145,12 +145,12 @@ class Muon:
         self.gathers = any(len(each) < dp.size for each in self.holders.values())
 
     def takes(self, shard: ShardSpec) -> bool:
-        """Whether it makes the updates of this full tensor: only of hidden matrices."""
+        """Whether it makes the updates of this full tensor; it does so for hidden matrices
+        alone."""
         return is_hidden_shard(shard)
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
-        """Replaces the gradients of these segments, which are updates, with orthogonal ones,
-        scaled.
+        """Replaces the updates that the gradients of these segments hold by scaled orthogonal ones.
 
         Collective over tp and dp, even for a rank without a segment of hidden matrices.
         """
@@ -169,7 +169,7 @@ class Muon:
         def moved(source: int, target: int) -> dict[MatrixRange, int]:
             found = {}
             for piece in self.pieces[source]:
-                holders = self.holders[piece]  # of equal bits: one of them sends
+                holders = self.holders[piece]  # their bits are equal, so one of them sends
                 sender = target if target in holders else holders[target % len(holders)]
                 if self.homes[piece.matrix].dp == target and sender == source:
                     found[piece] = piece.end - piece.first

@@ -78,7 +78,7 @@ class MatrixUpdates(Protocol):
         ...
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
-        """Replaces the gradients of these segments, which are updates; collective."""
+        """Replaces the updates that the gradients of these segments hold; collective."""
         ...
 
 

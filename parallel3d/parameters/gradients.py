@@ -108,8 +108,8 @@ def add_matmul(out: Tensor, grad: Tensor, x: Tensor) -> None:
     """Adds the matmul gradᵀ·x (out, in), of (tokens, out) and (tokens, in), to a wider `out`.
 
     Nothing is rounded if the device's GEMM accumulates half precision into fp32, nor for fp16 on a
-    CPU, which is widened. Otherwise the result is rounded to the dtype of its factors before it is
-    added: to 8 bits in bf16, and to infinity beyond 65,504 in fp16.
+    CPU, which is converted to fp32. Otherwise the result is rounded to the dtype of its factors
+    before it is added: to 8 bits in bf16, and to infinity beyond 65,504 in fp16.
     """
     if out.dtype == grad.dtype:
         out.addmm_(grad.t(), x)

@@ -200,7 +200,7 @@ def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[A
 
 SLOT_BYTES = 4 << 20  # larger messages go through the backend
 ALIGNMENT = 64  # of a slot, in bytes: a cache line
-SLOTS = 4  # minimum: so far may a sender be ahead of its receiver
+SLOTS = 4  # minimum: how many messages a sender may be ahead of its receiver
 FILLED, FREE = 0, 1  # kinds of signals about a link's slots
 
 Pair = tuple[int, int]

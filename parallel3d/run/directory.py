@@ -133,7 +133,7 @@ def has_begun(directory: Path) -> bool:
 
 
 def left_out(directory: Path) -> str | None:
-    """Returns a sentence about keys of a run's last configuration that were removed since."""
+    """Returns a sentence about keys of a run's last configuration that have since been removed."""
     found: Mapping[str, Any] = {}
     for path in _last_first(directory):
         try:
@@ -151,7 +151,7 @@ def left_out(directory: Path) -> str | None:
             words.append(f"{spell(key, found[key])} ({removed.instead})")
     if not words:
         return None
-    return f"run={directory.name}: this version has no more {', '.join(words)}: left out"
+    return f"run={directory.name}: this version no longer has {', '.join(words)}: left out"
 
 
 def keeps_tokenizer(data: DataConfig, directory: Path) -> bool:
@@ -255,12 +255,12 @@ def make_run_directory(
     job_id: str | None = None,
     job_number: int | None = None,
     *,
-    may_go_on: bool = False,
+    may_resume: bool = False,
 ) -> tuple[Config, Path]:
     """Creates `runs_dir/<run>`, private to the user, with its config.yaml.
 
     A run without a name gets one from the time, the layout, Slurm's `job_id` and a sweep's
-    `job_number`. Returns the configuration with its name, and the directory. With `may_go_on`, the
+    `job_number`. Returns the configuration with its name, and the directory. With `may_resume`, the
     directory of a run that can continue is returned unchanged; call `take_run` next. Raises
     UserError if the name is taken or the directory cannot be created.
     """
@@ -289,7 +289,7 @@ def make_run_directory(
         if made:
             return named, directory
         if config.run is not None:
-            check_run(named, may_go_on=may_go_on)
+            check_run(named, may_resume=may_resume)
             return named, directory
     raise UserError(f"runs_dir={config.runs_dir} holds a thousand runs named {candidates[0]}-…")
 
@@ -347,13 +347,13 @@ def _maker() -> str:
     return f"# made by process {os.getpid()} on {socket.gethostname()}\n"
 
 
-def check_run(config: Config, *, may_go_on: bool = False) -> None:
-    """Raises UserError if a given `run` exists (with `may_go_on`: and cannot continue)."""
+def check_run(config: Config, *, may_resume: bool = False) -> None:
+    """Raises UserError if a given `run` exists (with `may_resume`: and cannot continue)."""
     directory = Path(config.runs_dir) / str(config.run)
     if config.run is None or not os.path.lexists(directory):
         return
     there = config_there(config.run, directory)
-    if may_go_on and not config.checkpoint.load:
+    if may_resume and not config.checkpoint.load:
         raise UserError(
             f"run={config.run} exists already in {directory}, and checkpoint.load=false: "
             "choose another run= or remove it"
@@ -367,12 +367,12 @@ def check_run(config: Config, *, may_go_on: bool = False) -> None:
         ) from None
     found = identity.changes(dataclasses.asdict(there), config)
     is_over = not saved and status(directory) == "finished"
-    if may_go_on and not is_over:
+    if may_resume and not is_over:
         # Without a checkpoint the run begins again, and any keys are allowed.
         if saved and (refusal := identity.refusal(config.run, found)):
             raise UserError(refusal)
         return
-    why = ", with no checkpoint to resume from" if may_go_on else ""
+    why = ", with no checkpoint to resume from" if may_resume else ""
     differing = [str(change) for change in found if not change.key.startswith(HOW)]
     if not differing:
         raise UserError(

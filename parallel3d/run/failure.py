@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 # Our launcher's signal to end ranks at once. No scheduler or terminal sends it; their signals ask
 # ranks to save and stop.
 END_SIGNAL = signal.SIGALRM
-RECORD_BYTES = 1 << 20  # maximum of a failure's record
-PACKAGE = Path(__file__).parents[1]  # in the form of file names in frames
+RECORD_BYTES = 1 << 20  # maximum size of a failure's record
+PACKAGE = Path(__file__).parents[1]  # in the same form as the file names of frames
 
-# Errors of ranks whose peer has gone; they are never the cause.
+# Errors of ranks whose peer has ended; they are never the cause.
 PEER_GONE = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|closed by peer|reset by peer"
     r"|remote process exited|remote rank|socket (closed|timeout)|peer (has )?(gone|closed|exited)"
     r"|connection was likely closed|failed to (recv|send)|stop_waiting",
     re.IGNORECASE,
 )
-# Additions of gloo: the position in its source, and advice.
+# Parts of gloo's messages: the position in its source, and advice.
 NOISE = re.compile(r"\[/\S+:\d+\] ?| This is typically caused by .*")
-OUT_OF_MEMORY = "OutOfMemoryError"  # torch's, which is not imported here
+OUT_OF_MEMORY = "OutOfMemoryError"  # a class of torch, which is not imported here
 TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.IGNORECASE)
 
 
@@ -94,13 +94,14 @@ class RankFailure:
 
     @property
     def is_echo(self) -> bool:
-        """Whether this rank only noticed that another had gone."""
+        """Whether this rank only noticed that another rank had ended."""
         gone = PEER_GONE.search(self.error) is not None
         return self.kind == "error" and gone and not self.diverged
 
     @property
-    def did_as_always(self) -> bool:
-        """Whether another rank's call may be at fault, as gloo aborts on a wrong size."""
+    def peer_may_be_at_fault(self) -> bool:
+        """Whether another rank's call may be at fault: gloo aborts a rank whose peer sends a wrong
+        size."""
         if self.kind == "killed":
             return "SIGABRT" in self.error
         return self.kind == "error" and not self.diverged
@@ -171,7 +172,7 @@ def from_exit(layout: Layout, rank: int, exitcode: int) -> RankFailure:
     if exitcode < 0:
         error = f"was killed by {signal.Signals(-exitcode).name}"
     if exitcode == -signal.SIGKILL:
-        error += " (by hand, or by the kernel for want of memory)"
+        error += " (by a user, or by the kernel for lack of memory)"
     return of_rank(layout, rank, error, "killed")
 
 
@@ -241,19 +242,20 @@ def read_all(run_dir: Path) -> list[RankFailure]:
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """Returns the failure that caused the others; `failures` must not be empty."""
     found = list(failures)
-    # The peers of a diverged rank met its wrong calls; unless all diverged, as at a skipped step.
+    # If some ranks diverged and others did not, the others failed because of the diverged ranks'
+    # calls. If all diverged, as at a skipped step, this says nothing.
     diverged = [f for f in found if f.diverged]
-    if any(f.did_as_always for f in found) and diverged:
+    if any(f.peer_may_be_at_fault for f in found) and diverged:
         found = [*diverged, *(f for f in found if f.kind in ("hang", "decided"))]
     return min(found, key=_rank_of_cause)
 
 
 def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
-    if failure.kind in ("hang", "decided"):  # concerns all ranks, and may have killed some
+    if failure.kind in ("hang", "decided"):  # it concerns all ranks, and may have killed some
         return -1, failure.time
     if failure.kind == "killed":
-        # Its time is when the launcher noticed: an error of the same moment came first. Launchers
-        # send these to the survivors.
+        # Its time is when the launcher noticed it, so an error of the same moment came first.
+        # Launchers end the survivors by these signals.
         by_launcher = failure.error.endswith(("SIGTERM", END_SIGNAL.name))
         return (3, 0.0) if by_launcher else (0, failure.time)
     if failure.is_echo:
@@ -268,21 +270,22 @@ def has_steps(app: str, train: TrainConfig) -> bool:
     return app == "train" and not train.eval_only
 
 
-# Counts ranks with a user error: the first one logs it.
+# Counter of ranks with a user error: the first one logs it.
 USER_ERRORS_KEY = "parallel3d/user_errors"
-# Exit code of a local worker that has logged the cause itself, as no file could be written.
+# Exit code of a local worker that has logged the cause itself because no file could be written.
 EXIT_ALREADY_REPORTED = 63
-# A local worker's exit codes from here on are the subcommand's own result: it ran to its end.
+# From this exit code on, a local worker ran to its end, and the rest is the subcommand's result.
 EXIT_COMMAND_RESULT = 64
 
 
 def code_of_stop(requeues: bool) -> int:
-    """Returns 0 for a scheduler's stop, after which the run is requeued; 130 for Ctrl-C."""
+    """Returns the exit code 0 for a scheduler's stop, after which the run is requeued; 130 for
+    Ctrl-C."""
     return 0 if requeues else 128 + signal.SIGINT
 
 
 def report_end(cause: RankFailure, run_dir: Path) -> int:
-    """Logs why a run ended and returns the exit code; after a user error its directory goes."""
+    """Logs why a run ended and returns the exit code; removes its directory after a user error."""
     print_line(cause.sentence())
     if cause.kind != "user":
         return 1
@@ -323,9 +326,9 @@ def _is_first_to_log(worker: Worker, error: Exception, store: Store | None) -> b
 
 
 def leave(code: int, worker: Worker | None = None) -> NoReturn:
-    """Ends this process now: destructors of groups with a dead peer may wait for it for minutes.
+    """Ends this process now, because destructors of groups may wait minutes for a dead peer.
 
-    A diagnosis that the watchdog is about to log comes first: it may have killed the peer.
+    It first waits for a diagnosis that the watchdog is about to log: that may have killed the peer.
     """
     if worker is not None and worker.watchdog is not None and worker.watchdog.is_reporting:
         worker.watchdog.timed_out()

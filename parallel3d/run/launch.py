@@ -1,4 +1,4 @@
-"""A process as its launcher sees it: its place among the ranks, signals that ask it to stop."""
+"""A process's place among the ranks, and the signals that ask it to stop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
     """Returns the result of `call`, or `otherwise` if it fails or takes too long.
 
-    The client of a store whose process is stopped would wait for ever, whatever its time-out.
+    If a store's process is stopped, its clients would wait for ever, whatever their time-out.
     """
     answers: list[T] = []
 
@@ -53,13 +53,13 @@ def ending_on_signals(
 ) -> Iterator[None]:
     """Ends the process on a signal, with a sentence, while the block waits for other ranks.
 
-    torch waits in C++, which goes on after a signal and prints its stack. So the signals stay
-    pending, and a thread looks for them. There is nothing to save yet.
+    torch's C++ continues to wait after a signal, and prints its stack. So the signals stay pending,
+    and a thread looks for them. There is nothing to save yet.
 
     Args:
-        waiting: returns what the process does, for the sentence.
+        waiting: returns the activity to name in the sentence.
         first: called before the end.
-        noted: signals that came before the block.
+        noted: signals received before the block.
     """
     numbers = {number for number in STOPPING if not is_nohup(number)}
     over = threading.Event()
@@ -72,7 +72,9 @@ def ending_on_signals(
             for number in sorted(came):
                 first()
                 name = signal.Signals(number).name
-                print_line(f"{name} ended this process in {waiting()}; there was nothing to save.")
+                print_line(
+                    f"{name} ended this process while {waiting()}; there was nothing to save."
+                )
                 os._exit(128 + number)
 
     with blocked_signals(tuple(numbers)):
@@ -117,9 +119,9 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
 
 # Signals that ask a run to stop after a step: preemption, time limit, Ctrl-C, a lost terminal.
 #
-# Ranks get a signal at different moments, or one rank alone, so none acts on its own: each step's
-# all-reduce over the world carries whether a rank was asked, and all ranks see it after the same
-# step (`Trainer.train_step`). The loop then saves and ends.
+# Ranks receive a signal at different moments, or one rank alone does, so none acts on its own. Each
+# step's all-reduce over the world counts the ranks that were asked, and all ranks read the sum
+# after the same step (`Trainer.train_step`). The loop then saves and ends.
 
 # Sent by a scheduler before it takes the machine away (SIGUSR2 by LSF, SGE and submitit); users
 # send SIGINT.
@@ -129,11 +131,11 @@ STOPPING = (*PREEMPTION, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal h
 
 @dataclass
 class StopSignals:
-    """The signals that came to this process.
+    """The signals that this process has received.
 
     Attributes:
-        number: the signal that came, a preempting one before an interrupt, or None.
-        interrupted: a SIGINT came.
+        number: the received signal, or None; a preempting one replaces an interrupt.
+        interrupted: a SIGINT was received.
         second_interrupts: a second SIGINT raises KeyboardInterrupt; else it is like the first.
     """
 
@@ -158,7 +160,8 @@ class StopSignals:
 
     @property
     def requeues(self) -> bool:
-        """Returns whether the stopped run is to be requeued: not if a user typed Ctrl-C here."""
+        """Returns whether the stopped run is to be requeued, which it is unless a user pressed
+        Ctrl-C."""
         return self.number != signal.SIGINT
 
     @property
@@ -167,7 +170,7 @@ class StopSignals:
 
 
 def is_nohup(number: int) -> bool:
-    """Returns whether it is a SIGHUP that nohup makes this process ignore."""
+    """Returns whether `number` is SIGHUP and nohup makes this process ignore it."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
@@ -186,7 +189,7 @@ def kept_handlers(numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None
 def blocked_signals(
     numbers: Sequence[signal.Signals] = STOPPING,
 ) -> Iterator[set[int | signal.Signals]]:
-    """Blocks these signals, also in processes started meanwhile; yields the mask before."""
+    """Blocks these signals, also in processes started inside; yields the previous mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield before
@@ -200,9 +203,9 @@ class ProgressWatch(Protocol):
     @property
     def is_reporting(self) -> bool: ...
 
-    def rest(self) -> None: ...
+    def pause(self) -> None: ...
 
-    def go_on(self) -> None: ...
+    def resume(self) -> None: ...
 
     def timed_out(self) -> None: ...
 
@@ -218,11 +221,11 @@ class Worker:
         device: "cpu" or "<type>:<index>", already current; torch.distributed is initialised.
         phase: activity that a failure report names ("train step 12"); set it as work proceeds.
         placement: rank mapping of the whole run; None where the run did not need one.
-        stop: signals that came.
+        stop: the received signals.
         stopped: the run ended early because of a signal, on some rank.
         store: the ranks' store.
         log: operations that this rank communicates, which `watchdog`, if any, watches.
-        taking_run: held while rank 0 makes its run directory, for who would remove it.
+        taking_run: held while rank 0 makes its run directory, which must not be removed meanwhile.
     """
 
     rank: int

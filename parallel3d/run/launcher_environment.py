@@ -1,9 +1,9 @@
-"""The rank of this process, by the environment of the launcher that started it. No torch.
+"""Finds the rank of this process in the environment of its launcher; without torch.
 
-Each launcher that is known here has a row: its marks, the variables of its numbers, and what names
-the start. All that an environment says must agree: sets of variables that contradict each other, or
-marks of a launcher without its numbers, are refused, since a guess would start n whole runs, or
-one rank of a run that needs n.
+Each known launcher has a row with the variables that hold its numbers and those that identify the
+start. All variables of an environment must agree. Contradictory sets, and traces of a launcher
+without its numbers, are refused, because a wrong guess would start n whole runs, or one rank of a
+run that needs n.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from parallel3d.topology.cluster.slurm import (
 Launcher = Literal["local", "torchrun", "slurm", "mpi"]
 Read = Callable[[str], str]
 LOOPBACK = "127.0.0.1"
-# Below Linux's range of ports for outgoing connections.
+# The ports below Linux's range for outgoing connections.
 FIRST_PORT, PORTS = 20000, 12768
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 
@@ -38,9 +38,10 @@ class RankAssignment:
     """The rank that a launcher assigned to this process, and the address of rank 0.
 
     Attributes:
-        local_world_size: ranks of this host; 0 where no variable says it: the ranks count them.
-        job_id: Slurm's number of the job, for names.
-        start: names this start of the ranks, alike on all of them; "" where nothing does.
+        local_world_size: ranks of this host; 0: no variable gives their number, and the ranks count
+            them.
+        job_id: Slurm's id of the job, used in names.
+        start: identifies this start, equal on all of its ranks; "" if no variable does.
     """
 
     launcher: Launcher
@@ -54,7 +55,8 @@ class RankAssignment:
     start: str = ""
 
     def with_port(self, chosen: int) -> RankAssignment:
-        """Returns it with `launch.master_port`, unless that is 0 or torchrun has its own port."""
+        """Returns the assignment with `launch.master_port`, unless that is 0 or torchrun set a
+        port."""
         if self.launcher == "torchrun" or chosen == 0:
             return self
         return replace(self, master_port=chosen)
@@ -71,11 +73,12 @@ class RankAssignment:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A launcher that gives each process its number and theirs; names in the order of trust.
+    """The variables in which a launcher gives each process its rank and the number of ranks.
 
     Attributes:
-        jobs: variables one of which names the start; without any there is no port.
-        hosts: a variable with the number of hosts, where none has the ranks of one.
+        jobs: variables that identify the start, the preferred one first; without them, no port can
+            be derived from the start.
+        hosts: variable with the number of hosts, for launchers without one for the ranks per host.
     """
 
     name: str
@@ -137,18 +140,18 @@ MPI = (
     ),
 )
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# torchrun's, and deepspeed's, which counts the ranks of a host in the second.
+# Ranks per host: torchrun sets the first variable, deepspeed the second.
 TORCH_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-# Set by any agent of torch, and by our own launcher for its ranks, which nothing may outvote.
+# Set by every agent of torch, and by our own launcher for its ranks. These override all others.
 AGENTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
 RANKS_OF_A_HOST = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")  # Kubeflow's and DLC's, for torchrun
-# Rank 0's host as Azure names it for its MPI jobs, with a port of its own.
+# Azure's variables for rank 0's host in MPI jobs, with a port that is not ours.
 AZURE_MASTERS = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Numbers that one set of variables gives this process; None: it does not say."""
+    """The numbers that one set of variables gives this process; None: not given."""
 
     words: str
     launcher: Launcher
@@ -159,7 +162,7 @@ class Claim:
     start: str = ""
 
     def difference(self, other: Claim) -> str | None:
-        """Returns the first number that both say, and differently, in words."""
+        """Describes the first number on which the two disagree; None if they agree."""
         mine = (self.size, self.rank, self.local_size, self.local_rank)
         theirs = (other.size, other.rank, other.local_size, other.local_rank)
         names = ("{} and {} ranks", "rank {} and {}", "{} and {} ranks of this host")
@@ -180,21 +183,21 @@ def detect(
     starts: int | None = 1,
     read: Read = _text_of,
 ) -> RankAssignment | None:
-    """Returns this process's rank by its launcher's variables; None where it starts its own ranks.
+    """Returns this process's rank by its launcher's variables; None if it starts its own ranks.
 
-    That is where no launcher is known, or one that started a single process.
+    It does so without a known launcher, or under one that started a single process.
 
     Args:
-        environ: variables; empty ones do not count.
-        master_addr: launch.master_addr, the address of rank 0 where the launcher's is wrong.
+        environ: variables; empty ones are ignored.
+        master_addr: launch.master_addr, which overrides the launcher's address of rank 0.
         master_port: launch.master_port, or 0.
-        starts: ranks that this process would start by itself: without a launcher it must leave out
-            no task or host that its user has asked for. None: it needs no others.
+        starts: ranks that this process would start itself. Without a launcher, it refuses to leave
+            out tasks or hosts that the user has asked for. None: it needs no other process.
         read: returns the text of a file; raises OSError.
 
     Raises:
-        UserError: a variable is missing, is no number or contradicts another; a launcher's marks
-            are there and its numbers are not; nothing tells where rank 0 is.
+        UserError: a variable is missing, is not a number or contradicts another one; a launcher has
+            left traces but no numbers; the address of rank 0 is unknown.
     """
     given = {name: value for name, value in environ.items() if value}
     if any(name in given for name in AGENTS) and {"RANK", "WORLD_SIZE"} & given.keys():
@@ -212,7 +215,7 @@ def detect(
                     "those of the launcher that did not start this process"
                 )
     if _first(claim.size for claim in claims) == 1:
-        # An image may set WORLD_SIZE=1 for whatever starts in it.
+        # An image may set WORLD_SIZE=1 for all of its processes.
         if starts is not None and all(claim is torch for claim in claims):
             _refuse_left_out(given, starts, read)
         return None
@@ -227,7 +230,7 @@ def detect(
 
 
 def prints_for_all(environ: Mapping[str, str]) -> bool:
-    """Returns whether this process prints for all that were started like it: rank 0, or alone."""
+    """Returns whether this process prints for all ranks: it is rank 0, or alone."""
     names = ("RANK", "SLURM_PROCID", *RANKS_ALONE, *(row.rank for row in MPI))
     return not any(NUMBER.fullmatch(environ.get(n, "")) and int(environ[n]) > 0 for n in names)
 
@@ -237,7 +240,7 @@ def _first(values: Iterable[int | None]) -> int | None:
 
 
 def _of_agent(given: Mapping[str, str], master_addr: str | None) -> RankAssignment:
-    """Returns the place that torchrun, or the local launcher, gives its rank."""
+    """Returns the assignment by torchrun or by the local launcher."""
     torch = _torch(given)
     _check_torch(given, TORCH)
     assert torch is not None and torch.rank is not None and torch.size is not None
@@ -265,7 +268,7 @@ def _of_agent(given: Mapping[str, str], master_addr: str | None) -> RankAssignme
 
 
 def _torch(given: Mapping[str, str]) -> Claim | None:
-    """Returns what RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE say, with some missing."""
+    """Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, some of which may be missing."""
     if not {"RANK", "WORLD_SIZE"} & given.keys():
         return None  # LOCAL_RANK and MASTER_ADDR alone: some platforms set them for any process
     size = _number(given, "WORLD_SIZE", 1) if "WORLD_SIZE" in given else None
@@ -279,22 +282,22 @@ def _torch(given: Mapping[str, str]) -> Claim | None:
     local_rank = _number(given, "LOCAL_RANK", 0, most, here) if "LOCAL_RANK" in given else None
     if rank is not None and local_rank is not None and local_rank > rank:
         raise UserError(
-            f"LOCAL_RANK={local_rank} contradicts RANK={rank}: a host's ranks are counted in their "
-            "order, so that no number on a host is above the rank"
+            f"LOCAL_RANK={local_rank} contradicts RANK={rank}: the ranks of a host are numbered "
+            "in order, so a local rank cannot exceed the rank"
         )
     words = " ".join(f"{name}={given[name]}" for name in TORCH[:2] if name in given)
     return Claim(words, "torchrun", rank, size, local_rank, local_size)
 
 
 def _check_torch(given: Mapping[str, str], needed: tuple[str, ...]) -> None:
-    """Raises UserError unless RANK, WORLD_SIZE and what else is needed beside them are there."""
+    """Raises UserError unless all `needed` variables are set, RANK or WORLD_SIZE among them."""
     missing = [name for name in needed if name not in given]
     if not missing:
         return
     if missing[0] == "LOCAL_RANK":
         raise UserError(
             f"RANK={given['RANK']} and WORLD_SIZE={given['WORLD_SIZE']} are set but LOCAL_RANK is "
-            "not, as where they count hosts (Kubeflow, DLC): start with torchrun "
+            "not, as on platforms where they count hosts (Kubeflow, DLC): start with torchrun "
             "--nnodes=$WORLD_SIZE --node-rank=$RANK --nproc-per-node=8 --master-addr=$MASTER_ADDR "
             "--master-port=$MASTER_PORT -m parallel3d …; if they count ranks, export LOCAL_RANK "
             "and LOCAL_WORLD_SIZE, too"
@@ -307,9 +310,9 @@ def _check_torch(given: Mapping[str, str], needed: tuple[str, ...]) -> None:
 
 
 def _refuse_lonely_marks(given: Mapping[str, str]) -> None:
-    """Raises UserError for marks of torchrun without RANK and WORLD_SIZE.
+    """Raises UserError for traces of torchrun without RANK and WORLD_SIZE.
 
-    LOCAL_RANK=0 alone is none: some platforms set it for any process.
+    LOCAL_RANK=0 alone does not count: some platforms set it for any process.
     """
     marks = [name for name in AGENTS if name in given]
     local = given.get("LOCAL_RANK", "0")
@@ -323,7 +326,7 @@ def _refuse_lonely_marks(given: Mapping[str, str]) -> None:
 
 
 def _check_not_hosts(given: Mapping[str, str], torch: Claim) -> None:
-    """Raises UserError where RANK and WORLD_SIZE count hosts, though LOCAL_RANK is there."""
+    """Raises UserError if RANK and WORLD_SIZE count hosts although LOCAL_RANK is set."""
     assert torch.rank is not None and torch.size is not None and torch.local_rank is not None
     for name in RANKS_OF_A_HOST:
         if not given.get(name, "").isdecimal() or torch.local_size is not None:
@@ -338,7 +341,7 @@ def _check_not_hosts(given: Mapping[str, str], torch: Claim) -> None:
 
 
 def _mpi(given: Mapping[str, str]) -> list[Claim]:
-    """Returns what the launchers of MPI and their like say."""
+    """Returns the claims of MPI's launchers and similar ones."""
     return [claim for row in MPI if (claim := _numbered(given, row)) is not None]
 
 
@@ -350,8 +353,8 @@ def _numbered(given: Mapping[str, str], row: Numbered) -> Claim | None:
     missing = [name for name in (row.rank, row.size) if name not in given]
     if missing:
         raise UserError(
-            f"{marks[0]}={given[marks[0]]} is set, as by {row.name}, but {missing[0]} is not: have "
-            f"the variables of {row.name} reach this process, or unset {marks[0]}"
+            f"{marks[0]}={given[marks[0]]} is set, as by {row.name}, but {missing[0]} is not: "
+            f"pass the variables of {row.name} on to this process, or unset {marks[0]}"
         )
     size = _number(given, row.size, 1)
     world = f"{row.size}={size}"
@@ -371,7 +374,7 @@ def _numbered(given: Mapping[str, str], row: Numbered) -> Claim | None:
     return Claim(words, "mpi", rank, size, local_rank, local_size, start)
 
 
-# Ranks by launchers of which no variable, or none beside these, says how many there are.
+# Ranks set by launchers that may not give the number of ranks.
 RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "PMI_ID", "MPIRUN_RANK")
 
 
@@ -387,7 +390,8 @@ def _ranks_alone(given: Mapping[str, str]) -> list[Claim]:
 
 
 def _slurm_step(given: Mapping[str, str]) -> Claim | None:
-    """Returns what srun says to one of its tasks; None in a batch script or a shell of salloc."""
+    """Returns the claim of srun about one of its tasks; None in a batch script or a shell of
+    salloc."""
     step_names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
     number = _named(given, "SLURM_STEP_ID", "SLURM_STEPID")
     if number is None and not any(name in given for name in step_names):
@@ -395,8 +399,8 @@ def _slurm_step(given: Mapping[str, str]) -> Claim | None:
         if procid == "0" or not procid.isdecimal():
             return None
         raise UserError(
-            f"SLURM_PROCID={procid} is set but SLURM_STEP_ID is not: have all variables of srun "
-            "reach this process (a container may drop them), or unset SLURM_PROCID"
+            f"SLURM_PROCID={procid} is set but SLURM_STEP_ID is not: pass all variables of srun "
+            "on to this process (a container may drop them), or unset SLURM_PROCID"
         )
     if number is not None and _number(given, number) >= FIRST_SPECIAL_STEP:
         return None
@@ -434,13 +438,13 @@ def _slurm_step(given: Mapping[str, str]) -> Claim | None:
 def _not_reached(given: Mapping[str, str], missing: str) -> UserError:
     there = next(name for name in given if name.startswith("SLURM_STEP") or name == "SLURM_PROCID")
     return UserError(
-        f"{missing} is not set, but {there} is: have all variables of srun reach this process (a "
-        "container may drop them), or unset those of SLURM_*"
+        f"{missing} is not set, but {there} is: pass all variables of srun on to this process (a "
+        "container may drop them), or unset all SLURM_*"
     )
 
 
 def _slurm_tasks_here(given: Mapping[str, str], size: int) -> int | None:
-    """Returns the tasks of this node; None where Slurm does not say."""
+    """Returns the number of tasks on this node; None if Slurm does not give it."""
     listed = given.get("SLURM_STEP_NODELIST")
     names = [] if listed is None else expand_hostlist(listed)
     per_node = "SLURM_STEP_TASKS_PER_NODE"
@@ -450,13 +454,14 @@ def _slurm_tasks_here(given: Mapping[str, str], size: int) -> int | None:
         return size if len(names) == 1 else None
     counts = expand_tasks_per_node(given[per_node], per_node)
     if sum(counts) != size:
-        if per_node == "SLURM_TASKS_PER_NODE":  # of the job, of which this step is a part
+        # These are the job's tasks, which may be more than this step's.
+        if per_node == "SLURM_TASKS_PER_NODE":
             return size if len(names) == 1 else None
         raise UserError(
             f"{per_node}={given[per_node]} makes {sum(counts)} tasks and contradicts the step's "
-            f"{size}: have srun's own variables reach this process"
+            f"{size}: pass srun's own variables on to this process"
         )
-    # By the name: in a step of several components of a job, SLURM_NODEID counts in another order.
+    # The name decides: in a step over several components of a job, SLURM_NODEID has another order.
     if given.get("SLURMD_NODENAME") in names and len(names) == len(counts):
         return counts[names.index(given["SLURMD_NODENAME"])]
     if len(counts) == 1 or len(set(counts)) == 1:
@@ -470,9 +475,10 @@ def _slurm_tasks_here(given: Mapping[str, str], size: int) -> int | None:
 def _without_outer(
     step: Claim | None, claims: list[Claim], given: Mapping[str, str]
 ) -> list[Claim]:
-    """Returns the claims without that of a step whose tasks, one a host, are launchers themselves.
+    """Removes the claim of a step whose tasks, one per host, are launchers themselves.
 
-    mpirun starts its daemons so, a loop over RANK in a batch script its ranks.
+    mpirun starts its daemons in such a step; a batch script's loop over RANK starts its ranks in
+    one.
     """
     if step is None or step.size is None:
         return claims
@@ -498,7 +504,7 @@ def _assigned(
     master_port: int,
     read: Read,
 ) -> RankAssignment:
-    """Returns the place on which all claims agree, with the address of rank 0."""
+    """Returns the assignment on which all claims agree, with the address of rank 0."""
     torch = next((claim for claim in claims if claim.launcher == "torchrun"), None)
     others = [claim for claim in claims if claim is not torch]
     by_torch = torch is not None and torch.local_rank is not None and torch.rank is not None
@@ -559,34 +565,35 @@ def _port(
     master_port: int,
     claim: Claim,
 ) -> int:
-    """Returns the port where the ranks meet: the one given, or one by the name of the start."""
+    """Returns the port of the rendezvous: the given one, or one derived from the start."""
     if "MASTER_PORT" in given and (by_torch or step is None):
         return _number(given, "MASTER_PORT", 1, 65535, "the range of ports")
     if step is not None:
         job = _named(given, "SLURM_JOB_ID", "SLURM_JOBID")
         number = _named(given, "SLURM_STEP_ID", "SLURM_STEPID")
-        assert job is not None and number is not None  # the step has been read
-        # Steps of a job differ always; jobs by a hash, as their numbers repeat in any range.
+        assert job is not None and number is not None  # `_slurm_step` has checked this
+        # Steps of one job get different ports. Jobs get theirs by a hash, because their ids exceed
+        # the range of ports.
         return FIRST_PORT + (zlib.crc32(given[job].encode()) + int(given[number])) % PORTS
     if start:
         return FIRST_PORT + zlib.crc32(start.encode()) % PORTS
     if master_port:
         return master_port
     raise UserError(
-        f"{claim.words} come from a launcher that does not tell one start from another: export "
+        f"{claim.words} come from a launcher that does not identify its starts: export "
         "MASTER_PORT, a free port of the host of rank 0, or give it as launch.master_port"
     )
 
 
 def _check_address(name: str, addr: str) -> None:
-    """Raises UserError unless it can be the name or address of a host."""
+    """Raises UserError unless `addr` can be the name or address of a host."""
     try:
         ipaddress.ip_address(addr.partition("%")[0])
     except ValueError:
         if re.fullmatch("[A-Za-z0-9_.-]{1,255}", addr) is None:
             raise UserError(
-                f"{name}={addr!r} is no name or address of a host: it must be as node1, 10.0.0.1 "
-                "or fd00::1, and the port belongs into MASTER_PORT or launch.master_port"
+                f"{name}={addr!r} is not the name or address of a host: it must be such as node1, "
+                "10.0.0.1 or fd00::1, and the port belongs in MASTER_PORT or launch.master_port"
             ) from None
 
 
@@ -602,7 +609,7 @@ def _check_is_first_host(given: Mapping[str, str], first_host: str) -> None:
 
 
 def _check_own_host(given: Mapping[str, str], rank: int, first_host: str | None) -> None:
-    """Raises UserError if rank 0 runs where the others would not look for it."""
+    """Raises UserError if rank 0 does not run on the host where the others look for it."""
     own = given.get("SLURMD_NODENAME")
     if rank == 0 and own is not None and first_host is not None and own != first_host:
         raise UserError(
@@ -611,11 +618,11 @@ def _check_own_host(given: Mapping[str, str], rank: int, first_host: str | None)
         )
 
 
-# Processes that a launcher should have started, and did not
+# Processes that a launcher should have started
 
 
 def _refuse_left_out(given: Mapping[str, str], starts: int, read: Read) -> None:
-    """Raises UserError where this process would train alone though more was asked for."""
+    """Raises UserError if this process would train alone in a job of more tasks or hosts."""
     _refuse_batch_script(given, starts)
     torchrun = (
         "this process would train on its own alone: start torchrun on each (torchrun --nnodes={} "
@@ -624,38 +631,40 @@ def _refuse_left_out(given: Mapping[str, str], starts: int, read: Read) -> None:
     found = _host_counts(given, read)
     for name, hosts in found.items():
         if hosts > 1:
-            raise UserError(f"{name} tells of {hosts} hosts, and {torchrun.format(hosts)}")
+            raise UserError(f"{name} means {hosts} hosts, and {torchrun.format(hosts)}")
     for _, number in HOSTS:
         if not found and NUMBER.fullmatch(given.get(number, "")) and int(given[number]) > 0:
             raise UserError(
-                f"{number}={given[number]} tells of a host before this one, and "
+                f"{number}={given[number]} means that there are other hosts, and "
                 f"{torchrun.format('…')}; or unset {number}"
             )
     if "K_MPI_JOB_ROLE" in given:
         raise UserError(
-            f"K_MPI_JOB_ROLE={given['K_MPI_JOB_ROLE']} is of an MPIJob, whose ranks mpirun starts: "
+            f"K_MPI_JOB_ROLE={given['K_MPI_JOB_ROLE']} belongs to an MPIJob, whose ranks mpirun "
+            "starts: "
             "put mpirun before the command, or unset K_MPI_JOB_ROLE"
         )
 
 
 def alone_in_a_job(environ: Mapping[str, str], place: RankAssignment | None) -> str | None:
-    """Returns a line for ranks that may be meant as a part of a run and are all of it; else None.
+    """Returns a line for ranks that make up a whole run but may be meant as a part of one, or None.
 
-    The pods of a Kubernetes Job are a sweep as often as the hosts of one run, and none knows how
-    many there are. So are tasks of srun with a torchrun for one host in each.
+    The pods of a Kubernetes Job are a sweep as often as the hosts of one run, and no pod knows
+    their number. The same holds for tasks of srun that each start a torchrun for one host.
     """
     name, tasks = "JOB_COMPLETION_INDEX", environ.get("SLURM_STEP_NUM_TASKS", "")
     if place is None and environ.get(name):
         return (
             f"{name}={environ[name]}: this pod of a Kubernetes Job trains a run of its own; for "
-            f"one of all its pods start torchrun --nnodes=… --node-rank=${name} …"
+            f"one run on all pods start torchrun --nnodes=… --node-rank=${name} …"
         )
     has_agent = "TORCHELASTIC_RUN_ID" in environ and environ.get("GROUP_WORLD_SIZE") == "1"
     has_others = NUMBER.fullmatch(tasks) is not None and int(tasks) > 1
     if has_agent and has_others and place is not None and place.rank == 0:
         return (
-            f"this step has {tasks} tasks, and a torchrun in each trains a run of its own; for one "
-            "of all of them leave torchrun out, or start it with --nnodes=… in one task a node"
+            f"this step has {tasks} tasks, and a torchrun in each trains a run of its own; for "
+            "one run on all of them leave torchrun out, or start it with --nnodes=… in one task "
+            "per node"
         )
     return None
 
@@ -663,7 +672,7 @@ def alone_in_a_job(environ: Mapping[str, str], place: RankAssignment | None) -> 
 def _refuse_batch_script(given: Mapping[str, str], starts: int) -> None:
     """Raises UserError in a batch script or shell of a Slurm job of several tasks.
 
-    On one node the process may start as many ranks as there are tasks by itself.
+    On one node, the process may itself start as many ranks as there are tasks.
     """
     if _named(given, "SLURM_JOB_ID", "SLURM_JOBID") is None:
         return
@@ -686,14 +695,15 @@ def _refuse_batch_script(given: Mapping[str, str], starts: int) -> None:
     alone = "--nodes=1 --ntasks=1"
     raise UserError(
         f"this Slurm job has {job}, and this process alone would take part: put srun before the "
-        f"command, or submit with {alone} to have it start the ranks of its host by itself"
+        f"command, or submit with {alone}, and it starts the ranks of its host itself"
     )
 
 
 def _tasks_asked_for(given: Mapping[str, str]) -> int:
-    """Returns the tasks of all nodes; 0 where nobody has asked for a number of them.
+    """Returns the number of tasks on all nodes; 0 if nobody has asked for a number.
 
-    Slurm fills in as many as CPUs where a job did not ask, as `sbatch --exclusive` does not.
+    For a job that does not ask, such as one of `sbatch --exclusive`, Slurm gives the number of
+    CPUs.
     """
     tasks, cpus = given.get("SLURM_TASKS_PER_NODE"), given.get("SLURM_JOB_CPUS_PER_NODE")
     if tasks is None:
@@ -707,8 +717,9 @@ def _tasks_asked_for(given: Mapping[str, str]) -> int:
     return sum(counts)
 
 
-# Variables with the number of hosts, by platforms that leave the launcher to the user, each with
-# one that must be beside it, as its own name may be anybody's: most often the number of this host.
+# Variables with the number of hosts, set by platforms that leave the launcher to the user. Their
+# names are common, so each only counts together with a second variable, mostly the index of this
+# host.
 HOSTS = (
     ("GROUP_WORLD_SIZE", "GROUP_RANK"),
     ("NUM_MACHINES", "MACHINE_RANK"),
@@ -729,14 +740,14 @@ HOSTS = (
     ("NUM_NODES", "NODE_RANK"),
     ("NNODES", "NODE_RANK"),
 )
-OF_VOLCANO = re.compile("VC_[A-Z0-9_]+_NUM")  # the pods of each kind of task
-# Lists of hosts, with the separator of their items and how many belong to a host.
+OF_VOLCANO = re.compile("VC_[A-Z0-9_]+_NUM")  # number of pods of each kind of task
+# Lists of hosts, each with its separator and the number of items per host.
 HOST_LISTS = (
     ("LSB_MCPU_HOSTS", None, 2),  # host slots host slots
     ("LSB_HOSTS", None, 1),
     ("AZ_BATCH_HOST_LIST", ",", 1),
 )
-# Files with a host in each line, or in its first word.
+# Files with one host per line, as its first word.
 HOST_FILES = (
     *("PBS_NODEFILE", "OAR_NODEFILE", "COBALT_NODEFILE", "LSB_DJOB_HOSTFILE"),
     "BATCH_HOSTS_FILE",  # Google's
@@ -744,7 +755,7 @@ HOST_FILES = (
 
 
 def _host_counts(given: Mapping[str, str], read: Read) -> dict[str, int]:
-    """Returns the number of hosts by the variable that tells it."""
+    """Returns variable → the number of hosts that it gives."""
     found = {}
     for name, beside in HOSTS:
         if name in given and beside in given:
@@ -765,27 +776,29 @@ def _host_counts(given: Mapping[str, str], read: Read) -> dict[str, int]:
 
 
 def _most_hosts(name: str, text: str) -> int:
-    """Returns the hosts of a number, or of a range "1:4". Raises UserError."""
+    """Returns the largest number of hosts in "4" or in a range "1:4". Raises UserError."""
     if not re.fullmatch("[0-9]{1,9}(:[0-9]{1,9})?", text):
-        raise UserError(f"{name}={text!r} is no number of hosts: give it as 2 or 1:4, or unset it")
+        raise UserError(
+            f"{name}={text!r} is not a number of hosts: give it as 2 or 1:4, or unset it"
+        )
     return max(map(int, text.split(":")))
 
 
 def _lines(name: str, path: str, read: Read) -> int:
-    """Returns the hosts in a scheduler's file, which has one for each slot. Raises UserError."""
+    """Counts the hosts in a scheduler's file, which has a line for each slot. Raises UserError."""
     try:
         return len({line.split()[0] for line in read(path).splitlines() if line.strip()})
     except OSError as error:
         raise UserError(
-            f"{name}={path} cannot be read ({error.strerror}), so that it is not known how many "
-            f"hosts this job has: let the file reach this process, or unset {name}"
+            f"{name}={path} cannot be read ({error.strerror}), so the number of this job's hosts "
+            f"is unknown: make the file readable for this process, or unset {name}"
         ) from None
 
 
 def _entries(name: str, text: str) -> int:
-    """Returns the hosts of a list in JSON, or of {"cluster": lists by role}; 0 without.
+    """Counts the hosts in a JSON list, or in {"cluster": lists by role}; 0 for other JSON.
 
-    Raises UserError.
+    Raises UserError for other text.
     """
     try:
         value = json.loads(text)
@@ -800,22 +813,22 @@ def _entries(name: str, text: str) -> int:
 
 
 def task_of_cgroups(text: str) -> tuple[str, int] | None:
-    """Returns (step, task) of Slurm by the text of /proc/self/cgroup; None outside of a step.
+    """Returns Slurm's (step, task) from the text of /proc/self/cgroup; None outside of a step.
 
-    The kernel tells it, too, where a container, sudo or ssh has dropped all variables.
+    This works even if a container, sudo or ssh has dropped all variables.
     """
     match = re.search(r"/job_([0-9]+)/step_([0-9]+)/(?:user/)?task_([0-9]+)", text)
     return (f"step {match[2]} of Slurm job {match[1]}", int(match[3])) if match else None
 
 
 def refuse_lost_variables(environ: Mapping[str, str], cgroups: str) -> None:
-    """Raises UserError in a task of srun, not its first, that has lost all of srun's variables."""
+    """Raises UserError in a task of srun after the first if it has lost all of srun's variables."""
     task = task_of_cgroups(cgroups)
     if task is not None and task[1] > 0 and "SLURM_PROCID" not in environ:
         raise UserError(
-            f"this is task {task[1]} of {task[0]}, but srun's variables do not reach it, so that "
-            "each task would start a run of its own: let them through (apptainer without "
-            "--cleanenv, sudo -E)"
+            f"this is task {task[1]} of {task[0]}, but srun's variables do not reach it, and each "
+            "task would start a run of its own: pass them on (apptainer without --cleanenv, sudo "
+            "-E)"
         )
 
 
@@ -828,7 +841,7 @@ def _named(given: Mapping[str, str], *names: str) -> str | None:
 
 
 def _count(given: Mapping[str, str], *names: str) -> int:
-    """Returns the number in the first of these that is set and is one; 0 without."""
+    """Returns the number in the first of these variables that is set; 0 if there is none."""
     name = _named(given, *names)
     return int(given[name]) if name is not None and given[name].isdecimal() else 0
 
@@ -836,16 +849,16 @@ def _count(given: Mapping[str, str], *names: str) -> int:
 def _number(
     given: Mapping[str, str], name: str, least: int = 0, most: int | None = None, of: str = ""
 ) -> int:
-    """Parses the whole number in variable `name`, from `least` to `most`, which follows from `of`.
+    """Parses the whole number in variable `name`, from `least` to `most`.
 
-    Raises UserError.
+    `of`: the variable that determines `most`, for the error. Raises UserError.
     """
     text = given[name]
     if not NUMBER.fullmatch(text):
-        raise UserError(f"{name}={text!r} is no number: it must be a whole number")
+        raise UserError(f"{name}={text!r} is not a whole number; give one")
     value = int(text)
     if value < least:
         raise UserError(f"{name}={value} is too small: it must be at least {least}")
     if most is not None and value > most:
-        raise UserError(f"{name}={value} contradicts {of}: it must be in {least} … {most}")
+        raise UserError(f"{name}={value} contradicts {of}: it must be from {least} to {most}")
     return value

@@ -1,8 +1,9 @@
-"""Local launcher: one process a rank on this host, watched, stopped, and restarted on failure.
+"""Local launcher: starts a process per rank on this host, watches, stops and restarts them.
 
-A fork of this process, which has imported torch, costs milliseconds; a start and its imports cost
-two seconds of a core a rank. A forked process must not have computed (its thread pools are lost),
-so this process only imports, and creates its store, which has a thread, after the forks.
+Forking this process, which has imported torch, takes milliseconds; a new interpreter and its
+imports would take two seconds of a core per rank. A fork loses the thread pools of a process that
+has computed. So this process only imports, and creates its store, which has a thread, after the
+forks.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ from parallel3d.topology.placed_ranks import rank_of_launch
 class Restarts:
     """Decides on restarts of one launcher's ranks; `say` logs a sentence for the user.
 
-    A restart needs a checkpoint, and a cause that may not recur: no user error, no decision of the
-    run, and no error as at the same step before. (A kill comes from outside.)
+    A restart needs a checkpoint, and a cause that may not recur: not a user error, not a decision
+    of the run, and not the same error in the same step as before. A kill always allows one, as it
+    comes from outside.
     """
 
     run_dir: Path
@@ -90,7 +92,7 @@ class Restarts:
 
 # Processes of the ranks
 
-# Ranks that do not end on END_SIGNAL within this (a stopped one never does) are killed.
+# Ranks that have not ended this long after END_SIGNAL (a stopped one never does) are killed.
 GRACE_S = 3
 LAST_WORDS_S = 2.0  # a waiting rank tests once a second whether its peer lives
 POLL_S = 0.1
@@ -110,25 +112,25 @@ class Stopped(Exception):
 class LocalRanks:
     """The ranks of a run on this host, from their first start to their last end.
 
-    Where they can stop at the end of a step (`grace_s` is given), a first signal is forwarded to
-    them; all others end them by END_SIGNAL.
+    If they can stop at the end of a step (`grace_s` is given), the first signal is forwarded to
+    them. All other signals end them by END_SIGNAL.
 
     Args:
         live: (rank, number of earlier starts) → exit code; called in the rank's process.
-        starts_again: exit codes of failed ranks → whether to restart all.
+        should_restart: exit codes of failed ranks → whether to restart all.
     """
 
     count: int
     live: Callable[[int, int], int]
     grace_s: float | None = None
-    starts_again: Callable[[dict[int, int]], bool] = lambda exits: False
+    should_restart: Callable[[dict[int, int]], bool] = lambda exits: False
     ranks: list[ForkProcess] = field(default_factory=list)
     asked: signal.Signals | None = None
     asked_at: float = math.inf
     interrupted: bool = False
 
     def run(self, started: Callable[[], object] = lambda: None) -> dict[int, int]:
-        """Runs the ranks, with `started` after the first forks; returns failed exit codes."""
+        """Runs the ranks, calls `started` after the first forks, and returns failed exit codes."""
         starts = 0
         try:
             while True:
@@ -136,7 +138,7 @@ class LocalRanks:
                 if starts == 0:
                     started()
                 exits = self._watch()
-                if not exits or self.asked is not None or not self.starts_again(exits):
+                if not exits or self.asked is not None or not self.should_restart(exits):
                     return exits
                 starts += 1
         finally:
@@ -202,12 +204,13 @@ class LocalRanks:
 
     def _forward(self, number: signal.Signals) -> None:
         for process in self.ranks:
-            # Not `process.exitcode`, which reaps: this handler may interrupt just that.
+            # `process.exitcode` is avoided: it reaps the process, and this handler may interrupt a
+            # reap.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(_pid(process), number)
 
     def is_late(self) -> bool:
-        """Returns whether the ranks were asked to stop and have not within `grace_s`."""
+        """Returns whether more than `grace_s` have passed since the ranks were asked to stop."""
         return time.monotonic() - self.asked_at > (self.grace_s or 0.0)
 
 
@@ -221,7 +224,7 @@ def _pid(process: ForkProcess) -> int:
 
 
 def _signal_session(pid: int, number: signal.Signals) -> None:
-    """Signals a rank and its children; only the rank while it has no session of its own."""
+    """Signals a rank and its children, or the rank alone before it has its own session."""
     with contextlib.suppress(ProcessLookupError):
         try:
             os.killpg(pid, number)
@@ -245,7 +248,7 @@ def listen_here(port: int) -> socket.socket:
             "another, or 0 for a free one"
         ) from None
     if listening is None:
-        raise UserError(f"this host has no {LOCALHOST}, by which its ranks meet")
+        raise UserError(f"this host has no address {LOCALHOST}, at which its ranks meet")
     return listening
 
 
@@ -280,21 +283,21 @@ def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int
     with _environment(wanted), kept_handlers(SIGNALS):
         listening = listen_here(config.launch.master_port)
         port, stores = listening.getsockname()[1], []
-        # Signals wait until torch's C++ is imported.
+        # Signals are blocked until torch's C++ is imported.
         with blocked_signals(), nothing_collected():
             importlib.import_module(APPS[app][0])
-        gc.freeze()  # collections would write to pages shared with the ranks
+        gc.freeze()  # collections would write to pages that are shared with the ranks
         launcher = os.getpid()
 
         def live(rank: int, starts: int) -> int:
             listening.close()  # this process's copy
             os.environ.update(_rank_environment(port, rank, world_size, starts))
-            _take_threads(wanted)
+            _set_threads(wanted)
             return local_worker_main(app, config, run_dir, launcher, kind)
 
         ranks = LocalRanks(world_size, live)
         if has_steps(app, config.train):
-            again = _starts_again(layout_of(config), run_dir, config.recovery.max_restarts)
+            again = _restart_decision(layout_of(config), run_dir, config.recovery.max_restarts)
             ranks = LocalRanks(world_size, live, config.launch.grace_s, again)
         try:
             exits = ranks.run(lambda: stores.append(serve(LOCALHOST, listening)))
@@ -304,7 +307,7 @@ def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int
             return 128 + stop.signal
     if exits:
         return _report(layout_of(config), run_dir, exits)
-    if ranks.asked is not None:  # the end of a sweep as well
+    if ranks.asked is not None:  # this ends a sweep, too
         raise SystemExit(code_of_stop(ranks.asked != signal.SIGINT))
     return 0
 
@@ -324,8 +327,8 @@ def _rank_environment(port: int, rank: int, world_size: int, starts: int) -> dic
     }
 
 
-def _take_threads(wanted: dict[str, str]) -> None:
-    """Sets torch's threads: in a sweep it may have read OMP_NUM_THREADS for another job."""
+def _set_threads(wanted: dict[str, str]) -> None:
+    """Sets torch's number of threads, which in a sweep may be that of an earlier job."""
     import torch
 
     threads = int(wanted.get("OMP_NUM_THREADS", torch.get_num_threads()))
@@ -333,10 +336,10 @@ def _take_threads(wanted: dict[str, str]) -> None:
         torch.set_num_threads(threads)
 
 
-def _starts_again(
+def _restart_decision(
     layout: Layout, run_dir: Path, max_restarts: int
 ) -> Callable[[dict[int, int]], bool]:
-    """Returns what decides, of the exit codes by launch rank, whether the ranks start again."""
+    """Returns a function of the exit codes by launch rank that decides on restarting the ranks."""
     restarts = Restarts(run_dir, max_restarts, print_line)
 
     def decide(exits: dict[int, int]) -> bool:
@@ -363,7 +366,7 @@ def _report(layout: Layout, run_dir: Path, exits: dict[int, int]) -> int:
 
 
 def _cause(layout: Layout, run_dir: Path, exits: dict[int, int]) -> failure.RankFailure:
-    """Returns the cause of the others among the failures that ranks recorded or died of."""
+    """Returns the failure that caused the others, from the ranks' records and exit codes."""
     records, placed = [], exits
     if _disk_answers(run_dir):
         records = failure.read_all(run_dir)
@@ -385,7 +388,7 @@ def _is_answer(code: int) -> bool:
 
 
 def _defaults_for_workers(world_size: int, of_gpus: dict[str, str]) -> dict[str, str]:
-    """Returns variables of the ranks: required ones, and defaults that the user has not set."""
+    """Returns the ranks' variables: required ones, and defaults that the user has not set."""
     wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // world_size))} | of_gpus
     unset = {name: value for name, value in wanted.items() if name not in os.environ}
     return unset | one_host_environment(os.environ) | {SECRET: secrets.token_hex()}

@@ -1,4 +1,4 @@
-"""Rendezvous of a job's processes through the store: its address, their ranks and their run."""
+"""Lets a job's processes meet in a store, and agree on their ranks and their run."""
 
 from __future__ import annotations
 
@@ -58,15 +58,16 @@ class RankZerosError(UserError):
 
 
 class OtherStart(UserError):
-    """This rank has met ranks of another start, and ends alone: theirs must not hear of it."""
+    """Raised if this rank has met ranks of another start: it ends alone, and does not disturb
+    them."""
 
 
 def from_rank_0(
     store: Store, key: str, place: RankAssignment | Worker, decide: Callable[[], Any]
 ) -> Any:
-    """Returns what rank 0 decides, as JSON. A UserError of its is raised on all ranks.
+    """Returns rank 0's decision, as JSON, on every rank. Its UserError is raised on all ranks.
 
-    Rank 0 raises it once the others, whose store it may hold, have read it.
+    Rank 0, which may hold the store, raises it after the others have read it.
     """
     if place.rank > 0:
         message = get(store, key)
@@ -90,7 +91,7 @@ def seen_key(key: str) -> str:
 
 
 def refuse(store: Store, rank: int, error: UserError) -> None:
-    """Tells rank 0 the error with which this rank refuses to start, in place of its host."""
+    """Sends rank 0 the error with which this rank refuses to start, in place of its process."""
     put(store, f"{PROCESS_KEY}/{rank}", {"refuses": str(error)})
     store.add(seen_key(RANKS_KEY), 1)
 
@@ -98,7 +99,7 @@ def refuse(store: Store, rank: int, error: UserError) -> None:
 def tell_rank_0(
     launch: LaunchConfig, run: str | None, place: RankAssignment, error: UserError
 ) -> None:
-    """Tells rank 0 such an error before this rank has a store, unless rank 0 has refused, too."""
+    """Sends rank 0 such an error before this rank has a store, unless rank 0 has refused, too."""
     place = place.with_port(launch.master_port)
 
     def is_there() -> bool:
@@ -107,9 +108,9 @@ def tell_rank_0(
             return True
         return False
 
-    with ending_on_signals(lambda: "telling rank 0 of an error"):
+    with ending_on_signals(lambda: "sending rank 0 an error"):
         until(is_there, TELL_S)
-        with suppress(RuntimeError, OtherStart):  # it has gone since, or never was ours
+        with suppress(RuntimeError, OtherStart):  # rank 0 has ended since, or is another run's
             if is_there():
                 refuse(rendezvous(launch, run, place), place.rank, error)
 
@@ -157,7 +158,8 @@ def assign_rank(
             print_line(placed.note)
         placed_ranks.save(placed, worker.run_dir / PLACEMENT_FILE)
         moves = needs_cluster or config.placement != placed_ranks.DEFAULT
-        return placed_ranks.to_message(placed) if moves else None  # long, and read by every rank
+        # The message is long, and every rank reads it.
+        return placed_ranks.to_message(placed) if moves else None
 
     if (message := from_rank_0(store, RANKS_KEY, worker, decide)) is not None:
         ranks, worker.placement = placed_ranks.from_message(message, layout_of(config))
@@ -179,26 +181,28 @@ def find_cluster(
 # Rendezvous of processes that torchrun or srun started: store, run directory, device
 
 # Subcommands that continue an existing run.
-CAN_GO_ON = ("train",)
+CAN_RESUME = ("train",)
 READ_A_RUN = ("eval",)  # and write into a folder of it
 
 RUN_KEY = "parallel3d/run"  # rank 0's run, for the others
-TELL_S = 15.0  # until rank 0, which imports torch before, has a store
-READ_S = 5.0  # for which rank 0 keeps the store, so that the others can read why it ends
+TELL_S = 15.0  # maximum wait for the store of rank 0, which first imports torch
+READ_S = 5.0  # rank 0 keeps the store for this time, so that the others can read why it ends
 
 # ProcessGroupNCCL writes this key on an error or time-out past all prefixes (kStoreDumpKey in
 # ProcessGroupNCCL.hpp): a rank that finds it waits TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC and aborts. All
 # its other keys, such as remote_error, have the group's prefix and so the attempt's.
 NCCL_DUMP_KEY = "exception_dump"
-START_KEY = "parallel3d/start"  # what rank 0 says of its start, for all who reach its store
+# Rank 0's description of its start, for every process that reaches its store.
+START_KEY = "parallel3d/start"
 HOST_KEY = "parallel3d/host"
-CONNECT_S = 10.0  # of one attempt: a firewall may drop all
-HINT_S = 30.0  # after which a rank says that it waits for rank 0
+CONNECT_S = 10.0  # limit of one attempt: a firewall may drop everything
+HINT_S = 30.0  # after this time a rank logs that it waits for rank 0
 CLEARED_KEY = "parallel3d/cleared"
 
 
 def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> PrefixStore:
-    """Connects to the store of rank 0 or torchrun's agent; `run`: its name as it was typed.
+    """Connects to the store of rank 0 or torchrun's agent; `run`: the run's name as the user gave
+    it.
 
     Raises UserError if rank 0's port is taken, and OtherStart if the store is that of other ranks.
     """
@@ -220,14 +224,14 @@ def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> 
                 timeout=timeout,
                 wait_for_workers=False,
             )
-    except OSError as error:  # torch's DistNetworkError is none
+    except OSError as error:  # torch's DistNetworkError is not an OSError
         if error.errno != errno.EADDRINUSE:
             raise
         key = "MASTER_PORT" if place.launcher == "torchrun" else "launch.master_port"
         raise UserError(
             f"port {place.master_port} is in use on {place.master_addr}: choose another {key}"
         ) from None
-    # The agent's store outlives the ranks: keys of an earlier attempt are not for these.
+    # The agent's store outlives the ranks: they must not read keys of an earlier attempt.
     attempt = _attempt() if agent_listens else 0
     _check_start(store, run, place, attempt)
     own = dist.PrefixStore(f"{place.prefix}/attempt{attempt}", behind_secret(store))
@@ -240,10 +244,10 @@ def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> 
 
 
 def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
-    """Waits until somebody listens at rank 0's address; torch's own wait prints its stack."""
+    """Waits until a process listens at rank 0's address; torch's own wait prints its stack."""
     begin, hinted = time.monotonic(), place.local_rank > 0
     where = f"{place.master_addr}:{place.master_port}"
-    mend = "MASTER_ADDR" if place.launcher == "torchrun" else "launch.master_addr"
+    remedy = "MASTER_ADDR" if place.launcher == "torchrun" else "launch.master_addr"
     while True:
         try:
             address = place.master_addr, place.master_port
@@ -254,12 +258,12 @@ def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
         if waited > seconds:
             raise TimeoutError(
                 f"nobody listens at {where} ({why}) after launch.timeout_s={seconds:g}: if rank 0 "
-                f"is on another host, give {mend}"
+                f"is on another host, give {remedy}"
             )
         if waited > HINT_S and not hinted:
             print_line(
                 f"rank {place.rank} has waited {waited:.0f} s for rank 0 at {where} ({why}); if "
-                f"rank 0 is on another host, give {mend}"
+                f"rank 0 is on another host, give {remedy}"
             )
             hinted = True
         time.sleep(0.1)
@@ -268,21 +272,21 @@ def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
 def _check_start(store: Store, run: str | None, place: RankAssignment, attempt: int) -> None:
     """Compares this rank's start with that of rank 0, whose store it has reached.
 
-    Two steps of a job, or two jobs, may meet at one port, and a rank of one must not train among
-    those of the other. Raises OtherStart, on this rank alone.
+    Two steps of a job, or two jobs, may use one port, and a rank of one must not train with the
+    ranks of the other. Raises OtherStart, on this rank alone.
     """
     key = f"{START_KEY}/{attempt}"
     mine = {"start": place.start, "ranks": place.world_size, "run": run}
     if place.rank == 0:
         put(store, key, mine)
         return
-    where = f"the store at {place.master_addr}:{place.master_port} is that of other ranks"
-    mend = "give each start a port of its own"
+    where = f"the store at {place.master_addr}:{place.master_port} belongs to other ranks"
+    remedy = "give each start a port of its own"
     try:
         theirs = get(store, key)
     except ValueError:
         raise OtherStart(
-            f"{where}, with another {SECRET}: {mend}, or all ranks one secret"
+            f"{where}, which have another {SECRET}: {remedy}, or give all ranks one secret"
         ) from None
     named = theirs["start"], theirs["ranks"]
     if named != (place.start, place.world_size):
@@ -290,18 +294,20 @@ def _check_start(store: Store, run: str | None, place: RankAssignment, attempt: 
             f"{start or 'a start'} of {ranks} ranks"
             for start, ranks in (named, (mine["start"], mine["ranks"]))
         ]
-        raise OtherStart(f"{where}, {words[0]}; this is {words[1]}: {mend} (launch.master_port)")
-    if not place.start and theirs["run"] != run:  # else `agree_on_run` tells rank 0 as well
+        raise OtherStart(f"{where}, {words[0]}; this is {words[1]}: {remedy} (launch.master_port)")
+    # Otherwise `agree_on_run` also reports it to rank 0.
+    if not place.start and theirs["run"] != run:
         raise OtherStart(
-            f"{where}, with run={show(theirs['run'])}; here it is run={show(run)}: {mend}, "
-            "or all ranks the same line"
+            f"{where}, which have run={show(theirs['run'])}; here it is run={show(run)}: {remedy}, "
+            "or give all ranks the same command line"
         )
 
 
-def counted(store: Store, place: RankAssignment) -> RankAssignment:
-    """Returns it with the ranks of this host, counted by the names and boots of all ranks' hosts.
+def with_counted_ranks(store: Store, place: RankAssignment) -> RankAssignment:
+    """Returns `place` with the number of ranks on this host, by the host name and boot of every
+    rank.
 
-    Collective over the world. Raises UserError if the launcher's number on the host cannot be.
+    Collective over the world. Raises UserError if the launcher's local rank is too large.
     """
     put(store, f"{HOST_KEY}/{place.rank}", [socket.gethostname(), boot_id()])
     hosts = get_all(store, [f"{HOST_KEY}/{rank}" for rank in range(place.world_size)])
@@ -309,7 +315,7 @@ def counted(store: Store, place: RankAssignment) -> RankAssignment:
     if place.local_rank >= here:
         raise HostError(
             f"LOCAL_RANK={place.local_rank}, but host {socket.gethostname()} has {here} of the "
-            f"ranks: export LOCAL_WORLD_SIZE, the number of ranks of this host"
+            "ranks: export LOCAL_WORLD_SIZE, the number of ranks on this host"
         )
     return dataclasses.replace(place, local_world_size=here)
 
@@ -320,14 +326,15 @@ def keeps_store(environ: Mapping[str, str]) -> bool:
 
 
 def _listening_store(place: RankAssignment, timeout: timedelta) -> TCPStore:
-    """Returns rank 0's store, on MASTER_ADDR's address only; on all if it is not this machine's."""
+    """Returns rank 0's store, which listens on MASTER_ADDR, or on all addresses if that is not
+    here."""
     one_host = place.launcher != "torchrun" and place.on_one_host
     loopback = one_host or is_loopback(place.master_addr)
     listening = listen_at(place.master_addr, place.master_port, loopback)
     if listening is None:
         print_line(
-            f"MASTER_ADDR={place.master_addr} leads to no address of this host that others reach: "
-            "the ranks' store listens on all of its addresses"
+            f"MASTER_ADDR={place.master_addr} does not resolve to an address of this host that "
+            "others reach: the ranks' store listens on all of its addresses"
         )
         listening = listen_everywhere(place.master_port)
     return serve(place.master_addr, listening, world_size=place.world_size, timeout=timeout)
@@ -342,9 +349,9 @@ def agree_on_run(
 ) -> Config:
     """Creates or continues the run directory on rank 0; the others receive its name.
 
-    Sets `worker.run_dir` and `worker.device`, one of `kind`, this host's choice. A UserError of
-    rank 0 is raised on every rank, on the others as a RankZerosError. So is that of a rank which
-    differs from rank 0, once this has heard of it (`assign_rank`).
+    Sets `worker.run_dir`, and `worker.device` to a device of type `kind`, this host's choice. A
+    UserError of rank 0 is raised on every rank, on the others as a RankZerosError. The same holds
+    for the UserError of a rank that differs from rank 0, which reads it in `assign_rank`.
     """
 
     def decide() -> dict[str, Any]:
@@ -357,10 +364,11 @@ def agree_on_run(
                 run_dir = folder_in_run(named.runs_dir, str(named.run), app)
             else:
                 named, run_dir = make_run_directory(
-                    named, job_id=place.job_id, may_go_on=app in CAN_GO_ON
+                    named, job_id=place.job_id, may_resume=app in CAN_RESUME
                 )
                 take_run(named, run_dir)
-            worker.run_dir = run_dir  # set once it is ours: a later failure cleans it up
+            # Set once this process holds the run: a later failure cleans it up.
+            worker.run_dir = run_dir
         put(before, RUN_KEY, named.run)
         return {
             "run": named.run,
@@ -383,7 +391,8 @@ def agree_on_run(
 def _as_on_rank_0(
     config: Config, place: RankAssignment, worker: Worker, kind: str, message: dict[str, Any]
 ) -> Config:
-    """Returns the configuration with rank 0's run. Raises UserError if this rank's is another."""
+    """Returns the configuration with rank 0's run. Raises UserError if this rank's configuration
+    differs."""
     if kind != message["device"]:
         raise UserError(
             f"device={config.device}: rank 0 computes on {message['device']}, rank {place.rank} "
@@ -392,7 +401,7 @@ def _as_on_rank_0(
     if message["typed_run"] != config.run:
         raise UserError(
             f"run is {show(message['typed_run'])} on rank 0 and {show(config.run)} on rank "
-            f"{place.rank}, host {socket.gethostname()}: give all ranks the same line"
+            f"{place.rank}, host {socket.gethostname()}: give all ranks the same command line"
         )
     worker.device = device_of_rank(kind, place.local_rank)
     # The newest checkpoint of a run that is still training may be another one by now.
@@ -401,7 +410,7 @@ def _as_on_rank_0(
     if other is not None:
         raise UserError(
             f"{other.key} is {show(other.there)} on rank 0 and {show(other.here)} on rank "
-            f"{place.rank}, host {socket.gethostname()}: give all ranks the same line, and "
-            f"runs_dir={config.runs_dir} must be one folder for all hosts"
+            f"{place.rank}, host {socket.gethostname()}: give all ranks the same command line, "
+            f"and make runs_dir={config.runs_dir} one folder for all hosts"
         )
     return config

@@ -44,16 +44,16 @@ from parallel3d.run.launcher_environment import RankAssignment, detect
 from parallel3d.run.rendezvous import (
     agree_on_run,
     assign_rank,
-    counted,
     keeps_store,
     rendezvous,
+    with_counted_ranks,
 )
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import PrefixStore, Store
 
-TAKING_S = 5.0  # that a signal waits for a run directory to be whole, unless its disk hangs
+TAKING_S = 5.0  # a signal waits this long for a run directory to be complete
 
 # Function of each subcommand that runs on every rank: f(config, worker) -> exit code or None.
 APPS = {
@@ -104,7 +104,7 @@ def _after(worker: Worker, code: int) -> int:
 def count_ranks_here(
     launch: LaunchConfig, run: str | None, place: RankAssignment
 ) -> tuple[RankAssignment, PrefixStore]:
-    """Returns the place with the ranks of this host, which no variable told, and the ranks' store.
+    """Returns the place with the counted ranks of this host, and the ranks' store.
 
     Collective over the world. Ends the process, with a sentence, if the ranks do not meet.
     """
@@ -112,7 +112,7 @@ def count_ranks_here(
     try:
         with ending_on_signals(lambda: doing):
             store = rendezvous(launch, run, place)
-            return counted(store, place), store
+            return with_counted_ranks(store, place), store
     except UserError:
         raise
     except Exception as error:
@@ -125,11 +125,11 @@ def run_joined(
 ) -> int:
     """Runs this process's rank among those that a launcher started, on a device of `kind`.
 
-    Rank 0 creates the run directory and sends its name through the store, which may be there
-    already. Until all ranks have met, a signal ends this process. Every failing rank logs its own
+    Rank 0 creates the run directory and sends its name through the store. `store`: None if there is
+    none yet. Until all ranks have met, a signal ends this process. Every failing rank logs its own
     line; a UserError is logged by one rank. Returns the exit code.
     """
-    if keeps_store(os.environ):  # if that agent dies, nothing could be saved any more
+    if keeps_store(os.environ):  # without that agent nothing could be saved
         die_with_parent()
     drop_failed_output()
     begin_on(kind)
@@ -162,7 +162,8 @@ def _give_up(worker: Worker) -> None:
 def local_worker_main(
     app: str, config: Config, directory: Path, launcher_pid: int, kind: str
 ) -> int:
-    """Runs a forked rank: failures are recorded, and the launcher logs the one that counts."""
+    """Runs a forked rank. Its failure is recorded, and the launcher logs the one that caused the
+    others."""
     _die_with(launcher_pid)
     drop_failed_output()
     begin_on(kind)
@@ -220,7 +221,8 @@ def _work(app: str, config: Config, worker: Worker) -> int:
     module, name = APPS[app]
     code = getattr(importlib.import_module(module), name)(config, worker) or 0
     worker.phase = "closing"
-    gc.collect()  # torn down by the exiting interpreter, groups still referenced would abort
+    # Groups that are still referenced would abort when the exiting interpreter destroys them.
+    gc.collect()
     sys.stdout.flush()
     # A rank that leaves while others still work would look like a failure to its peers.
     dist.barrier()
@@ -246,7 +248,7 @@ def _prepare_accelerator(
 def _prepare_cpu(
     cluster: ClusterConfig, launch: LaunchConfig, layout: Layout, worker: Worker
 ) -> None:
-    """Sets malloc up and checks the network interfaces before any peer waits."""
+    """Sets up malloc and checks the network interfaces before any peer waits."""
     from parallel3d.comm.process_groups import Interfaces
 
     if launch.huge_pages:
@@ -258,9 +260,9 @@ def _prepare_cpu(
 
 
 def threads_within_quota(local_ranks: int, environ: Mapping[str, str]) -> int | None:
-    """Returns a rank's share of the cores of a quota; None without one, or if the user has chosen.
+    """Returns a rank's share of the quota's cores; None without a quota, or with OMP_NUM_THREADS.
 
-    torch begins with a thread for each core of the machine, and those beyond a quota stand still.
+    torch starts a thread for each core of the machine, and those beyond a quota are stopped.
     """
     within = available_cores()
     if "OMP_NUM_THREADS" in environ or within == cores():
@@ -269,7 +271,7 @@ def threads_within_quota(local_ranks: int, environ: Mapping[str, str]) -> int | 
 
 
 def _die_with(launcher_pid: int) -> None:
-    """Ends this process with its launcher, at once on END_SIGNAL."""
+    """Makes this process end with its launcher, and at once on END_SIGNAL."""
     signal.signal(END_SIGNAL, signal.SIG_DFL)
     die_with_parent()
     if os.getppid() != launcher_pid:

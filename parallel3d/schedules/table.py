@@ -141,7 +141,7 @@ def _assignment(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
     in_loop, in_v = (sorted(_stages(one, rank))[:6] for one in (loop, vee))
     raise UserError(
         f"{key}: rank {rank} has the stages {sorted(held[rank])[:6]}, but with {chunks} per rank "
-        f"it must have {in_loop}, in a loop, or {in_v}, in a V."
+        f"it must have {in_loop} (loop) or {in_v} (V)."
     )
 
 

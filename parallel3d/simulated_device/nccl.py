@@ -133,7 +133,8 @@ class Wire:
         self.gloo = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
         self.queue = WorkerThread()
         self.calls = 0
-        self.messages: dict[tuple[int, bool], int] = defaultdict(int)  # (peer, receives) → so far
+        # (peer, receives) → number of messages so far
+        self.messages: dict[tuple[int, bool], int] = defaultdict(int)
         self.batched: list[WireMessage] | None = None
 
     def start(

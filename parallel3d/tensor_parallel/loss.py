@@ -22,7 +22,7 @@ from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_fi
 
 # Bytes of a block of rows, which is processed at a time without fused kernels. On a CPU it stays in
 # the cache from one pass to the next; elsewhere it fills the device, and stays small compared to
-# the logits in half precision, which are widened to fp32 block by block.
+# the logits in half precision, which are converted to fp32 block by block.
 BLOCK_BYTES = {"cpu": 1 << 20}
 LARGE_BLOCK_BYTES = 64 << 20
 
@@ -98,7 +98,7 @@ class ChunkLoss:
     Call `statistics`, then `losses` with the statistics of all ranks, then `gradient`. Maximum,
     exponentials and sums are fp32 or better unless the objective is `half`. Without fused kernels,
     fp32 and fp64 logits become exponentials and then gradients in one buffer; logits in half
-    precision stay until they become gradients, and are widened to fp32 block by block.
+    precision stay until they become gradients, and are converted to fp32 block by block.
 
     Args:
         logits: (tokens, columns), this rank's columns; overwritten.

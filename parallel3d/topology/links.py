@@ -339,7 +339,7 @@ def _alternates_rails(placement: RankMapping, links: DimLinks) -> str | None:
         )
     snake = _snake_on_rails(placement, links.dim)
     if snake is not None:
-        advice += f"; placement={snake} turns every other ring round and changes no rail"
+        advice += f"; placement={snake} reverses every other ring and changes no rail"
     return (
         f"{links.dim}={links.size} alternates between {links.rails} rails: {off} of "
         f"{sum(links.pairs.values())} pairs go over the spine (first: {links.offending[0]}); "

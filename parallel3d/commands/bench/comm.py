@@ -98,7 +98,7 @@ def side_by_side(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
 
 
 def duration(seconds: float) -> str:
-    """Formats three digits and a unit: `12.3 ms`."""
+    """Formats seconds with three digits and a unit: `12.3 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -183,7 +183,8 @@ def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
         yield tell
 
 
-LIMIT = 30.0  # natural logarithm of microseconds, or ns a byte, that no link exceeds
+# Upper bound of every link: natural logarithm of its microseconds, or of its ns per byte.
+LIMIT = 30.0
 # Their cost is a·α + b/B with a and b independent of the link, and training sends nearly all of its
 # bytes by them.
 FITTED = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
@@ -234,7 +235,7 @@ def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
     samples = [s for s in samples if s.op in FITTED and s.nbytes > 0]
     if len({s.nbytes for s in samples}) < 2:
         return None
-    # Seconds per microsecond of latency, and per nanosecond a byte (1 / (GB/s)).
+    # Seconds per microsecond of latency, and per nanosecond per byte (1 / (GB/s)).
     each = np.array([[s.price(Link(1e30, 1.0)), s.price(Link(1.0, 0.0))] for s in samples])
     seconds = np.array([s.seconds for s in samples])
     found = np.log((seconds[:, None] / each).min(axis=0))
@@ -320,7 +321,7 @@ def conclusions(
     for fitted in facts["fitted"].values():
         words = " ".join(f"{k}={v:g}" for k, v in fitted.items() if k.startswith("cluster."))
         lines.append(
-            f"Measured here: {words} (prices half of {fitted['samples']} rows of training's "
-            f"collectives within a factor of {fitted['typical_factor']:.2g})"
+            f"Measured here: {words} (half of {fitted['samples']} measured rows of training's "
+            f"collectives are within a factor of {fitted['typical_factor']:.2g} of this price)"
         )
     return lines

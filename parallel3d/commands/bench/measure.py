@@ -34,7 +34,7 @@ from parallel3d.run.launch import Worker
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 
-# Of the budget; the rest is for the probe of pairs and the end.
+# Share of the budget; the probe of pairs and the end take the rest.
 MEASURING_SHARE = 0.75
 
 
@@ -65,18 +65,19 @@ def slowest_rank(by_rank: Sequence[Sequence[float]]) -> float:
 
 @dataclass
 class CallCounts:
-    """Shares a time budget out over rows: how often each is called; at least one timed call."""
+    """Divides a time budget among rows: each gets a number of calls, at least one of them timed."""
 
     estimates: Sequence[float]  # seconds of one call of each row
-    seconds: float  # for all rows, from now on
-    warmup: int  # calls of every row before those that are timed, as far as time allows
-    calls: int  # timed, of every row, as far as time allows
+    seconds: float  # time left for all rows
+    warmup: int  # warm-up calls of every row, if time allows
+    calls: int  # timed calls of every row, if time allows
     row: int = 0
     spent: float = 0.0
     cut: int = 0  # rows that had fewer calls
 
     def next(self) -> tuple[int, int]:
-        """Returns the (warm-up, timed) calls of the next row, as many as all ahead can have."""
+        """Returns the (warm-up, timed) calls of the next row, as many as every remaining row can
+        have."""
         ahead, full = sum(self.estimates[self.row :]), self.warmup + self.calls
         affordable = (self.seconds - self.spent) / max(ahead, 1e-9)
         if affordable >= full:
@@ -97,17 +98,17 @@ ITEM = 4  # bytes of an fp32
 REDUCTIONS = {name: getattr(dist.ReduceOp, name.upper()) for name in ("sum", "avg", "max", "min")}
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 PLAIN = ("all_gather", "broadcast", "scatter", "gather", "all_to_all", "send_recv", "barrier")
-# Sent by training's own path: activations and gradients, summed where they are reduced.
+# Training's own path sends activations and gradients, and its reductions are sums.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 TRAINING = dict.fromkeys(("tp", "cp", "dp", "dp_cp"), COLLECTIVES) | {"pp": ("send_recv",)}
 
 
 class WrongResult(RuntimeError):
-    """A collective's result is not the expected sum, extreme or shards."""
+    """Raised if a collective's result is not the expected one."""
 
 
 class BenchOperation(NamedTuple):
-    """A collective, and whose code runs it."""
+    """A collective, and whether the backend or training's own path runs it."""
 
     name: str  # one of `network.OPERATIONS`
     reduction: str | None = None  # sum, avg, max, min
@@ -160,7 +161,7 @@ class Site:
         return max(unit, size // unit * unit)
 
     def path(self, operation: BenchOperation, size: int) -> str:
-        """Returns the transport: the backend's name, or our own's."""
+        """Returns the transport: the backend's name, or that of training's own path."""
         if not operation.own or accelerator.is_accelerator(self.device):
             return self.backend
         if operation.name == "send_recv":
@@ -171,8 +172,8 @@ class Site:
 
 @dataclass
 class Call:
-    """One operation on its buffers. The first `run` gives `expected` as what it returns or, if that
-    is no tensor, in `result`; None: nothing to check on this rank."""
+    """One operation on its buffers. `expected` is what the first `run` must return or, if it
+    returns no tensor, write to `result`; None: this rank has nothing to check."""
 
     run: Callable[[], object]
     result: Tensor | None = None
@@ -404,7 +405,7 @@ def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> 
 def all_rows(
     mine: dict[str, Site], sizes: Sequence[int], layout: Layout
 ) -> tuple[list[BenchRow], dict[str, str]]:
-    """Returns (every row, why each other dimension or reduction has none), equal on every rank;
+    """Returns (all rows, reasons for dimensions and reductions without rows), equal on every rank;
     collective over the world.
 
     Training's path is a row if any rank has one that is not the backend's.
@@ -432,7 +433,7 @@ def all_rows(
 
 
 def _why_no_average(site: Site) -> str | None:
-    """Returns None if the backend can average (gloo cannot before torch 2.13)."""
+    """Returns why the backend cannot average (gloo before torch 2.13), or None if it can."""
     try:
         dist.all_reduce(torch.ones(1, device=site.device), REDUCTIONS["avg"], site.group.handle)
     except (RuntimeError, ValueError) as error:  # refused before anything is sent
@@ -511,8 +512,8 @@ class Measurement:
     rows: list[BenchRow]  # equal on every rank
     sites: dict[str, Site]  # this rank's groups
     where: Where
-    warmup: int  # calls of each row before those that are timed
-    calls: int  # timed, of each row, as far as `budget_s` from now allows
+    warmup: int  # warm-up calls of each row
+    calls: int  # timed calls of each row, as far as `budget_s` allows
     budget_s: float
     progress: Progress = lambda row, done, of: None
     rows_cut: int = 0

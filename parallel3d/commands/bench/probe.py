@@ -5,8 +5,8 @@ Pairs exchange messages, each pair alone. A rank is slow if its fastest pair is 
 pair while its ranks are not. Times are compared within a link class.
 
 Preflight probes every wire of a run before its first step: the pairs, then all groups of a
-dimension at once with their work of training, all-reduces for tp and dp, messages between stages
-for pp. Slow wires are logged, a line each, and written to preflight.json; the run goes on.
+dimension at once with the operations of training, all-reduces for tp and dp, messages between
+stages for pp. Slow wires are logged, a line each, and written to preflight.json; the run continues.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.launch import Worker
 from parallel3d.text import shortened
 
-ROUNDS = 3  # over all pairs
+ROUNDS = 3  # passes over all pairs
 PINGS = 5  # exchanges of a pair in one round
-PAUSES_S = (0.2, 0.4, 0.8)  # before measuring again, to confirm a finding
+PAUSES_S = (0.2, 0.4, 0.8)  # pauses before the measurements that confirm a finding
 ALL_PAIRS = 8  # largest group whose pairs are all probed; in larger ones only neighbours
-GROUP_BYTES = 1 << 20  # of the groups' work of training
+GROUP_BYTES = 1 << 20  # size of the groups' operations
 GROUP_CALLS = 5
 
 Pair = tuple[int, int]
@@ -191,7 +191,8 @@ def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]
 
 
 def confirmed(measure: Callable[[], Seconds], judge: Callable[[Seconds], list]) -> Seconds:
-    """Returns the least of every time: measures again, after pauses, while anything is found.
+    """Returns the minimum of repeated measurements, made after pauses until nothing is slow any
+    more.
 
     Times, and so what `judge` finds in them, are equal on every rank. A busy machine is slow at
     times.
@@ -260,7 +261,7 @@ def _group_with(peer: int, groups: ProcessGroups) -> Group:
 
 @dataclass(frozen=True)
 class GroupTime:
-    """Fastest of some calls in one group, at its slowest rank, and the price by the model."""
+    """The fastest of several calls in one group, at its slowest rank, and the model's price."""
 
     dim: str
     ranks: tuple[int, ...]
@@ -291,7 +292,7 @@ class GroupTime:
         return (
             f"slow group: {self.dim} group {shortened(self.ranks)}: {self.operation.label} of "
             f"{self.nbytes:,} bytes takes {self.seconds * 1e3:.3g} ms, {times:.1f} times what its "
-            f"price and the other {self.dim} groups let expect; "
+            f"price and the other {self.dim} groups suggest; "
             + "; ".join(where.name(rank) for rank in ranks)
         )
 
@@ -405,7 +406,7 @@ def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
     return [
         f"{priced[0][0].dim} groups: {priced[0][0].operation.label} of {priced[0][0].nbytes:,} "
         f"bytes takes {usual:.1f} times its price in the median group: the cluster's speeds or the "
-        "network's settings are not what the model says; parallel3d bench comm shows more"
+        "network's settings differ from the model; parallel3d bench comm shows more"
         for usual, priced in _by_dim(groups)
         if usual > outlier
     ]

@@ -1,4 +1,4 @@
-"""Measurements of `parallel3d calibrate`: a block, the ends, collectives, cores. Best of several.
+"""Measures a block, the ends, collectives and cores for `parallel3d calibrate`.
 
 Every rank runs `calibrate`. The first rank times the actions of the pipeline executor on training's
 own stages, with the sizes that one tensor rank has: the embedding, a few blocks, the head with the
@@ -62,10 +62,10 @@ from parallel3d.schedules.schedule import make
 Run = Callable[[], object]
 Tell = Callable[[str], None]
 Point = tuple[int, ...]
-TURNS = 3  # of blocks on several ranks at once; the fastest counts
+TURNS = 3  # runs of blocks on several ranks at once, of which the fastest counts
 MEASURED_KEY = "parallel3d/calibrate/measured"
 LEAST = 1e-7
-LOG_EVERY_S = 15.0  # where a batch job's file is read rather than a terminal
+LOG_EVERY_S = 15.0  # for the log file of a batch job
 
 
 def calibrate(config: CommandConfig, worker: Worker) -> int:
@@ -125,8 +125,10 @@ def _teller(worker: Worker) -> Callable[[str], None]:
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
-    """Returns 1e9 bytes of the GPU or the host, and of a rank without a model: the GPU's context,
-    or the process's own pages."""
+    """Returns the memory of the GPU or the host, and that of a rank without a model, in 1e9 bytes.
+
+    The latter is the GPU's context, or the process's own pages.
+    """
     if accelerator.is_accelerator(device):
         free, whole = accelerator.module(device).mem_get_info(device)
         return {"rank_gb": max(whole - free, 1) / 1e9, "memory_gb": whole / 1e9}
@@ -153,7 +155,7 @@ def _print_result(path: Path, machine: MeasuredMachine, ranks: int, seconds: flo
     print(f"parallel3d train layout=auto cluster={path}")
     if made.device == "cpu" and os.getloadavg()[0] > 1.5 * ranks:
         print_line(
-            f"the machine was busy (load {os.getloadavg()[0]:.1f}): calibrate anew when it is not"
+            f"the machine was busy (load {os.getloadavg()[0]:.1f}): calibrate again when it is idle"
         )
 
 
@@ -163,14 +165,15 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Returns the CPU time on a CPU, which neighbours hardly disturb, else the wall clock."""
+    """Returns the CPU time on a CPU, which other processes hardly affect, else the wall clock."""
     if accelerator.is_accelerator(device):
         return time.perf_counter
     return time.process_time
 
 
 def windows(run: Run, device: torch.device, calls: int, count: int) -> list[tuple[float, float]]:
-    """Returns (wall, `clock_of`'s) seconds of a call, in each of `count` windows of `calls`."""
+    """Returns the seconds per call on the wall and by `clock_of`, for `count` windows of `calls`
+    calls."""
     clock, found = clock_of(device), []
     run()
     for _ in range(count):
@@ -184,22 +187,23 @@ def windows(run: Run, device: torch.device, calls: int, count: int) -> list[tupl
 
 
 # Pieces of a model: the executor's actions on stages of one process.
-BLOCKS = 4  # of a stage: more weights than the next block finds in a cache
-MICRO_BATCHES = (1, 2, 4, 16)  # the first two always, the others up to the global batch
-TOGETHER = 2  # micro-batches of a run of the executor
-RUN_S, MOST_RUNS = 0.4, 8  # of a point in a pass
-LONG_S = 8.0  # of a point: no larger micro-batch is measured
+BLOCKS = 4  # blocks of a stage: too many weights for a cache
+# The first two are always measured, the others up to the global batch.
+MICRO_BATCHES = (1, 2, 4, 16)
+TOGETHER = 2  # micro-batches per run of the executor
+RUN_S, MOST_RUNS = 0.4, 8  # seconds for a point in one pass
+LONG_S = 8.0  # seconds of a point above which no larger micro-batch is measured
 
 
 class WorkTimes(ActionTimes):
-    """Times actions by a CPU's seconds of this process, which neighbours hardly disturb."""
+    """Times actions in CPU seconds of this process, which other processes hardly affect."""
 
     def _now(self) -> Any:
         return super()._now() if accelerator.is_accelerator(self.device) else time.process_time()
 
 
 def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
-    """Returns a model whose block and ends are those of one of `tp` tensor ranks."""
+    """Returns a model whose block and ends have the sizes of one of `tp` tensor ranks."""
     return dataclasses.replace(
         model,
         num_attention_heads=model.num_attention_heads // tp,
@@ -212,7 +216,7 @@ def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
 
 
 def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
-    """Returns the tp that layouts of up to `most` ranks have."""
+    """Returns the tp sizes of layouts of up to `most` ranks."""
     sizes, kv = (model.num_attention_heads, model.ffn_size, model.padded_vocab_size), model.kv_heads
     return [
         tp
@@ -222,11 +226,12 @@ def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
 
 
 class ModelPieces:
-    """A pipeline of one rank: the embedding, a stage of blocks for each way, and the head.
+    """A pipeline of one rank: the embedding, a stage of blocks for each entry of `ways`, and the
+    head.
 
     Args:
         model: of one tensor rank.
-        ways: parts that the blocks of a stage recompute.
+        ways: by stage, the parts that its blocks recompute.
     """
 
     def __init__(
@@ -305,10 +310,10 @@ class ModelPieces:
 
 
 def lower_quartile(seconds: Iterable[float]) -> float:
-    """Returns what a quarter of the runs are faster than.
+    """Returns the first quartile of the runs.
 
-    A step is long: it is as fast as its parts usually are, and the least of many short runs is of a
-    moment at which the processor was faster than it stays. Neighbours disturb the slower half.
+    A step is as fast as its parts usually are. The fastest of many short runs catches a moment at
+    which the processor was faster than it stays, and other processes disturb the slower half.
     """
     ordered = sorted(seconds)
     return ordered[len(ordered) // 4]
@@ -353,7 +358,7 @@ def pieces(
         keep("update", (model.elements,), (run["update"] for run in runs))
         for chunk, part in enumerate(PARTS, 2):
             more = [(run[f"I{chunk}"] - run["I1"]) / run["F1"] for run in runs]
-            # The middle: a difference of two disturbed times may be far too small.
+            # The median: a difference of two disturbed times may be far too small.
             keep(f"recompute.{part}", (tp,), [max(statistics.median(more), 1e-3)])
     typical = {
         name: {point: max(lower_quartile(seconds), LEAST) for point, seconds in points.items()}
@@ -374,15 +379,15 @@ SIZES = (64, 4096, 65536, 524288, 4 << 20)  # bytes
 LARGE_SIZES = (1024, 65536, 1 << 20, 16 << 20, 256 << 20)
 # Calls of a window, short enough to be undisturbed sometimes; the best window counts.
 CALLS, WINDOWS, FEW_WINDOWS = 4, 40, 8
-MOST_WAIT = 3.0  # times a call's CPU work: longer wall times are a neighbour's
+MOST_WAIT = 3.0  # a wall time above this multiple of the CPU time was disturbed by another process
 
 
 def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
     """Measures each collective over the first 2, 4, … ranks; collective over the world.
 
     Ranks that share cores (tables with suffix SHARED) sleep while they wait, and only their CPU
-    work counts, as a wait for a core is a neighbour's work. Ranks with their own core or GPU spin,
-    and the wall clock counts. One rank has none: its tables are never used.
+    time counts, because they wait for a core while another rank works. Ranks with their own core or
+    GPU spin, and the wall clock counts. One rank has none: its tables are never used.
     """
     found: dict[str, dict[Point, float]] = {}
     world, launch, on_gpu = dist.get_world_size(), config.launch, accelerator.is_accelerator(device)

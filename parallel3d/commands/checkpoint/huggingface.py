@@ -51,14 +51,14 @@ from parallel3d.models.transformer import Blank, Stage
 from parallel3d.run.directory import KEPT_FILE
 from parallel3d.versions import TRIED, newer, parts
 
-BYTES = "its tokenizer is bytes, of which 256 ends a text"
-NO_TOKENIZER = "without a tokenizer, as the folder that it was imported from"
+BYTES = "its tokens are bytes, and token 256 ends a text"
+NO_TOKENIZER = "without a tokenizer, like the folder that it was imported from"
 LARGEST_KEPT = 1 << 20  # bytes
 OWNER = "tokenizer"  # key of its digest in `KEPT_FILE`
 
 
 def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
-    """Returns a run's tokenizer; None if it was imported without. Raises UserError."""
+    """Returns a run's tokenizer; None if it was imported without one. Raises UserError."""
     configured: Any = manifest.config.get("data", {}).get("tokenizer")
     configured = configured if isinstance(configured, str) else None
     found = tokenizer_of(DataConfig(tokenizer=configured), run_dir)
@@ -70,13 +70,15 @@ def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
 def write_kept(
     run_dir: Path, kept: Mapping[str, Any], tokenizer: Tokenizer | None, *, own: bool
 ) -> None:
-    """Writes `kept_keys` into the run's folder. `own`: with the folder's own tokenizer, or none."""
+    """Writes `kept_keys` into the run's folder. `own`: the run has the folder's own tokenizer, or
+    none."""
     about = {OWNER: None if tokenizer is None else tokenizer.digest} if own else {}
     write_durably(run_dir / KEPT_FILE, f"{json.dumps({**kept, **about}, indent=2)}\n".encode())
 
 
 def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Reads what `write_kept` wrote; special tokens only for this tokenizer. Raises UserError."""
+    """Reads what `write_kept` wrote; special tokens only if they belong to this tokenizer. Raises
+    UserError."""
     content = _read_kept(run_dir)
     kept = kept_keys(content)
     same = OWNER in content and content[OWNER] == (None if tokenizer is None else tokenizer.digest)
@@ -199,13 +201,13 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
             )
             logits = theirs.eval()(tokens, use_cache=False, return_dict=True).logits
             if not logits.isfinite().all():
-                raise ValueError("its logits are no finite numbers")
+                raise ValueError("its logits are not finite")
             return logits
     except Exception as error:  # of any kind, as the folder is untrusted
         text = str(error).strip() or type(error).__name__
         raise UserError(
             f"from={folder}: transformers {version(TRANSFORMERS)} does not load or run it "
-            f"({plain(' '.join(text.split()))}); prove=false imports it unproven"
+            f"({plain(' '.join(text.split()))}); prove=false imports it without proof"
         ) from None
 
 
@@ -217,12 +219,12 @@ def compare(folder: Path, ours: Tensor, theirs: Tensor) -> str:
     if not difference <= TOLERANCE * largest:  # NaN too
         raise UserError(
             f"from={folder}: the logits of {count} tokens differ from those of {name} by up to "
-            f"{difference:.3g}, of {largest:.3g} at the most: nothing is imported; "
-            "prove=false imports it unproven"
+            f"{difference:.3g}, and the largest is {largest:.3g}: nothing is imported; "
+            "prove=false imports it without proof"
         )
     return (
-        f"proven: the logits of {count} tokens are those of {name} to {difference:.1e}, of "
-        f"{largest:.3g} at the most"
+        f"proven: the logits of {count} tokens equal those of {name} within {difference:.1e}; the "
+        f"largest is {largest:.3g}"
     )
 
 
@@ -338,7 +340,7 @@ def import_run(
         for sentence in (*tokenizer.doubts(), *([] if unlike is None else [unlike])):
             print_line(sentence)
     print_line(describe_tokenizer(tokenizer, folder))
-    print_line("train it on with (data and optimizer as you like; the model is the run's own):")
+    print_line("to train it further (choose data and optimizer; the model is the run's own):")
     where = [] if runs_dir == Path(Config().runs_dir) else [spell("runs_dir", config.runs_dir)]
     print(" ".join(["parallel3d train", f"run={run}", *where]))
     return 0

@@ -152,7 +152,7 @@ def damage_refused(what: str, advice: str = "") -> Iterator[None]:
 
 
 def layout(config: Mapping[str, Any]) -> str:
-    """Returns `tp=2 pp=2 dp=1 zero=1`, without values of an untrusted manifest that are no
+    """Returns `tp=2 pp=2 dp=1 zero=1`, without values of an untrusted manifest that are not
     numbers."""
     sizes = {key: config.get(key) for key in ("tp", "pp", "cp", "dp", "vpp", "zero")}
     neutral = {"cp": 1, "vpp": 1, "zero": 0}

@@ -63,7 +63,8 @@ def dryrun(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
 def assumed_cluster(
     own: ClusterConfig, typed: Sequence[str] | None
 ) -> tuple[ClusterConfig, list[str]]:
-    """Returns a cluster of GPUs in place of `own` if none was chosen, and the assumption."""
+    """Returns a cluster of GPUs in place of `own` if none was chosen, and that choice as an
+    override."""
     keys = {"cluster"} if typed is None else chosen_keys(typed)
     chosen = any(k in ("cluster", "experiment") or k.startswith("cluster.") for k in keys)
     if chosen or own.gpu is not None:
@@ -197,7 +198,7 @@ def _heading(facts: Facts) -> Iterator[str]:
     plain = facts["settings"]["schedule"] in IN_ORDER
     yield (
         "{global_batch_size} sequences of {seq_length} a step: micro-batches of {micro_batch_size},"
-        " {num_microbatches} a replica; {precision}, zero={zero}, recompute={recompute}"
+        " {num_microbatches} per replica; {precision}, zero={zero}, recompute={recompute}"
         + ("" if plain else ", schedule={schedule} vpp={vpp}")
     ).format(**facts["settings"])
     if facts["compiled"]:

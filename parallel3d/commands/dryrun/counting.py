@@ -56,7 +56,7 @@ SHARES = {
     "optimizer": 757 / _H100.peak["bf16"],  # Muon's products are of the layers' sizes
 }
 # Causal attention by cuDNN, forward and backward, of the FLOPs computed. Alone: 399 TFLOP/s with
-# heads of 64 and 507 with heads of 128, of which a step takes the same part.
+# heads of 64 and 507 with heads of 128, and a training step reaches the same fraction of both.
 NARROW = 64
 ATTENTION_NARROW = 333 / _H100.peak["bf16"]  # heads up to 64
 ATTENTION_WIDE = 333 * 507 / 399 / _H100.peak["bf16"]
@@ -122,7 +122,8 @@ OF_KERNELS = ("launches", "bytes", "flops", "seconds")
 ATTENTION = {FLASH: 2, FLASH_BACKWARD: 5}  # GEMMs over the s × t scores (Dao et al. 2022)
 COLLECTIVES = {  # the simulated device's names, and those of `bus_factor`
     **{op: op for op in ("broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")},
-    **{"allreduce": "all_reduce", "send": "send_recv", "receive": "barrier"},  # only a send sends
+    # Only the sender counts bytes.
+    **{"allreduce": "all_reduce", "send": "send_recv", "receive": "barrier"},
 }
 aten = torch.ops.aten
 _ALIKE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
@@ -157,7 +158,7 @@ class StepCounter(Observer):
 
     def __init__(self, machine: SimulatedMachine, gpu: Gpu, tf32: bool) -> None:
         self.machine, self.gpu = machine, gpu
-        other = "fp32" if tf32 else "tf32"  # of the two that are one type of tensors
+        other = "fp32" if tf32 else "tf32"  # fp32 and tf32 share a dtype
         self.dtypes = {dtype: name for name, dtype in COMPUTE.items() if name != other}
         self.names: Mapping[Any, str] = {}  # process group → name
         self.counting, self.building = False, True
@@ -199,7 +200,7 @@ class StepCounter(Observer):
 
     def freed(self, block: StorageMemory) -> None:
         key = id(block.memory)
-        if key not in self.known:  # of an earlier trainer
+        if key not in self.known:  # allocated by an earlier trainer
             return
         self.known.remove(key)
         if self.held.pop(key, None) is None:
@@ -220,7 +221,7 @@ class StepCounter(Observer):
             local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.numel() == 0:
                 continue
-            # With the attributes of simulated_device/tensor.py.
+            # `data_` and `device_index` are those of `simulated_device.tensor`.
             block = self.machine.block_of(local.data_, local.device_index)
             if block.label not in keep:
                 self.live[block.label or "buffers"] -= block.nbytes
@@ -280,13 +281,14 @@ class StepCounter(Observer):
             return part, 0.0, "", 0
         flops = count(*args, **kwargs, out_val=out)
         first = next(a for a in args[::-1] if isinstance(a, Tensor))
-        kind = {LOSS: "gemm_head", OPTIMIZER: OPTIMIZER}.get(part, "gemm_layers")  # Muon's too
+        # Muon has GEMMs, too.
+        kind = {LOSS: "gemm_head", OPTIMIZER: OPTIMIZER}.get(part, "gemm_layers")
         return kind, flops, self.dtypes.get(first.dtype, ""), 0
 
     def collective(self, name: str, group: Any, tensor: Tensor) -> None:
         if self.counting:
             kind, size = self.names.get(group, group.description or "world"), group.size()
-            whole = tensor.nbytes * (size if name == "all_gather" else 1)  # the tensor is an input
+            whole = tensor.nbytes * (size if name == "all_gather" else 1)  # `tensor` is an input
             self.counts["sent", kind] += whole * bus_factor(COLLECTIVES.get(name, "barrier"), size)
             self.counts["calls", kind] += 1
 
@@ -404,8 +406,8 @@ def dry_step(
     placement: RankMapping | None = None,
     memory_only: bool = False,
 ) -> dict[str, Any]:
-    """Builds the trainer of `rank`, and returns the facts of one step, after one that allocates
-    lazily.
+    """Builds the trainer of `rank`, and returns the facts of one step; an earlier step makes lazy
+    allocations.
 
     Args:
         config: checked. gpu: prices the kernels.
@@ -438,7 +440,8 @@ def dry_step(
 
 @contextmanager
 def _world_of(rank: int, size: int) -> Iterator[bool]:
-    """Makes this process a rank of a world without its other ranks; yields False for one alone."""
+    """Makes this process a rank of a world without its other ranks; yields False for a rank that is
+    alone."""
     device = torch.device(TYPE, 0)  # torch knows its name once it is enabled
     accelerator.make_current(device)
     if size == 1:
@@ -453,8 +456,8 @@ def _world_of(rank: int, size: int) -> Iterator[bool]:
 
 
 def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str, Any]:
-    """Of many micro-batches only as many run as fill the pipeline; the others cost the difference
-    of steps with one and with two."""
+    """Runs just enough micro-batches to fill the pipeline, and extrapolates to the others. Each of
+    these adds the difference between steps of two micro-batches and of one."""
     blueprint, groups = trainer.blueprint, trainer.groups
     counter.machine.collect()
     start_peak, counter.building = counter.peak, False
@@ -477,7 +480,7 @@ def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str
     if memory_only:
         counted(few)
         return _memory(trainer, counter, start_peak)
-    # Where FSDP2 accumulates gradients a step of several micro-batches casts them to fp32 once.
+    # If FSDP2 accumulates gradients, a step of several micro-batches casts them to fp32 once.
     accumulates = blueprint.data.zero > 1 and not blueprint.data.every_microbatch
     first = 1 + accumulates
     one, two = (counted(first), counted(first + 1)) if more else (Counts(), Counts())

@@ -204,7 +204,7 @@ def hidden_states(
     else:
         example = next(stage.parameters())
         x = torch.empty((*tokens.shape, hidden), dtype=example.dtype, device=example.device)
-        assert pp.handle is not None  # there is another stage
+        assert pp.handle is not None  # only called with several stages
         transfer(dist.irecv, x, pp.ranks[pp.index - 1], pp.handle)
     rotary = stage.rotary
     if rotary is not None:

@@ -245,10 +245,10 @@ def make_run(runs: Path, name: str, **keys: object) -> Config:
 def test_a_run_without_a_checkpoint_may_begin_again_with_any_keys(tmp_path: Path) -> None:
     config = make_run(tmp_path, "a")
     other = check_config(with_values(config, {"seed": 9, "model.num_layers": 3}))
-    check_run(other, may_go_on=True)
+    check_run(other, may_resume=True)
     (tmp_path / "a" / "checkpoints" / "step-00000005").mkdir(parents=True)
     with pytest.raises(UserError, match="cannot resume with another configuration: model"):
-        check_run(other, may_go_on=True)
+        check_run(other, may_resume=True)
 
 
 @pytest.mark.parametrize(

@@ -223,22 +223,22 @@ def test_resting_watchdog_lets_a_save_take_its_time(
 
     monkeypatch.setattr(Watchdog, "_report", report)
     watchdog = Watchdog(Layout(), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2, 600)
-    monkeypatch.setattr("parallel3d.faults.watchdog.RESTS", 1000.0)
-    watchdog.rest()
+    monkeypatch.setattr("parallel3d.faults.watchdog.PAUSED_TIMEOUTS", 1000.0)
+    watchdog.pause()
     watchdog.start()
     time.sleep(0.6)
     assert not reported.is_set()
-    watchdog.go_on()
+    watchdog.resume()
     assert reported.wait(5 * PATIENCE)
     watchdog.stop()
     # A disk that never answers is felt in the end: nothing is computed, and that for long.
     reported.clear()
-    monkeypatch.setattr("parallel3d.faults.watchdog.RESTS", 3.0)
-    resting = Watchdog(Layout(), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2, 0.5)
-    resting.rest()
-    resting.start()
+    monkeypatch.setattr("parallel3d.faults.watchdog.PAUSED_TIMEOUTS", 3.0)
+    paused = Watchdog(Layout(), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2, 0.5)
+    paused.pause()
+    paused.start()
     assert reported.wait(5 * PATIENCE)
-    resting.stop()
+    paused.stop()
 
 
 def _trainer_of(config: Config, *_: object, **__: object) -> Mock:
@@ -263,8 +263,8 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
     train.train(Config(dp=2), Worker(1, 1, 2, 2, tmp_path, "local"))
     order = [call[0] for call in calls.mock_calls]
     assert [name for name in order if name not in ("restore", "groups.observed")] == [
-        "watchdog.go_on",  # at rest until then
-        *("watchdog.rest", "close", "watchdog.go_on", "groups.close", "watchdog.stop"),
+        "watchdog.resume",  # at rest until then
+        *("watchdog.pause", "close", "watchdog.resume", "groups.close", "watchdog.stop"),
     ]
 
 
@@ -338,7 +338,7 @@ def test_a_watchdog_rests_where_kernels_are_compiled(
     worker.watchdog = Watchdog(Layout(), worker, None, 60, 600)
 
     def look(what: str) -> SimpleNamespace:
-        seen.append((what, worker.watchdog._resting))
+        seen.append((what, worker.watchdog._paused))
         return SimpleNamespace(stop=False, step=3 + sum(what == "step" for what, _ in seen[1:]))
 
     config = Config(dp=1, compile=compiled, train=TrainConfig(steps=6, eval_every=2))

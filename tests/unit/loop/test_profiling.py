@@ -37,7 +37,7 @@ class Rank:
         self.said: list[str] = []
         self.patch, self.run_dir = patch, run_dir
         self.patch.setattr(dist, "barrier", self.saying("barrier"))
-        watchdog = SimpleNamespace(rest=self.saying("rest"), go_on=self.saying("go on"))
+        watchdog = SimpleNamespace(pause=self.saying("pause"), resume=self.saying("resume"))
         self.worker = Worker(0, 0, 2, 2, run_dir, "local", watchdog=watchdog)
 
     def saying(self, *words: str) -> Callable[..., None]:
@@ -95,7 +95,7 @@ def rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Rank:
 
 
 STEP = ["push forward m0 c0", "pop", "pop"]
-WAITED = ["barrier", "go on"]
+WAITED = ["barrier", "resume"]
 
 
 def test_a_gpu_has_a_trace_nvtx_ranges_and_the_allocators_history_of_these_steps(
@@ -105,7 +105,7 @@ def test_a_gpu_has_a_trace_nvtx_ranges_and_the_allocators_history_of_these_steps
     rank.run(profiler, range(1, 6))
     assert rank.said == [
         *("synchronize", "history on", "push ProfilerStep#2", *STEP, "push ProfilerStep#3", *STEP),
-        *("rest", "synchronize", "snapshot", "history off", *WAITED),
+        *("pause", "synchronize", "snapshot", "history off", *WAITED),
     ]
     assert rank.files == {"rank0-steps2-3.json.gz", "rank0-steps2-3-memory.pickle"}
     names = [event["name"] for event in rank.events("rank0-steps2-3")]
@@ -117,7 +117,7 @@ def test_a_gpu_has_a_trace_nvtx_ranges_and_the_allocators_history_of_these_steps
 
 def test_a_rank_that_is_not_profiled_only_waits_with_its_watchdog_at_rest(rank: Rank) -> None:
     rank.run(rank.profiler(rank.gpu(), steps=[2, 3], ranks=[1], memory=True), range(1, 6))
-    assert rank.said == ["rest", *WAITED]
+    assert rank.said == ["pause", *WAITED]
     assert not rank.files
 
 
@@ -126,7 +126,7 @@ def test_under_nsys_the_ranges_are_nvtx_alone_and_it_is_told_when(rank: Rank) ->
     rank.run(rank.profiler(rank.gpu(), steps=[2, 2], ranks="all"), range(1, 4))
     assert rank.said == [
         *("synchronize", "cudaProfilerStart", "push ProfilerStep#2", *STEP),
-        *("rest", "synchronize", "cudaProfilerStop", *WAITED),
+        *("pause", "synchronize", "cudaProfilerStop", *WAITED),
     ]
     assert not rank.files
 
@@ -184,7 +184,7 @@ def test_a_full_disk_costs_the_trace_alone(rank: Rank, capsys: pytest.CaptureFix
     rank.patch.setattr(profiling.profile, "export_chrome_trace", full)
     rank.run(rank.profiler(steps=[1, 1]), range(1, 2))
     assert "rank0-steps1-1.json.gz is not written: No space left" in capsys.readouterr().err
-    assert not rank.files and rank.said == ["rest", *WAITED]
+    assert not rank.files and rank.said == ["pause", *WAITED]
 
 
 class Opened:

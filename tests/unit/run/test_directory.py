@@ -69,7 +69,7 @@ def test_a_run_from_before_a_key_was_renamed_resumes(tmp_path: Path) -> None:
     with (directory / "config.yaml").open("a") as file:
         file.write("trace: true\n")
     assert load_config(directory) == mine
-    check_run(mine, may_go_on=True)
+    check_run(mine, may_resume=True)
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_a_run_from_before_a_key_was_removed_resumes(tmp_path: Path) -> None:
     older += "bench:\n  algorithms: false\n  sizes: [4]\ntopology:\n  width: null\nprompt: x\n"
     file.write_text(older)
     assert load_config(directory) == mine
-    check_run(mine, may_go_on=True)
+    check_run(mine, may_resume=True)
 
 
 @pytest.mark.slow
@@ -136,8 +136,8 @@ def test_a_run_resumes_with_another_layout_and_keeps_every_configuration(tmp_pat
     first = (directory / "config.yaml").read_bytes()
     starts = [mine, dataclasses.replace(mine, tp=1), mine, mine]
     for start in starts:
-        check_run(start, may_go_on=True)
-        named, again = make_run_directory(start, may_go_on=True)
+        check_run(start, may_resume=True)
+        named, again = make_run_directory(start, may_resume=True)
         assert (named, again) == (start, directory)
         os.close(take_run(named, again))
         assert load_config(directory) == start
@@ -156,10 +156,10 @@ def test_run_that_cannot_go_on_is_refused_with_the_differing_keys(tmp_path: Path
     keys = "model.hidden_size is 128 there, now 96, seed is 1234 there, now 5; choose another run="
     for attempt in (check_run, make_run_directory):
         with pytest.raises(UserError, match=keys):
-            attempt(other, may_go_on=True)
+            attempt(other, may_resume=True)
     fresh = dataclasses.replace(mine, checkpoint=CheckpointConfig(load=False))
     with pytest.raises(UserError, match=r"exists already in .* checkpoint\.load=false"):
-        check_run(fresh, may_go_on=True)
+        check_run(fresh, may_resume=True)
 
 
 @pytest.mark.slow
@@ -167,12 +167,12 @@ def test_run_that_is_over_and_has_no_checkpoint_is_not_done_again(tmp_path: Path
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     for ending in ("failed", "stopped"):
         (directory / "summary.json").write_text(json.dumps({"status": ending}))
-        check_run(mine, may_go_on=True)
+        check_run(mine, may_resume=True)
     (directory / "summary.json").write_text(json.dumps({"status": "finished"}))
     with pytest.raises(UserError, match="with no checkpoint to resume from: choose another run="):
-        check_run(mine, may_go_on=True)
+        check_run(mine, may_resume=True)
     (directory / "checkpoints" / "step-00000004").mkdir(parents=True)
-    check_run(mine, may_go_on=True)
+    check_run(mine, may_resume=True)
 
 
 @pytest.mark.slow
@@ -218,13 +218,13 @@ def test_torn_newest_configuration_is_passed_over_for_an_older_one(
     (directory / "config-2.yaml").write_text(torn)
     changed = dataclasses.replace(mine, tp=1)
     for number, start in ((3, mine), (4, changed)):
-        check_run(start, may_go_on=True)
+        check_run(start, may_resume=True)
         os.close(take_run(start, directory))
         assert load_config(directory) == start
         assert (directory / f"config-{number}.yaml").exists()
     (directory / "checkpoints" / "step-00000004").mkdir(parents=True)
     with pytest.raises(UserError, match="seed is 1234 there, now 5"):
-        check_run(dataclasses.replace(mine, seed=5), may_go_on=True)
+        check_run(dataclasses.replace(mine, seed=5), may_resume=True)
 
 
 @pytest.mark.slow
@@ -235,11 +235,11 @@ def test_torn_configuration_is_passed_over_for_a_checkpoints(tmp_path: Path) -> 
     manifest = Manifest(4, PROGRESS, dataclasses.asdict(mine), {}, "", {}, ())
     write_manifest(folder, manifest)
     (directory / "config.yaml").write_text("")
-    os.close(take_run(mine, make_run_directory(mine, may_go_on=True)[1]))
+    os.close(take_run(mine, make_run_directory(mine, may_resume=True)[1]))
     assert load_config(directory) == mine
     (directory / "config-2.yaml").write_text("")
     with pytest.raises(UserError, match="seed is 1234 there, now 5"):
-        check_run(dataclasses.replace(mine, seed=5), may_go_on=True)
+        check_run(dataclasses.replace(mine, seed=5), may_resume=True)
 
 
 def test_configuration_is_on_the_disk_before_it_has_its_name(
@@ -354,7 +354,7 @@ def test_run_folder_of_another_user_is_refused(
     as_other_users(monkeypatch)
     for attempt in (check_run, make_run_directory):
         with pytest.raises(UserError, match=rf"{directory} belongs to another user \(uid"):
-            attempt(mine, may_go_on=True)
+            attempt(mine, may_resume=True)
 
 
 def test_run_folder_is_ours_where_the_file_system_gives_all_files_another_owner(
@@ -362,7 +362,7 @@ def test_run_folder_is_ours_where_the_file_system_gives_all_files_another_owner(
 ) -> None:
     mine, _ = make_run_directory(config(tmp_path, run="mine"))
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
-    check_run(mine, may_go_on=True)
+    check_run(mine, may_resume=True)
 
 
 def test_links_in_a_run_folder_are_not_followed(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_torn_summary_says_nothing(tmp_path: Path) -> None:
     for torn in ('{"status": "fin', "[]", "\0\0", ""):
         (directory / "summary.json").write_text(torn)
         assert status(directory) is None
-        check_run(mine, may_go_on=True)
+        check_run(mine, may_resume=True)
 
 
 @pytest.mark.parametrize("place", ["lock", "folder"])
@@ -463,7 +463,7 @@ def test_stored_configuration_is_not_resolved(
     for reference in ("${oc.env:SECRET_KEY}", r'"\x24{oc.env:SECRET_KEY}"'):
         (directory / "config.yaml").write_text(f"model:\n  name: {reference}\n")
         with pytest.raises(UserError, match=r"holds \$\{, which is not followed") as refused:
-            check_run(dataclasses.replace(mine, seed=5), may_go_on=True)
+            check_run(dataclasses.replace(mine, seed=5), may_resume=True)
         assert "hunter2" not in str(refused.value)
     with pytest.raises(UserError, match=r"logger\.group=\$\{oc\.env:X\} holds"):
         check_plain(Config(logger=LoggerConfig(group="${oc.env:X}")))

@@ -49,7 +49,7 @@ def test_run_whose_checkpoints_cannot_be_listed_is_refused_in_a_sentence(
 ) -> None:
     monkeypatch.setattr(directory, "list_checkpoints", refuse)
     with pytest.raises(UserError, match=r"cannot be listed .ESTALE: Stale file handle"):
-        check_run(run, may_go_on=True)
+        check_run(run, may_resume=True)
 
 
 @pytest.mark.parametrize("step", [None, 5])

@@ -37,8 +37,8 @@ def config(tmp_path: Path) -> Config:
 
 
 def start(config: Config, run_dir: Path) -> int | None:
-    check_run(config, may_go_on=True)
-    make_run_directory(config, may_go_on=True)
+    check_run(config, may_resume=True)
+    make_run_directory(config, may_resume=True)
     return take_run(config, run_dir)
 
 

@@ -40,7 +40,7 @@ def test_a_rank_has_the_threads_of_its_own_job(wanted: dict[str, str]) -> None:
     """Though torch has read the variable for another job of the sweep."""
 
     def live(rank: int, starts: int) -> int:
-        local_workers._take_threads(wanted)
+        local_workers._set_threads(wanted)
         return torch.get_num_threads()
 
     assert LocalRanks(1, live).run() == {0: 3 if wanted else torch.get_num_threads()}
@@ -50,7 +50,7 @@ def test_a_rank_has_the_threads_of_its_own_job(wanted: dict[str, str]) -> None:
 def test_a_start_is_reported_once_all_ranks_have_joined() -> None:
     told = []
     again = iter((True, False))
-    ranks = LocalRanks(2, lambda rank, starts: 1, starts_again=lambda exits: next(again))
+    ranks = LocalRanks(2, lambda rank, starts: 1, should_restart=lambda exits: next(again))
     ranks.run(lambda: told.append(len([process.pid for process in ranks.ranks])))
     assert told == [2]
 
@@ -83,7 +83,9 @@ def test_ranks_are_started_again_as_often_as_is_decided(tmp_path: Path) -> None:
         return 7 if rank == 0 and starts < 2 else 0
 
     seen: list[dict[int, int]] = []
-    ranks = LocalRanks(2, live, grace_s=10, starts_again=lambda e: seen.append(e) or len(seen) < 3)
+    ranks = LocalRanks(
+        2, live, grace_s=10, should_restart=lambda e: seen.append(e) or len(seen) < 3
+    )
     assert ranks.run() == {}
     assert seen == [{0: 7}, {0: 7}]
     assert (tmp_path / "0.2").exists()
@@ -121,7 +123,7 @@ def test_a_signal_asks_ranks_that_can_stop_and_a_restart_does_not_follow(tmp_pat
             time.sleep(0.01)
         return 9 if stop.number == signal.SIGUSR1 else 1
 
-    ranks = LocalRanks(1, live, grace_s=60, starts_again=lambda exits: True)
+    ranks = LocalRanks(1, live, grace_s=60, should_restart=lambda exits: True)
     assert ranks.run(once_there(tmp_path / "there", signal.SIGUSR1)) == {0: 9}
     assert ranks.asked == signal.SIGUSR1
 
@@ -146,7 +148,7 @@ def test_a_rank_begins_with_default_handlers_and_a_session_of_its_own(tmp_path: 
         (tmp_path / str(starts)).write_text(json.dumps(said | {"pid": os.getpid()}))
         return 1
 
-    LocalRanks(1, live, grace_s=1, starts_again=lambda exits: not (tmp_path / "1").exists()).run()
+    LocalRanks(1, live, grace_s=1, should_restart=lambda exits: not (tmp_path / "1").exists()).run()
     for starts in range(2):  # also of a launcher that has handlers
         said = json.loads((tmp_path / str(starts)).read_text())
         assert said["defaults"] and said["leads"] == said["pid"]
