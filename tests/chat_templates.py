@@ -1,7 +1,7 @@
 """Small chat templates with the rules of published families, and a tokenizer for all of them.
 
-`said` has the families' rules once more, in Python: what the assistant's turns are, or that a row
-cannot be shown.
+`said` implements the families' rules a second time, in Python: it returns the assistant's turns, or
+that a row cannot be shown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Roles that it does not know are dropped; results of tools are the user's.
+# Unknown roles are dropped; results of tools are shown as the user's.
 QWEN2 = """\
 {%- if tools %}
     {{- '<|im_start|>system\n' }}
@@ -58,7 +58,8 @@ QWEN2 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """  # noqa: E501
-# Thoughts of turns before the last question are dropped; the last turn has a block, empty or not.
+# Thoughts of turns before the last question are dropped; the last turn has a block of thoughts,
+# which may be empty.
 QWEN3 = """\
 {%- if tools %}
     {{- '<|im_start|>system\n' }}
@@ -120,7 +121,7 @@ PREFILLED = QWEN3.replace(
     "{{- '<|im_start|>assistant\n<think>\n' }}",
 )
 assert PREFILLED != QWEN3
-# Blanks are cut; a call stands alone in its turn; results are written as JSON.
+# Blanks are cut; a turn has only one call; results are written as JSON.
 LLAMA3 = """\
 {{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
@@ -153,7 +154,7 @@ LLAMA3 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}
 """  # noqa: E501
-# Tools and the system's words stand before the last question; call ids have nine letters.
+# Tools and the system's words come before the last question; call ids have nine letters.
 MISTRAL = """\
 {%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}
@@ -184,7 +185,7 @@ MISTRAL = """\
     {%- else %}{{- raise_exception("Only user and assistant roles are supported!") }}{%- endif %}
 {%- endfor %}
 """  # noqa: E501
-# The system's words are the first question's; turns take parts of text.
+# The system's words are added to the first question; turns take parts of text.
 GEMMA = """\
 {{ bos_token }}
 {%- if messages[0]['role'] == 'system' -%}
@@ -214,7 +215,7 @@ GEMMA = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}
 """
-# Thoughts are dropped, arguments are JSON text, the generation prompt opens thoughts.
+# Thoughts are dropped, arguments are JSON text, and the generation prompt opens the thoughts.
 DEEPSEEK = """\
 {{ bos_token }}
 {%- for message in messages if message['role'] == 'system' %}{{ message['content'] }}{% endfor %}
@@ -238,7 +239,7 @@ DEEPSEEK = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{%- endif %}
 """
-# One of two by name: tools are shown by the other.
+# One of two templates by name: the other one shows tools.
 TOOL_USE = (
     "<|im_start|>system\n<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"
     "<|im_end|>\n{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls is defined %}"
@@ -250,7 +251,7 @@ HERMES = [
     {"name": "default", "template": CHATML},
     {"name": "tool_use", "template": TOOL_USE},
 ]
-# `{% generation %}` tells what the assistant says.
+# `{% generation %}` marks the assistant's words.
 TAGGED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n{% else %}{{ m.content }}"
@@ -284,7 +285,7 @@ def home(path: Path, name: str) -> Path:
 
 
 def dumps(value: Any) -> str:
-    """JSON as most programs write it, short, which is not as templates do."""
+    """Writes JSON like most programs, compactly, unlike the templates."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -294,7 +295,8 @@ SHOWS_THOUGHTS = ("qwen3", "prefilled")
 
 
 def given(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with arguments of calls as transformers needs them for a template."""
+    """Returns messages with arguments of calls in the form that transformers passes to a
+    template."""
 
     def spelled(call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]

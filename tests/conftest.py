@@ -1,5 +1,7 @@
-"""What every test process needs before torch is imported: one thread, gloo on the loopback, a
-folder for what libraries leave, and signals that mean what they say.
+"""Prepares every test process before torch is imported.
+
+It sets one thread, gloo on the loopback, a folder for what libraries leave behind, and the default
+actions of signals.
 """
 
 from __future__ import annotations
@@ -17,62 +19,65 @@ import pytest
 from tests.garbage import collect_seldom
 from tests.times import Times
 
-gc.disable()  # until all is collected that pytest collects
+gc.disable()  # until pytest has collected everything
 
-# Ranks share two cores: more threads a rank only fight. Workers inherit both settings.
+# Ranks share two cores: more threads per rank would only compete. Workers inherit both settings.
 os.environ["OMP_NUM_THREADS"] = "1"
-# Without an interface gloo resolves this machine's host name: seconds where DNS is out of reach.
+# Without an interface, gloo resolves this machine's host name, which takes seconds if DNS is
+# unreachable.
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-# TorchInductor believes what the processor says of its vector instructions. Otherwise each process
-# that compiles tries them in others, seconds of it where nothing is in its cache.
+# TorchInductor trusts the processor's list of vector instructions. Otherwise each process that
+# compiles would try them in another process, which takes seconds if nothing is cached.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 
-# What libraries leave in TMPDIR (TorchInductor's cache, sockets and logs of W&B) ends with the
-# session; tests' own folders stay where pytest keeps those of the last sessions. Processes of xdist
-# inherit both. TORCHINDUCTOR_CACHE_DIR, if set, keeps compiled kernels from session to session.
+# Files that libraries leave in TMPDIR (TorchInductor's cache, sockets and logs of W&B) are removed
+# with the session; tests' own folders stay where pytest keeps those of the last sessions. Processes
+# of xdist inherit both. TORCHINDUCTOR_CACHE_DIR, if set, keeps compiled kernels from session to
+# session.
 def remove(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # no process that was forked of it
+    if os.getpid() == owner:  # not in a process that was forked from it
         # Processes that are about to end may still write there.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    # Addresses of Unix sockets in it have 107 bytes at most, and a scheduler's TMPDIR may be long.
+    # Addresses of Unix sockets in it have at most 107 bytes, and a scheduler's TMPDIR may be long.
     short = "/tmp" if len(tempfile.gettempdir()) > 40 and os.access("/tmp", os.W_OK) else None
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-of-p3d-", dir=short)
-    # Before multiprocessing registers its own, which therefore runs first: it has a folder there.
+    # This comes before multiprocessing registers its own handler, which therefore runs first: it
+    # has a folder there.
     atexit.register(remove, tempfile.tempdir, os.getpid())
 
-# Files that tests make have the modes of a usual login, whatever the caller's is.
+# Files that tests make have the modes of a usual login, whatever the caller's umask is.
 os.umask(0o022)
 
-# A shell without a terminal starts what it puts aside (`&`, nohup) with these ignored, and every
-# command of a test would inherit that.
+# A shell without a terminal starts background commands (`&`, nohup) with these signals ignored, and
+# every command of a test would inherit that.
 for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A process that is woken does not interrupt who woke it: ranks, more of them than cores, wake each
-# other all the time, and a seventh of it went into that.
+# A woken process does not preempt the one that woke it: there are more ranks than cores, which wake
+# each other all the time, and a seventh of their time went into that.
 if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(PermissionError):  # where a container allows no such call
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Records the times of the tests, which the process in front of xdist's others collects."""
+    """Records the times of the tests; under xdist, the controlling process collects them."""
     in_front = not hasattr(config, "workerinput")
     config.pluginmanager.register(Times(getattr(config, "cache", None) if in_front else None))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts in front what waits or computes for long: other files then run beside it."""
+    """Moves slow tests to the front, so that other files run at the same time."""
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests are there for good."""
+    """Modules and tests live until the end of the session."""
     collect_seldom()
     gc.enable()

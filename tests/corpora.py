@@ -1,4 +1,4 @@
-"""Pairs of random bytes to train on, as `data tokenize` leaves them."""
+"""Writes pairs of random bytes to train on, like those of `data tokenize`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def pair(
     facts: bool = True,
     **said: object,
 ) -> Path:
-    """A pair of `documents` of 1 … `longest` tokens, each ended by 256; `said` of it beside it."""
+    """Writes a pair of `documents` of 1 … `longest` tokens, each ended by 256, and its facts `said`
+    in a JSON file."""
     random = np.random.default_rng(seed)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:
@@ -34,7 +35,8 @@ def pair(
 
 
 def like_pair(prefix: Path, seed: int) -> Path:
-    """A pair whose files have the sizes of every other one of this function, and other contents."""
+    """Writes a pair with the same file sizes as every other pair of this function, and other
+    contents."""
     random = np.random.default_rng(seed)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:
@@ -52,7 +54,7 @@ def _write_facts(prefix: Path, writer: IndexedWriter, **said: object) -> None:
 
 @contextmanager
 def heard(call: Callable[[str], object] = lambda _: None) -> Iterator[list[str]]:
-    """The sentences that are logged about data; `call` gets each."""
+    """Collects the sentences that are logged about data; `call` gets each of them."""
     said: list[str] = []
 
     class Ear(logging.Handler):

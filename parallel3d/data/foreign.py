@@ -95,7 +95,7 @@ def _of_ends(
     if token != tokenizer.eot and 2 * times > count:
         found += f", {times} in token {_spelled(tokenizer, token)}"
     then = "" if learned else "; a model trained on it does not learn to end a text"
-    return f"{found}: the .idx decides on borders of documents{then}"
+    return f"{found}: the .idx defines the borders of documents{then}"
 
 
 def _spelled(tokenizer: Tokenizer, token: int) -> str:

@@ -19,11 +19,12 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.data.sampler import Sample
 
-STEPS = 3  # the second reads what the first has left, the third what one like it has left
+STEPS = 3  # the second reads what the first has left, and the third what a layer like it has left
 GLOBAL_BATCH = 24  # a multiple of dp × micro-batches for 1, 2, 3, 4 and 6 of them
-# A global batch that is halved in the second step: by samples read (`train.batch_schedule`).
+# A global batch that is half as large from the second step on: by samples read
+# (`train.batch_schedule`).
 HALVED = ((0, GLOBAL_BATCH), (1, GLOBAL_BATCH // 2), (GLOBAL_BATCH + 1, GLOBAL_BATCH))
-# What the reference computes in: below fp32 it stays there.
+# The precision in which the reference computes, which stays in fp32 if the case is below that.
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -31,8 +32,9 @@ DTYPES = {
     "fp16": torch.float32,
 }
 
-# The presets at sizes that divide badly on purpose: 61 tokens are not a multiple of tp, 3 or 5
-# layers not of pp. The large init_std takes attention far from uniform: every gradient matters.
+# The presets at sizes that divide badly on purpose: tp does not divide 61 tokens, and pp does not
+# divide 3 or 5 layers. The large init_std makes attention far from uniform, so that every gradient
+# matters.
 TINY_SIZES = {
     "hidden_size": 32,
     "num_attention_heads": 8,
@@ -42,7 +44,7 @@ TINY_SIZES = {
     "vocab_multiple": 8,
     "init_std": 0.2,
 }
-# A clip of 0.5 is below every norm that these models have in these steps, so it is always active.
+# A clip of 0.5 is below every norm of these models in these steps, so it is always active.
 OPTIM = {
     "sgd": {"name": "sgd", "lr": 0.5, "weight_decay": 0.01, "clip_grad": 0.5},
     "adamw": {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0},
@@ -52,7 +54,7 @@ OPTIM = {
 
 @functools.cache
 def preset(name: str) -> dict[str, Any]:
-    """The fields that conf/model/<name>.yaml sets."""
+    """Returns the fields that conf/model/<name>.yaml sets."""
     return OmegaConf.to_container(OmegaConf.load(conf_dir() / "model" / f"{name}.yaml"))
 
 
@@ -71,8 +73,9 @@ class Problem:
     steps: int = STEPS
     batch: int = GLOBAL_BATCH
     batches: tuple[tuple[int, int], ...] = ()  # train.batch_schedule
-    documents: bool = False  # samples are packs of documents that do not see each other
-    ranks: int = 1  # over which samples are split, as their documents and masks know
+    documents: bool = False  # samples are packs of documents, each of which attends only to itself
+    # Number of ranks over which samples are split; their documents and masks depend on it.
+    ranks: int = 1
 
     @property
     def seq_length(self) -> int:
@@ -80,11 +83,11 @@ class Problem:
 
     @property
     def tokens(self) -> int:
-        """Read in a step, masked ones included."""
+        """Tokens read in a step, including masked ones."""
         return self.batch * self.seq_length
 
     def tokens_of(self, step: int) -> int:
-        """Read in a step that counts from 0, by the schedule of the batch if there is one."""
+        """Samples read in a step, counted from 0, by the schedule of the batch if there is one."""
         entries, samples, batch = self.batches or ((0, self.batch),), 0, 0
         for _ in range(step + 1):
             batch = [size for first, size in entries if first <= samples][-1]
@@ -105,7 +108,7 @@ TREATMENT = ("freeze", "groups")
 
 
 def unhashed(value: tuple[Any, ...]) -> Any:
-    """What a configuration has for the pairs, or the words, of a problem."""
+    """Returns the values of a problem for the configuration: pairs, or words."""
     if isinstance(value[0], str):
         return list(value)
     return {pattern: dict(factors) for pattern, factors in value}
@@ -118,7 +121,8 @@ class Case:
     problem: Problem
     schedule: str = "1f1b"
     sp: bool = False
-    microbatches: int | None = None  # None: a first and a last, and with stages one between
+    # None: the first and the last stage, and one between them if there is one.
+    microbatches: int | None = None
     embedding: str = "vocab_parallel"
     parallel_output: bool = True
     bucket_cap_mb: float | None = None
@@ -138,13 +142,16 @@ class Case:
 
     @property
     def is_evaluated(self) -> bool:
-        """The forward alone is the same whatever made the weights; and below fp64 the compiler has
-        one of its own to make for it, and its kernels."""
+        """Whether evaluation is compared.
+
+        The forward alone does not depend on how the weights were trained. Below fp64 the compiler
+        would make further kernels for it.
+        """
         exact = not self.compile or self.problem.precision == "fp64"
         return exact and self.problem.optimizer == "sgd"
 
     def config(self, layout: Layout) -> Config:
-        """The configuration of this case under `layout`."""
+        """Returns the configuration of this case under `layout`."""
         problem = self.problem
         sizes = {**TINY_SIZES, "num_layers": problem.layers, **dict(problem.model)}
         microbatches = self.microbatches or (3 if layout.pp > 1 else 2)
@@ -188,11 +195,12 @@ class Case:
 
 
 class UnequalMasks:
-    """Random tokens; samples differ much in how many of theirs count, some have one or none.
+    """Returns random tokens with masks. Samples differ in the number of unmasked tokens; some have
+    one or none.
 
-    With `documents` they are packs of them (see `_pack`); with `ranks` > 1 documents and masks meet
-    the cuts at which context parallelism splits samples over so many (see `_begins_at_cuts` and
-    `_mask_by_rank`).
+    With `documents` they are packs of documents (see `_pack`). With `ranks` > 1, documents and
+    masks meet the cuts at which context parallelism splits samples over that many ranks (see
+    `_begins_at_cuts` and `_mask_by_rank`).
     """
 
     def __init__(
@@ -201,7 +209,7 @@ class UnequalMasks:
         self.vocab_size = vocab_size
         self.seq_length = seq_length
         self.documents, self.ranks = documents, ranks
-        self.windows: int | None = None  # of a validation set, which has an end
+        self.windows: int | None = None  # for a validation set, which is finite
 
     def sample(self, i: int) -> Sample:
         sample = _sample(self.vocab_size, self.seq_length, i)
@@ -212,13 +220,14 @@ class UnequalMasks:
 
 @functools.cache
 def _sample(vocab_size: int, seq_length: int, i: int) -> Sample:
-    """Every case of a worker reads these few, each of them several times a step."""
+    """Caches the samples: every case of a worker reads these few several times per step."""
     rng = np.random.default_rng([20, i])
     tokens = rng.integers(0, vocab_size, seq_length + 1)
-    if i % 8 == 3:  # nearly all masked
+    if i % 8 == 3:  # nearly all tokens are masked
         mask = np.zeros(seq_length, dtype=bool)
         mask[rng.integers(seq_length)] = True
-    elif i % 16 == 6:  # wholly masked: with micro-batches of one, one that has no loss at all
+    # All tokens are masked: with micro-batches of one sample, a micro-batch has no loss at all.
+    elif i % 16 == 6:
         mask = np.zeros(seq_length, dtype=bool)
     else:
         mask = rng.random(seq_length) < rng.choice([0.3, 0.7, 1.0])
@@ -227,8 +236,11 @@ def _sample(vocab_size: int, seq_length: int, i: int) -> Sample:
 
 @functools.cache
 def _begins(length: int, i: int) -> tuple[int, ...]:
-    """Where the documents of sample i begin behind its first: by turns several of a single token,
-    one as long as the sample, halves, odd lengths at random, and one for each token."""
+    """Returns where the documents of sample i begin, after its first one.
+
+    In turn: several of a single token, one as long as the sample, halves, odd lengths at random,
+    and one for each token.
+    """
     rng = np.random.default_rng([21, i])
     some = sorted(rng.choice(np.arange(1, length), size=rng.integers(1, 5), replace=False).tolist())
     turns = [(1, 2, 3, length - 1), (), (length // 2,), some, some, tuple(range(1, length))]
@@ -236,15 +248,17 @@ def _begins(length: int, i: int) -> tuple[int, ...]:
 
 
 def _piece(length: int, ranks: int) -> int:
-    """Tokens of a piece, of which each rank has two."""
+    """Returns the tokens of a piece; each rank has two pieces."""
     return -(-length // (2 * ranks))
 
 
 @functools.cache
 def _begins_at_cuts(length: int, i: int, ranks: int) -> tuple[int, ...]:
-    """As `_begins`: by turns all documents end on cuts; one does; one token on each side of every
-    cut is a document; a document begins or ends one token before or behind a cut; else no cut is
-    looked at."""
+    """Does the same as `_begins` for split samples.
+
+    In turn: all documents end at cuts; one does; one token on each side of every cut is a document;
+    a document begins or ends one token before or after a cut; or the cuts are ignored.
+    """
     piece = _piece(length, ranks)
     cuts = list(range(piece, length, piece))
     one = cuts[i // 4 % len(cuts)] if cuts else 1
@@ -257,7 +271,7 @@ def _begins_at_cuts(length: int, i: int, ranks: int) -> tuple[int, ...]:
 
 
 def _mask_by_rank(mask: np.ndarray, i: int, ranks: int) -> np.ndarray:
-    """By turns nothing is learned from the tokens of one rank, or from those of all others."""
+    """Masks, in turn, all tokens of one rank, or all tokens of the others."""
     whose = np.arange(len(mask)) // _piece(len(mask), ranks)
     whose = np.minimum(whose, 2 * ranks - 1 - whose)
     if i % 3 == 0:
@@ -266,8 +280,11 @@ def _mask_by_rank(mask: np.ndarray, i: int, ranks: int) -> np.ndarray:
 
 
 def _pack(sample: Sample, i: int, ranks: int = 1) -> Sample:
-    """`sample` in documents; in every fifth what is behind the last whole one is padding, which
-    nobody learns from. Of every seventh nothing is said: it is one document."""
+    """Returns `sample` divided into documents.
+
+    In every fifth sample the tokens after the last whole document are padding, which is not
+    learned. Every seventh gives no documents: it is a single one.
+    """
     length = len(sample.loss_mask)
     if i % 7 == 5:
         return sample
@@ -281,10 +298,10 @@ def _pack(sample: Sample, i: int, ranks: int = 1) -> Sample:
 
 
 def dead_weights(names: Iterable[str], model: ModelConfig) -> frozenset[str]:
-    """Weights whose exact gradient is zero, so that they stay 0 but for rounding.
+    """Returns weights whose exact gradient is zero, so that they stay 0 but for rounding.
 
     A key bias adds the same to all scores of a query, unless RoPE turns it by the key's position or
-    a norm of the key comes behind it.
+    a norm of the key follows it.
     """
     if model.position_embedding == "rope" or model.qk_norm:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Conditions under which features of large models do something in tiny ones."""
+"""Sets conditions under which features for large models take effect in tiny ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.kernels import no_kernels
 
 @contextmanager
 def tiny_slabs() -> Iterator[None]:
-    """Offloads tensors of tiny models, each into many slabs; on the CPU freed slabs are poisoned.
+    """Offloads tensors of tiny models, each into many slabs; on the CPU, freed slabs are poisoned.
 
-    On the simulated device the host may not write what a queued copy reads.
+    On the simulated device the host may not write memory that a queued copy reads.
     """
     give = HostSlabs.give
 
@@ -29,7 +29,7 @@ def tiny_slabs() -> Iterator[None]:
 
     with (
         patch.object(offload, "OFFLOADED_BYTES", 100),
-        patch.object(offload, "SLAB_BYTES", 4001),  # cuts through numbers of 2 bytes
+        patch.object(offload, "SLAB_BYTES", 4001),  # A slab's end falls inside a number of 2 bytes.
         patch.object(HostSlabs, "give", poisoned),
     ):
         yield
@@ -37,6 +37,6 @@ def tiny_slabs() -> Iterator[None]:
 
 @contextmanager
 def of_matrix() -> Iterator[None]:
-    """The conditions of every training of the matrix."""
+    """Sets the conditions of every training of the matrix."""
     with tiny_slabs(), no_kernels():
         yield

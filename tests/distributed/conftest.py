@@ -1,7 +1,7 @@
-"""Pools of workers, started at their first use and shared by all tests of a process of pytest.
+"""Pools of workers, started at their first use and shared by all tests of a pytest process.
 
-They end with the tests of this folder: the groups that idle workers keep wake hundreds of times a
-second, a fifth of a core in all.
+They end with the tests of this folder: the groups of idle workers wake hundreds of times a second,
+which costs a fifth of a core in all.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="package")
 def simulated() -> Iterator[SimulatedPool]:
-    """As `pool`, on the simulated accelerator: these workers know no other device."""
+    """Is like `pool`, on the simulated accelerator: these workers have no other device."""
     with Pool() as own:
         yield SimulatedPool(own)
 
 
 @pytest.fixture(scope="package")
 def references(pool: Pool) -> object:
-    """What the independent reference makes of each problem, computed once."""
+    """Returns the independent reference's results of each problem, computed once."""
     # Imported here: tests of lower layers must run even while the trainer cannot be imported.
     from tests.distributed.harness import References
 

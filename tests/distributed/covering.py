@@ -1,7 +1,8 @@
-"""Finds few combinations of levels that hold every pair of levels that can meet.
+"""Finds few combinations of levels that hold every allowed pair of levels.
 
-A factor has levels, as tensor parallelism has 1, 2 and 4 ranks. A rule on a few factors forbids
-some of their combinations. `Cover` searches greedily, and alike on every machine.
+A factor has levels: tensor parallelism has 1, 2 and 4 ranks, for example. A rule on a few factors
+forbids some of their combinations. `Cover` searches greedily, with the same result on every
+machine.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-Levels = Mapping[str, Any]  # by factor, of some factors or of all
+Levels = Mapping[str, Any]  # by factor, for some factors or for all
 Level = tuple[str, Any]  # a factor and one of its levels
 Pair = tuple[Level, Level]
 
-NODES = 20_000  # of one search, which ends after some dozens
+NODES = 20_000  # bound of one search, which ends after some dozens of steps
 
 
 class Rule(NamedTuple):
@@ -34,7 +35,7 @@ class Rule(NamedTuple):
 
 
 def allowed(levels: Levels, rules: Sequence[Rule]) -> bool:
-    """Returns whether levels break no rule whose factors they all have."""
+    """Returns whether levels break no rule; only rules whose factors are all given count."""
     for rule in rules:
         known = all(name in levels for name in rule.factors)
         if known and not rule.holds(*[levels[name] for name in rule.factors]):
@@ -81,18 +82,18 @@ class Cover:
         self.of = {name: self.bits((name, v) for v in levels) for name, levels in factors.items()}
         self.rounded = self.bits(rounded)
         self.rules = rules
-        # By factor, its rules on more than two factors; the others are in `excluded`.
+        # By factor, its rules on more than two factors; `excluded` holds the others.
         self.wide = {
             name: [rule for rule in rules if len(rule.factors) > 2 and name in rule.factors]
             for name in factors
         }
-        # By level, those that cannot stand beside it, and all levels of their factors.
+        # By level, the levels that exclude it, and all levels of their factors.
         self.excluded = self._excluded()
         self.narrowed = {
             level: [of for of in self.of.values() if of & excluded]
             for level, excluded in self.excluded.items()
         }
-        # By level, those that it has not met, though no rule on two factors is against it.
+        # By level, the levels that it has not met although no rule on two factors forbids the pair.
         self.missing = {
             level: self.bits(self.all) & ~self.of[level[0]] & ~self.excluded[level]
             for level in self.all
@@ -115,7 +116,7 @@ class Cover:
         return sum(self.bit[level] for level in levels)
 
     def met(self, levels: Levels) -> Iterator[tuple[Level, int]]:
-        """Yields each level of a whole combination and those that it meets there."""
+        """Yields each level of a whole combination with the levels that it meets there."""
         every = self.bits([*levels.items()])
         rounded = every & self.rounded
         for level in levels.items():
@@ -149,7 +150,7 @@ class Cover:
         return found
 
     def _next(self) -> Pair | None:
-        """Returns a pair that is missing, of the level that misses most."""
+        """Returns a missing pair of the level with the most missing pairs."""
         one = max(self.all, key=lambda level: self.missing[level].bit_count())
         left = self.missing[one]
         return (one, self.all[left.bit_length() - 1]) if left else None
@@ -171,13 +172,13 @@ class Cover:
         return True
 
     def _gain(self, levels: Levels) -> int:
-        """Returns how many missing pairs a combination holds, each of them twice."""
+        """Returns twice the number of missing pairs that a combination holds."""
         return sum((self.missing[one] & others).bit_count() for one, others in self.met(levels))
 
     def _improved(self, levels: dict[str, Any], given: Levels) -> tuple[float, dict[str, Any]]:
-        """Changes levels while a combination holds more missing pairs for what it costs.
+        """Changes levels as long as the combination gains missing pairs per cost.
 
-        Returns how many it holds for that, and the combination.
+        Returns the number of missing pairs per cost, and the combination.
         """
         gain = self._gain(levels)
         most = gain / self.cost(levels)
@@ -204,8 +205,8 @@ class Cover:
         return most, levels
 
     def _order(self, given: Levels) -> list[str]:
-        """Returns the factors that `given` lacks, those first whose rules are nearest to be
-        decided, so that it shows at once what cannot be completed."""
+        """Returns the factors that `given` lacks, in an order that soon shows an impossible choice:
+        first those whose rules are nearly decided."""
         order = [name for name in (*self.usual, *self.early) if name not in given]
         known = {*given, *order}
         left = [name for name in self.factors if name not in known]
@@ -222,8 +223,11 @@ class Cover:
         return order + left
 
     def _completed(self, given: Levels) -> dict[str, Any] | None:
-        """Returns a combination that has `given`, or None: factor after factor takes the level
-        with the most missing pairs, and goes back where none is allowed."""
+        """Returns a combination that has `given`, or None.
+
+        One factor after the other takes the level with the most missing pairs; the search goes back
+        if none is allowed.
+        """
         if not allowed(given, self.rules):
             return None
         order, nodes = self._order(given), 0

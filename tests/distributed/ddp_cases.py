@@ -1,4 +1,4 @@
-"""Modules of every kind that DistributedDataParallel is given, and what one process makes of them.
+"""Modules of every kind that DistributedDataParallel may wrap, and the results of one process.
 
 The reference is plain PyTorch: one module, one backward of the mean over the ranks' losses.
 """
@@ -25,7 +25,7 @@ class Cnn(nn.Module):
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
         self.norm = nn.GroupNorm(2, 8)
         self.deep = nn.Conv2d(8, 12, 3, stride=2).to(memory_format=torch.channels_last)
-        self.scale = nn.Parameter(torch.tensor(0.5))  # of no dimension
+        self.scale = nn.Parameter(torch.tensor(0.5))  # a parameter without dimensions
         self.head = nn.Linear(12, CLASSES)
         self.bonus = nn.Linear(12, 1)
 
@@ -36,7 +36,7 @@ class Cnn(nn.Module):
 
 
 class Shared(nn.Module):
-    """One matrix used twice, under two names."""
+    """One matrix that is used twice, under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Shared(nn.Module):
 
 
 class Unused(nn.Module):
-    """A layer that nobody uses, and one that only inputs of some ranks reach."""
+    """A layer that is never used, and one that only the inputs of some ranks reach."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Unused(nn.Module):
 
 
 class Frozen(Shared):
-    """As above, the first matrix not trained."""
+    """The same; the first matrix is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Twice(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of two types in turns."""
+    """Parameters of two dtypes in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     micro: int = 1
     steps: int = 8
-    fewer: int = 0  # steps that every rank has less than the one before it
+    fewer: int = 0  # number of steps by which each rank has fewer than the preceding one
     by_initial_size: bool = True
     to_none: bool = True
     shared_memory: bool = True
@@ -153,12 +153,13 @@ class Case:
         return self.steps - rank * self.fewer
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
-        # Weight decay and momentum move what has a gradient of zero, and leave what has none.
+        # Weight decay and momentum change parameters whose gradient is zero, but not parameters
+        # without one.
         return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
 def expected(case: Case, world: int) -> dict[str, Tensor]:
-    """The weights that one process ends with."""
+    """Returns the weights that one process ends with."""
     net = case.made()
     optimizer = case.optimizer(net)
     for step in range(case.steps):

@@ -33,7 +33,7 @@ from tests.distributed.simulated import here
 from tests.reference.train import ReferenceRun, batch_loss, build, is_frozen, train_reference
 
 T = TypeVar("T")
-Sizes = tuple[int, ...]  # tp, pp and dp, and cp where it is not 1
+Sizes = tuple[int, ...]  # tp, pp and dp, and cp if it is not 1
 
 
 class Step(NamedTuple):
@@ -48,18 +48,19 @@ class Step(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What one rank saw of one case; weights are world rank 0's, by logical name."""
+    """The results of one case on one rank; weights are world rank 0's, by full name."""
 
     steps: list[Step]
     evaluation: float | None = 0.0  # of the validation set, after the last step
     initial: dict[str, str] = field(default_factory=dict)  # digests
     final: dict[str, np.ndarray] = field(default_factory=dict)
     average: dict[str, np.ndarray] = field(default_factory=dict)  # of the weights, with ema_decay
-    replicas: tuple[float, str] = (0.0, "")  # how far any rank's box is from `final`, and which
+    # The largest distance of any rank's shard from `final`, and its name.
+    replicas: tuple[float, str] = (0.0, "")
 
 
 def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """A hash of each tensor's shape, type and bits, types below fp32 widened."""
+    """Returns a hash of each tensor's shape, dtype and bits; dtypes below fp32 are converted."""
     return {
         name: hashlib.sha256(f"{w.shape} {w.dtype}".encode() + w.tobytes()).hexdigest()
         for name, w in ((name, array(weight)) for name, weight in weights.items())
@@ -67,19 +68,19 @@ def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def array(weight: Tensor) -> np.ndarray:
-    """A copy in a type that numpy has."""
+    """Returns a copy in a dtype that numpy has."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(wide, copy=True).numpy()
 
 
 def source_of(problem: Problem, config: Config) -> UnequalMasks:
-    """The samples of a problem."""
+    """Returns the samples of a problem."""
     model = config.model
     return UnequalMasks(model.vocab_size, model.seq_length, problem.documents, problem.ranks)
 
 
 def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
-    """A trainer of `case` on this rank, fed by samples with unequal masks."""
+    """Returns a trainer of `case` on this rank, whose samples have unequal masks."""
     config = with_style(case.config(groups.layout))
     source = source_of(case.problem, config)
     held_out = source_of(case.problem, config)
@@ -88,21 +89,23 @@ def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
 
 
 def evaluated(problem: Problem) -> int:
-    """Samples of the validation set: two fewer than a global batch has, a ragged end."""
+    """Returns the samples of the validation set: two fewer than a global batch, so the last batch
+    is incomplete."""
     return max(1, problem.batch - 2)
 
 
 def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], list[float]]:
-    """On one rank: the full initial weights of a problem, and the learning rate of each step.
+    """Returns, on one rank, the full initial weights of a problem and the learning rate of each
+    step.
 
-    A rate that is constant is known without training for it.
+    A constant rate is known without training.
     """
     groups = ProcessGroups.create(Layout(1, 1, 1), "cpu", timeout_s=300)
     # Micro-batches of one sample fit any schedule of the batch.
     single = problem.batches or problem.batch % 2
     case = Case(problem, microbatches=problem.batch if single else None)
     trainer = make_trainer(case, groups)
-    # Copies: the trainer may hand out views of what it is about to train.
+    # These are copies: the trainer may return views of parameters that it is about to train.
     weights = {name: array(w) for name, w in trainer.full_parameters().items()}
     optim = trainer.config.optim
     if optim.lr_decay_style == "constant":
@@ -114,12 +117,13 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
 
 
 def plain_groups(layout: Layout) -> ProcessGroups:
-    """The groups of `layout` as they are where nothing is known of a cluster."""
+    """Creates the groups of `layout` as they are without a cluster."""
     return ProcessGroups.create(layout, here().type, timeout_s=300)
 
 
 def with_copies_of_two(layout: Layout) -> ProcessGroups:
-    """The groups of `layout` with each two neighbours among the replicas apart."""
+    """Creates the groups of `layout`, with gradients reduced in two levels: pairs of neighbouring
+    replicas, then across pairs."""
     levels = shards_and_replicas(layout, 2)
     return ProcessGroups.create(layout, here().type, timeout_s=300, levels=levels)
 
@@ -130,7 +134,7 @@ def run_cases(
     mutation: Callable[[], AbstractContextManager[None]] = nullcontext,
     make_groups: Callable[[Layout], ProcessGroups] = plain_groups,
 ) -> list[Outcome]:
-    """On every rank: train each case under Layout(*sizes), inside `mutation`."""
+    """Trains each case under Layout(*sizes), inside `mutation`; runs on every rank."""
     layout = Layout(*sizes)
     groups = make_groups(layout)
     outcomes = []
@@ -156,7 +160,8 @@ def run_cases(
 
 
 def averaged(trainer: Trainer) -> dict[str, np.ndarray]:
-    """The full average of the weights; empty without one. The weights are as before, by bits."""
+    """Returns the full average of the weights, or nothing without one; checks that the weights keep
+    their bits."""
     if trainer.config.optim.ema_decay is None:
         return {}
     before = digests(trainer.full_parameters())
@@ -169,7 +174,8 @@ def averaged(trainer: Trainer) -> dict[str, np.ndarray]:
 def worst_replica(
     full: Mapping[str, Tensor], boxes: Sequence[tuple[int, ShardSpec, Tensor]]
 ) -> tuple[float, str]:
-    """The largest max|box - full| / max|full| over all boxes of all ranks, and where it is."""
+    """Returns the largest max|shard - full| / max|full| over all shards of all ranks, and its
+    place."""
     worst = (0.0, "")
     for rank, piece, box in boxes:
         whole = full[piece.name]
@@ -181,7 +187,7 @@ def worst_replica(
 
 @dataclass
 class Expected:
-    """The reference's run of a problem, from the weights that one process starts with."""
+    """Returns the reference's run of a problem, from the initial weights of one process."""
 
     initial: dict[str, str]  # digests
     lrs: list[float]
@@ -191,7 +197,7 @@ class Expected:
 
 
 class References:
-    """The expected run of each problem, computed once: it depends on no layout."""
+    """Returns the expected run of each problem, computed once, because it depends on no layout."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -199,7 +205,7 @@ class References:
         self.sound: set[tuple[Pool, Sizes, Case]] = set()  # agreed with them
 
     def of(self, problem: Problem) -> Expected:
-        """The reference's run, in which all weights are asserted to move."""
+        """Returns the reference's run, and asserts that all weights change."""
         if problem not in self._known:
             self._known[problem] = self._make(problem)
         return self._known[problem]
@@ -228,15 +234,17 @@ class References:
 
 
 class Tolerance(NamedTuple):
-    """Relative differences allowed; of weights, max|a - b| / max|b| by tensor (None: any)."""
+    """Tolerances: relative differences that are allowed; for weights, max|a - b| / max|b| by tensor
+    (None: any)."""
 
     loss: float
     grad_norm: float
     weights: float | None
 
 
-# Below fp32 against the same training in fp32. Seen on these models: bf16 up to 2.5e-3 of the loss
-# and 2.8e-2 of the norm, fp16 1.2e-3 and 1.5e-2 (AdamW; a tenth of it with SGD).
+# Below fp32 the comparison is with the same training in fp32. On these models bf16 differed by up
+# to 2.5e-3 in the loss and 2.8e-2 in the norm, and fp16 by 1.2e-3 and 1.5e-2 (AdamW; a tenth of
+# that with SGD).
 TOLERANCES = {
     "fp64": Tolerance(1e-9, 1e-9, 1e-9),
     "fp32": Tolerance(1e-5, 1e-4, None),
@@ -246,7 +254,7 @@ TOLERANCES = {
 
 
 def relative(ours: float, theirs: float) -> float:
-    """|ours - theirs| / |theirs|; a NaN anywhere is infinitely far."""
+    """Returns |ours - theirs| / |theirs|; infinity if there is a NaN."""
     difference = abs(ours - theirs) / abs(theirs)
     return difference if np.isfinite(difference) else float("inf")
 
@@ -254,12 +262,13 @@ def relative(ours: float, theirs: float) -> float:
 def differences(
     outcomes: Sequence[Outcome], expected: Expected, problem: Problem
 ) -> dict[str, str]:
-    """Where a run and the reference part: by quantity, the first place; empty if they agree.
+    """Returns where a run and the reference differ: the first place by quantity; empty if they
+    agree.
 
     `outcomes` are those of all ranks. Quantities: "ranks" (they report different steps), "counters"
-    (step, lr, tokens), "initial weights" (bits), "loss", "grad norm", "evaluation" (after
-    the last step), "weights", "average" (of the weights), "replicas" (a rank's copy is not
-    the weight that was gathered).
+    (step, lr, tokens), "initial weights" (bits), "loss", "grad norm", "evaluation" (after the last
+    step), "weights", "average" (of the weights), "replicas" (a rank's copy is not the weight that
+    was gathered).
     """
     found: dict[str, str] = {}
     tolerance = TOLERANCES[problem.precision]
@@ -317,7 +326,7 @@ def check_cases(
 
 
 def cover(pairs: Mapping[T, frozenset]) -> list[T]:
-    """Returns a small set of candidates, found greedily, that hold all that `pairs` has."""
+    """Returns a small set of candidates, found greedily, that together have all of `pairs`."""
     found, left = [], dict(pairs)
     while left:
         best = max(left, key=lambda each: len(left[each]))
@@ -330,9 +339,9 @@ def cover(pairs: Mapping[T, frozenset]) -> list[T]:
 def worst_weight(
     ours: Mapping[str, np.ndarray], theirs: Mapping[str, Tensor], dead: frozenset[str]
 ) -> tuple[float, str]:
-    """The largest max|a - b| / max|b| over the tensors, and its tensor's name.
+    """Returns the largest max|a - b| / max|b| over the tensors, and its tensor's name.
 
-    Dead weights are compared with their exact value, 0, by max|a| itself.
+    Dead weights are compared with their exact value, 0, by max|a|.
     """
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     worst = (0.0, "")
@@ -344,7 +353,7 @@ def worst_weight(
             off = float(np.abs(a).max())
         else:
             off = float(np.abs(a - b).max())
-            off = off / float(np.abs(b).max()) if off else 0.0  # zeros that are frozen
+            off = off / float(np.abs(b).max()) if off else 0.0  # frozen zeros
         if not np.isfinite(off):
             off = float("inf")
         worst = max(worst, (off, name))
@@ -359,7 +368,8 @@ def check_caught(
     pool: Pool,
     references: References,
 ) -> None:
-    """The sound run agrees with the reference; with a planted bug exactly `told_by` tell."""
+    """Asserts that the sound run agrees with the reference, and that a planted bug shows in exactly
+    the quantities `told_by`."""
     world = math.prod(sizes)
     expected = references.of(case.problem)
     if (pool, sizes, case) not in references.sound:

@@ -25,13 +25,13 @@ from tests.distributed.covering import Cover, Levels, Rule
 from tests.distributed.covering import allowed as allowed_by
 from tests.distributed.harness import Sizes, cover, plain_groups, with_copies_of_two
 
-RANKS = 8  # at most
+RANKS = 8  # an upper limit
 SIZES = ("tp", "pp", "dp", "cp")
 PLAIN = ("1f1b", "gpipe")  # schedules of one chunk, with whole backwards
 MLP = "[norm,attention,mlp]"
 
-# Factors and their levels by subject. The first level is the default, at which a factor stays in a
-# layout that has no use for the others.
+# Factors and their levels, by subject. The first level is the default; a layout that has no use for
+# a factor keeps it.
 SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     "layout": {
         "tp": (1, 2, 4),
@@ -41,9 +41,9 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "pipeline": {
         "schedule": (*PLAIN, "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half"),
-        "chunks": (1, 2, 4),  # of a rank
+        "chunks": (1, 2, 4),  # sequences of a rank
         "micro-batches": ("one", "more", "as many as stages", "many"),
-        "samples": (2, 1),  # of a micro-batch
+        "samples": (2, 1),  # sequences of a micro-batch
         "stages": ("balanced", "uneven"),
         "slices": (False, True),
     },
@@ -61,8 +61,8 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "data parallelism": {
         "zero": (0, 1, 2, 3),
-        "copies": ("one", "several"),  # of a sharded model
-        "reduced": ("by default", "otherwise"),  # every micro-batch, or once a step
+        "copies": ("one", "several"),  # ranks of a sharded model
+        "reduced": ("by default", "otherwise"),  # every micro-batch, or once per step
         "buckets": ("whole", "small", "alone"),
         "sums": ("flat", "hierarchical", "bf16"),
         "noise scale": (False, True),
@@ -103,16 +103,17 @@ FACTORS = {name: levels for factors in SUBJECTS.values() for name, levels in fac
 EXACT = {"precision": "fp64", "compile": False}
 
 
-# What combinations must not break
+# Rules that combinations must not break.
 
 
 def microbatches(pp: int, count: str) -> int:
-    """Returns the micro-batches of a step; with `more` and `many` schedules differ most."""
+    """Returns the micro-batches of a step: enough, with `more` and `many`, that schedules
+    differ."""
     return {"one": 1, "more": pp + 1, "as many as stages": pp, "many": 3 * pp - 1}[count]
 
 
 def batch_sizes(count: int, batches: str) -> tuple[int, ...]:
-    """Returns the micro-batches of the first steps; the last number holds from then on."""
+    """Returns the micro-batches of the first steps; the last number holds for all later ones."""
     return {"same": (count,), "grow": (1, count), "shrink": (count, -(-count // 2), count)}[batches]
 
 
@@ -140,7 +141,8 @@ def _has_two_parts(dp: int, pp: int, count: str, batches: str, noisy: bool) -> b
     return not noisy or dp > 1 or min(batch_sizes(microbatches(pp, count), batches)) > 1
 
 
-# The configuration's own check refuses what breaks one of these, and nothing else: see test_matrix.
+# The configuration's own check refuses combinations that break one of these, and no others: see
+# test_matrix.
 REFUSED = (
     Rule("chunks of a schedule", ("schedule", "chunks"), _has_chunks),
     Rule("heads are split", ("tp", "cp", "style", "heads", "kv heads"), _splits_heads),
@@ -212,7 +214,7 @@ REFUSED = (
     ),
 )
 
-# The check refuses this too; a narrower rule of `IDLE` spares the search from looking at it.
+# The check refuses this too; a narrower rule of `IDLE` keeps the search from trying it.
 REFUSED_WHERE_IDLE = (
     Rule(
         "copies on two ranks each",
@@ -223,7 +225,7 @@ REFUSED_WHERE_IDLE = (
 
 
 def _only_split(size: str, *names: str) -> Iterator[Rule]:
-    """Yields rules by which factors keep their defaults where a dimension is not split."""
+    """Yields rules by which factors keep their defaults if a dimension is not split."""
     for name in names:
         yield Rule(
             f"{name} is idle without {size}",
@@ -241,7 +243,7 @@ def _only_with_replicas(*names: str) -> Iterator[Rule]:
         )
 
 
-# Allowed combinations that compute what another one does.
+# Allowed combinations that compute the same as another one.
 IDLE = (
     *_only_split("tp", "sp", "attention", "table", "logits", "slices"),
     *_only_split("pp", "schedule", "chunks", "stages", "slices"),
@@ -285,8 +287,8 @@ IDLE = (
         lambda count, reduced: count != "one" or reduced == "by default",
     ),
 )
-# Allowed combinations that are compared elsewhere, or would take long.
-COMPILED = ("1f1b", "interleaved", "zb_h1", "zbv")  # whole backwards and split ones, and chunks
+# Allowed combinations that another test compares, or that would take long.
+COMPILED = ("1f1b", "interleaved", "zb_h1", "zbv")  # both whole and split backwards, and chunks
 LEFT_OUT = (
     Rule("at most eight ranks", SIZES, lambda *sizes: math.prod(sizes) <= RANKS),
     Rule(
@@ -309,7 +311,7 @@ RULES = (*REFUSED, *IDLE, *LEFT_OUT)
 
 
 def allowed(levels: Levels) -> bool:
-    """Returns whether levels, of some factors or of all, break no rule."""
+    """Returns whether levels, for some factors or for all, break no rule."""
     return allowed_by(levels, RULES)
 
 
@@ -336,10 +338,10 @@ SPINE: list[Levels] = [
 
 
 def cost(levels: Levels) -> float:
-    """Returns the root of about how long a training takes.
+    """Returns the root of a training's approximate duration.
 
-    The time itself would make many small trainings of few pairs, for each of which the reference
-    takes about as long as a rank.
+    The duration itself would favour many small trainings with few pairs, and for each of them the
+    reference takes about as long as a rank.
     """
     visits = levels["chunks"] * microbatches(levels["pp"], levels["micro-batches"])
     ranks = math.prod(levels[name] for name in SIZES)
@@ -348,7 +350,7 @@ def cost(levels: Levels) -> float:
 
 @functools.cache
 def chosen() -> Cover:
-    """Returns the combinations, which take seconds to be found."""
+    """Returns the combinations; finding them takes seconds."""
     low = [("precision", level) for level in FACTORS["precision"] if level != "fp64"]
     return Cover(
         FACTORS,
@@ -362,15 +364,15 @@ def chosen() -> Cover:
     )
 
 
-# What streams, events and the order of a communicator depend on.
+# Settings on which streams, events and the order of a communicator depend.
 ON_STREAMS = ("schedule", "sp", "style", "zero", "buckets", "offload", "dropout", "noise scale")
 
 
 def on_streams() -> list[Levels]:
-    """Returns few combinations of four ranks at most that have each level of those, as far as any
-    has.
+    """Returns few combinations of at most four ranks that have each of those levels that any
+    combination has.
 
-    A simulated device has no compiler and no flash kernel in fp64.
+    A simulated device has no compiler, and no flash kernel in fp64.
     """
     small = {
         at: frozenset((name, levels[name]) for name in ON_STREAMS)
@@ -380,15 +382,15 @@ def on_streams() -> list[Levels]:
     return [chosen().found[at] for at in cover(small)]
 
 
-ON_ROUNDING = ("zero", "optimizer")  # what is rounded otherwise than a sum of fp64 would be
+ON_ROUNDING = ("zero", "optimizer")  # settings that round differently from a sum in fp64
 
 
 def often() -> list[Levels]:
-    """Returns the combinations of the set that a change runs: all that are exact, and few others.
+    """Returns the combinations that run for each change: all exact ones, and few others.
 
-    A rounded training is compared to a hundredth. It tells of a feature what the exact one with it
-    tells, but where it keeps or sums numbers of several types: each precision has each level of
-    `ON_ROUNDING`.
+    A training in low precision is compared to a hundredth only. Of most features it shows no more
+    than the exact training with the feature. The exceptions keep or sum numbers of several dtypes:
+    each precision has each level of `ON_ROUNDING`.
     """
     found = chosen().found
     rounded = {
@@ -401,12 +403,13 @@ def often() -> list[Levels]:
 
 
 def groups_of(levels: Levels) -> Callable[[Layout], ProcessGroups]:
-    """Returns what makes the groups of a combination: in two levels where it reads them."""
+    """Returns the function that creates the groups of a combination, in two levels if it needs
+    them."""
     two = levels["copies"] == "several" or levels["sums"] == "hierarchical"
     return with_copies_of_two if two else plain_groups
 
 
-# The training of a combination
+# The training of a combination.
 
 
 ACTIVATIONS: Mapping[str, dict[str, Any]] = {
@@ -428,8 +431,8 @@ POSITIONS: Mapping[str, dict[str, Any]] = {
 OPTIMIZERS: Mapping[str, dict[str, Any]] = {
     "sgd": {"lr": 1.0},
     "momentum": {"momentum": 0.9, "lr": 0.3, "clip_grad": 0.0},
-    # Where RoPE turns a part of a head, the rest of a key bias has no gradient but rounding, of
-    # which a large eps makes no steps.
+    # If RoPE turns a part of a head, the rest of a key bias only has rounding as its gradient; a
+    # large eps keeps it from being stepped.
     "adamw": {"eps": 1e-6, "clip_grad": 0.3},
     "muon": {"eps": 1e-6},
 }
@@ -453,7 +456,7 @@ SMOOTHED = (("label_smoothing", 0.1), ("z_loss", 0.01))
 
 
 def layout(levels: Levels) -> Sizes:
-    """Returns (tp, pp, dp), and cp where sequences are split."""
+    """Returns (tp, pp, dp), with cp if sequences are split."""
     tp, pp, dp, cp = (levels[name] for name in SIZES)
     return (tp, pp, dp) if cp == 1 else (tp, pp, dp, cp)
 
@@ -481,20 +484,21 @@ def _model(levels: Levels) -> dict[str, Any]:
 
 
 def problem(levels: Levels) -> Problem:
-    """Returns what a combination computes, of layers that the stages do not divide."""
+    """Returns the problem of a combination, with a number of layers that the stages do not
+    divide."""
     pp, batches = levels["pp"], ()
     counts = batch_sizes(microbatches(pp, levels["micro-batches"]), levels["batches"])
     sizes = [levels["samples"] * levels["dp"] * count for count in counts]
-    if len(sizes) > 1:  # each holds from one sample behind the beginning of the step before on
+    if len(sizes) > 1:  # each holds from one sample after the beginning of the preceding step
         begins = [0, *(sum(sizes[:step]) + 1 for step in range(len(sizes) - 1))]
         batches = tuple(zip(begins, sizes, strict=True))
     optimizer = "sgd" if levels["optimizer"] == "momentum" else levels["optimizer"]
     optim = OPTIM[optimizer] | OPTIMIZERS[levels["optimizer"]] | TREATMENTS[levels["treatment"]]
-    if levels["treatment"] == "scheduled":  # whose rates are lower but in one step
+    if levels["treatment"] == "scheduled":  # whose rates are lower in all steps but one
         optim["lr"] *= 2
     if optimizer == "sgd" and levels["precision"] != "fp64":
-        # What is rounded grows with the steps: with momentum they are long and nothing clips them,
-        # and a loss that rises makes a deep model in bf16 part from that in fp32.
+        # Rounding errors grow with the steps. With momentum, steps are long and not clipped, and a
+        # rising loss makes a deep model in bf16 diverge from the one in fp32.
         optim["lr"] /= 8 if levels["optimizer"] == "momentum" else 2
     return Problem(
         "llama_tiny" if levels["activation"] == "swiglu" else "gpt_tiny",
@@ -503,7 +507,7 @@ def problem(levels: Levels) -> Problem:
         levels["precision"],
         model=tuple(_model(levels).items()),
         optim=tuple((k, v) for k, v in optim.items() if v != OPTIM[optimizer].get(k)),
-        # Each layer more is a graph more to compile.
+        # Each further layer is a further graph to compile.
         layers=pp * levels["chunks"] + (not levels["compile"] or levels["stages"] == "uneven"),
         loss=SMOOTHED if levels["loss"] == "smoothed" else (),
         # The second step reads what the first has left.
@@ -518,7 +522,7 @@ def problem(levels: Levels) -> Problem:
 def _keys(levels: Levels) -> Iterator[tuple[str, Any]]:
     """Yields keys of the configuration and their values."""
     zero, sums = levels["zero"], levels["sums"]
-    some = [1 - stage % 2 for stage in range(levels["pp"] * levels["chunks"])]  # of each stage
+    some = [1 - stage % 2 for stage in range(levels["pp"] * levels["chunks"])]  # for each stage
     yield "vpp", levels["chunks"]
     yield "zero", zero
     yield "recompute", levels["recompute"]
@@ -535,7 +539,7 @@ def _keys(levels: Levels) -> Iterator[tuple[str, Any]]:
     yield "ddp.reduce_every_microbatch", zero < 3 if levels["reduced"] == "otherwise" else None
     yield "ddp.hierarchical", sums == "hierarchical"
     yield "ddp.comm_hook", "bf16" if sums == "bf16" else "none"
-    # With more, gradients of few tokens overflow, which skips a step: see test_precision.
+    # With more tokens, gradients would overflow, and a step would be skipped: see test_precision.
     yield "precision.initial_loss_scale", 1024.0 if levels["precision"] == "fp16" else 65536.0
     yield "train.noise_scale", levels["noise scale"]
     yield "attention_kernel", levels["kernel"]
@@ -545,7 +549,7 @@ def _keys(levels: Levels) -> Iterator[tuple[str, Any]]:
 def case(levels: Levels) -> Case:
     """Returns the training of a combination."""
     stages, plain = levels["pp"] * levels["chunks"], Config()
-    # The last stage has the head beside two layers.
+    # The last stage has the head besides two layers.
     uneven = (*[1] * (stages - 1), 2) if levels["stages"] == "uneven" else None
     return Case(
         problem(levels),
@@ -567,7 +571,7 @@ def case(levels: Levels) -> Case:
 
 
 def name_of(levels: Levels) -> str:
-    """Returns a short name, the layout first; the case itself says the rest."""
+    """Returns a short name, the layout first; the case shows the rest."""
     sizes = "-".join(f"{name}{levels[name]}" for name in SIZES if levels[name] > 1) or "one rank"
     words = [sizes]
     if levels["pp"] > 1:
@@ -599,7 +603,8 @@ def summary() -> str:
 
 
 def main() -> None:
-    """Prints the factors, what is left out, the number of cases, and the uncovered pairs."""
+    """Prints the factors, the excluded combinations, the number of cases, and the uncovered
+    pairs."""
     print(summary())
     print("\nLeft out, though the configuration allows it:")
     for rule in (*IDLE, *LEFT_OUT):

@@ -27,8 +27,8 @@ from typing import Any, Self
 from tests.garbage import collect_seldom
 from tests.pace import PATIENCE
 
-# What the fork server imports once for all workers. A name that cannot be imported is skipped by
-# multiprocessing and then simply costs each worker its own import.
+# Modules that the fork server imports once for all workers. multiprocessing skips a name that
+# cannot be imported; each worker then imports it itself.
 PRELOAD = [
     "numpy",
     "torch",
@@ -40,7 +40,7 @@ PRELOAD = [
     "parallel3d.checkpoint.checkpoints",
     "parallel3d.faults.health",
     "parallel3d.simulated_device",
-    # Imported by torch where a step first needs them: seconds of every new worker's time.
+    # Imported by torch when a step first needs them, which would take seconds in every new worker.
     "numpy.random",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -55,20 +55,21 @@ PRELOAD = [
     "torch.distributed.tensor.experimental",
 ]
 START_SECONDS = 120.0
-# DTensor's caches keep meshes and with them groups, whose threads wake 100 times a second each:
-# workers with more groups than this are replaced.
+# DTensor's caches keep meshes, and with them groups whose threads wake 100 times a second: workers
+# with more groups than this are replaced.
 GROUPS = 16
 
 
 class WorkerFailure(AssertionError):
-    """A rank raised, died or hung; the message names the rank and carries its traceback."""
+    """Raised if a rank raised, died or hung; the message names the rank and has its traceback."""
 
 
 def _worker(connection: Connection) -> None:
-    """Serve runs until the parent closes the connection."""
+    """Serves runs until the parent closes the connection."""
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends us
+    # The parent handles Ctrl-C, and ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     collect_seldom()
     connection.send_bytes(b"ready")
@@ -80,7 +81,7 @@ def _worker(connection: Connection) -> None:
         try:
             reply = (True, _run(*pickle.loads(job)))
             message = pickle.dumps(reply)
-        except BaseException:  # whatever it is, the parent reports it as this rank's
+        except BaseException:  # The parent reports any error as this rank's.
             message = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(message)
 
@@ -93,7 +94,7 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> Any:
-    """One rank of one run, inside a default group of `world_size` ranks."""
+    """Runs one rank of one run, inside a default group of `world_size` ranks."""
     import torch.distributed as dist
 
     dist.init_process_group(
@@ -101,28 +102,33 @@ def _run(
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        # Sooner than the parent's: a rank stuck in a collective then says where, with a traceback.
+        # It is shorter than the parent's: a rank that is stuck in a collective then reports the
+        # place, with a traceback.
         timeout=timedelta(seconds=0.75 * timeout_s),
     )
-    dist.barrier()  # a rank that is done at once must not leave while another still connects
+    dist.barrier()  # a rank that is done at once must not leave while another one still connects
     result = function(*args)
-    # Not in a `finally`: after a failure the peers are mid-collective, and the worker is ended.
+    # Not in a `finally`: after a failure the peers are inside a collective, and the worker is
+    # ended.
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
 
 
 def gloo_groups(pid: int) -> int:
-    """How many gloo groups a process has: each has a thread that waits for its sockets."""
+    """Returns the number of gloo groups of a process: each has a thread that waits for its
+    sockets."""
     found = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may just be ending
+        # The process may just be ending.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found += (task / "comm").read_text() == "gloo_tcp_loop\n"
     return found
 
 
 class Pool:
-    """Up to `limit` gloo ranks. Use as a context manager; workers start when first needed."""
+    """Holds up to `limit` gloo ranks. It is a context manager; workers start when they are first
+    needed."""
 
     def __init__(self, limit: int = 8) -> None:
         self.limit = limit
@@ -141,7 +147,7 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the live workers, by rank."""
+        """Returns the process ids of the live workers, by rank."""
         return [process.pid for process, _ in self._workers]
 
     def run(
@@ -164,14 +170,15 @@ class Pool:
         self._runs += 1
         store = str(Path(self._folder.name) / f"store-{self._runs}")
         connections = [connection for _, connection in self._workers[:world_size]]
-        # Pickled before anything is sent: what cannot be pickled leaves the workers idle.
+        # Pickled before anything is sent: the workers stay idle if this fails.
         jobs = [
             pickle.dumps((rank, world_size, store, timeout_s, function, args))
             for rank in range(world_size)
         ]
         try:
             for connection, job in zip(connections, jobs, strict=True):
-                # The path goes first and apart: the function's module is imported while unpickling.
+                # The path goes first, in a message of its own: unpickling imports the function's
+                # module.
                 connection.send_bytes(pickle.dumps((sys.path, job)))
             results = self._collect(connections, function.__name__, time.monotonic() + timeout_s)
         except BaseException:
@@ -185,7 +192,7 @@ class Pool:
         return results
 
     def end(self) -> None:
-        """End this pool's own workers; the next run starts new ones."""
+        """Ends this pool's own workers; the next run starts new ones."""
         for process, connection in self._workers:
             connection.close()
             process.kill()
@@ -215,7 +222,8 @@ class Pool:
             raise
 
     def _collect(self, connections: list[Connection], what: str, deadline: float) -> list[Any]:
-        """Results by rank; the first rank to fail, in order of arrival, decides the failure."""
+        """Returns results by rank; the first rank to fail, in order of arrival, decides the
+        failure."""
         results: dict[int, Any] = {}
         pending = {connection: rank for rank, connection in enumerate(connections)}
         while pending:
@@ -230,7 +238,7 @@ class Pool:
                 try:
                     passed, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    # A death is the cause of what its peers raise, so it is reported before them.
+                    # A death causes the errors of its peers, so it is reported before them.
                     process = self._workers[rank][0]
                     process.join()
                     raise WorkerFailure(f"{who} died, exit code {process.exitcode}") from None

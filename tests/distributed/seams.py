@@ -28,7 +28,7 @@ Bug = Callable[..., Any]
 
 
 class Seam:
-    """A function or method of the package, or several that do the same in different engines.
+    """Names a function or method of the package, or several that do the same in different engines.
 
     Args:
         places: "module:function" or "module:Class.method", the modules counted from the package.
@@ -47,7 +47,8 @@ class Seam:
 
 
 def found(place: str) -> tuple[Any, str, Callable[..., Any]]:
-    """Returns the module or class that defines the function of a place, its name, and itself."""
+    """Returns the module or class that defines the function at a place, its name, and the
+    function."""
     module, path = place.split(":")
     owner: Any = importlib.import_module(f"parallel3d.{module}")
     *classes, name = path.split(".")
@@ -75,11 +76,11 @@ def _replaced(place: str, bug: Bug) -> Iterator[None]:
     try:
         yield
     finally:
-        _exchange(changed, sound)  # in modules too that were imported meanwhile
+        _exchange(changed, sound)  # also in modules that were imported meanwhile
 
 
 def _exchange(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Puts `new` in the place of `old` in all modules of the package."""
+    """Replaces `old` by `new` in all modules of the package."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "parallel3d":
             for known in [known for known, value in vars(module).items() if value is old]:
@@ -87,7 +88,7 @@ def _exchange(old: Callable[..., Any], new: Callable[..., Any]) -> None:
 
 
 def planted(seam: Seam) -> Callable[[Bug], Mutation]:
-    """Makes a bug a context within which it is in place."""
+    """Makes a context of a bug, inside which it is in place."""
 
     def decorate(bug: Bug) -> Mutation:
         @functools.wraps(bug)

@@ -1,4 +1,4 @@
-"""Ranks on the simulated accelerator: a pool of their own, each on a device of its own."""
+"""Runs ranks on the simulated accelerator: in a pool of their own, each with its own device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICE = "simulated"
 
 
 def here() -> torch.device:
-    """The device of this rank: simulated where its world is."""
+    """Returns this rank's device: simulated if its world is."""
     if dist.is_initialized() and dist.get_backend() == "simulated_nccl":
         return torch.device(DEVICE, torch.get_device_module(DEVICE).current_device())
     return torch.device("cpu")
@@ -28,7 +28,7 @@ def on_device(function: Callable[..., Any], *args: Any) -> Any:
     from parallel3d.simulated_device import enable
 
     machine = enable()
-    machine.forget()  # blocks of memory that a run before this one has left are nobody's business
+    machine.forget()  # blocks of memory that an earlier run has left do not matter
     machine.touched.clear()
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("simulated", dist.distributed_c10d._get_default_store())
@@ -43,7 +43,7 @@ def on_device(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class SimulatedPool:
-    """`run` of a pool whose ranks have a simulated accelerator each."""
+    """Does the same as `run` for a pool whose ranks each have a simulated accelerator."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool

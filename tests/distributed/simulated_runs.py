@@ -1,6 +1,6 @@
-"""What ranks on the simulated accelerator run: whole cases, and steps in which waits are counted.
+"""Runs ranks on the simulated accelerator: whole cases, and steps in which waits are counted.
 
-A module of its own, as a new worker imports it: the matrix takes seconds to be made.
+This is a module of its own because a new worker imports it, and building the matrix takes seconds.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.distributed.harness import Outcome, Sizes, make_trainer, plain_groups
 from tests.distributed.simulated import here
 
 DROPS = Problem("llama_tiny", "adamw", True, "bf16", (("dropout", 0.1),))
-STEPS = 2  # in which the host's waits are counted, after the first
+STEPS = 2  # steps in which the host's waits are counted, after the first one
 
 
 class Waits(Observer):
-    """Why and where the host waited."""
+    """A reason and a place of a wait of the host."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -44,7 +44,7 @@ class Waits(Observer):
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """The waits of the host inside."""
+    """Collects the waits of the host inside the block."""
     observer = Waits()
     this_machine().observers.append(observer)
     try:
@@ -54,14 +54,15 @@ def waits() -> Iterator[list[str]]:
 
 
 def check_one_wait(found: list[str]) -> None:
-    """A step has one wait, for its numbers."""
+    """Asserts that a step has one wait, for its numbers."""
     assert len(found) == 1, "\n".join(found)
     assert found[0].startswith("tolist at") and "trainer.py" in found[0]
 
 
 @contextmanager
 def one_wait_a_step() -> Iterator[None]:
-    """Every step of a trainer but its first fails unless the host waits once in it."""
+    """Makes every step of a trainer except the first fail unless the host waits exactly once in
+    it."""
     plain = Trainer.train_step
 
     def train_step(self: Trainer) -> StepResult:
@@ -77,7 +78,8 @@ def one_wait_a_step() -> Iterator[None]:
 
 @contextmanager
 def residuals_lose_their_gradient() -> Iterator[None]:
-    """A planted mistake: the fused norm's backward passes on what came through the norm alone."""
+    """Plants a bug: the fused norm's backward only passes on the gradient that came through the
+    norm."""
 
     def backward(grad_total: Tensor, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor]:
         return ops.rms_norm_backward(grad, *saved)
@@ -96,7 +98,8 @@ def run_on_own_device(
     condition: Callable[[], AbstractContextManager[None]] = nullcontext,
     make_groups: Callable[[Layout], ProcessGroups] = plain_groups,
 ) -> list[Outcome]:
-    """As `run_cases`; the host waits once a step, and contexts are on this rank's device alone."""
+    """Does the same as `run_cases`, and asserts that the host waits once per step and that contexts
+    are on this rank's device alone."""
 
     @contextmanager
     def both() -> Iterator[None]:
@@ -109,7 +112,7 @@ def run_on_own_device(
 
 
 def waits_a_step(sizes: Sizes, case: Case) -> list[list[str]]:
-    """Of each step but the first: where the host waited for the device."""
+    """Returns, for each step except the first, where the host waited for the device."""
     groups = plain_groups(Layout(*sizes))
     trainer = make_trainer(case, groups)
     trainer.train_step()
@@ -123,7 +126,7 @@ def waits_a_step(sizes: Sizes, case: Case) -> list[list[str]]:
 
 
 def warned_of_a_step(case: Case) -> list[str]:
-    """What PyTorch's sync debug mode says of the second step."""
+    """Returns the warnings of PyTorch's sync debug mode in the second step."""
     trainer = make_trainer(case, plain_groups(Layout()))
     trainer.train_step()
     api = torch.get_device_module(here())

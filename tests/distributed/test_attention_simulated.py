@@ -1,4 +1,5 @@
-"""`attention_kernel` on the simulated accelerator, whose kernels take the types that a GPU's do."""
+"""Tests `attention_kernel` on the simulated accelerator, whose kernels take the same dtypes as a
+GPU's."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ SHAPE = 4, 2, 8
 
 @contextmanager
 def kernels() -> Iterator[list[str]]:
-    """The kernels of attention that are launched inside."""
+    """Collects the kernels of attention that are launched inside the block."""
     observer = Attention()
     this_machine().observers.append(observer)
     try:
@@ -36,7 +37,7 @@ def kernels() -> Iterator[list[str]]:
 
 
 def attended(kernel: str, kind: torch.dtype) -> tuple[list[str], list[torch.Tensor]]:
-    """The kernels of attention that ran, and the result with its gradient."""
+    """Returns the kernels of attention that ran, and the result with its gradient."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 24, 64, generator=generator).to(kind).to(here()).requires_grad_()
     with kernels() as found:
@@ -48,7 +49,7 @@ def attended(kernel: str, kind: torch.dtype) -> tuple[list[str], list[torch.Tens
 def kernels_of_each_value() -> None:
     for kernel in ("auto", "flash", "cudnn", "not cudnn"):
         assert attended(kernel, torch.bfloat16)[0] == [FLASH, FLASH_BACKWARD]
-    for kernel in ("auto", "not cudnn"):  # of the kernel that saves memory
+    for kernel in ("auto", "not cudnn"):  # the memory-efficient kernel
         assert attended(kernel, torch.float32)[0] == [FLASH, FLASH_BACKWARD]
     for kind, few in ((torch.bfloat16, 0.03), (torch.float64, 1e-12)):
         names, written_out = attended("math", kind)
@@ -86,7 +87,7 @@ CASES = [
 
 
 def run_and_tell(sizes: Sizes, cases: Sequence[Case]) -> list[tuple[Outcome, list[str]]]:
-    """Each case's outcome, and the kernels of attention that it launched."""
+    """Returns each case's outcome, and the kernels of attention that it launched."""
     told: list[list[str]] = []
 
     @contextmanager

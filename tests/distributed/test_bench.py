@@ -1,4 +1,5 @@
-"""`bench comm` and preflight on real ranks: every row is there, what is wrong or slow shows."""
+"""Tests `bench comm` and preflight on real ranks: all rows are there, and errors and slow parts
+show."""
 
 from __future__ import annotations
 
@@ -44,17 +45,18 @@ OUTLIER = 1.5
 
 
 def outlier_here() -> float:
-    """From where a healthy rank may be called slow: a busy machine makes whom it likes slow."""
-    return OUTLIER * max(1.0, pace() / 1.5)  # a quiet machine's pace is 1.5
+    """The factor above which a healthy rank may be called slow, as a busy machine slows any
+    rank."""
+    return OUTLIER * max(1.0, pace() / 1.5)  # the factor on a quiet machine
 
 
-# What the issue lists, by hand: the code's own list is what is tested.
+# A list by hand of the expected rows: the code's own list is what is tested.
 REDUCED = ("all_reduce", "reduce", "reduce_scatter")
 MOVED = ("broadcast", "all_gather", "scatter", "gather", "all_to_all", "send_recv")
 
 
 class Bench:
-    """Everything that a measurement needs, on one rank."""
+    """Returns everything that a measurement needs, on one rank."""
 
     def __init__(self, run_dir: Path = Path(), tp: int = 2, pp: int = 1, dp: int = 2, **keys: Any):
         self.config = CommandConfig(tp=tp, pp=pp, dp=dp, **keys)
@@ -89,7 +91,7 @@ def all_results(tp: int, pp: int, dp: int, sizes: tuple[int, ...]) -> list[dict]
 
 
 def expected_rows(dims: dict[str, int], sizes: tuple[int, ...]) -> set[tuple]:
-    """(dim, op, reduction, size, mode) of every row by the backend."""
+    """Returns (dim, op, reduction, size, mode) of every row of the backend."""
     keys = set()
     for dim, groups in dims.items():
         for mode in ("alone", "together") if groups > 1 else ("alone",):
@@ -105,12 +107,12 @@ Results = Callable[[dict[str, int], tuple[int, ...]], list[dict]]
 
 @pytest.fixture(scope="module")
 def results(pool: Pool) -> Results:
-    """The rows of a layout of four ranks for some sizes, each measured once."""
+    """Returns the rows of a layout of four ranks for some sizes, each measured once."""
 
     @functools.cache
     def known(tp: int, pp: int, dp: int, sizes: tuple[int, ...]) -> list[dict]:
         first, *others = pool.run(4, all_results, tp, pp, dp, sizes, timeout_s=900)
-        assert others == [[]] * 3  # rank 0 alone holds them
+        assert others == [[]] * 3  # only rank 0 has them
         return first
 
     def of(layout: dict[str, int], sizes: tuple[int, ...]) -> list[dict]:
@@ -149,7 +151,7 @@ def test_a_row_keeps_each_ranks_time_and_counts_bytes_as_nccl_tests_does(results
     row = world["all_reduce", "sum"]
     assert row["bytes"] == 6000  # four equal parts of whole numbers
     assert [len(group["rank_seconds"]) for group in row["groups"]] == [4]
-    # One call: the group's time is its slowest rank's.
+    # With one call, the group's time is its slowest rank's.
     assert row["seconds"] == max(row["groups"][0]["rank_seconds"])
     assert row["algorithm_gb_per_s"] == pytest.approx(6000 / row["seconds"] / 1e9)
     assert row["bus_gb_per_s"] == pytest.approx(row["algorithm_gb_per_s"] * 1.5)
@@ -184,7 +186,7 @@ def test_the_price_is_that_of_the_wires_the_group_crosses(pool: Pool) -> None:
         **{"rail_gb_per_s": 0.5, "rail_latency_us": 10.0},
     )
     found = pool.run(4, priced_links, cluster)[0]
-    # α + half of the bytes / B.
+    # α + half of the bytes / B
     assert found["tp"] == ("nvlink", pytest.approx(1e-6 + 2048 / 1e9))
     assert found["dp"] == ("rail", pytest.approx(10e-6 + 2048 / 0.5e9))
 
@@ -211,7 +213,8 @@ def test_what_the_backend_does_not_offer_is_left_out_with_a_reason(pool: Pool) -
 
 
 def in_a_hurry() -> list[tuple[list[int], int]]:
-    """Calls of each row, and how many rows have less, with much time and with next to none."""
+    """Returns the calls of each row, and the number of rows with fewer, with much time and with
+    hardly any."""
     bench, found = Bench(), []
     for budget_s in (1e6, 0.001):
         measurement = bench.measurement(bench.rows(1024)[:12], calls=3, budget_s=budget_s)
@@ -231,7 +234,7 @@ def test_a_small_budget_cuts_calls_and_no_row(pool: Pool) -> None:
 
 
 def spoiled(real: Callable[..., Any]) -> Callable[..., Any]:
-    """The same collective, with one number of its first tensor off by one."""
+    """Spoils one number of the first tensor of a collective."""
 
     def call(tensor: Tensor, *args: Any, **keys: Any) -> Any:
         done = real(tensor, *args, **keys)
@@ -242,7 +245,7 @@ def spoiled(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def swapped(real: Callable[..., Any]) -> Callable[..., Any]:
-    """The same collective, with the halves of what it fills changed over."""
+    """Swaps the halves of a collective's result."""
 
     def call(out: Tensor, *args: Any, **keys: Any) -> Any:
         done = real(out, *args, **keys)
@@ -269,7 +272,7 @@ WRONG = {
 
 
 def wrong_result(name: str) -> str | None:
-    """What is said of a row whose collective is wrong, by the ranks that can see it."""
+    """Returns the messages about a row with a wrong collective, by the ranks that can detect it."""
     words = name.split()
     reduction = words[1] if len(words) > 1 else None
     row = BenchRow("tp", BenchOperation(words[0], reduction, own=len(words) > 2), 4096, "together")
@@ -278,13 +281,13 @@ def wrong_result(name: str) -> str | None:
     measurement = bench.measurement([row])
     said = None
     with mock.patch.object(module, function, spoil(getattr(module, function))):
-        if module is dist:  # the plan is handed on by a broadcast, which may be the spoiled one
+        if module is dist:  # a broadcast distributes the plan, and may be the spoiled one
             measurement._agreed = lambda plan: (0, 1)
         try:
             list(measurement.results())
         except WrongResult as error:
             said = str(error)
-        except RuntimeError as error:  # the root has seen it and left
+        except RuntimeError as error:  # the root has detected it and left
             assert "Connection closed" in str(error) or "reset by peer" in str(error)
     return said
 
@@ -308,7 +311,7 @@ def test_a_wrong_result_is_an_error_that_names_the_row(pool: Pool, name: str) ->
 
 @contextmanager
 def delayed(slow_rank: int, slow_peer: int | None = None) -> Iterator[None]:
-    """Exchanges of the probe in which one rank dawdles, always or with one peer alone."""
+    """Delays one rank in the probe's exchanges, always or with one peer alone."""
 
     def send(sent: Tensor, to: int, received: Tensor, source: int, group: Group) -> None:
         if dist.get_rank() == slow_rank and slow_peer in (None, to):
@@ -328,7 +331,7 @@ def probed(
     repeats: int,
     outlier: float = OUTLIER,
 ) -> list[list]:
-    """The ranks of each finding, of several probes."""
+    """Returns the ranks of each finding, for several probes."""
     bench = Bench(tp=tp, pp=pp, dp=dp)
     with delayed(slow_rank, slow_peer):
         found = [probe(bench.where, bench.groups, CPU, outlier)[0] for _ in range(repeats)]
@@ -337,7 +340,7 @@ def probed(
 
 
 def test_a_slowed_rank_is_named_and_no_other(pool: Pool) -> None:
-    """And all agree."""
+    """Asserts that all ranks agree."""
     assert pool.run(4, probed, 2, 1, 2, 3, None, 1) == [[[[3]]]] * 4
 
 
@@ -394,7 +397,8 @@ def flown(run_dir: str, slow_rank: int, outlier: float = OUTLIER) -> list[str]:
 
 
 def test_preflight_warns_once_and_writes_what_it_saw(pool: Pool, tmp_path: Path) -> None:
-    """A busy machine makes others slow as well: one flight of a few is undisturbed."""
+    """Accepts one undisturbed flight out of a few, because a busy machine slows other ranks,
+    too."""
     for _ in range(6):
         (found, *others) = pool.run(4, flown, str(tmp_path), 3)
         assert others == [[]] * 3
@@ -417,6 +421,6 @@ def test_preflight_warns_once_and_writes_what_it_saw(pool: Pool, tmp_path: Path)
 
 
 def test_preflight_of_a_healthy_run_says_nothing(pool: Pool, tmp_path: Path) -> None:
-    """A busy machine makes now this rank slow and now that: one flight of a few is undisturbed."""
+    """Accepts one undisturbed flight out of a few, because a busy machine slows ranks at random."""
     flights = (pool.run(4, flown, str(tmp_path), -1, outlier_here()) for _ in range(6))
     assert any(said == [[]] * 4 for said in flights)

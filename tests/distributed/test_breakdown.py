@@ -1,4 +1,5 @@
-"""The breakdown of a step: it adds up to the step, and each delay shows under its own name."""
+"""Tests the breakdown of a step: it adds up to the step, and each delay shows under its own
+name."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ from tests.distributed.pool import Pool
 from tests.pace import pace
 
 GPT = Problem("gpt_tiny", "adamw", tied=True, precision="fp32")
-LATE_S = 0.06  # of every forward or backward of the slow rank
+LATE_S = 0.06  # delay of every forward or backward of the slow rank
 
 
 def timed_steps(sizes: tuple[int, int, int], case: Case) -> tuple[list[float], list[dict]]:
-    """Share of each step's time, taken from outside, that the breakdown misses; and its means."""
+    """Returns the share of each step's time, measured from outside, that the breakdown misses, and
+    its means."""
     groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     trainer = make_trainer(case, groups)
     missed = []
@@ -55,7 +57,7 @@ def test_the_kinds_add_up_to_the_step(sizes: tuple[int, int, int], case: Case, p
         for mine in times:
             seconds = {kind: mine[kind] for kind in KINDS}
             used = {kind for kind, spent in seconds.items() if spent > 0}
-            # A stage in the middle reads no data; idle is whatever the schedule leaves.
+            # A middle stage reads no data; idle time depends on the schedule.
             assert used - {"idle"} == here, mine
             assert min(seconds.values()) >= 0.0
 
@@ -63,9 +65,10 @@ def test_the_kinds_add_up_to_the_step(sizes: tuple[int, int, int], case: Case, p
 def with_delay(
     sizes: tuple[int, int, int], where: str, keys: tuple, late_s: float
 ) -> dict[str, float]:
-    """Least seconds by kind in three steps in which `where` on a rank, or on all, is slow.
+    """Returns the least seconds by kind over three steps in which `where`, on one rank or on all,
+    is slow.
 
-    The least, as on a busy machine any step may be held up anywhere.
+    It takes the least because a busy machine may delay any step.
     """
     groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     trainer = make_trainer(Case(GPT, microbatches=2, keys=keys), groups)
@@ -104,7 +107,7 @@ TCP = (("launch.shared_memory", False),)
 @pytest.mark.parametrize(
     ("sizes", "where", "keys", "rank", "kind"),
     [
-        # (layout, what is slow, settings, who waits for it, under what name)
+        # (layout, what is slow, settings, who waits for it, under which name)
         ((2, 1, 1), "forward", (), 0, "tp"),
         ((1, 1, 2), "backward", (), 0, "dp"),
         ((1, 2, 1), "first stage", (), 1, "idle"),
@@ -117,11 +120,11 @@ TCP = (("launch.shared_memory", False),)
 def test_who_waits_for_a_slow_rank_says_for_what(
     sizes: tuple[int, int, int], where: str, keys: tuple, rank: int, kind: str, pool: Pool
 ) -> None:
-    late_s = LATE_S * pace()  # far above what else a busy machine makes a rank wait for
+    late_s = LATE_S * pace()  # far above the waits that a busy machine causes otherwise
     by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], with_delay, sizes, where, keys, late_s)
     waiting = by_rank[rank]
-    # Two micro-batches; of a forward the neighbour waits for at least one, of the backward that
-    # fills the buckets for the last alone.
+    # With two micro-batches, the neighbour waits for at least one forward, and for the last
+    # backward alone, which fills the buckets.
     others = {k: s for k, s in waiting.items() if k not in (kind, "forward", "backward")}
     assert waiting[kind] > 0.8 * late_s
     assert max(others.values()) < 0.5 * waiting[kind], waiting

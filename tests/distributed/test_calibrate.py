@@ -1,4 +1,4 @@
-"""`calibrate` on real ranks, of a small model: its file is whole and prices a step."""
+"""Tests `calibrate` on real ranks with a small model: its file is complete and prices a step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_two_ranks_measure_a_file_that_prices_steps(pool: Pool, tmp_path: Path) 
     assert machine["all_reduce"].axes[0] == (2,)
     assert set(machine.tables) == set(TABLES) and machine.model == MODEL
     assert machine["block.forward"].axes == ((1, 2), (64, 128, 256, 1024))
-    # 16 times the tokens: an order that no neighbour on the machine turns.
+    # With 16 times the tokens, no other process on the machine reverses the order.
     assert machine["block.forward"](1, 1024) > 1.2 * machine["block.forward"](1, 64)
     assert step(machine, num_layers=8) > 2 * step(machine)
     assert step(machine, hidden_size=256) > 1.2 * step(machine)

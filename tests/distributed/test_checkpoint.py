@@ -1,9 +1,10 @@
-"""A checkpoint fits any layout: saved under each of eight, loaded under others, the same curve.
+"""Tests that a checkpoint fits any layout: saved under each of eight, loaded under others, the same
+curve.
 
 Two steps are trained under one layout, one or two more under another. Losses, gradient norms and
-(fp64) the final weights are those of the independent reference's undisturbed run, and so prove
-parameters and their average, moments (also in bf16), the count of updates and the place in the data
-at once. In fp32, where weights are not compared, it takes the second step's loss to see the
+(fp64) the final weights equal those of the independent reference's uninterrupted run. This proves
+parameters and their average, moments (also in bf16), the count of updates and the position in the
+data at once. In fp32, where weights are not compared, only the second step's loss shows the
 moments.
 """
 
@@ -44,8 +45,8 @@ SAVED = 2  # steps before the checkpoint
 ZERO = (("zero", 1),)
 Sizes = tuple[int, int, int]
 Weights = dict[str, np.ndarray]
-# Sizes (tp, pp, dp) and the way: shards that cut through rows and tensors, stages of unequal
-# length, tables whose padding falls to the last tp rank, whole tables, small buckets, FSDP.
+# Sizes (tp, pp, dp) and options: shards that cut through rows and tensors, stages of unequal
+# length, tables whose padding is on the last tp rank, whole tables, small buckets, FSDP.
 LAYOUTS: dict[str, tuple[Sizes, dict[str, object]]] = {
     "one": ((1, 1, 1), {"microbatches": 1}),
     "tp4-sp": ((4, 1, 1), {"sp": True, "microbatches": 1}),
@@ -62,7 +63,7 @@ LAYOUTS: dict[str, tuple[Sizes, dict[str, object]]] = {
     ),
     "tp2-dp2-zero3": ((2, 1, 2), {"keys": (("zero", 3),), "microbatches": 1}),
 }
-# With parameters frozen, of one kind of step and of the other, and rates by group.
+# With frozen parameters of both kinds of optimizer, and rates by group.
 TREATED = (
     ("freeze", ("layers.0.attention.k.weight", "embedding.position.weight")),
     ("groups", (("embedding.*", (("lr_mult", 0.5),)), ("layers.1.*", (("wd_mult", 3.0),)))),
@@ -78,14 +79,14 @@ TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
 
 
 def case_of(layout: str, problem: Problem, run_dir: Path) -> Case:
-    """The case of a layout; the checkpoint goes to `run_dir`."""
+    """Returns the case of a layout; the checkpoint goes to `run_dir`."""
     case = Case(problem, **LAYOUTS[layout][1])
     keys = (*case.keys, ("run", run_dir.name), ("checkpoint.every", SAVED))
     return replace(case, keys=keys)
 
 
 def save_all(layout: str, problems: dict[int, Problem], folder: Path) -> list[list[Step]]:
-    """On every rank: train each numbered problem to the checkpoint; the steps so far."""
+    """Trains each numbered problem to the checkpoint, on every rank; returns the steps so far."""
     groups = plain_groups(Layout(*LAYOUTS[layout][0]))
     steps = []
     for number, problem in problems.items():
@@ -106,8 +107,8 @@ def save_all(layout: str, problems: dict[int, Problem], folder: Path) -> list[li
 def go_on(
     layout: str, pairs: list[tuple[str, int, Problem]], folder: Path
 ) -> list[tuple[list[Step], Weights, Weights]]:
-    """On every rank: go on from each saved layout of each problem; the steps, the weights and
-    their average."""
+    """Resumes from each saved layout of each problem, on every rank; returns the steps, the weights
+    and their average."""
     groups = plain_groups(Layout(*LAYOUTS[layout][0]))
     results = []
     for saved, number, problem in pairs:
@@ -125,7 +126,7 @@ def go_on(
 def differences(
     steps: list[Step], problem: Problem, references: References, *weights: Weights
 ) -> list[str]:
-    """Where steps `steps[0].step` … of a run part from the reference's."""
+    """Returns where the steps of a run from `steps[0].step` on differ from the reference's."""
     expected, limit = references.of(problem), TOLERANCES[problem.precision]
     found = []
     for step in steps:
@@ -144,7 +145,7 @@ def differences(
 
 
 def matrix(pool: Pool, references: References, folder: Path, pairs: dict) -> None:
-    """Save under every layout what `pairs` ask, then for each go on from `pairs[layout]`."""
+    """Saves under every layout what `pairs` needs, then resumes each from `pairs[layout]`."""
     failures = []
     for layout, (sizes, _) in LAYOUTS.items():
         world = sizes[0] * sizes[1] * sizes[2]
@@ -167,14 +168,15 @@ def matrix(pool: Pool, references: References, folder: Path, pairs: dict) -> Non
 def test_each_layout_resumes_from_others(
     pool: Pool, references: References, tmp_path: Path
 ) -> None:
-    """In fp64, tied and untied models in turns; half of them from a second, and two in fp32.
+    """Resumes each layout from one other, half of them from a second, in fp64 (two also in fp32);
+    tied and untied models alternate.
 
-    A checkpoint knows nothing of who will read it, so that not all 8 × 8 pairs tell more.
+    A checkpoint does not depend on its reader, so all 8 × 8 pairs would show no more.
     """
     problems = [TIED, UNTIED, *IN_FP32]
     names, pairs = list(LAYOUTS), {}
     for i, layout in enumerate(names):
-        # How many layouts further, and the first problem of a precision.
+        # The distance to the other layout, and the first problem of a precision.
         asked = [(1, 0), *[(4, 0)] * (i % 2), *[(3, 2)] * (i in (1, 3))]
         saved = [((i + ahead) % len(names), first) for ahead, first in asked]
         numbers = [(j, first + j // 2 % 2) for j, first in saved]
@@ -185,8 +187,8 @@ def test_each_layout_resumes_from_others(
 
 
 def save_with_a_slow_copy(run_dir: Path) -> tuple[dict[str, np.ndarray], list[str]]:
-    """On one rank: the weights at the save, which takes its time while the next step runs; what
-    ended first, the copy or the update."""
+    """Returns, on one rank, the weights at a slow save during the next step, and which ended first,
+    the copy or the update."""
     groups = plain_groups(Layout())
     trainer = make_trainer(case_of("one", TIED, run_dir), groups)
     checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
@@ -228,7 +230,8 @@ def test_update_waits_for_the_copy_and_the_copy_is_what_is_saved(
 def branch_and_go_on(
     layout: str, folder: Path, bug: bool = False
 ) -> list[tuple[list[Step], dict[str, np.ndarray]]]:
-    """On every rank: go on from the branch `branch-0`; `bug`: with the data from its beginning."""
+    """Resumes from the branch `branch-0`, on every rank; `bug`: with the data from its
+    beginning."""
     restore = Trainer.restore
 
     def restart_data(self: Trainer, progress: dict[str, int | float], *more: Any) -> None:
@@ -241,8 +244,8 @@ def branch_and_go_on(
 def test_a_branch_continues_like_the_run_it_was_made_from(
     pool: Pool, references: References, tmp_path: Path
 ) -> None:
-    """Weights, moments, step and samples are those of the run that went through, which stays as it
-    is; a branch that restarts the data is told."""
+    """A branch continues with the weights, moments, step and samples of the uninterrupted run,
+    which is not changed; a branch that restarts the data is detected."""
     pool.run(1, save_all, "one", {0: TIED}, tmp_path)
     save_config(Config(run="one-0"), tmp_path / "one-0")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -261,7 +264,8 @@ def test_a_branch_continues_like_the_run_it_was_made_from(
 def train_twice_from_weights(
     layout: str, problem: Problem, run_dir: Path
 ) -> list[tuple[list[Step], Weights]]:
-    """On every rank: train from a checkpoint of weights alone, go back to it, and train again."""
+    """Trains from a checkpoint of weights alone, rolls back to it, and trains again, on every
+    rank."""
     groups = plain_groups(Layout(*LAYOUTS[layout][0]))
     trainer = make_trainer(case_of(layout, problem, run_dir), groups)
     weights = trainer.full_parameters()
@@ -281,7 +285,7 @@ def train_twice_from_weights(
 def test_an_optimizer_starts_fresh_from_weights_only(
     problem: Problem, pool: Pool, references: References, tmp_path: Path
 ) -> None:
-    """As of an import, also where a run goes back to its step 0."""
+    """Tests a checkpoint like that of an import, also in a run that rolls back to its step 0."""
     first, again = pool.run(2, train_twice_from_weights, "pp2-uneven", problem, tmp_path)[0]
     assert differences(first[0], problem, references) == []
     assert first[0] == again[0] and first[1].keys() == again[1].keys()

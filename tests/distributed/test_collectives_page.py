@@ -1,4 +1,5 @@
-"""docs/collectives.md: its Python blocks run on four gloo ranks and print what the page says."""
+"""Tests docs/collectives.md: its Python blocks run on four gloo ranks and print the page's
+output."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ RANKS = 4
 
 
 class Example(NamedTuple):
-    """A Python block, the line of the page it starts on, and the output that stands under it."""
+    """A Python block, the line of the page on which it starts, and the output below it."""
 
     line: int
     code: str
@@ -37,7 +38,8 @@ def examples() -> list[Example]:
 
 
 def run_examples(blocks: list[tuple[int, str]]) -> list[str]:
-    """What this rank prints in each block; all share one namespace, as in one file."""
+    """Returns what this rank prints in each block; all blocks share one namespace, like one
+    file."""
     namespace: dict[str, Any] = {"__name__": "page"}
     printed = []
     for line, code in blocks:
@@ -59,7 +61,7 @@ def test_every_example_prints_what_stands_under_it(pool: Pool) -> None:
 
 
 def test_the_page_shows_the_sums_of_the_numbers_to_sixteen() -> None:
-    # Not by running the page: 1 to 16 in rows of four, added by column.
+    # The numbers are not from running the page: 1 to 16 in rows of four, added by column.
     sums = [sum(range(first, 17, 4)) for first in (1, 2, 3, 4)]
     assert sums == [28, 32, 36, 40]
     (scattered,) = [e for e in examples() if "reduce_scatter_tensor(part" in e.code]
@@ -81,7 +83,7 @@ def test_every_collective_has_a_section_and_an_example() -> None:
 
 
 def milliseconds(row: str) -> float:
-    """The last column of the first table row whose cells begin so."""
+    """Returns the last cell of the first table row that begins with these cells."""
     text = PAGE.read_text(encoding="utf-8")
     (line,) = [x for x in text.splitlines() if x.startswith(f"| {row} |")]
     number, unit = re.match(r"([\d.]+) (ms|µs)", line.split("|")[-2].strip()).groups()

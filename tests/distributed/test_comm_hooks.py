@@ -1,4 +1,4 @@
-"""Gradient buckets in bf16: what is rounded, and how often."""
+"""Tests gradient buckets in bf16: what is rounded, and how often."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of_rank(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def rounded_twice() -> Iterator[None]:
-    """The contributions are added in bf16: rounded again after every addition."""
+    """Plants a bug: contributions are added in bf16, and rounded after every addition."""
 
     def add_in_bf16(self: InBf16) -> None:
         self.exchanging.wait()
@@ -54,12 +54,13 @@ def rounded_twice() -> Iterator[None]:
 
 
 def bf16_sums(mutation: Mutation = nullcontext) -> list[list[bool]]:
-    """By way, through shared memory and through the backend."""
+    """Returns the result by transport: shared memory, and the backend."""
     return [bf16_sums_by(way, mutation) for way in (True, False)]
 
 
 def bf16_sums_by(shared_memory: bool, mutation: Mutation) -> list[bool]:
-    """Whether the sums of three buckets, all under way at once, are what the docstring says."""
+    """Returns whether the sums of three buckets, all in flight at once, are what the docstring
+    says."""
     dp = dist.get_world_size()
     groups = groups_of(dp, shared_memory)
     kinds = [(5003, torch.float32), (3, torch.float32), (256, torch.float64)]
@@ -99,6 +100,7 @@ def test_training_with_bf16_buckets_stays_near_the_reference(
     outcomes = [rank[0] for rank in pool.run(4, run_cases, (1, 2, 2), [case])]
     expected = references.of(problem)
     found = differences(outcomes, expected, problem)
-    assert found.keys() == {"loss", "grad norm", "evaluation", "weights"}, found  # not "replicas"
+    # Without "replicas".
+    assert found.keys() == {"loss", "grad norm", "evaluation", "weights"}, found
     for step, loss in zip(outcomes[0].steps, expected.run.losses, strict=True):
         assert relative(step.loss, loss) < 5e-3

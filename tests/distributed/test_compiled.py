@@ -1,10 +1,10 @@
-"""`compile=true`: TorchInductor's own kernels train as the reference does, and each graph is
+"""Tests `compile=true`: TorchInductor's own kernels train like the reference, and each graph is
 compiled once.
 
-The linear layers inside are opaque operators, which work on behind the compiler's back: their
-backward fills the gradient buckets, or puts the weight gradients off. So it is weights after the
-steps that tell whether memory was written again too early. Compiled blocks beside every other
-setting, without kernels of their own: see `matrix`.
+The linear layers inside are opaque operators with effects unknown to the compiler: their backward
+fills the gradient buckets, or defers the weight gradients. So only weights after several steps show
+whether memory was overwritten too early. `matrix` has compiled blocks with every other setting,
+without kernels of their own.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tests.distributed.harness import (
 from tests.distributed.pool import Pool
 from tests.kernels import no_kernels
 
-# With AdamW, as what is not evaluated has a graph less to compile. Positions restart with each
-# document.
+# AdamW is used because without evaluation there is one graph less to compile. Positions restart
+# with each document.
 DOCUMENTS = Problem(
     "gpt_tiny", "adamw", True,
     model=(("position_embedding", "rope"),), layers=1, steps=2, batch=12, documents=True,
@@ -49,7 +49,7 @@ PUT_OFF = Problem("llama_tiny", "adamw", False, layers=4, steps=2, batch=18)
 @pytest.mark.parametrize(
     ("sizes", "case"),
     [
-        # Gathered and scattered in pieces, while the compiler's code goes on.
+        # Gathered and scattered in pieces, while the compiler's code continues.
         (
             (2, 1, 1),
             Case(
@@ -61,8 +61,8 @@ PUT_OFF = Problem("llama_tiny", "adamw", False, layers=4, steps=2, batch=18)
                 keys=(("tensor_parallel.chunks", 2),),
             ),
         ),
-        # What a weight gradient still has to read may not be written again. A block a stage, so
-        # that all stages have the same kernels.
+        # Memory that a weight gradient still has to read must not be overwritten. With one block
+        # per stage, all stages have the same kernels.
         ((1, 2, 1), Case(PUT_OFF, "zbv", microbatches=3, compile=True, keys=(("vpp", 2),))),
     ],
     ids=["documents and pieces", "weight gradients put off"],
@@ -75,23 +75,23 @@ def test_kernels_of_the_compiler_are_the_reference(
 
 @dataclass
 class FirstSteps:
-    """What one rank saw of the first steps of a compiled model."""
+    """What one rank saw in the first steps of a compiled model."""
 
     graphs: list[int]  # after each step
     early: int  # buckets that the last backward reduced before it ended
-    left_out: list[float]  # by the breakdown of each step but the last: a share of it
-    names: list[str]  # of the layers in a profile of the last step
-    documents: int  # different numbers of them in a micro-batch
+    left_out: list[float]  # a share of each step except the last, by the breakdown
+    names: list[str]  # kernels of the layers in a profile of the last step
+    documents: int  # different numbers of kernels in a micro-batch
     lowered: int  # graphs that this rank compiled
     found: int  # graphs that another rank had compiled
 
 
 @contextmanager
 def own_graphs(folder: str) -> Iterator[None]:
-    """Graphs compiled inside are named by `folder`, where their locks are too.
+    """Keeps graphs compiled inside, and their locks, in `folder`.
 
-    What the compiler keeps for all graphs (its headers, what it knows of the processor) is the
-    cache's as ever.
+    What the compiler keeps for all graphs (its headers, its knowledge of the processor) stays in
+    the usual cache.
     """
     from torch._inductor import codecache, cpp_builder  # noqa: F401  (they know the real folder)
 
@@ -100,14 +100,14 @@ def own_graphs(folder: str) -> Iterator[None]:
     with (
         no_kernels(),
         torch.compiler.config.patch(cache_key_tag=folder),
-        torch._functorch.config.patch(enable_autograd_cache=False),  # a cache of both passes
+        torch._functorch.config.patch(enable_autograd_cache=False),  # a cache for both passes
         mock.patch.object(private_names, "inductor_cache", lambda: folder),
     ):
         yield
 
 
 def run_first_steps(folder: str) -> FirstSteps:
-    """Four steps of five blocks, in graphs of two, two (the same code) and one."""
+    """Runs four steps of five blocks, in graphs of two, two (with the same code) and one."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -152,18 +152,18 @@ def run_first_steps(folder: str) -> FirstSteps:
 
 @pytest.fixture(scope="module")
 def locks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the ranks' locks are."""
+    """Returns where the ranks' locks are."""
     return tmp_path_factory.mktemp("locks")
 
 
 @pytest.fixture(scope="module")
 def first_steps(pool: Pool, locks: Path) -> list[FirstSteps]:
-    """What two ranks saw."""
+    """Returns what two ranks saw."""
     return pool.run(2, run_first_steps, str(locks), timeout_s=900)
 
 
 def test_nothing_compiles_after_the_first_step(first_steps: list[FirstSteps]) -> None:
-    """Neither for other documents, nor where layers are profiled."""
+    """Other documents, and profiled layers, do not compile again."""
     for seen in first_steps:
         assert seen.documents > 2, "the micro-batches have equally many documents"
         assert seen.graphs == [2, 2, 2, 2]
@@ -171,7 +171,7 @@ def test_nothing_compiles_after_the_first_step(first_steps: list[FirstSteps]) ->
 
 
 def test_buckets_leave_early_and_the_breakdown_adds_up(first_steps: list[FirstSteps]) -> None:
-    """As they do without a compiler."""
+    """Profiled layers have the same ranges as without a compiler."""
     for seen in first_steps:
         assert seen.early > 1
         assert abs(statistics.median(seen.left_out)) < 0.01

@@ -1,4 +1,5 @@
-"""Every style of context parallelism is explicit attention, and sends the bytes of its formula."""
+"""Tests that every style of context parallelism equals explicit attention, and sends the bytes of
+its formula."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from tests.unit.context_parallel.test_document_attention import square
 from tests.unit.context_parallel.test_split import starts_of
 
 STYLES = ("gather", "ring", "heads")
-HEADS, KV_HEADS = 12, {2: 4, 3: 1, 4: 2}  # by the number of ranks: also fewer than ranks
+HEADS, KV_HEADS = 12, {2: 4, 3: 1, 4: 2}  # by number of ranks; some have fewer heads than ranks
 
 
 def size_of(operation: LoggedOperation) -> int:
@@ -38,7 +39,7 @@ def size_of(operation: LoggedOperation) -> int:
 
 
 def sent(operation: LoggedOperation, size: int) -> float:
-    """Bytes that a rank sends: of the whole tensor, or, in a ring, of its own."""
+    """Returns the bytes that a rank sends: of the whole tensor or, in a ring, of its own."""
     if operation.name == "ring_shift":
         return size_of(operation)
     assert operation.name in ("all_gather", "reduce_scatter", "all_to_all")
@@ -46,7 +47,8 @@ def sent(operation: LoggedOperation, size: int) -> float:
 
 
 def expected(style: str, size: int, again: bool, queries: int, keys: int) -> float:
-    """The formula of `context_parallel.attention` in fp64; bytes of all q, and of all k and v."""
+    """Returns the formula of `context_parallel.attention` in fp64, for the bytes of all q, and of
+    all k and v."""
     part = (size - 1) / size
     if style == "gather":
         return 3 * part * keys
@@ -57,7 +59,8 @@ def expected(style: str, size: int, again: bool, queries: int, keys: int) -> flo
 
 
 def attended(size: int) -> list[tuple[str, float, float]]:
-    """By style: its name, the largest error, and what was sent over what the formula says."""
+    """Returns, by style, its name, the largest error, and the ratio of sent bytes to the
+    formula."""
     found = []
     for shared_memory, least_bytes, again in WAYS[size]:
         launch = LaunchConfig(shared_memory=shared_memory)
@@ -69,7 +72,7 @@ def attended(size: int) -> list[tuple[str, float, float]]:
 
 
 def attended_by(style: str, group: Group, again: bool) -> tuple[float, float]:
-    """`again`: the forward is recomputed in the backward."""
+    """Computes forward and backward; with `again` the backward recomputes the forward."""
     log = OperationLog()
     cp = ContextParallel(replace(group, log=log), style, keeps=again)
     split = SequenceSplit(61, group.size, group.index, ring=style == "ring")
@@ -87,7 +90,7 @@ def attended_by(style: str, group: Group, again: bool) -> tuple[float, float]:
     identity = torch.eye(grad.shape[-1], dtype=grad.dtype, requires_grad=True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # As the linear layer behind it, this reads the result in the backward.
+        # Like the following linear layer, this reads the result in the backward.
         return attend_split(q, k, v, documents, cp=cp) @ identity
 
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -100,8 +103,8 @@ def attended_by(style: str, group: Group, again: bool) -> tuple[float, float]:
     return error, sum(sent(operation, group.size) for operation in log.latest(1000)) / formula
 
 
-# By ranks: whether memory is shared, from how many bytes on all heads go at once, and whether the
-# forward is recomputed. Of four ranks some share a key-value head.
+# By number of ranks: whether memory is shared, from how many bytes on all heads are gathered at
+# once, and whether the forward is recomputed. Among four ranks, some share a key-value head.
 WAYS = {
     2: [(True, 1, False), (False, 1 << 30, True)],
     3: [(True, 1 << 30, True)],
@@ -121,7 +124,8 @@ LENGTHS = [[13, 1, 1, 5, 21], [41]]
 
 
 def of_a_model_of_ones_own(size: int) -> tuple[float, list[str]]:
-    """The largest error beside PyTorch's attention, and what a user's mistakes are told."""
+    """Tests the largest error against PyTorch's attention, and the messages for a user's
+    mistakes."""
     groups = p3d.init(cp=size, dp=1)
     split = p3d.SplitSequences(LENGTHS, groups.cp, balanced=True)
     generator = torch.Generator().manual_seed(7)

@@ -1,4 +1,5 @@
-"""DistributedDataParallel: the weights of one process on all inputs, for every kind of module."""
+"""Tests that DistributedDataParallel ends with the weights of one process on all inputs, for every
+kind of module."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def groups_of(dp: int, shared_memory: bool = True) -> ProcessGroups:
 
 
 def trained(case: Case, group: Group) -> nn.Module:
-    """The wrapped module after this rank's steps."""
+    """Returns the wrapped module after this rank's steps."""
     net = case.made()
     if group.index > 0:
         with torch.no_grad():
@@ -96,7 +97,8 @@ def trained(case: Case, group: Group) -> nn.Module:
 def errors(
     names: list[str], mutation: Mutation = nullcontext, steps: int | None = None
 ) -> dict[str, float]:
-    """By case the largest difference of a weight from the reference's, over its largest."""
+    """Returns, by case, the largest difference of a weight from the reference's, over its largest
+    value."""
     torch.set_default_dtype(torch.float64)
     world = dist.get_world_size()
     pairs = {shared: groups_of(world, shared) for shared in (True, False)}
@@ -129,7 +131,7 @@ def test_three_ranks_train_as_one_process(pool: Pool) -> None:
 
 
 def late(index: int) -> AbstractContextManager[None]:
-    """This rank stops behind the last bucket, before it takes gradients that it lacks."""
+    """This rank stops after the last bucket, before it takes gradients that it lacks."""
     sound = SharedTransport.finish
 
     def finish(self: SharedTransport) -> Iterator[Tensor]:
@@ -160,12 +162,12 @@ def sums() -> AbstractContextManager[None]:
 
 
 def unsent() -> AbstractContextManager[None]:
-    """The first rank's values stay with it."""
+    """The first rank's values are not broadcast."""
     return replaced(ddp, "broadcast_all", lambda tensors, source, group: None)
 
 
 def leftover() -> AbstractContextManager[None]:
-    """What has no gradient in a backward keeps what its bucket held before."""
+    """Parameters without a gradient in a backward keep the earlier contents of their bucket."""
     sound = GradientAverager._take
 
     def take(self: GradientAverager, number: int) -> None:
@@ -189,7 +191,7 @@ def touched() -> AbstractContextManager[None]:
 
 
 def hasty() -> AbstractContextManager[None]:
-    """The first of several gradients of a backward is taken for all."""
+    """The first of several gradients of a backward counts as all of them."""
 
     def arrived(self: GradientAverager, number: int) -> None:
         self.counting = False
@@ -204,7 +206,7 @@ def hasty() -> AbstractContextManager[None]:
 
 
 def half() -> AbstractContextManager[None]:
-    """Nobody adds up the last part of a bucket."""
+    """The last part of a bucket is not summed."""
     sound = transport._part
     return replaced(
         transport,
@@ -216,7 +218,7 @@ def half() -> AbstractContextManager[None]:
 
 
 def deaf() -> AbstractContextManager[None]:
-    """Joined ranks bring what their buckets held."""
+    """Joined ranks contribute the earlier contents of their buckets."""
     return replaced(torch.Tensor, "zero_", lambda self: self)
 
 
@@ -232,7 +234,8 @@ MUTATIONS = {
 
 
 def mutated() -> dict[str, float]:
-    """By mutation what its case finds; the sound case is `test_two_ranks_train_as_one_process`."""
+    """Returns, by mutation, what its case finds; the sound case is
+    `test_two_ranks_train_as_one_process`."""
     found = {}
     for mutation, name in MUTATIONS.items():
         (found[mutation.__name__],) = errors([name], mutation, steps=5).values()

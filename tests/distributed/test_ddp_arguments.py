@@ -1,4 +1,4 @@
-"""DistributedDataParallel called as PyTorch's class is: its arguments, copies and files."""
+"""Calls DistributedDataParallel like PyTorch's class: arguments, copies and files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 def test_the_arguments_stand_in_pytorchs_order_with_its_defaults() -> None:
     ours = inspect.signature(DistributedDataParallel.__init__).parameters
     assert [*ours][: len(THEIRS)] == [*THEIRS]
-    # None, which warns of nothing, means True too; before torch 2.13 the default was True.
+    # None, which warns of nothing, also means True; before torch 2.13 the default was True.
     same = {"broadcast_buffers": (None, True)}
     for name, theirs in THEIRS.items():
         assert theirs.default in same.get(name, (ours[name].default,)), name
@@ -78,7 +78,7 @@ def everything() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def by_rank(pool: Pool) -> Found:
-    """What each of two ranks finds, in one run of all."""
+    """Returns what each of two ranks finds, in one run for all tests."""
     return pool.run(2, everything)
 
 
@@ -91,7 +91,7 @@ def called(call: Callable[[], object]) -> str:
 
 
 def calls() -> dict[str, str]:
-    """Each alike on both ranks."""
+    """Asserts that both ranks find the same."""
     wrap = DistributedDataParallel
     wanted = grads_of(nn.parallel.DistributedDataParallel(Net()))
     usual = {name: p.default for name, p in THEIRS.items() if p.default is not p.empty}
@@ -245,7 +245,7 @@ def test_a_late_set_static_graph_is_refused(by_rank: Found) -> None:
         assert said["late"].startswith("RuntimeError: _set_static_graph should be called before")
 
 
-TINY = 1e-6  # MiB: a bucket for each parameter
+TINY = 1e-6  # MiB: one bucket per parameter
 
 
 class Layers(nn.Module):
@@ -265,7 +265,7 @@ def step(net: nn.Module) -> list[Tensor]:
 
 
 def listed() -> None:
-    """Buckets of sizes of their own, which go before `bucket_cap_mb`."""
+    """Gives buckets their own sizes, which override `bucket_cap_mb`."""
     caps = [1e-6, 80 / (1 << 20), 1e-6]
     net = DistributedDataParallel(Layers(), bucket_cap_mb=25, bucket_cap_mb_list=caps)
     wanted = step(DistributedDataParallel(Layers()))

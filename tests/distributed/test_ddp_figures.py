@@ -1,4 +1,4 @@
-"""The DDP figures on real ranks, with tables and pictures, and what prices more ranks."""
+"""Tests the DDP figures on real ranks, with tables and pictures, and the prices of more ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SOUND_INPUTS = ddp_nets.inputs
 
 @contextmanager
 def shrunk() -> Iterator[None]:
-    """Smaller nets, and fewer points of each figure."""
+    """Uses smaller nets, and fewer points of each figure."""
     with (
         patch.dict(ddp_nets.NETS, tiny()),
         patch("benchmarks.figures.ddp.measures.inputs", labels),
@@ -82,7 +82,7 @@ def measured(folder: Path) -> None:
 
 
 def check_report(folder: Path, ways: set[str]) -> None:
-    """That every figure has its rows and its picture."""
+    """Asserts that every figure has its rows and its picture."""
     figures = json.loads((folder / "ddp_figures.json").read_text())
     assert {(row["way"], row["parameters"]) for row in figures["2ab"]} == {
         (way, size) for way in ways for size in (4096, 65536)
@@ -120,7 +120,7 @@ def test_a_step_on_ranks_that_are_not_there() -> None:
     link = Link(gb_per_s=1.0, latency_us=0.0)
     gigabyte = 10**9  # two ranks exchange it in a second
     assert priced_step(parts, [(0.5, 0), (1.0, 0)], 2, link) == pytest.approx(3.5)
-    # Ready at 2 and sent by 3, the other ready at 3 and sent by 3.5.
+    # One is ready at 2 and sent by 3, the other ready at 3 and sent by 3.5.
     assert priced_step(parts, [(0.5, gigabyte), (1.0, gigabyte // 2)], 2, link) == pytest.approx(4)
     # The second waits for the first, which ends at 4.
     assert priced_step(parts, [(0.5, 2 * gigabyte), (1.0, gigabyte)], 2, link) == pytest.approx(5.5)

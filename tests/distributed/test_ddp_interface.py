@@ -1,4 +1,5 @@
-"""DistributedDataParallel's interface: hooks, buffers, names, and what it refuses on every rank."""
+"""Tests DistributedDataParallel's interface: hooks, buffers, names, and what it refuses on every
+rank."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def off(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def own_hook(seen: list, bucket: GradBucket) -> Future:
-    """Doubles the mean, through a buffer of its own."""
+    """Doubles the mean, in a buffer of its own."""
     sizes = [g.shape for g in bucket.gradients()]
     assert sizes == [p.shape for p in bucket.parameters()]
     assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
@@ -69,7 +70,8 @@ def hooked() -> dict[str, object]:
         "allreduce": (None, default_hooks.allreduce_hook),
         "fp16": (None, default_hooks.fp16_compress_hook),
         "powersgd": (lossless, powerSGD_hook.powerSGD_hook),
-        "sum": (group_of(None), all_reduce),  # the trainer's, which is in place and no future
+        # The trainer's hook, which works in place and returns no future.
+        "sum": (group_of(None), all_reduce),
     }
     for name, (state, hook) in hooks.items():
         for views in (False, True):
@@ -123,15 +125,15 @@ def buffers(own_group: bool) -> dict[str, object]:
     group = dist.new_group([0, 1]) if own_group else None
     net = DistributedDataParallel(module, process_group=group)
     for _ in range(3):
-        # Two graphs at once: what the first saved must not have changed.
+        # With two graphs at once, the tensors that the first one saved must not have changed.
         losses = [net(torch.randn(6, 4, generator=generator)).sum() for _ in range(2)]
         sum(losses).backward()
     before = module.last.tolist()
     with torch.no_grad():
         net.eval()
-        net(torch.zeros(2, 4))  # takes those of the first rank
+        net(torch.zeros(2, 4))  # this forward takes the first rank's buffers
         mean, calls = module.norm.running_mean.tolist(), module.calls.item()
-        if rank == 0:  # the ones after do not
+        if rank == 0:  # the later ones do not
             net(torch.zeros(2, 4))
     return {"mean": mean, "calls": calls, "before": before}
 
@@ -148,7 +150,7 @@ def test_buffers_are_those_of_the_first_rank(pool: Pool) -> None:
 
 
 def names() -> None:
-    """Each wrapped as it is in scripts: alone, in a list, from PyTorch's file, in a larger one."""
+    """Wraps a module like scripts do: alone, in a list, from PyTorch's file, in a larger one."""
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     wanted = list(module.state_dict())
     net = DistributedDataParallel(module)
@@ -181,7 +183,7 @@ def test_names_are_those_of_the_module(pool: Pool) -> None:
 
 
 def mixed() -> dict[str, float]:
-    """Two types of parameters, as near to one process as the narrower one allows."""
+    """Two dtypes of parameters train as close to one process as the narrower dtype allows."""
     torch.set_default_dtype(torch.float64)
     case = Case(Mixed)
     net = DistributedDataParallel(case.made(), bucket_cap_mb=TINY)
@@ -270,7 +272,7 @@ def bad_inputs() -> dict[str, str]:
         net = DistributedDataParallel(changing, static_graph=True)
         net(torch.ones(2, 4)).sum().backward()
         if rank == 1:
-            changing.times = 2 * times  # the other rank is as it was
+            changing.times = 2 * times  # the other rank is unchanged
         found[f"static {2 * times}"] = backward(net)
     net = DistributedDataParallel(net_of(4, 20, 20, 3), bucket_cap_mb=TINY)
     net.register_comm_hook(1, wrong_shape)
@@ -289,7 +291,7 @@ def bad_inputs() -> dict[str, str]:
     changed = net_of(4, 4, 3)
     net = DistributedDataParallel(changed)
     changed[0].adapter = nn.Linear(4, 4).requires_grad_(False)
-    net(torch.ones(2, 4))  # what is not trained needs no mean
+    net(torch.ones(2, 4))  # frozen parameters need no mean
     given = {"module.0.weight": torch.zeros(4, 4, requires_grad=True)}
     functional_call(net, given, torch.ones(2, 4))  # for this forward alone
     changed[0].adapter.requires_grad_(True)
@@ -346,7 +348,8 @@ def test_every_rank_says_what_is_wrong(pool: Pool) -> None:
 
 
 def ends() -> dict[str, object]:
-    """What else a script does: stop early, catch an error of its own, drop the module."""
+    """Tests further things that a script does: it stops early, catches its own error, drops the
+    module."""
     rank = dist.get_rank()
     first = DistributedDataParallel(net_of(4, 3))
 
@@ -370,11 +373,12 @@ def ends() -> dict[str, object]:
     return found
 
 
-STEPS_OF_RANKS = ((0, 1, 2), (10, 12))  # seeds: the second one leaves a backward out
+STEPS_OF_RANKS = ((0, 1, 2), (10, 12))  # seeds; the second one skips a backward
 
 
 def one_backward_less() -> tuple[list[float], str]:
-    """How far gradients are from the mean of the steps that meet, and what ends the last one."""
+    """Returns the distance of gradients from the mean of the common steps, and how the last one
+    ends."""
     net, found, said = DistributedDataParallel(net_of(4, 3)), [], ""
     for number, seed in enumerate(STEPS_OF_RANKS[dist.get_rank()]):
         try:
@@ -384,7 +388,7 @@ def one_backward_less() -> tuple[list[float], str]:
         else:
             met = [grads_of(net_of(4, 3), steps[number]) for steps in STEPS_OF_RANKS]
             found.append(off(ours, [(a + b) / 2 for a, b in zip(*met, strict=True)]))
-    net.averager.close()  # as the end of this process does
+    net.averager.close()  # like the end of this process
     dist.barrier()
     return found, said
 
@@ -404,7 +408,7 @@ def test_a_script_may_stop_early_fail_and_drop_its_module(pool: Pool) -> None:
 
 
 def alone() -> float:
-    """A group of one, with and without a hook."""
+    """Tests a group of one, with and without a hook."""
     found = []
     for hook in (None, default_hooks.allreduce_hook):
         net = DistributedDataParallel(net_of(4, 3), process_group=ProcessGroups.single().dp)

@@ -1,4 +1,5 @@
-"""Gradients that two read or write: each way ends with the mean over the ranks, or is refused."""
+"""Tests gradients with two readers or writers: each way ends with the mean over the ranks, or is
+refused."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Way = Callable[[Wrap, int], "Found"]
 
 
 class Found(NamedTuple):
-    """What a way leaves: gradients after the backward, and those that a hook saw in it."""
+    """The result of a way: gradients after the backward, and those that a hook saw during it."""
 
     grads: list[Tensor | None]
     seen: Sequence[Tensor] = ()
@@ -49,7 +50,7 @@ def grads_of(*nets: nn.Module) -> list[Tensor | None]:
 
 
 def hooks_of_others(wrap: Wrap, rank: int) -> Found:
-    """One doubles the gradient, others read `.grad` before and after the wrapper's own does."""
+    """One hook doubles the gradient; others read `.grad` before and after the wrapper's own."""
     net, seen = made(), []
     net[0].weight.register_hook(lambda grad: 2 * grad)
 
@@ -122,7 +123,7 @@ def accumulated(wrap: Wrap, rank: int) -> Found:
 
 
 def encoder_of_two(wrap: Wrap, rank: int) -> Found:
-    """One of the two in a backward, then both in one."""
+    """Uses one of the two in a backward, then both in one."""
     whole = made()
     heads = [nn.Linear(6, n).double() for n in (2, 3)]
     nets = [wrap(nn.Sequential(*whole[:2], head)) for head in heads]
@@ -151,7 +152,7 @@ def wrapped_in_a_wrapper(wrap: Wrap, rank: int) -> Found:
 
 
 def wrapped_again(wrap: Wrap, rank: int) -> Found:
-    """The first wrapper lives on, and both are used."""
+    """Both are used, and the first wrapper stays alive."""
     net = made()
     first = wrap(net)
     loss_of(first, rank).backward()
@@ -200,7 +201,7 @@ def off(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> float
 
 
 def error(way: Way, group: Group) -> float:
-    """The largest difference from the mean over the ranks of what each has alone."""
+    """Returns the largest difference from the mean over the ranks of their own gradients."""
     rank = dist.get_rank()
     torch.manual_seed(5)
     ours = way(
@@ -264,7 +265,8 @@ def test_what_two_users_would_spoil_is_refused(pool: Pool) -> None:
 
 
 def tensor_parallel() -> float:
-    """tp=2 × dp=2: the weights' gradients beside those of the whole layers on all inputs."""
+    """Compares, for tp=2 × dp=2, the weights' gradients with those of the whole layers on all
+    inputs."""
     groups = p3d.init(tp=2)
     torch.manual_seed(5)
     whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()

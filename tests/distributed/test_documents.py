@@ -1,6 +1,6 @@
-"""Documents that do not see each other change what is learned, from text on.
+"""Tests that documents which do not attend to each other change what is learned, from text on.
 
-That every layout keeps them apart as the reference does: see `matrix`.
+`matrix` tests that every layout separates them like the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.distributed.pool import Pool
 
 
 def test_documents_change_what_is_learned(references: References) -> None:
-    """Else no training with documents would tell anything."""
+    """Checks the premise: otherwise a training with documents would show nothing."""
     problem = Problem("llama_tiny", "sgd", True, layers=2, steps=2, batch=12)
     losses = [
         references.of(replace(problem, documents=documents)).run.losses
@@ -29,16 +29,17 @@ def test_documents_change_what_is_learned(references: References) -> None:
 
 
 def trained_on_packed_text(masks: bool) -> tuple[list[float], float, int]:
-    """Losses of two steps, of the held-out split, and the documents of the first micro-batch."""
+    """Returns losses of two steps and of the held-out split, and the documents of the first
+    micro-batch."""
     groups = plain_groups(Layout(1, 1, 1))
     config = Case(Problem("gpt_tiny", "sgd", True, layers=1, batch=4)).config(groups.layout)
     config.data.document_mask = masks
-    # Words of one to nine tokens, each with an end of text behind it.
+    # Words of one to nine tokens, each followed by an end of text.
     rng = np.random.default_rng(0)
     words = (rng.integers(1, 61, rng.integers(1, 10)) for _ in range(200))
     stream = np.concatenate([np.append(word, 0) for word in words]).astype("<u2")
     corpus = Corpus(stream[:-100], stream[-100:], "", config.model.vocab_size, eot=0)
-    config.model.vocab_size = 257  # of bytes, which the corpus stands for
+    config.model.vocab_size = 257  # the vocabulary of bytes, which the corpus has
     trainer = Trainer(config, groups, torch.device("cpu"), corpus)
     steps = [trainer.train_step().loss for _ in range(2)]
     documents = trainer.train_batches.micro_batch(0, 0).documents

@@ -1,5 +1,8 @@
-"""Documents on the simulated accelerator: one kernel for all of them in half precision, a call for
-each in wider types, and never a wait of the host."""
+"""Tests documents on the simulated accelerator.
+
+There is one kernel for all documents in half precision, one call for each in other dtypes, and the
+host never waits.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ LENGTHS = [np.diff((0, *begins, LENGTH)).tolist() for begins in BEGINS]
 
 
 class Attention(Observer):
-    """The kernels of attention that were launched."""
+    """Collects the kernels of attention that were launched."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -56,7 +59,7 @@ def documents(device: torch.device) -> Documents:
 def attended(
     device: torch.device, dtype: torch.dtype, kv_heads: int, head_dim: int
 ) -> tuple[list[torch.Tensor], list[str], list[str]]:
-    """The result and the gradients, the kernels of attention, and the waits of the host."""
+    """Returns the result and the gradients, the kernels of attention, and the waits of the host."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(len(BEGINS), n, LENGTH, head_dim) for n in (4, kv_heads, kv_heads, 4)]
     *inputs, grad = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
@@ -73,7 +76,7 @@ def attended(
 
 
 def half_precision_is_one_kernel(dtype: torch.dtype, kv_heads: int) -> None:
-    """Its trial with the first heads of a size is one too."""
+    """The trial with the first heads of a size is one kernel, too."""
     attended(here(), dtype, kv_heads, 8)
     ours, kernels, waited = attended(here(), dtype, kv_heads, 8)
     theirs = explicit(dtype, kv_heads, 8)
@@ -86,7 +89,7 @@ def half_precision_is_one_kernel(dtype: torch.dtype, kv_heads: int) -> None:
 def other_types_are_a_call_for_each_document(
     dtype: torch.dtype, kv_heads: int, head_dim: int
 ) -> None:
-    """And heads of a size that the kernel does not take."""
+    """Heads of a size that the kernel does not take."""
     attended(here(), dtype, kv_heads, head_dim)
     ours, kernels, waited = attended(here(), dtype, kv_heads, head_dim)
     close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
@@ -98,7 +101,7 @@ def other_types_are_a_call_for_each_document(
 
 
 def explicit(dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[torch.Tensor]:
-    """By a mask of the whole square, in fp64 on the host."""
+    """Computes the expected result with a mask of the whole square, in fp64 on the host."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(len(BEGINS), n, LENGTH, head_dim) for n in (4, kv_heads, kv_heads, 4)]
     *inputs, grad = (torch.randn(s, generator=generator).to(dtype).double() for s in shapes)
@@ -132,14 +135,14 @@ def test_other_types_are_a_call_for_each_document(
     simulated.run(1, other_types_are_a_call_for_each_document, dtype, kv_heads, head_dim)
 
 
-# Heads of 8: half precision takes the kernel for all documents.
+# With heads of 8, half precision takes the kernel for all documents.
 LLAMA = Problem(
     "llama_tiny", "adamw", True, "bf16",
     model=(("num_attention_heads", 4), ("num_query_groups", 2)),
     layers=2, steps=2, batch=12, documents=True,
 )  # fmt: skip
 FULL = ("recompute", "full")
-# Through stages and over replicas: see test_simulated_exactness.
+# test_simulated_exactness has stages and replicas.
 RUNS = {
     (2, 1, 1): [Case(LLAMA, sp=True, keys=(FULL,)), Case(replace(LLAMA, precision="fp64"))],
     (1, 1, 1, 2): [
@@ -157,7 +160,7 @@ def test_trains_as_the_reference_does_without_a_wait(
 
 
 def split_queries_take_few_kernels(ring: bool) -> None:
-    """Of queries and keys of any lengths: as few calls as the keys of a rank allow."""
+    """Queries and keys of any lengths need as few calls as the keys of a rank allow."""
     split, packs = SequenceSplit(61, 2, ring=ring), test_context_attention.PACKS
     inputs = random_inputs(split.padded, len(packs), torch.bfloat16)
     kernels = Attention()
@@ -169,8 +172,8 @@ def split_queries_take_few_kernels(ring: bool) -> None:
     theirs = test_context_attention.explicit(inputs, packs, split.padded)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)
-    # Rank 0 holds the first and the last quarter, whose keys overlap where documents go on; rank 1
-    # both in the middle. In a ring each reads the other's keys as well.
+    # Rank 0 holds the first and the last quarter, whose keys overlap if documents continue; rank 1
+    # holds both middle ones. In a ring each also reads the other's keys.
     assert kernels.found.count(FLASH_BACKWARD) == (10 if ring else 4)
 
 

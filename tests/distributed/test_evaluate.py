@@ -1,4 +1,5 @@
-"""`parallel3d eval`: log-likelihoods of any layout are those of transformers on the same model."""
+"""Tests that `parallel3d eval` gives the log-likelihoods of transformers on the same model, under
+any layout."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ KINDS = {
 
 
 def requests(seed: int) -> list[Request]:
-    """Rows of three choices, of all lengths up to the window of 24, the longest first."""
+    """Returns rows of three choices, of all lengths up to the window of 24, the longest first."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda least, most: int(torch.randint(least, most + 1, (), generator=generator))  # noqa: E731
     found = []
@@ -65,7 +66,7 @@ def scored(
 
 
 def judged(logits: torch.Tensor, request: Request) -> Likelihood:
-    """The likelihood of a request by its logits (s, vocabulary)."""
+    """Returns the likelihood of a request from its logits (s, vocabulary)."""
     labels = torch.tensor(request.tokens[request.first :])
     scored = logits[request.first - 1 :]
     found = scored.log_softmax(-1).gather(1, labels[:, None]).sum()
@@ -90,7 +91,8 @@ def by_the_reference(run: Path, request: Request) -> Likelihood:
 def test_likelihoods_are_those_of_another_program(
     kind: str, precision: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of transformers, which computes norms in fp32; in fp64 also of the tests' reference."""
+    """Compares with transformers, which computes norms in fp32, and in fp64 with the tests'
+    reference."""
     monkeypatch.chdir(tmp_path)
     model = save_model(tmp_path / "hf", kind, vocab_size=TOKENS, **KINDS[kind]).eval()
     words = ["from=hf", "run=mine", "prove=false", f"precision={precision}"]

@@ -1,4 +1,4 @@
-"""The scripts of examples/ on real ranks: what they learn does not depend on the layout."""
+"""Tests the scripts of examples/ on real ranks: their training does not depend on the layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-9  # they compute in fp64
 
 
 def run(name: str, *words: str) -> tuple[list[float], dict[str, Any]]:
-    """The losses that a script prints on this rank, and its weights, whole."""
+    """Returns the losses that a script prints on this rank, and its full weights."""
     before, said = sys.argv, io.StringIO()
     sys.argv = [name, *words]
     try:
@@ -80,12 +80,12 @@ def test_scripts_learn_the_same_on_one_rank_and_on_several(pool) -> None:
             losses, weights = alone[words[0].replace("_ddp", "")]
             for result in by_rank:
                 agree(result[i][1], weights, (ranks, words))
-            if "ddp" not in words[0]:  # there each rank prints the loss of its part
+            if "ddp" not in words[0]:  # each rank prints the loss of its own part there
                 assert by_rank[0][i][0] == pytest.approx(losses, abs=1.1e-4)
 
 
 def test_at_most_three_lines_make_the_plain_script_data_parallel() -> None:
-    """Beside what its docstring says."""
+    """Compares the output with the docstring's."""
     plain, parallel = (
         [line for line in (EXAMPLES / name).read_text("utf-8").split('"""')[2].splitlines() if line]
         for name in ("image_classifier.py", "image_classifier_ddp.py")

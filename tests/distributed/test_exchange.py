@@ -1,4 +1,4 @@
-"""What ranks tell each other outside of training: JSON, and boxes as bare bytes; no pickle."""
+"""Tests exchanges outside of training: JSON, and shards as bytes, without pickle."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.distributed.harness import make_trainer, plain_groups
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")
-# Of unequal lengths, with nothing, with a letter of several bytes.
+# Values of unequal lengths, one empty, one with a letter of several bytes.
 WORDS = [None, ["a", (1, 2.5)], "die größte", {"x": [True] * 100}]
 AS_JSON = [None, ["a", [1, 2.5]], "die größte", {"x": [True] * 100}]
 
 
 def told() -> dict[str, Any]:
     rank = dist.get_rank()
-    # A group of its own: its first member is not the world's.
+    # A group of its own, whose first member is not the world's.
     pair, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     found = {
         "all": exchange.all_gather_json(WORDS[rank], dist.group.WORLD, CPU),
@@ -56,7 +56,8 @@ Boxes = list[tuple[int, str, list[float]]]
 
 
 def boxes_of_all() -> list[Boxes]:
-    """The boxes of a small model as rank 0 gets them, in one message of a rank and in many."""
+    """Returns the shards of a small model as rank 0 gets them, in one message per rank and in
+    many."""
     groups = plain_groups(Layout(tp=2, pp=2))
     trainer = make_trainer(Case(Problem("gpt_tiny", "sgd", tied=True)), groups)
     found = [boxes_in_messages(trainer, groups, message_bytes) for message_bytes in (1 << 26, 1000)]
@@ -65,7 +66,7 @@ def boxes_of_all() -> list[Boxes]:
 
 
 def boxes_in_messages(trainer: Trainer, groups: ProcessGroups, message_bytes: int) -> Boxes:
-    """While nothing may be pickled."""
+    """Asserts that nothing is pickled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "MESSAGE_BYTES", message_bytes)
         for name in ("Pickler", "Unpickler", "dumps", "loads"):
@@ -90,7 +91,8 @@ def test_boxes_come_whole_whatever_the_messages(pool: Pool) -> None:
 
 
 def mixed_types() -> list[tuple[str, int]]:
-    """A type of one byte before wider ones: what follows it is not aligned in the message."""
+    """A dtype of one byte precedes wider ones, so the data after it is not aligned in the
+    message."""
     groups = plain_groups(Layout(tp=2))
     types = (torch.uint8, torch.bfloat16, torch.float64)
     boxes = [

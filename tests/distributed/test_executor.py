@@ -1,7 +1,8 @@
-"""The executor on real ranks, with stages that compute nothing: every schedule keeps its promises.
+"""Tests the executor on real ranks, with stages that compute nothing: every schedule keeps its
+promises.
 
-What it holds is counted where it is made and freed; messages go through shared memory or the
-network, small or larger than what a socket buffers.
+Tensors that it holds are counted when they are made and freed; messages go through shared memory or
+the network, and are smaller or larger than a socket's buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def forms(ranks: int, microbatches: int) -> list[Schedule]:
 
 
 def is_right(by_rank: list[Ran], schedule: Schedule) -> None:
-    """Every stage added 1 to what came, both ways, once for each micro-batch, and kept nothing."""
+    """Every stage added 1 both ways, once for each micro-batch, and kept nothing."""
     stages, count = schedule.assignment.stages, schedule.microbatches
     assert sum(ran.loss for ran in by_rank) == stages * count
     for ran in by_rank:
@@ -49,7 +50,7 @@ def test_a_rank_holds_as_many_activations_as_the_checker_counts(ranks: int, pool
 
 
 def test_a_late_stage_changes_no_result(pool: Pool) -> None:
-    """A rank far ahead waits for room; nobody waits for ever, and nothing is overwritten."""
+    """A rank far ahead waits for room; no rank waits for ever, and nothing is overwritten."""
     schedules = forms(3, 7)
     first_and_last = [{"late": (0.005, 0.0, 0.0)}, {"late": (0.0, 0.0, 0.005)}]
     by_rank = pool.run(3, run_each_way, schedules, first_and_last)
@@ -58,7 +59,7 @@ def test_a_late_stage_changes_no_result(pool: Pool) -> None:
 
 
 def test_messages_larger_than_every_buffer_block_nobody_for_ever(pool: Pool) -> None:
-    """16 MiB each: a send ends when the other end has received it."""
+    """Sends 16 MiB each: a send ends when the other end has received it."""
     schedules = [make("interleaved", 2, 2, 2), make("zbv", 2, 2, 2)]
     by_rank = pool.run(2, run_all, schedules, {"shape": LARGE})
     for schedule, ran in zip(schedules, zip(*by_rank, strict=True), strict=True):

@@ -1,4 +1,5 @@
-"""Planted bugs of `optim.freeze` and `optim.groups` are caught; both are on in test_matrix."""
+"""Tests that planted bugs of `optim.freeze` and `optim.groups` are caught; test_matrix uses
+both."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ TREATED = Problem(
 
 @planted(UPDATE)
 def frozen_matrices_decay(sound: Any, optimizer: Optimizer, rate: float, *rest: Any) -> None:
-    """Weight decay takes what is frozen too."""
+    """Weight decay applies to frozen parameters, too."""
     sound(optimizer, rate, *rest)
     for group in optimizer.groups:
         if group.treated.frozen:
@@ -55,7 +56,7 @@ def frozen_matrices_decay(sound: Any, optimizer: Optimizer, rate: float, *rest: 
 
 @planted(SHARE_OF_NORM)
 def the_norm_counts_what_is_frozen(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
-    """Gradients of what is frozen enter the norm, by which the others are clipped."""
+    """Gradients of frozen parameters enter the norm, by which the others are clipped."""
     optimizer = trainer.optimizer
     every = [segment for group in optimizer.groups for segment in group.segments]
     kept, optimizer.segments = optimizer.segments, every
@@ -68,7 +69,8 @@ def the_norm_counts_what_is_frozen(sound: Any, trainer: Trainer, *how: Any) -> T
 def a_matrix_is_treated_as_the_one_before_it(
     sound: Any, segment: Segment, kind_of: Callable[[ShardSpec], Any]
 ) -> Any:
-    """Of fused matrices: k as q, which learns slowly, and v as k, which is frozen."""
+    """In fused matrices, k is treated like q, which learns slowly, and v like k, which is
+    frozen."""
 
     def kind_of_another(shard: ShardSpec) -> Any:
         name = shard.name.replace(".k.", ".q.").replace(".v.", ".k.")
@@ -79,7 +81,7 @@ def a_matrix_is_treated_as_the_one_before_it(
 
 @planted(TREATMENT)
 def a_factor_of_another_group(sound: Any, settings: OptimConfig, name: str) -> Treatment:
-    """Matrices with a learning rate of their own have the usual one, and the reverse."""
+    """Matrices with a learning rate of their own get the usual one, and the reverse."""
     found = sound(settings, name)
     return found if found.frozen else found._replace(lr_mult=1.5 - found.lr_mult)
 

@@ -1,4 +1,5 @@
-"""PyTorch's `fully_shard` over `groups.mesh["dp"]`, around and inside the parts of the library."""
+"""Tests PyTorch's `fully_shard` over `groups.mesh["dp"]`, around and inside the parts of the
+library."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def one_process(rate: float = 0.1) -> dict[str, Tensor]:
 
 
 def off(ours: dict[str, Tensor]) -> float:
-    """The largest difference of a weight from one process's; 0 where there are none."""
+    """Returns the largest difference of a weight from one process's; 0 without weights."""
     if dist.get_rank() > 0:
         return 0.0
     theirs = one_process()
@@ -50,7 +51,7 @@ def trained(module: nn.Module, step: Any) -> float:
 
 
 def tensor_parallel(sizes: dict[str, int], frees: bool) -> float:
-    """Blocks and the rest as units of their own."""
+    """Shards blocks and the rest as units of their own."""
     groups = p3d.init(**sizes)
     module = net(groups.tp)
     for part in (module[1], module[2], module):
@@ -62,7 +63,7 @@ def tensor_parallel(sizes: dict[str, int], frees: bool) -> float:
 
 
 def each_layout(layouts: list[dict[str, Any]]) -> list[float]:
-    """In turns memory is freed after the forward and not."""
+    """Memory is freed after the forward in every second case."""
     return [tensor_parallel(sizes, at % 2 == 0) for at, sizes in enumerate(layouts)]
 
 
@@ -77,7 +78,7 @@ def test_tensor_parallel_layers_are_sharded_over_dp_too(
 
 
 def pipelined(sizes: dict[str, int], options: dict[str, Any], after: bool) -> float:
-    """Each module a unit of its own, sharded before or after the pipeline takes its own."""
+    """Shards each module as a unit of its own, before or after the pipeline takes its stages."""
     groups = p3d.init(**sizes)
     modules = net(groups.tp)
     if not after:
@@ -91,7 +92,7 @@ def pipelined(sizes: dict[str, int], options: dict[str, Any], after: bool) -> fl
 
 
 def each_schedule() -> dict[str, float]:
-    """In turns sharded before and after."""
+    """Shards before and after, in turn."""
     schedules = ("zb_h1", "1f1b", "interleaved", "zbv")
     return {
         name: pipelined(

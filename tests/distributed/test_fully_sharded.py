@@ -1,4 +1,4 @@
-"""zero=2 and zero=3 by FSDP2 train the reference's model, and keep its slices."""
+"""Tests that zero=2 and zero=3 by FSDP2 train the reference's model, and keep its slices."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from tests.distributed.harness import References, check_cases, make_trainer, wit
 from tests.distributed.pool import Pool
 
 GPT = Problem("gpt_tiny", "sgd", tied=True)
-# All that the second of two stages has, but for the tied table.
+# All parameters of the second of two stages, except the tied table.
 FROZEN_STAGE = (("freeze", ("layers.2.*", "final_norm.*")),)
 HALF_COPIES = ("ddp.shard_size", 2)
 EVERY, ONCE = (("ddp.reduce_every_microbatch", every) for every in (True, False))
-# Rows that dp does not divide: 3 over 4 ranks leaves the last without any, 5 over 4 as well.
+# Rows that dp does not divide: 3 over 4 ranks leaves the last rank without rows, and so does 5 over
+# 4.
 ODD = (("ffn_hidden_size", 3), ("vocab_size", 5), ("vocab_multiple", 5))
 
 
@@ -41,9 +42,9 @@ def chunked(
     return Case(problem, schedule, microbatches=4, keys=keys)
 
 
-# The matrix has both stages beside everything else, but neither such sizes, nor a stage without
-# anything to train, nor both of these in one: a single micro-batch, and a V, whose head's gradient
-# alone waits for the embedding's.
+# The matrix has both stages with everything else, but neither these sizes, nor a stage without
+# anything to train, nor both of these cases in one: a single micro-batch, and a V, whose head's
+# gradient waits for the embedding's alone.
 CASES = {
     (1, 1, 4): [
         zero(2, replace(GPT, model=ODD), microbatches=2),
@@ -81,8 +82,8 @@ def test_shards_are_those_of_chunk(rows: int, ranks: int) -> None:
 
 
 def slices_of_a_run(stage: int, steps: int) -> list[Any]:
-    """Slices of this rank after `steps`; another trainer that goes on from copies of them takes the
-    same two next steps."""
+    """Returns slices of this rank after `steps`; another trainer that continues from copies of them
+    takes the same next two steps."""
     groups = with_copies_of_two(Layout(tp=1, dp=4))
     problem = Problem("gpt_tiny", "adamw", True, model=ODD)
     case = Case(problem, keys=(("zero", stage), HALF_COPIES))

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` beside one process: the norm of the whole model, however it is split."""
+"""Compares `clip_grad_norm_` with one process: the norm of the whole model, however it is split."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Block(nn.Module):
 
 
 def net(group: Any = None) -> nn.Sequential:
-    """The same weights on every rank; with a group of tensor-parallel layers and plain ones."""
+    """Returns the same weights on every rank, in tensor-parallel layers if a group is given, else
+    in plain ones."""
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
     words = nn.Embedding(WORDS, WIDTH)
@@ -65,7 +66,7 @@ def loss_of(out: Tensor, words: Tensor) -> Tensor:
 
 
 def one_process(norm_type: float) -> tuple[float, dict[str, Tensor]]:
-    """Norm and clipped gradients, by PyTorch's own function on the whole model."""
+    """Returns the norm and clipped gradients by PyTorch's own function on the whole model."""
     whole = net()
     inputs, targets = batch()
     loss_of(whole(inputs), targets).backward()
@@ -75,7 +76,7 @@ def one_process(norm_type: float) -> tuple[float, dict[str, Tensor]]:
 
 
 def mine(dp: Any) -> tuple[Tensor, Tensor]:
-    """This replica's samples."""
+    """Returns this replica's samples."""
     return tuple(t.chunk(dp.size)[dp.index] for t in batch())  # type: ignore[return-value]
 
 
@@ -104,7 +105,7 @@ def pipelined(groups: p3d.ProcessGroups, sharded: bool = False) -> nn.Module:
 
 
 def sharded(groups: p3d.ProcessGroups) -> nn.Module:
-    """FSDP2 over dp, of tensor-parallel and plain layers."""
+    """Uses FSDP2 over dp, with tensor-parallel and plain layers."""
     module = net(groups.tp)
     for part in (module[1], module[2], module):
         fully_shard(part, mesh=groups.mesh["dp"])
@@ -118,7 +119,7 @@ def all_sharded(groups: p3d.ProcessGroups) -> nn.Module:
 
 
 def full(value: Tensor, theirs: Tensor, group: Any) -> Tensor:
-    """The whole gradient of a parameter, of the shards over dp and tp."""
+    """Returns the whole gradient of a parameter from the shards over dp and tp."""
     local = value.full_tensor() if hasattr(value, "full_tensor") else value
     dims = [i for i, (a, b) in enumerate(zip(local.shape, theirs.shape, strict=True)) if a != b]
     if not dims:
@@ -129,7 +130,7 @@ def full(value: Tensor, theirs: Tensor, group: Any) -> Tensor:
 
 
 def beside_one_process(make: Callable, sizes: dict[str, int]) -> list[tuple[float, float]]:
-    """Relative error of the norm, and of the clipped gradients, by norm type."""
+    """Returns the relative error of the norm, and of the clipped gradients, by norm type."""
     groups, off = p3d.init(**sizes), []
     for norm_type in NORM_TYPES:
         norm, theirs = one_process(norm_type)
@@ -143,7 +144,8 @@ def beside_one_process(make: Callable, sizes: dict[str, int]) -> list[tuple[floa
     return off
 
 
-# By ranks, so that few runs of the pool hold them. Nine rows over four leave the last without any.
+# By number of ranks, so that few runs of the pool suffice. Nine rows over four ranks leave the last
+# one without any.
 LAYOUTS: dict[int, dict[str, tuple[Callable, dict[str, int]]]] = {
     2: {
         "tp": (tensor_parallel, {"tp": 2}),
@@ -188,7 +190,7 @@ def with_a_planted_bug(name: str) -> list[tuple[float, float]]:
 
 
 def over_dp_alone() -> list[tuple[float, float]]:
-    """The norm of a script that sums over dp, as without model parallelism."""
+    """Returns the norm in a script that sums over dp, without model parallelism."""
 
     def over_dp(parameters: Any, max_norm: float, norm_type: float) -> Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -233,7 +235,8 @@ def of_new_parameters() -> list[float]:
 
 
 def own_layers() -> list[float]:
-    """Parameters that the caller splits: `groups` sums them; a rank without any takes part."""
+    """Tests parameters that the caller splits: `groups` sums them; a rank without any takes
+    part."""
     group = p3d.init(pp=2).pp
     first, last = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
     generator = torch.Generator().manual_seed(1)
@@ -249,7 +252,7 @@ def own_layers() -> list[float]:
 
 
 def beside_plain_modules() -> float:
-    """A pipeline, and a module outside of it that every rank holds: that counts once."""
+    """Tests a pipeline with a module outside of it that every rank holds, which counts once."""
     groups = p3d.init(pp=2)
     pipe, extra = pipelined(groups), nn.Linear(3, 3, bias=False).double()
     norm, _ = one_process(2.0)
@@ -298,7 +301,8 @@ def test_heads_that_several_ranks_share_count_once(pool: Pool) -> None:
 
 
 def partial_under_fsdp() -> list[str]:
-    """A norm between two layers whose gradient `fully_shard` has averaged, but nobody summed."""
+    """A norm between two layers whose gradient `fully_shard` has averaged, but nothing has
+    summed."""
     groups = p3d.init(tp=2, dp=2)
     column = p3d.ColumnParallelLinear(4, 4, groups.tp).double()
     between = nn.LayerNorm(2).double()
@@ -307,7 +311,7 @@ def partial_under_fsdp() -> list[str]:
     layers(torch.arange(8.0, dtype=torch.float64).view(2, 4)).square().sum().backward()
     found = [said(p3d.clip_grad_norm_, layers.parameters(), 1.0)]
     found.append(said(p3d.sum_gradients_over, between, groups.tp))
-    for parameter in between.parameters():  # what the sentence advises
+    for parameter in between.parameters():  # the advice of the sentence
         dist.all_reduce(parameter.grad.to_local(), group=groups.tp.handle)
     found.append(said(p3d.clip_grad_norm_, layers.parameters(), 1.0))
     return found
@@ -321,7 +325,7 @@ def test_a_partial_gradient_under_fully_shard_is_found(pool: Pool) -> None:
 
 
 def rounding_alone() -> float:
-    """Copies without a gradient but for rounding: it may differ between the ranks."""
+    """Copies whose gradient is only rounding: it may differ between the ranks."""
     group = p3d.init(tp=2).tp
     layer, norm = p3d.ColumnParallelLinear(4, 4, group), nn.LayerNorm(4)
     for parameter in (*layer.parameters(), *norm.parameters()):
@@ -340,7 +344,7 @@ def of_two() -> dict[Callable, Any]:
 
 @pytest.fixture(scope="module")
 def by_rank(pool: Pool) -> list[dict[Callable, Any]]:
-    """What each of two ranks finds, in one run of all."""
+    """Returns what each of two ranks finds, in one run for all tests."""
     return pool.run(2, of_two)
 
 
@@ -387,8 +391,8 @@ def refusals() -> list[str]:
         said(clip, parameters, 1.0, groups="tp"),
         said(clip, module[1].norm.parameters(), 1.0, groups=groups.tp),
     ]
-    found.append(said(clip, parameters, 1.0, groups=groups.tp))  # known already, so right
-    module[1].norm.weight.grad *= 1 + 10 * rank  # as without `sum_gradients_over`
+    found.append(said(clip, parameters, 1.0, groups=groups.tp))  # known already, so correct
+    module[1].norm.weight.grad *= 1 + 10 * rank  # like without `sum_gradients_over`
     found.append(said(clip, parameters, 1.0))
     module[1].norm.weight.grad.fill_(float("nan") if rank else 1.0)
     found.append(said(clip, parameters, 1.0, error_if_nonfinite=True))
@@ -396,10 +400,10 @@ def refusals() -> list[str]:
     table(torch.tensor([1])).sum().backward()
     found.append(said(clip, table.parameters(), 1.0))
     held = nn.Linear(2, 2)
-    state_of(held.weight).main_grad = torch.zeros(4)  # as of a Trainer
+    state_of(held.weight).main_grad = torch.zeros(4)  # like those of a Trainer
     found.append(said(clip, held.parameters(), 1.0))
     flat = nn.Linear(2, 2)
-    flat.weight._fsdp_flattened = True  # as of FSDP1
+    flat.weight._fsdp_flattened = True  # like those of FSDP1
     found.append(said(clip, flat.parameters(), 1.0))
     return found
 

@@ -1,4 +1,5 @@
-"""Groups on an interface of their own do everything that plain ones do; memory is not shared."""
+"""Tests that groups on their own interface do everything that plain ones do; memory is not
+shared."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def everything_works() -> dict[str, object]:
         assert part.tolist() == [2.0 * (2 * group.index), 2.0 * (2 * group.index + 1)]
         word = collectives.broadcast(torch.tensor([rank]), 1, group)
         assert word.item() == group.ranks[1]
-    # One message to the next stage and its gradient back, as the executor sends them.
+    # One message to the next stage and its gradient back, like the executor's.
     forward, backward = torch.full((3,), float(rank)), torch.full((3,), -float(rank))
     inbox = torch.empty(3)
     if groups.is_first_stage:
@@ -75,7 +76,7 @@ def test_every_collective_message_and_the_mesh_work_on_chosen_interfaces(pool: P
 def lonely_dimension() -> bool:
     groups = on_loopback(Layout(tp=2))
     apart = groups.tp.handle is not dist.group.WORLD and groups.world.handle is dist.group.WORLD
-    dist.barrier()  # a rank that is done at once must not leave while another still connects
+    dist.barrier()  # a rank that is done at once must not leave while another one still connects
     groups.close()
     return apart
 
@@ -87,13 +88,13 @@ def test_a_dimension_as_large_as_the_world_still_gets_its_interface(pool: Pool) 
 def shared_where(hostnames: list[str], launch: LaunchConfig) -> list[bool]:
     own = hostnames[dist.get_rank()]
     original = socket.gethostname
-    socket.gethostname = lambda: own  # the pool's process is kept: put back below
+    socket.gethostname = lambda: own  # the pool's process stays alive: this is restored below
     try:
         groups = ProcessGroups.create(Layout(tp=2, dp=2), "cpu", 30.0, launch)
     finally:
         socket.gethostname = original
     found = [groups.tp.shared is not None, groups.dp.shared is not None]
-    dist.barrier()  # a rank that is done at once must not leave while another still connects
+    dist.barrier()  # a rank that is done at once must not leave while another one still connects
     groups.close()
     return found
 

@@ -1,4 +1,5 @@
-"""Hugging Face models under tp=2 pp=2: the logits of transformers, in and out again."""
+"""Tests Hugging Face models under tp=2 pp=2: the logits of transformers, after an import and an
+export."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from parallel3d.parameters.gather import gather_parameters
 from parallel3d.parameters.state import spec_of
 from tests.distributed.pool import Pool
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test needs no network
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
 
 LAYOUT = Layout(tp=2, pp=2)
 SCALING = {
@@ -50,8 +51,8 @@ THEIRS: dict[str, dict[str, Any]] = {
 
 
 def read_and_give_back(folders: list[Path], tokens: list[int]) -> list[tuple[Any, Any]]:
-    """For each folder: on the last stage the logits of every position, token by token from the
-    cache after a prompt of four; on rank 0 all parameters."""
+    """Returns, for each folder, the logits of every position on the last stage, token by token from
+    the cache after a prompt of four, and all parameters on rank 0."""
     groups = ProcessGroups.create(LAYOUT, "cpu", timeout_s=300)
     found = []
     for folder in folders:
@@ -78,7 +79,8 @@ def logits_of(model: Any, tokens: list[int]) -> Tensor:
 
 
 def test_logits_are_those_of_transformers_in_both_directions(pool: Pool, tmp_path: Path) -> None:
-    import transformers  # seconds, which a choice of other tests need not take
+    # Importing it takes seconds, which a selection of other tests need not spend.
+    import transformers
 
     torch.manual_seed(5)
     models = {}
@@ -87,7 +89,7 @@ def test_logits_are_those_of_transformers_in_both_directions(pool: Pool, tmp_pat
         models[kind] = transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for parameter in models[kind].parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases as well
+                parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases, too
         models[kind].save_pretrained(tmp_path / kind)
     tokens = torch.randint(0, 61, (24,)).tolist()
     folders = [tmp_path / kind for kind in models]

@@ -1,4 +1,4 @@
-"""Gradients reduced inside domains and then between them are those reduced at once."""
+"""Tests that gradients reduced inside domains and then between them equal those reduced at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIRE = Link(10.0, 1.0)
 
 
 def placed(layout: Layout, tiling: str = "tp-cp-dp-pp") -> RankMapping:
-    """`layout` on nodes of four GPUs, a domain and four rails each."""
+    """Returns `layout` on nodes of four GPUs, each with a domain and four rails."""
     nodes = layout.world_size // 4
     cluster = Cluster("nodes of four", nodes, 4, 4, 4, WIRE, WIRE, WIRE)
     return RankMapping.tiled(cluster, layout, Tiling.parse(tiling, layout))
@@ -34,16 +34,16 @@ def in_two_levels(layout: Layout) -> ProcessGroups:
 
 def test_levels_are_domains_and_rails() -> None:
     inner, outer = two_levels(placed(Layout(tp=2, dp=4)), "dp")
-    assert inner == [[0, 2], [4, 6], [1, 3], [5, 7]]  # of one node
-    assert outer == [[0, 4], [2, 6], [1, 5], [3, 7]]  # on one rail
+    assert inner == [[0, 2], [4, 6], [1, 3], [5, 7]]  # ranks of one node
+    assert outer == [[0, 4], [2, 6], [1, 5], [3, 7]]  # ranks on one rail
 
 
 @pytest.mark.parametrize(
     ("layout", "tiling"),
     [
-        (Layout(tp=4, dp=2), "tp-dp"),  # a member a domain
+        (Layout(tp=4, dp=2), "tp-dp"),  # one member per domain
         (Layout(dp=4), "dp"),  # all in one
-        (Layout(tp=2, dp=4), "tp2-dp2-dp2-snake"),  # rails in the other order in every other node
+        (Layout(tp=2, dp=4), "tp2-dp2-dp2-snake"),  # rails in the reverse order in every other node
     ],
     ids=str,
 )
@@ -54,8 +54,11 @@ def test_no_levels_where_there_are_no_two_or_ranks_run_against_the_rails(
 
 
 def sums(layouts: list[tuple[Layout, int]]) -> list[bool]:
-    """By layout and elements whether the sum over the replicas in two levels of a tensor that
-    differs by rank is that in one, and whether a shard of it goes between domains."""
+    """Returns, by layout and elements, whether the sum over the replicas in two levels equals that
+    in one, and whether only a shard goes between domains.
+
+    The tensor differs from rank to rank.
+    """
     found = []
     for layout, elements in layouts:
         groups = in_two_levels(layout)
@@ -72,7 +75,7 @@ def sums(layouts: list[tuple[Layout, int]]) -> list[bool]:
 
 
 def test_two_levels_are_the_sum_and_send_a_shard_between_domains(pool: Pool) -> None:
-    """That trainings with such sums are the reference's: see `matrix`."""
+    """`matrix` tests that trainings with such sums equal the reference's."""
     layouts = [(Layout(dp=8), elements) for elements in (64, 67, 3)]
     layouts += [(Layout(tp=2, dp=4), 67), (Layout(dp=2, cp=4), 67)]
     assert pool.run(8, sums, layouts) == [[True] * len(layouts)] * 8

@@ -1,4 +1,5 @@
-"""A new run takes weights, and if asked the optimizer, from any layout into any other."""
+"""Tests that a new run takes weights, and the optimizer if asked, from any layout into any
+other."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def case_of(way: dict[str, Any], **keys: Any) -> Case:
 
 
 def train_source(folder: Path) -> None:
-    """On every rank: train the run that the others begin from."""
+    """Trains the run that the others start from, on every rank."""
     groups = plain_groups(Layout(*SOURCE[0]))
     keys = {"run": "old", "runs_dir": str(folder), "checkpoint.every": SAVED}
     trainer = make_trainer(case_of(SOURCE[1], **keys), groups)
@@ -74,15 +75,15 @@ def begin(
     sources: dict[str, bool],
     mutation: Callable[[Trainer], AbstractContextManager[Any]] = nullcontext,
 ) -> list[tuple[list[str], dict[str, np.ndarray], dict[str, np.ndarray]]]:
-    """On every rank, from each source (True: its optimizer too): what differs from the checkpoint,
-    the weights at step 0, and those after a step."""
+    """Returns for each source (True: with its optimizer), on every rank, the differences from the
+    checkpoint, the weights at step 0, and those after a step."""
     groups = plain_groups(Layout(*sizes))
     (saved,) = list_checkpoints(folder / "old")
     full = read_full(saved, KINDS)
     found = []
     for source, with_state in sources.items():
         keys = {"runs_dir": str(folder), "init_from": source, "init_optimizer": with_state}
-        keys["optim.ema_decay"] = 0.9  # the average begins with the weights
+        keys["optim.ema_decay"] = 0.9  # the average starts from the weights
         trainer = make_trainer(case_of(way, seed=7, **keys), groups)
         with mutation(trainer):
             load_initial(trainer, groups)
@@ -105,7 +106,8 @@ def begin(
 
 
 def test_a_run_begins_from_another_under_any_layout(pool: Pool, tmp_path: Path) -> None:
-    """Moments and the count of updates too: the next step is the same under every layout."""
+    """Moments and the count of updates are taken, too: the next step is the same under every
+    layout."""
     pool.run(4, train_source, tmp_path)
     assert export_run(tmp_path, "old", tmp_path / "hf", None, None) == 0
     (saved,) = list_checkpoints(tmp_path / "old")

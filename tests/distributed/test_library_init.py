@@ -1,4 +1,4 @@
-"""`p3d.init`: the groups of a script of the user's own, and what it refuses on every rank alike."""
+"""Tests `p3d.init`: the groups of a user's script, and what it refuses on every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 import parallel3d as p3d
 from parallel3d.comm.collectives import all_reduce
 
-# Where rank 1 asks for something else than the others, its words stand second.
+# Where rank 1 asks for something other than the others, its arguments come second.
 BAD = (
     ({"tp": 3}, {}, "init(tp=3) must divide the world's 4 ranks; the nearest is tp=2"),
     ({"pp": 2, "tp": 4}, {}, "init(tp=4) must divide the world's 2 ranks of each of 2 parts; "),
@@ -24,7 +24,8 @@ BAD = (
 
 
 def grids() -> tuple[list, list[str]]:
-    """This rank's groups under two grids with the sums over them, and what the refusals say."""
+    """Returns this rank's groups in two grids with the sums over them, and the texts of
+    refusals."""
     rank, found, said = dist.get_rank(), [], []
     for words in ({"tp": 2}, {"pp": None, "dp": 2, "order": "pp-tp-cp-dp", "shared_memory": False}):
         groups = p3d.init(**words)

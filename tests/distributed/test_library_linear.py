@@ -1,4 +1,4 @@
-"""The tensor-parallel layers beside `nn.Linear` and `nn.Embedding`, of the same seed."""
+"""Compares the tensor-parallel layers with `nn.Linear` and `nn.Embedding`, of the same seed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BAD = (
 
 
 class Net(nn.Module):
-    """Words, an MLP and a head; with a group of tensor-parallel layers, without of PyTorch's."""
+    """Words, an MLP and a head: tensor-parallel layers if a group is given, else PyTorch's."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 def trained(net: nn.Module, autocast: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of three steps, and the weights after them."""
+    """Returns losses of three steps, and the weights after them."""
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.05), []
     ids = torch.arange(24).view(2, 3, 4) * 5 % 16
     for _ in range(3):
@@ -84,7 +84,8 @@ def make(group: Any = None, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def beside_pytorch() -> None:
-    """On every rank, for groups of 1, 2 and 4: first weights, losses, last weights, loading."""
+    """Returns first weights, losses, last weights and the result of loading, on every rank, for
+    groups of 1, 2 and 4."""
     theirs = make()
     first = {name: value.clone() for name, value in theirs.state_dict().items()}
     losses, last = trained(theirs)
@@ -117,7 +118,7 @@ def beside_pytorch() -> None:
 
 
 def of_layers_that_are_there() -> None:
-    """Every layer of a net of PyTorch's replaced by its part: the same training."""
+    """Replaces every layer of a net of PyTorch's by its shard: the training is the same."""
     losses, last = trained(make())
     for tp in (2, 4):
         group, net = p3d.init(tp=tp).tp, make()
@@ -148,8 +149,11 @@ def test_a_table_that_cannot_be_split_is_refused(given: dict[str, Any]) -> None:
 
 
 class Grouped(nn.Module):
-    """Words, a norm, eight queries with two keys and values in one GEMM, and a head; with a group
-    split along the sequence, where four ranks share the keys and values by two."""
+    """Words, a norm, eight queries with two keys and values in one GEMM, and a head.
+
+    If a group is given, they are split along the sequence; among four ranks, two share each
+    key-value head.
+    """
 
     def __init__(self, group: Any = None, replicated: bool = False) -> None:
         super().__init__()
@@ -181,7 +185,7 @@ def grouped(*more: Any) -> nn.Module:
 
 
 def along_the_sequence() -> None:
-    """On every rank, for groups of 1, 2 and 4: losses, and weights after three steps."""
+    """Returns losses, and weights after three steps, on every rank, for groups of 1, 2 and 4."""
     theirs = grouped()
     first = {name: value.clone() for name, value in theirs.state_dict().items()}
     ids = torch.arange(24).view(3, 8) * 5 % 16
@@ -231,7 +235,8 @@ def refused() -> list[str]:
 
 
 def nets_and_refusals() -> list[str]:
-    """Layers of the same seed, layers that are there, layers along the sequence: one run of all."""
+    """Runs layers of the same seed, existing layers, and layers along the sequence, in one run for
+    all tests."""
     beside_pytorch()
     of_layers_that_are_there()
     along_the_sequence()
@@ -267,7 +272,7 @@ def test_a_net_is_pickled_after_a_backward_and_its_parameters_load_as_weights_on
 
 
 def compiled() -> None:
-    """Compared here, in a process that has imported the compiler."""
+    """Compares the kernels here, in a process that has imported the compiler."""
     net, x = alone()
     net(x).sum().backward()
     eager = [p.grad.clone() for p in net.parameters()]
@@ -282,13 +287,13 @@ def compiled() -> None:
 
 
 def test_a_compiled_net_has_the_same_gradients(pool) -> None:
-    """A user's net has no operators of compiled blocks, whose gradients go past autograd."""
+    """A user's net has no operators of compiled blocks, whose gradients bypass autograd."""
     pool.run(1, compiled)
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 6), (2, 3, 2, 6)])
 def test_takes_inputs_of_any_dimensions(shape: tuple[int, ...]) -> None:
-    """Alone, where a layer is PyTorch's."""
+    """Tests a single rank, where a layer is PyTorch's."""
     torch.manual_seed(1)
     theirs = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
     torch.manual_seed(1)

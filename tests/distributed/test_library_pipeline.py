@@ -1,4 +1,5 @@
-"""The pipeline of plain modules beside one process that takes the micro-batches one by one."""
+"""Compares the pipeline of plain modules with one process that takes the micro-batches one by
+one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ TOLERANCE = 1e-9  # fp64
 
 
 class Fork(nn.Module):
-    """A tensor in, two of other shapes out; one weight serves twice."""
+    """Takes a tensor and returns two of other shapes; one weight is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +30,8 @@ class Fork(nn.Module):
 
 
 class Meet(nn.Module):
-    """Two tensors in, one out; an embedding that is also a head, a parameter that nobody uses."""
+    """Takes two tensors and returns one; has an embedding that is also a head, and an unused
+    parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +51,7 @@ class Half(nn.Module):
 def modules() -> list[nn.Module]:
     torch.manual_seed(3)
     return [
-        Half(),  # without parameters: its backward has nothing to do
+        Half(),  # without parameters, its backward has nothing to do
         nn.Conv2d(3, 8, 3, stride=2, padding=1),
         nn.Sequential(nn.BatchNorm2d(8), nn.ReLU()),
         nn.Conv2d(8, 12, (3, 1), padding="same", bias=False),
@@ -67,7 +69,8 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def alone(replicas: int = 1) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of three steps and the state after them; of replicas, the mean of their gradients."""
+    """Returns losses of three steps and the state after them; for replicas, the mean of their
+    gradients."""
     net = nn.Sequential(*modules()).double()
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
     for step in range(3):
@@ -110,7 +113,8 @@ def agrees(got: tuple[list[float], dict], wanted: tuple[list[float], dict], what
 def every_schedule(ranks: int) -> None:
     groups, wanted = p3d.init(pp=ranks), alone()
     for schedule in NAMED_SCHEDULES:
-        # The network carries the same messages: enough with a plain order and one of all kinds.
+        # The network carries the same messages: a plain schedule, and one with all kinds of
+        # actions, suffice.
         for shared_memory in (True, False) if schedule in ("1f1b", "zbv") else (True,):
             pipe = p3d.Pipeline(
                 [m.double() for m in modules()],
@@ -130,12 +134,12 @@ def test_every_schedule_trains_as_one_process_does(ranks: int, pool) -> None:
 
 
 def replicas_and_shapes() -> None:
-    """pp=2 × dp=2; then batches of other sizes, evaluation, outputs, and a state that is loaded."""
+    """Tests pp=2 × dp=2; then batches of other sizes, evaluation, outputs, and a loaded state."""
     groups = p3d.init(pp=2)
     torch.manual_seed(dist.get_rank())
     made = [m.double() for m in modules()]
     if groups.dp.index == 1:
-        made[7][0].weight.data.add_(1.0)  # replicas start as the first one
+        made[7][0].weight.data.add_(1.0)  # replicas start like the first one
     pipe = p3d.Pipeline(
         made,
         groups.pp,
@@ -185,7 +189,7 @@ def test_replicas_average_and_states_are_those_of_all_modules(pool) -> None:
 
 
 class Odd(nn.Module):
-    """Works, until `how` says otherwise for the micro-batch whose inputs are sevens."""
+    """Works, except as `how` says for the micro-batch whose inputs are sevens."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
@@ -219,7 +223,7 @@ def batch_of(*fives: int, samples: int = 8) -> Tensor:
 
 
 GOOD = torch.zeros(8, dtype=torch.int64)
-STEPS = (  # how stage 1 is odd, inputs, targets, who raises what
+STEPS = (  # how stage 1 misbehaves, inputs, targets, who raises what
     ("", batch_of(samples=7), GOOD, "inputs with 7 samples must be tensors of a length that num_"),
     ("", [batch_of(samples=2)] * 3 + [batch_of(samples=1)], GOOD, "micro-batch 3 of inputs has"),
     ("", [batch_of()] * 3, GOOD, "inputs is a list of 3 micro-batches, which must be num_microb"),

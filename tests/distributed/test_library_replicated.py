@@ -1,4 +1,5 @@
-"""Parameters between tensor-parallel layers: norms of queries and keys beside one process."""
+"""Tests parameters between tensor-parallel layers: compares norms of queries and keys with one
+process."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ HEADS, SIZE, WIDTH = 4, 6, 10
 
 
 class Attention(nn.Module):
-    """As Qwen3's: queries and keys of each head are normalized by one weight for all heads."""
+    """Normalizes queries and keys of each head by one weight for all heads, like Qwen3."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ def norms(net: nn.Sequential) -> list[nn.Module]:
 
 
 def trained(net: nn.Module, batches: list[list[int]]) -> dict[str, Tensor]:
-    """The weights after a step on the mean over each list's inputs."""
+    """Returns the weights after a step on the mean over each list's inputs."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     for seeds in batches:
         optimizer.zero_grad()
@@ -91,7 +92,7 @@ def test_norms_of_heads_learn_as_in_one_process(world: int, tp: int, pool: Pool)
     for found in pool.run(world, beside_one_process, tp):
         assert found.keys() == {"summed True", "summed False", "drift False"}
         assert found["summed True"] <= 1e-12
-        assert found["summed False"] > 1e-4  # what the line is for
+        assert found["summed False"] > 1e-4  # the purpose of this line
         assert "parameter 0.q_norm.weight differs by" in found["drift False"]
 
 
@@ -102,7 +103,7 @@ def deferred() -> float:
     layer = nn.Linear(4, 4, bias=False)
     state_of(layer.weight).weight_gradients = queue = (
         WeightGradients()
-    )  # as of a stage of a pipeline
+    )  # like in a stage of a pipeline
     p3d.sum_gradients_over(layer, group)
     with SplitBackward():
         y = layer(torch.ones(3, 4) * (1 + group.index))
@@ -118,7 +119,7 @@ def test_a_gradient_that_a_schedule_would_put_off_is_summed(pool: Pool) -> None:
 
 
 def graph_of_a_gradient() -> float:
-    """A backward through the summed gradient."""
+    """Runs a backward through the summed gradient."""
     group = p3d.init(tp=2).tp
     layer = nn.Linear(1, 1, bias=False).double()
     p3d.sum_gradients_over(layer, group)
@@ -147,7 +148,7 @@ def refusals() -> list[str]:
     p3d.sum_gradients_over(norm, group)
     mixed = nn.Sequential(nn.RMSNorm(4), p3d.RowParallelLinear(4, 4, group))
     found = [said(p3d.sum_gradients_over, m, group) for m in (norm, mixed, nn.ReLU())]
-    assert not mixed[0].weight._backward_hooks  # nothing was changed
+    assert not mixed[0].weight._backward_hooks  # nothing has changed
     nan = nn.RMSNorm(4)
     nn.init.constant_(nan.weight, float("nan") if dist.get_rank() else 1.0)
     try:

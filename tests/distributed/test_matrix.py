@@ -1,4 +1,5 @@
-"""Every training of the covering array is the reference's, and the array holds every pair."""
+"""Tests that every training of the covering array equals the reference's, and that the array holds
+every pair."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def refused(levels: Levels) -> str | None:
 
 
 def test_the_rules_refuse_what_the_check_refuses_and_nothing_else() -> None:
-    """Neighbours of the cases, one to three levels apart from them, idle ones included."""
+    """Returns combinations that differ from the cases in one to three levels, idle ones
+    included."""
     rng = random.Random(0)
     told = {True: 0, False: 0}
     for _ in range(600):

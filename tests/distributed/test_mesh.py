@@ -1,4 +1,5 @@
-"""`groups.mesh`: the grid of all ranks as a DeviceMesh, and the parts that take one of its rows."""
+"""Tests `groups.mesh`: the grid of all ranks as a DeviceMesh, and the parts that take one of its
+rows."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def number_of_groups() -> int:
 
 
 def grid(sizes: dict[str, int], order: str) -> dict[str, object]:
-    """What this rank's mesh says beside its groups."""
+    """Compares this rank's mesh with its groups."""
     groups = p3d.init(**sizes, order=order)
     before = number_of_groups()
     mesh = groups.mesh
@@ -119,7 +120,7 @@ PARTS: tuple[Part, ...] = (
 
 
 def outputs(part: Part, group: GroupLike) -> list[Tensor]:
-    """Outputs and gradients of a part over the group."""
+    """Returns outputs and gradients of a part over the group."""
     torch.manual_seed(1)
     module, x = part(group), torch.arange(32.0).view(8, 4) / 32 + dist.get_rank()
     if isinstance(module, p3d.Pipeline):
@@ -143,7 +144,7 @@ def every_kind_of_group() -> None:
             for a, b in zip(outputs(part, kind), wanted, strict=True):
                 torch.testing.assert_close(a, b)
     net = p3d.DistributedDataParallel(nn.Linear(2, 2), device_mesh=groups.mesh["dp"])
-    assert net.group.shared is not None  # ours, with its shared memory
+    assert net.group.shared is not None  # our group, with its shared memory
     try:
         group_of(square)
     except p3d.UserError as error:
@@ -159,7 +160,7 @@ def test_every_part_takes_a_mesh_a_process_group_or_ours(pool: Pool) -> None:
 
 
 def with_fsdp(world: int) -> None:
-    """`fully_shard` over a dimension of one rank, and over two dimensions at once."""
+    """Applies `fully_shard` over a dimension of one rank, and over two dimensions at once."""
     groups = p3d.init(tp=world)
     layer, twin = nn.Linear(4, 4), nn.Linear(4, 4)
     twin.load_state_dict(layer.state_dict())

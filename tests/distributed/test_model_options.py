@@ -1,4 +1,5 @@
-"""Options of model and loss that a layout could get wrong: every layout is the reference still."""
+"""Tests options of model and loss that a layout could get wrong: every layout still equals the
+reference."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ PAIRS = replace(LLAMA, model=(("num_query_groups", 2),))
 ONE_HEAD = replace(LLAMA, optimizer="sgd", tied=True, model=(("num_query_groups", 1),))
 ZERO1, ZERO3 = ((("zero", level),) for level in (1, 3))
 GATHER_QK = (("tensor_parallel.attention", "gather_qk"),)
-MLP_CHUNKS = (("mlp_chunk_tokens", 50),)  # which do not divide what they cut
-# As of models that people import, heads of 6 where hidden_size / heads is 4; and biases in
-# attention alone, its output's included.
+MLP_CHUNKS = (("mlp_chunk_tokens", 50),)  # sizes that do not divide what they cut
+# Like models that people import: heads of 6 although hidden_size / heads is 4; and biases in
+# attention alone, including its output's.
 QK_NORM = (("qk_norm", True), ("head_dim", 6))
 QWEN3_ONE_HEAD = replace(ONE_HEAD, model=(*QK_NORM, *ONE_HEAD.model, ("attention_bias", "all")))
 
-# The matrix has all other options, each beside every layout.
+# The matrix has all other options, each with every layout.
 CASES = [
     ((4, 1, 1), [Case(QWEN3_ONE_HEAD, sp=True, keys=GATHER_QK)]),
     (
@@ -49,8 +50,8 @@ NORMED_PAIRS = replace(PAIRS, model=(*PAIRS.model, ("qk_norm", True)))
 
 
 def trained_and_saved(sizes: tuple[int, int, int]) -> tuple[Counter[str], bool]:
-    """Elements that this rank writes into a checkpoint, by name; and whether two steps with q and k
-    gathered end in the bits of two steps without."""
+    """Returns the elements that this rank writes into a checkpoint, by name, and whether two steps
+    with gathered q and k end in the bits of two steps without."""
     groups = plain_groups(Layout(*sizes))
     ends = []
     for keys in ((), GATHER_QK):

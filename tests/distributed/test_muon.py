@@ -1,7 +1,8 @@
-"""Muon under every layout is the reference's, which steps whole matrices by name; bugs are caught.
+"""Tests that Muon under every layout equals the reference, which steps whole matrices by name; bugs
+are caught.
 
-In fp64 to 1e-9. The matrix (test_matrix) has Muon beside all else; here is what it leaves out: the
-other scale, shards of shards, key-value heads on four ranks.
+The comparison is in fp64 to 1e-9. The matrix (test_matrix) has Muon with all other features; these
+cases are missing there: the other scale, shards of shards, key-value heads on four ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def test_sharded_matrices_step_as_whole_ones(
     assert [found[0].replicas[0] for found in outcomes] == [0.0] * len(cases)  # equal bits
 
 
-# Planted bugs. Others' are listed at NVIDIA/Megatron-LM#4731, xtuner#2030, DeepSpeed#8384.
+# Planted bugs. Bugs of others are listed at NVIDIA/Megatron-LM#4731, xtuner#2030, DeepSpeed#8384.
 
 NUMBERS = {"loss", "grad norm", "weights"}
 
@@ -94,7 +95,7 @@ def each_shard_by_itself() -> Iterator[None]:
 
 @contextmanager
 def output_projection_by_rows() -> Iterator[None]:
-    """Shards of columns are put under each other: the sizes divide evenly, so nothing tells."""
+    """Shards of columns are stacked by rows: the sizes divide evenly, so no error is raised."""
     sound = HiddenMatrix.of
 
     def of(spec: ParameterSpec, shard: ShardSpec, tp: Group) -> HiddenMatrix:
@@ -110,7 +111,7 @@ def output_projection_by_rows() -> Iterator[None]:
 
 @contextmanager
 def momentum_of_another_matrix() -> Iterator[None]:
-    """After a step two matrices of equal shape have each other's momentum."""
+    """After a step, two matrices of equal shape have each other's momentum."""
     sound = Optimizer.step_hidden
 
     def step(self: Optimizer, *rest: Any) -> None:

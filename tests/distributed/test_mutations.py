@@ -1,7 +1,9 @@
-"""The exactness comparison can fail: known bugs are planted in the workers, and each is caught.
+"""Tests that the exactness comparison can fail: known bugs are planted in the workers, and each is
+caught.
 
-For each, the sound run passes in the same harness, the mutated run does not, and the quantities
-that tell are exactly those named: several leave the loss of the first step, or of all steps, alone.
+For each, the sound run passes in the same harness and the mutated run does not, and the quantities
+that differ are exactly the named ones. Several bugs do not affect the loss of the first step, or of
+any step.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def mean_of_means_over_dp(sound: Any, trainer: Trainer, tokens: Tensor) -> Tenso
 
 @planted(NORM_GRADIENTS)
 def sequence_parallel_sum_missing(*_: Any) -> None:
-    """Norms, biases and positions keep the gradient of their own tokens alone."""
+    """Norms, biases and positions only get the gradient of their own tokens."""
 
 
 @planted(SHARE_OF_NORM)
@@ -83,7 +85,7 @@ def tied_gradient_not_summed(*_: Any) -> None:
 
 
 def exchanged_receives(kind: Kind) -> AbstractContextManager[None]:
-    """The messages of micro-batches 0 and 1 change places on arrival: same shapes, no error."""
+    """The messages of micro-batches 0 and 1 are swapped on arrival: same shapes, no error."""
     first, second = Action(kind, 0), Action(kind, 1)
     kept: list[PendingTransfer] = []
 
@@ -109,7 +111,7 @@ def exchanged_receives(kind: Kind) -> AbstractContextManager[None]:
 
 
 def activations_exchanged() -> AbstractContextManager[None]:
-    """The last stage meets the labels of one micro-batch with the activations of another."""
+    """The last stage combines the labels of one micro-batch with the activations of another."""
     return exchanged_receives(Kind.RECV_F)
 
 
@@ -120,18 +122,18 @@ def gradients_exchanged() -> AbstractContextManager[None]:
 
 @planted(INITIAL_VALUES)
 def clones_over_tp(sound: Any, initializer: Initializer, shard: ShardSpec, out: Tensor) -> None:
-    """Every tp rank draws the slice of tp rank 0, whose boxes start at 0."""
+    """Every tp rank draws the slice of tp rank 0, whose shards start at 0."""
     sound(initializer, at_zero(shard), out)
 
 
 def at_zero(shard: ShardSpec) -> ShardSpec:
-    """The shard as if it began with the full tensor."""
+    """The shard is drawn as if it began with the full tensor."""
     return dataclasses.replace(shard, start=(0,) * len(shard.start))
 
 
 @planted(LOSS)
 def padded_columns_in_the_softmax(sound: Any, loss: ChunkLoss) -> Tensor:
-    """Rows of zeros that pad the table count as tokens: exp(0) each in the softmax's sum."""
+    """Rows of zeros that pad the table count as tokens: each adds exp(0) to the softmax's sum."""
     loss.real = loss.logits.shape[1]
     return sound(loss)
 
@@ -145,7 +147,7 @@ def smoothing_by_local_vocabulary(sound: Any, loss: ChunkLoss) -> Tensor:
 
 @planted(DROPOUT)
 def dropout_counts_local_positions(sound: Any, dropout: Dropout, *given: Any) -> Tensor:
-    """Every part of the sequence has the masks of the first part."""
+    """Every part of the sequence uses the masks of the first part."""
     dropout.part = 0
     return sound(dropout, *given)
 
@@ -168,7 +170,7 @@ def average_of_another_rank(sound: Any, optimizer: Optimizer, *args: Any) -> Non
 
 @planted(ROUNDED_PIECES)
 def rounding_counts_local_elements(sound: Any, segment: Segment, seed: int) -> list[Piece]:
-    """The random bits of a shard are those of its first element on, not of the full tensor's."""
+    """The random bits of a shard start at its first element, not at the full tensor's."""
     spans = []
     for span in segment.spans:
         shards = tuple(map(at_zero, span.spec.shards))
@@ -178,7 +180,7 @@ def rounding_counts_local_elements(sound: Any, segment: Segment, seed: int) -> l
 
 @planted(SHARED_HEADS)
 def shared_heads_apart(*_: Any) -> None:
-    """Each copy of a key-value head keeps the gradient of its own rank's query heads."""
+    """Each copy of a key-value head only gets the gradient of its own rank's query heads."""
 
 
 @planted(SHARE_OF_NORM)
@@ -200,7 +202,7 @@ def norms_of_heads_apart(sound: Any, initializer: Initializer, spec: ParameterSp
 
 
 UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))
-# A layer for each of two stages; the second step reads what the first has left.
+# One layer for each of two stages; the second step reads what the first has left.
 SGD = Problem("gpt_tiny", "sgd", tied=True, optim=UNCLIPPED, layers=2, steps=2, batch=12)
 ADAMW = dataclasses.replace(SGD, optimizer="adamw", optim=())
 ONE_HEAD = dataclasses.replace(
@@ -211,7 +213,7 @@ PLANTED = [
     pytest.param(
         loss_not_divided_by_microbatches, (1, 2, 1), Case(SGD), ALL_NUMBERS, id="wrong-1/M-sgd"
     ),
-    # AdamW does not see a scale: in fp32 all losses agree, and the norm alone tells.
+    # AdamW does not see a scale: in fp32 all losses agree, and only the norm differs.
     pytest.param(
         loss_not_divided_by_microbatches,
         (1, 2, 1),

@@ -1,8 +1,8 @@
-"""Known bugs of context parallelism, planted: each is caught, and by exactly the quantities named.
+"""Plants known bugs of context parallelism: each is caught, by exactly the named quantities.
 
-As in test_mutations, of which this is another part. What others have shipped: a document's last
-token lost and keys in rank order (NVIDIA/TransformerEngine#1930, #3331), positions of later
-documents (NVIDIA/Megatron-LM#5243), norms and gradients over dp alone (NVIDIA/Megatron-LM#7452).
+This continues test_mutations. Bugs that others have shipped: a document's last token lost and keys
+in rank order (NVIDIA/TransformerEngine#1930, #3331), positions of later documents
+(NVIDIA/Megatron-LM#5243), norms and gradients over dp alone (NVIDIA/Megatron-LM#7452).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.more
 
 
 def with_shard(batch: MicroBatch, **changed: Any) -> MicroBatch:
-    """The micro-batch with another shard of its documents."""
+    """Returns the micro-batch with another shard of its documents."""
     documents = batch.documents
     return batch._replace(documents=replace(documents, shard=replace(documents.shard, **changed)))
 
@@ -60,7 +60,7 @@ def positions_restart_at_the_cut(sound: Any, *which: Any) -> MicroBatch:
 
 @planted(MICRO_BATCH)
 def keys_in_rank_order(sound: Any, *which: Any) -> MicroBatch:
-    """Gathered keys and values stay as the ranks have them."""
+    """Gathered keys and values stay in the order of the ranks."""
     batch = sound(*which)
     return with_shard(batch, order=torch.arange(len(batch.documents.shard.order)))
 
@@ -69,14 +69,14 @@ def keys_in_rank_order(sound: Any, *which: Any) -> MicroBatch:
 def documents_are_seen_by_all(
     sound: Any, held: np.ndarray, starts: np.ndarray, split: SequenceSplit
 ) -> np.ndarray:
-    """Attention takes a sample for one document; positions are right."""
+    """Attention treats a sample as one document; positions are right."""
     padding = starts >= split.length
     return sound(held, np.where(padding, starts, 0), split)
 
 
 @planted(ATTENDED_KEYS)
 def a_document_loses_its_last_token(sound: Any, *given: Any) -> np.ndarray:
-    """A document that continues from an earlier piece loses the last of those keys."""
+    """A document that continues from an earlier piece loses its last keys there."""
     table = sound(*given)
     for rows in table:
         found = rows[1 : rows[0, 0] + 1]
@@ -92,7 +92,7 @@ def gradients_of_keys_not_summed(*_: Any) -> CompletedWork:
 
 @planted(RING_GRADIENTS)
 def the_ring_drops_gradients(_: Any, gradients: Tensor, others: tuple[Tensor, Work]) -> None:
-    """Gradients of keys that other ranks have made are not added."""
+    """Gradients of keys that other ranks have computed are not added."""
     others[1].wait()
 
 
@@ -107,7 +107,7 @@ def parts_merged_without_rescaling(
 
 @planted(SHARE_OF_NORM)
 def norm_over_dp_alone(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
-    """Every rank of a cp group adds its copy's squared norm."""
+    """Every rank of a cp group adds the squared norm of its copy."""
     segments = trainer.optimizer.segments
     groups = [segment.groups for segment in segments]
     for segment in segments:
@@ -120,7 +120,7 @@ def norm_over_dp_alone(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
 
 @planted(ENGINE)
 def gradients_over_dp_alone(sound: Any, *given: Any) -> Any:
-    """The ranks of a cp group keep the gradients, and ZeRO's shards, of their own tokens."""
+    """The ranks of a cp group only use the gradients, and ZeRO's shards, of their own tokens."""
     *before, groups, observer = given
     return sound(*before, replace(groups, dp_cp=groups.dp), observer)
 
@@ -129,7 +129,7 @@ def gradients_over_dp_alone(sound: Any, *given: Any) -> Any:
 def loss_divided_by_local_tokens(
     sound: Any, trainer: Trainer, batches: Batches, first: int
 ) -> Tensor:
-    """Each rank divides by the tokens of the batch that it holds itself, times the ranks."""
+    """Each rank divides by the tokens of its own part of the batch, times the ranks."""
     masks = (
         batches.micro_batch(first, m).loss_mask for m in range(trainer.config.num_microbatches)
     )
@@ -149,7 +149,7 @@ def labels_of_the_next_local_token(sound: Any, *which: Any) -> MicroBatch:
 
 @planted(MICRO_BATCH)
 def labels_of_another_rank(sound: Any, *which: Any) -> MicroBatch:
-    """Tokens are of this rank's pieces, labels of its neighbour's."""
+    """Tokens are from this rank's pieces, labels from its neighbour's."""
     batch = sound(*which)
     by_rank = [torch.empty_like(batch.labels) for _ in range(dist.get_world_size())]
     dist.all_gather(by_rank, batch.labels)
@@ -158,7 +158,7 @@ def labels_of_another_rank(sound: Any, *which: Any) -> MicroBatch:
 
 @planted(MICRO_BATCH)
 def halves_of_tokens_exchanged(sound: Any, *which: Any) -> MicroBatch:
-    """Tokens of pieces r and 2 · cp − 1 − r change places, their labels do not."""
+    """Tokens of pieces r and 2 · cp − 1 − r are swapped, their labels are not."""
     batch = sound(*which)
     return batch._replace(tokens=batch.tokens.roll(batch.tokens.shape[1] // 2, dims=1))
 
@@ -167,14 +167,16 @@ def halves_of_tokens_exchanged(sound: Any, *which: Any) -> MicroBatch:
 def dropout_by_local_position(
     sound: Any, dropout: Dropout, x: Tensor, samples: Tensor | None, *_: Any
 ) -> Tensor:
-    """All ranks drop what the first tokens of a sample drop."""
+    """All ranks use the dropout masks of a sample's first tokens."""
     return sound(dropout, x, samples)
 
 
 @planted(ATTENDED_KEYS)
 def the_diagonal_at_the_first_key(sound: Any, *given: Any) -> np.ndarray:
-    """The causal mask of fewer queries than keys is aligned at the top left: a segment's first
-    query sees the first key of its document, its second two, and so on."""
+    """The causal mask of fewer queries than keys is aligned at the top left.
+
+    A segment's first query sees the first key of its document, its second one two keys, and so on.
+    """
     table = sound(*given)
     for rows in table:
         found = rows[1 : rows[0, 0] + 1]
@@ -184,7 +186,7 @@ def the_diagonal_at_the_first_key(sound: Any, *given: Any) -> np.ndarray:
 
 @planted(ATTENTION)
 def heads_have_the_masks_of_the_first(sound: Any, *given: Any) -> Tensor:
-    """A rank that attends with other heads drops what the first ones drop."""
+    """A rank that attends with other heads uses the dropout masks of the first heads."""
     *_, dropout, _ = given
     dropout.first_head = 0
     return sound(*given)
@@ -192,7 +194,7 @@ def heads_have_the_masks_of_the_first(sound: Any, *given: Any) -> Tensor:
 
 @planted(ATTENTION)
 def heads_go_to_the_wrong_rank(sound: Any, *given: Any) -> Tensor:
-    """The result of attention with a part of the heads comes back in another order of heads."""
+    """The result of attention with a part of the heads returns in another order of heads."""
     y = sound(*given)
     return y.roll(y.shape[1] // 2, dims=1)
 

@@ -1,6 +1,6 @@
-"""Known bugs of data parallelism, planted: each is caught, and by exactly the quantities named.
+"""Plants known bugs of data parallelism: each is caught, by exactly the named quantities.
 
-As in test_mutations, of which this is another part. Sums in bf16 are in test_comm_hooks.
+This continues test_mutations. test_comm_hooks has sums in bf16.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def unfilled_buckets_left(sound: Any, engine: BucketedDataParallel) -> list[str]
 
 @planted(STEP)
 def samples_by_the_last_size(sound: Any, trainer: Trainer) -> StepResult:
-    """A step of another size than `global_batch_size` counts as many samples as that one."""
+    """A step of another size than `global_batch_size` counts as that many samples."""
     result = sound(trainer)
     trainer.consumed_samples += trainer.config.global_batch_size - trainer.batch
     return result
@@ -74,7 +74,7 @@ def samples_by_the_last_size(sound: Any, trainer: Trainer) -> StepResult:
 
 @planted(START_STEP)
 def gradients_kept(sound: Any, engine: Engine, microbatches: int) -> None:
-    """The gradients of the step before are still there."""
+    """The gradients of the previous step are still there."""
     kept = [segment.grad.clone() for segment in engine.segments]
     sound(engine, microbatches)
     for segment, grad in zip(engine.segments, kept, strict=True):
@@ -90,8 +90,8 @@ def divided_by_dp(sound: Any, engine: BucketedDataParallel, index: int) -> None:
 
 @planted(START_STEP)
 def divided_by_fsdp(sound: Any, engine: FullyShardedDataParallel, microbatches: int) -> None:
-    """FSDP2 keeps its habit of averaging."""
-    (held,) = engine.gradients  # all parameters lie over the same ranks
+    """FSDP2 averages, as it does by default."""
+    (held,) = engine.gradients  # all parameters are over the same ranks
     for unit in engine.units:
         unit.set_gradient_divide_factor(held.shards.size)
     sound(engine, microbatches)
@@ -104,7 +104,7 @@ def copies_not_summed(*_: Any) -> None:
 
 @planted(FINISH_STEP)
 def copies_not_summed_at_the_end(sound: Any, engine: FullyShardedDataParallel) -> list[str]:
-    """The same, where the gradients of every micro-batch were scattered at once."""
+    """The same bug if the gradients of every micro-batch were scattered at once."""
     engine.every_microbatch = False
     unused = sound(engine)
     engine.every_microbatch = True
@@ -113,7 +113,7 @@ def copies_not_summed_at_the_end(sound: Any, engine: FullyShardedDataParallel) -
 
 @planted(LAST_MICROBATCH)
 def only_the_last_microbatch_scattered(sound: Any, engine: FullyShardedDataParallel) -> None:
-    """The sums of the micro-batches before are replaced by what was reduced."""
+    """The sums of the earlier micro-batches are replaced by the newly reduced gradients."""
     for flat in engine.gradients.values():
         flat.zero_()
     sound(engine)
@@ -121,15 +121,15 @@ def only_the_last_microbatch_scattered(sound: Any, engine: FullyShardedDataParal
 
 @planted(REDUCE_SCATTER)
 def neighbours_shard(_: Any, tensor: Tensor, group: Group) -> collectives.Work:
-    """Rank r gets the sum of its shard in the place of shard r + 1, and steps shard r by what it
-    had there itself."""
+    """Rank r gets the sum of its shard in the place of shard r + 1, and steps shard r by the
+    earlier contents of its place."""
     neighbours = tensor.chunk(group.size)[(group.index + 1) % group.size]
     return collectives.reduce_scatter_into(neighbours, tensor, group)
 
 
 @planted(GATHERED_PARAMETERS)
 def parameters_not_gathered(sound: Any, engine: BucketedDataParallel) -> None:
-    """Each rank goes on with its own shard of the new parameters and the rest of the old ones."""
+    """Each rank continues with its own shard of the new parameters and the rest of the old ones."""
     shards = [bucket.shards for bucket in engine.buckets]
     for bucket in engine.buckets:
         bucket.shards = SINGLE
@@ -140,7 +140,7 @@ def parameters_not_gathered(sound: Any, engine: BucketedDataParallel) -> None:
 
 @planted(EVALUATION)
 def not_gathered_before_evaluation(sound: Any, trainer: Trainer, of: EvaluatedSet) -> Score:
-    """The last step's parameters are still on their way when the evaluation reads them."""
+    """The last step's parameters are still being gathered when the evaluation reads them."""
     engine = trainer.data_parallel
     engine.gathering, gathering = {}, engine.gathering
     found = sound(trainer, of)
@@ -150,13 +150,13 @@ def not_gathered_before_evaluation(sound: Any, trainer: Trainer, of: EvaluatedSe
 
 @planted(LAST_SAMPLES)
 def sample_dropped_at_the_ragged_end(sound: Any, samples: FirstSamples, i: int) -> Sample:
-    """A sample is missing in the last global batch of a validation set, which it does not fill."""
+    """A sample is missing in the last, incomplete global batch of a validation set."""
     return sound(samples, samples.count if i == samples.count - 1 else i)
 
 
 @planted(LAST_SAMPLES)
 def ragged_end_filled_up(_: Any, samples: FirstSamples, i: int) -> Sample:
-    """The last global batch of a validation set is filled up by samples that count."""
+    """The last global batch of a validation set is filled up with samples that count."""
     return samples.source.sample(i)
 
 
@@ -164,19 +164,19 @@ def ragged_end_filled_up(_: Any, samples: FirstSamples, i: int) -> Sample:
 def replicas_start_apart(
     sound: Any, initializer: Initializer, shard: ShardSpec, out: Tensor
 ) -> None:
-    """Initial values depend on the data-parallel rank, and nobody broadcasts those of the first."""
+    """Initial values depend on the data-parallel rank, and the first rank's are not broadcast."""
     sound(replace(initializer, seed=initializer.seed + dist.get_rank()), shard, out)
 
 
 @planted(UPDATE)
 def replicas_drift(sound: Any, optimizer: Optimizer, learning_rate: float, *rest: float) -> None:
-    """A rank's own rounding enters its update: one part in a million, in every step."""
+    """A rank's own rounding error enters its update: one part in a million, in every step."""
     sound(optimizer, learning_rate * (1 + 1e-6 * dist.get_rank()), *rest)
 
 
 @planted(LAST_MICROBATCH)
 def other_chunks_not_reduced(sound: Any, engine: FullyShardedDataParallel) -> None:
-    """The last backward reduces its own chunk's gradients alone."""
+    """The last backward reduces only the gradients of its own chunk."""
     sound(engine)
     for unit in engine.root.stages[1].modules():
         if isinstance(unit, FSDPModule):
@@ -193,11 +193,11 @@ HALVES = [zero(3, HALF_COPIES, ("ddp.reduce_every_microbatch", every)) for every
 IN_FP32 = Case(replace(ADAMW, precision="fp32"))
 PLANTED = [
     pytest.param(unfilled_buckets_left, LATE, DRIFT, id="unfilled-bucket"),
-    # The loss of a third step would tell too.
+    # The loss of a third step would differ, too.
     pytest.param(gradients_kept, Case(SGD), ALL_NUMBERS - {"loss"}, id="gradients-kept"),
     pytest.param(gradients_kept, zero(2), ALL_NUMBERS - {"loss"}, id="sharded-gradients-kept"),
     pytest.param(divided_by_dp, Case(SGD), ALL_NUMBERS, id="averaged-twice-sgd"),
-    # AdamW does not see a scale: the losses agree, and the norm alone tells.
+    # AdamW does not see a scale: the losses agree, and only the norm differs.
     pytest.param(divided_by_dp, IN_FP32, {"grad norm"}, id="averaged-twice-adamw"),
     pytest.param(divided_by_fsdp, zero(3), ALL_NUMBERS, id="averaged-by-fsdp"),
     pytest.param(only_the_last_microbatch_scattered, zero(3), ALL_NUMBERS, id="last-scattered"),
@@ -225,7 +225,8 @@ PLANTED = [
 
 
 def outcomes_of(pool: Pool, cases: list[Case], mutation: Mutation = nullcontext) -> list[list[Any]]:
-    """By case, of all ranks: copies of two ranks on four, all else on two."""
+    """Returns, by case, the results of all ranks: copies of two ranks on four, all others on
+    two."""
     halves = HALF_COPIES in cases[0].keys
     world, groups = (4, with_copies_of_two) if halves else (2, plain_groups)
     by_rank = pool.run(world, run_cases, (1, 1, world), cases, mutation, groups)

@@ -1,7 +1,7 @@
-"""Mistakes that only a GPU would show, planted: each is caught on the simulated accelerator.
+"""Plants bugs that only a GPU would show: each is caught on the simulated accelerator.
 
-A loss on the CPU is right under all of them: streams, pinned memory, the device of a thread and the
-order of a communicator do not exist there.
+On the CPU the loss is right with all of them: streams, pinned memory, the device of a thread and
+the order of a communicator do not exist there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ LLAMA = Problem("llama_tiny", "adamw", True, layers=2)
 
 
 def train(sizes: Sizes, keys: Sequence[tuple[str, Any]], mutation: Mutation, steps: int) -> None:
-    """Steps with the mistake in place, and a save beside them if checkpoints are asked for."""
+    """Runs steps with the bug in place, and a save at the same time if checkpoints are asked
+    for."""
     layout, keys = Layout(*sizes), dict(keys)
     with mutation():
         shards = keys.get("ddp.shard_size")
@@ -86,7 +87,7 @@ def train(sizes: Sizes, keys: Sequence[tuple[str, Any]], mutation: Mutation, ste
 
 @planted(FINISH_STEP)
 def sums_are_read_before_they_are_there(_: Any, engine: BucketedDataParallel) -> list[str]:
-    """The step goes on without waiting for its buckets."""
+    """The step continues without waiting for its buckets."""
     for index in engine.reducer.rest():
         engine.reduce_bucket(index)
     return []
@@ -107,13 +108,13 @@ def layers_do_not_wait_for_their_parameters() -> Iterator[None]:
 
 @planted(REPLICAS)
 def sums_over_copies_may_be_overwritten(_: Any, flat: Tensor, copies: Group) -> None:
-    """Nothing keeps a unit's reduced gradients while they are summed over the copies."""
+    """A unit's reduced gradients are not kept alive while they are summed over the copies."""
     collectives.all_reduce(flat, copies)
 
 
 @dataclass
 class NeverWaited:
-    """A handle for which nobody waits."""
+    """A handle that is never waited for."""
 
     work: collectives.Work
 
@@ -136,7 +137,7 @@ def the_side_stream_does_not_wait(sound: Any, hook: SideStream, tensor: Tensor, 
 
 @planted(SIDE_STREAM)
 def an_event_of_another_stream(sound: Any, hook: SideStream, tensor: Tensor, start: Any) -> Any:
-    """The mark behind a sum is put on the stream that computes."""
+    """The event after a sum is recorded on the compute stream."""
     queued = sound(hook, tensor, start)
     queued.done = accelerator.module(tensor.device).current_stream().record_event()
     return queued
@@ -154,7 +155,7 @@ def a_side_stream_writes_what_the_other_reads(
 
 RACES = {
     sums_are_read_before_they_are_there: ((1, 1, 2), ()),
-    # On two stages: the last one's sum of tokens comes behind the gathers on the same stream.
+    # On two stages, the last one's sum of tokens comes after the gathers on the same stream.
     layers_do_not_wait_for_their_parameters: ((1, 2, 2), (("zero", 1),)),
     sums_over_copies_may_be_overwritten: (
         (1, 1, 4),
@@ -167,8 +168,8 @@ RACES = {
 }
 
 
-# Mutations that harm nothing from a version of torch on. FSDP2 of 2.15 keeps what it hands to the
-# hook of an all-reduce until the unit's next backward.
+# Mutations that are harmless from some version of torch on. FSDP2 of 2.15 keeps the tensors that it
+# passes to the hook of an all-reduce until the unit's next backward.
 HARMLESS = {sums_over_copies_may_be_overwritten: (2, 15)}
 
 
@@ -196,7 +197,7 @@ def a_tensor_of_the_host_is_summed(
 def one_stage_sends_in_another_order(
     sound: Any, messages: Sequence[tuple[Action, Tensor]], *where: Any
 ) -> list[PendingTransfer]:
-    """Two activations change places in the list of the first stage."""
+    """Two activations are swapped in the list of the first stage."""
     if dist.get_rank() > 0:
         return sound(messages, *where)
     named = {other(action): action for action, _ in messages}
@@ -207,7 +208,7 @@ def one_stage_sends_in_another_order(
 
 
 def other(action: Action) -> Action:
-    """The same of the other one of two micro-batches."""
+    """The same for the other one of two micro-batches."""
     return Action(action.kind, action.microbatch ^ 1, action.chunk)
 
 
@@ -250,9 +251,9 @@ REFUSED = {
 }
 
 
-# An error in a hook of autograd may end the process before it is told: PyTorch's stream guard calls
-# Python on its way out, with the error still set, and may not raise. So this one is met behind the
-# backward.
+# An error in a hook of autograd may end the process before it is reported: PyTorch's stream guard
+# calls Python on its way out, with the error still set, and may not raise. So this one is detected
+# after the backward.
 AFTER_BACKWARD = {a_bucket_more_on_one_rank: (("ddp.overlap", False),)}
 
 
@@ -332,7 +333,7 @@ def rows_are_added_in_any_order(
 
 
 def drifts(mutation: Mutation) -> list[str]:
-    """Says which replicas hold other bits, after some steps at tp=2."""
+    """Returns which replicas hold other bits, after some steps at tp=2."""
     groups = plain_groups(Layout(2, 1, 1))
     said: list[str] = []
     with mutation():
@@ -357,7 +358,7 @@ def test_replicated_tables_stay_equal(
 
 
 class Kernels(Observer):
-    """Names, and bytes read and written, of what runs."""
+    """Collects names, and bytes read and written, of the kernels that run."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, int, Any]] = []
@@ -378,7 +379,7 @@ def the_loss_goes_operator_by_operator(*_: Any) -> bool:
 
 
 def kernels_of_a_step(mutation: Mutation) -> list[tuple[str, int, int]]:
-    """(name, bytes, elements of the result) of the kernels of one bf16 step."""
+    """Returns (name, bytes, elements of the result) of the kernels of one bf16 step."""
     observer = Kernels()
     with mutation():
         case = Case(Problem("llama_tiny", "adamw", True, "bf16", (("vocab_size", 4000),)))
@@ -393,8 +394,8 @@ def kernels_of_a_step(mutation: Mutation) -> list[tuple[str, int, int]]:
 
 
 def test_weight_gradients_are_added_by_the_product_itself(simulated: SimulatedPool) -> None:
-    """A product that is rounded first is a matrix of its own, and an addition behind it."""
-    weights = 32 * 32  # the smallest matrix that a product adds to
+    """A product that is rounded first would be a matrix of its own, followed by an addition."""
+    weights = 32 * 32  # the smallest matrix to which a product is added
     for mutation, is_sound in ((sound, True), (products_are_rounded_before_they_are_added, False)):
         (kernels,) = simulated.run(1, kernels_of_a_step, mutation)
         products = [name for name, _, _ in kernels if name == "addmm"]
@@ -404,11 +405,12 @@ def test_weight_gradients_are_added_by_the_product_itself(simulated: SimulatedPo
 
 
 def test_the_loss_moves_few_bytes_a_logit(simulated: SimulatedPool) -> None:
-    """One pass over the logits forward and one backward, GEMMs not counted."""
+    """One pass over the logits forward and one backward, not counting GEMMs."""
     problem_tokens = Problem("gpt_tiny", "sgd", True).tokens
     logits = 4000 * problem_tokens
     for mutation, is_sound in ((sound, True), (the_loss_goes_operator_by_operator, False)):
         (kernels,) = simulated.run(1, kernels_of_a_step, mutation)
-        a_loss = logits // 3  # of a micro-batch, in bf16 or wider: nothing else is as large
+        # Logits of a micro-batch, in bf16 or wider: no other tensor is as large.
+        a_loss = logits // 3
         moved = sum(b for name, b, _ in kernels if b > a_loss and "mm" not in name)
         assert (moved / logits < 12) is is_sound, moved / logits

@@ -1,6 +1,6 @@
-"""Known bugs of packed documents, planted: each is caught, and by exactly the quantities named.
+"""Plants known bugs of packed documents: each is caught, by exactly the named quantities.
 
-As in test_mutations, of which this is another part.
+This continues test_mutations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.more
 
 
 def with_starts(batch: MicroBatch, positions: Tensor) -> MicroBatch:
-    """The micro-batch with documents whose tokens have these positions; attention is as before."""
+    """Returns the micro-batch with documents whose tokens have these positions; attention is
+    unchanged."""
     starts = torch.arange(positions.shape[1]) - positions
     return batch._replace(documents=replace(batch.documents, starts=starts.to(torch.int32)))
 
@@ -34,7 +35,7 @@ def with_starts(batch: MicroBatch, positions: Tensor) -> MicroBatch:
 def a_neighbour_is_seen(
     sound: Any, held: np.ndarray, starts: np.ndarray, split: SequenceSplit
 ) -> np.ndarray:
-    """The first two documents of each sample are one to attention; positions are right."""
+    """Attention treats the first two documents of each sample as one; positions are right."""
     joined = starts.copy()
     for row in joined:
         second = row[row > 0].min(initial=len(row))
@@ -46,7 +47,7 @@ def a_neighbour_is_seen(
 def positions_go_on(sound: Any, *which: Any) -> MicroBatch:
     """Positions count from the sample's first token, whatever the documents.
 
-    With RoPE nobody could tell: scores depend on the distance alone.
+    With RoPE this would not show: scores depend on the distance alone.
     """
     batch = sound(*which)
     starts = batch.documents.starts
@@ -74,14 +75,14 @@ def documents_begin_a_token_late(sound: Any, *which: Any) -> MicroBatch:
 
 @planted(MICRO_BATCH)
 def spans_end_a_token_late(sound: Any, *which: Any) -> MicroBatch:
-    """The loss mask is moved by one token; as many are learned from as before."""
+    """The loss mask is shifted by one token; the number of learned tokens is unchanged."""
     batch = sound(*which)
     return batch._replace(loss_mask=batch.loss_mask.roll(1, dims=1))
 
 
 @planted(MICRO_BATCH)
 def the_middle_knows_no_documents(sound: Any, *which: Any) -> MicroBatch:
-    """Stages between the ends, which read no tokens, take a sample for one document."""
+    """Stages between the ends, which read no tokens, treat a sample as one document."""
     batch = sound(*which)
     return batch._replace(documents=None) if batch.tokens is None else batch
 
@@ -90,14 +91,14 @@ def the_middle_knows_no_documents(sound: Any, *which: Any) -> MicroBatch:
 def dropout_sees_everything(
     sound: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *how: Any
 ) -> Tensor:
-    """Attention that writes its probabilities out forgets the documents."""
+    """Attention that writes its probabilities out ignores the documents."""
     *_, samples = how
     return sound(q, k, v, documents if samples is None else None, *how)
 
 
 @planted(MICRO_BATCH)
 def parts_have_the_positions_of_the_first(sound: Any, *which: Any) -> MicroBatch:
-    """Each of two parts of the sequence looks its tokens up as if it were the first."""
+    """Each of two parts of the sequence looks up its tokens as if it were the first."""
     batch = sound(*which)
     first_part, _ = batch.documents.positions().chunk(2, dim=1)
     return with_starts(batch, first_part.repeat(1, 2))

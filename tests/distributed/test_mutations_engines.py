@@ -1,7 +1,7 @@
-"""Known bugs of the engines, planted: each is caught, and by exactly the quantities named.
+"""Plants known bugs of the engines: each is caught, by exactly the named quantities.
 
-As in test_mutations, of which this is the second part: overlapped tensor parallelism and
-recomputation. The first loss is right under most of them.
+This continues test_mutations with overlapped tensor parallelism and recomputation. Most of the bugs
+do not affect the first loss.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ CHUNKS = 2
 
 
 def in_pieces(y: Tensor, group: Group) -> Tensor:
-    """A gathered sequence (b, s, features) as (b, tp, chunks, run, features)."""
+    """Views a gathered sequence (b, s, features) as (b, tp, chunks, run, features)."""
     return y.unflatten(1, (group.size, CHUNKS, -1))
 
 
 @planted(LINEAR_FORWARD)
 def pieces_in_a_row(sound: Any, split: str, *given: Any) -> Tensor:
-    """A gathered piece is put at one place of the sequence instead of one for each rank."""
+    """A gathered piece is put at one place of the sequence instead of one place for each rank."""
     y, (*_, group, chunks) = sound(split, *given), given
     gathered = split == "column" and chunks == CHUNKS
     return in_pieces(y, group).transpose(1, 2).flatten(1, 3) if gathered else y
@@ -60,7 +60,7 @@ def pieces_in_a_row(sound: Any, split: str, *given: Any) -> Tensor:
 
 @planted(LINEAR_FORWARD)
 def pieces_out_of_turn(sound: Any, split: str, *given: Any) -> Tensor:
-    """Piece 1 is put where piece 0 belongs, and the reverse."""
+    """Pieces 0 and 1 are put in each other's place."""
     y, (*_, group, chunks) = sound(split, *given), given
     gathered = split == "column" and chunks == CHUNKS
     return in_pieces(y, group).flip(2).flatten(1, 3) if gathered else y
@@ -70,7 +70,7 @@ def pieces_out_of_turn(sound: Any, split: str, *given: Any) -> Tensor:
 def gather_split_in_the_backward(
     sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
 ) -> Gradients:
-    """Each rank takes its part of its own input gradient; those of the others are not added."""
+    """Each rank takes its part of its own input gradient; the other ranks' are not added."""
     grad_x, grad_weight = sound(split, grad, x, weight, group, sp)
     if split == "column":
         grad_x = matmul(grad, weight).chunk(group.size, dim=1)[group.index].contiguous()
@@ -81,7 +81,7 @@ def gather_split_in_the_backward(
 def split_summed_in_the_backward(
     sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
 ) -> Gradients:
-    """Gradients of what was scattered are added over the ranks on top of being gathered."""
+    """Gradients of a scattered tensor are summed over the ranks and gathered."""
     if split == "row":
         grad = collectives.all_reduce(grad.clone(), group)
     return sound(split, grad, x, weight, group, sp)
@@ -91,7 +91,8 @@ def split_summed_in_the_backward(
 def weight_gradient_of_the_own_tokens(
     sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
 ) -> Gradients:
-    """The backward forgets to gather the kept shard: a weight sees the tokens of its own rank."""
+    """The backward does not gather the kept shard: a weight only sees the tokens of its own
+    rank."""
     if split == "column":
         others = all_gather_sequence(x, group)
         others.chunk(group.size, dim=1)[group.index].zero_()
@@ -103,13 +104,13 @@ def weight_gradient_of_the_own_tokens(
 def input_gradient_not_reduced(
     sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, _: Group, sp: int | None
 ) -> Gradients:
-    """f without its backward: each rank goes on with the gradient of its own outputs."""
+    """f has no backward: each rank continues with the gradient of its own outputs."""
     return sound(split, grad, x, weight, SINGLE, sp)
 
 
 @planted(ROW_PARALLEL)
 def row_bias_on_every_rank(sound: Any, layer: RowParallelLinear, x: Tensor) -> Tensor:
-    """The bias is added before the sum over the ranks: tp times. It starts at zero."""
+    """The bias is added before the sum over the ranks, so tp times. It starts at zero."""
     return sound(layer, x) + (layer.group.size - 1) * layer.bias
 
 
@@ -125,7 +126,7 @@ class _BackwardTwice(torch.autograd.Function):
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             y = ctx.function(x, *ctx.rest)
-        ctx.engine.running = False  # sound: a weight that is told of twice ends the run
+        ctx.engine.running = False  # sound: a second gradient of a weight ends the run
         grad_x = torch.autograd.grad(y, x, grad, retain_graph=True)[0]  # the input
         ctx.engine.running = True
         torch.autograd.backward(y, grad)  # the parameters
@@ -134,9 +135,10 @@ class _BackwardTwice(torch.autograd.Function):
 
 @contextmanager
 def recomputed_backward_twice() -> Iterator[None]:
-    """One backward for the input and one for the parameters: layers add to their buckets twice.
+    """One backward runs for the input and one for the parameters, so linear layers add to their
+    buckets twice.
 
-    Norms and biases, whose gradients autograd hands over, are added once.
+    Norms and biases, whose gradients come from autograd, are added once.
     """
     engines: list[BucketedDataParallel] = []
 
@@ -157,7 +159,7 @@ def recomputed_backward_twice() -> Iterator[None]:
 def recomputed_without_communication(
     sound: Any, split: str, x: Tensor, weight: Tensor, *rest: Any
 ) -> Tensor:
-    """The forward that is run again leaves its reductions out, as if its sums were known."""
+    """The repeated forward leaves its reductions out, as if its sums were known."""
     in_backward = torch._C._current_graph_task_id() != -1
     if split == "row" and in_backward:
         return F.linear(x, weight)
@@ -166,7 +168,7 @@ def recomputed_without_communication(
 
 PIECES = Case(SGD, sp=True, keys=(("tensor_parallel.chunks", CHUNKS),))
 AGAIN = Case(SGD, keys=(("recompute", "full"),))
-DRIFT = ALL_NUMBERS | {"replicas"}  # ranks go apart: norms and biases differ between them
+DRIFT = ALL_NUMBERS | {"replicas"}  # ranks drift apart: norms and biases differ between them
 PLANTED = [
     pytest.param(pieces_in_a_row, PIECES, ALL_NUMBERS, id="pieces-in-a-row"),
     pytest.param(pieces_out_of_turn, PIECES, ALL_NUMBERS, id="pieces-out-of-turn"),

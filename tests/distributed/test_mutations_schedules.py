@@ -1,4 +1,4 @@
-"""Bugs of pipeline executors, planted: each is caught, by the quantities named."""
+"""Plants bugs of pipeline executors: each is caught, by the named quantities."""
 
 from __future__ import annotations
 
@@ -43,8 +43,11 @@ ALL_NUMBERS = {"loss", "grad norm", "evaluation", "weights"}
 
 
 def swapped(steps: list[Step], rank: int, assignment: StageAssignment) -> list[Step]:
-    """A rank's steps with two receives of a kind and from one peer exchanged, the first pair of
-    which none is needed in between: neither is missed, and each gets the other's data."""
+    """Returns a rank's steps with two receives of one kind from one peer exchanged.
+
+    It takes the first pair of which none is needed in between: none is missing, and each gets the
+    other's data.
+    """
     for kind, reader in ((Kind.RECV_F, Kind.F), (Kind.RECV_B, Kind.I)):
         receives = [
             (i, j, action)
@@ -70,7 +73,8 @@ def with_swapped(program: PipelineProgram, assignment: StageAssignment) -> Pipel
 
 @planted(PROGRAM)
 def receives_swapped(sound: Any, trainer: Trainer, schedule: Schedule) -> None:
-    """Messages match by position: a rank whose program is mixed up computes on the wrong data."""
+    """Messages match by position: a rank whose program is in another order computes on the wrong
+    data."""
     sound(trainer, schedule)
     trainer.program = swapped(trainer.program, trainer.groups.pp.index, schedule.assignment)
 
@@ -87,14 +91,14 @@ def a_weight_gradient_dropped(sound: Any, trainer: Trainer, schedule: Schedule) 
 def chunks_start_as_clones(
     sound: Any, initializer: Initializer, shard: ShardSpec, out: Tensor
 ) -> None:
-    """Every chunk of a rank draws the values of the first one's layers."""
+    """Every chunk of a rank draws the values of the first chunk's layers."""
     first = re.sub(r"layers\.(\d+)", lambda m: f"layers.{int(m[1]) % 2}", shard.name)
     sound(initializer, dataclasses.replace(shard, name=first), out)
 
 
 @contextmanager
 def buckets_told_with_the_input_gradient() -> Iterator[None]:
-    """A weight counts as done in I, and its bucket is summed before the last W."""
+    """A weight counts as complete in I, and its bucket is summed before the last W."""
 
     def early(_: Any, weight: Tensor, grad: Tensor, x: Any) -> Tensor | None:
         def add() -> None:
@@ -115,7 +119,7 @@ def buckets_told_with_the_input_gradient() -> Iterator[None]:
 
 @planted(COMPILED)
 def the_compiler_reuses_operands(sound: Any, stages: Sequence[Stage], saves_operands: bool) -> None:
-    """Compiled blocks write again into memory that a later W reads."""
+    """Compiled blocks overwrite memory that a later W reads."""
     assert saves_operands
     sound(stages, saves_operands=False)
 
@@ -124,8 +128,8 @@ SGD = Problem(
     "llama_tiny", "sgd", tied=False, optim=(("clip_grad", 0.0), ("lr", 0.1)), layers=4, steps=2,
     batch=10,
 )  # fmt: skip
-# With AdamW, as what is not evaluated has a graph less to compile. One stage of one plain layer has
-# the fewest kernels, and defers its weight gradients too.
+# AdamW is used because without evaluation there is one graph less to compile. One stage with one
+# plain layer has the fewest kernels, and defers its weight gradients, too.
 ONE_LAYER = Problem(
     "gpt_tiny", "adamw", tied=False, model=(("bias", False), ("norm", "rmsnorm")), layers=1,
     steps=2, batch=4,

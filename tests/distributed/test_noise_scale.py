@@ -1,5 +1,8 @@
-"""The gradient noise scale: squared norms of real ranks against autograd on the reference model,
-and the estimate against gradients whose noise is known."""
+"""Tests the gradient noise scale.
+
+Squared norms of real ranks are compared with autograd on the reference model, and the estimate with
+gradients of known noise.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,8 @@ CASES = {
 
 
 def measured(sizes: tuple[int, ...], cases: list[Case]) -> list[tuple]:
-    """Of each case on every rank: initial weights, the two squared norms of its first step as its
-    estimate has them, and what a checkpoint would carry."""
+    """Returns, for each case on every rank, initial weights, the two squared norms of its first
+    step, and what a checkpoint would save."""
     groups, found = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300), []
     for case in cases:
         trainer = make_trainer(case, groups)
@@ -48,10 +51,11 @@ def measured(sizes: tuple[int, ...], cases: list[Case]) -> list[tuple]:
 
 
 def is_left_out(name: str, case: Case, sizes: tuple[int, ...]) -> bool:
-    """Parameters whose gradient is not whole on a replica before the reduction, by their names."""
+    """Returns the names of parameters whose gradient is not complete on a replica before the
+    reduction."""
     tp, pp, dp = sizes[:3]
     tied = case.problem.tied
-    table = name == ("embedding.word.weight" if tied else "head.weight")  # the head's
+    table = name == ("embedding.word.weight" if tied else "head.weight")  # the head's table
     if table and (dp == 1 or (pp > 1 and tied)):
         return True
     shared = tp > dict(case.problem.model).get("num_query_groups", 8)
@@ -64,14 +68,15 @@ def is_left_out(name: str, case: Case, sizes: tuple[int, ...]) -> bool:
 
 
 def expected(case: Case, sizes: tuple[int, ...], weights: dict) -> tuple[float, float]:
-    """Trace and signal by their definitions, from the gradients of parts of the batch."""
+    """Returns trace and signal by their definitions, from the gradients of parts of the batch."""
     config = case.config(Layout(*sizes))
     model = build(config.model, {n: torch.from_numpy(w) for n, w in weights.items()}, torch.float64)
     source = UnequalMasks(config.model.vocab_size, config.model.seq_length)
     counts = [int(source.sample(i).loss_mask.sum()) for i in range(GLOBAL_BATCH)]
 
     def gradient(first: int, count: int) -> dict[str, torch.Tensor]:
-        """Of the sum of the losses of some samples, over the tokens of all."""
+        """Returns the gradient of the sum of some samples' losses, over the tokens of all
+        samples."""
         share = sum(counts[first : first + count]) / sum(counts)
         loss = batch_loss(model, source, first, count, config.loss) * share
         names, parameters = zip(*model.named_parameters(), strict=True)
@@ -85,7 +90,7 @@ def expected(case: Case, sizes: tuple[int, ...], weights: dict) -> tuple[float, 
     dp = sizes[2]
     parts = dp if dp > 1 else GLOBAL_BATCH // config.micro_batch_size
     size = GLOBAL_BATCH // parts
-    used = range(dp) if dp > 1 else range(1)  # of micro-batches the first
+    used = range(dp) if dp > 1 else range(1)  # of the micro-batches, the first
     small = np.mean([parts**2 * square(gradient(r * size, size)) for r in used])
     big = square(gradient(0, GLOBAL_BATCH))
     trace = (small - big) / (1 / size - 1 / GLOBAL_BATCH)
@@ -107,7 +112,7 @@ def test_norms_of_parts_and_whole_are_those_of_the_reference(
 
 
 class ByReplicas(PartialNorms):
-    """Norms that a test makes itself."""
+    """Holds norms that a test makes itself."""
 
     def __init__(self, by_replicas: bool) -> None:
         self.by_replicas = by_replicas
@@ -115,7 +120,8 @@ class ByReplicas(PartialNorms):
 
 @pytest.mark.parametrize("by_replicas", [True, False])
 def test_the_estimate_is_that_of_gradients_whose_noise_is_known(by_replicas: bool) -> None:
-    """|G|² = 3 and tr(Σ) = 60 in 400 dimensions of unequal noise; batches of 12, in 4 parts."""
+    """Draws gradients with |G|² = 3 and tr(Σ) = 60 in 400 dimensions of unequal noise; batches of
+    12, in 4 parts."""
     rng, batch, parts = np.random.default_rng(0), 12, 4
     variance = rng.uniform(0, 1, 400)
     variance *= 60 / variance.sum()
@@ -149,7 +155,7 @@ def test_a_step_that_is_not_finite_leaves_the_means_alone_and_a_run_goes_on_from
     again.update([5.0, 6.0])
     noise.update([5.0, 6.0])
     assert again.last == noise.last
-    noise.restore({"steps": 3})  # of a run that did not measure
+    noise.restore({"steps": 3})  # from a run that did not measure
     assert noise.progress() == {"noise_trace": 0.0, "noise_signal": 0.0}
 
 

@@ -1,4 +1,4 @@
-"""A global batch without a token to learn changes nothing, on every layout alike."""
+"""Tests that a global batch without a token to learn changes nothing, under every layout."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.distributed.harness import make_trainer
 from tests.distributed.pool import Pool
 
 STEPS = 4
-EMPTY = 2  # the step, from 0, whose samples are all masked
-SIZES = {0: [(2, 1, 1)], 1: [(1, 2, 2), (1, 1, 1, 2)]}  # by stages of ZeRO
+EMPTY = 2  # the step, counted from 0, whose samples are all masked
+SIZES = {0: [(2, 1, 1)], 1: [(1, 2, 2), (1, 1, 1, 2)]}  # by stage of ZeRO
 
 
 class Masked:
-    """Samples of which those from `first` to `last` have nothing to learn."""
+    """Samples of which those from `first` to `last` are all masked."""
 
     def __init__(self, source: UnequalMasks, first: int, last: int) -> None:
         self.source, self.first, self.last = source, first, last
@@ -37,8 +37,9 @@ class Masked:
 def masked_run(
     sizes: tuple[int, ...], zero: int = 0, precision: str = "fp64"
 ) -> tuple[list[Any], float | None]:
-    """Of each step its loss, norm, whether it was skipped, whether parameters and optimizer state
-    stayed as they were, and the updates so far; and the loss of masked held-out samples."""
+    """Returns, for each step, its loss and norm, whether it was skipped, whether parameters and
+    optimizer state were unchanged, and the updates so far; and the loss of masked held-out
+    samples."""
     groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     problem = Problem("llama_tiny", "adamw", tied=False, precision=precision)
     trainer = make_trainer(Case(problem, keys=(("train.steps", STEPS), ("zero", zero))), groups)

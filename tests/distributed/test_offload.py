@@ -1,4 +1,5 @@
-"""Activation offload: the bits of a run without it, slabs that come back, and planted mistakes."""
+"""Tests activation offload: the bits of a run without it, slabs that are returned, and planted
+bugs."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ V: Keys = (("vpp", 2),)
 
 
 class Run(NamedTuple):
-    """What one rank saw: losses and norms, digests of the weights; slabs in all, and free ones."""
+    """The results of one rank: losses and norms, digests of the weights; slabs in all, and free
+    ones."""
 
     steps: list[tuple[float | None, float]]
     weights: dict[str, str]
@@ -62,7 +64,7 @@ def run(case: Case, groups: ProcessGroups) -> Run:
 def run_both(
     sizes: Sizes, cases: Sequence[tuple[Case, list[int]]], mutation: Mutation = nullcontext
 ) -> list[tuple[Run, Run]]:
-    """Each case without and with `offload_layers`."""
+    """Runs each case without and with `offload_layers`."""
     groups, found = plain_groups(Layout(*sizes)), []
     with tiny_slabs(), mutation():
         for case, layers in cases:
@@ -77,11 +79,12 @@ def check(by_rank: list[list[tuple[Run, Run]]]) -> None:
         assert offloaded.steps == plain.steps
         assert offloaded.weights == plain.weights
         assert offloaded.slabs[0] == offloaded.slabs[1]
-    # The first stage's layers always wait for a backward or for those behind them.
+    # The first stage's layers always wait for a backward, or for the layers after them.
     assert all(offloaded.slabs[0] > 0 for _, offloaded in by_rank[0])
 
 
-# The matrix has offload beside everything else; here are bits, where rounding could hide errors.
+# The matrix has offload with everything else; here bits are compared, as rounding could hide
+# errors.
 CASES: list[tuple[Sizes, list[tuple[Case, list[int]]]]] = [
     (
         (1, 1, 1),
@@ -112,16 +115,16 @@ def test_bits_are_those_without_offload(
 
 
 def test_no_access_on_the_device_is_unordered(simulated: SimulatedPool) -> None:
-    """Races and copies of pinned memory that is written too early raise; the host waits once.
+    """Races, and pinned memory that is overwritten before its copy, raise; the host waits once.
 
-    Offload on streams beside everything else: see `matrix.on_streams`.
+    `matrix.on_streams` has offload on streams with everything else.
     """
     case = Case(replace(LLAMA, precision="bf16"), "zb_h1", microbatches=3)
     check(simulated.run(2, run_both, (1, 2, 1), [(case, [2])], timeout_s=900))
 
 
 def slabs_over(steps: int) -> list[tuple[int, int]]:
-    """Slabs that exist and are free after each step."""
+    """Returns the slabs that exist and are free after each step."""
     case = Case(replace(LLAMA, layers=2, batch=2), keys=(("offload_layers", [2]),))
     found = []
     with tiny_slabs():
@@ -142,7 +145,7 @@ def test_no_slab_leaks(pool: Pool) -> None:
 
 
 def copied() -> tuple[list[int], int]:
-    """Of one layer's forward: how often each storage is copied, and how many of those are
+    """Returns, for one layer's forward, how often each storage is copied, and how many of these are
     parameters or rotary tables."""
     case = Case(LLAMA, microbatches=1, keys=(("offload_layers", [1]),))
     sent: list[int] = []

@@ -1,6 +1,7 @@
-"""Gathers and scatters in pieces, by every way there is, give the bits of those in one piece.
+"""Tests that gathers and scatters in pieces, by every transport, give the bits of those in one
+piece.
 
-That sequence parallelism in pieces trains as the reference does: see `matrix`.
+`matrix` tests that sequence parallelism in pieces trains like the reference.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from tests.distributed.pool import Pool
 
 
 def ways_agree(layout: Layout, shared_memory: bool) -> None:
-    """Every way of gathering and scattering gives the bits of the one in one piece.
+    """Every transport of gathering and scattering gives the bits of the one in one piece.
 
-    The weight is the unit matrix, so that a GEMM only copies and bits tell the order of sums.
+    The weight is the unit matrix, so that a GEMM only copies, and bits show the order of sums.
     """
     launch = LaunchConfig(shared_memory=shared_memory)
     groups = ProcessGroups.create(layout, "cpu", timeout_s=300, launch=launch)

@@ -1,6 +1,7 @@
-"""A pipeline's loss is the mean over the targets that count, however the micro-batches share them.
+"""Tests that a pipeline's loss is the mean over the unmasked targets, however micro-batches share
+them.
 
-Beside one process in fp64 that takes the whole batch at once.
+It is compared with one process in fp64 that takes the whole batch at once.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def modules() -> list[nn.Module]:
 
 
 def batch(replica: int, kept: tuple[int, ...], ignored: int = -100) -> tuple[Tensor, Tensor]:
-    """`kept`: how many targets of each micro-batch's sequence are learned."""
+    """`kept`: the number of learned targets of each micro-batch's sequence."""
     stream = torch.Generator().manual_seed(replica)
     x = torch.randn(MICROBATCHES, LENGTH, 3, generator=stream, dtype=torch.float64)
     y = torch.randint(CLASSES, (MICROBATCHES, LENGTH), generator=stream)
@@ -45,7 +46,7 @@ def count(y: Tensor) -> Tensor:
     return (y != -100).sum()
 
 
-# Name → (loss_fn, weight, targets that are learned, the value of the others).
+# Name → (loss_fn, weight, learned targets, the value of the others).
 TAKEN: dict[str, tuple[Callable[..., Tensor], Any, tuple[int, ...], int]] = {
     "uneven": (loss_of, count, (6, 1, 3, 2), -100),
     "one has none": (loss_of, count, (0, 5, 6, 2), -100),
@@ -62,7 +63,7 @@ TAKEN: dict[str, tuple[Callable[..., Tensor], Any, tuple[int, ...], int]] = {
 
 
 def alone(name: str, replicas: int) -> tuple[list[float], float, dict[str, Tensor]]:
-    """The mean loss of each replica's batch, that of all, and the gradients of the latter."""
+    """Returns the mean loss of each replica's batch, that of all, and the latter's gradients."""
     loss_fn, _, kept, ignored = TAKEN[name]
     net = nn.Sequential(*modules())
     batches = [batch(r, kept[r:] + kept[:r], ignored) for r in range(replicas)]
@@ -84,7 +85,7 @@ def trained(replicas: int) -> None:
             )  # fmt: skip
             r = groups.dp.index
             x, y = batch(r, kept[r:] + kept[:r], ignored)
-            for times in (1, 2):  # gradients are added to those that are there
+            for times in (1, 2):  # gradients are added to existing ones
                 loss = pipe.step(x if pipe.is_first else None, y if pipe.is_last else None)
                 assert float(loss) == pytest.approx(own[r], rel=1e-12), name
                 for key, parameter in pipe.named_parameters():
@@ -92,7 +93,8 @@ def trained(replicas: int) -> None:
                         parameter.grad, times * grads[key], rtol=1e-12, atol=1e-14, msg=name
                     )
                 if replicas > 1:
-                    break  # averages what is there a second time, as any data parallelism
+                    # A second step averages existing gradients again, like any data parallelism.
+                    break
             evaluated = pipe.evaluate(x if pipe.is_first else None, y if pipe.is_last else None)
             assert float(evaluated) == pytest.approx(own[r], rel=1e-12), name
 
@@ -106,7 +108,7 @@ def mean_of_valid(out: Tensor, y: Tensor) -> Tensor:
     return loss_of(out, y, reduction="sum") / 24
 
 
-# (loss_fn, weight, learned targets, others, dp) → "" if it is taken, or how the sentence begins.
+# (loss_fn, weight, learned targets, others, dp) → "" if accepted, or how the error begins.
 UNEVEN, EVEN = (6, 1, 3, 2), (4, 4, 4, 4)
 HOLD = "targets hold -100, which the loss leaves out, 0, 5, 3, 4 times in the micro-batches"
 MODULE, W = nn.CrossEntropyLoss(), "Pipeline(weight=…)"

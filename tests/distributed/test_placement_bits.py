@@ -1,7 +1,7 @@
-"""Training gives the same bits whichever process is which rank.
+"""Tests that training gives the same bits whichever process is which rank.
 
-Processes take their ranks as in a real launch (`assign_rank` through a store, gloo started with the
-permuted ranks, the whole training loop); only the launcher is the pool of tests.
+Processes take their ranks like in a real launch (`assign_rank` through a store, gloo started with
+the permuted ranks, the whole training loop); only the launcher is the tests' pool.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.distributed.pool import Pool
 from tests.ports import free_port
 
 STEPS = 2
-# What a step leaves behind, but for how long it took.
+# The results of a step, except its duration.
 NUMBERS = ("step", "loss", "grad_norm", "lr", "eval_loss")
 PLACEMENTS = {
     "tp=2 pp=2 dp=2": ["pp-dp-tp"],
@@ -41,10 +41,10 @@ OPTIM = {
 
 
 def train_as_placed(config: Config, run_dir: str, port: int) -> int:
-    """One launched process from its launch rank to the end of training. Returns its rank."""
+    """Runs one launched process from its launch rank to the end of training. Returns its rank."""
     launch_rank, world = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # all are connected: none sees another leave too early
-    dist.destroy_process_group()  # the pool's own: ours starts anew with the permuted ranks
+    dist.barrier()  # all are connected: none sees another one leave too early
+    dist.destroy_process_group()  # the pool's own group: ours starts anew with the permuted ranks
     store = dist.TCPStore(
         "localhost", port, world, is_master=launch_rank == 0, wait_for_workers=True
     )
@@ -80,7 +80,7 @@ def config_of(layout: str, optimizer: str, placement: str, folder: Path) -> Conf
 
 
 def run(pool: Pool, config: Config, folder: Path) -> dict[str, Any]:
-    """The ranks by launch rank, and everything that must not depend on them."""
+    """Returns the ranks by launch rank, and everything that must not depend on them."""
     folder.mkdir()
     world = config.tp * config.pp * config.dp
     ranks = pool.run(world, train_as_placed, config, str(folder), free_port(), timeout_s=900)
@@ -101,7 +101,7 @@ Runs = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """What `run` gives for a layout, an optimizer and a placement: each is run once."""
+    """Returns the result of `run` for a layout, an optimizer and a placement; each runs once."""
 
     @functools.cache
     def known(layout: str, optimizer: str, placement: str, shared_memory: bool = True) -> Any:
@@ -141,7 +141,7 @@ def test_losses_norms_and_weights_are_the_same_bits_under_every_placement(
 
 
 def test_the_network_gives_the_bits_of_shared_memory(runs: Runs) -> None:
-    """With two members to a group both ways add the same two numbers."""
+    """With two members per group, both ways add the same two numbers."""
     of = ("tp=1 pp=2 dp=2", "sgd", "file")
     by_memory, by_network = runs(*of), runs(*of, shared_memory=False)
     assert by_network["records"] == by_memory["records"]

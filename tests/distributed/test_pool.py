@@ -1,4 +1,5 @@
-"""The pool itself: results by rank, reuse, one clear failure for each way in which a rank fails."""
+"""Tests the pool: results by rank, reuse, and one clear failure for each way in which a rank
+fails."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def test_ending_the_pool_leaves_no_worker() -> None:
 
 
 def test_workers_that_keep_many_groups_are_replaced(pool: Pool) -> None:
-    pool.end()  # what other tests have left in the workers counts too
+    pool.end()  # objects that other tests have left in the workers count, too
     before = pool.run(2, pid)
     pool.run(2, keep_groups, GROUPS // 2)
     assert pool.run(2, pid) == before

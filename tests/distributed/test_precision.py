@@ -1,6 +1,6 @@
-"""What overflows is skipped on every rank alike.
+"""Tests that every rank skips a step that overflows.
 
-That lower precisions stay close to fp32: see `matrix`.
+`matrix` tests that lower precisions stay close to fp32.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ LLAMA = Problem("llama_tiny", "adamw", tied=False)
 
 
 def overflowing_run(sizes: tuple[int, int, int]) -> tuple[list, list, float, bool]:
-    """Skipped, scale and updates after each step of a run that starts with too large a scale and
-    grows it with every good step; the final loss; whether skipped steps left the masters alone."""
+    """Runs steps from too large a loss scale, which grows with every good step.
+
+    Returns whether each step was skipped, scale and updates after it; the final loss; whether
+    skipped steps left the masters unchanged.
+    """
     groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     keys = (
         ("precision.initial_loss_scale", 2.0**21),
@@ -33,7 +36,8 @@ def overflowing_run(sizes: tuple[int, int, int]) -> tuple[list, list, float, boo
         ("train.steps", 8),
         ("zero", int(sizes[2] > 1)),
     )
-    # Micro-batches of one size: how much overflows depends on how many tokens a GEMM adds up.
+    # Micro-batches of one size, because overflow depends on the number of tokens that a GEMM adds
+    # up.
     case = Case(replace(GPT, precision="fp16"), microbatches=6 // sizes[2], keys=keys)
     trainer = make_trainer(case, groups)
     seen, losses, untouched = [], [], True
@@ -65,8 +69,11 @@ def test_loss_scale_overflows_and_recovers_alike_on_all_layouts(pool: Pool) -> N
 
 
 def one_bad_gradient(sizes: tuple[int, int, int], bad_rank: int) -> list[tuple[bool, bool, int]]:
-    """Three steps in fp32, in the second of which one rank's gradients hold a NaN: whether each
-    was skipped, whether it left the masters alone, and the samples consumed."""
+    """Runs three steps in fp32; in the second, one rank's gradients have a NaN.
+
+    Returns whether each was skipped, whether it left the masters unchanged, and the samples
+    consumed.
+    """
     groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     trainer = make_trainer(Case(replace(LLAMA, precision="fp32")), groups)
     finish = trainer.data_parallel.finish_step
@@ -90,6 +97,6 @@ def one_bad_gradient(sizes: tuple[int, int, int], bad_rank: int) -> list[tuple[b
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pool: Pool) -> None:
-    """The others hear of it over tp and over pp."""
+    """The other ranks are informed over tp and over pp."""
     for seen in pool.run(4, one_bad_gradient, (2, 2, 1), 3):
         assert seen == [(False, False, 24), (True, True, 48), (False, False, 72)]

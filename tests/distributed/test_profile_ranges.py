@@ -1,4 +1,4 @@
-"""What a profile calls the parts of a step that schedules and ZeRO bring with them."""
+"""Tests the names in a profile of the parts of a step that come with schedules and ZeRO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBLEM = Problem("llama_tiny", "sgd", tied=False, layers=2)
 
 
 def names_of_a_step(sizes: tuple[int, int, int], case: Case) -> Counter[str]:
-    """How often each range is opened in a rank's second step."""
+    """Returns how often each range is opened in a rank's second step."""
     groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     trainer = make_trainer(case, groups)
     trainer.train_step()

@@ -1,6 +1,7 @@
-"""A choice of PyTorch's own tests of DistributedDataParallel, with our class in place of theirs.
+"""Runs a selection of PyTorch's own tests of DistributedDataParallel, with our class instead.
 
-All of them: `python -m tests.tools.pytorch_ddp`; docs/ddp.md says which expect something else.
+`python -m tests.tools.pytorch_ddp` runs all of them; docs/ddp.md lists those with other
+expectations.
 """
 
 from __future__ import annotations

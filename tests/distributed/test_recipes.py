@@ -1,4 +1,5 @@
-"""A small form of every recipe trains: its layout on four ranks, against the reference."""
+"""Tests that a small form of every recipe trains: its layout on four ranks, against the
+reference."""
 
 from __future__ import annotations
 
@@ -29,15 +30,18 @@ NAMES = presets("experiment")
 
 
 class Trained(NamedTuple):
-    """What a rank saw: the full first weights, and each step's loss, gradient norm and rate."""
+    """The results of a rank: the full first weights, and each step's loss, gradient norm and
+    rate."""
 
     initial: dict[str, np.ndarray]
     steps: list[tuple[float, float, float]]
 
 
 def small(name: str) -> Config:
-    """A recipe with a narrow, short model, each dimension of its layout cut to at most two ranks,
-    and the rest of four given to dp: its precision, schedule, ZeRO and recomputation stay."""
+    """Returns a recipe with a narrow, short model and at most two ranks per dimension.
+
+    dp takes the rest of four ranks; precision, schedule, ZeRO and recomputation stay.
+    """
     config = recipe(name)
     tp, cp, pp, vpp = (min(2, size) for size in (config.tp, config.cp, config.pp, config.vpp))
     dp = RANKS // (tp * cp * pp)
@@ -65,7 +69,7 @@ def source_of(config: Config) -> UnequalMasks:
 
 
 def train_all(configs: list[Config]) -> list[Trained]:
-    """On each rank: three steps of each configuration."""
+    """Runs three steps of each configuration, on each rank."""
     found = []
     for config in configs:
         layout = Layout(config.tp, config.pp, config.dp or 1, config.cp)
@@ -82,7 +86,7 @@ def train_all(configs: list[Config]) -> list[Trained]:
 
 @pytest.fixture(scope="module")
 def trained(pool: Pool) -> dict[str, list[Trained]]:
-    """By recipe what each rank saw."""
+    """Returns, by recipe, the results of each rank."""
     of_ranks = pool.run(RANKS, train_all, [small(name) for name in NAMES])
     return {name: [found[i] for found in of_ranks] for i, name in enumerate(NAMES)}
 

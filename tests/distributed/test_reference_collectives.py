@@ -1,6 +1,7 @@
-"""Reference collectives on real ranks: the backend's results, and exactly the expected messages.
+"""Tests reference collectives on real ranks: the backend's results, and exactly the expected
+messages.
 
-One run meets every form on every number of ranks, in a hundred sizes drawn at random.
+One run has every form on every number of ranks, in a hundred sizes drawn at random.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ OPS = {
 
 
 def numbers(rank: int, count: int, seed: int) -> Tensor:
-    """(count,) small whole numbers: sums of them are exact whatever the order."""
+    """Returns (count,) small whole numbers, whose sums are exact in any order."""
     return (
         torch.randint(-99, 99, (count,), generator=torch.Generator().manual_seed(seed + rank)) * 1.0
     )
 
 
 def by_backend(name: str, mine: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup) -> Tensor:
-    """(count,): what the backend's own collective leaves; zeros where it leaves nothing.
+    """Returns (count,), the result of the backend's own collective; zeros where it leaves nothing.
 
-    Blocks are padded to one size where it wants them alike.
+    Blocks are padded to one size if it needs equal ones.
     """
     n, me, count = dist.get_world_size(group), dist.get_rank(group), mine.numel()
     blocks = [own_block(r, n, count) for r in range(n)]
@@ -90,7 +91,7 @@ def by_backend(name: str, mine: Tensor, op: dist.ReduceOp, group: dist.ProcessGr
 
 
 def seen(name: str, buffer: Tensor, rank: int, n: int) -> Tensor:
-    """What of the buffer is the result on this rank."""
+    """Returns the part of the buffer that is the result on this rank."""
     if name in ("reduce", "gather") and rank > 0:
         return buffer[:0]
     block = name in ("scatter", "reduce_scatter")
@@ -99,7 +100,7 @@ def seen(name: str, buffer: Tensor, rank: int, n: int) -> Tensor:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
-    """Elements of every message that this rank hands to the backend."""
+    """Collects the numbers of elements of every message that this rank passes to the backend."""
     found: list[int] = []
     post = dist.batch_isend_irecv
 
@@ -112,8 +113,8 @@ def counted() -> Iterator[list[int]]:
 
 
 def compare(seed: int) -> list[str]:
-    """Every form on every number of ranks, a new size for every third of them, against backend and
-    formula: what was wrong on this rank."""
+    """Compares every form on every number of ranks with backend and formula, a new size for every
+    third; returns what was wrong on this rank."""
     draw = random.Random(seed)
     groups = {n: dist.new_group(range(n)) for n in range(2, RANKS + 1)}
     reductions, me, count = cycle(OPS), dist.get_rank(), 0
@@ -153,7 +154,8 @@ def test_a_hundred_sizes_give_the_backends_results_by_the_messages_of_the_formul
 
 
 def left_barriers(late_rank: int, seconds: float) -> dict[str, tuple[float, float]]:
-    """form → when this rank came to the barrier and when it left, on the machine's one clock."""
+    """Returns form → when this rank came to the barrier and when it left, on the machine's one
+    clock."""
     times = {}
     for form in FORMS["barrier"]:
         dist.barrier()
@@ -167,7 +169,7 @@ def left_barriers(late_rank: int, seconds: float) -> dict[str, tuple[float, floa
 
 
 def check_barriers(pool: Pool | SimulatedPool) -> None:
-    """That nobody leaves before the last rank has come."""
+    """Asserts that no rank leaves before the last one has come."""
     by_rank = pool.run(5, left_barriers, 3, 0.05)
     for form in FORMS["barrier"]:
         assert min(left for _, left in (times[form] for times in by_rank)) >= by_rank[3][form][0]
@@ -178,7 +180,7 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(pool: Pool) -> None:
 
 
 def compared(count: int) -> tuple[list[Row], str]:
-    """What the example measures on this rank, and prints of it."""
+    """Returns what the example measures on this rank, and what it prints about that."""
     rows = compare_forms(count, 1, LINK, torch.device("cpu"))
     return rows, table(rows)
 
@@ -187,7 +189,7 @@ def test_the_example_times_every_form_and_counts_what_it_sends(pool: Pool) -> No
     ranks = 3
     (rows, printed), *others = pool.run(ranks, compared, COUNT)
     assert {(row.collective, row.form) for row in rows} == set(ALL)
-    assert all(found == rows for found, _ in others)  # of the slowest rank, on each
+    assert all(found == rows for found, _ in others)  # the slowest rank's time, on each rank
     for row in rows:
         assert row.seconds > 0 and row.priced > 0
         count = COUNT if row.collective != "barrier" else 0
@@ -208,7 +210,7 @@ def test_the_cheaper_form_is_counted_as_faster_only_where_it_is() -> None:
 
 
 def leave_out_an_addition() -> str:
-    """What the example says of a sum in which rank 1's message is not added."""
+    """Returns what the example reports for a sum that lacks rank 1's message."""
 
     def forgetful(held: Tensor, heard: Tensor) -> None:
         if dist.get_rank() != 1:
@@ -229,7 +231,7 @@ def test_a_form_that_leaves_a_wrong_sum_is_found(pool: Pool) -> None:
 
 
 def refused() -> list[str]:
-    """What this rank is told of calls that nobody could carry out; nothing must be sent."""
+    """Returns this rank's errors for impossible calls; nothing must be sent."""
     flat = torch.ones(8)
     calls = [
         ("all_reduce", "star", flat, "sum"),

@@ -1,4 +1,4 @@
-"""Ranks whose text differs: refused before the first step, whatever the layout."""
+"""Tests ranks whose texts differ: they are refused before the first step, under any layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.distributed.pool import Pool
 
 
 def refusal(folder: Path, layout: dict[str, int], texts: list[str]) -> str | None:
-    """What `train` says on this rank; None if it gets as far as the model."""
+    """Returns the error of `train` on this rank; None if it gets as far as the model."""
     rank = dist.get_rank()
     data = DataConfig(name="text", path=str(folder / texts[rank]), cache_dir=str(folder / "cache"))
     config = Config(
@@ -46,7 +46,7 @@ def refusal(folder: Path, layout: dict[str, int], texts: list[str]) -> str | Non
 
 
 def answers(of_ranks: list[list[str]]) -> list[str | None]:
-    """What is said on this rank of equal tokens that came of such tokenizers."""
+    """Returns this rank's error for equal tokens from such tokenizers."""
     tokens, world, found = np.zeros(9, np.int64), plain_groups(Layout(dp=2)).world, []
     for tokenizers in of_ranks:
         corpus = Corpus(tokens, tokens, "f" * 32, 257, 256, tokenizers[dist.get_rank()])

@@ -1,6 +1,6 @@
-"""Schedules that add gradients in the same order end in the same bits.
+"""Tests that schedules which add gradients in the same order end in the same bits.
 
-That each of them trains as the reference does: see `matrix`.
+`matrix` tests that each of them trains like the reference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.distributed.pool import Pool
 def test_schedules_that_add_in_the_same_order_have_the_same_bits(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """Gradients are added by micro-batch, so what a rank does in between shows in no bit."""
+    """Gradients are added by micro-batch, so a rank's work in between affects no bit."""
     problem = Problem("gpt_tiny", "adamw", True, layers=4, steps=2, batch=10)
     own = tmp_path / "own.csv"
     own.write_text(write_table(make("interleaved_zb", 2, 5, 2)))

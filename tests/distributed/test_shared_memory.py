@@ -1,4 +1,5 @@
-"""Collectives through shared memory: right, in any rhythm, bounded in time, and gone afterwards."""
+"""Tests collectives through shared memory: correct in any rhythm, bounded in time, and gone
+afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def value(rank: int, operation: int, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def many_operations(size: int) -> int:
-    """300 operations of changing kind, size and type, with ranks that dawdle at different times."""
+    """Runs 300 operations of changing kind, size and dtype, with ranks that are delayed at
+    different times."""
     group = tp_group(size)
     assert group.shared is not None
     plan, own = random.Random(0), random.Random(group.index)
@@ -106,11 +108,11 @@ def missing_peer(size: int) -> str:
 
 def test_a_peer_that_does_not_come_is_named_after_the_timeout(pool: Pool) -> None:
     answers = pool.run(2, missing_peer, 2)
-    assert answers[0] == "member 1 of the group has not been heard of for 0.3 s"
+    assert answers[0] == "member 1 of the group has sent no signal for 0.3 s"
 
 
 def memory_of_a_group() -> float:
-    """How long DDP's shared memory of a group of torch's own waits for a peer."""
+    """Returns how long DDP's shared memory of a torch group waits for a peer."""
     handle = dist.new_group(timeout=datetime.timedelta(seconds=7))
     memory = open_memory(Group("dp", (0, 1), dist.get_rank(), handle), 64)
     assert memory is not None
@@ -123,7 +125,7 @@ def test_the_memory_of_a_group_waits_as_long_as_the_group(pool: Pool) -> None:
 
 
 def peer_that_lets_go(size: int) -> str:
-    """A process that ends loses its locks; here rank 1 gives its lock up and never comes."""
+    """A process that ends loses its locks; here rank 1 releases its lock and never comes."""
     group = tp_group(size)
     if group.index == 1:
         group.shared.memory.close()
@@ -144,7 +146,8 @@ def test_a_peer_that_ended_is_named_long_before_the_timeout(pool: Pool) -> None:
 
 
 def several_large_sums(size: int) -> list[bool]:
-    """Three sums beyond a slot, started together and waited for in order, as buckets are."""
+    """Runs three sums larger than a slot, started together and waited for in order, like
+    buckets."""
     group = tp_group(size)
     count = shared_collectives.SLOT_BYTES // 4 + 12345
     everyone = [torch.arange(count, dtype=torch.float32) * (r + 1) for r in range(size)]
@@ -177,7 +180,7 @@ def test_ranks_that_cannot_share_memory_do_without(pool: Pool) -> None:
 
 
 def links_of_the_memory(size: int) -> tuple[int, list[str]]:
-    """How many names the file has in folders, while it is being opened and then in the maps."""
+    """Returns how many names the file has in folders while it is opened, and later in the maps."""
     names = []
     attach, create = shared_memory._attach, shared_memory._create
 
@@ -199,7 +202,8 @@ def links_of_the_memory(size: int) -> tuple[int, list[str]]:
     assert group.shared is not None
     collectives.all_reduce(torch.ones(3), group)
     maps = Path("/proc/self/maps").read_text().splitlines()
-    shared = [line for line in maps if line.split()[1].endswith("s")]  # libraries are private
+    # Libraries are private mappings.
+    shared = [line for line in maps if line.split()[1].endswith("s")]
     return max(names), [line.split("/", 1)[1] for line in shared if "parallel3d" in line]
 
 
@@ -210,7 +214,7 @@ def test_the_memory_never_has_a_name_that_could_be_left_behind(pool: Pool) -> No
 
 
 def other_file(size: int) -> bool:
-    """Another process may have the first rank's pid where processes are numbered apart."""
+    """Another process may have the first rank's pid in another PID namespace."""
     attach = shared_memory._attach
     shared_memory._attach = lambda path, identity: attach("/dev/null", identity)
     try:
@@ -224,7 +228,7 @@ def test_another_file_in_its_place_is_not_taken(pool: Pool) -> None:
 
 
 def wait_with_the_clock_set_back(size: int) -> float:
-    """Seconds that a wait of 0.3 s takes where the time of day is an hour ahead of what it was."""
+    """Returns the seconds that a wait of 0.3 s takes if the time of day is set an hour ahead."""
     group = tp_group(size, timeout_s=0.3)
     before = time.time
     time.time = lambda: before() + 3600
@@ -246,7 +250,7 @@ def test_a_clock_that_is_set_moves_no_deadline(pool: Pool) -> None:
 
 
 def messages_in_both_directions(size: int) -> list[bool]:
-    """Each stage sends its neighbours numbered messages, at most SLOTS ahead, and checks theirs."""
+    """Sends each stage's neighbours numbered messages, at most SLOTS ahead, and checks theirs."""
     pp = ProcessGroups.create(Layout(pp=size), "cpu").pp
     boxes = SharedP2P.open(pp, 30.0)
     assert boxes is not None
@@ -257,7 +261,7 @@ def messages_in_both_directions(size: int) -> list[bool]:
             for peer in neighbours:
                 message = value(100 * pp.index + peer, number, 5, torch.float32)
                 boxes.send(message, peer)
-                message.zero_()  # sent is sent
+                message.zero_()  # a sent message does not depend on its tensor
         if own.random() < 0.2:
             time.sleep(0.003)
         for number in range(first, first + SLOTS):

@@ -1,4 +1,4 @@
-"""Mesh, gradient norm and checkpoints of the library on the simulated accelerator."""
+"""Tests mesh, gradient norm and checkpoints of the library on the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.test_grad_norm import MAX_NORM, batch, loss_of, mine, net
 
 
 def mesh() -> list[str]:
-    """The mesh is collective here: a dimension of one rank takes a split of the world."""
+    """The mesh is collective here: a dimension of one rank needs a split of the world."""
     groups = p3d.init(tp=2, device="simulated")
     assert groups.mesh.mesh_dim_names == ("pp", "dp", "tp")
     assert groups.mesh["tp"].device_type == here().type
@@ -35,7 +35,7 @@ def test_the_mesh_splits_one_communicator_more(simulated: SimulatedPool) -> None
 
 
 def clipped(layout: dict[str, int]) -> tuple[float, int]:
-    """The norm beside that of one process on a CPU, and how often the host waits."""
+    """Compares the norm with that of one process on a CPU, and counts how often the host waits."""
     norm, _ = one_process(2.0)
     groups = p3d.init(**layout, device="simulated")
     module: nn.Module = net(groups.tp).to(here())

@@ -1,4 +1,4 @@
-"""The simulated accelerator objects to what a GPU would, and to nothing else."""
+"""Tests that the simulated accelerator refuses what a GPU would refuse, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from parallel3d.simulated_device.device import SimulatedModule
 from parallel3d.simulated_device.machine import Race, SimulatedMachine
 from tests.distributed.simulated import SimulatedPool, here
 
-# The last is asked of every device that is not one of PyTorch's own.
+# PyTorch calls the last one for every device that is not one of its own.
 OWN_NAMES = {"machine", "fused_kernel", "get_amp_supported_dtype"}
 
 
 def test_the_module_has_no_name_that_torch_cuda_lacks() -> None:
-    """What runs on it must not rely on more than there is on a GPU."""
+    """Code that runs on it must not rely on names that a GPU's module lacks."""
     names = {name for name in dir(SimulatedModule(SimulatedMachine())) if not name.startswith("__")}
     assert names - OWN_NAMES <= set(dir(torch.cuda))
     for kind in ("Stream", "Event"):
         of_cuda = getattr(torch.cuda, kind)
         ours = {n for n in dir(getattr(SimulatedModule, kind)) if not n.startswith("_")}
-        # A build without CUDA does not show what is in C, nor an older torch what is new.
+        # A build without CUDA does not show names from C, and an older torch lacks new names.
         in_c = {"device", "device_index", "device_type", "stream_id"}
-        new = {"is_capturing"}  # of streams, from torch 2.15 on
+        new = {"is_capturing"}  # attributes of streams, from torch 2.15 on
         assert ours - in_c - new <= set(dir(of_cuda)), kind
 
 
@@ -69,7 +69,7 @@ def two_streams_are_ordered_or_refused() -> None:
     x.add_(1)
     with module().stream(side):
         raises(Race, "mul_", lambda: x.mul_(2))
-    module().synchronize()  # the host has waited: whatever it queues now comes after
+    module().synchronize()  # the host has waited: all work that it queues now comes later
     with module().stream(side):
         x.mul_(2)
 
@@ -81,12 +81,12 @@ def ranges_of_one_storage_are_told_apart() -> None:
     side.wait_stream(module().current_stream())
     with module().stream(side):
         first.add_(1)
-    second.add_(1)  # beside what the side stream writes
+    second.add_(1)  # next to the memory that the side stream writes
     raises(Race, "add_", lambda: bucket[16:48].add_(1))
 
 
 def freed_memory_keeps_its_past() -> None:
-    """A block goes back to the pool of its stream while another stream still reads it."""
+    """A block returns to the pool of its stream while another stream still reads it."""
     side, main = module().Stream(), module().current_stream()
 
     def use(told: bool) -> None:
@@ -109,7 +109,7 @@ def devices_do_not_mix() -> None:
     x, other = torch.zeros(3, device=here()), torch.zeros(3, device="simulated:5")
     raises(RuntimeError, "same device.* cpu and simulated:0", lambda: x + torch.ones(3))
     raises(RuntimeError, "simulated:0 and simulated:5", lambda: x + other)
-    assert (x + torch.tensor(2.0)).tolist() == [2.0] * 3  # scalars of the host may be arguments
+    assert (x + torch.tensor(2.0)).tolist() == [2.0] * 3  # scalars on the host may be arguments
     raises(TypeError, "can't convert simulated:0", lambda: x.numpy())
 
 
@@ -130,7 +130,8 @@ def the_host_waits_where_it_reads() -> None:
     assert waits(lambda: x.cpu()) == 1
     assert waits(lambda: torch.ones(3).to(here())) == 1
     assert waits(lambda: torch.tensor(1.0).to(here())) == 1
-    assert waits(lambda: torch.ones(3).to(here(), non_blocking=True)) == 1  # pages may move
+    # Pageable memory may move.
+    assert waits(lambda: torch.ones(3).to(here(), non_blocking=True)) == 1
     assert waits(lambda: pinned.to(here(), non_blocking=True)) == 0
     assert waits(lambda: torch.full((), 3.0, device=here())) == 0
 
@@ -196,7 +197,7 @@ def every_thread_has_a_device_of_its_own() -> None:
     x = torch.ones(2, device="simulated:3", requires_grad=True)
     x.register_hook(lambda grad: seen.append(module().current_device()))
     (x * 2).sum().backward()
-    assert seen == [0, 3]  # autograd's own threads are on the device of the work
+    assert seen == [0, 3]  # autograd's own threads are on the device of their work
     raises(ValueError, "specified index", lambda: module().set_device("simulated"))
     raises(RuntimeError, "invalid device ordinal 8", lambda: module().set_device(8))
     module().set_device(0)

@@ -1,9 +1,11 @@
-"""Trainings on the simulated accelerator are the reference's, and the host waits once a step.
+"""Tests that trainings on the simulated accelerator equal the reference's, and that the host waits
+once per step.
 
-Those of `matrix.on_streams` have every level of the settings that streams, events and the order of
-a communicator depend on; that the numbers are right for every pair is proven on the CPU. Beside the
-numbers: no access that nothing orders, no operation that the ranks call unlike (both raise), one
-wait of the host a step, none a micro-batch, and no context on a device that is not the rank's own.
+The trainings of `matrix.on_streams` have every level of the settings on which streams, events and
+the order of a communicator depend; the CPU's tests prove that the numbers are right for every pair.
+Besides the numbers, they have no unordered access and no operation that ranks call differently
+(both raise), one wait of the host per step, none per micro-batch, and no context on another rank's
+device.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from tests.distributed.simulated_runs import (
     warned_of_a_step,
 )
 
-# A ring of four takes a third of the time of all. A ring of two is among these, and sharded weights
-# are below.
+# A ring of four would take a third of the time of all. A ring of two is among these, and sharded
+# weights follow below.
 ON_STREAMS = [
     pytest.param(
         levels, id=matrix.name_of(levels), marks=[pytest.mark.more] if levels["cp"] > 2 else []
@@ -81,8 +83,9 @@ def test_copies_of_sharded_weights_train_as_the_reference_does(
     )
 
 
-# The sum of the residual stream is in the norm's kernel: alone, beside what is made again, and in a
-# layer that is made again with its masks. The settings above make norms again, where it is apart.
+# The sum of the residual stream is in the norm's kernel: alone, next to recomputed parts, and in a
+# recomputed layer with its masks. The settings above recompute norms, where it is a kernel of its
+# own.
 LLAMA = Problem("llama_tiny", "sgd", True, layers=2, steps=2, batch=12)
 NORMS = Problem("llama_tiny", "sgd", True, model=(("qk_norm", True),), layers=2, steps=2, batch=12)
 MASKS = Problem("llama_tiny", "sgd", True, model=(("dropout", 0.2),), layers=2, steps=2, batch=12)
@@ -109,6 +112,6 @@ def test_a_residual_without_its_gradient_is_found(
 
 
 def test_pytorchs_debug_mode_sees_one_wait_a_step(simulated: SimulatedPool) -> None:
-    """As `benchmarks.gpu_first` counts on a card."""
+    """Counts like `benchmarks.gpu.first` on a card."""
     (said,) = simulated.run(1, warned_of_a_step, Case(DROPS, microbatches=2))
     assert said == ["trainer.py: called a synchronizing CUDA operation"]

@@ -1,4 +1,4 @@
-"""Groups, words between ranks, the clock and checkpoints, on the simulated accelerator."""
+"""Tests groups, exchanges between ranks, the clock and checkpoints on the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ SMALL = Problem("gpt_tiny", "adamw", True, layers=2, batch=6)
 
 
 def what_was_made(layout: Layout, launch: LaunchConfig) -> tuple[dict[str, Any], list[str]]:
-    """(kind → None for the world's own, else priority and most CTAs; kinds as they were closed)."""
+    """Returns (kind → None for the world's own group, else priority and most CTAs; kinds in the
+    order of closing)."""
     groups = ProcessGroups.create(layout, here().type, 60.0, launch)
     found: dict[str, Any] = {}
     for group in (groups.tp, groups.dp, groups.pp, groups.world):
@@ -81,8 +82,8 @@ def test_ranks_hear_each_other(simulated: SimulatedPool) -> None:
 
 
 def most_memory_of_a_gather(message_bytes: int) -> tuple[int, int, int]:
-    """Bytes on this rank's device beyond what was there; those of all that came, and of the largest
-    box."""
+    """Returns the bytes that a message needs on this rank's device; those of all messages, and of
+    the largest shard."""
     groups = plain_groups(Layout(tp=2, dp=2))
     trainer = make_trainer(Case(GPT), groups)
     gather.MESSAGE_BYTES = message_bytes
@@ -100,7 +101,7 @@ def most_memory_of_a_gather(message_bytes: int) -> tuple[int, int, int]:
 def test_rank_0_holds_one_message_of_the_others_boxes(simulated: SimulatedPool) -> None:
     message = 4096
     more, came, largest = simulated.run(4, most_memory_of_a_gather, message)[0]
-    words = 100_000  # what each rank says of its boxes
+    words = 100_000  # what each rank reports about its shards
     assert came > 300_000
     assert more < max(message, largest) + words
 
@@ -129,7 +130,7 @@ def test_some_steps_are_told_one_step_later(
 ) -> None:
     for found in simulated.run(2, clocked_steps, sizes, (), steps):
         assert ("pp" in found["floors"]) is (kind == "pp")
-        # Of steps 1, 2, 3, 4 and 11.
+        # Times of steps 1, 2, 3, 4 and 11.
         assert found["known"] == [step for step in (2, 3, 4, 5, 12) if step <= steps]
         means = found["means"]
         assert list(means) == list(KINDS) and min(means.values()) >= 0
@@ -149,9 +150,11 @@ def test_what_fsdp2_does_on_its_streams_is_no_time_of_the_compute_stream(
 
 
 def saves_beside_the_training(run_dir: Path) -> dict[str, Any]:
-    """Three steps, each saved; the last save is of a run's end. Any access out of order raises.
+    """Runs three steps, each of them saved, the last save at a run's end. Any unordered access
+    raises.
 
-    The weights come from a twin that saves nothing: to look at them, the host would wait.
+    The weights come from a second run that saves nothing: to read them, the host would have to
+    wait.
     """
     groups = plain_groups(Layout(dp=2))
     keys = (("zero", 1), ("run", run_dir.name), ("checkpoint.every", 1), ("train.steps", 3))

@@ -1,4 +1,5 @@
-"""The library's examples and its page on the simulated accelerator: they follow `groups.device`."""
+"""Tests the library's examples and its page on the simulated accelerator: they follow
+`groups.device`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.e2e.test_library_page import PAGE, with_all, with_three_steps
 
 pytestmark = pytest.mark.more
 
-RUNS = [("cnn_pipeline.py", "zb_h1"), ("all_three.py", "2", "1")]  # which have all parts
+RUNS = [("cnn_pipeline.py", "zb_h1"), ("all_three.py", "2", "1")]  # layouts that use all parts
 
 
 def test_examples_learn_the_same_on_one_device_and_on_two(simulated: SimulatedPool) -> None:
@@ -28,7 +29,7 @@ def test_examples_learn_the_same_on_one_device_and_on_two(simulated: SimulatedPo
 
 
 def page(folder: Path) -> tuple[str, str]:
-    """What the page's script prints, and the device that it took."""
+    """Returns what the page's script prints, and the device that it took."""
     os.chdir(folder)
     names: dict[str, object] = {"__name__": "__main__"}
     taken = str(here())

@@ -1,4 +1,5 @@
-"""The simulated backend does what NCCL does, and names both sides of what NCCL would hang in."""
+"""Tests that the simulated backend behaves like NCCL, and names both sides where NCCL would
+hang."""
 
 from __future__ import annotations
 
@@ -116,7 +117,7 @@ def a_group_made_by_some() -> None:
 
 
 def what_is_empty_is_not_waited_for() -> None:
-    """Rank 1 posts its part when rank 0 has gone on: it would never, if that waited."""
+    """Rank 1 posts its part after rank 0 has continued: it never would if rank 0 waited."""
     empty, peer = torch.empty(0, device=here()), 1 - rank()
     if rank() == 0:
         dist.all_reduce(empty)
@@ -175,7 +176,7 @@ def test_two_ranks(check: Callable[[], None], simulated: SimulatedPool) -> None:
 
 
 def told(check: Callable[[], None]) -> str:
-    """What this rank was told, if it saw that anything was wrong."""
+    """Returns this rank's error, if it detected one."""
     try:
         check()
     except Mismatch as error:

@@ -1,4 +1,4 @@
-"""The library's parts on the simulated accelerator: how often a step of theirs waits for it."""
+"""Tests how often a step of the library's parts waits for the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gradients(net: nn.Module) -> list[list[float] | None]:
 
 
 def alone(uses: list[bool]) -> list[list[float] | None]:
-    """The mean over the ranks, on the host; None where no rank has a gradient."""
+    """Returns the mean over the ranks, on the host; None where no rank has a gradient."""
     found = []
     for rank, here_used in enumerate(uses):
         net = Net()
@@ -51,7 +51,7 @@ def alone(uses: list[bool]) -> list[list[float] | None]:
 
 
 def waits_of_backwards(uses: list[bool]) -> tuple[list[str], list[list[float] | None]]:
-    """The waits of two backwards behind the first one, and the gradients of the last."""
+    """Returns the waits of two backwards after the first one, and the gradients of the last."""
     net = DistributedDataParallel(Net().to(here()), bucket_cap_mb=0.0)
     x = torch.full((2, 4), 1.0 + dist.get_rank()).to(here())
     loss = net(x, uses[dist.get_rank()])
@@ -67,7 +67,7 @@ def waits_of_backwards(uses: list[bool]) -> tuple[list[str], list[list[float] | 
 
 
 def waits_of_replicas(uses: list[bool]) -> tuple[list[str], list[list[float] | None]]:
-    """The waits of an average after the backward in three buckets, and what it leaves."""
+    """Returns the waits of an average after the backward in three buckets, and its result."""
     net = Net().to(here())
     net(torch.full((2, 4), 1.0 + dist.get_rank()).to(here()), uses[dist.get_rank()]).backward()
     names, parameters = zip(*net.named_parameters(), strict=True)
@@ -80,7 +80,7 @@ def waits_of_replicas(uses: list[bool]) -> tuple[list[str], list[list[float] | N
 
 
 def encoder_of_two_wrappers() -> list[list[float] | None]:
-    """The gradients that two backwards leave in two nets with one first layer."""
+    """Returns the gradients after two backwards in two nets with a common first layer."""
     nets = [Net().to(here()) for _ in range(2)]
     nets[1].layers[0] = nets[0].layers[0]
     wrapped = [DistributedDataParallel(net, bucket_cap_mb=0.0) for net in nets]
@@ -91,7 +91,8 @@ def encoder_of_two_wrappers() -> list[list[float] | None]:
 
 
 def bench_and_check_parts(folder: Path) -> None:
-    """Each part of a step of the figures begins and ends when the device has done all before."""
+    """Each part of a step of the figures begins and ends when the device has finished all earlier
+    work."""
     unfinished = []
     plain = Trial._now
 
@@ -117,7 +118,8 @@ def same(ours: list[list[float] | None], theirs: list[list[float] | None]) -> No
 def test_a_backward_of_replicas_copies_nothing_that_waits(
     uses: list[bool], simulated: SimulatedPool
 ) -> None:
-    """It waits for the flags of the backward before, and on lack of a gradient for who has it."""
+    """It waits for the flags of the previous backward, and, if a gradient is missing, for the ranks
+    that have it."""
     for used, (seen, grads) in zip(uses, simulated.run(2, waits_of_backwards, uses), strict=True):
         same(grads, alone(uses))
         checks = [why for why in seen if why.startswith("an event's") and "averager.py" in why]
@@ -136,7 +138,8 @@ def test_a_layer_under_two_wrappers_gets_the_mean_once(simulated: SimulatedPool)
 def test_the_mean_of_pipelines_waits_once_at_most(
     uses: list[bool], simulated: SimulatedPool
 ) -> None:
-    """Whatever the number of buckets, and where this rank lacks a gradient alone."""
+    """It waits once, whatever the number of buckets, and also if only this rank lacks a
+    gradient."""
     for used, (seen, grads) in zip(uses, simulated.run(2, waits_of_replicas, uses), strict=True):
         same(grads, alone(uses))
         assert len(seen) == (0 if used else 1), seen

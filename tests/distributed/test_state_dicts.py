@@ -1,4 +1,4 @@
-"""Sharded and full state dicts: through torch.distributed.checkpoint into another split."""
+"""Tests sharded and full state dicts: through torch.distributed.checkpoint into another split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS, WIDTH = 16, 12
 
 
 class Block(nn.Module):
-    """Plain and tensor-parallel layers, and buffers of two types."""
+    """Plain and tensor-parallel layers, and buffers of two dtypes."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def net(group: Any = None, seed: int = 3) -> nn.Sequential:
     return modules
 
 
-# By ranks, so that each split is loaded from the one before it, by few runs of the pool.
+# By number of ranks, so that each split is loaded from the preceding one, in few runs of the pool.
 SPLITS: dict[int, dict[str, dict[str, int]]] = {
     1: {"one": {}},
     2: {"tp": {"tp": 2}, "pp": {"pp": 2}},
@@ -107,7 +107,7 @@ def loaded(groups: p3d.ProcessGroups, module: nn.Module, other: nn.Module, folde
 
 
 def in_turn(splits: dict[str, dict[str, int]], last: str, folder: Path) -> None:
-    """Each split is loaded from what the last one saved, if any, and saves in its turn."""
+    """Loads each split from the last saved one, if any, and saves it."""
     for name, sizes in splits.items():
         groups = p3d.init(**sizes)
         module = split(name, groups, seed=4 if last else 3)
@@ -126,7 +126,7 @@ def test_dcp_loads_into_another_split(pool: Pool, tmp_path: Path) -> None:
 
 
 class Counting(nn.Linear):
-    """Has a state that is no tensor."""
+    """Has a state that is not a tensor."""
 
     def get_extra_state(self) -> dict[str, int]:
         return {"calls": 3}
@@ -187,7 +187,7 @@ def test_one_process_has_no_shards() -> None:
 
 
 class Tied(nn.Module):
-    """A table that looks words up and scores them."""
+    """A table that looks up words and scores them."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()

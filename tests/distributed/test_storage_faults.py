@@ -1,4 +1,5 @@
-"""Storage that fails: a sample of `benchmarks.storage_faults`, and a rank that cannot read."""
+"""Tests storage that fails: a sample of `benchmarks.failures.storage`, and a rank that cannot
+read."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def test_calls_that_fail_lose_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_faults_that_are_known_to_matter_are_met(tmp_path: Path) -> None:
-    """What once set good checkpoints aside, or was said of a save that had succeeded."""
+    """Errors that once set good checkpoints aside, or were reported for a save that had
+    succeeded."""
     with without_pauses():
         run = Run(tmp_path)
         stale = try_pair(run, "go on", Fault("ESTALE", "kind"), ("open", 3))
@@ -47,7 +49,7 @@ def test_faults_that_are_known_to_matter_are_met(tmp_path: Path) -> None:
 
 
 def save_and_be_refused(run_dir: Path) -> tuple[list[str], int, list[str]]:
-    """On every rank: save; try to go on while rank 1 cannot open a file; go on."""
+    """Saves, tries to resume while rank 1 cannot open a file, and resumes; on every rank."""
     groups = plain_groups(Layout(1, 1, 2))
     trainer = make_trainer(case_of("one", Problem("llama_tiny", "adamw", False), run_dir), groups)
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""docs/tensor_parallel.md: its forms are equal in result, and send what the page says."""
+"""Tests docs/tensor_parallel.md: its forms have equal results, and send what the page says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Calls = list[tuple[str, int]]
 
 
 def problem(part: str) -> tuple[Tensor, list[Tensor]]:
-    """Inputs and whole weights."""
+    """Returns inputs and whole weights."""
     stream = torch.Generator().manual_seed(len(part))
 
     def drawn(*shape: int) -> Tensor:
@@ -51,12 +51,12 @@ def alone(part: str, x: Tensor, weights: list[Tensor]) -> Tensor:
 
 
 def gradients(y: Tensor, like: Tensor, wanted: list[Tensor]) -> list[Tensor]:
-    """Of the first numbers of a fixed sequence, as many as y has, times y."""
+    """Returns the sum of y times the first numbers of a fixed sequence."""
     return list(torch.autograd.grad((y * like).sum(), wanted))
 
 
 def each_form() -> dict[tuple[str, str], tuple[Calls, Calls]]:
-    """What each form sends forward and backward, once its results are right."""
+    """Returns what each form sends forward and backward, after checking its results."""
     tp, sent = p3d.init(tp=None, dp=1).tp, {}
     for (part, form), compute in FORMS.items():
         log = OperationLog()
@@ -84,7 +84,7 @@ def each_form() -> dict[tuple[str, str], tuple[Calls, Calls]]:
 
 
 def counted(log: OperationLog, ranks: int) -> Calls:
-    """Collectives and how many numbers their whole buffers have."""
+    """Returns collectives and the sizes of their whole buffers."""
     return [
         (call.name, math.prod(call.shape) * (ranks if call.name == "all_gather" else 1))
         for call in sorted(log.latest(1000), key=lambda call: call.number)

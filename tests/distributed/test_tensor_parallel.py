@@ -1,4 +1,4 @@
-"""Tensor-parallel parts on real ranks: the autograd pairs, the layers, and what they send."""
+"""Tests tensor-parallel parts on real ranks: the autograd pairs, the layers, and what they send."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rank_tensor(rank: int, *shape: int) -> Tensor:
 
 
 def of_each_size(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What a function makes of a tp group of two of four ranks, and of all four."""
+    """Returns the results of a function in a tp group of two of four ranks, and of all four."""
     found = []
     for size in SIZES:
         groups = ProcessGroups.create(Layout(tp=size, dp=4 // size), "cpu")
@@ -40,7 +40,7 @@ def of_each_size(function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def run_collectives(tp: Group) -> list[float]:
-    """The sum that each collective should have made: compared here, where the parts are."""
+    """Compares each collective's result with the expected sum, on the ranks that have the parts."""
     size = tp.size
     everyone = [rank_tensor(r, 2 * size, 3) for r in range(size)]
     mine = everyone[tp.index].clone()
@@ -68,7 +68,7 @@ def test_all_reduce_is_bit_identical_on_all_ranks(pool: Pool) -> None:
 
 
 def pairs_are_adjoint(tp: Group) -> list[float]:
-    """Σ over ranks of <forward(x), y> − <x, backward(y)>, zero for a correct pair.
+    """Returns Σ over ranks of <forward(x), y> − <x, backward(y)>, which is zero for a correct pair.
 
     Both sides are sums over all ranks. A replicated tensor counts once: it is divided by size.
     """
@@ -104,7 +104,8 @@ def split_losses(tp: Group) -> list[tuple[Tensor, Tensor]]:
 
 
 def split_loss(tp: Group, vocab: int, padded: int, sp: bool) -> list[tuple[Tensor, Tensor]]:
-    """Pairs that must be equal: the split loss and its gradients beside those of the whole."""
+    """Returns pairs that must be equal: the split loss and its gradients, and those of the
+    whole."""
     size = tp.size
     x, table = rank_tensor(7, 2, 8, 5), rank_tensor(8, padded, 5)
     labels = torch.arange(16).view(2, 8) % vocab
@@ -136,14 +137,14 @@ def split_loss(tp: Group, vocab: int, padded: int, sp: bool) -> list[tuple[Tenso
 
 
 def test_split_head_and_loss_are_the_whole_ones(pool: Pool) -> None:
-    """Whole tables, padded ones, and one of which a rank has padding alone."""
+    """Whole tables, padded ones, and one of which a rank only has padding."""
     for found in pool.run(4, of_each_size, split_losses):
         for ours, theirs in (pair for pairs in found for pair in pairs):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
 class Ramp:
-    """Samples 0, 1, 2 … modulo the vocabulary."""
+    """Returns samples 0, 1, 2 … modulo the vocabulary."""
 
     def __init__(self, seq: int, vocab: int) -> None:
         self.seq, self.vocab = seq, vocab
@@ -167,7 +168,8 @@ def tiny_config(layout: Layout, sp: bool, microbatches: int) -> Config:
 
 
 def count_calls(layout: Layout, sp: bool, microbatches: int) -> tuple[Counter, int, int]:
-    """Collectives of one step by (kind, group size), the number of buckets, of layers here."""
+    """Returns the collectives of one step by (kind, group size), the number of buckets, and of
+    layers here."""
     groups = ProcessGroups.create(layout, "cpu")
     config = tiny_config(layout, sp, microbatches)
     config.ddp.bucket_cap_mb = 0.002

@@ -1,4 +1,5 @@
-"""The price list of a step against the step itself: every call and every byte, on gloo ranks."""
+"""Compares the price list of a step with the step itself: every call and every byte, on gloo
+ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from tests.kernels import no_kernels
 
 Count = Counter[tuple[str, str, int]]  # (group, operation, bytes of a call) → calls
 
-# What the collectives may call themselves; anybody else calling it goes around the count.
+# Names that the collectives may use; calls of other names bypass the count.
 RAW = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter",
     "reduce_scatter_tensor", "reduce_scatter_single", "broadcast", "reduce", "scatter", "gather",
@@ -47,11 +48,11 @@ class Ramp:
 
 
 class Counting:
-    """Counts what a rank sends while it is entered."""
+    """Counts what a rank sends inside the block."""
 
     def __init__(self) -> None:
         self.found: Count = Counter()
-        self.around: Counter[str] = Counter()  # raw calls outside of the counted ones
+        self.around: Counter[str] = Counter()  # raw calls that bypass the counted ones
         self.inside = 0
         self.patches = ExitStack()
 
@@ -145,7 +146,8 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
 
 
 class Sent(NamedTuple):
-    """What a rank sent in a step: its stage, the counted calls, and those around the count."""
+    """Returns what a rank sent in a step: its stage, the counted calls, and those that bypass the
+    count."""
 
     stage: int
     found: Count
@@ -153,14 +155,14 @@ class Sent(NamedTuple):
 
 
 def sent_in_a_step(groups: ProcessGroups, changes: dict[str, Any]) -> Sent:
-    """Of a step that is not the first."""
+    """Compares a step that is not the first."""
     config = config_of(groups.layout, changes)
     trainer = Trainer(config, groups, torch.device("cpu"), train_source=Ramp())
     with no_kernels():
         trainer.train_step()
     with Counting() as counting:
         reducer = getattr(trainer.data_parallel, "reducer", None)
-        if hasattr(getattr(reducer, "comm_hook", None), "__name__"):  # one of `collectives`
+        if hasattr(getattr(reducer, "comm_hook", None), "__name__"):  # names in `collectives`
             reducer.comm_hook = getattr(collectives, reducer.comm_hook.__name__)
         trainer.train_step()
     return Sent(groups.pp.index, counting.found, counting.around)
@@ -185,7 +187,7 @@ HEADS, RING = {"style": "heads", **LLAMA}, {"style": "ring", **LLAMA}
 MUON = {"optim": "muon", **LLAMA}
 LOOPS = {"schedule": "interleaved", "vpp": 2, "model.num_layers": 5}
 V = {"schedule": "zbv", "vpp": 2, "model.num_layers": 5}
-# By ranks, so that one run of the pool holds all of as many.
+# By number of ranks, so that one run of the pool has all cases of that number.
 CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
     1: {
         "one rank": (Layout(), {}),
@@ -273,7 +275,7 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
 }
 
 
-# Of the set more, as it compiles for seconds.
+# It belongs to the larger set, as it compiles for seconds.
 PIECES = {"sp": True, "chunks": 2, "recompute": "full"}
 COMPILED = {
     "compiled": (Layout(tp=2), {**PIECES, "compile": True, "model.num_layers": 1}),
@@ -281,7 +283,7 @@ COMPILED = {
 
 
 def sent_in_steps(cases: dict[str, tuple[Layout, dict[str, Any]]]) -> dict[str, Sent]:
-    """By case; those of one layout have the same groups."""
+    """Runs the cases; those with the same layout share groups."""
     found = {}
     for layout in dict.fromkeys(layout for layout, _ in cases.values()):
         groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
@@ -306,13 +308,13 @@ def test_the_traffic_list_equals_the_traffic_of_a_step(
 
 
 def check(name: str, layout: Layout, changes: dict[str, Any], sent: Sequence[Sent]) -> None:
-    """That the ranks have sent what the list has, and nothing else."""
+    """Asserts that the ranks have sent the calls in the list, and nothing else."""
     config = config_of(layout, changes)
     for rank, (stage, found, around) in enumerate(sent):
         place = layout.coordinates(rank)
         data_rank = place.dp * layout.cp + place.cp
         if "optim" in changes and place.tp:
-            continue  # Muon's home ranks send what they have; the list is of the first tp rank
+            continue  # Muon's home ranks send their matrices; the list is the first tp rank's
         listed = priced(config, layout, stage, data_rank)
         assert found == listed, f"{name}: rank {rank}, stage {stage}"
         assert not around, f"{name}: rank {rank} sends what nobody counts: {around}"
@@ -325,8 +327,8 @@ MODELS: list[dict[str, Any]] = [{}, {**LLAMA, **UNTIED}, REPLICATED, QWEN3]
 
 
 def parameters_of_stages(configs: list[Config]) -> tuple[int, list[list[tuple[int, bool]]]]:
-    """This rank's stage; by configuration the numel of its parameters, and whether all of tp have
-    them."""
+    """Returns this rank's stage and, by configuration, the numel of its parameters, and whether all
+    tp ranks have them."""
     groups = ProcessGroups.create(Layout(tp=2, pp=2), "cpu", timeout_s=300)
     trainers = [Trainer(c, groups, torch.device("cpu"), train_source=Ramp()) for c in configs]
     found = [[(p.numel(), spec_of(p).replicated) for p in t.parameters.values()] for t in trainers]

@@ -1,4 +1,4 @@
-"""`save` and `load`: a training goes on under any other split, as if it had not stopped."""
+"""Tests `save` and `load`: training resumes under any other split as if it had not stopped."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_grad_norm import WIDTH, WORDS, loss_of, mine, net
 
 TOLERANCE = 1e-11
-# By ranks: each goes on from the one before it, by few runs of the pool.
+# By number of ranks: each resumes from the preceding one, in few runs of the pool.
 SPLITS: dict[int, dict[str, dict[str, int]]] = {
     1: {"one": {}},
     2: {"tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {"dp": 2}},
     4: {"fsdp": {"dp": 4}, "pp and dp": {"pp": 2, "dp": 2}},
     8: {"tp, pp and fsdp": {"tp": 2, "pp": 2, "dp": 2}},
 }
-# The other optimizer's state differs in kind alone, and takes few of them.
+# The other optimizer's state only differs in its kinds, so few splits suffice.
 MOST_RANKS = {"adamw": 8, "sgd": 2}
 OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95)),
@@ -58,7 +58,7 @@ class Training:
         parameters = list(self.net.named_parameters())
         wide = [p for name, p in parameters if "weight" in name]
         flat = [p for name, p in parameters if "weight" not in name]
-        # A stage may lack one kind: the groups are the same on every rank all the same.
+        # A stage may lack one kind, but the groups are the same on every rank.
         self.optimizer = OPTIMIZERS[optimizer](
             [{"params": wide}, {"params": flat, "weight_decay": 0.0}]
         )
@@ -88,10 +88,8 @@ class Training:
 def go_on(
     splits: dict[str, dict[str, int]], optimizer: str, steps: int, folder: Path
 ) -> dict[str, Any]:
-    """By split the weights after two steps more than the last one saved; rank 0's alone.
-
-    `steps` have been taken so far.
-    """
+    """Returns, by split, the weights two steps after the last saved one, on rank 0; `steps`: the
+    steps so far."""
     found = {}
     for name, sizes in splits.items():
         training = Training(name, sizes, optimizer)
@@ -116,7 +114,7 @@ def go_on(
 
 
 def uninterrupted(optimizer: str, times: int) -> list[dict[str, Any]]:
-    """The weights after every second step."""
+    """Returns the weights after every second step."""
     training, found = Training("one", {}, optimizer), []
     for _ in range(times):
         training.step()
@@ -261,14 +259,14 @@ def test_one_process_needs_no_world(tmp_path: Path) -> None:
 
 
 def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
-    """Their names have the rank without zeros."""
+    """Names of files have the rank without leading zeros."""
     layer, twin = nn.Linear(3, 2), nn.Linear(3, 2)
     path = p3d.save(tmp_path, layer, step=1)
     (file,) = path.glob("manifest-*")
     manifest = read_manifest(path)
     file.unlink()
     (digest,) = manifest.files
-    assert digest.name == "rank-00000.safetensors"  # as the trainer's
+    assert digest.name == "rank-00000.safetensors"  # like the trainer's files
     (path / digest.name).rename(path / "rank-0.safetensors")
     old = dataclasses.replace(digest, name="rank-0.safetensors")
     write_manifest(path, dataclasses.replace(manifest, files=(old,)))
@@ -277,7 +275,7 @@ def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
 
 
 def test_a_file_that_rank_0_does_not_see_makes_no_checkpoint(tmp_path: Path) -> None:
-    """As of a folder that hosts do not share: the trainer's own check."""
+    """Tests a folder that hosts do not share, with the trainer's own check."""
     layer = nn.Linear(3, 2)
     write = saver.write_state
 

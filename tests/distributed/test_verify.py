@@ -1,4 +1,4 @@
-"""What `parallel3d verify` compares is whole."""
+"""Tests that `parallel3d verify` compares complete parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.distributed.pool import Pool
 
 
 def failures_of_verify(case: Case) -> list[str | None]:
-    """What `parallel3d verify` finds on two ranks, each of which steps half of the parameters."""
+    """Returns the findings of `parallel3d verify` on two ranks, each of which steps half of the
+    parameters."""
     groups, config = plain_groups(Layout(dp=2)), case.config(Layout(dp=2))
     source = source_of(case.problem, config)
 
@@ -31,7 +32,7 @@ def failures_of_verify(case: Case) -> list[str | None]:
 
 
 def test_verify_compares_parameters_that_are_gathered(pool: Pool) -> None:
-    """Under zero=1 the all-gather of a step goes on until the next forward waits for it."""
+    """Under zero=1 the all-gather of a step continues until the next forward waits for it."""
     of_bytes = (("vocab_size", 260),)
     problem = Problem("gpt_tiny", "muon", True, steps=2, layers=2, model=of_bytes)
     case = Case(problem, keys=(("zero", 1),))

@@ -1,4 +1,4 @@
-"""What a rank holds under the stages of ZeRO: at the start, in a step and between steps."""
+"""Tests what a rank holds under the stages of ZeRO: at the start, in a step and between steps."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.distributed.test_fully_sharded import EVERY, ONCE
 
 
 def bytes_of_tensors(shared: torch.UntypedStorage | None = None) -> int:
-    """Of every tensor that this process holds and that is not frozen, each storage once, without
-    memory that ranks share."""
+    """Returns the bytes of all tensors that this process holds and that are not frozen, each
+    storage once, without memory that ranks share."""
     gc.collect()
     storages = {}
     for found in gc.get_objects():
         if issubclass(type(found), FakeTensor):
-            continue  # left by a compiled graph of a test before: it holds no memory
+            continue  # left by a compiled graph of an earlier test: it holds no memory
         if issubclass(type(found), torch.Tensor) and found.layout == torch.strided:
             local = found.to_local() if hasattr(found, "to_local") else found
             storage = local.untyped_storage()
@@ -45,12 +45,12 @@ def bytes_of_tensors(shared: torch.UntypedStorage | None = None) -> int:
 
 
 def held(stage: int) -> dict[str, float]:
-    """Bytes that a trainer holds between steps, over those of the parameters of its stage in fp32;
-    and the share of the parameters that this rank steps."""
+    """Returns the bytes that a trainer holds between steps, relative to its stage's parameters in
+    fp32, and the share of the parameters that this rank steps."""
     groups = plain_groups(Layout(dp=4))
     problem = Problem("gpt_tiny", "adamw", True, "fp32", model=(("hidden_size", 128),))
     gc.collect()
-    gc.freeze()  # what tests before left is neither searched nor counted
+    gc.freeze()  # tensors that earlier tests have left are neither searched nor counted
     trainer = make_trainer(Case(problem, microbatches=1, keys=(("zero", stage),)), groups)
     for _ in range(2):
         trainer.train_step()
@@ -77,7 +77,7 @@ def test_memory_falls_with_dp(pool: Pool) -> None:
         held_by_stage[stage] = max(found["held"] for found in by_rank)
         stepped = sum(found["stepped"] for found in by_rank)
         assert stepped == pytest.approx(4 if stage == 0 else 1)
-    # Parameters, gradients and two moments, in units of the parameters.
+    # parameters, gradients and two moments, in units of the parameters
     assert held_by_stage[0] == pytest.approx(4, rel=0.1)
     assert held_by_stage[1] == pytest.approx(2.5, rel=0.1)
     for stage in (2, 3):
@@ -85,9 +85,12 @@ def test_memory_falls_with_dp(pool: Pool) -> None:
 
 
 def made_at_start(stage: int, tied: bool) -> dict[str, float]:
-    """What making a trainer takes: elements drawn, the largest tensor that the initializer makes,
-    and the most bytes at a time before there is an optimizer; numels of the stage's parameters:
-    of all, of the largest, of the largest unit that FSDP2 shards."""
+    """Returns what creating a trainer takes.
+
+    These are elements drawn, the largest tensor that the initializer makes, and the most bytes at a
+    time before there is an optimizer; and numels of the stage's parameters: of all, of the largest,
+    of the largest unit that FSDP2 shards.
+    """
     groups = plain_groups(Layout(1, 1, 2))
     model = (("hidden_size", 128), ("vocab_size", 120))
     problem = Problem("gpt_tiny", "adamw", tied, "bf16", model, layers=4)
@@ -129,7 +132,7 @@ def made_at_start(stage: int, tied: bool) -> dict[str, float]:
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made inside held at a time."""
+    """Returns the most bytes that tensors made inside the block held at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +181,7 @@ def check_start(stage: int, by_rank: Sequence[dict[str, float]]) -> None:
             spare = 4 * found["parameter"]
         else:  # a shard in fp32 and its gradients, and one whole unit
             kept, spare = 2 * 4 * whole // dp, 4 * found["unit"]
-        drawing = 4 * found["parameter"]  # the band at work
+        drawing = 4 * found["parameter"]  # the band that is being drawn
         assert found["peak"] <= 1.01 * (kept + spare + drawing), found
         assert found["peak"] > kept
     drawn = [found["drawn"] for found in by_rank]
@@ -186,7 +189,8 @@ def check_start(stage: int, by_rank: Sequence[dict[str, float]]) -> None:
 
 
 def held_before_the_last_backward(every: bool) -> float:
-    """Bytes made in the step and held then, over those of the stage's parameters in fp32."""
+    """Returns the bytes made in the step and still held then, relative to the stage's parameters in
+    fp32."""
     groups = plain_groups(Layout(1, 1, 2))
     problem = Problem("gpt_tiny", "sgd", True, "fp32", (("hidden_size", 128),))
     trainer = make_trainer(Case(problem, keys=(("zero", 3), EVERY if every else ONCE)), groups)

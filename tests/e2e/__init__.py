@@ -1,1 +1,1 @@
-"""The command line as a user types it, in processes of its own."""
+"""Runs the command line as a user types it, in its own processes."""

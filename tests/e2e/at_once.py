@@ -1,6 +1,7 @@
-"""Tests of a module beside each other: their commands mostly wait, for time-outs and each other.
+"""Runs tests of a module at the same time: their commands mostly wait, for time-outs and each
+other.
 
-`pytestmark = pytest.mark.at_once(3)` has up to three of a module's tests at a time, each in a
+`pytestmark = pytest.mark.at_once(3)` runs up to three of a module's tests at a time, each in a
 thread and with a shell of its own. They take a `shell` and their parameters, nothing else. Each is
 still reported by itself.
 """
@@ -18,7 +19,7 @@ from tests.e2e.command import Shell
 
 @dataclass
 class Beside:
-    """The selected tests of one module, all of them on their way since the first was called."""
+    """The selected tests of one module, all of which run from the first call on."""
 
     pool: ThreadPoolExecutor
     shells: list[Shell] = field(default_factory=list)
@@ -40,7 +41,7 @@ class Beside:
 def beside(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Beside]:
-    """Starts those of the module's tests that this session has selected."""
+    """Starts the module's tests that this session has selected."""
     items = [i for i in request.session.items if i.module is request.module]
     together = Beside(ThreadPoolExecutor(items[0].get_closest_marker("at_once").args[0]))
     try:
@@ -53,7 +54,7 @@ def beside(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test of such a module needs what runs them, though it does not say so."""
+    """Gives a test of such a module the fixture that runs them, although it does not ask for it."""
     for item in items:
         if item.get_closest_marker("at_once"):
             item.fixturenames.append("beside")

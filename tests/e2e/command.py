@@ -1,4 +1,4 @@
-"""Runs command lines and sees what they leave behind."""
+"""Runs command lines and records their effects."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PARALLEL3D = (sys.executable, "-m", "parallel3d")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 COMPUTING = {"train", "verify", "generate", "eval", "bench"}
-DEVICE = "parallel3d: device: "  # begins the line of what a start computes on
+DEVICE = "parallel3d: device: "  # beginning of the line about the device
 HOOKS = Path(__file__).parent / "hooks"
-# Of another launcher around the tests, or of the user: a test says what it wants.
+# Variables of another launcher around the tests, or of the user: a test sets what it needs.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-FOREIGN += ("PYTHONDONTWRITEBYTECODE",)  # else every process compiles the package again
+FOREIGN += ("PYTHONDONTWRITEBYTECODE",)  # otherwise every process would compile the package again
 FOREIGN_PREFIXES = ("SLURM_", "TORCHELASTIC_", "HYDRA_", "WANDB_")
 TINY = (
     "model.num_layers=2",
@@ -38,14 +38,14 @@ TINY = (
     "train.eval_every=0",
     "train.eval_batches=1",
     "checkpoint.every=0",
-    "launch.peak_tflops=0.1",  # else the start measures it
+    "launch.peak_tflops=0.1",  # otherwise the start would measure it
     "launch.timeout_s=60",
     "device=cpu",
 )
 
 
 def without_replaced(words: Sequence[str]) -> tuple[str, ...]:
-    """Returns a line in which each key of TINY is typed once: a word for it replaces TINY's."""
+    """Returns a line in which each key of TINY is given once: a word for it replaces TINY's."""
     given = {word.partition("=")[0] for word in words if word not in TINY}
     kept = []
     for word in words:
@@ -66,7 +66,7 @@ class Ended:
 
     @property
     def errors(self) -> list[str]:
-        """The lines on stderr, but for the one that every start has: what it computes on."""
+        """The lines on stderr, without the line about the device, which every start has."""
         lines = [line for line in self.err.splitlines() if line.strip()]
         return [line for line in lines if not line.startswith("parallel3d: device: ")]
 
@@ -75,8 +75,8 @@ class Ended:
 class Shell:
     """A directory in which command lines run, with text to train on; `scratch` is their TMPDIR.
 
-    What computes is forked of a process that has imported torch (see ready.py); `anew`: it is not.
-    Every process carries a mark in its environment, by which those left over are found.
+    Ranks are forked from a process that has imported torch (see ready.py); with `anew` they are
+    not. Every process has a mark in its environment, by which leftover ones are found.
     """
 
     cwd: Path
@@ -101,7 +101,7 @@ class Shell:
         )
 
     def text(self) -> tuple[str, ...]:
-        """Overrides for a small text of the test's own, made once."""
+        """Returns overrides for a small text of the test's own, made once."""
         book = self.cwd / "book.txt"
         if not book.exists():
             book.write_text("".join(f"{n} bottles of beer on the wall.\n" for n in range(300)))
@@ -122,7 +122,7 @@ class Shell:
         )
 
     def run(self, *words: str, timeout_s: float = 120, **environ: str) -> Ended:
-        """Run one command line to its end; nothing of it may be left running."""
+        """Runs one command line to its end; none of its processes may be left running."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         started = time.monotonic()
         process = self.start(*words, **environ)
@@ -136,7 +136,7 @@ class Shell:
     def finish(
         self, process: subprocess.Popen[str], started: float, timeout_s: float = 120
     ) -> Ended:
-        """Wait for a started command; fail if it hangs or leaves a process behind."""
+        """Waits for a started command; fails if it hangs or leaves a process behind."""
         try:
             out, err = process.communicate(timeout=timeout_s * PATIENCE)
         except subprocess.TimeoutExpired:
@@ -150,7 +150,7 @@ class Shell:
         return Ended(process.returncode, out, err, wall, 0.0)
 
     def processes(self) -> dict[int, dict[str, str]]:
-        """Live processes of this test: pid -> environment at their start."""
+        """Returns the live processes of this test: pid -> environment at their start."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -162,7 +162,7 @@ class Shell:
         return found
 
     def rank_pid(self, rank: int) -> int:
-        """The process of a local rank, as top would show it."""
+        """Returns the process of a local rank, by its name in top."""
         names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in self.processes()}
         return next(pid for pid, name in names.items() if name == f"p3d rank {rank}")
 
@@ -177,7 +177,7 @@ class Shell:
             os.kill(pid, signal.SIGKILL)
 
     def snapshot(self) -> dict[str, str]:
-        """Every file and folder below the directory, with the content's hash."""
+        """Returns every file and folder below the directory, with the content's hash."""
         return {
             str(path.relative_to(self.cwd)): (
                 hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
@@ -186,7 +186,7 @@ class Shell:
         }
 
     def failing(self, how: str) -> dict[str, str]:
-        """Variables that plant a failure (see hooks/sitecustomize.py)."""
+        """Returns variables that plant a failure (see hooks/sitecustomize.py)."""
         path = os.pathsep.join((str(HOOKS), self.environment()["PYTHONPATH"]))
         return {"PYTHONPATH": path, "FAIL": how, "FAILED_AT": str(self.cwd / "failed_at")}
 
@@ -195,7 +195,7 @@ class Shell:
 
 
 def wait_for(condition, seconds: float, what: str) -> None:
-    """Poll until `condition()` holds."""
+    """Polls until `condition()` holds."""
     deadline = time.monotonic() + seconds * PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"

@@ -1,4 +1,4 @@
-"""A shell in an empty directory for each test; tests that are beside each other."""
+"""Gives each test a shell in an empty directory; runs tests at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as a launcher starts them, each forked of a process that has imported torch (ready.py)."""
+"""Starts ranks like a launcher, each forked from a process that has imported torch (ready.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AFTER_FAILURE_S = 20 * PATIENCE
 
 @dataclass(frozen=True)
 class Job:
-    """A process to start: its words, and what it has of its own."""
+    """A process to start: its words, and its own environment."""
 
     words: tuple[str, ...]
     shell: Shell
@@ -60,13 +60,13 @@ class Forked:
     count: int = 0
 
     def add(self, *words: str, slot: dict[str, str] | None = None, **environ: str) -> None:
-        """One more process for the next start; in a `slot` of a rail network as `railnet exec`
-        enters it ({"host", "netns", "etc"})."""
+        """Adds one process to the next start; `slot`: enters a slot of a rail network, like
+        `railnet exec` ({"host", "netns", "etc"})."""
         self.count += 1
         self.jobs.append(Job(without_replaced(words), self.shell, environ, slot, self.count))
 
     def add_world(self, size: int, *words: str) -> None:
-        """The ranks of one run on this host."""
+        """Adds the ranks of one run on this host."""
         port = str(free_port())
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
         rendezvous = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
@@ -74,19 +74,22 @@ class Forked:
             self.add(*words, RANK=rank, LOCAL_RANK=rank, **sizes, **rendezvous)
 
     def start(self) -> None:
-        """Starts what was added and does not run yet."""
+        """Starts the added processes that do not run yet."""
         self.running += [job.start() for job in self.jobs[len(self.running) :]]
 
     def finish(self, timeout_s: float = 120) -> list[Ended]:
-        """Waits for what was started; none may fail."""
+        """Waits for the started processes; none may fail."""
         ended = self.ends(timeout_s)
         failed = [each.err for each in ended if each.code]
         assert not failed, "\n".join(failed)
         return ended
 
     def ends(self, timeout_s: float = 120) -> list[Ended]:
-        """Waits for what was started; one that still runs long after another has failed, or at
-        `timeout_s` of a quiet machine, fails the test with the stacks and words of all."""
+        """Waits for the started processes.
+
+        If one still runs long after another one has failed, or at `timeout_s` of a quiet machine,
+        the test fails with the stacks and output of all.
+        """
         deadline, late = time.monotonic() + timeout_s * PATIENCE, []
         while running := [process for process in self.running if process.poll() is None]:
             if any(process.returncode for process in self.running):
@@ -106,8 +109,10 @@ class Forked:
 
 
 def run_forked(shell: Shell, *words: str, ranks: int = 1) -> Ended:
-    """What `parallel3d WORDS` does in the shell's directory, where starting it is not what is
-    tested: with more ranks than one what the first says, and the worst exit code."""
+    """Runs `parallel3d WORDS` in the shell's directory, for tests that are not about its start.
+
+    With several ranks it returns the first one's output and the worst exit code.
+    """
     forked = Forked(shell)
     if ranks == 1:
         forked.add(*words)

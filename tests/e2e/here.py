@@ -1,4 +1,4 @@
-"""Command lines answered by this process: where the claim is about words, not about processes."""
+"""Runs command lines in this process, for tests that are about words and not about processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.e2e.command import FOREIGN, FOREIGN_PREFIXES, Ended, Shell, without_r
 
 
 def answer(shell: Shell, capfd: pytest.CaptureFixture[str], *words: str, **environ: str) -> Ended:
-    """What `parallel3d WORDS` says in the shell's directory; it may not start to train."""
+    """Returns the output of `parallel3d WORDS` in the shell's directory; it must not start to
+    train."""
 
     def accepted(*_: object, **__: object) -> None:
         raise AssertionError(f"not refused: {words}")

@@ -1,4 +1,4 @@
-"""Linux namespaces of a process, by libc's own functions."""
+"""Enters Linux namespaces, by libc's own functions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ OF_THE_HOST = ("hosts", "nsswitch.conf")
 
 
 def call(name: str, *arguments: Any) -> None:
-    """One of libc's functions; raises what it says."""
+    """Calls one of libc's functions; raises its error."""
     if getattr(LIBC, name)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, f"{name}{arguments}: {os.strerror(number)}")
 
 
 def enter(slot: dict[str, str]) -> None:
-    """The slot's network, under its host's name, with the host's files and devices."""
+    """Enters the slot's network, under its host's name, with the host's files and devices."""
     with open(slot["netns"]) as netns:
         call("setns", netns.fileno(), NEW_NET)
     call("unshare", NEW_MOUNTS | NEW_HOSTNAME)

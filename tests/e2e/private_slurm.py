@@ -1,4 +1,4 @@
-"""A Slurm cluster of virtual nodes on this machine (tests/tools/minislurm), and jobs on it."""
+"""Runs a Slurm cluster of virtual nodes on this machine (tests/tools/minislurm), and jobs on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMO
 
 
 def why_not() -> str | None:
-    """Why no cluster can be made here, as a sentence; None where it can."""
+    """Returns why no cluster can be made here, as a sentence; None if one can."""
     if sys.platform != "linux":
         return f"nodes are made of Linux namespaces, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -33,7 +33,7 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Job:
-    """What squeue says of a job, or of one element of an array (`12_1`)."""
+    """What squeue reports about a job, or about one element of an array (`12_1`)."""
 
     number: str
     name: str
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass
 class Slurm:
-    """A cluster that is up. `shell` is where jobs are submitted and its environment is theirs."""
+    """A cluster that is up. Jobs are submitted in `shell`, and take its environment."""
 
     state: Path
     shell: Shell
@@ -52,10 +52,10 @@ class Slurm:
 
     @classmethod
     def start(cls, shell: Shell, *, nodes: int) -> Slurm:
-        # Not in the test's own folder: a socket's path must be short.
+        # The test's own folder would not do: a socket's path must be short.
         state = Path(tempfile.mkdtemp(prefix="p3d-slurm-"))
         slurm = cls(state, shell)
-        # A preempted job has time to save also on a busy machine.
+        # A preempted job has time to save, on a busy machine, too.
         slurm._minislurm("start", "--nodes", str(nodes), "--gpus", "0", "--grace-time", "60")
         return slurm
 
@@ -64,15 +64,16 @@ class Slurm:
         return self.state / "etc" / "slurm.conf"
 
     def stop(self, logs: Path) -> None:
-        """Ends every job and daemon; what the daemons said is kept in `logs`."""
+        """Ends every job and daemon; the daemons' output is kept in `logs`."""
         self._minislurm("stop", "--keep-logs", str(logs))
 
     def crash(self, node: str) -> None:
-        """Every process of the node dies at once; Slurm is not told (by itself it takes 30 s)."""
+        """Kills every process of the node at once; Slurm is not informed (by itself it takes 30
+        s)."""
         self._minislurm("crash", node)
 
     def down(self, node: str) -> None:
-        """Tells Slurm that a node is dead, as it would find out by itself in the end."""
+        """Informs Slurm that a node is dead, which it would detect later by itself."""
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=crash")
 
     def boot(self, node: str) -> None:
@@ -80,7 +81,7 @@ class Slurm:
         self._minislurm("boot", node)
 
     def call(self, *words: str, **environ: str) -> str:
-        """One of Slurm's commands; what it printed."""
+        """Runs one of Slurm's commands; returns its output."""
         done = subprocess.run(
             words,
             cwd=self.shell.cwd,
@@ -94,11 +95,11 @@ class Slurm:
         return done.stdout
 
     def submit(self, *words: str, **environ: str) -> str:
-        """Submits by sbatch; the job's number."""
+        """Submits by sbatch; returns the job's number."""
         return self.call("sbatch", "--parsable", *words, **environ).strip()
 
     def jobs(self) -> dict[str, Job]:
-        """All jobs there are and were, the elements of arrays one by one, by number."""
+        """Returns all past and present jobs, the elements of arrays one by one, by number."""
         form = "--Format=JobArrayID:20,Name:20,State:20,RestartCnt:10,NodeList:60"
         found = {}
         for line in self.call("squeue", "-h", "-a", "-r", "-t", "all", form).splitlines():
@@ -108,7 +109,8 @@ class Slurm:
         return found
 
     def _names(self, listed: str) -> tuple[str, ...]:
-        """`node[1-2]` → node1, node2; asked once, for jobs are listed several times a second."""
+        """Returns `node[1-2]` as node1, node2; cached, because jobs are listed several times a
+        second."""
         if listed not in self.known:
             self.known[listed] = tuple(self.call("scontrol", "show", "hostnames", listed).split())
         return self.known[listed]

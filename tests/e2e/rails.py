@@ -1,4 +1,4 @@
-"""Hosts with rails, made of network namespaces by tests/tools/railnet, and runs on them."""
+"""Makes hosts with rails from network namespaces by tests/tools/railnet, and runs on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SBIN = ("/usr/sbin", "/sbin")
 
 
 def why_not() -> str | None:
-    """Why no network can be made here, as a sentence; None where it can."""
+    """Returns why no network can be made here, as a sentence; None if one can."""
     if sys.platform != "linux":
         return f"rails are made of Linux network namespaces, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -42,25 +42,26 @@ class Rails:
 
     @classmethod
     def start(cls, state: Path, *, hosts: int, gpus: int, options: tuple[str, ...] = ()) -> Rails:
-        """`options` are railnet's (`--spine-mbit 20`); rails are as many as a host has GPUs."""
-        prefix = f"p3d{uuid.uuid4().hex[:8]}"  # tests run beside each other
+        """`options` are railnet's (`--spine-mbit 20`); there are as many rails as GPUs per host."""
+        prefix = f"p3d{uuid.uuid4().hex[:8]}"  # several tests run at a time
         sizes = ("--hosts", str(hosts), "--gpus", str(gpus), "--rails", str(gpus))
         _railnet(state, "start", "--prefix", prefix, *sizes, *options)
         return cls(state, gpus)
 
     def stop(self) -> None:
-        """Ends whatever still runs in it and takes it away."""
+        """Ends everything that still runs in it, and removes it."""
         _railnet(self.state, "stop")
 
     def bytes_so_far(self) -> dict[str, Any]:
         return json.loads(_railnet(self.state, "counters"))
 
     def train(self, forked: Forked, slots: list[str], *words: str) -> Ran:
-        """One run: a process on every slot (`h2g1`), which the launcher numbers in this order."""
+        """Runs a run: a process on every slot (`h2g1`), which the launcher numbers in this
+        order."""
         return self.run(forked, slots, "train", *words)
 
     def run(self, forked: Forked, slots: list[str], *words: str, timeout_s: float = 120) -> Ran:
-        """The same of any subcommand."""
+        """Does the same for any subcommand."""
         before = self.bytes_so_far()
         spaces = json.loads((self.state / "railnet.json").read_text())["spaces"]
         for launch_rank, slot in enumerate(slots):
@@ -77,7 +78,8 @@ class Rails:
                 LOCAL_WORLD_SIZE=str(self.gpus),
                 MASTER_ADDR=slots[0].split("g")[0],
                 MASTER_PORT="29511",
-                GLOO_SOCKET_IFNAME="eth0",  # where the hosts meet; the groups have their own
+                # The network of the rendezvous; the groups have their own.
+                GLOO_SOCKET_IFNAME="eth0",
             )
         forked.start()
         forked.finish(timeout_s)
@@ -89,13 +91,13 @@ class Rails:
 
 @dataclass(frozen=True)
 class Ran:
-    """A run on rails, its directory, and the bytes that every switch took in meanwhile."""
+    """A run on rails, its directory, and the bytes that every switch received meanwhile."""
 
     folder: Path
     nbytes: dict[str, Any]
 
     def on(self, kind: str) -> int:
-        """Bytes on the switches of a kind: rail, nvl, mgmt; or over the spine."""
+        """Returns the bytes on the switches of a kind: rail, nvl, mgmt; or over the spine."""
         if kind == "spine":
             return self.nbytes["spine"]
         return sum(n for name, n in self.nbytes["switch"].items() if name.startswith(kind))
@@ -113,7 +115,7 @@ class Ran:
 
     @property
     def placed(self) -> dict[int, dict[str, Any]]:
-        """rank → its line of placement.json."""
+        """Returns rank → its line of placement.json."""
         return Ran.map_in(self.folder)
 
     @staticmethod

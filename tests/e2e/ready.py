@@ -1,9 +1,8 @@
-"""Commands that are forked of a process which has imported torch, in place of two seconds each.
+"""Forks commands from a process that has imported torch, which would take each two seconds.
 
-`ReadyPopen` is a `subprocess.Popen` for `python -m parallel3d WORDS`, or for `python WORDS` where
-they begin with -c: its process has the same words, environment (also where /proc shows it), folder,
-streams and signals, and is asked and waited for in the same way. What it lacks is the start itself,
-which other tests type.
+`ReadyPopen` is a `subprocess.Popen` for `python -m parallel3d WORDS`, or for `python WORDS` if they
+begin with -c: its process has the same words, environment (also in /proc), folder, streams and
+signals, and is used in the same way. It lacks the start itself, which other tests run.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# What an environment may say to a process that is forked of this one: room for it in /proc.
+# Room in /proc for the environment of a process that is forked from this one.
 ROOM_BYTES = 1 << 15
 ROOT = Path(__file__).resolve().parents[2]
-# Code that runs the module of its first argument as `python -m` does.
+# Code that runs the module of its first argument like `python -m`.
 MODULE = "import runpy, sys; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=1)"
 
 
@@ -38,7 +37,7 @@ class Ready:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listening.bind(self.address)
         listening.listen(16)
-        # Nobody else has its standard input: it is closed when this process is gone.
+        # No other process has its standard input: it is closed when this process is gone.
         self.process = subprocess.Popen(
             (sys.executable, "-m", "tests.e2e.ready_process", str(listening.fileno())),
             cwd=ROOT,
@@ -49,7 +48,7 @@ class Ready:
         listening.close()
 
     def fork(self, request: dict[str, Any], streams: tuple[int, int]) -> tuple[socket.socket, int]:
-        """What tells of a new process, and its pid."""
+        """Starts a process; returns the connection that reports its end, and its pid."""
         told = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         told.connect(self.address)
         socket.send_fds(told, [json.dumps(request).encode()], streams)
@@ -65,14 +64,14 @@ def _made() -> Ready:
 
 
 def ready() -> Ready:
-    """The one of this session."""
+    """Returns the one of this session."""
     with _MAKING:
         return _made()
 
 
 class ReadyPopen(subprocess.Popen):
-    """`words` are those after `parallel3d`, or -c, code and its arguments; `of_popen` what Popen
-    has for folder, environment and streams; `slot`: of a rail network, which it enters."""
+    """`words` are those after `parallel3d`, or -c, code and its arguments; `of_popen` has Popen's
+    arguments for folder, environment and streams; `slot`: enters a slot of a rail network."""
 
     def __init__(
         self, words: Sequence[str], slot: dict[str, str] | None = None, **of_popen: Any
@@ -81,19 +80,20 @@ class ReadyPopen(subprocess.Popen):
         super().__init__(words, **of_popen)
 
     def _execute_child(self, *args: Any) -> None:
-        """Popen's own hook: pipes are made, and the process is to be there afterwards."""
+        """Overrides Popen's own hook, which is called after the pipes are made and must start the
+        process."""
         of = inspect.signature(subprocess.Popen._execute_child).bind(self, *args).arguments
         request = {"words": list(of["args"]), "cwd": str(of["cwd"]), "environ": of["env"]}
         streams = of["c2pwrite"], of["errwrite"]
         self._told, self.pid = ready().fork(request | {"slot": self._slot}, streams)
         self._child_created = True
         for stream, kept in zip(streams, (of["c2pread"], of["errread"]), strict=True):
-            if kept != -1:  # a pipe; a file is its owner's to close
+            if kept != -1:  # a pipe; a file is closed by its owner
                 os.close(stream)
         os.close(self.__dict__.pop("_devnull"))  # its standard input
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        """As `os.waitpid`, which knows children alone."""
+        """Does the same as `os.waitpid`, which only knows children."""
         if wait_flags and not select.select([self._told], [], [], 0)[0]:
             return 0, 0
         status, cpu_s = self._told.recv(64).split()
@@ -116,7 +116,8 @@ class ReadyPopen(subprocess.Popen):
 def run_code(
     code: str, *words: str, cwd: Path = ROOT, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python -c code words` to its end, for code that needs torch; `environ` beside this one's."""
+    """Runs `python -c code words` to its end, for code that needs torch; `environ` is added to this
+    process's."""
     process = ReadyPopen(
         ("-c", code, *words),
         cwd=cwd,
@@ -133,10 +134,10 @@ def run_code(
 def run_module(
     module: str, *words: str, cwd: Path = ROOT, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m module words` to its end, for modules that need torch; see `run_code`."""
+    """Runs `python -m module words` to its end, for modules that need torch; see `run_code`."""
     return run_code(MODULE, module, *words, cwd=cwd, **environ)
 
 
 def run_command(*words: str) -> subprocess.CompletedProcess[str]:
-    """`python -m parallel3d words` to its end, from the checkout; see `run_code`."""
+    """Runs `python -m parallel3d words` to its end, from the checkout; see `run_code`."""
     return run_module("parallel3d", *words)

@@ -1,10 +1,10 @@
-"""Forks commands that find torch imported: started by tests/e2e/ready.py.
+"""Forks commands that find torch already imported; tests/e2e/ready.py starts it.
 
     python -m tests.e2e.ready_process FD
 
-Each connection that the socket FD takes has one request, {"words", "cwd", "environ", "slot"},
-with the streams of a new process. It is told the pid, and once the process has ended, its status
-and the seconds of CPU that it and those it waited for took.
+Each connection that the socket FD takes has one request, {"words", "cwd", "environ", "slot"}, with
+the streams of a new process. The reply has the pid and, once the process has ended, its status and
+the CPU seconds that it and the processes that it waited for took.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ NEEDED = (
     "parallel3d.commands.train",
     "parallel3d.checkpoint.storage",
     "torch.distributed.distributed_c10d",
-    "torch.distributed.fsdp",  # with zero=3, and its tensors on the simulated device: 1.7 s
-    "numpy.random",  # which a run's first sample imports
+    # Needed with zero=3, and for its tensors on the simulated device: 1.7 s.
+    "torch.distributed.fsdp",
+    "numpy.random",  # a run's first sample imports it
 )
-OWN_FDS = 3  # a new process has its three streams, and nothing of this one's
+OWN_FDS = 3  # a new process has its three streams, and none of this one's
 
 
 class Forks:
-    """Those that run, and who is told when they end."""
+    """The running processes, and the connections that are informed when they end."""
 
     def __init__(self, listening: socket.socket) -> None:
         self.listening = listening
         self.running: dict[int, socket.socket] = {}
         LIBC.getenv.restype = ctypes.c_void_p
-        # Where the kernel reads this process's environment, of which one variable is room.
+        # Where the kernel reads this process's environment, in which one variable reserves room.
         self.room, self.size = LIBC.getenv(b"P3D_ROOM"), len(os.environ["P3D_ROOM"])
 
     def serve(self) -> None:
-        """Returns in each process that is forked, with its words; ends where it is left alone."""
+        """Returns in each forked process, with its words; ends when its parent is gone."""
         woken, wakes = os.pipe()
         os.set_blocking(wakes, False)
         signal.set_wakeup_fd(wakes)
@@ -66,13 +67,14 @@ class Forks:
                 return
 
     def fork(self) -> bool:
-        """Whether this is the new process."""
+        """Returns whether this is the new process."""
         asking, _ = self.listening.accept()
         message, streams, _, _ = socket.recv_fds(asking, 1 << 18, 2)
         pid = os.fork()
         if pid == 0:
             for ours in (self.listening, asking, *self.running.values()):
-                ours.detach()  # else it closes some day what then has its number
+                # Otherwise it would later close an unrelated descriptor of the same number.
+                ours.detach()
             become(json.loads(message), streams)
             self.show(os.environ)
             return True
@@ -83,7 +85,7 @@ class Forks:
         return False
 
     def reap(self) -> None:
-        """Tells of those that have ended."""
+        """Reports the processes that have ended."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.wait4(-1, os.WNOHANG))[0]:
                 pid, status, used = ended
@@ -91,20 +93,20 @@ class Forks:
                     asking.send(f"{status} {used.ru_utime + used.ru_stime}".encode())
 
     def show(self, environ: dict[str, str]) -> None:
-        """Puts an environment where /proc looks for this process's."""
+        """Writes an environment where /proc looks for this process's."""
         said = b"\0" + b"".join(os.fsencode(f"{k}={v}\0") for k, v in environ.items())
         assert len(said) < self.size
         ctypes.memmove(self.room, said, len(said))
 
 
 def become(request: dict[str, Any], streams: list[int]) -> None:
-    """What a started process has of its own."""
+    """Gives a started process its own folder, environment and streams."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), *streams)):
         os.dup2(stream, number)
     os.closerange(OWN_FDS, os.sysconf("SC_OPEN_MAX"))
-    # Python's own look once whether they can be sought in.
+    # like Python's own streams, which test once whether they can seek
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
         2, "w", 1, errors="backslashreplace", closefd=False
@@ -115,26 +117,26 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
-    tempfile.tempdir = None  # it was another TMPDIR's
+    tempfile.tempdir = None  # it was for another TMPDIR
     sys.argv = request["words"] if is_code(request["words"]) else ["parallel3d", *request["words"]]
     for folder in request["environ"].get("PYTHONPATH", "").split(os.pathsep):
         hook = Path(folder) / "sitecustomize.py"
-        if hook.exists():  # what Python does as it starts
+        if hook.exists():  # what Python does when it starts
             exec(compile(hook.read_text(), hook, "exec"), {"__name__": "sitecustomize"})
 
 
 def is_code(words: list[str]) -> bool:
-    """Whether they are what `python` would be given, -c CODE and its arguments."""
+    """Returns whether the words are arguments of `python`: -c CODE and its arguments."""
     return words[:1] == ["-c"]
 
 
 def main() -> int:
     for name in NEEDED:
         importlib.import_module(name)
-    compose()  # Hydra's parser learns its grammar as it reads: a third of a refusal's time
-    typed_config({})  # the schema with types is made once: a seventh of a short run's time
+    compose()  # Hydra's parser learns its grammar while it reads: a third of a refusal's time
+    typed_config({})  # the typed schema is made once: a seventh of a short run's time
     forks = Forks(socket.socket(fileno=int(sys.argv[1])))
-    collect_seldom()  # what is shared is not written to by collections
+    collect_seldom()  # collections would write to shared pages
     forks.serve()
     if is_code(sys.argv):
         exec(compile(sys.argv.pop(1), "<string>", "exec"), {"__name__": "__main__"})

@@ -1,7 +1,8 @@
-"""Every bad input: one sentence that names the key, exit code 2, at once, nothing written.
+"""Tests every bad input: one sentence that names the key, exit code 2, at once, nothing written.
 
-A loaded machine stretches wall time, so "at once" is measured as the process's own CPU time.
-Each way to be refused is taken by a process of its own; further sentences of it by this one.
+A loaded machine stretches wall time, so "at once" is measured as the process's own CPU time. Each
+way of refusing is tested by a process of its own; further sentences of the same way by this
+process.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def assert_refused(ended: Ended, *parts: str) -> None:
 
 
 def assert_refusal(shell: Shell, words: tuple[str, ...], *parts: str, **environ: str) -> None:
-    """Run `train` with `words`: refused with `parts` in the sentence, and nothing written."""
+    """Runs `train` with `words`: it is refused with `parts` in the sentence, and nothing is
+    written."""
     before = shell.snapshot()
     assert_refused(shell.run(*PARALLEL3D, *words, **environ), *parts)
     assert shell.snapshot() == before
@@ -56,7 +58,7 @@ def assert_refusal(shell: Shell, words: tuple[str, ...], *parts: str, **environ:
     ],
 )
 def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> None:
-    shell.anew = words == "tp=3"  # for one of them the start is among what it may take
+    shell.anew = words == "tp=3"  # for one of them the time may include the start
     assert_refusal(shell, ("train", *words.split()), *parts)
 
 
@@ -113,7 +115,7 @@ FLAGS = ("--cfg job", "--cfg all", "--cfg hydra --resolve", "--info config")
 def test_what_a_run_does_not_know_is_not_shown(
     shell: Shell, capfd: pytest.CaptureFixture[str], added: str, flags: tuple[str, ...]
 ) -> None:
-    """`--cfg` and `--info config` refuse a key with the sentence of the run."""
+    """`--cfg` and `--info config` refuse a key with the run's sentence."""
     ran = answer(shell, capfd, "train", added)
     assert_refused(ran, "is not a key of the configuration")
     for flag in flags:
@@ -137,8 +139,8 @@ def test_unreadable_data_is_refused() -> None:
         secret.chmod(0)
         words = ("train", "data=text", f"data.path={secret}", f"data.cache_dir={folder}/cache")
         shell = Shell(Path(folder), scratch=Path(tempfile.gettempdir()))
-        # Root reads everything, unless it is one without that right. It is still root, as another
-        # user might not get at the package.
+        # Root reads everything, unless it lacks that capability. It stays root, because another
+        # user might not reach the package.
         rights = "--bounding-set=-dac_override,-dac_read_search"
         become = ("setpriv", rights) if os.geteuid() == 0 else ()
         assert_refused(shell.run(*become, *PARALLEL3D, *words), "secret.txt")
@@ -200,7 +202,7 @@ def test_taken_run_is_refused_and_left_alone(
     assert shell.run(*PARALLEL3D, *words).code == 0
     assert_refusal(shell, words, "run=mine", "exists already")
     before = shell.snapshot()
-    # What does not belong to a run's identity is not what differs.
+    # Keys that do not belong to a run's identity are not listed as differences.
     watched = ("train.progress=false", "logger.project=other", "launch.master_port=29511")
     for more, sentence in (((), "exists already"), (("seed=7",), "seed is 1234 there, now 7")):
         ended = answer(shell, capfd, *words, *watched, *more)

@@ -1,4 +1,4 @@
-"""`parallel3d bench comm`, as typed."""
+"""Tests `parallel3d bench comm` as typed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SIZES = (4096, 65536)
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """What the bench says on four ranks, and its directory."""
+    """Returns the output of the bench on four ranks, and its directory."""
     shell = Shell(tmp_path_factory.mktemp("four"), tmp_path_factory.mktemp("scratch"))
     forked = Forked(shell)
-    # Neither the batch nor the data would do for training: nobody asks.
+    # Neither the batch nor the data would be valid for training: they are not checked.
     forked.add_world(
         *(4, "bench", "comm", "device=cpu", "tp=2", "pp=2", "run=b", "bench.budget_s=1"),
         f"bench.sizes=[{','.join(map(str, SIZES))}]",
@@ -62,10 +62,10 @@ def test_four_ranks_give_every_row_in_under_a_minute(four: tuple[str, Path]) -> 
     assert found == {}
     for words in ("tp: 2 groups of 2", "world: 1 group of 4", "reduce-scatter max", "send/receive"):
         assert words in out
-    assert "\x1b" not in out  # plain where nobody looks
+    assert "\x1b" not in out  # plain without a terminal
     assert "Measured here: cluster.nvlink_gb_per_s=" in out
-    assert "times the median" in out  # none, or who: this machine may well be busy
-    assert len(report["pairs"]) == 6  # of four ranks, all
+    assert "times the median" in out  # no rank, or some: this machine may be busy
+    assert len(report["pairs"]) == 6  # all four ranks
 
 
 def test_what_was_measured_can_be_given_to_the_cluster(
@@ -79,7 +79,7 @@ def test_what_was_measured_can_be_given_to_the_cluster(
         words = ("dp=2", "run=c", "launch.shared_memory=false", *few, *keys)
         again = shell.run(*BENCH, *words, GLOO_SOCKET_IFNAME="eth0")
     assert again.code == 0
-    assert watched.seen and watched.elsewhere == []  # but the loopback
+    assert watched.seen and watched.elsewhere == []  # except the loopback
     assert "world is not measured: the same ranks as dp." in again.out
     prices = {
         (row["op"], row["size"]): row["priced_s"]

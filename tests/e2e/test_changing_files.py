@@ -1,6 +1,7 @@
-"""Files that change under a run, or between its starts: some of `benchmarks.changing_files`.
+"""Tests files that change during a run, or between its starts: some of
+`benchmarks.failures.changing_files`.
 
-Each of three kinds of file, each moment, and each outcome that is right.
+There are three kinds of file, each moment, and each correct outcome.
 """
 
 from __future__ import annotations

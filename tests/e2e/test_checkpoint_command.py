@@ -1,4 +1,5 @@
-"""A run's checkpoints from the outside: listed, proved, compared, exchanged, and asked for text."""
+"""Tests the commands on a run's checkpoints: they are listed, verified, compared, exchanged, and
+generate text."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ LLAMA = ("model=llama_tiny", *TINY, "model.num_query_groups=2", "model.ffn_hidde
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    """A run `mine` of a small Llama, on two ranks, with checkpoints of steps 10 and 20."""
+    """Trains a run `mine` of a small Llama, on two ranks, with checkpoints of steps 10 and 20."""
     shell = Shell(tmp_path_factory.mktemp("trained"), tmp_path_factory.mktemp("scratch"))
     words = ("tp=2", "train.steps=20", "checkpoint.every=10", "optim.lr=0.01")
     words += ("optim.ema_decay=0.9",)
@@ -43,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
 
 @pytest.fixture
 def runs(trained: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the trained runs, in the current directory: tests damage it."""
+    """Copies the trained runs into the current directory, where tests damage them."""
     shutil.copytree(trained.cwd / "runs", tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "runs"
@@ -53,7 +54,8 @@ def runs(trained: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def at_once(
     shell: Shell, *words: str, **environ: str
 ) -> Iterator[tuple[Callable[[], Ended], Watched]]:
-    """A command beside others of `shell`, with processes of its own; gives how to await it."""
+    """Starts a command next to others of `shell`, in its own processes; returns a function that
+    awaits it."""
     other = Shell(shell.cwd, shell.scratch, environ)
     started = time.monotonic()
     with Watched(other) as watched:
@@ -69,7 +71,7 @@ def newest(runs: Path) -> Path:
 
 
 def flip_a_bit(folder: Path) -> None:
-    """In the first tensor of a file, which is a parameter."""
+    """Damages the first tensor of a file, which is a parameter."""
     file = max(folder.glob("rank-*"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[8 + int.from_bytes(content[:8], "little") + 5] ^= 1
@@ -204,7 +206,7 @@ def test_average_is_the_mean_of_the_last_weights(
 def test_an_imported_run_trains_on_under_another_layout(
     trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command that import prints works as it stands; its first loss is the exported model's."""
+    """The command that import prints works unchanged; its first loss is the exported model's."""
     monkeypatch.chdir(trained.cwd)
     assert checkpoint(["export", "run=mine", "to=hf"]) == 0
     sizes = [word for word in TINY if not word.startswith(("model.", "train."))]
@@ -216,7 +218,7 @@ def test_an_imported_run_trains_on_under_another_layout(
         trained, "train", "run=on", "train.eval_only=true", "train.eval_batches=1"
     )
     assert evaluated.code == 0 and "eval 0/2" in evaluated.err + evaluated.out, evaluated
-    ended = run_forked(trained, *command[1:])  # one process, where mine had tp=2
+    ended = run_forked(trained, *command[1:])  # one process, while mine had tp=2
     assert ended.code == 0, ended
     assert "resumes at step 1" in ended.err + ended.out
 
@@ -224,7 +226,7 @@ def test_an_imported_run_trains_on_under_another_layout(
         lines = (trained.cwd / "runs" / run / "metrics.jsonl").read_text().splitlines()
         return {s["step"]: s["loss"] for s in map(json.loads, lines) if "loss" in s}
 
-    # Twenty steps took the loss far below where it began; the imported model is at its end.
+    # Twenty steps reduced the loss far below its start; the imported model begins at its end.
     mine, on = losses("mine"), losses("on")
     assert mine[20] < mine[1] - 1
     assert on[1] == pytest.approx(mine[20], abs=0.5)
@@ -233,9 +235,11 @@ def test_an_imported_run_trains_on_under_another_layout(
 def test_bytes_are_a_tokenizer_for_everybody_else(
     trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers reads bytes as we do and goes on alike; imported again, they are bytes.
+    """transformers reads bytes like we do and continues in the same way; imported again, they are
+    bytes.
 
-    With the average of the weights, and so of another text than with the weights."""
+    The average of the weights is exported, and gives another text than the weights.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     monkeypatch.chdir(trained.cwd)
@@ -263,7 +267,7 @@ def test_bytes_are_a_tokenizer_for_everybody_else(
 def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> None:
     words = ("run=mine", "prompt=12 bot", "generate.max_tokens=30", "device=cpu")
     before = trained.snapshot()
-    # What a machine of several hosts has in its environment is not for ranks of one.
+    # Variables of a machine with several hosts do not apply to ranks of one.
     elsewhere = {"GLOO_SOCKET_IFNAME": "eth0"}
     with at_once(trained, "generate", *words, "tp=2", "pp=2", **elsewhere) as (other, watched):
         one = run_forked(trained, "generate", *words)
@@ -273,7 +277,7 @@ def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> Non
     assert len(one.out.encode()) > 20
     assert one.errors == ["parallel3d: run=mine, step 20, seed=1234"]
     assert (four.code, four.out) == (0, one.out), four
-    assert watched.seen and watched.elsewhere == []  # A1: listeners on the loopback alone
+    assert watched.seen and watched.elsewhere == []  # listeners on the loopback alone
     assert trained.snapshot() == before  # looking at a run leaves nothing in it
     assert list(trained.scratch.iterdir()) == []
 

@@ -1,4 +1,5 @@
-"""The command itself: help, versions, Hydra's flags, completion, and the installed package."""
+"""Tests the command itself: help, versions, Hydra's flags, completion, and the installed
+package."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_version_is_the_packages(shell: Shell) -> None:
 def test_help_shows_presets_keys_and_examples(
     shell: Shell, capfd: pytest.CaptureFixture[str], app: str
 ) -> None:
-    if app == "train":  # once as it is typed
+    if app == "train":  # once as typed
         ended = shell.run(*PARALLEL3D, app, "--help")
     else:
         ended = answer(shell, capfd, app, "--help")
@@ -159,17 +160,17 @@ def test_repository_names_no_place_of_one_machine() -> None:
     for script in scripts:
         text = Path(script).read_text()
         assert "file://" not in text
-        assert not re.search(r"[0-9]\+cpu", text)  # a version that one index alone has
+        assert not re.search(r"[0-9]\+cpu", text)  # a version that only one index has
 
 
 def test_every_pinned_package_takes_the_oldest_python() -> None:
-    """Debian 12 has 3.11.2: a package that asks for a later 3.11 would keep everybody there out."""
+    """Debian 12 has 3.11.2: a package that requires a later 3.11 would exclude all its users."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     wanted = {}
     for line in (line for line in lines if "==" in line and not line.startswith("#")):
         name, _, pinned = line.partition("==")
-        with contextlib.suppress(PackageNotFoundError):  # of another platform
-            # A user's environment may have a newer one, which the pin keeps from nobody.
+        with contextlib.suppress(PackageNotFoundError):  # packages of another platform
+            # A user's environment may have a newer one, which the pin does not exclude.
             if (installed := metadata(name))["Version"] == pinned.split(";")[0].strip():
                 wanted[name] = installed.get("Requires-Python") or ""
     assert wanted

@@ -1,4 +1,4 @@
-"""Whole commands on storage that fails: a sample of `benchmarks.command_faults`."""
+"""Runs whole commands on storage that fails: a sample of `benchmarks.failures.commands`."""
 
 from __future__ import annotations
 

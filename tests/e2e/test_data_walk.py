@@ -1,4 +1,4 @@
-"""The first section of docs/data.md as it stands: from jsonl to what transformers writes."""
+"""Runs the first section of docs/data.md as it stands: from jsonl to what transformers writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.more
 
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 SECTION = PAGE.split("\n## From jsonl to text\n")[1].split("\n## ")[0]
-# Of the page, what is smaller here: its sources, its vocabulary, its run.
+# The parts of the page that are smaller here: its sources, its vocabulary, its run.
 KEPT = [word for word in TINY if not word.startswith(("train.steps", "checkpoint.every"))]
 OF_LLAMA = ("model.num_query_groups=2", "model.ffn_hidden_size=48", "optim.lr=0.01")
 SMALLER = {
@@ -26,7 +26,7 @@ SMALLER = {
 
 
 def blocks() -> Iterator[str]:
-    """What the section has to type or to run, in order, made smaller."""
+    """Returns the commands and code of the section, in order, made smaller."""
     section = SECTION
     for large, small in SMALLER.items():
         assert large in section
@@ -36,7 +36,7 @@ def blocks() -> Iterator[str]:
 
 
 def test_from_jsonl_to_the_text_that_transformers_writes(shell: Shell) -> None:
-    """Its own words: nothing is asked of a network, and both texts are the same characters."""
+    """Replaces the network's texts: no network is used, and both texts have the same characters."""
     shell.environ["HF_HUB_OFFLINE"] = "1"
     sources, commands, theirs = blocks()
     assert run_forked(shell, "-c", sources).code == 0

@@ -1,4 +1,4 @@
-"""Validation sets by name, in a run and of its checkpoint alone."""
+"""Tests validation sets by name, in a run and for its checkpoint alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_sets_are_evaluated_in_a_run_and_of_its_checkpoint(shell: Shell) -> None
     assert list(last) == ["web", "noise", "web/ema", "noise/ema"]
     # The average lags behind what three steps have learned.
     assert evaluations[0]["valid"]["web"]["loss"] > last["web/ema"]["loss"] > last["web"]["loss"]
-    assert last["web"]["tokens"] == 53 * 9  # of 478 with the end of the text, all but the first
+    # Tokens: 478 with the end of the text, without the first one.
+    assert last["web"]["tokens"] == 53 * 9
     assert last["web"]["perplexity"] == pytest.approx(math.exp(last["web"]["loss"]))
     summary = json.loads((run / "summary.json").read_text())
     assert summary["valid"] == last and summary["eval_loss"] == evaluations[-1]["eval_loss"]

@@ -1,4 +1,5 @@
-"""A rank that raises or dies: all down in seconds, and the last line says who, where and why."""
+"""Tests a rank that raises or dies: all end in seconds, and the last line names who, where and
+why."""
 
 from __future__ import annotations
 
@@ -30,21 +31,21 @@ def words(shell: Shell, *more: str) -> tuple[str, ...]:
 
 
 def by_hand(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
-    """Two ranks as srun would start them."""
+    """Starts two ranks like srun."""
     words = (*words, f"launch.master_port={free_port()}")
     return [shell.start(*PARALLEL3D, *words, **slurm_environment(rank)) for rank in (0, 1)]
 
 
 def start_training(shell: Shell, *more: str, pp: int = 2) -> subprocess.Popen[str]:
-    """A run of two local ranks, or of `pp`, under way."""
+    """Starts a run of two local ranks, or of `pp`, and waits until it trains."""
     process = shell.start(*PARALLEL3D, *words(shell, f"pp={pp}", LONG, *more))
     metrics = shell.cwd / "runs" / "mine" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size, 60, "the first step")
     return process
 
 
-# Of three stages the first stops, so that it ends by no signal but SIGKILL; then the second raises,
-# and the third, which waits for it, fails of that.
+# Among three stages the first one stops, so that only SIGKILL ends it; then the second one raises,
+# and the third, which waits for it, fails because of that.
 @pytest.mark.parametrize(
     ("layout", "fault"),
     [
@@ -72,7 +73,7 @@ def test_rank_that_raises_takes_all_down_and_is_named(
 
 
 def test_interrupt_of_the_launcher_stops_all_at_a_step(shell: Shell) -> None:
-    """SIGTERM is sent in test_listeners.py, to a run that was looked at before."""
+    """test_listeners.py sends SIGTERM, to a run that was inspected before."""
     process = start_training(shell, "checkpoint.every=500")
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -84,7 +85,7 @@ def test_interrupt_of_the_launcher_stops_all_at_a_step(shell: Shell) -> None:
 
 
 def assert_stopped_and_saved(shell: Shell, ended: Ended, number: signal.Signals) -> None:
-    """The last step is the one that is said, is in metrics.jsonl, and has a checkpoint."""
+    """The last reported step is in metrics.jsonl, and has a checkpoint."""
     last = (
         rf"parallel3d: stopped by {number.name} after step (\d+) of 100000; "
         "saved: run=mine continues there"
@@ -205,7 +206,8 @@ def test_ranks_do_not_outlive_a_killed_agent(shell: Shell) -> None:
     ],
 )
 def test_an_interrupt_during_the_start_is_one_line(shell: Shell, library: str, layout: str) -> None:
-    """While our own modules are imported, before anything is made, and within torch's C++."""
+    """Interrupts while our own modules are imported, before anything is made, and within torch's
+    C++."""
     shell.anew = True
     process = shell.start(*PARALLEL3D, *words(shell, layout, LONG))
     maps = Path(f"/proc/{process.pid}/maps")
@@ -249,7 +251,7 @@ def test_failing_rank_says_so_under_torchrun(shell: Shell) -> None:
     assert ended.code != 0
     assert failed_ranks(ended.errors)[0] == "1"
     assert failed_ranks(ended.errors) in (["1"], ["1", "0"])  # an echo may come before the end
-    # torchrun's own summary, which comes last, tells it too.
+    # torchrun's own summary, which comes last, has it, too.
     assert "train step 3" in ended.err[ended.err.index("Root Cause") :]
 
 

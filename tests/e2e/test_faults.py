@@ -1,4 +1,4 @@
-"""The kill test in short: one run and three kills; `benchmarks.faults` does fifty."""
+"""Runs a short kill test: one run and three kills; `benchmarks.failures.kills` does fifty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/first_project.md as it stands: recipe, training, cooldown, average, tuning, export."""
+"""Runs docs/first_project.md as it stands: recipe, training, cooldown, average, tuning, export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.e2e.forked import run_forked
 
 pytestmark = pytest.mark.more
 PAGE = (ROOT / "docs" / "first_project.md").read_text(encoding="utf-8")
-# Of the page, what is shorter here.
+# The parts of the page that are shorter here.
 SHORTER = {
     '"[a-f]*.py"': '"[b-c]*.py"',
     "  steps: 300\n  eval_every: 100": "  steps: 24\n  eval_every: 12\n  eval_batches: 1",
@@ -34,7 +34,7 @@ ENVIRON = {"HF_HUB_OFFLINE": "1"}
 
 
 def blocks() -> list[tuple[str, str]]:
-    """The page's blocks in order, each with its language, made shorter."""
+    """Returns the page's blocks in order, each with its language, made shorter."""
     page = PAGE
     for long, short in SHORTER.items():
         assert long in page
@@ -47,7 +47,7 @@ def rows(run: Path) -> list[dict]:
 
 
 def stopped_early(shell: Shell, words: list[str]) -> None:
-    """Types the first training and Ctrl-C after its sixth step."""
+    """Types the first training, and Ctrl-C after its sixth step."""
     metrics = shell.cwd / "runs/base/metrics.jsonl"
     process = shell.start(*PARALLEL3D, *words, "train.log_every=1", **ENVIRON)
 
@@ -62,7 +62,7 @@ def stopped_early(shell: Shell, words: list[str]) -> None:
 
 
 def test_from_a_recipe_to_an_export(shell: Shell) -> None:
-    """Each command does what the page says, on the files that the one before has left."""
+    """Each command does what the page says, on the files of the preceding one."""
     said = {}
     for language, block in blocks():
         if language == "python":
@@ -92,7 +92,7 @@ def test_from_a_recipe_to_an_export(shell: Shell) -> None:
     assert [row["step"] for row in judged] == [0, 12, 24]
     assert all(set(row["valid"]) == {"web", "code"} for row in judged)
     assert list((base / "profile").iterdir())
-    # The branch reads the samples that the run through reads: at step 9 the loss is the same.
+    # The branch reads the same samples as the uninterrupted run: at step 9 the losses are equal.
     loss = [{r["step"]: r["loss"] for r in rows(run) if "loss" in r} for run in (base, cooled)]
     assert loss[0][9] == loss[1][9]
     assert [r["lr"] for r in rows(cooled) if r["step"] == 14 and "lr" in r] == [6e-5]

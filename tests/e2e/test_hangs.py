@@ -1,4 +1,4 @@
-"""Nothing moves any more: the rank at fault is said, with its operation, and the job is gone."""
+"""Tests runs that hang: the rank at fault is reported, with its operation, and the job ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.at_once(2)
 HOST = re.escape(socket.gethostname())
 WHO = rf"rank 1 \(pp 0, dp 1, tp 0\) on {HOST}"
 WORLD = r"all_reduce \d+ of world \(float64\[4\]\)"
-STOPPED = "stop:1:3"  # cannot report itself: test_watchdog does
+STOPPED = "stop:1:3"  # cannot report itself, unlike in test_watchdog
 AWAY = "away:1:3"  # in the middle of a step, with context parallelism
 HANGS = {
     STOPPED: rf"hang: {WHO} is stopped \(SIGSTOP\): "
@@ -31,10 +31,10 @@ HANGS = {
     "skip:1:3": rf"hang: {WHO} left out all_reduce of world \(float64\[4\]\) and waits in "
     r"all_reduce \d+ of dp \(float64\[\]\) in train step 4: "
     rf"rank 0 waits in {WORLD} in train step 3, for \d+ s",
-    # gloo aborts the process that is sent more than it asked for; its peer knows why, whether it
-    # learns of that in this step or has gone on.
+    # gloo aborts a process that is sent more than it asked for; its peer reports the cause, whether
+    # it notices in this step or has continued.
     "shape:1:3": rf"{WHO} failed in train step [34] at \S+: called all_reduce \d+ of world "
-    r"\(float64\[12\]\), where a step before it was float64\[4\]; .*",
+    r"\(float64\[12\]\), where an earlier step had float64\[4\]; .*",
 }
 
 
@@ -74,7 +74,8 @@ def test_stopped_rank_that_keeps_the_store_is_named_by_its_peer(shell: Shell) ->
 
 @pytest.mark.parametrize("way", ["launch.shared_memory=true", "launch.shared_memory=false"])
 def test_a_run_folder_that_does_not_answer_keeps_no_hang_alive(shell: Shell, way: str) -> None:
-    """What writes or reads in it waits for ever, as on a file system whose server has gone."""
+    """Processes that write or read in it wait for ever, like on a file system whose server is
+    gone."""
     shell.environ = shell.failing(STOPPED)
     seconds = WATCHDOG_S * pace()  # a rank that is only slow must not be called a hang
     watchdog = f"recovery.watchdog_s={seconds:.1f}"
@@ -83,7 +84,7 @@ def test_a_run_folder_that_does_not_answer_keeps_no_hang_alive(shell: Shell, way
     run = shell.cwd / "runs" / "mine"
     os.mkfifo(run / "rank-0.stacks.txt")
     (run / "failures").mkdir()
-    os.mkfifo(run / "failures" / ".rank-1.json.partial")  # of the rank at fault
+    os.mkfifo(run / "failures" / ".rank-1.json.partial")  # files of the rank at fault
     os.mkfifo(run / "failures" / "rank-7.json")
     ended = shell.finish(process, time.monotonic(), 60)
     assert in_time(shell.seconds_since_failure() - seconds, 35)

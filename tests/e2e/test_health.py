@@ -1,4 +1,4 @@
-"""Gradients that are not finite, and replicas that drift: what is said, and what happens."""
+"""Tests gradients that are not finite, and replicas that drift: the messages, and the effects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.at_once(2)
 
 def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) -> None:
     shell.environ = shell.failing("nan:1:5")
-    large = "model.vocab_size=25800"  # for bytes: told at the start, by one rank
+    large = "model.vocab_size=25800"  # for bytes: reported at the start, by one rank
     ended = shell.run(*PARALLEL3D, *words(shell, "dp=2", *SETTINGS, "train.steps=20", large))
     assert ended.code == 1
     assert ended.err.count("defaults for one of 859 k: data=text (bytes); parallel3d recipes") == 1
@@ -50,4 +50,4 @@ def test_run_goes_back_over_bad_steps_and_a_drifted_replica_is_named(shell: Shel
         r"drifted apart: they hold different \S+, replicated over dp_cp",
         drifted[0],
     )
-    assert len(drifted) == 3  # steps 10, 11 and 12: nobody repairs it
+    assert len(drifted) == 3  # steps 10, 11 and 12: nothing repairs it

@@ -1,4 +1,5 @@
-"""Ranks of launchers by their variables, as real processes: how they meet, wait and are refused."""
+"""Tests ranks of launchers by their variables, as real processes: how they meet, wait and are
+refused."""
 
 from __future__ import annotations
 
@@ -80,12 +81,12 @@ def test_a_rank_that_waits_ends_on_a_signal(shell: Shell, rank: int) -> None:
     assert in_time(time.monotonic() - sent, 5)
     assert end.code == 128 + number
     assert len([line for line in end.errors if "device: CPU" not in line]) == 1
-    assert end.errors[-1].startswith(f"parallel3d: {number.name} ended this process in ")
+    assert end.errors[-1].startswith(f"parallel3d: {number.name} ended this process while ")
     assert not (shell.cwd / "runs" / "w").exists()
 
 
 def test_a_rank_of_another_step_is_refused_alone(shell: Shell) -> None:
-    """Both on one port, as if the numbers had made it so."""
+    """Both use one port, as if their numbers had led to it."""
     port = f"launch.master_port={free_port()}"
     first = start(shell, task(0), "run=a", port)
     wait_until(lambda: listens(int(port.partition("=")[2])))

@@ -1,4 +1,4 @@
-"""docs/library.md runs as it stands: on one process, and on two with all that it shows."""
+"""Runs docs/library.md as it stands: on one process, and on two with all that it shows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def with_three_steps(script: str) -> str:
 
 
 def with_all() -> str:
-    """The script with what else the page shows, before the groups are closed."""
+    """Returns the script with the page's other examples, before the groups are closed."""
     training, closing = TRAINS.split("groups.close()")
     return "\n".join((training, OWN_SAMPLES, PROOF, "groups.close()" + closing))
 
 
 def run(shell: Shell, script: str, ranks: int) -> str:
-    """What the script prints on rank 0, in a folder with a book, with three steps for a hundred; on
-    two as torchrun starts them."""
+    """Returns what the script prints on rank 0, in a folder with a book, with three steps instead
+    of a hundred; on two ranks like under torchrun."""
     (shell.cwd / "book.txt").write_text(PAGE * 4, encoding="utf-8")
     shell.environ |= {"XDG_CACHE_HOME": str(shell.cwd)}
     ended = run_forked(shell, "-c", with_three_steps(script), ranks=ranks)
@@ -38,7 +38,7 @@ def run(shell: Shell, script: str, ranks: int) -> str:
 
 
 def test_the_page_trains_the_same_model_on_one_process_and_on_two(shell: Shell) -> None:
-    """On two with what else the page shows."""
+    """Runs the page's other examples, too, on two ranks."""
     assert len(TRAINS.splitlines()) <= 30
     alone = run(shell, TRAINS, 1)
     assert (shell.cwd / "weights.pt").stat().st_size > 1_000_000

@@ -1,6 +1,6 @@
-"""Ranks of one host listen on its loopback alone, and keep nothing in the store that is code.
+"""Tests that ranks of one host only listen on its loopback, and store nothing that is code.
 
-Those that train over gloo are watched in test_runs.py, those of bench in test_bench.py, those of
+Ranks that train over gloo are watched in test_runs.py, those of bench in test_bench.py, those of
 generate in test_checkpoint_command.py.
 """
 
@@ -25,7 +25,7 @@ def test_no_listener_of_a_proof_is_off_the_loopback(shell: Shell) -> None:
     words = ("verify", *TINY, *shell.text(), "tp=1", "dp=2", "zero=1", "verify.steps=2")
     words += ("launch.shared_memory=false", "optim.state=bf16", "optim.ema_decay=0.9")
     with Watched(shell) as watched:
-        # What a machine of several hosts has in its environment is not for a run of one.
+        # Variables of a machine with several hosts do not apply to a run on one.
         ended = shell.run(*PARALLEL3D, *words, GLOO_SOCKET_IFNAME="eth0")
     assert ended.code == 0, ended.err  # its answer
     assert "fp64" in ended.out
@@ -34,7 +34,7 @@ def test_no_listener_of_a_proof_is_off_the_loopback(shell: Shell) -> None:
 
 
 def test_shared_memory_the_store_without_pickles_and_sigterm(shell: Shell) -> None:
-    """One run that is looked at, asked for what its store holds, and then told to stop."""
+    """Starts a run, inspects it and the content of its store, and then stops it."""
     shell.environ = {"GLOO_SOCKET_IFNAME": "eth0"}
     with Watched(shell) as watched:
         process = start_training(shell, "tp=2", "checkpoint.every=500", pp=1)
@@ -58,7 +58,7 @@ def test_shared_memory_the_store_without_pickles_and_sigterm(shell: Shell) -> No
 
 
 def is_pickle(value: bytes) -> bool:
-    """Whether it begins as pickles of protocol 2 and later do, plainly or in base64."""
+    """Returns whether it begins like pickles of protocol 2 and later, plainly or in base64."""
     try:
         decoded = base64.b64decode(value, validate=True)
     except ValueError:

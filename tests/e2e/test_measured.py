@@ -1,4 +1,4 @@
-"""`plan` and `train layout=auto` on a machine that was measured, and `calibrate`'s refusals."""
+"""Tests `plan` and `train layout=auto` on a measured machine, and `calibrate`'s refusals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILE = "here.yaml"
 
 
 def measured(folder: Path, **made: object) -> None:
-    """A file of this device, but for what is said of it."""
+    """Returns a file of this device, except for the given changes."""
     here = {"name": device_name("cpu"), "count": available_cores()} | made
     of = machine(made=dataclasses.replace(MADE, **here))  # type: ignore[arg-type]
     (folder / FILE).write_text(of.text())
@@ -46,7 +46,7 @@ REFUSED = {
     "too large": (
         "plan",
         ("model.num_layers=8", "model.hidden_size=4096", "tp=1", "pp=1", "micro_batch_size=1"),
-        "fits no layout .*misses by .* GiB of .*nearest that fits is",
+        "fits no layout .*needs .* GiB more than .*nearest that fits is",
     ),
     "tp does not divide": ("train", ("layout=auto", "tp=3", "launch.ranks=4"),
                            "tp=3 must divide the 4 ranks .*nearest is 2"),
@@ -95,7 +95,7 @@ def test_a_calibration_of_another_device_is_refused(
 
 
 def test_auto_says_what_it_takes_and_trains_it(shell: Shell) -> None:
-    """Under a launcher's two ranks; what was typed holds."""
+    """Tests a launcher's two ranks; typed keys are kept."""
     measured(shell.cwd)
     forked = Forked(shell)
     words = ("train", *TINY, *shell.text(), "layout=auto", f"cluster={FILE}", "tp=2", "run=a")

@@ -1,10 +1,11 @@
-"""Put on PYTHONPATH by a test: makes one rank of a run fail in the way that FAIL names.
+"""Makes one rank of a run fail as FAIL says, if a test puts this on PYTHONPATH.
 
 FAIL=how:rank:step, with how one of raise, stop (SIGSTOP to itself), hang; several are joined by
-commas. Two more spoil the step's sum over the world: skip (the rank goes on without it) and shape
-(it brings a longer tensor); away hangs where attention over split sequences gathers, nan makes a
-gradient of three steps not a number, flip a bit of a parameter another one. The moment is written
-to FAILED_AT. parallel3d itself knows nothing of this: its trainer is patched as it is imported.
+commas. Two more spoil the step's sum over the world: skip (the rank continues without it) and shape
+(it sends a longer tensor). away hangs where attention over split sequences gathers; nan makes an
+element of the gradients of three steps NaN; flip changes a bit of a parameter. The moment is
+written to FAILED_AT. parallel3d itself does not know about this: its trainer is patched when it is
+imported.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _fail(how: str, module: ModuleType, trainer) -> None:
 
 
 def _spoil(how: str, collectives: ModuleType) -> None:
-    """The next sum over the world, or its tensor, is not what the other ranks have."""
+    """The next sum over the world, or its tensor, differs from the other ranks'."""
     name = "all_reduce_few" if hasattr(collectives, "all_reduce_few") else "all_reduce"
     right = getattr(collectives, name)
 
@@ -89,7 +90,7 @@ def _stay_away(*_):
 
 
 def _spoil_gradients(trainer, steps: int) -> None:
-    """One element of this rank's last gradients is not a number, for so many steps."""
+    """One element of this rank's last gradients is NaN, for that many steps."""
     right, last = trainer.data_parallel.finish_step, trainer.steps_done + steps
 
     def wrong():
@@ -102,7 +103,7 @@ def _spoil_gradients(trainer, steps: int) -> None:
 
 
 if "FAIL" in os.environ:
-    if "parallel3d.trainer" in sys.modules:  # of a process that is forked (tests/e2e/ready.py)
+    if "parallel3d.trainer" in sys.modules:  # in a process that is forked (tests/e2e/ready.py)
         _patch(sys.modules["parallel3d.trainer"])
     else:
         sys.meta_path.insert(0, _PatchTrainer())

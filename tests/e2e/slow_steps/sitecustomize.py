@@ -1,8 +1,8 @@
-"""Put on PYTHONPATH by a test: a job's steps from the 12th on are slow until it is let go.
+"""Slows a job's steps from the 12th on until it is released, if a test puts this on PYTHONPATH.
 
-It is let go when the file <job's name>.go (of an array: <name>_<element>.go) is in the folder that
-LET_GO names. So a test has time to disturb a run in the middle, however fast or slow the machine
-is. parallel3d itself knows nothing of this: its trainer is patched as it is imported.
+It is released when the file <job's name>.go (for an array: <name>_<element>.go) is in the folder
+that LET_GO names. So a test has time to disturb a run in the middle, however fast or slow the
+machine is. parallel3d itself does not know about this: its trainer is patched when it is imported.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def test_a_name_that_leads_nowhere_useful_is_listened_for_everywhere(
     (listening,) = served
     with listening:
         assert listeners(port) <= EVERYWHERE
-    assert f"MASTER_ADDR={master} leads to no address" in capfd.readouterr().err
+    assert f"MASTER_ADDR={master} does not resolve to an address" in capfd.readouterr().err
 
 
 def test_ranks_of_one_host_need_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:

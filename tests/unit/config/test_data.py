@@ -24,7 +24,7 @@ def config(**changes: Any) -> Config:
     [
         (
             {"zero": 1, "ddp__comm_hook": "bf16"},
-            "ddp.comm_hook=bf16 is about sums of whole gradients, and zero=1 scatters them; "
+            "ddp.comm_hook=bf16 applies to sums of whole gradients, and zero=1 scatters them; "
             "the nearest is zero=0, or ddp.comm_hook=none.",
         ),
         (
@@ -39,13 +39,13 @@ def config(**changes: Any) -> Config:
         ),
         (
             {"zero": 1, "ddp__shard_size": 2},
-            "ddp.shard_size=2 is read by zero=2 and zero=3 alone, but zero=1; the nearest is "
-            "ddp.shard_size=null.",
+            "ddp.shard_size=2 has an effect with zero=2 and zero=3 alone, not with zero=1; "
+            "the nearest is ddp.shard_size=null.",
         ),
         (
             {"zero": 1, "ddp__reduce_every_microbatch": True},
-            "ddp.reduce_every_microbatch=true is read by zero=2 and zero=3 alone, but zero=1; the "
-            "nearest is ddp.reduce_every_microbatch=null.",
+            "ddp.reduce_every_microbatch=true has an effect with zero=2 and zero=3 alone, not with "
+            "zero=1; the nearest is ddp.reduce_every_microbatch=null.",
         ),
         (
             {"zero": 3, "ddp__shard_size": 3},

@@ -67,7 +67,12 @@ ENDS = (
     ("own", 0, (), ()),
     ("none", None, ("0 of 50 sampled documents end in token <|endoftext|> (0)", "end a text"), ()),
     ("a word", 300, ("0 of 50", "50 in token"), ()),
-    ("of turns", 2, ("0 of 50", "50 in token <|im_end|> (2)", "the .idx decides on borders"), (2,)),
+    (
+        "of turns",
+        2,
+        ("0 of 50", "50 in token <|im_end|> (2)", "the .idx defines the borders"),
+        (2,),
+    ),
 )
 
 

@@ -313,7 +313,7 @@ def test_keys_of_an_old_configuration_that_are_no_more(
     (folder / "config-2.yaml").write_text("tp: 2\nmodel: {")  # torn by a crash
     line = left_out(folder)
     assert line is None if said is None else line is not None and said in line
-    assert said is None or str(line).startswith("run=a: this version has no more ")
+    assert said is None or str(line).startswith("run=a: this version no longer has ")
 
 
 def test_the_last_start_is_the_last_one_that_came_to_a_step(tmp_path: Path) -> None:

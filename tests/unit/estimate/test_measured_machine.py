@@ -232,7 +232,7 @@ DAMAGED = {
     "a table less": (replaced("block.input", "block.other"), "is damaged"),
     "no number": (replaced("memory_gb: 8", "memory_gb: many"), "memory_gb is not a number"),
     "an endless time": (replaced("rank_gb: 0.2", "rank_gb: .inf"), "positive and finite"),
-    "an older version": (replaced("version: 3", "version: 1"), "reads version 3: calibrate anew"),
+    "an older version": (replaced("version: 3", "version: 1"), "reads version 3: calibrate again"),
     "no count": (replaced("count: 2", "count: 0"), "made.count must be positive"),
     "no model": (replaced("hidden_size: 256", "hidden_size: wide"), "hidden_size=.?wide"),
     "a list": (lambda text: "- 1", "must be a file written by"),

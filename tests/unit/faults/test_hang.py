@@ -144,10 +144,10 @@ def test_divergence_is_measured_against_the_previous_step() -> None:
     longer = log_of("ab", "Ab").divergence()
     assert longer.is_other_tensor
     assert (
-        str(longer) == "called all_reduce 3 of dp (float32[12]), where a step before it was "
+        str(longer) == "called all_reduce 3 of dp (float32[12]), where an earlier step had "
         "float32[4]"
     )
-    went = "went to all_reduce 5 of dp (float32[4]), where a step before it was broadcast 2 of dp"
+    went = "went to all_reduce 5 of dp (float32[4]), where an earlier step had broadcast 2 of dp"
     assert str(log_of("aba", "aab").divergence()).startswith("left out broadcast of dp")
     assert str(log_of("abb", "aa").divergence()).startswith(went)
 

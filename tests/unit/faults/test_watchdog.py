@@ -137,7 +137,7 @@ def test_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        TimeoutError("member 1 of the group has not been heard of for 30 s"),
+        TimeoutError("member 1 of the group has sent no signal for 30 s"),
         RuntimeError("Timed out waiting 1000ms for recv operation to complete"),
     ],
 )
