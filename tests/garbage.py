@@ -1,16 +1,17 @@
-"""Python's garbage collector in the processes of tests.
+"""Tunes Python's garbage collector in the processes of tests.
 
-It would look through all that is imported again and again: a twelfth of the suite's processor time.
+It would search all imported objects again and again: a twelfth of the suite's CPU time.
 """
 
 from __future__ import annotations
 
 import gc
 
-ALLOCATIONS = 50_000  # more than 700 between two looks: an object seldom is in a cycle
+# More than 700 allocations between two collections: few objects are in a cycle.
+ALLOCATIONS = 50_000
 
 
 def collect_seldom() -> None:
-    """What is there now is never looked at again, and what follows seldom. Forks inherit both."""
+    """Existing objects are never searched again, and later ones seldom. Forks inherit both."""
     gc.freeze()
     gc.set_threshold(ALLOCATIONS)

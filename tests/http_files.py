@@ -1,4 +1,4 @@
-"""A folder behind an HTTP server on the loopback, which tells of its files what it is to tell."""
+"""Serves a folder over HTTP on the loopback, with chosen headers about its files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ETAG, MODIFIED, WEAK = "ETag", "Last-Modified", "weak ETag"
 
 @dataclass
 class Server:
-    """What is told of the files in `folder`, of ETAG, MODIFIED and WEAK.
+    """What the server reports about the files in `folder`: ETAG, MODIFIED and WEAK.
 
     Attributes:
         conditions: whether If-Match is obeyed.
@@ -41,7 +41,7 @@ class Server:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[Server]:
-        """The server at work, in threads of this process."""
+        """Runs the server, in threads of this process."""
         with self.listening() as server:
             thread = threading.Thread(target=server.serve_forever, args=(0.01,))
             thread.start()
@@ -52,7 +52,7 @@ class Server:
                 thread.join()
 
     def listening(self) -> ThreadingHTTPServer:
-        """The server, before its first request is served."""
+        """Returns the server, before it serves its first request."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -71,7 +71,7 @@ class Server:
             daemon_threads = True
 
             def handle_error(self, *_: Any) -> None:
-                """What a test breaks off is no news."""
+                """Ignores connections that a test breaks off."""
 
         server = Quiet(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{server.server_port}"
@@ -112,7 +112,7 @@ class Server:
 
 
 class PlainHTTP(AbstractFileSystem):
-    """What fsspec's own file system of HTTP tells and reads, where aiohttp is not installed."""
+    """Implements the parts of fsspec's HTTP file system, if aiohttp is not installed."""
 
     protocol = ("http", "https")
     cachable = False
@@ -154,6 +154,6 @@ class PlainHTTP(AbstractFileSystem):
 
 
 def use_some_http() -> None:
-    """Has fsspec read http:// addresses also without aiohttp."""
+    """Makes fsspec read http:// addresses even without aiohttp."""
     if importlib.util.find_spec("aiohttp") is None:
         fsspec.register_implementation("http", PlainHTTP, clobber=True)

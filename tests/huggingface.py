@@ -1,4 +1,4 @@
-"""Folders as transformers saves them, for tests of `checkpoint import` and `export`."""
+"""Makes folders like those of transformers, for tests of `checkpoint import` and `export`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test needs no network
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
 import transformers
 
 SIZES = {
@@ -21,8 +21,8 @@ GROUPED = {"num_key_value_heads": 2, "intermediate_size": 44}
 
 
 def save_model(folder: Path, kind: str, **config: Any) -> torch.nn.Module:
-    """Saves a model of that kind, `config` over `SIZES`; every tensor is random, norms and biases
-    as well."""
+    """Saves a model of that kind, with `config` over `SIZES`; every tensor is random, also norms
+    and biases."""
     made = transformers.AutoConfig.for_model(kind, **SIZES | config)
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(made)

@@ -1,4 +1,4 @@
-"""Which of PyTorch's operators run."""
+"""Records which of PyTorch's operators run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operators(TorchDispatchMode):
-    """Names of the operators that run while it is entered, in order."""
+    """Collects the names of the operators that run inside the block, in order."""
 
     def __init__(self) -> None:
         super().__init__()

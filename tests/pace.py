@@ -1,8 +1,8 @@
-"""How slow this machine is just now. No test's verdict may depend on it.
+"""Measures how slow this machine is at the moment. No test's verdict may depend on that.
 
-A claim about speed ("answered in a second") is a figure of a quiet core of today, times `pace`:
-`in_time` asks for that, a fifth of a second itself, only where it decides. A wait that only a hang
-makes long lasts `PATIENCE` times what it should on that core.
+A claim about speed ("answered in a second") is a figure of a quiet core of today, times `pace`.
+`in_time` measures the pace, which takes a fifth of a second itself, only if it decides. A wait that
+only a hang makes long lasts `PATIENCE` times its duration on that core.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 
 PATIENCE = 5
-QUIET_S = 0.05  # what the loop takes on the core for which the limits in the tests were set
+QUIET_S = 0.05  # duration of the loop on the core for which the limits in the tests were set
 
 
 def pace(clock: Callable[[], float] = time.perf_counter) -> float:
-    """At least 1: how many times longer work takes at this moment, by `clock`, than it should.
+    """Returns, at least 1, how many times longer work takes at this moment, by `clock`, than it
+    should.
 
-    The slowest of three samples, and half as much again: the load changes from second to second.
+    It is the slowest of three samples, times 1.5: the load changes from second to second.
     """
     samples = []
     for _ in range(3):
@@ -28,10 +29,10 @@ def pace(clock: Callable[[], float] = time.perf_counter) -> float:
 
 
 def in_time(took_s: float, limit_s: float) -> bool:
-    """Whether what took so long takes less than `limit_s` where nothing slows it."""
+    """Returns whether work of this duration would take less than `limit_s` on an idle machine."""
     return took_s < limit_s or took_s < limit_s * pace()
 
 
 def in_cpu_time(took_s: float, limit_s: float) -> bool:
-    """The same of a processor's time, and of `pace` by it: others that run here cost it little."""
+    """Does the same for CPU time, with `pace` by CPU time, which other processes hardly affect."""
     return took_s < limit_s or took_s < limit_s * pace(time.process_time)

@@ -1,4 +1,4 @@
-"""Random clusters, layouts and traffic for the placement tests; a slow classification."""
+"""Random clusters, layouts and traffic for the placement tests, and a slow classification."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NVLINK, RAIL, SPINE = Link(450.0, 2.0), Link(50.0, 5.0), Link(50.0, 8.0)
 
 
 def a_cluster(nodes: int, gpus: int = 8, domain: int | None = None, **other: object) -> Cluster:
-    """H100-like speeds; one NIC and rail a GPU unless `rails` says otherwise."""
+    """A cluster with H100-like speeds; one NIC and rail per GPU unless `rails` says otherwise."""
     given = {"rails": gpus, "oversubscription": 1.0, **other}
     return Cluster(
         "test", nodes, gpus, domain or gpus, nvlink=NVLINK, rail=RAIL, spine=SPINE, **given
@@ -25,7 +25,7 @@ def a_cluster(nodes: int, gpus: int = 8, domain: int | None = None, **other: obj
 
 
 def random_cluster(rng: random.Random, most_nodes: int = 12) -> Cluster:
-    """Even or uneven; domains of a part of a node, a node, or several."""
+    """A random cluster, even or uneven; domains are a part of a node, a node, or several nodes."""
     nodes, gpus = rng.randint(1, most_nodes), rng.choice([1, 2, 3, 4, 6, 8])
     parts = [d for d in range(1, gpus + 1) if gpus % d == 0]
     domain = rng.choice([*parts, gpus, gpus, 2 * gpus, 3 * gpus])
@@ -61,7 +61,7 @@ def _product(sizes: dict[str, int]) -> int:
 
 
 def some_traffic(layout: Layout, rng: random.Random | None = None) -> list[Transfer]:
-    """A step of a model of 13e9 parameters; with `rng` in random proportions."""
+    """The traffic of a step of a model of 13e9 parameters; with `rng`, in random proportions."""
     scale = {d: 10 ** rng.uniform(-3, 1) if rng else 1.0 for d in ("tp", "cp", "dp", "pp")}
     hidden = 4096 * 5120 * 2
     shard = int(13e9 * 4 / layout.tp / layout.pp)
@@ -78,7 +78,7 @@ def some_traffic(layout: Layout, rng: random.Random | None = None) -> list[Trans
 
 
 def slow_places(cluster: Cluster) -> list[tuple[int, int, object, int]]:
-    """(node, local, domain, unit) of every slot, counted out from the fields alone."""
+    """Returns (node, local, domain, unit) of every slot, counted from the fields alone."""
     found = []
     for node in range(cluster.nodes):
         count = cluster.node_gpus[node] if cluster.node_gpus else cluster.gpus_per_node
@@ -100,7 +100,7 @@ def slow_places(cluster: Cluster) -> list[tuple[int, int, object, int]]:
 
 
 def slow_groups(layout: Layout, dim: str) -> list[list[int]]:
-    """Groups in rank order, from coordinates in dicts."""
+    """Returns groups in rank order, from coordinates in dicts."""
     groups: dict[tuple, list[int]] = defaultdict(list)
     names = ("pp", "dp", "cp", "tp")  # slowest first
     along = {"embedding": ("pp",), "dp_cp": ("dp", "cp")}.get(dim, (dim,))
@@ -112,7 +112,7 @@ def slow_groups(layout: Layout, dim: str) -> list[list[int]]:
 
 
 def slow_pairs(group: list[int], dim: str) -> list[tuple[int, int]]:
-    """Neighbours in one group: a ring, or a chain of stages."""
+    """Returns neighbours in one group: a ring, or a chain of stages."""
     pairs = list(itertools.pairwise(group))
     if dim != "pp" and len(group) > 1:
         pairs.append((group[-1], group[0]))
@@ -120,7 +120,7 @@ def slow_pairs(group: list[int], dim: str) -> list[tuple[int, int]]:
 
 
 def slow_classes(placement: RankMapping, dim: str) -> dict[str, object]:
-    """Everything that `classify` says of a dimension, by sets and dicts."""
+    """Returns everything that `classify` reports about a dimension, by sets and dicts."""
     cluster, places = placement.cluster, slow_places(placement.cluster)
     at = {rank: places[int(slot)] for rank, slot in enumerate(placement.slots)}
 

@@ -1,4 +1,4 @@
-"""Ports for servers that a test starts a moment later, perhaps in another process."""
+"""Finds ports for servers that a test starts a moment later, perhaps in another process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import tempfile
 from pathlib import Path
 
 # Below the range that the kernel gives to outgoing connections (32768 and up on Linux): a port of
-# that range, free a moment ago, may belong to any connection by the time the server binds it.
+# that range that is free now may belong to any connection when the server binds it.
 LOWEST, HIGHEST = 15_000, 32_000
 
 
 def free_port() -> int:
-    """Returns a port on which nobody listens, no outgoing connection will, nor another test.
+    """Returns a port on which no process listens, and that no outgoing connection or other test
+    will get.
 
-    The choice is not seeded: sessions side by side must not choose alike. Within one, all of whose
-    processes have one folder for what is temporary, no port is given twice.
+    The choice is not seeded: parallel sessions must not choose the same. Within a session, whose
+    processes share one temporary folder, no port is given twice.
     """
     choice = random.SystemRandom()
     while True:

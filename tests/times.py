@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-TICKS = os.sysconf("SC_CLK_TCK")  # of /proc, a second
+TICKS = os.sysconf("SC_CLK_TCK")  # ticks of /proc per second
 DEAREST = 10
 
 
 def children(pid: int) -> list[int]:
-    """Returns the processes that `pid` has started; none where the kernel does not list them."""
+    """Returns the processes that `pid` has started; none if the kernel does not list them."""
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
         lists = (Path(f"/proc/{pid}/task/{task}/children").read_text() for task in tasks)
@@ -64,12 +64,13 @@ class Times:
         """Adds the CPU seconds of a test to its last report, which xdist carries over."""
         report: Any = yield
         if report.when == "teardown":
-            # Seconds of ranks that end unseen, children of another process, are no longer counted.
+            # Seconds of ranks that end unseen, as children of another process, are no longer
+            # counted.
             report.cpu_seconds = max(0.0, cpu_seconds(os.getpid()) - item.stash[self.BEFORE])
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Takes up one phase of a test: set-up, call or teardown."""
+        """Adds one phase of a test: set-up, call or teardown."""
         seconds, _ = self.tests.get(report.nodeid, (0.0, 0.0))
         # The last report has the CPU seconds, if the process has not died before it.
         self.tests[report.nodeid] = seconds + report.duration, getattr(report, "cpu_seconds", 0.0)
@@ -84,7 +85,7 @@ class Times:
         return {file: (int(count), seconds, cpu) for file, (count, seconds, cpu) in dear}
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Writes the times and prints the dearest files."""
+        """Writes the times and prints the most expensive files."""
         if self.cache is None or len(files := self.by_file()) < 2:
             return
         dear = dict(sorted(self.tests.items(), key=lambda item: -item[1][1]))

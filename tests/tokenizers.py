@@ -1,4 +1,4 @@
-"""Small tokenizers, made here in a moment."""
+"""Makes small tokenizers in a moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT = ("def encode(text): return [ord(c) for c in text]\n", "héllo wörld, 漢
 
 @functools.cache
 def trained(vocab_size: int = 320, special: tuple[str, ...] = (END,)) -> str:
-    """The content of a byte-level tokenizer.json of so many tokens."""
+    """Returns the content of a byte-level tokenizer.json with that many tokens."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -30,7 +30,7 @@ def trained(vocab_size: int = 320, special: tuple[str, ...] = (END,)) -> str:
 
 
 def panicking() -> str:
-    """The content of a tokenizer.json whose pattern gives up on 40 times "a" and a "b"."""
+    """Returns the content of a tokenizer.json whose pattern fails on 40 times "a" and a "b"."""
     facts = json.loads(trained())
     pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
     steps = [pattern | {"invert": False}, facts["pre_tokenizer"]]
@@ -41,7 +41,7 @@ PANIC = "a" * 40 + "b"
 
 
 def folder(path: Path, content: str | None = None, **config: object) -> Path:
-    """A folder with a tokenizer.json and, of what is given, a tokenizer_config.json."""
+    """Makes a folder with a tokenizer.json and, if values are given, a tokenizer_config.json."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "tokenizer.json").write_text(content or trained(), encoding="utf-8")
     if config:
@@ -50,5 +50,5 @@ def folder(path: Path, content: str | None = None, **config: object) -> Path:
 
 
 def lines(texts: Iterable[str]) -> bytes:
-    """The texts as jsonl."""
+    """Writes the texts as jsonl."""
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()

@@ -122,8 +122,8 @@ def plain_groups(layout: Layout) -> ProcessGroups:
 
 
 def with_copies_of_two(layout: Layout) -> ProcessGroups:
-    """Creates the groups of `layout`, with gradients reduced in two levels: pairs of neighbouring
-    replicas, then across pairs."""
+    """Creates the groups of `layout` for HSDP: each copy of the model is sharded over two
+    neighbours."""
     levels = shards_and_replicas(layout, 2)
     return ProcessGroups.create(layout, here().type, timeout_s=300, levels=levels)
 

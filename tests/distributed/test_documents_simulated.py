@@ -76,7 +76,7 @@ def attended(
 
 
 def half_precision_is_one_kernel(dtype: torch.dtype, kv_heads: int) -> None:
-    """The trial with the first heads of a size is one kernel, too."""
+    """The first call with a head size also tries the kernel, so the second call is counted."""
     attended(here(), dtype, kv_heads, 8)
     ours, kernels, waited = attended(here(), dtype, kv_heads, 8)
     theirs = explicit(dtype, kv_heads, 8)
@@ -89,7 +89,8 @@ def half_precision_is_one_kernel(dtype: torch.dtype, kv_heads: int) -> None:
 def other_types_are_a_call_for_each_document(
     dtype: torch.dtype, kv_heads: int, head_dim: int
 ) -> None:
-    """Heads of a size that the kernel does not take."""
+    """Other dtypes, and heads of a size that the kernel does not take, need a call for each
+    document."""
     attended(here(), dtype, kv_heads, head_dim)
     ours, kernels, waited = attended(here(), dtype, kv_heads, head_dim)
     close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]

@@ -66,7 +66,7 @@ def boxes_of_all() -> list[Boxes]:
 
 
 def boxes_in_messages(trainer: Trainer, groups: ProcessGroups, message_bytes: int) -> Boxes:
-    """Asserts that nothing is pickled."""
+    """Returns the shards, gathered in messages of this size; asserts that nothing is pickled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "MESSAGE_BYTES", message_bytes)
         for name in ("Pickler", "Unpickler", "dumps", "loads"):

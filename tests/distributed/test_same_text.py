@@ -46,7 +46,7 @@ def refusal(folder: Path, layout: dict[str, int], texts: list[str]) -> str | Non
 
 
 def answers(of_ranks: list[list[str]]) -> list[str | None]:
-    """Returns this rank's error for equal tokens from such tokenizers."""
+    """Returns this rank's errors for equal tokens, for each list of tokenizers by rank."""
     tokens, world, found = np.zeros(9, np.int64), plain_groups(Layout(dp=2)).world, []
     for tokenizers in of_ranks:
         corpus = Corpus(tokens, tokens, "f" * 32, 257, 256, tokenizers[dist.get_rank()])

@@ -1,4 +1,5 @@
-"""The diff of docs/architecture.md that adds a norm: it trains, is priced, dry-run and exported."""
+"""Applies the diff of docs/architecture.md that adds a norm: the model trains, and is priced,
+dry-run and exported."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ theirs = make_norm(SimpleNamespace(norm="l1norm", hidden_size=64, norm_eps=model
 x = torch.randn(2, 3, 64, dtype=torch.float64)
 torch.testing.assert_close(ours(x), theirs(x))
 """
-# Command lines one after another, in a process that has imported the package once.
+# Command lines one after another, in a process that imports the package once.
 COMMANDS = """
 import json
 import sys
@@ -55,7 +56,7 @@ def documented_diff() -> str:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with the diff applied."""
+    """Returns a copy of the package with the diff applied."""
     copy = tmp_path_factory.mktemp("option")
     ignored = shutil.ignore_patterns("__pycache__")
     for folder in ("parallel3d", "conf", "benchmarks", "tests/reference"):
@@ -97,7 +98,7 @@ def test_it_is_the_references_norm_and_trains_is_exported_and_priced(copy: Path)
 
 @pytest.mark.slow
 def test_it_is_verified_under_a_layout(copy: Path) -> None:
-    # In fp32 rounding turns the sign of a number near zero, of which the gradient is the sign.
+    # In fp32, rounding may change the sign of a number near zero, and the gradient is this sign.
     words = (*SMALL, "tp=2", "verify.steps=2", "precision=fp64")
     told = run(copy, "-m", "parallel3d", "verify", *words)
     assert "The layout does not change the model." in told
@@ -105,7 +106,7 @@ def test_it_is_verified_under_a_layout(copy: Path) -> None:
 
 @pytest.mark.slow
 def test_its_operations_are_those_of_the_dry_run(copy: Path) -> None:
-    """Launches and bytes equal, memory within the bound's promise."""
+    """Launches and bytes are equal, and memory is within the bound's promise."""
     common = {"model": "llama3_8b", "norm": "l1norm", "layers": 2, "dp": 1, "micro_batch_size": 1}
     cases = [json.dumps(common | {"global_batch_size": 4} | case) for case in PLAYED]
     words = [word for case in cases for word in ("--case", case)]

@@ -1,4 +1,4 @@
-"""A new key with a conflict touches its feature's folder alone: everything else is derived from it.
+"""A new key with a conflict only touches its feature's folder: everything else is derived from it.
 
 A copy of the package gets one key of data parallelism and one row of `CONFLICTS`.
 """
@@ -54,7 +54,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with the new key."""
+    """Returns a copy of the package with the new key."""
     copy = tmp_path_factory.mktemp("key")
     ignored = shutil.ignore_patterns("__pycache__")
     for folder in ("parallel3d", "conf", "docs"):

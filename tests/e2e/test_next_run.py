@@ -1,4 +1,5 @@
-"""A next run from an old one: `init_from`, and `train run=old` with nothing typed again."""
+"""Starts a next run from an old one: by `init_from`, and by `train run=old` without further
+keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A placement on the command line: what it leaves, what it says, and who is named when it fails."""
+"""Tests a placement on the command line: its files, its messages, and the rank named in a
+failure."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_an_interface_that_no_host_has_is_refused(shell: Shell) -> None:
         shell, "cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.rail_interface=ib*"
     )
     assert ended.code == 2
-    # Every rank finds it, and it is said once; before it, two ranks on a host of one GPU.
+    # Every rank detects it, and one reports it; before it, two ranks on a host with one GPU.
     assert len(ended.errors) == 2
     assert ended.errors[-1].startswith(
         f"parallel3d: cluster.rail_interface=ib*: host {HOST} has no such network interface; it "

@@ -1,4 +1,4 @@
-"""`parallel3d plan` as it is typed: what it prints and what it refuses."""
+"""Tests `parallel3d plan` as typed: what it prints and what it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USUAL = {
 def test_ten_layouts_and_what_to_type(shell: Shell, capfd: pytest.CaptureFixture[str]) -> None:
     ended = answer(shell, capfd, "plan", "model=llama3_70b", "cluster=dgx_h100", "cluster.nodes=16",
                    "global_batch_size=256", "plan.confirm=0")  # fmt: skip
-    progress = re.compile(r"plan: layout \d+ of \d+ …\n")  # every 10 s: on a slow machine
+    progress = re.compile(r"plan: layout \d+ of \d+ …\n")  # every 10 s, on a slow machine
     assert (ended.code, progress.sub("", ended.err)) == (0, "")
     assert len(re.findall(r"^ +\d+ +\d+ +\d+ +\d+ +\d+", ended.out, re.M)) == 10
     assert re.search(r"parallel3d train … tp=\d+ pp=\d+ dp=\d+ micro_batch_size=\d+", ended.out)

@@ -1,4 +1,4 @@
-"""`parallel3d plan … plan.html=FILE`: one page that stands alone and says what the table says."""
+"""Tests `parallel3d plan … plan.html=FILE`: one stand-alone page with the table's values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.e2e.here import answer
 from tests.pace import PATIENCE
 
 WORDS = ("model=llama3_8b", "cluster=dgx_h100", "cluster.nodes=2", "global_batch_size=64")
-# Few layouts, and no simulated device in the process of the tests.
+# Few layouts, and no simulated device in the tests' process.
 ASKED = (*WORDS, "pp=4", "recompute=none", "micro_batch_size=1", "plan.confirm=0")
 EMPTY = {"meta", "link", "br", "rect", "line", "path", "circle"}
 
 
 class Reader(HTMLParser):
-    """Tags must close in order; links, scripts and the texts of titles and cells are kept."""
+    """Checks that tags close in order; keeps links, scripts and the texts of titles and cells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    """A folder of several commands."""
+    """A folder for several commands."""
     return Shell(tmp_path_factory.mktemp("plan"), tmp_path_factory.mktemp("scratch"))
 
 
 @pytest.fixture
 def page(asked: Shell, capfd: pytest.CaptureFixture[str]) -> str:
-    """What is written, once for all."""
+    """Returns the written page, made once."""
     file = asked.cwd / "plan.html"
     if not file.exists():
         ended = answer(asked, capfd, "plan", *ASKED, "plan.html=plan.html")
@@ -100,7 +100,7 @@ def test_a_page_of_its_own_is_written_anew_and_no_other_file(
     assert (asked.cwd / "mine.html").read_text() == "<p>mine</p>"
 
 
-# How far the widest table reaches beyond the page.
+# How far the widest table extends beyond the page.
 CUT_TABLES = """<script>
 const wide = [...document.querySelectorAll(".wide")];
 document.body.dataset.cut = Math.max(...wide.map((node) => node.scrollWidth - node.clientWidth));

@@ -1,4 +1,4 @@
-"""`profile.steps` of a run of four ranks: traces that load, and losses that stay the same."""
+"""Tests `profile.steps` in a run of four ranks: traces that load, and unchanged losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, MICROBATCHES = (2, 3), 3
 
 
 def train(shell: Shell, *words: str) -> list[Ended]:
-    """Four steps of tp=2 pp=2; every rank."""
+    """Four steps of tp=2 pp=2, on every rank."""
     layout = ("tp=2", "pp=2", "global_batch_size=6", "train.steps=4", "train.eval_batches=0")
     given = {word.split("=")[0]: word for word in (*TINY, *shell.text(), *layout, *words)}
     forked = Forked(shell)
@@ -32,7 +32,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 
 def ranges_of(path: Path) -> list[tuple[str, float, float]]:
-    """Name, start and end of each, in microseconds."""
+    """Returns name, start and end of each event, in microseconds."""
     with gzip.open(path) as file:
         events = json.load(file)["traceEvents"]
     ours = [e for e in events if e.get("cat") == "user_annotation" and "gloo" not in e["name"]]
@@ -78,7 +78,7 @@ def test_each_profiled_rank_writes_a_trace_with_the_parts_of_these_steps(shell: 
     assert said[title] == (
         "parallel3d: profile of rank 0, steps 2 to 3; traces are in runs/p/profile/"
     )
-    table = said[title + 1 :]  # the ten that took longest, whichever they are on this machine
+    table = said[title + 1 :]  # the ten longest, whichever they are on this machine
     assert table[1].split()[:4] == ["Name", "Self", "CPU", "%"]
     assert sum("%" in line for line in table[2:]) == 10 and any("aten::" in t for t in table)
     assert "profile" in ended[0].out.splitlines()[-1]

@@ -1,8 +1,8 @@
-"""Groups follow the wires, proven on a network: the switches count the bytes.
+"""Tests on a network that groups follow the wires: the switches count the bytes.
 
 Hosts are network namespaces with a NIC for each GPU slot on its own rail; a router, the spine,
 joins the rails. All cables to the spine have a tenth of a rail's bandwidth. CI runs this as root
-with iproute2; where that is not so, the tests are skipped with the reason.
+with iproute2; elsewhere the tests are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SMALL = (
     "train.eval_batches=0",
     "train.eval_every=0",
     "checkpoint.every=0",
-    "launch.peak_tflops=0.1",  # else the start measures it
+    "launch.peak_tflops=0.1",  # otherwise the start would measure it
     "launch.timeout_s=60",
     "launch.shared_memory=false",
     "device=cpu",
@@ -56,7 +56,7 @@ EIGHT = (
     *("cluster.nodes=4", "cluster.gpus_per_node=2"),
     *("cluster.rail_gb_per_s=0.05", "cluster.oversubscription=10", "cluster.nvlink_gb_per_s=1"),
 )
-# One process a GPU, numbered as some launchers do: without regard to hosts.
+# One process per GPU, numbered like some launchers do: without regard to hosts.
 SCRAMBLED = ["h3g0", "h1g1", "h4g0", "h2g1", "h3g1", "h1g0", "h4g1", "h2g0"]
 
 
@@ -75,7 +75,7 @@ def forked(shell: Shell) -> Iterator[Forked]:
 
 @dataclass(frozen=True)
 class Runs:
-    """The same launch on the same network, placed by a search and as the launcher numbered it."""
+    """The same launch on the same network, placed by a search and by the launcher's numbers."""
 
     placed: Ran
     naive: Ran
@@ -96,10 +96,10 @@ def runs(shell: Shell, forked: Forked) -> Iterator[Runs]:
 
 
 def priced_bytes(folder: Path) -> dict[LinkClass, float]:
-    """What the price says that the run's groups send in all steps, by link class.
+    """Returns the bytes that the run's groups send in all steps by the price, by link class.
 
-    At the start neighbouring stages time round trips of a message: as many as LATENCY_TRIES of the
-    step's own, one for each micro-batch.
+    At the start neighbouring stages time round trips of a message: LATENCY_TRIES of the step's own
+    messages, each of one micro-batch.
     """
     config = load_config(folder)
     cluster = cluster_from_config(config.cluster, None)
@@ -144,7 +144,7 @@ def test_switches_count_the_priced_bytes(runs: Runs, which: str) -> None:
     priced = priced_bytes(ran.folder)
     expected = {
         "nvl": priced[LinkClass.NVLINK],
-        # What crosses the spine comes in through a rail's switch.
+        # Traffic over the spine enters through a rail's switch.
         "rail": priced[LinkClass.RAIL] + priced[LinkClass.SPINE],
         "spine": priced[LinkClass.SPINE],
     }
@@ -174,7 +174,7 @@ def test_six_gpus_on_two_rails_leave_the_spine_untouched(shell: Shell, forked: F
         network.stop()
     rows = ran.placed
     for rank, row in rows.items():
-        assert row["local_index"] == row["tp"]  # A's on rail 1, B's on rail 2
+        assert row["local_index"] == row["tp"]  # A's is on rail 1, B's on rail 2
         assert row["host"] == rows[rank - row["tp"]]["host"]
     assert sorted({row["host"] for row in rows.values()}) == ["h1", "h2", "h3"]
     a, b = ran.nbytes["switch"]["rail0"], ran.nbytes["switch"]["rail1"]

@@ -1,4 +1,4 @@
-"""A recipe is copied, edited and trained from a Hugging Face folder, as docs/recipes.md has it."""
+"""Copies a recipe, edits it and trains it from a Hugging Face folder, like docs/recipes.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEMPLATE = (
     "{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
 SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
-# What the copy is given for this host instead of eight H100 and 8 B parameters.
+# Values for this host, instead of eight H100 and 8 B parameters.
 EDITS = {
     "dp": 1,
     "cp": 2,
@@ -44,7 +44,7 @@ def edit(recipe: Path) -> None:
 
 
 def train_with_late_rank(shell: Shell, run: Path, words: list[str]) -> None:
-    """Trains on two ranks; the second finds the folder of the run that the first has made."""
+    """Trains on two ranks; the second one finds the run folder that the first one has made."""
     forked = Forked(shell)
     forked.add_world(2, *words)
     late = forked.jobs.pop()
@@ -91,9 +91,9 @@ def test_a_copied_recipe_fine_tunes_a_small_model_on_conversations(
     assert config["zero"] == 3 and config["precision"]["name"] == "bf16"
     assert config["optim"]["lr"] == 7e-6 and config["train"]["epochs"] == 2
     assert len(steps) > 1 and json.loads((run / "summary.json").read_text())["status"] == "finished"
-    # The answer alone is learned, and the model is small: every loss is that of a random model.
+    # Only the answer is learned, and the model is small: every loss is that of a random model.
     assert all(4 < row["loss"] < 9 for row in steps)
-    # The same line goes on with the run: it gives a head_dim that the model of base has without.
+    # The same line resumes the run: it gives a head_dim that the base model also has without it.
     ended = run_forked(shell, *words)
     assert ended.code == 0 and "run=sft is finished" in ended.err, ended
     assert "keys not read: source (24 rows)" in ended.err

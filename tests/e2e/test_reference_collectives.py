@@ -1,4 +1,4 @@
-"""Reference collectives on the command line, and on a network with a set latency."""
+"""Tests reference collectives on the command line, and on a network with a set latency."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_key_of_earlier_versions_is_refused_with_the_examples_command(
 
 
 def test_the_example_runs_as_its_page_has_it(shell: Shell) -> None:
-    """On four ranks, as torchrun starts them."""
+    """Runs the example on four ranks under torchrun."""
     words = ("examples.collectives.compare", "--bytes", "4096", "--calls", "1")
     done = run_forked(shell, "-c", MODULE, *words, ranks=4)
     assert done.code == 0, done.err
@@ -42,8 +42,8 @@ TUN = "/dev/net/tun"
 
 
 def why_no_latency() -> str | None:
-    """CI has a network of rails, and must not pass by skipping; a kernel may lack what stands in
-    for a wire's latency, which no setup brings."""
+    """CI has a network of rails, and must not pass by skipping; a kernel may lack the module that
+    adds a wire's latency, which no setup installs."""
     reason = None if os.environ.get("CI") else why_not()
     try:
         os.close(os.open(TUN, os.O_RDWR))
@@ -57,7 +57,7 @@ REASON = why_no_latency()
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_on_rails_with_a_latency_no_form_is_right_sooner_than_its_price(tmp_path: Path) -> None:
-    # How much later is this machine's business: docs/collectives.md says it for a hundred cases.
+    # The additional time depends on this machine: docs/collectives.md gives it for a hundred cases.
     rows = tmp_path / "rows.json"
     words = ("--cases", "8", "--repeats", "1", "--latency-us", "2000", "--rail-mbit", "400")
     done = run_module("benchmarks.network.textbook", *words, "--json", str(rows))

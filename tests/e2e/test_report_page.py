@@ -1,4 +1,4 @@
-"""`parallel3d report`: the page of two runs, one of them resumed, as a browser shows it."""
+"""Tests `parallel3d report`: the page of two runs, one of them resumed, as a browser shows it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def steps(recorder: Recorder, first: int, last: int, scale: float) -> None:
 
 @pytest.fixture
 def runs(shell: Shell) -> Path:
-    """A folder with a run that went through, and one killed at step 25, resumed from step 20."""
+    """A folder with an uninterrupted run, and one killed at step 25 and resumed from step 20."""
     folder = shell.cwd / "runs"
     config = Config(runs_dir=str(folder), train=TrainConfig(steps=STEPS), tp=2, dp=1)
     config.cluster = ClusterConfig(**preset("cluster", "rails_3x2"))
@@ -71,7 +71,7 @@ def runs(shell: Shell) -> Path:
     return folder
 
 
-# What a reader does, and what the page then shows.
+# A reader's actions, and what the page then shows.
 READER = """<script>
 const found = {};
 const all = (selector) => [...document.querySelectorAll(selector)];
@@ -108,7 +108,7 @@ end.textContent = "<<<" + JSON.stringify(found) + ">>>";
 
 
 def read_in_the_dark(page: str, folder: Path) -> dict[str, Any]:
-    """What READER finds in a browser whose user prefers dark pages."""
+    """Returns what READER finds in a browser whose user prefers dark pages."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium here, which .ci/run installs")
@@ -135,7 +135,8 @@ def test_a_browser_shows_curves_restarts_and_what_differs(
     assert "resumed       28 steps  killed (it left no summary)\n" in ended.out
     page = (shell.cwd / "both.html").read_text()
     assert "color-scheme:light dark" in page and "src=" not in page
-    assert "Content-Security-Policy' content=\"default-src 'none'" in page  # nothing from elsewhere
+    # Nothing from other hosts.
+    assert "Content-Security-Policy' content=\"default-src 'none'" in page
     assert "<whole>" not in page  # names and errors are text
     differing = page.partition("<h2>What differs</h2>")[2].partition("</section>")[0]
     rows = [row.split("<td>")[1:] for row in differing.split("<tr>")[2:]]
@@ -149,7 +150,7 @@ def test_a_browser_shows_curves_restarts_and_what_differs(
     charts += ["Learning rate", "Speed"]
     assert [title.partition(" nats")[0].strip() for title in found["titles"]][:3] == charts[:3]
     assert len(found["titles"]) == 6
-    assert found["points"] == [29, 27]  # all steps but the one without a number
+    assert found["points"] == [29, 27]  # all steps except the one without a number
     assert len(found["restarts"]) == 6
     assert found["restarts"][0].startswith("resumed restarted after step 20, 20")
     assert found["odd"] == ["<whole>, step 7: nan", "resumed, step 7: nan"]
@@ -170,11 +171,11 @@ def test_the_page_shows_a_resumed_run_and_spares_foreign_files(
     shell: Shell, capfd: pytest.CaptureFixture[str], runs: Path
 ) -> None:
     with (runs / "resumed" / "config.yaml").open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # as its launcher does
+        fcntl.flock(file, fcntl.LOCK_EX)  # like its launcher
         assert answer(shell, capfd, "report", "run=resumed").out.startswith("resumed       28 s")
         page = (shell.cwd / "report.html").read_text()
     assert "<td>running</td>" in page and "What differs" not in page
-    assert answer(shell, capfd, "report", "run=resumed").code == 0  # over its own
+    assert answer(shell, capfd, "report", "run=resumed").code == 0  # over its own page
     (shell.cwd / "mine.html").write_text("<p>mine</p>")
     summary = runs / "<whole>" / "summary.json"
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"parameters": "x"}))
@@ -209,7 +210,7 @@ def test_the_length_of_a_run_is_told_whatever_key_gives_it(
     config = Config(runs_dir=str(tmp_path), train=length, run="mine", dp=1)
     config.model, config.global_batch_size = ModelConfig(seq_length=256), 16
     _, folder = make_run_directory(config)
-    known = replace(config, train=TrainConfig(steps=STEPS))  # as the trainer knows it by the data
+    known = replace(config, train=TrainConfig(steps=STEPS))  # as the trainer knows it from the data
     steps(begin(known, folder, 1), 1, 9, 6.0)
     if not notes:
         (folder / STARTS).unlink()

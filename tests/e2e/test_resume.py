@@ -1,4 +1,5 @@
-"""A run goes on: the same bits under the same layout, the same curve under another."""
+"""Tests that a run resumes with the same bits under the same layout, and the same curve under
+another."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from tests.e2e.forked import run_forked
 STEPS = 6
 EVERY = 2
 LAST = Path("checkpoints", "step-00000006")
-# Saved every two steps; the schedule does not depend on where a start ends. The fourth and fifth
-# step read twice as many samples as the others.
+# Saved every two steps; the schedule does not depend on where a start ends. The fourth and the
+# fifth step read twice as many samples as the others.
 SAVING = (f"checkpoint.every={EVERY}", f"optim.lr_decay_steps={STEPS}", "train.save_weights=true")
 SAVING += ("train.batch_schedule={0:4,12:8,28:4}",)
 SAVING += ("optim.freeze=[layers.0.attention.k.*]", "optim.groups={layers.1.*:{lr_mult:0.5}}")
@@ -31,14 +32,14 @@ pytestmark = pytest.mark.at_once(2)
 
 
 def train(shell: Shell, *words: str, ranks: int = 2) -> Ended:
-    # The last of two equal keys wins: those of TINY come first.
+    # The last of two equal keys counts: those of TINY come first.
     given = {word.split("=")[0]: word for word in (*TINY, *shell.text(), *SAVING, *words)}
     shell.environ = {"WANDB_API_KEY": SECRET}
     return run_forked(shell, "train", *given.values(), ranks=ranks)
 
 
 def said(ended: Ended) -> list[str]:
-    """The lines on stderr but the one of the device."""
+    """Returns the lines on stderr, without the one about the device."""
     return [line for line in ended.errors if not line.startswith(DEVICE)]
 
 
@@ -65,8 +66,10 @@ def flip(path: Path) -> None:
 
 
 def test_a_run_resumes(shell: Shell) -> None:
-    """Stopped half-way and started again: bit for bit the undisturbed run. Then longer, under
-    another layout, with its newest checkpoint damaged."""
+    """A run that is stopped half-way and started again equals the uninterrupted one bit for bit.
+
+    It then continues longer, under another layout, with its newest checkpoint damaged.
+    """
     runs = shell.cwd / "runs"
     optim = ("optim=muon", "optim.state=bf16", "optim.ema_decay=0.9")
     layout = ("tp=1", "dp=2", "zero=1", *optim)
@@ -113,7 +116,7 @@ def test_a_run_resumes(shell: Shell) -> None:
         *judged,
         "optim.state=fp32",
         "optim.ema_decay=null",
-    )  # what is not typed stays as it was
+    )  # keys that are not typed keep their values
     moved = train(shell, "run=mine", "dp=1", "zero=0", "train.steps=7", *plain, ranks=1)
     assert moved.code == 0, moved
     kept_keys, damaged, goes_on, dropped = said(moved)
@@ -140,7 +143,7 @@ def test_a_run_resumes(shell: Shell) -> None:
 
 
 def test_blend_goes_on_under_another_layout(shell: Shell) -> None:
-    """The samples of a blend of packs do not hang on the layout; its past stays as it was."""
+    """The samples of a blend of packs do not depend on the layout; its past is unchanged."""
     a, b, c = (str(pair(shell.cwd / name, seed)) for seed, name in enumerate("abc"))
     blend = f"data.blend={{{a}:0.7,{b}:0.3}}"
     data = ("data=blend", blend, "data.packing=best_fit", "data.cut_documents=true")
@@ -173,7 +176,8 @@ def test_blend_goes_on_under_another_layout(shell: Shell) -> None:
 
 
 def test_a_full_disk_is_reported_and_training_continues(shell: Shell) -> None:
-    """No file may grow beyond 100 KiB, which a checkpoint does: steps go on, the end says so."""
+    """No file may grow beyond 100 KiB, but a checkpoint does: steps continue, and the end reports
+    it."""
     words = (*TINY, *shell.text(), "run=full", "checkpoint.every=1", "checkpoint.async_save=false")
     limited = ("bash", "-c", 'ulimit -f 100; exec "$@"', "-", *PARALLEL3D, "train")
     given = {word.split("=")[0]: word for word in words}
@@ -206,7 +210,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_nothing_is_imported_within_a_save(shell: Shell) -> None:
-    """Minutes on a cold file system, of a preempted run's grace time and under its watchdog."""
+    """Resuming may take minutes on a cold file system, in a preempted run's grace time and under
+    its watchdog."""
     words = (*TINY, *shell.text(), "checkpoint.every=2", "checkpoint.async_save=false")
     given = {word.split("=")[0]: word for word in words}  # a key may be typed once
     ended = shell.run(PARALLEL3D[0], "-c", IMPORTS, "train", *given.values())
@@ -214,7 +219,7 @@ def test_nothing_is_imported_within_a_save(shell: Shell) -> None:
 
 
 def test_a_killed_run_resumes_with_another_batch_and_trains_all_its_tokens(shell: Shell) -> None:
-    """A run of 12,800 tokens by steps of four samples is killed and goes on by those of sixteen."""
+    """A run of 12,800 tokens in steps of four samples is killed and resumes in steps of sixteen."""
     run, rates = shell.cwd / "runs" / "mine", ("optim.lr=1e-3", "optim.min_lr=1e-5")
     length = ("train.steps=null", "train.tokens=12800", "checkpoint.every=10", *rates)
     given = {word.split("=")[0]: word for word in (*TINY, *shell.text(), *length)}
@@ -242,7 +247,7 @@ def test_a_killed_run_resumes_with_another_batch_and_trains_all_its_tokens(shell
     assert 12800 <= steps[-1]["tokens"] < 12800 + 512
     lr = [row["lr"] for row in steps]
     assert lr[-1] == 1e-5 and lr[done - 1 :] == sorted(lr[done - 1 :], reverse=True)
-    for row in steps[:-1]:  # a cosine over 400 samples, whatever the steps
+    for row in steps[:-1]:  # a cosine over 400 samples, whatever the number of steps
         share = row["tokens"] / 12800
         assert row["lr"] == pytest.approx(1e-5 + 0.495e-3 * (1 + math.cos(math.pi * share)))
     assert 0 < steps[-1]["goodput"] <= 1
@@ -254,7 +259,7 @@ def test_a_killed_run_resumes_with_another_batch_and_trains_all_its_tokens(shell
 
 
 def test_a_start_that_saved_nothing_binds_no_later_one(shell: Shell) -> None:
-    """The source of the weights went on and removed its checkpoint; other keys were wrong."""
+    """The source of the weights continued and removed its checkpoint; other keys were wrong."""
     base = {word.split("=")[0]: word for word in (*TINY, *shell.text())}
 
     def start(*words: str) -> Ended:
@@ -265,7 +270,7 @@ def test_a_start_that_saved_nothing_binds_no_later_one(shell: Shell) -> None:
     begun = start("run=new", "init_from=old", "train.steps=1", "seed=3")
     assert begun.code == 0, begun
     summary = shell.cwd / "runs" / "new" / "summary.json"
-    summary.write_text(summary.read_text().replace('"finished"', '"failed"'))  # as if killed
+    summary.write_text(summary.read_text().replace('"finished"', '"failed"'))  # like after a kill
     assert start("run=old", "train.steps=2", "checkpoint.every=1", "checkpoint.keep=1").code == 0
 
     gone = start("run=new", "init_from=old@1", "train.steps=1")
@@ -277,7 +282,7 @@ def test_a_start_that_saved_nothing_binds_no_later_one(shell: Shell) -> None:
     bound = start("run=new", "init_from=old", "train.steps=2", "seed=5")
     assert bound.code == 2 and "seed is 4 there, now 5" in bound.err
 
-    # A start that was refused does not count as the last one.
+    # A refused start does not count as the last one.
     book = shell.cwd / "other.txt"
     book.write_text("another text\n" * 900)
     refused = start("run=new", f"data.path={book}", "train.steps=2", "seed=4")

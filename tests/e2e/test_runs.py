@@ -1,4 +1,4 @@
-"""The same run under each launcher: one run directory, the same files, the same weights."""
+"""Tests the same run under each launcher: one run directory, the same files, the same weights."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ FILES = {
 
 
 def local(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
-    # What a machine of several hosts has in its environment is not for a run of one.
+    # Variables of a machine with several hosts do not apply to a run on one.
     words = (*words, "launch.shared_memory=false")
     return [shell.start(*PARALLEL3D, "train", *words, GLOO_SOCKET_IFNAME="eth0")]
 
 
 def torchrun(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
-    """Its ranks, with what its agent tells them; test_failures.py types it."""
+    """Ranks of torchrun, with the variables of its agent; test_failures.py types torchrun
+    itself."""
     words, port = (*words, "preflight=true"), str(free_port())
     size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), "2")
     agent = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
@@ -43,7 +44,7 @@ def torchrun(shell: Shell, *words: str) -> list[subprocess.Popen[str]]:
 
 
 def slurm_environment(rank: int) -> dict[str, str]:
-    """What srun -n 2 tells each task, as far as it is read."""
+    """Returns the variables of srun -n 2 that are read, for each task."""
     return {
         "SLURM_JOB_ID": "4711",
         "SLURM_STEP_ID": "0",
@@ -68,7 +69,7 @@ def weights(path: Path) -> dict[str, bytes]:
 
 
 def left_by(name: str, shell: Shell) -> Path:
-    """The only run directory; nothing else is left."""
+    """Returns the only run directory; nothing else is left."""
     assert {path.name for path in shell.cwd.iterdir()} == {"book.txt", "cache", "runs"}
     left = {path.name.split("_")[0] for path in shell.scratch.iterdir()}
     assert left <= {"torchinductor"}  # torch's own cache
@@ -77,14 +78,14 @@ def left_by(name: str, shell: Shell) -> Path:
 
 
 class Folders(dict[str, Path]):
-    """The run directory of one configuration under each launcher, and of one process."""
+    """Returns the run directory of one configuration under each launcher, and in one process."""
 
     watched: dict[str, Watched]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """All of them; what our own launcher starts is watched."""
+    """Runs all of them; the processes of our own launcher are watched."""
     folders = Folders()
     folders.watched = {}
     for together in (
@@ -117,8 +118,8 @@ def test_every_launcher_leaves_one_private_directory_with_the_same_files(
     runs: Folders,
 ) -> None:
     for name, folder in runs.items():
-        more = set() if name == "alone" else {"placement.json"}  # one rank has nowhere to go
-        if name == "torchrun":  # the only one that was asked for it
+        more = set() if name == "alone" else {"placement.json"}  # one rank has no peer to send to
+        if name == "torchrun":  # the only one for which it was asked
             more.add("preflight.json")
         assert {path.name for path in folder.iterdir()} == FILES | more
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -150,7 +151,7 @@ def test_initial_weights_are_bit_identical_over_launchers_and_layouts(
 
 
 def test_launchers_train_to_the_same_bits(runs: Folders) -> None:
-    """Over gloo as over shared memory, and after a preflight."""
+    """Results over gloo equal those over shared memory, and those after a preflight."""
     expected = weights(runs["local"] / "weights-final.safetensors")
     assert expected != weights(runs["local"] / "weights-initial.safetensors")
     for name in ("torchrun", "slurm"):
@@ -166,7 +167,7 @@ def test_every_step_is_written_once(runs: Folders) -> None:
 
 def test_saved_config_runs_again_and_differs_in_its_name_alone(runs: Folders) -> None:
     texts = {name: (folder / "config.yaml").read_text() for name, folder in runs.items()}
-    assert "dp: 1" in texts["torchrun"]  # followed from the world size
+    assert "dp: 1" in texts["torchrun"]  # derived from the world size
     assert f"run: {runs['torchrun'].name}" in texts["torchrun"]
     assert "???" not in texts["torchrun"]
     assert "${" not in texts["torchrun"]
@@ -181,7 +182,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Ended, Path]]:
-    """How each command ended, and where; they run at once."""
+    """Returns how each command ended, and where; they run at the same time."""
     shells = {
         name: Shell(tmp_path_factory.mktemp("command"), tmp_path_factory.mktemp("scratch"))
         for name in COMMANDS

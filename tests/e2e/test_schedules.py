@@ -1,4 +1,5 @@
-"""Pipeline schedules on the command line: trained, drawn, gone on with under another, read from."""
+"""Tests pipeline schedules on the command line: trained, drawn, resumed under another one, read
+from a file."""
 
 from __future__ import annotations
 

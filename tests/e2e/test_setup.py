@@ -1,6 +1,7 @@
-"""The environment that launch/*.sh make: which packages, once, and what is said before a download.
+"""Tests the environment that launch/*.sh make: which packages, once, and the message before a
+download.
 
-Python is a script here that makes folders, notes what pip is asked for and installs nothing.
+Python is a script here that makes folders, records what pip is asked for, and installs nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ esac
 
 
 class Clone:
-    """A checkout with nothing but what the scripts read."""
+    """Makes a checkout that only has the files which the scripts read."""
 
     def __init__(self, shell: Shell) -> None:
         self.shell = shell
@@ -53,7 +54,7 @@ class Clone:
         return self.shell.run("bash", str(self.root / "launch" / script), *words, **environ)
 
     def noted(self) -> list[str]:
-        """What has been asked of Python since the last look."""
+        """Returns the calls of Python since the last look."""
         lines = self.notes.read_text().replace(str(self.root), "ROOT").splitlines()
         self.notes.write_text("")
         return lines
@@ -119,7 +120,7 @@ def test_download_of_cuda_is_told_before_it_begins(
         assert "over 2 GB" in told[0] and "PIP_EXTRA_INDEX_URL" in told[0]
         assert ended.errors.index(told[0]) < len(ended.errors) - 1  # before "done"
         assert "CUDA" not in clone.run("local.sh", torches=torches).err
-        assert "CUDA" not in clone.run("test.sh", torches=torches).err  # torch is there
+        assert "CUDA" not in clone.run("test.sh", torches=torches).err  # torch is installed
 
 
 def test_constraints_pin_the_torch_that_the_script_looks_for() -> None:

@@ -1,4 +1,4 @@
-"""Runs and scripts on the simulated accelerator, as the command line starts them."""
+"""Runs training and scripts on the simulated accelerator from the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAVING = ("checkpoint.every=2", "optim.lr_decay_steps=3", "precision=fp64")
 
 
 def given(shell: Shell, *words: str) -> list[str]:
-    """Of two equal keys the last."""
+    """Returns the arguments; the last of two equal keys counts."""
     return list({word.split("=")[0]: word for word in (*TINY, *shell.text(), *words)}.values())
 
 
@@ -25,8 +25,8 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_run_equals_the_cpus_and_resumes_under_another_layout(shell: Shell) -> None:
-    """Saved beside the training by one rank, taken up by two with zero=3, read by two of tp, and
-    judged. Its last step is drawn at first."""
+    """Saves in the background on one rank, resumes on two with zero=3, reads on two of tp, and
+    evaluates; draws the last step."""
     layouts = (("train.steps=2", "schedule.timeline=true"), ("dp=2", "zero=3", "train.steps=3"))
     for ranks, words in enumerate(layouts, 1):
         saving = given(shell, "run=r", *SAVING, *words, "device=simulated")
@@ -62,7 +62,7 @@ dist.all_reduce(torch.ones(3, device=groups.device), group=groups.tp.handle)
 
 
 def run_script(shell: Shell, last: str) -> list[Ended]:
-    """Of the script's two ranks, of which the first ends with `last`."""
+    """Runs a script on two ranks, of which the first ends with `last`."""
     forked = Forked(shell)
     forked.add_world(2, "-c", SCRIPT.replace("LAST", repr(last)))
     forked.start()
@@ -80,7 +80,8 @@ def test_a_script_that_fails_on_one_rank_ends_at_once(shell: Shell) -> None:
 
 
 def test_a_run_with_a_kernel_of_half_precision_generates_in_fp32(shell: Shell) -> None:
-    """For which flash attention has no kernel on accelerators: text comes of the usual one."""
+    """Flash attention has no kernel for this size on accelerators: text comes from the usual
+    kernel."""
     kernel = ("run=f", "precision=bf16", "attention_kernel=flash", "device=simulated")
     words = given(shell, *kernel, "train.steps=1", "checkpoint.every=1")
     ended = run_forked(shell, "train", *words)
@@ -98,7 +99,8 @@ def test_a_proof_is_the_cpus(shell: Shell) -> None:
     assert ended.code == 0 and "does not change the" in ended.out, ended
 
 
-# What `calibrate` measures for minutes, in few calls; it takes a third as long on the CPU itself.
+# `calibrate`, which measures for minutes, with few calls; on the CPU itself it takes a third of the
+# time.
 SMALL = """
 from parallel3d.run.worker import APPS
 APPS["calibrate"] = "tests.e2e.small_figures", "calibrate"

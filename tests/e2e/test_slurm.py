@@ -1,9 +1,10 @@
-"""slurm/train.sbatch and sweep.sbatch on a real Slurm: whatever happens, the undisturbed result.
+"""Runs slurm/train.sbatch and sweep.sbatch on a real Slurm: every disturbed run has the undisturbed
+result.
 
 Nodes are namespaces of this machine, each with its own slurmd, and the jobs are real: one rank, or
-two on two nodes, disturbed while they train. All go on at the same time on one cluster. The
-scripts are those that users are told to use; options on sbatch's command line make them small. CI
-runs this as root with Slurm; where that is not so, the tests are skipped with the reason.
+two on two nodes, disturbed while they train. All run at the same time on one cluster. The scripts
+are those for users; options on sbatch's command line make them small. CI runs this as root with
+Slurm; elsewhere the tests are skipped with the reason.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ pytestmark = [
 TRAIN, SWEEP = ROOT / "slurm" / "train.sbatch", ROOT / "slurm" / "sweep.sbatch"
 SLOW_STEPS = Path(__file__).parent / "slow_steps"
 STEPS = 40
-DISTURB_AT = 12  # the first slow step: jobs wait there, a checkpoint is two steps older
+DISTURB_AT = 12  # the first slow step: jobs wait there, and a checkpoint is two steps older
 WORDS = (f"train.steps={STEPS}", "train.save_weights=true", "checkpoint.every=10")
 WANDB = "logger=wandb"
 SMALL = ("--gpus-per-node=0", "--cpus-per-task=1")
 TWO_NODES = (*SMALL, "--nodes=2", "--ntasks-per-node=1", "--exclusive")
-# Runs of one rank, and those to compare with; the others have two.
+# Runs of one rank, and those to compare with; the others have two ranks.
 SAME_AS = {"array_1": "undisturbed-0", "array_2": "undisturbed-1"}
 SECRETS = {
     "WANDB_API_KEY": "5ec4e70123456789abcdef0123456789abcdef01",
@@ -54,11 +55,11 @@ SECRETS = {
 
 @dataclass
 class Story:
-    """What was submitted, what became of it, and where."""
+    """The submitted jobs, their results, and their folders."""
 
     shell: Shell
     numbers: dict[str, str] = field(default_factory=dict)  # name → job
-    disturbed: dict[str, Job] = field(default_factory=dict)  # "crash" → the job just before
+    disturbed: dict[str, Job] = field(default_factory=dict)  # "crash" → the job before the crash
     ended: dict[str, Job] = field(default_factory=dict)  # number → the job at the end
     submitted: Ended | None = None  # the sweep by Hydra's launcher
 
@@ -66,7 +67,7 @@ class Story:
         return self.shell.cwd / "runs" / run
 
     def number(self, name: str) -> str:
-        """Of a job, or of an element of an array: array_2 → 12_2."""
+        """Returns the run of a job, or of an element of an array: array_2 → 12_2."""
         name, *element = name.split("_")
         return "_".join((self.numbers[name], *element))
 
@@ -80,13 +81,13 @@ class Story:
         return (self.run_dir(run) / "weights-final.safetensors").read_bytes()
 
     def losses(self, run: str) -> list[tuple[int, float, float]]:
-        """(step, loss, gradient norm) of metrics.jsonl."""
+        """Returns (step, loss, gradient norm) from metrics.jsonl."""
         lines = (self.run_dir(run) / "metrics.jsonl").read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if "loss" in row]
         return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
     def logged(self, run: str) -> list[dict[str, Any]]:
-        """Rows of all of the run's W&B sessions, in order."""
+        """Returns rows of all of the run's W&B sessions, in order."""
         files = sorted(self.run_dir(run).glob("wandb/offline-run-*/*.wandb"))
         sessions = [wandb_records(path) for path in files]
         ids = {record["run_id"] for session in sessions for record in session.get("run", [])}
@@ -96,12 +97,13 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """All jobs from beginning to end and, beside them, the runs to compare with."""
+    """Runs all jobs from beginning to end and, at the same time, the runs to compare with."""
     cwd = tmp_path_factory.mktemp("slurm")
     environ = SECRETS | {"WANDB_MODE": "offline", "GLOO_SOCKET_IFNAME": "lo"}
     scratch = tmp_path_factory.mktemp("scratch")
-    shell = Shell(cwd, scratch, environ, anew=True)  # submitit starts what it was started by
-    alone = Shell(cwd, scratch=shell.scratch)  # the runs to compare with: not the jobs' processes
+    shell = Shell(cwd, scratch, environ, anew=True)  # submitit starts jobs with its own interpreter
+    # The runs to compare with: these are not the jobs' processes.
+    alone = Shell(cwd, scratch=shell.scratch)
     forked = Forked(alone)
     story = Story(shell)
     words = without_replaced((*TINY, *shell.text(), *WORDS))
@@ -114,7 +116,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         submitted = shell.start(*train, "--multirun", *elsewhere, SLURM_CONF=str(slurm.conf))
         disturb_all(story, slurm)
         forked.finish()
-        out, err = submitted.communicate(timeout=600)  # it looks ever more seldom
+        out, err = submitted.communicate(timeout=600)  # it polls less and less often
         story.submitted = Ended(submitted.returncode, out, err, 0.0, 0.0)
         yield story
     finally:
@@ -144,7 +146,8 @@ def submit(story: Story, slurm: Slurm, words: tuple[str, ...]) -> None:
         story.numbers[name] = slurm.submit(f"--job-name={name}", *command, **environ)
 
     one = (*SMALL, "--nodes=1", "--ntasks-per-node=1")
-    # The limit is found out within half a minute, and then the second has a quarter of one.
+    # Slurm notices the limit within half a minute, and then the second job has a quarter of a
+    # minute.
     limit = ("--time=1", "--signal=USR1@15")
     job("array", *one, *limit, "--array=1-2", str(SWEEP), "runs.txt", *words)
     slurm.call("scontrol", "update", f"jobid={story.number('array_1')}", "timelimit=10")
@@ -175,8 +178,8 @@ def disturb_all(story: Story, slurm: Slurm) -> None:
 
 
 def disturb(name: str, job: Job, story: Story, slurm: Slurm) -> bool:
-    """Does to a job what its name says, if the time has come; whether it had."""
-    if name == "array_2" and job.restarts:  # Slurm has; what is left is to let it train on
+    """Disturbs a job as its name says, if it is time; returns whether it did."""
+    if name == "array_2" and job.restarts:  # Slurm has disturbed it; it only has to be released
         slurm.call("scontrol", "update", f"jobid={job.number}", "timelimit=10")
     if job.restarts:
         return True
@@ -189,7 +192,8 @@ def disturb(name: str, job: Job, story: Story, slurm: Slurm) -> bool:
     if len(metrics.read_text().splitlines()) < DISTURB_AT:
         return False
     if name == "crash":
-        # Slurm learns of it when the other node's rank has failed of it: half a minute sooner.
+        # Slurm learns of it half a minute sooner, when the other node's rank has failed because of
+        # it.
         if name not in story.disturbed:
             story.disturbed[name] = job
             slurm.crash(job.nodes[1])
@@ -197,7 +201,7 @@ def disturb(name: str, job: Job, story: Story, slurm: Slurm) -> bool:
             return False
         slurm.down(job.nodes[1])
     elif name == "preempt":
-        # More important, and it wants the very nodes that this one has.
+        # It has a higher priority, and needs the very nodes of this job.
         nodes = ("--nodes=2", "--exclusive", f"--nodelist={','.join(job.nodes)}")
         urgent = slurm.submit("--partition=urgent", *nodes, "--wrap=sleep 2")
         story.numbers["urgent"] = urgent
@@ -226,7 +230,7 @@ def test_a_disturbed_job_goes_on_by_itself_to_the_undisturbed_result(
 ) -> None:
     job = story.of(name)
     assert job.state == "COMPLETED", story.output(name)
-    # Only the killed rank is started again where the job is; the others are queued again.
+    # Only the killed rank is restarted on the job's node; the others are queued again.
     assert (job.restarts > 0) == (name != "array_1"), story.output(name)
     assert ("; starting them again" in story.output(name)) == (name == "array_1")
     run, undisturbed = run_of(job), SAME_AS.get(name, "undisturbed")
@@ -254,7 +258,8 @@ def test_a_job_whose_node_dies_continues_on_other_nodes(story: Story) -> None:
 def test_array_elements_train_their_lines_and_resume_after_a_disturbance(
     story: Story,
 ) -> None:
-    """The last has the number of the whole array and its limit: only it may be queued again."""
+    """The last element has the number and the limit of the whole array: only it may be queued
+    again."""
     for line in (1, 2):
         job = story.ended[f"{story.numbers['array']}_{line}"]
         assert (job.state, job.restarts) == ("COMPLETED", line - 1)
@@ -264,7 +269,7 @@ def test_array_elements_train_their_lines_and_resume_after_a_disturbance(
 
 def test_hydras_submitit_launcher_runs_a_sweep_and_brings_failures_home(story: Story) -> None:
     assert story.weights("submitted-0") == story.weights("undisturbed-0")
-    assert not story.run_dir("submitted-1").exists()  # four heads do not share out over tp=3
+    assert not story.run_dir("submitted-1").exists()  # tp=3 does not divide four heads
     assert story.submitted.code == 2, story.submitted.err
     assert "parallel3d: job 1 of the sweep ended with code 2; " in story.submitted.errors[-1]
     (log,) = (story.shell.cwd / "runs").glob(".multirun/.submitit/*_1/*_1_0_log.err")
@@ -294,7 +299,7 @@ def test_wandb_has_one_run_with_every_step_once(story: Story, name: str) -> None
 
 
 def test_secrets_of_the_environment_are_in_no_file(story: Story) -> None:
-    """Logs, configurations, checkpoints, W&B files, tracebacks of the crashed."""
+    """Collects logs, configurations, checkpoints, W&B files, and tracebacks of crashed jobs."""
     files = [path for path in story.shell.cwd.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"config.yaml", "rank-1.log", "metrics.jsonl", "debug-internal.log"} <= names

@@ -1,7 +1,8 @@
-"""slurm/train.sbatch and sweep.sbatch without Slurm: its commands are played, the scripts are not.
+"""Tests slurm/train.sbatch and sweep.sbatch without Slurm: its commands are stubs, the scripts are
+real.
 
-What the scripts do with folders that others made, with names and paths, and with lines that cannot
-be read. That jobs go on is shown on a real Slurm, in test_slurm.py.
+This tests what the scripts do with folders that others made, with names and paths, and with lines
+that cannot be read. test_slurm.py shows on a real Slurm that jobs resume.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from tests.e2e.command import ROOT, Ended, Shell
 
 TRAIN, SWEEP = (ROOT / "slurm" / name for name in ("train.sbatch", "sweep.sbatch"))
 REAL = shlex.join((sys.executable, "-m", "parallel3d"))
-# Each appends its words, a line a call, to a file of its own name; srun plays a rank 0 that was
-# preempted if MARKER is set, and `parallel3d` knows what it is given, and three defaults.
+# Each stub appends its arguments to a file of its own name, one line per call. srun acts as a rank
+# 0 that was preempted if MARKER is set, and `parallel3d` knows the given keys and three defaults.
 TOOLS = {
     "srun": """
         [[ $1 == --overlap ]] && exit
@@ -40,7 +41,7 @@ TOOLS = {
 
 @pytest.fixture
 def tools(shell: Shell) -> Path:
-    """The folder of Slurm's commands, played."""
+    """Makes the folder with stubs of Slurm's commands."""
     folder = shell.scratch / "tools"
     folder.mkdir()
     for name, body in TOOLS.items():
@@ -50,7 +51,7 @@ def tools(shell: Shell) -> Path:
 
 
 def job(shell: Shell, tools: Path, script: Path, *words: str, **environ: str) -> Ended:
-    """A job 5, or the second element of an array 5, that runs `script` to its end."""
+    """Runs `script` to its end as job 5, or as the second element of array 5."""
     path = os.pathsep.join((str(tools), os.environ["PATH"]))
     own = {"SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "job", "SLURM_NNODES": "1", "PATH": path}
     return shell.run("bash", str(script), *words, **(own | environ))
@@ -62,7 +63,8 @@ def calls(shell: Shell, name: str) -> list[str]:
 
 
 def words_of_ranks(shell: Shell) -> list[str]:
-    """What follows `bash -c SCRIPT rank` in the only call of srun, after the folder of logs."""
+    """Returns the arguments after `bash -c SCRIPT rank` in the only call of srun, without the
+    folder of logs."""
     (call,) = calls(shell, "srun")
     return call.split("|")[3:-1]
 
@@ -107,13 +109,14 @@ def test_words_where_numbers_were_counted_are_not_run(shell: Shell, tools: Path)
     assert job(shell, tools, TRAIN, "run=r").code == 0
     assert not (shell.cwd / "PLANTED").exists()
     assert (logs / "starts").read_text() == "1 1 \n"
-    # What the script wrote itself is counted on.
+    # The script counts on from the number that it wrote itself.
     assert job(shell, tools, TRAIN, "run=r").code == 0
     assert (logs / "starts").read_text() == "2 2 \n"
 
 
 def test_a_preempted_job_is_queued_again_wherever_its_runs_are(shell: Shell, tools: Path) -> None:
-    """Interpolated, with blanks, beyond the width at which YAML folds, with quotes."""
+    """A value may be interpolated, have blanks or quotes, or be longer than the width at which YAML
+    folds."""
     deep = shell.cwd / ("long and " * 12 + "'quoted'")
     environ = {"DEEP": str(deep), "MARKER": str(deep / "runs" / "custom-7" / "requeue")}
     words = ("runs_dir=${oc.env:DEEP}/runs", "run=${logger.project}-7", "logger.project=custom")
@@ -121,7 +124,7 @@ def test_a_preempted_job_is_queued_again_wherever_its_runs_are(shell: Shell, too
     (deep / "runs" / "custom-7" / "checkpoints" / "step-00000020").mkdir(parents=True)
     logs.mkdir(parents=True)
     logs.chmod(0o700)
-    # As after four starts that all came to nothing, but for the checkpoint that there is now.
+    # Like after four starts without progress, except that there is a checkpoint now.
     (logs / "starts").write_text("4 4 step-00000010\n")
     ended = job(shell, tools, TRAIN, *words, PARALLEL3D=REAL, **environ)
     assert (ended.code, calls(shell, "scontrol")) == (0, ["requeue 5"]), ended.err
@@ -163,7 +166,7 @@ def test_ranks_share_a_secret_of_their_job(shell: Shell, tools: Path) -> None:
 
 
 def element(shell: Shell, tools: Path, folder: Path, **environ: str) -> Ended:
-    """The second element of an array that was submitted with the scripts in `folder`."""
+    """Submits an array with the scripts in `folder`; returns its second element."""
     own = {
         "SLURM_ARRAY_JOB_ID": "5",
         "SLURM_ARRAY_TASK_ID": "2",

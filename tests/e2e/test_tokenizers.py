@@ -1,4 +1,4 @@
-"""A run with a tokenizer of its own: trained, asked for text, exported, imported, gone on with."""
+"""Tests a run with its own tokenizer: it trains, generates, is exported, imported and resumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GREEDY = ("prompt=def é", "generate.temperature=0", "generate.max_tokens=12", "
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
-    """A run `mine` of two ranks, whose tokenizer is gone since."""
+    """A run `mine` of two ranks, whose tokenizer file was removed afterwards."""
     shell = Shell(tmp_path_factory.mktemp("trained"), tmp_path_factory.mktemp("scratch"))
     folder(shell.cwd / "tok", chat_template="{{ messages }}")
     size = open_tokenizer(str(shell.cwd / "tok")).vocab_size
@@ -40,7 +40,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
 def test_a_run_speaks_and_is_exported_with_its_own_tokenizer(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers goes on with the same text, and so does the run that is made of the export."""
+    """transformers generates the same text, and so does the run that is made from the export."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     monkeypatch.chdir(shell.cwd)
@@ -51,7 +51,7 @@ def test_a_run_speaks_and_is_exported_with_its_own_tokenizer(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert tokenizer.chat_template == "{{ messages }}"
     assert model.config.eos_token_id == tokenizer.eos_token_id == 0
-    prompt = [0, *tokenizer("def é")["input_ids"]]  # a text begins behind the end of another
+    prompt = [0, *tokenizer("def é")["input_ids"]]  # a text begins after the end of another one
     made = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
     assert tokenizer.decode(made[0], skip_special_tokens=True) == ended.out.removesuffix("\n")
 

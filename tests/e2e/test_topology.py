@@ -1,4 +1,4 @@
-"""`parallel3d topology` as it is typed: what it prints, writes, refuses, and how fast it is."""
+"""Tests `parallel3d topology` as typed: what it prints, writes and refuses, and its speed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_slurm_task_other_than_the_first_is_silent(
 
 
 def test_a_pipe_gets_the_columns_asked_for(shell: Shell) -> None:
-    """The first test has the 80 of one that asks for none."""
+    """The first test has the 80 columns of a terminal that gives no width."""
     ended = shell.run(*TOPOLOGY, *NVL72, COLUMNS="200")
     assert ended.code == 0
     assert 120 < max(map(len, ended.out.splitlines())) <= 200
@@ -155,7 +155,7 @@ def test_a_drawing_of_the_user_is_not_overwritten(
     ],
 )
 def test_large_clusters_are_answered_in_time(shell: Shell, nodes: int, seconds: float) -> None:
-    """The process's own CPU time: what it takes on an idle core, whatever else runs here."""
+    """Measures the process's own CPU time, which other processes hardly affect."""
     words = ("cluster=superpod", f"cluster.nodes={nodes}", "tp=8", "pp=8", "topology.svg=map.svg")
     took = []
     for _ in range(3):
@@ -168,7 +168,7 @@ def test_large_clusters_are_answered_in_time(shell: Shell, nodes: int, seconds: 
 
 
 PAGE = (ROOT / "docs" / "topology.md").read_text(encoding="utf-8")
-# Blocks that begin with `$ parallel3d topology ...` and go on with lines of what it prints.
+# Blocks that begin with `$ parallel3d topology ...`, followed by lines of its output.
 SHOWN = re.findall(r"^```\n\$ parallel3d topology ([^\n]*)\n(.*?)^```", PAGE, re.M | re.S)
 
 

@@ -1,4 +1,4 @@
-"""What processes of a test listen on, while they run."""
+"""Records the addresses on which a test's processes listen, while they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOOPBACK = ("7F", "00000000000000000000000001000000", "0000000000000000FFFF00000
 
 @dataclass
 class Watched:
-    """Every listener that processes of a shell had, looked for while they run: (address, port)."""
+    """Every listener of a shell's processes, looked up while they run: (address, port)."""
 
     shell: Shell
     seen: set[tuple[str, int]] = field(default_factory=set)
@@ -40,12 +40,13 @@ class Watched:
 
 
 def is_loopback(address: str) -> bool:
-    """Of an address as the kernel writes it: words of four bytes, each in this machine's order."""
+    """Parses an address as the kernel writes it: words of four bytes, each in this machine's byte
+    order."""
     return address.endswith(LOOPBACK[0]) if len(address) == 8 else address in LOOPBACK
 
 
 def listeners(pids: list[int]) -> set[tuple[str, int]]:
-    """What these processes listen on."""
+    """Returns the addresses on which these processes listen."""
     inodes = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):

@@ -1,6 +1,6 @@
 """Messages of each rank in the reference collectives: closed formulas for each algorithm.
 
-N elements, n ranks, b(r) the block of rank r, S segments. Nothing of parallel3d is used.
+N elements, n ranks, b(r) the block of rank r, S segments. Nothing from parallel3d is used.
 """
 
 from __future__ import annotations
@@ -28,37 +28,39 @@ class Ranks(NamedTuple):
     segments: int
 
     def blocks(self, first: int, end: int) -> int:
-        """Elements of blocks first … end − 1."""
+        """Returns the elements of blocks first … end − 1."""
         return min(end, self.n) * self.count // self.n - first * self.count // self.n
 
     def b(self, r: int) -> int:
         return self.blocks(r, r + 1)
 
     def low(self, r: int) -> int:
-        """The lowest bit: how far the part of the binomial tree below r reaches."""
+        """Returns the lowest bit: the number of ranks from r on in its part of the binomial
+        tree."""
         return r & -r if r else 1 << (self.n - 1).bit_length()
 
     def children(self, r: int) -> int:
-        """In the binomial tree."""
+        """Returns the children in the binomial tree."""
         steps = (1 << k for k in range(20))
         return sum(step < self.low(r) and r + step < self.n for step in steps)
 
     def below(self, r: int) -> int:
-        """Elements of the blocks of r and of all below it."""
+        """Returns the elements of the blocks of r and of all ranks below it."""
         return self.blocks(r, r + self.low(r))
 
     def power(self) -> int:
         return 1 << (self.n.bit_length() - 1)
 
     def is_folded(self, r: int) -> bool:
-        """The second of a pair, for which the first speaks."""
+        """Returns whether r is the second of a pair, for which the first one sends."""
         return r % 2 == 1 and r < 2 * (self.n - self.power())
 
     def is_speaker(self, r: int) -> bool:
         return r % 2 == 0 and r < 2 * (self.n - self.power())
 
     def spans(self, r: int) -> int:
-        """Elements that rank r, no second of a pair, sends while it doubles what it has."""
+        """Returns the elements that rank r, not the second of a pair, sends while it doubles its
+        data."""
         groups = [[first, first + 1] for first in range(0, 2 * (self.n - self.power()), 2)]
         groups += [[rank] for rank in range(2 * (self.n - self.power()), self.n)]
         place = next(i for i, members in enumerate(groups) if r in members)
@@ -72,7 +74,7 @@ class Ranks(NamedTuple):
 
 
 def in_order(first: int, last: int) -> dict[int, list[int]]:
-    """node → children: the largest complete tree that fits goes left, the rest right."""
+    """Returns node → children: the largest complete tree that fits goes left, the rest right."""
     if first > last:
         return {}
     size = 1 << ((last - first + 1).bit_length() - 1)
@@ -89,7 +91,8 @@ def tree_root(tree: dict[int, list[int]]) -> int:
 
 
 def double_tree(n: int) -> list[dict[int, list[int]]]:
-    """Both trees, rank 0 above their roots; the second mirrored or turned by one."""
+    """Returns both trees, with rank 0 above their roots; the second one is mirrored or shifted by
+    one."""
     first = in_order(1, n - 1)
     first[0] = [tree_root(first)]
     move = {r: (n - r if n % 2 else 1 + r % (n - 1)) if r else 0 for r in range(n)}
@@ -186,7 +189,7 @@ FORMULAS: dict[str, Callable[[str, Ranks, int], Sends]] = {
 OF_BLOCKS = ("naive", "chain", "tree")
 OF_ALL = (*OF_BLOCKS, "ring", "recursive_doubling")
 OF_WHOLE = (*OF_ALL, "segmented", "double_tree")
-# By hand from the issue; the code's own list is what is tested.
+# A list by hand; the code's own list is what is tested.
 FORMS = {
     "broadcast": OF_WHOLE,
     "reduce": OF_WHOLE,
@@ -200,7 +203,7 @@ FORMS = {
 
 
 def sends(collective: str, form: str, n: int, count: int, segments: int) -> list[Sends]:
-    """What each rank sends, in elements."""
+    """Returns what each rank sends, in elements."""
     if n == 1:
         return [NOTHING]
     c = Ranks(n, count, segments)

@@ -1,6 +1,6 @@
-"""Which elements dropout drops: parallel3d/models/dropout.py's formula once more, in numpy.
+"""Computes which elements dropout drops, by models/dropout.py's formula in numpy.
 
-Its unsigned integers wrap around and shift in zeros by themselves.
+numpy's unsigned integers wrap around and shift in zeros by themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def row_keys(site: int, samples: Sequence[int], heads: int, length: int) -> np.ndarray:
-    """uint64 keys (samples, heads, length)."""
+    """Returns uint64 keys (samples, heads, length)."""
     sample = np.array(samples, dtype=np.uint64)[:, None, None]
     row = np.arange(heads, dtype=np.uint64)[:, None] * np.uint64(2**32)
     row = row + np.arange(length, dtype=np.uint64)
@@ -22,7 +22,7 @@ def row_keys(site: int, samples: Sequence[int], heads: int, length: int) -> np.n
 
 
 def finished(site: int, number: np.ndarray, row: np.ndarray) -> np.ndarray:
-    """uint64 keys, broadcast, of uint64 numbers of samples (or updates) and rows."""
+    """Returns uint64 keys, broadcast, for uint64 numbers of samples (or updates) and rows."""
     key = np.uint64(site) + np.uint64(0xD1B54A32D192ED03) * number
     key = key + np.uint64(0xABC98388FB8FAC03) * row
     key = (key ^ key >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -31,12 +31,12 @@ def finished(site: int, number: np.ndarray, row: np.ndarray) -> np.ndarray:
 
 
 def kept(keys: np.ndarray, channels: int, p: float) -> np.ndarray:
-    """Which elements stay: (*keys.shape, channels)."""
+    """Returns which elements stay: (*keys.shape, channels)."""
     return (random_bits(keys, channels) & np.uint32(2**31 - 1)) >= round(p * 2**31)
 
 
 def random_bits(keys: np.ndarray, channels: int) -> np.ndarray:
-    """uint32 bits (*keys.shape, channels)."""
+    """Returns uint32 bits (*keys.shape, channels)."""
     low = (keys & np.uint64(2**32 - 1)).astype(np.uint32)[..., None]
     high = (keys >> np.uint64(32)).astype(np.uint32)[..., None]
     x = np.arange(channels, dtype=np.uint32) * np.uint32(0x9E3779B9) + low
@@ -46,7 +46,7 @@ def random_bits(keys: np.ndarray, channels: int) -> np.ndarray:
 
 
 def dropped(x: Tensor, samples: Sequence[int], p: float, seed: int, site: str) -> Tensor:
-    """`x` (batch, sequence, channels) or (batch, heads, sequence, channels) after dropout.
+    """Returns `x` (batch, sequence, channels) or (batch, heads, sequence, channels) after dropout.
 
     Row i of the batch is sample `samples[i]` of the run.
     """

@@ -76,10 +76,10 @@ NO_DROPOUT = Dropping(0.0, 0, ())
 
 @dataclass(frozen=True)
 class Packing:
-    """What the tokens of a batch see of each other, and where in their documents they stand.
+    """Which tokens of a batch may attend to each other, and their positions in their documents.
 
-    `unseen[i, q, k]`, a plain square for each sample: query q does not read key k.
-    `positions[i, p]` counts the tokens of p's document before p.
+    `unseen[i, q, k]`, a plain square for each sample: query q does not read key k. `positions[i,
+    p]` counts the tokens of p's document before p.
     """
 
     unseen: Tensor
@@ -87,7 +87,7 @@ class Packing:
 
     @classmethod
     def of(cls, starts: Sequence[Sequence[int] | None], length: int) -> Packing:
-        """From the position at which each token's document begins; None: one document."""
+        """Makes it from the position at which each token's document begins; None: one document."""
         unseen, positions = [], []
         for begins in starts:
             of_token = [0] * length if begins is None else [int(begin) for begin in begins]
@@ -119,7 +119,7 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(shape: ModelShape) -> nn.Module:
-    """The norm that the configuration names."""
+    """Returns the norm that the configuration names."""
     if shape.norm == "layernorm":
         return nn.LayerNorm(shape.hidden_size, eps=shape.norm_eps)
     assert shape.norm == "rmsnorm", shape.norm
@@ -127,10 +127,10 @@ def make_norm(shape: ModelShape) -> nn.Module:
 
 
 def frequencies(shape: ModelShape, pairs: int) -> list[float]:
-    """Radians per position of each pair of dimensions.
+    """Returns radians per position for each pair of dimensions.
 
-    Scaled as in Llama 3.1: wavelengths beyond original / low grow by the factor, those below
-    original / high stay, and between them the two frequencies are mixed.
+    They are scaled like in Llama 3.1: wavelengths beyond original / low grow by the factor, those
+    below original / high stay, and in between the two frequencies are mixed.
     """
     found = []
     for d in range(pairs):
@@ -207,7 +207,7 @@ class Attention(nn.Module):
         if self.shape.position_embedding == "rope":
             q, k = (rotate(x, self.shape, packing.positions) for x in (q, k))
         group = self.heads // self.kv_heads
-        # Head by head: query head h looks at key/value head h // group.
+        # One head after the other: query head h reads key/value head h // group.
         every_head = []
         for h in range(self.heads):
             keys = k[:, h // group]
@@ -249,7 +249,8 @@ class Block(nn.Module):
 
 
 class ReferenceModel(nn.Module):
-    """Tokens (batch, sequence) to logits (batch, sequence, vocab_size); no padded vocabulary."""
+    """Maps tokens (batch, sequence) to logits (batch, sequence, vocab_size), without a padded
+    vocabulary."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -296,10 +297,11 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 def objective_losses(
     logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """What training minimises for each token: cross-entropy against a smoothed target, plus z-loss.
+    """Returns the training loss of each token: cross-entropy against a smoothed target, plus
+    z-loss.
 
-    The target gives every token of the vocabulary label_smoothing / vocab, the label what is left
-    besides. z-loss: z_loss · (log Σ exp logits)². Shapes as in `token_losses`.
+    The target gives every token of the vocabulary label_smoothing / vocab, and the label the rest.
+    z-loss: z_loss · (log Σ exp logits)². Shapes as in `token_losses`.
     """
     vocab = logits.shape[-1]
     target = torch.full_like(logits, label_smoothing / vocab)

@@ -1,4 +1,4 @@
-"""Stochastic rounding to bf16: parallel3d/parameters/rounding.py once more, by distances."""
+"""Stochastic rounding to bf16, like parallel3d/parameters/rounding.py, but by distances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.reference.dropout import finished, random_bits
 
 
 def chances(shape: tuple[int, ...], seed: int, update: int, name: str, which: int) -> np.ndarray:
-    """Numbers in [0, 1), multiples of 2^-16, of the elements of a full tensor's state `which`."""
+    """Returns numbers in [0, 1), multiples of 2^-16, for the elements of a full tensor's state
+    `which`."""
     digest = hashlib.blake2b(f"{seed}/rounding/{name}".encode(), digest_size=8).digest()
     rows, columns = shape if len(shape) == 2 else (1, *shape)
     row = np.arange(rows, dtype=np.uint64)
@@ -22,9 +23,9 @@ def chances(shape: tuple[int, ...], seed: int, update: int, name: str, which: in
 
 
 def rounded(values: Tensor, chance: np.ndarray) -> Tensor:
-    """`values`, each one of its two neighbours in bf16, in their own type."""
+    """Returns `values`, each rounded to one of its two neighbours in bf16, in their own dtype."""
     size = values.abs().float().double()
-    # Multiples of the distance of bf16's numbers around each: 8 significant bits.
+    # Multiples of the spacing of bf16's numbers around each value: 8 significant bits.
     exponent = torch.frexp(size).exponent.clamp(min=-125).double()
     step = torch.exp2(exponent - 8)
     steps = (size / step).floor()

@@ -1,4 +1,5 @@
-"""The judge is judged: finite differences, causality, masks, torch's attention and optimizers."""
+"""Tests the reference itself: finite differences, causality, masks, torch's attention and
+optimizers."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def llama(**changes: object) -> SimpleNamespace:
 
 
 class Source:
-    """Random tokens; the mask drops about a third, differently in each sample."""
+    """Returns random tokens; the mask drops about a third, differently in each sample."""
 
     def __init__(self, shape: SimpleNamespace) -> None:
         self.shape = shape
@@ -82,7 +83,7 @@ class Source:
 
 
 def weights_of(shape: SimpleNamespace) -> dict[str, Tensor]:
-    """Large random weights in fp64, so that every path matters."""
+    """Sets large random weights in fp64, so that every path matters."""
     generator = torch.Generator().manual_seed(3)
     model = ReferenceModel(shape).double()
     return {
@@ -174,7 +175,8 @@ def test_smoothed_losses_are_torchs_and_z_loss_is_the_log_of_the_sum_squared() -
 
 
 def test_rope_scores_depend_on_the_distance_alone() -> None:
-    """One query and one key vector at every position: the score is constant along each diagonal."""
+    """With one query and one key vector at every position, the score is constant along each
+    diagonal."""
     shape = llama(rotary_base=10000.0)
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).expand(2, 1, 1, 10, 8)
@@ -198,8 +200,8 @@ def test_rope_pairs_d_with_d_plus_half_and_leaves_the_rest() -> None:
 
 
 def test_scaled_rope_slows_long_waves_keeps_short_ones_and_mixes_between() -> None:
-    """Waves of 2π, 2π·10 = 62.8 and 2π·100 positions, of which 10 and 40 are the limits; then the
-    second falls between 40 and 160."""
+    """With waves of 2π, 2π·10 = 62.8 and 2π·100 positions, the limits are 10 and 40; then, with 40
+    and 160, the second wave lies in between."""
     shape = llama(rotary_base=1000.0, rope_scaling_factor=8.0)
     assert frequencies(shape, 3) == pytest.approx([1, 0.1 / 8, 0.01 / 8])
     shape.rope_original_length = 160
@@ -212,7 +214,7 @@ def test_norms_of_heads_see_each_head_alone() -> None:
     attention = Attention(shape).double()
     x = torch.randn(2, 6, 16, dtype=torch.float64)
     expected = attention(x)
-    with torch.no_grad():  # a head's own scale is gone behind its norm
+    with torch.no_grad():  # a norm removes a head's own scale
         attention.q.weight[4:8] *= 1000
     torch.testing.assert_close(attention(x), expected, rtol=1e-3, atol=1e-3)
     with torch.no_grad():

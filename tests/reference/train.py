@@ -25,10 +25,11 @@ from tests.reference.rounding import chances, rounded
 
 
 class SampleLike(Protocol):
-    """`tokens` int64 (seq + 1,); `loss_mask` bool (seq,), true where the next token is learned.
+    """A sample: `tokens` int64 (seq + 1,); `loss_mask` bool (seq,), true where the next token is
+    learned.
 
-    It may have `starts` too, int (seq,): the position at which the document of each begins; and
-    `used`, int or None: tokens from that position on are padding, which routers do not count.
+    It may also have `starts`, int (seq,): the position at which the document of each token begins;
+    and `used`, int or None: tokens from that position on are padding, which routers do not count.
     """
 
     tokens: np.ndarray
@@ -58,7 +59,7 @@ class OptimSettings(Protocol):
 
 
 class RunSettings(Protocol):
-    """The keys of a whole configuration that the reference looks at."""
+    """The keys of a whole configuration that the reference reads."""
 
     model: Any
     optim: Any
@@ -70,13 +71,13 @@ class RunSettings(Protocol):
 
 
 class ReferenceRun(NamedTuple):
-    """What `train_reference` measured; tensors by logical name, full shapes."""
+    """The results of `train_reference`; tensors by full name, with full shapes."""
 
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, Tensor]
     first_gradients: dict[str, Tensor]
-    average: dict[str, Tensor]  # of the weights, with ema_decay
+    average: dict[str, Tensor]  # averages of the weights, with ema_decay
     counts: list[dict[int, Tensor]]  # a step's tokens of each expert, int64 (experts,), by layer
     aux: list[float]  # a step's auxiliary loss without its coefficient, summed over the layers
     z: list[float]  # the routers' z-loss, as `aux`
@@ -85,7 +86,7 @@ class ReferenceRun(NamedTuple):
 
 
 def build(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ReferenceModel:
-    """A model with exactly these weights; a missing or unknown name raises RuntimeError.
+    """Returns a model with exactly these weights; a missing or unknown name raises RuntimeError.
 
     The biases of routers may be among them, and are 0 where they are not.
     """
@@ -104,10 +105,11 @@ def batch_loss(
     drop: Dropping = NO_DROPOUT,
     routed: dict[int, Routing] | None = None,
 ) -> Tensor:
-    """Samples from `first` on, in one forward: sum of unmasked losses / unmasked tokens.
+    """Returns the loss of samples from `first` on, in one forward: sum of unmasked losses /
+    unmasked tokens.
 
-    `objective` has `label_smoothing` and `z_loss`; None: plain cross-entropy, as of held-out data.
-    The losses of routers are not in it; `routed` gets their routings by layer, for `balance`.
+    `objective` has `label_smoothing` and `z_loss`; None: plain cross-entropy, as for held-out data.
+    The losses of routers are not included; `routed` gets their routings by layer, for `balance`.
     """
     samples = [source.sample(i) for i in range(first, first + count)]
     tokens = torch.stack([torch.as_tensor(s.tokens) for s in samples])
@@ -128,7 +130,7 @@ def used_tokens(source: Source, samples: Sequence[int]) -> list[int | None]:
 
 
 class Stored:
-    """How optimizer states are kept between steps: as they are, or in bf16."""
+    """How optimizer states are kept between steps: unchanged, or in bf16."""
 
     def __init__(self, settings: OptimSettings, seed: int) -> None:
         self.rounds, self.seed, self.update = settings.state == "bf16", seed, 0
@@ -145,7 +147,8 @@ def is_frozen(optim: OptimSettings, name: str) -> bool:
 
 
 def multiplier(optim: OptimSettings, name: str, what: str) -> float:
-    """Of learning rate (`lr_mult`) or decay (`wd_mult`): that of the first group that matches."""
+    """Returns the factor of the learning rate (`lr_mult`) or decay (`wd_mult`), from the first
+    group that matches."""
     for pattern, factors in (optim.groups or {}).items():
         if matches(pattern, name):
             return factors.get(what, 1.0)
@@ -153,7 +156,7 @@ def multiplier(optim: OptimSettings, name: str, what: str) -> float:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a name is of a pattern in which * stands for anything."""
+    """Returns whether a name matches a pattern in which * stands for anything."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
@@ -189,7 +192,7 @@ class AdamW:
 
 
 class SGD:
-    """Momentum as torch.optim.SGD has it, with L2 decay on matrices.
+    """Momentum like torch.optim.SGD's, with L2 decay on matrices.
 
     velocity = momentum · velocity + gradient + decay · weight; weight -= lr · velocity.
     """
@@ -215,12 +218,12 @@ class SGD:
 
 
 class Muon:
-    """Jordan et al. 2024 on each matrix of the layers as it is named, whole; AdamW on the rest.
+    """Jordan et al. 2024 on each whole matrix of the layers, by its name; AdamW on the rest.
 
     Routers are among the rest: their rows are the experts' embeddings.
 
-    mean = momentum · mean + (1 - momentum) · gradient, looked ahead of by Nesterov; its singular
-    vectors are kept, its singular values moved by five rounds of the quintic.
+    mean = momentum · mean + (1 - momentum) · gradient, with Nesterov's look-ahead; its singular
+    vectors are kept, and five rounds of the quintic move its singular values.
     """
 
     def __init__(
@@ -265,7 +268,7 @@ OPTIMIZERS = {"adamw": AdamW, "sgd": SGD, "muon": Muon}
 
 
 def batch_after(samples: int, config: RunSettings) -> int:
-    """The global batch of the step before which so many samples were read."""
+    """Returns the global batch of the step before which that many samples were read."""
     begun = [first for first in config.train.batch_schedule or {} if first <= samples]
     return config.train.batch_schedule[max(begun)] if begun else config.global_batch_size
 
@@ -278,12 +281,11 @@ def train_reference(
     dtype: torch.dtype,
     learning_rates: Sequence[float] | None = None,
 ) -> ReferenceRun:
-    """Train `steps` steps from `weights`, everything in `dtype`.
+    """Trains `steps` steps from `weights`, everything in `dtype`.
 
-    Step s (from 0) takes samples s · global_batch_size onwards, or as many as `batch_after` says
-    behind those of step s - 1. `learning_rates` has one rate a step; None keeps
-    `config.optim.lr`. Gradient norms are those before clipping, over each trained
-    parameter once.
+    Step s (from 0) takes samples from s · global_batch_size on, or as many as `batch_after` says
+    after those of step s - 1. `learning_rates` has one rate per step; None keeps `config.optim.lr`.
+    Gradient norms are those before clipping, over each trained parameter once.
 
     With experts the gradients are those of loss + config.moe.aux_loss · aux + config.moe.z_loss · z
     (`Balance` defines both), of which the loss alone is reported. After each step whose gradients

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, Self
 from unittest.mock import patch
 
-Point = tuple[str, int]  # kind of call, how many of its kind come before it
+Point = tuple[str, int]  # kind of call, number of earlier calls of its kind
 
 # Function of os → its kind. A kind's first argument is a path or a descriptor.
 KINDS = {
@@ -42,7 +42,7 @@ KINDS = {
     **{name: name for name in ("truncate", "link", "symlink", "readlink", "chmod", "utime")},
 }
 SHORT, SLOW, LOST, BLOCK = "short", "slow", "lost answer", "blocks for ever"
-# A call whose second path matters as well.
+# A call whose second path counts as well.
 _TWO_PATHS = ("rename", "replace", "link", "symlink")
 
 
@@ -63,7 +63,8 @@ class Fault:
 
 
 class FailingFiles:
-    """While entered, calls below `folder` are counted, and fail from `point` on by `fault`."""
+    """Counts calls below `folder` inside the block, and makes them fail by `fault` from `point`
+    on."""
 
     def __init__(
         self, folder: Path, fault: Fault | None = None, point: Point | None = None
@@ -71,14 +72,14 @@ class FailingFiles:
         self.folder = os.path.realpath(folder)
         self.fault, self.point = fault, point
         self.counts: Counter[str] = Counter()
-        self.failed = 0  # calls that the fault met
+        self.failed = 0  # calls with the fault
         self._lock = threading.Lock()
-        self._paths: dict[int, str] = {}  # of open descriptors below the folder
+        self._paths: dict[int, str] = {}  # paths of open descriptors below the folder
         self._began = False
         self._patches: list[Any] = []
 
     def points(self) -> list[Point]:
-        """Every call that was counted."""
+        """Returns every counted call."""
         return [(kind, n) for kind, count in sorted(self.counts.items()) for n in range(count)]
 
     def __enter__(self) -> Self:
@@ -102,7 +103,7 @@ class FailingFiles:
             self._patches.pop().stop()
 
     def meets(self, kind: str) -> Fault | None:
-        """Count a call; the fault, if it meets this one."""
+        """Counts a call; returns the fault if it applies to this call."""
         with self._lock:
             number = self.counts[kind]
             self.counts[kind] += 1
@@ -119,7 +120,7 @@ class FailingFiles:
             return self.fault
 
     def act(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """One call: as it is, or as the fault has it."""
+        """Makes one call, unchanged or as the fault says."""
         fault = self.meets(kind)
         if fault is None:
             return call(*args, **kwargs)
@@ -130,7 +131,7 @@ class FailingFiles:
             time.sleep(3600)
         if fault.what == SHORT:
             return call(*_shortened(kind, args), **kwargs)
-        if fault.what == LOST or kind == "close":  # closed it is in any case
+        if fault.what == LOST or kind == "close":  # it is closed in any case
             call(*args, **kwargs)
         number = errno.EIO if fault.what == LOST else getattr(errno, fault.what)
         path = args[0] if args and isinstance(args[0], (str, os.PathLike)) else None
@@ -153,7 +154,7 @@ class FailingFiles:
         return wrapped
 
     def _path_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """The path that a call is about, if it is below the folder."""
+        """Returns the path of a call, if it is below the folder."""
         subject = args[0] if args else kwargs.get("path", ".")
         if isinstance(subject, int):
             return self._paths.get(subject)
@@ -192,7 +193,7 @@ class FailingFiles:
 
 
 class _FailingIO(io.FileIO):
-    """A file of Python's, whose calls count as those of `os`."""
+    """A file of Python's, whose calls count like those of `os`."""
 
     def __init__(
         self, files: FailingFiles, path: str, file: Any, mode: str, closefd: bool, opener: Any
@@ -225,8 +226,8 @@ class _FailingIO(io.FileIO):
 
 
 def _shortened(kind: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a read or write, for half of its bytes, but at least one."""
-    if kind not in ("read", "write") or not args:  # none: all, in as many reads as it takes
+    """Returns the arguments of a read or write for half of its bytes, but at least one."""
+    if kind not in ("read", "write") or not args:  # none: all bytes, in as many reads as needed
         return args
     place = 1 if isinstance(args[0], int) and len(args) > 1 else 0
     value = args[place]

@@ -1,4 +1,4 @@
-"""A host's GPUs that are played: the driver's library, torch's build, device files, nvidia-smi."""
+"""Simulates a host's GPUs: the driver's library, torch's build, device files, nvidia-smi."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_GPUS = Answer()
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU of a played host."""
+    """A GPU of a simulated host."""
 
     number: int = 0
     name: str = "NVIDIA H100 80GB HBM3"
@@ -45,9 +45,10 @@ def cards(count: int, name: str = "NVIDIA H100 80GB HBM3") -> tuple[Card, ...]:
 
 @dataclass
 class Driver:
-    """libcuda.so.1, as far as it is asked. `code`: of cuInit; `started`: processes that called it.
+    """The parts of libcuda.so.1 that are called.
 
-    CUDA_VISIBLE_DEVICES is taken as CUDA does: numbers up to the first that is not there.
+    `code`: of cuInit; `started`: processes that called it. CUDA_VISIBLE_DEVICES is read like CUDA
+    does: numbers up to the first that does not exist.
     """
 
     code: int = 0

@@ -1,4 +1,4 @@
-"""A process without the rights by which root reads and writes what it owns, whatever the mode."""
+"""Removes the rights by which root reads and writes all files, whatever their mode."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ CAPABILITY_VERSION = 0x20080522  # <linux/capability.h>: two words of each set
 
 
 def give_up_capabilities() -> None:
-    """Makes the modes of files bind this process, also where it is root's; for good.
+    """Makes the modes of files apply to this process, even if it is root's; permanently.
 
-    It stays the same user: another one could not enter root's home, where Python may lie.
+    It stays the same user: another one could not enter root's home, where Python may be installed.
     """
     none = struct.pack("6I", *[0] * 6)
     libc = ctypes.CDLL(None, use_errno=True)

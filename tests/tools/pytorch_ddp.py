@@ -31,9 +31,9 @@ import numpy as np
 
 SOURCE = "torch.testing._internal.distributed.distributed_test"
 RANKS = 2
-SEED = 1234  # that of torch.testing
+SEED = 1234  # torch.testing's version
 PASSED, FAILED, SKIPPED = 0, 1, 77
-# What stands in the file → what a CPU has instead.
+# Text in the file → its replacement for a CPU.
 WORDS = (
     (r"\.cuda\((?:[^()]|\([^()]*\))*\)", ".cpu()"),
     (r"\.to\((self\.)?(rank|device_id)\)", ".cpu()"),
@@ -59,7 +59,7 @@ init_multigpu_helper = lambda world_size, _: {rank: [rank] for rank in range(int
 
 
 def read() -> str:
-    """The file for a CPU."""
+    """Returns the file, changed for a CPU."""
     path = Path(find_spec("torch").submodule_search_locations[0]).parent
     text = path.joinpath(*SOURCE.split(".")).with_suffix(".py").read_text(encoding="utf-8")
     for pattern, instead in WORDS:
@@ -69,7 +69,8 @@ def read() -> str:
 
 
 def names_in(text: str) -> list[str]:
-    """Names of the tests that reach DistributedDataParallel, themselves or by what they call."""
+    """Returns the names of the tests that reach DistributedDataParallel, themselves or through
+    functions that they call."""
     functions = {
         node.name: {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
         | {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
@@ -83,14 +84,14 @@ def names_in(text: str) -> list[str]:
 
 
 def load(text: str) -> tuple[types.ModuleType, type[unittest.TestCase]]:
-    """The module, and its tests as a class."""
+    """Returns the module, and its tests as a class."""
     if find_spec("expecttest") is None:  # torch's tests import it; those of DDP do not use it
         stub = types.ModuleType("expecttest")
         stub.TestCase, stub.ACCEPT = unittest.TestCase, False
         sys.modules["expecttest"] = stub
     os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
     module = types.ModuleType("pytorch_ddp_tests_of_cpu")
-    sys.modules[module.__name__] = module  # files of pickled modules name it
+    sys.modules[module.__name__] = module  # files of pickled modules contain its name
     code = compile(text, module.__name__, "exec", dont_inherit=True)
     exec(code, module.__dict__)
     cases = type("Tests", (module.TestDistBackend, module.DistributedTest._DistTestBase), {})
@@ -105,7 +106,7 @@ def one_rank(
     folder: str,
     ours: bool,
 ) -> int:
-    """Runs a test as a rank; the exit code."""
+    """Runs a test as a rank; returns the exit code."""
     import torch
     import torch.distributed as dist
 
@@ -126,7 +127,7 @@ def one_rank(
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
         )
-        # A rank that ends at once, by a skip, would break the connections that others still make.
+        # A rank that ends at once, by a skip, would break connections that others still make.
         connected = dist.FileStore(f"{folder}/connected", RANKS)
         connected.set(str(rank), "")
         connected.wait([str(each) for each in range(RANKS)])
@@ -145,7 +146,7 @@ def one_rank(
 
 @dataclass
 class Run:
-    """A test on its ranks."""
+    """Runs a test on its ranks."""
 
     name: str
     ours: bool
@@ -176,7 +177,8 @@ class Run:
                 os._exit(code)
 
     def ended(self, limit_s: float) -> bool:
-        """Whether no rank goes on; past the limit, or where a rank failed, all are ended."""
+        """Returns whether all ranks have ended; after the limit, or if a rank failed, it ends all
+        of them."""
         for pid in list(self.left):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -184,7 +186,7 @@ class Run:
         late = time.monotonic() - self.began > limit_s
         failed = any(code not in (PASSED, SKIPPED) for code in self.codes.values())
         if self.left and (late or failed):
-            time.sleep(0 if late else 2)  # the other rank may fail with a better reason
+            time.sleep(0 if late else 2)  # the other rank may fail with a clearer reason
             for pid in list(self.left):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -193,7 +195,7 @@ class Run:
         return not self.left
 
     def verdict(self) -> tuple[str, str]:
-        """What it came to, and for a failure the line that says why."""
+        """Returns the result, and for a failure the line with the reason."""
         codes, said = set(self.codes.values()), ""
         for rank in range(RANKS):
             lines = Path(self.folder.name, f"out{rank}").read_text(errors="replace").splitlines()

@@ -1,5 +1,7 @@
-"""Random faults planted in pipeline plans, and a slow judge of plans that shares no code with the
-checker: it runs them, with names for tensors."""
+"""Plants random faults in pipeline programs, and judges programs slowly.
+
+The judge shares no code with the checker: it runs programs with names in place of tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from parallel3d.schedules.orders import StageAssignment
 
 
 def corrupt(plan: PipelineProgram, rng: random.Random) -> PipelineProgram:
-    """A copy in which one action or group of one rank is swapped, missing, doubled or moved, or
-    two messages of it have changed places."""
+    """Returns a copy in which one action or group of one rank is swapped, missing, doubled or
+    moved, or two of its messages are swapped."""
     new: PipelineProgram = [list(steps) for steps in plan]
     steps = new[rng.choice([r for r, steps in enumerate(new) if len(steps) > 1])]
     i, j = rng.randrange(len(steps)), rng.randrange(len(steps))
@@ -31,7 +33,7 @@ def corrupt(plan: PipelineProgram, rng: random.Random) -> PipelineProgram:
 
 
 def _exchange_messages(steps: list[Step], rng: random.Random, named: bool) -> None:
-    """Two messages change places, of one kind if `named`."""
+    """Swaps two messages; of one kind if `named`."""
     places = [
         (index, number)
         for index, step in enumerate(steps)
@@ -57,10 +59,11 @@ def _exchange_messages(steps: list[Step], rng: random.Random, named: bool) -> No
 
 
 def is_sound(plan: PipelineProgram, placement: StageAssignment, microbatches: int) -> bool:
-    """Whether the plan trains: run it with blocking groups, tensors being their own descriptions.
+    """Returns whether the program trains: runs it with blocking groups, with descriptions as
+    tensors.
 
-    Every rank posts a group at once and goes on when each of its messages has met one that came
-    from or went to the same rank at the same place in line.
+    Every rank posts a group at once, and continues when each of its messages has met its
+    counterpart: the message from or to the same rank at the same position.
     """
     try:
         return _run(plan, placement, microbatches)
@@ -74,7 +77,7 @@ class _WrongError(Exception):
 
 def _run(plan: PipelineProgram, placement: StageAssignment, microbatches: int) -> bool:
     held: list[dict] = [{} for _ in plan]  # rank → (what, stage, micro-batch) → value
-    sends: dict = {}  # (from, to) → values that nobody has taken
+    sends: dict = {}  # (from, to) → values that are not taken yet
     receives: dict = {}  # (from, to) → (rank's dict, key, ticket)
     open_tickets: list[set] = [set() for _ in plan]
     place = [0] * len(plan)

@@ -1,4 +1,5 @@
-"""Stages that sleep instead of computing: what an executor does when is seen on any machine."""
+"""Runs stages that sleep instead of computing, so the timing of an executor shows on any
+machine."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Activations:
         self.now = self.peak = 0
 
     def made(self) -> Tensor:
-        """One more, until nothing holds it any longer."""
+        """Counts one more, until nothing holds it any longer."""
         tensor = torch.empty(1)
         self.now += 1
         self.peak = max(self.peak, self.now)
@@ -67,7 +68,7 @@ class _Work(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """Takes `costs` seconds for F, I and W; adds 1 to what it is given, both ways."""
+    """Takes `costs` seconds for F, I and W; adds 1 to its inputs, both ways."""
 
     def __init__(
         self, first: bool, last: bool, costs: tuple[float, float, float], held: Activations,
@@ -87,7 +88,7 @@ class SleepingStage(nn.Module):
 
 @dataclass
 class Ran:
-    """What one rank saw of a step."""
+    """The observations of one rank in a step."""
 
     loss: float
     weights: list[float]
@@ -145,5 +146,5 @@ def run(
 
 
 def run_all(schedules: Sequence[Schedule], how: dict[str, Any]) -> list[Ran]:
-    """`run` of one schedule after the other, with `how` for keywords."""
+    """Calls `run` for one schedule after the other, with the keywords `how`."""
     return [run(schedule, **how) for schedule in schedules]

@@ -1,7 +1,7 @@
 """The forms of tensor parallelism that docs/tensor_parallel.md compares, in few lines each.
 
-Every rank has the whole weights and takes its part of them, so that gradients of the whole ones,
-added over the ranks, are those of one process. x is (b, s, h), alike on all ranks.
+Every rank has the whole weights and takes its part of them, so the sum over the ranks of the whole
+weights' gradients equals one process's gradients. x is (b, s, h), equal on all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def untouched(x: Tensor, *_: Any) -> Tensor:
     return x
 
 
-# Forward and backward: what one does to a value, the other does to its gradient.
+# Pairs of forward and backward: one transforms a value, the other its gradient.
 MOVES = {
     "f": (untouched, lambda g, dim, group: summed(g, group)),
     "g": (lambda x, dim, group: summed(x, group), untouched),
@@ -75,7 +75,7 @@ def _mlp(x: Tensor, weights: Weights, group: Group, sp: int | None) -> Tensor:
 
 
 def mlp_pair(x: Tensor, weights: Weights, group: Group) -> Tensor:
-    """By the layers that the transformer has."""
+    """Uses the layers of the transformer."""
     return _mlp(x, weights, group, None)
 
 
@@ -105,7 +105,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
 
 
 def attention_heads(x: Tensor, weights: Weights, group: Group, sp: bool = False) -> Tensor:
-    """By the layers that the transformer has: one GEMM for q, k and v."""
+    """Uses the layers of the transformer: one GEMM for q, k and v."""
     *qkv, out = weights
     mine, chunks = torch.cat([own(w, 0, group) for w in qkv]), 1 if sp else None
     q, k, v = linear_node("column", x, mine, None, group, chunks).chunk(3, -1)
@@ -118,7 +118,7 @@ def attention_sequence(x: Tensor, weights: Weights, group: Group) -> Tensor:
 
 
 def attention_gathered(x: Tensor, weights: Weights, group: Group) -> Tensor:
-    """Every rank has all of q, k and v, and attends with all heads."""
+    """Every rank has all of q, k and v, and computes all heads."""
     *qkv, out = weights
     x = move("f", x, group)
     mine = torch.stack([F.linear(x, own(w, 0, group)) for w in qkv])
@@ -166,7 +166,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 def embedding_broadcast(ids: Tensor, weights: Weights, group: Group) -> Tensor:
-    """The first rank alone has the table."""
+    """Only the first rank has the table."""
     return _Broadcast.apply(F.embedding(ids, weights[0]), group)
 
 

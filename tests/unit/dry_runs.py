@@ -1,4 +1,5 @@
-"""Dry runs in a process of their own: the simulated device is enabled once and for all of it."""
+"""Makes dry runs in a process of their own: the simulated device is enabled once and for all
+there."""
 
 from __future__ import annotations
 

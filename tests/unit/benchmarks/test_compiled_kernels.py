@@ -1,4 +1,4 @@
-"""benchmarks/compiled/kernels.py without Triton: its cases, figures, tables and refusals."""
+"""Tests benchmarks/compiled/kernels.py without Triton: its cases, figures, tables and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.more
 
 PACKAGE = Path(parallel3d.__file__).parent
 
-# What Triton 3.6's cuobjdump says of a norm's kernel, and of the same one held to 32 registers.
+# The output of Triton 3.6's cuobjdump for a norm's kernel, and for the same one limited to 32
+# registers.
 WHOLE = """
 Resource usage:
  Common:

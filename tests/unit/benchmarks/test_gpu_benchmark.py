@@ -1,4 +1,4 @@
-"""benchmarks/gpu/card.py at a size for a CPU: rows that need no GPU, and the files it writes."""
+"""Tests benchmarks/gpu/card.py at a size for a CPU: rows that need no GPU, and its files."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_every_row_of_a_cpu_is_measured_and_written(
     assert list(found) == rows
     assert found["torchtitan 1b"]["skipped"] == "torchtitan is not installed"
     assert found["fp8"]["skipped"] == "fp8 needs a GPU"
-    # 64 tokens a step of 2 sequences of 32; the peers count the same model.
+    # 64 tokens in a step of 2 sequences of 32; the peers count the same model.
     ours = found["parallel3d 1b"]
     assert ours["tokens_per_s"] == pytest.approx(64e3 / ours["step_ms"])
     assert sum(ours["breakdown"].values()) > 0.0
     if "skipped" not in found["transformers 1b"]:
         assert found["transformers 1b"]["parameters"] == ours["parameters"]
-    # A layer of the tiny Llama on one of eight ranks: 4 · 64² of attention and 3 · 64 · 96 of the
-    # MLP in eighths, two norms whole.
+    # A layer of the tiny Llama on one of eight ranks: an eighth of attention's 4 · 64² and of the
+    # MLP's 3 · 64 · 96, and two whole norms.
     assert found["shard llama3_70b"]["parameters"] == (4 * 64**2 + 3 * 64 * 96) // 8 + 2 * 64
     assert found["shard gpt3_175b"]["layers"] == 1
     beside = found["1b side by side"]
@@ -110,7 +110,7 @@ def test_rows_join_what_the_file_has_and_failures_replace_nothing(
         raise ValueError("no luck\ntoday")
 
     monkeypatch.setitem(card.ROWS, "gemm", Task(fails, 1))
-    assert card.main([*words, "--only", "gemm", "shard gpt3_175b"]) == 1  # and went on
+    assert card.main([*words, "--only", "gemm", "shard gpt3_175b"]) == 1  # and continued
     (section,) = sections(tmp_path)
     assert section["rows"]["gemm"]["tflops"] > 0.0
     assert section["rows"]["gemm"]["again"] == "ValueError: no luck"
@@ -303,7 +303,7 @@ def test_what_does_not_fit_is_tried_with_smaller_micro_batches() -> None:
 
 
 class Events:
-    """What `accelerator.module` gives of a device whose clock goes on by 2 ms an action."""
+    """Stands in for `accelerator.module`; the clock of its device advances by 2 ms per action."""
 
     def __init__(self) -> None:
         self.now_ms, self.said = 0.0, []
@@ -356,7 +356,7 @@ def test_a_reduction_among_nobody_hands_back_this_ranks_own_numbers(
     before = [getattr(dist, name) for name in names]
     with gpu_shards.fake_groups(Layout(tp=8), 3, CPU) as groups:
         whole = torch.arange(16.0).reshape(16, 1).expand(16, 5)
-        for _ in range(3):  # memory that was freed may hold the right numbers by chance
+        for _ in range(3):  # freed memory may contain the right numbers by chance
             out, work = collectives.reduce_scatter_async(whole, groups.tp)
             work.wait()
             assert torch.equal(out, whole[6:8])

@@ -1,5 +1,5 @@
-"""benchmarks/gpu/first.py: every line that a CPU or the simulated device can answer, how answers
-are judged, and the calls."""
+"""Tests benchmarks/gpu/first.py: all lines that a CPU or the simulated device can answer, the
+judgement of answers, and the calls."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["losses"]["off"] == {"loss": 0.0, "grad_norm": 0.0}
     assert len(found["kernels"]["functions"]) == 18
-    assert found["addmm"]["two_steps_error"] > 1e-4  # which one step must be below
+    assert found["addmm"]["two_steps_error"] > 1e-4  # which one step must stay below
     assert found["adamw"]["writes_gradient"] is True
     assert len(found["attention"]["cases"]) == 2
     errors = next(iter(found["attention values"]["errors"].values()))
@@ -77,14 +77,15 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_lines_on_the_simulated_device(tmp_path: Path) -> None:
-    """In a process of its own, as it changes torch; there in one, with a run of a forked rank."""
+    """Runs in its own process, as it changes torch, and there in one, with a run of a forked
+    rank."""
     names = [*HERE, "forked rank", "train compile"]
     words = ["--size", "tiny", "--device", "simulated", "--in-process"]
     words += ["--json", str(tmp_path / "first.json"), "--folder", str(tmp_path / "runs")]
     done = run_module("benchmarks.gpu_first", *words, "--only", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(tmp_path)
-    assert found.pop("host syncs").get("verdict", "PASS") == "PASS"  # where the device counts them
+    assert found.pop("host syncs").get("verdict", "PASS") == "PASS"  # if the device counts them
     assert verdicts(found) == dict.fromkeys(found, "PASS") | {
         "gemm": "NOTED", "trace": "NOTED", "train compile": "SKIPPED"
     }  # fmt: skip
@@ -110,7 +111,7 @@ def test_the_lines_that_run_parallel3d(tmp_path: Path, monkeypatch: pytest.Monke
     (metrics,) = tmp_path.glob("runs/*/train/metrics.jsonl")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     took = [step["step_time_s"] for step in steps]
-    # Two sequences of 64 tokens a step; both are medians over steps, of other steps each.
+    # Two sequences of 64 tokens per step; both are medians over steps, each over other steps.
     for seconds in (figures["seconds"], 2 * 64 / figures["tokens_per_s"]):
         assert 0.999 * min(took) <= seconds <= 1.001 * max(took)
     assert figures["losses"] == [step["loss"] for step in steps]
@@ -134,7 +135,7 @@ def test_a_run_is_saved_resumes_and_generates_text(
     [
         ((1.0, 2.0, 3.0, 4.0), "the end", "PASS"),
         ((1.0, 2.0, 3.0, 4.000001), "the end", "DIFFERS"),
-        ((1.0, 2.0), "the end", "DIFFERS"),  # it did not go on
+        ((1.0, 2.0), "the end", "DIFFERS"),  # it did not continue
         ((1.0, 2.0, 3.0, 4.0), "", "DIFFERS"),
     ],
 )
@@ -177,7 +178,7 @@ def test_forked_ranks_must_be_two_with_three_losses_of_their_own(
 def test_the_full_sizes_words_are_taken(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What only a card runs; the first command of each line."""
+    """Lines that only a card runs; the first command of each."""
     seen = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -224,7 +225,7 @@ def test_a_line_that_fails_or_differs_is_the_exit_code(
 
 
 class Planted:
-    """A fused function whose results are changed as a bad kernel might."""
+    """Changes the results of a fused function like a bad kernel might."""
 
     def __init__(self, right: Any, change: Callable[[Any], Any]) -> None:
         self.function, self.change = right.function, change
@@ -242,7 +243,7 @@ class Planted:
         (ops, "split_heads_forward", lambda y: (y[0], y[2], y[1]), "split_heads"),
         (ops, "swiglu_forward", lambda y: y.float(), "swiglu inf"),
         (dropout, "row_keys", lambda y: (y[0], y[1] ^ 1), "dropout's keys"),
-        # What is kept is right, elements of the smallest size are dropped as well.
+        # The kept elements are right, but elements of the smallest size are dropped, too.
         (dropout, "drop", lambda y: y.masked_fill(y.abs() < 1e-2, 0.0), "dropout inf"),
     ],
 )  # fmt: skip
@@ -423,7 +424,7 @@ def called(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> str:
-    """What a call of these tasks prints."""
+    """Returns what a call of these tasks prints."""
     bench = dataclasses.replace(gpu_first.BENCH, tasks=tasks, calls=(tuple(tasks),), default=None)
     where = ["--json", str(folder / "first.json"), "--folder", str(folder)]
     assert bench.main([*TINY, "--in-process", *where, *words]) == 0
@@ -433,7 +434,7 @@ def called(
 def test_a_gpu_check_starts_only_what_fits_its_time_and_resumes_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 560 s: 300, then 400 do not fit, 200 do. The clock stands but in the lines."""
+    """Of 560 s, 300 fit, then 400 do not, and 200 do. The clock only advances in the lines."""
     now, ran = [1000.0], []
     monkeypatch.setattr(gpu_tasks.time, "monotonic", lambda: now[0])
 
@@ -463,7 +464,7 @@ def test_a_gpu_check_starts_only_what_fits_its_time_and_resumes_the_rest(
 def test_a_line_is_ended_at_the_deadline_of_its_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A task of 100 s may take 250, but not where 180 are left."""
+    """A task of 100 s may take 250, but not if 180 are left."""
     limits = []
 
     def run_limited(command: list[str], limit_s: float) -> gpu_process.Ended:

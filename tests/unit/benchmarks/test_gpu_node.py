@@ -1,4 +1,5 @@
-"""benchmarks/gpu/node.py: each kind of line with two ranks of a CPU, and how answers are judged."""
+"""Tests benchmarks/gpu/node.py: each kind of line with two CPU ranks, and the judgement of
+answers."""
 
 from __future__ import annotations
 
@@ -52,11 +53,11 @@ def test_each_kind_of_line_with_two_ranks(tmp_path: Path, monkeypatch: pytest.Mo
 def test_eight_ranks_take_the_full_sizes_words(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What only a node runs; the first command of each line."""
+    """Lines that only a node runs; the first command of each."""
     seen = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        of_batch = ["micro_batch_size=1"] if "bench" in command else []  # which reads none
+        of_batch = ["micro_batch_size=1"] if "bench" in command else []  # it reads none
         words = [word for word in command if "=" in word]
         seen.append(compose(*words, *of_batch, world_size=8, schema=CommandConfig))
         return subprocess.CompletedProcess(command, 1, "", "parallel3d: seen.\n")
@@ -98,7 +99,7 @@ def test_ranks_of_a_layout() -> None:
 def on_card(
     folder: Path, monkeypatch: pytest.MonkeyPatch, devices: int, name: str = "NVIDIA H100"
 ) -> Given:
-    """What a line is given on a node of so many GPUs."""
+    """Returns the arguments of a line on a node with that many GPUs."""
     monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
     module = SimpleNamespace(device_count=lambda: devices, get_device_name=lambda device: name)
     monkeypatch.setattr(accelerator, "module", lambda device: module)
@@ -143,8 +144,9 @@ def test_collectives_are_judged_by_price(
         folder.mkdir()
         rows = [
             common | {"op": "all_reduce", "bytes": gpu_node.LARGE, "times_the_price": times},
-            common | {"op": "all_reduce", "bytes": 65536, "times_the_price": 9.0},  # is noted
-            common | {"op": "gather", "bytes": gpu_node.LARGE, "times_the_price": 9.0},  # not used
+            common | {"op": "all_reduce", "bytes": 65536, "times_the_price": 9.0},  # it is recorded
+            # It is not used.
+            common | {"op": "gather", "bytes": gpu_node.LARGE, "times_the_price": 9.0},
         ]
         report = {"rows": rows, "findings": findings, "fitted": {}}
         (folder / "bench.json").write_text(json.dumps(report))
@@ -162,7 +164,7 @@ def test_collectives_are_judged_by_price(
         ([3.0, 3.0], 104, 0.9, "DIFFERS"),
         ([3.0, float("nan")], 104, 0.9, "DIFFERS"),
         ([3.0, 2.0], 106, 0.9, "DIFFERS"),
-        ([3.0, 2.0], 104, 1.1, "DIFFERS"),  # slower than what was measured with communication
+        ([3.0, 2.0], 104, 1.1, "DIFFERS"),  # slower than the measurement with communication
     ],
 )
 def test_a_trained_layout_is_held_against_its_dry_run(

@@ -1,5 +1,5 @@
-"""`benchmarks.speed.pipeline peer`: contenders take turns, and one that ends is neither waited for
-nor hidden."""
+"""Tests `benchmarks.speed.pipeline peer`: contenders take turns, and one that ends is neither
+waited for nor hidden."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = """
 
 
 def contender(name: str, folder: Path, seconds: float | None) -> Contender:
-    """Says that its steps take this long; None: ends at once."""
+    """Reports steps of this duration; None: ends at once."""
     file = str(folder / name)
     code = "raise SystemExit(1)"
     if seconds is not None:
@@ -68,4 +68,5 @@ def test_a_contender_stands_still_between_its_turns(tmp_path: Path) -> None:
         os.waitid(os.P_PID, one.processes[0].pid, os.WSTOPPED)
     finally:
         one.end()
-    assert len(one.counted) == pipeline_peer.TURN - 1  # the step in which it was stopped is not
+    # The step in which it was stopped does not count.
+    assert len(one.counted) == pipeline_peer.TURN - 1

@@ -1,4 +1,4 @@
-"""The kill bench's failing files: whatever is called meets the fault, and it is told once."""
+"""Tests the kill bench's failing files: every call meets the fault, which is reported once."""
 
 from __future__ import annotations
 

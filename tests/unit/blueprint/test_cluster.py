@@ -1,4 +1,4 @@
-"""Clusters: what follows from the sizes, classes of links, the order of slots."""
+"""Tests clusters: facts that follow from the sizes, classes of links, the order of slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cluster(nodes: int, gpus: int, domain: int, rails: int | None = None, **more
 
 
 def random_cluster(rng: random.Random) -> Cluster:
-    """Any mixture of missing GPUs, scattered units and domains."""
+    """Returns any mixture of missing GPUs, scattered units and domains."""
     nodes, gpus = rng.randint(1, 9), rng.choice((1, 2, 4, 8))
     more: dict[str, object] = {}
     if rng.random() < 0.5:
@@ -30,14 +30,14 @@ def random_cluster(rng: random.Random) -> Cluster:
 
 
 def pieces(labels: np.ndarray) -> int:
-    """Runs of equal neighbours."""
+    """Returns runs of equal neighbours."""
     return 1 + int(np.count_nonzero(np.diff(labels)))
 
 
 def test_an_even_cluster_in_order_is_already_sorted():
     for even in (cluster(4, 8, 8), cluster(4, 8, 4), cluster(36, 4, 72), cluster(1, 1, 1)):
         assert even.sorted_slots().tolist() == list(range(even.size))
-    by_units = cluster(6, 2, 2, unit_nodes=4)  # the smaller unit is the last anyway
+    by_units = cluster(6, 2, 2, unit_nodes=4)  # the smaller unit is the last one anyway
     assert by_units.sorted_slots().tolist() == list(range(12))
 
 

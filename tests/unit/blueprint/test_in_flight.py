@@ -1,4 +1,4 @@
-"""Micro-batches in flight: as many as the schedule keeps, whatever their number."""
+"""Tests micro-batches in flight: as many as the schedule keeps, whatever their number."""
 
 from __future__ import annotations
 

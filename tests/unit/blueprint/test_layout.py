@@ -1,4 +1,5 @@
-"""Rank arithmetic: every rank in one group a dimension, orthogonal, strides as documented."""
+"""Tests rank arithmetic: every rank is in one group per dimension, dimensions are orthogonal,
+strides as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Layers over stages: the exact optimum, sensible ties, and the user's own split checked."""
+"""Tests the split of layers over stages: the exact optimum, sensible ties, and checks of the user's
+own split."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def all_splits(layers: int, stages: int) -> Iterator[list[int]]:
 def test_leftover_layers_go_to_the_middle_not_to_the_last(
     layers: int, stages: int, expected: tuple[int, ...]
 ) -> None:
-    # 0.1 has no exact binary form: sums of equal costs must tie all the same.
+    # 0.1 has no exact binary form: sums of equal costs must still tie.
     assert balance_chunks(0.1, layers, StageAssignment(stages)) == expected
 
 
@@ -62,7 +63,7 @@ def test_more_stages_than_layers_is_the_users_error() -> None:
     ("ranks", "chunks"), [(1, 1), (1, 3), (2, 2), (3, 2), (2, 3), (4, 1), (7, 1)]
 )
 def test_chunks_agree_with_brute_force(shape: str, ranks: int, chunks: int) -> None:
-    """The busiest rank, then evenness, then the preferences: no split is better."""
+    """No split is better for the busiest rank, then for evenness, then by the preferences."""
     placement = StageAssignment(ranks, chunks, shape)
     middle = placement.stages - 1
     rng = random.Random(f"{shape} {ranks} {chunks}")
@@ -90,9 +91,9 @@ def test_chunks_agree_with_brute_force(shape: str, ranks: int, chunks: int) -> N
 
 
 def test_the_rank_with_the_head_gets_fewer_layers() -> None:
-    # Ranks 0 and 1 have 5 each: 5 layers, and 3 with a head of two.
+    # Ranks 0 and 1 have cost 5 each: 5 layers, and 3 with a head of two.
     assert balance_chunks(1.0, 8, StageAssignment(2, 2), last_extra=2.0) == (2, 2, 3, 1)
-    # As a V the head lies on rank 0, with the embedding.
+    # In a V the head is on rank 0, with the embedding.
     assert balance_chunks(1.0, 8, StageAssignment(2, 2, "v"), last_extra=2.0) == (2, 3, 2, 1)
 
 

@@ -1,4 +1,5 @@
-"""Boxes of flat ranges: every element of a logical tensor is in exactly one, wherever it is cut."""
+"""Tests chunks of flat ranges: every element of a full tensor is in exactly one, wherever it is
+cut."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 @dataclass
 class Part:
-    """A slice of a local parameter."""
+    """Returns a slice of a local parameter."""
 
     name: str
     spec: ParameterSpec
@@ -27,7 +28,7 @@ class Part:
 
 
 def fused(rows: int, width: int, padding: int) -> tuple[ParameterSpec, dict[str, Tensor], Tensor]:
-    """A local parameter that holds rows 2 … of `a` and columns 1 … of `b`, and padding; the full
+    """Returns a local parameter with rows 2 … of `a`, columns 1 … of `b`, and padding; the full
     tensors; the local values."""
     full = {
         "a": torch.arange(1.0, 1 + (rows + 4) * width).view(rows + 4, width),
@@ -95,7 +96,7 @@ def test_vectors_are_cut_too_and_higher_dimensions_refused() -> None:
 
 @pytest.mark.parametrize("rows", [3, 4 * SHARED_ELEMENTS // 8])
 def test_holders_write_each_element_once_however_each_has_cut_it(rows: int) -> None:
-    """A slice of few elements is one holder's, a large one is shared about evenly."""
+    """A small slice is written by one holder, a large one is divided about evenly."""
     width, holders = 8, 4
     spec = ParameterSpec(
         (rows, width), (ShardSpec("w", (rows, width), (0, 0), (rows, width)),), False

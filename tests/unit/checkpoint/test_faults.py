@@ -1,4 +1,4 @@
-"""A file system that is ill: what it may cost, and what it may not."""
+"""Tests a failing file system: what it may cost, and what it may not."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def refuse(number: int) -> Callable[..., None]:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses between tries, which are not waited for."""
+    """Records the pauses between tries, without waiting."""
     waited: list[float] = []
     monkeypatch.setattr(manifest.time, "sleep", waited.append)
     return waited
@@ -69,7 +69,8 @@ def alone(word: object) -> list:
 
 
 def beside(*others: tuple) -> Callable[[object], list]:
-    """A `share` in which this rank is the first, and the others always say the same."""
+    """Returns a `share` in which this rank is the first, and the others always give the same
+    answer."""
     return lambda word: [*alone(word), *map(list, others)]
 
 
@@ -190,7 +191,7 @@ def test_leftovers_that_stay_are_logged_and_stop_no_start(
 
 
 def test_a_save_of_a_step_that_is_there_leaves_the_one_there(tmp_path: Path) -> None:
-    """Of a start that has not seen it: killed at any byte, it has replaced nothing."""
+    """A start that has not seen it was killed at any byte, and has replaced nothing."""
     first, second = one_rank(tmp_path), one_rank(tmp_path)
     assert save(first, 3) == SaveResult()
     (before,) = list_checkpoints(tmp_path)
@@ -204,7 +205,7 @@ def test_a_save_of_a_step_that_is_there_leaves_the_one_there(tmp_path: Path) -> 
 def test_a_full_disk_costs_a_checkpoint_and_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where not even what was half written can be removed; the next try is not in its way."""
+    """The next try succeeds even if nothing half-written could be removed."""
     saver = one_rank(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", refuse(errno.ENOSPC))
@@ -241,7 +242,7 @@ def test_the_older_of_two_starts_without_locks_ends_and_removes_nothing(
 def test_without_locks_a_second_start_before_a_first_checkpoint_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest start has the run, whoever of the two saves first."""
+    """The newest start owns the run, whichever of the two saves first."""
     monkeypatch.setattr(fcntl, "flock", refuse(errno.ENOLCK))
     first, said = started(tmp_path, "a")
     second, more = started(tmp_path, "b")

@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: whole or not there, every damage found, nothing unpickled."""
+"""Tests a checkpoint on the disk: complete or absent, every damage detected, nothing unpickled."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from parallel3d.config.schema import CheckpointConfig
 KINDS = ("parameter", "exp_avg")
 DATA = {"fingerprint": "f", "train_tokens": 9}
 SHAPES = {"w": (9, 7), "v": (5,), "table": (6, 4)}
-ROWS = {"w": (4, 9), "v": (5, 5), "table": (1, 6)}  # rank 0's rows end, rank 1's end
+ROWS = {"w": (4, 9), "v": (5, 5), "table": (1, 6)}  # ends of rank 0's rows and of rank 1's
 
 
 def full(name: str, kind: str, step: int) -> torch.Tensor:
-    """The whole of a tensor at a step."""
+    """Returns the whole of a tensor at a step."""
     number = sorted(SHAPES).index(name) * 2 + KINDS.index(kind)
     generator = torch.Generator().manual_seed(100 * step + number)
     return torch.randn(SHAPES[name], generator=generator)
 
 
 def state(step: int, rank: int) -> dict[str, TensorChunks]:
-    """What a rank of two holds: rows."""
+    """Returns what one of two ranks holds: rows."""
     tensors = {}
     for name, shape in SHAPES.items():
         first, end = ((0, ROWS[name][0]), ROWS[name])[rank]
@@ -74,7 +74,7 @@ def facts(step: int) -> Manifest:
 
 
 def make(run_dir: Path, step: int) -> Path:
-    """A checkpoint of two ranks, written in one process."""
+    """Writes a checkpoint of two ranks, in one process."""
     folder = run_dir / CHECKPOINTS / step_folder(step)
     folder.mkdir(parents=True)
     files = [write_state(folder / f"rank-{r:05d}.safetensors", state(step, r)) for r in (0, 1)]
@@ -83,7 +83,7 @@ def make(run_dir: Path, step: int) -> Path:
 
 
 def load(folder: Path) -> None:
-    """Read everything into place, as a run does before its first step, and compare."""
+    """Reads everything into place, like a run before its first step, and compares."""
     wanted = {}
     for name, shape in SHAPES.items():
         for kind in KINDS:
@@ -101,7 +101,7 @@ def one_rank(run_dir: Path, **settings: object) -> Saver:
 
 
 def whole(step: int) -> dict[str, TensorChunks]:
-    """Everything, as a single rank holds it."""
+    """Returns everything, as a single rank holds it."""
     tensors = state(step, 0)
     for key, tensor in state(step, 1).items():
         tensors.setdefault(key, dataclasses.replace(tensor, chunks=[])).chunks.extend(tensor.chunks)
@@ -131,7 +131,7 @@ def test_what_is_written_is_read_and_any_safetensors_reader_opens_it(tmp_path: P
     assert torch.equal(box, full("w", "exp_avg", 3)[4:])
 
 
-# Damages: each changes what lies in one of two checkpoints, `folder` or its twin `other`.
+# Damages: each changes one of two checkpoints, `folder` or its twin `other`.
 
 
 def flip(folder: Path, other: Path, draw: random.Random) -> None:
@@ -172,7 +172,7 @@ def swap_ranks(folder: Path, other: Path, draw: random.Random) -> None:
 
 
 def swap_steps(folder: Path, other: Path, draw: random.Random) -> None:
-    """A file of another step's checkpoint, or all of them."""
+    """Replaces a file by that of another step's checkpoint, or all of them."""
     if draw.random() < 0.3:
         shutil.rmtree(folder)
         shutil.copytree(other, folder)
@@ -182,7 +182,7 @@ def swap_steps(folder: Path, other: Path, draw: random.Random) -> None:
 
 
 def swap_boxes(folder: Path, other: Path, draw: random.Random) -> None:
-    """Two boxes of one size inside a file change places."""
+    """Swaps two chunks of one size inside a file."""
     path = draw.choice(sorted(folder.glob("*.safetensors")))
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
@@ -207,7 +207,8 @@ DAMAGES: tuple[Callable[[Path, Path, random.Random], None], ...] = (
 
 @pytest.mark.slow
 def test_a_thousand_random_damages_are_a_thousand_refusals(tmp_path: Path) -> None:
-    """Found by the very read that fills the parameters, before a step could be taken."""
+    """The damage is found by the very read that fills the parameters, before a step could be
+    taken."""
     good, other = make(tmp_path / "a", 3), make(tmp_path / "b", 4)
     load(good)
     draw, undetected = random.Random(11), []
@@ -226,7 +227,7 @@ def test_a_thousand_random_damages_are_a_thousand_refusals(tmp_path: Path) -> No
 
 
 class Payload:
-    """Unpickled, it would leave a file."""
+    """Leaves a file if it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -236,7 +237,8 @@ class Payload:
 
 
 def test_planted_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
-    """As a file of its own, as DCP's metadata, and as a rank's file with fitting digests."""
+    """Adds it as a file of its own, as DCP's metadata, and as a rank's file with matching
+    digests."""
     ran = tmp_path / "ran"
     payload = pickle.dumps(Payload(ran))
     for number, name in enumerate((".metadata", "data.pkl", "__0_0.distcp")):

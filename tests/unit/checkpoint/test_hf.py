@@ -1,4 +1,5 @@
-"""Hugging Face folders: the very function that transformers computes, in both directions."""
+"""Tests Hugging Face folders: they compute the same function as transformers, in both
+directions."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test needs no network
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
 import transformers
 
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
@@ -50,7 +51,8 @@ SCALED = replace(
     rope_scaling_factor=8.0,
     rope_low_freq_factor=1.0,
     rope_high_freq_factor=4.0,
-    rope_original_length=64,  # so that of four pairs some stay, some slow down, one is in between
+    # So that among four pairs some stay, some slow down, and one is in between.
+    rope_original_length=64,
 )
 QWEN3 = replace(LLAMA, qk_norm=True, head_dim=12)
 MODELS = {
@@ -71,7 +73,7 @@ MODELS = {
 
 
 def random_weights(model: ModelConfig) -> dict[str, Tensor]:
-    """Every tensor random, norms and biases too: a part that went astray shows in the logits."""
+    """Makes every tensor random, also norms and biases: a wrong tensor shows in the logits."""
     generator = torch.Generator().manual_seed(7)
     return {
         name: torch.randn(shape, generator=generator) * 0.2 + ("norm.weight" in name)
@@ -80,7 +82,7 @@ def random_weights(model: ModelConfig) -> dict[str, Tensor]:
 
 
 def our_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """(b, s, vocab_size) of our own layers on one rank."""
+    """Returns (b, s, vocab_size) of our own layers on one rank."""
     stage = huggingface.blank_model(model)
     held = set()
     for parameter in stage.parameters():
@@ -92,7 +94,7 @@ def our_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -
 
 
 def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Our model of a Hugging Face folder, and its tensors."""
+    """Returns our model of a Hugging Face folder, and its tensors."""
     found = read_hf_config(folder)
     model = replace(ModelConfig(), **found.keys)
     return model, dict(tensors_of(folder, model, found.kind))
@@ -214,7 +216,7 @@ def test_weights_that_are_no_numbers_are_not_exported(value: float, tmp_path: Pa
 
 
 def test_names_without_prefix_and_masks_are_understood(tmp_path: Path) -> None:
-    """As the first GPT-2 was published."""
+    """Saves it like the first published GPT-2."""
     weights = export(GPT, tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     bare = {k.removeprefix("transformer."): t for k, t in load_file(file).items()}

@@ -1,4 +1,5 @@
-"""`checkpoint import` is equal to transformers or refused, and `export` gives back what came."""
+"""Tests that `checkpoint import` equals transformers or is refused, and that `export` restores the
+folder."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test needs no network
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
 import transformers
 
 from benchmarks.inputs import fuzz_huggingface as fuzz
@@ -43,11 +44,11 @@ HEAD = "lm_head.weight"
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # seconds on a busy disk
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # it takes seconds on a busy disk
 
 
 def make(kind: str = "llama", **changes: Any) -> dict[str, Tensor]:
-    """A folder `hf` as transformers saves it. Returns its tensors."""
+    """Makes a folder `hf` like transformers. Returns its tensors."""
     family = {} if kind == "gpt2" else GROUPED
     save_model(Path("hf"), kind, **WIDTHS | family | changes)
     return load_file("hf/model.safetensors")
@@ -58,7 +59,7 @@ def save(tensors: dict[str, Tensor], name: str = "model.safetensors") -> None:
 
 
 def configure(*gone: str, **changes: Any) -> None:
-    """Change config.json of the folder, without the keys `gone`."""
+    """Changes config.json of the folder, and removes the keys `gone`."""
     path = Path("hf/config.json")
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if key not in gone}))
@@ -71,7 +72,7 @@ def logits(folder: str) -> Tensor:
 
 
 def there_and_back(*words: str) -> dict[str, Any]:
-    """Import the folder and export it: transformers must see the same model in both.
+    """Imports the folder and exports it: transformers must see the same model in both.
 
     Returns the exported config.json.
     """
@@ -84,7 +85,7 @@ def there_and_back(*words: str) -> dict[str, Any]:
 
 
 def refused(*words: str) -> str:
-    """The sentence with which the import is refused; it leaves nothing behind."""
+    """Returns the sentence with which the import is refused; it leaves nothing behind."""
     before = set(Path().rglob("*")) | {Path("runs")}
     with pytest.raises(UserError) as error:
         checkpoint(["import", "from=hf", "run=t", *words])
@@ -120,7 +121,7 @@ def test_a_tied_head_of_another_shape_is_refused() -> None:
 
 @pytest.mark.parametrize("renamed", [True, False])
 def test_other_names_of_gpt2s_sizes_go_first(renamed: bool) -> None:
-    """The number of heads shapes no tensor: reading it wrong goes unseen."""
+    """The number of heads is no tensor's size: a wrong one would go unnoticed."""
     make("gpt2", tie_word_embeddings=True)
     names = ("n_head", "n_embd", "n_layer", "n_positions") if renamed else ()
     general = ("num_attention_heads", "hidden_size", "num_hidden_layers", "max_position_embeddings")
@@ -140,7 +141,7 @@ def test_attention_to_what_comes_after_is_refused() -> None:
     make()
     configure(is_causal=False)
     assert "is_causal=false" in refused()
-    configure(is_causal=None)  # transformers takes null for false
+    configure(is_causal=None)  # transformers reads null as false
     assert "is_causal=null" in refused()
     configure(is_causal=True)
     there_and_back()
@@ -258,7 +259,7 @@ def test_files_that_transformers_would_read_instead_are_refused(name: str, said:
 def test_a_proof_is_said_with_its_numbers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where the system does not say how much memory is free."""
+    """Imports also if the system does not report its free memory."""
     make()
     monkeypatch.setattr(proof, "available_memory", lambda: math.inf)
     assert checkpoint(["import", "from=hf", "run=t"]) == 0
@@ -389,7 +390,7 @@ def test_a_header_of_very_many_tensors_is_refused_before_it_is_read(
 
 @pytest.mark.more
 def test_random_folders_are_equal_or_refused() -> None:
-    """A short form of benchmarks/inputs/fuzz_huggingface.py."""
+    """Runs a short form of benchmarks/inputs/fuzz_huggingface.py."""
     found = {}
     for number in range(25):
         case = fuzz.random_case(0, number)

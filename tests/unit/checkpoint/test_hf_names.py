@@ -1,4 +1,4 @@
-"""Hugging Face's names and config.json against ours, without torch or transformers."""
+"""Compares Hugging Face's names and config.json with ours, without torch or transformers."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ PUBLISHED = {
 
 
 OF_8B = PUBLISHED["llama3_1_8b"]
-# Folders that the recipes for fine-tuning begin with.
+# Folders from which the recipes for fine-tuning start.
 FOLDERS = {
     "llama3_1_8b_sft": OF_8B,
     "llama3_1_70b_sft": OF_8B

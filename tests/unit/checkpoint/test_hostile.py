@@ -1,6 +1,7 @@
-"""Checkpoints and Hugging Face folders that somebody else wrote: one sentence, soon, in bounds.
+"""Tests checkpoints and Hugging Face folders written by an attacker: one sentence, soon, with
+bounded memory.
 
-The checkpoints here prove themselves: their digests fit. What they say is nonsense, or too large.
+These checkpoints verify: their digests match. Their content is nonsense, or too large.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from parallel3d.files import parse_json, plain
 from tests.pace import in_cpu_time
 from tests.unit.checkpoint.test_files import load, make
 
-LIMIT_S = 5.0  # of the processor
-LIMIT_MB = 400  # grown by one refusal; nesting of 200,000 alone is parsed in tens
+LIMIT_S = 5.0  # seconds of the processor
+LIMIT_MB = 400  # growth by one refusal; parsing a nesting of 200,000 alone takes tens
 DEEP = 200_000
 NESTED = "[" * DEEP + "]" * DEEP
 
@@ -52,7 +53,7 @@ def bounds() -> Iterator[None]:
 
 
 def replant(folder: Path, change: Callable[[dict], Any]) -> None:
-    """Write a checkpoint's manifest anew, changed, under the name that proves it."""
+    """Rewrites a checkpoint's manifest with changes, under the name of its digest."""
     (path,) = folder.glob("manifest-*")
     content = json.loads(path.read_text())
     path.unlink()
@@ -130,7 +131,8 @@ def test_manifest_of_a_gigabyte_is_not_read(tmp_path: Path) -> None:
 
 
 def plant(folder: Path, change: Callable[[dict, dict], Any]) -> None:
-    """Change the header of rank 0's file (the boxes, and what is said of them), with digests."""
+    """Changes the header of rank 0's file (the chunks and their descriptions), with matching
+    digests."""
     path = folder / "rank-00000.safetensors"
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
@@ -324,7 +326,7 @@ def test_export_touches_no_folder_of_the_users_and_flushes(
     assert sorted(p.name for p in tmp_path.iterdir()) == [".mine.partial", "mine"]
     names = [Path(path).name for path in flushed]
     assert {path.name for path in paths} <= set(names)
-    made, parent = names[-2:]  # the folder before its rename, and where it is renamed
+    made, parent = names[-2:]  # the folder before its rename, and its final place
     assert re.fullmatch(r"\.mine\.\w+\.partial", made) and parent == tmp_path.name
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(UserError, match=r"to=.*other cannot be written: full"):

@@ -1,4 +1,5 @@
-"""Copies of a save's boxes: where they lie, when they are made, and on which device's stream."""
+"""Tests copies of a save's chunks: where they are, when they are made, and on which device's
+stream."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ GPU = torch.device("cuda:3")
 
 
 def state_of(*shapes: tuple[int, ...]) -> staging.State:
-    """A tensor for each shape, in one box that begins at row 5 of it."""
+    """Returns a tensor for each shape, in one chunk that begins at its row 5."""
     state = {}
     for i, shape in enumerate(shapes):
         values = torch.arange(float(torch.Size(shape).numel())).view(shape) + 1000 * i
@@ -45,11 +46,11 @@ def assembled(tensor: TensorChunks) -> Tensor:
 
 def test_boxes_are_copied_whole_into_slabs_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "SLAB", 1024)
-    shapes = ((100,), (3,), (40, 16), (7, 5), (1, 300), (250,))  # of 12 to 2,560 bytes
+    shapes = ((100,), (3,), (40, 16), (7, 5), (1, 300), (250,))  # from 12 to 2,560 bytes
     kept, state = Staging(), state_of(*shapes)
     kept.prepare(state)
     slabs = [slab.data_ptr() for slab in kept.slabs]
-    # A row of 1,200 bytes is in no slab of 1,024; all else is.
+    # A row of 1,200 bytes does not fit into a slab of 1,024; all others do.
     assert sorted(slab.numel() for slab in kept.slabs)[-1] == 1216
     assert all(slab.numel() <= 1024 for slab in kept.slabs if slab.numel() != 1216)
     for _ in range(2):
@@ -60,7 +61,7 @@ def test_boxes_are_copied_whole_into_slabs_that_are_kept(monkeypatch: pytest.Mon
             )
             assert copied[name].full_shape == tensor.full_shape
         for tensor in state.values():
-            tensor.chunks[0][1].add_(1)  # training goes on: the copy stays, until the next
+            tensor.chunks[0][1].add_(1)  # training continues: the copy stays until the next one
     assert [slab.data_ptr() for slab in kept.slabs] == slabs
     used = [values for tensor in copied.values() for _, values in tensor.chunks]
     starts = sorted((values.data_ptr(), values.data_ptr() + values.nbytes) for values in used)
@@ -85,7 +86,7 @@ def test_nothing_to_save_is_nothing_to_copy() -> None:
 
 
 class Gpu:
-    """A GPU's module: what is asked of its streams, in order, and by which thread."""
+    """A GPU's module that records the calls of its streams, in order, and their thread."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
@@ -121,7 +122,7 @@ class Gpu:
 
     @contextmanager
     def stream(self, stream: SimpleNamespace) -> Iterator[None]:
-        # On its way out `torch.cuda.stream` makes the thread's device current: 0 if nobody set it.
+        # On exit, `torch.cuda.stream` makes the thread's device current: 0 if none was set.
         assert self.current.get(threading.get_ident()) == stream.device
         self.said.append("copies")
         yield
@@ -163,7 +164,7 @@ def test_the_savers_thread_takes_the_ranks_device(
     saver.start(SimpleNamespace(step=3, state=state_of((4, 4))), background=True)
     thread = saver.thread
     thread.join()
-    assert gpu.current[thread.ident] == GPU  # else `Gpu.stream` has raised
+    assert gpu.current[thread.ident] == GPU  # otherwise `Gpu.stream` has raised
     assert gpu.said[0] == "event on compute" and gpu.said[-1] == "synchronize"
     with pytest.raises(RuntimeError, match="a save is in flight"):
         saver.start(SimpleNamespace(step=4, state={}), background=False)

@@ -1,4 +1,5 @@
-"""What `train run=old` takes of the run's last start: layouts, alternatives, keys of one start."""
+"""Tests what `train run=old` takes from the run's last start: layouts, alternatives, keys of a
+single start."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ def goes_on(
         ((2, 2, 2), {"pp": 1}, None, (2, 1, 4)),
         ((2, 2, 2), {"dp": 1}, None, (2, 2, 1)),
         ((1, 2, 1), {"tp": 2}, None, (2, 1, None)),
-        # The launcher's ranks: dp is what is left; typed sizes may drop the others.
+        # The launcher's ranks: dp takes the rest; typed sizes may drop the others.
         ((2, 2, 2), {}, 4, (2, 2, None)),
         ((1, 4, 1), {"tp": 2}, 4, (2, 1, None)),
         ((2, 1, 4), {"dp": 4}, 4, (1, 1, 4)),
-        ((2, 2, 1), {}, 2, (2, 2, None)),  # refused later, with what fits
+        ((2, 2, 1), {}, 2, (2, 2, None)),  # refused later, with sizes that fit
     ],
 )
 def test_sizes_are_those_of_the_last_start_where_they_fit(

@@ -1,4 +1,4 @@
-"""`parallel3d help NAME` explains keys and sections, and refuses what is neither."""
+"""Tests that `parallel3d help NAME` explains keys and sections, and refuses other names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composing for a job: once where once is enough, and as `@hydra.main` where it is not."""
+"""Tests composing for a job: once if that suffices, otherwise like `@hydra.main`."""
 
 from __future__ import annotations
 

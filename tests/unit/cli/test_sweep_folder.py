@@ -1,4 +1,4 @@
-"""A sweep's folder is its user's alone."""
+"""Tests that a sweep's folder belongs to its user alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_folder_of_a_sweep_is_closed_to_others(tmp_path: Path) -> None:
     for _ in range(2):
         PrivateSweepFolder().on_multirun_start(sweep(tmp_path))
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        folder.chmod(0o777)  # made so by an earlier version
+        folder.chmod(0o777)  # mode given by an earlier version
 
 
 def test_folder_of_somebody_else_is_refused(

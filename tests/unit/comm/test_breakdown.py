@@ -1,4 +1,5 @@
-"""The clock of a step: nested times, idle beyond a floor, warm-up; events on a simulated GPU."""
+"""Tests the clock of a step: nested times, idle beyond a baseline, warm-up; events on a simulated
+GPU."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ CUDA = torch.device("cuda:0")
 
 
 class Time:
-    """A host clock, and a GPU's, that go on when told to; the GPU's module of streams and events.
+    """A host clock and a GPU's, which advance when told to, and the GPU's module of streams and
+    events.
 
-    Attributes:
-        passed: until when the GPU has done its work.
-        stream: the current one. recorded: events so far.
+    Attributes: passed: time until which the GPU has done its work. stream: the current one.
+    recorded: events so far.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class Time:
 
 
 class Event:
-    """Happens when the GPU's clock has come to where it was recorded."""
+    """Happens when the GPU's clock reaches the time at which it was recorded."""
 
     def __init__(self, told: Time) -> None:
         self.told = told
@@ -70,7 +71,8 @@ def clock_time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def a_step(clock: StepTimer, told: Time) -> None:
-    """14 s: 1 before, a forward of 2 + 2 around 3 of tp, 4 of pp of which 1.5 is the floor, 2."""
+    """A step of 14 s: 1 before, a forward of 2 + 2 around 3 of tp, 4 of pp with a baseline of 1.5,
+    2."""
     clock.start_step()
     told.now += 1
     with clock.within("forward"):
@@ -127,9 +129,9 @@ def test_a_gpu_is_read_when_it_has_passed_and_never_waited_for(clock_time: Time)
     end_of_first = clock_time.now
     clock_time.passed = end_of_first
     a_step(clock, clock_time)
-    assert clock.last == pytest.approx(EXPECTED)  # the step before
+    assert clock.last == pytest.approx(EXPECTED)  # the previous step
     assert clock_time.passed == end_of_first
-    assert clock.means() == pytest.approx(EXPECTED)  # the end waits
+    assert clock.means() == pytest.approx(EXPECTED)  # the end waits for the device
     assert clock_time.passed == clock_time.now
 
 
@@ -145,13 +147,13 @@ def test_on_a_gpu_one_step_of_seven_is_marked_after_the_warm_up(clock_time: Time
             assert clock.last == pytest.approx(EXPECTED)
             known.append(number)
     assert marked == [1, 2, 3, 4, 11, 18]
-    assert known == [n + 1 for n in marked]  # told in the line of the step after
+    assert known == [n + 1 for n in marked]  # reported in the line of the next step
     assert clock_time.recorded == 8 * len(marked)
     assert clock.means() == pytest.approx(EXPECTED)
 
 
 def test_what_another_stream_does_takes_no_time_of_the_compute_stream(clock_time: Time) -> None:
-    """FSDP2 calls its collectives while a stream of its own is current."""
+    """FSDP2 calls its collectives while one of its own streams is current."""
     clock = StepTimer(CUDA)
     clock.start_step()
     with clock.within("backward"):
@@ -187,4 +189,5 @@ def test_on_a_gpu_the_wait_for_a_collective_counts_and_its_start_does_not(
     clock.end_step()
     means = clock.means()
     assert (means["tp"], means["forward"]) == pytest.approx((tp_s, forward_s))
-    assert clock_time.recorded == (6 if device else 0)  # of the step, the forward and the wait
+    # Marks of the step, the forward and the wait.
+    assert clock_time.recorded == (6 if device else 0)

@@ -1,4 +1,4 @@
-"""What bucket collectives ask of an accelerator's backend, by recorded calls."""
+"""Tests the calls of bucket collectives to an accelerator's backend, by recording them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ NAMES.append(("all_gather_into_tensor", "reduce_scatter_tensor"))  # before torc
 
 @pytest.fixture(params=NAMES, ids=["now", "before"])
 def backend(request: pytest.FixtureRequest) -> Iterator[list[tuple[str, Tensor, Tensor]]]:
-    """(operation, output, input) of every call of the backend; all tensors are an accelerator's."""
+    """Records (operation, output, input) of every call of the backend; all tensors are an
+    accelerator's."""
     calls: list[tuple[str, Tensor, Tensor]] = []
 
     def recorded(name: str) -> Any:
@@ -56,7 +57,7 @@ def test_buckets_are_gathered_and_scattered_in_place(
     (scatter, mine, whole), (gather, every, given) = backend
     assert (scatter, gather) == ("reduce_scatter", "all_gather")
     assert whole is bucket and every is bucket
-    for own in (mine, given):  # where NCCL wants it: rank · count elements behind the first
+    for own in (mine, given):  # where NCCL needs it: rank · count elements after the first
         assert own.data_ptr() == bucket.data_ptr() + 4 * 2 * 16 and own.numel() == 16
     assert set(ran.names) <= {"split", "detach", "alias"}, "nothing is copied or allocated"
 

@@ -1,4 +1,4 @@
-"""Which interface and which NCCL settings a group gets, on machines that need have neither."""
+"""Tests which interface and which NCCL settings a group gets, on machines without either."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ NICS = list(enumerate(NAMES, start=1))
 
 
 def placement(rails: int = 2) -> RankMapping:
-    """tp=2 inside each of two hosts, dp=2 across; GPU g of a host on rail g."""
+    """Returns a layout with tp=2 inside each of two hosts, dp=2 across; GPU g of a host is on rail
+    g."""
     cluster = Cluster("test", 2, 2, 2, rails, *SPEEDS)
     return RankMapping(cluster, Layout(tp=2, dp=2), np.arange(4), "test")
 
@@ -53,7 +54,7 @@ def test_groups_inside_a_domain_take_nvlink_and_others_their_own_rail(nics: None
 
 
 def test_a_group_over_rails_that_nothing_joins_is_the_systems_choice(nics: None) -> None:
-    """Such as that of dp × cp, which has a part of each rail."""
+    """Returns a group like that of dp × cp, which has a part of each rail."""
     joined = placement()
     assert Interfaces(joined, None, "rail*").of_group([0, 1, 2, 3], 0) == "rail0"
     apart = replace(joined, cluster=replace(joined.cluster, oversubscription=None))
@@ -80,7 +81,7 @@ DP_CTAS = (False, (("max_ctas", 8),))
 
 
 class Options:
-    """`ProcessGroupNCCL.Options`, by its names."""
+    """Has the names of `ProcessGroupNCCL.Options`."""
 
     def __init__(self) -> None:
         self._timeout = datetime.timedelta(0)
@@ -92,7 +93,7 @@ TIMEOUT = datetime.timedelta(seconds=5)
 
 
 class Backend:
-    """A backend of the world, as far as its groups' options are concerned."""
+    """A backend of the world, with the methods for its groups' options."""
 
     def __init__(self, supports_splitting: bool = True) -> None:
         self.supports_splitting = supports_splitting
@@ -126,7 +127,7 @@ def test_a_groups_options_are_of_the_class_of_the_worlds_own() -> None:
     assert type(made) is Options
     assert (made._timeout.seconds, made.is_high_priority_stream) == (5, True)
     assert made.config.max_ctas == 8
-    assert Backend().options.config.max_ctas is None  # the world's own stay
+    assert Backend().options.config.max_ctas is None  # the world's own settings stay
 
 
 @pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL"), reason="this torch has no NCCL")
@@ -187,7 +188,7 @@ class World:
 
 
 class Recorded:
-    """A world of NCCL as far as groups are concerned: what it is asked to make and to destroy."""
+    """A world of NCCL that records the groups that it is asked to make and to destroy."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int, rank: int, splits: bool = True):
         self.splits: list[dict] = []
@@ -214,7 +215,7 @@ class Recorded:
 
 
 def test_on_cuda_one_split_makes_all_groups_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls that would reach NCCL, recorded: this machine has no GPU."""
+    """Records the calls that would reach NCCL: this machine has no GPU."""
     recorded = Recorded(monkeypatch, ranks=16, rank=5)
     layout = Layout(tp=2, pp=4, dp=2)
     groups = ProcessGroups.create(layout, "cuda")
@@ -223,7 +224,7 @@ def test_on_cuda_one_split_makes_all_groups_of_a_kind(monkeypatch: pytest.Monkey
     assert [call["pg_options"].is_high_priority_stream for call in calls] == [1, 0, 1, 1, 0]
     assert calls[0]["split_ranks"] == layout.groups("tp")
     assert calls[3]["split_ranks"] == layout.groups("pp")
-    assert calls[4]["split_ranks"][0] == [0, 12]  # first and last stage
+    assert calls[4]["split_ranks"][0] == [0, 12]  # ranks of the first and the last stage
     assert (groups.pp.handle, groups.pp_backward.handle) == ("group pp", "group pp_backward")
     assert groups.embedding.handle is None  # rank 5 is on a middle stage
     assert groups.world.handle is dist.group.WORLD
@@ -240,16 +241,18 @@ def test_a_backend_that_does_not_split_gets_its_groups_one_by_one(
 @pytest.mark.parametrize(
     ("layout", "launch", "made"),
     [
-        # tp asks for a priority stream: a communicator of its own, though its ranks are the world.
+        # tp asks for a priority stream: a communicator of its own, although its ranks are the
+        # world.
         (Layout(tp=8), LaunchConfig(), ["tp"]),
         (Layout(dp=8), LaunchConfig(), []),
         (Layout(dp=8), LaunchConfig(nccl_settings=["dp.max_ctas:8"]), ["dp"]),
         (Layout(dp=8), LaunchConfig(nccl_high_priority=["dp"]), ["dp"]),
         (Layout(tp=8), LaunchConfig(nccl_high_priority=[]), []),
-        # Gradients of the same ranks do not wait for keys that are gathered.
+        # Gradients of the same ranks do not wait for keys that are being gathered.
         (Layout(cp=8), LaunchConfig(), ["cp", "dp_cp"]),
         (Layout(tp=2, cp=4), LaunchConfig(nccl_high_priority=[]), ["tp", "cp", "dp_cp"]),
-        # The two ends of two stages are the pipeline: one communicator does, unless they ask.
+        # With two stages the two ends are the pipeline: one communicator suffices, unless they have
+        # settings.
         (Layout(pp=2, dp=4), LaunchConfig(), ["dp", "pp", "pp_backward"]),
         (
             Layout(pp=2, dp=4),
@@ -269,7 +272,7 @@ def test_what_is_asked_of_a_kind_reaches_it_also_where_its_ranks_are_the_world(
         options = said["pg_options"]
         kind = said["group_desc"].removesuffix("_backward")
         assert options.is_high_priority_stream == (kind in launch.nccl_high_priority)
-    assert groups.world.handle is dist.group.WORLD  # the loss's sums stay off the bounded ones
+    assert groups.world.handle is dist.group.WORLD  # the loss's sums do not use the limited ones
     whole = groups.tp if layout.tp > 1 else groups.dp
     if whole.size == 8 and not made:
         assert whole.handle is dist.group.WORLD
@@ -279,12 +282,12 @@ def test_what_is_asked_of_a_kind_reaches_it_also_where_its_ranks_are_the_world(
 def test_groups_are_destroyed_in_the_order_in_which_they_were_made(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Members of a NCCL group destroy it together: another order on another rank is a deadlock."""
+    """Members of an NCCL group destroy it together: another order on another rank is a deadlock."""
     recorded = Recorded(monkeypatch, ranks=16, rank=rank)
     handles = {}
 
     class Handle:
-        """Whose hash is its address, as a process group's: a set's order differs by rank."""
+        """Its hash is its address, like a process group's: a set's order differs by rank."""
 
     def split_group(**said: Any) -> object:
         return handles.setdefault(said["group_desc"], Handle())
@@ -293,7 +296,7 @@ def test_groups_are_destroyed_in_the_order_in_which_they_were_made(
     groups = ProcessGroups.create(Layout(tp=2, pp=4, dp=2), "cuda")
     groups.close()
     order = ["tp", "dp", "pp", "pp_backward", "embedding"]
-    # Rank 5 is on a middle stage, and no member of the embedding's.
+    # Rank 5 is on a middle stage, and not a member of the embedding group.
     assert recorded.destroyed == [handles[kind] for kind in (order if rank == 0 else order[:4])]
 
 

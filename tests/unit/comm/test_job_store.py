@@ -1,4 +1,4 @@
-"""Where the ranks' store listens, and whose words in it are believed."""
+"""Tests where the ranks' store listens, and which of its messages are accepted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AGENT = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
 
 
 def listeners(port: int) -> set[str]:
-    """The addresses on which this machine listens at a port, as the kernel writes them."""
+    """Returns the addresses on which this machine listens at a port, as the kernel writes them."""
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -42,7 +42,7 @@ EVERYWHERE = {"00000000", "0" * 32}
 
 
 def address_of_the_network() -> str | None:
-    """An address of this machine that is not its loopback's; nothing is sent for it."""
+    """Returns an address of this machine that is not its loopback's; nothing is sent for it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.200", 9))
@@ -75,7 +75,7 @@ def test_taken_port_is_a_sentence() -> None:
 
 
 def test_local_ranks_listen_where_nobody_else_comes() -> None:
-    environ = {"GLOO_SOCKET_IFNAME": "eth0"}  # meant for runs on several hosts
+    environ = {"GLOO_SOCKET_IFNAME": "eth0"}  # a variable for runs on several hosts
     assert job_store.one_host_environment(environ) == {
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "=lo",
@@ -110,7 +110,7 @@ def test_rank_0_listens_on_the_address_of_master_addr_alone(launcher: str) -> No
 def test_a_name_that_leads_nowhere_useful_is_listened_for_everywhere(
     master: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """Debian has a host's name lead to 127.0.1.1; or the address is a proxy's."""
+    """On Debian a host's name resolves to 127.0.1.1; or the address is a proxy's."""
     real, port = socket.getaddrinfo, free_port()
 
     def resolved(host: str, *rest: object, **more: object) -> object:
@@ -149,7 +149,7 @@ def test_taken_port_of_rank_0_names_its_key() -> None:
 def test_a_restart_does_not_see_that_nccl_failed_before_it(
     agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 comes first, and meets nobody before the key is gone."""
+    """Rank 1 comes first, and proceeds only after the key is gone."""
     listening = listen_here(0)
     port = listening.getsockname()[1]
     store = job_store.serve("127.0.0.1", listening)
@@ -167,7 +167,7 @@ def test_a_restart_does_not_see_that_nccl_failed_before_it(
 
     meet = start(0)
     meet(0), meet(1)
-    store.set("exception_dump", "1")  # ProcessGroupNCCL's, of the whole store
+    store.set("exception_dump", "1")  # the key of ProcessGroupNCCL, for the whole store
     assert meet(0).underlying_store.underlying_store.check(["exception_dump"])
     meet = start(1)
     with ThreadPoolExecutor() as threads:
@@ -192,7 +192,7 @@ def test_two_jobs_at_one_store_do_not_hear_of_each_other(
 
 
 def test_words_of_others_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys can be listed: who finds them still cannot say where the ranks write."""
+    """Keys can be listed, but their finder still cannot write where the ranks read."""
     monkeypatch.setenv(SECRET, "ours")
     store = dist.PrefixStore("attempt0", dist.HashStore())
     word = {"run": "mine", "run_dir": str(tmp_path), "device": "cpu"}
@@ -204,7 +204,8 @@ def test_words_of_others_are_not_believed(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="was not written by a rank of this job"):
         rendezvous.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")
     assert worker.run_dir == Path()
-    put(store, "parallel3d/another", word)  # a true word under another key is no answer either
+    # A valid message under another key is not accepted either.
+    put(store, "parallel3d/another", word)
     store.set(rendezvous.RUN_KEY, store.get("parallel3d/another"))
     with pytest.raises(ValueError, match="was not written by a rank of this job"):
         rendezvous.agree_on_run("train", Config(dp=2), second, worker, store, "cpu")

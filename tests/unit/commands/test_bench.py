@@ -1,4 +1,5 @@
-"""What `bench comm` does with its figures: the plan of calls, the fit, the verdicts, the table."""
+"""Tests what `bench comm` computes from its figures: the plan of calls, the fit, the verdicts, the
+table."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ from parallel3d.estimate.network import ring_time
 
 
 def follow(plan: CallCounts, real: list[float]) -> tuple[list[int], float]:
-    """Timed calls of each row and seconds in all, when a call of row i really takes real[i]."""
+    """Returns the timed calls of each row and the seconds in all, if a call of row i really takes
+    real[i]."""
     calls, total = [], 0.0
     for seconds in real:
         warmup, timed = plan.next()
@@ -73,7 +75,7 @@ def test_calls_are_cut_to_hold_the_budget_even_if_rows_take_longer_than_foreseen
 ) -> None:
     estimates = [random.Random(0).choice([0.001, 0.02, 0.1]) for _ in range(200)]
     real = [times * e for e in estimates]
-    budget = 3.5 * sum(real)  # half of what 2 + 5 calls of every row take
+    budget = 3.5 * sum(real)  # half of the time of 2 + 5 calls of every row
     plan = CallCounts(estimates, budget, 2, 5)
     calls, total = follow(plan, real)
     assert min(calls) >= 1
@@ -158,7 +160,7 @@ def test_a_noisy_fit_prices_neither_too_high_nor_too_low() -> None:
 
 def test_a_fit_needs_two_sizes_and_never_leaves_the_possible() -> None:
     assert fit([MeasuredOperation("all_reduce", 2, 4096, 1e-3)] * 5) is None
-    # Large messages cheaper than small ones: no α and B ≥ 0 explain that.
+    # Large messages are cheaper than small ones: no α and B ≥ 0 explain that.
     odd = fit(
         [
             MeasuredOperation("send_recv", 2, 4096, 2e-3),
@@ -189,7 +191,7 @@ PAIRS = pairs_to_probe(Layout(tp=2, pp=2, dp=2))
 
 
 def judged(seconds: dict[tuple[int, int], float], pairs: list[tuple[int, int]] = PAIRS) -> list:
-    """Ranks of the findings where pairs take 1 ms, those of `seconds` so much."""
+    """Returns the ranks of the findings if pairs take 1 ms, except those in `seconds`."""
     times = np.array([[seconds.get(pair, 1e-3) for pair in pairs]] * 2)
     classes = np.ones(len(pairs), dtype=np.int64)
     found = findings_in(times, pairs, classes, (4096, 1 << 20), 1.5, 1e-4)
@@ -208,7 +210,7 @@ def test_a_rank_is_slow_when_all_its_pairs_are() -> None:
 def test_a_little_slower_is_not_slow() -> None:
     of_5 = [pair for pair in PAIRS if 5 in pair]
     assert judged(dict.fromkeys(of_5, 1.49e-3)) == []
-    assert judged(dict.fromkeys(PAIRS, 4e-3)) == []  # all alike
+    assert judged(dict.fromkeys(PAIRS, 4e-3)) == []  # all are equal
 
 
 def test_among_three_ranks_the_slow_one_is_found_and_among_two_nothing() -> None:
@@ -240,7 +242,7 @@ def test_pairs_cover_every_rank_and_take_turns() -> None:
         assert len(ranks) == len(set(ranks))
     assert all(len(turn) == 1 for turn in turns(pairs, lambda rank: "one host"))
     large = pairs_to_probe(Layout(dp=64))
-    assert len(large) == 64  # neighbours of the ring alone
+    assert len(large) == 64  # only neighbours in the ring
 
 
 def test_a_finding_names_rank_coordinates_host_and_rail() -> None:
@@ -261,12 +263,12 @@ def group(dim: str, ranks: tuple[int, ...], seconds: float, priced: float | None
 
 
 def test_preflight_holds_each_group_against_its_price() -> None:
-    # The third takes twice as long, and its wires say that it should.
+    # The third one takes twice as long, as its wires predict.
     even = [group("dp", (i, i + 4), s, s / 3) for i, s in enumerate((1e-3, 1e-3, 2e-3, 1e-3))]
     assert judge(even, 1.5, 1e-4) == []
     slow = [*even[:3], dataclasses.replace(even[3], seconds=2e-3)]
     assert [slow.ranks for slow, _ in judge(slow, 1.5, 1e-4)] == [(3, 7)]
-    assert judge(slow[2:], 1.5, 1e-4) == []  # of two, none is the usual one
+    assert judge(slow[2:], 1.5, 1e-4) == []  # with two there is no usual one
     assert judge([group("dp", (0, 1), 1.0, None)] * 3, 1.5, 1e-4) == []  # no wire, no price
 
 

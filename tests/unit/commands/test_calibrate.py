@@ -1,4 +1,4 @@
-"""What `calibrate` measures, and how the other ranks wait for it."""
+"""Tests what `calibrate` measures, and how the other ranks wait for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ MODEL = ModelConfig(
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_shard_holds_the_parameters_of_a_tensor_rank(tp: int) -> None:
-    """As by `stage_parameters`, which estimate/test_traffic.py holds against the model."""
+    """Compares sizes with `stage_parameters`, which estimate/test_traffic.py compares with the
+    model."""
     shard = stage_parameters(measure.shard_of(MODEL, tp), 1, range(2), True, True)
     rank = stage_parameters(MODEL, tp, range(2), True, True)
     assert [p.numel for p in shard] == [p.numel for p in rank]
@@ -62,7 +63,8 @@ def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None
 
 @pytest.mark.slow
 def test_a_time_is_what_a_quarter_of_all_runs_are_faster_than() -> None:
-    """Not the least, of a moment at which the processor was faster than it stays."""
+    """The result is not the minimum, which catches a moment at which the processor was faster than
+    it stays."""
     config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)
     config.calibrate.passes = 2
     run = (8.0, 3.0, 5.0, 1.0)
@@ -75,7 +77,7 @@ def test_a_time_is_what_a_quarter_of_all_runs_are_faster_than() -> None:
 
 
 def test_other_ranks_wait_for_rank_0_at_the_store() -> None:
-    """Not in a collective, whose time-out is shorter than rank 0's compiling and measuring."""
+    """The other ranks do not wait in a collective, whose time-out is shorter than rank 0's work."""
     store = dist.HashStore()
     worker = Worker(1, 1, 2, 2, Path(), "local", store=store)
     with (

@@ -1,4 +1,4 @@
-"""Arguments of `parallel3d checkpoint`: each invalid line ends in one sentence."""
+"""Tests arguments of `parallel3d checkpoint`: each invalid line gives one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`parallel3d data`: its words, what it says of a corpus and of a tokenizer, its refusals."""
+"""Tests `parallel3d data`: its arguments, its messages about corpora and tokenizers, its
+refusals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`parallel3d dryrun`: what it counts is what arithmetic says, for layouts of any size.
+"""Tests `parallel3d dryrun`: it counts what arithmetic gives, for layouts of any size.
 
-The simulated device is enabled once in a process and for all of it, so the dry runs are in one of
-their own: a list of configurations goes in, their facts come out.
+The simulated device is enabled once and for all in a process, so the dry runs have one of their
+own: a list of configurations goes in, their facts come out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL = {
 }  # fmt: skip
 ONE = {"micro_batch_size": 2, "global_batch_size": 4, "dp": 1}
 
-# name → keys of Config; "model" is laid over MODEL.
+# name → keys of Config; "model" overrides MODEL.
 CASES: dict[str, dict[str, Any]] = {
     "one": ONE,
     "many": ONE | {"global_batch_size": 64},
@@ -110,7 +110,7 @@ def local_numel(config: Config, stage: int) -> int:
 
 
 def near(value: float, expected: float, share: float = 0.01) -> bool:
-    """Equal but for the allocator's rounding and a bucket's padding."""
+    """Asserts equality up to the allocator's rounding and a bucket's padding."""
     return expected <= value <= expected * (1 + share)
 
 
@@ -120,8 +120,8 @@ def state(found: dict[str, Any]) -> tuple[int, ...]:
 
 
 def test_residuals_in_the_kernels_of_norms_save_launches_and_passes(facts) -> None:
-    """Of a layer: forward a launch and a read of the sum, backward two launches, and for each norm
-    a write and a read of the gradient that it gives."""
+    """Counts for one layer: in the forward a launch and a read of the sum; in the backward two
+    launches, and for each norm a write and a read of its gradient."""
     config = config_of("one")
     model, passed = config.model, config.num_microbatches * config.model.num_layers
     stream = 2 * config.micro_batch_size * model.seq_length * model.hidden_size
@@ -171,9 +171,9 @@ KINDS = ("parameters", "gradients", "masters", "optimizer", "activations", "logi
 
 
 def test_activations_of_a_layer_are_those_of_a_hand_count(facts) -> None:
-    """In bf16, in units of a hidden state: input, its norm, q, k, v, attention's output, the
-    residual, its norm, gate and up, their product; and in the end the last hidden state, its norm
-    and its gradient."""
+    """Counts in bf16, in units of a hidden state: input, its norm, q, k, v, attention's output, the
+    residual, its norm, gate and up, their product; at the end the last hidden state, its norm and
+    its gradient."""
     tokens, hidden, ffn = 2 * 512, 256, 512
     unit = 2 * tokens * hidden
     layer = 1 + 1 + (1 + 2 * 4 / 8) + 1 + 1 + 1 + 2 * ffn / hidden + ffn / hidden
@@ -185,17 +185,17 @@ def test_full_recomputation_keeps_a_layers_input_alone(facts) -> None:
     unit = 2 * 2 * 512 * 256
     layers, whole = MODEL["num_layers"] * unit, facts["one"]["activations_bytes"]
     one = whole / MODEL["num_layers"]
-    # One layer is there in full while its backward runs, with gradients on their way.
+    # One whole layer is in memory while its backward runs, with its gradients.
     assert layers < facts["full"]["activations_bytes"] < layers + one + 6 * unit < whole
     parts = facts["full"]["parts"], facts["one"]["parts"]
     again, once = (p["gemm_layers"]["flops"] for p in parts)
-    assert 1.2 * once < again < 4 / 3 * once  # but for the last GEMM of each layer
+    assert 1.2 * once < again < 4 / 3 * once  # except the last GEMM of each layer
 
 
 @pytest.mark.parametrize("name", ["one", "many", "zero1", "zero3"])
 def test_flops_are_those_of_the_model_with_half_of_attention(facts, name) -> None:
-    """`metrics.flops` counts attention in full, 6 GEMMs over the scores; a causal kernel computes
-    half of 7, as flash attention's backward makes the scores again."""
+    """`metrics.flops` counts attention in full, as 6 GEMMs over the scores; a causal kernel
+    computes half of 7, because flash attention's backward recomputes the scores."""
     found, model = facts[name], config_of(name).model
     tokens = found["tokens"] / found["world_size"]
     attention = 12.0 * model.num_layers * model.hidden_size * model.seq_length
@@ -204,7 +204,8 @@ def test_flops_are_those_of_the_model_with_half_of_attention(facts, name) -> Non
 
 
 def test_document_masks_are_one_kernel_and_no_wait(facts) -> None:
-    """Without data, documents are as long as samples: the most that attention can cost."""
+    """Without data, documents are as long as samples, which is the most expensive case of
+    attention."""
     plain, masked = facts["one"], facts["documents"]
     assert masked["parts"]["attention"]["flops"] == plain["parts"]["attention"]["flops"]
     assert masked["parts"]["attention"]["launches"] == plain["parts"]["attention"]["launches"]
@@ -213,7 +214,7 @@ def test_document_masks_are_one_kernel_and_no_wait(facts) -> None:
 
 
 def test_many_micro_batches_are_as_many_times_one(facts) -> None:
-    """32 of them, of which 2 ran, beside 2 that all ran."""
+    """A step of 32 micro-batches, 2 of which ran, is compared with 2 that all ran."""
     many, two = facts["many"], facts["one"]
     for what in ("flops", "launches", "bytes"):
         once = two["parts"]["optimizer"][what]
@@ -250,23 +251,24 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_those_in_flight(facts) -> None:
 def test_bytes_that_a_rank_sends(facts) -> None:
     found, config = facts["zero1"], config_of("zero1")
     numel = local_numel(config, 0)
-    # Reduce-scatter of fp32 gradients, all-gather of bf16 parameters; a ring sends 3/4 of them.
+    # A reduce-scatter of fp32 gradients, an all-gather of bf16 parameters; a ring sends 3/4 of
+    # them.
     assert near(found["groups"]["dp"]["bytes_sent"], 0.75 * (4 + 2) * numel)
     found = facts["3d"]
     unit = 2 * 2 * 512 * 256 // 2  # a hidden state of one tp rank
-    assert found["groups"]["pp"]["bytes_sent"] == 4 * unit  # of 4 micro-batches, one way
+    assert found["groups"]["pp"]["bytes_sent"] == 4 * unit  # for 4 micro-batches, one way
     assert {"tp", "pp", "dp", "world"} == set(found["groups"])
 
 
 def test_a_rank_has_all_of_its_chunks_and_sends_for_them(facts) -> None:
-    """As loops; estimate/test_plan_own.py plays the V."""
+    """The ranks hold chunks in loops; estimate/test_plan_own.py runs the V."""
     found, config = facts["loops"], config_of("loops")
     layout = Blueprint.of(config).looped_layout
     rank = PipelineRank(planned(config), found["stage"])
     numel = sum(p.numel for p in rank.parameters)
     assert near(state(found)[0], 2 * numel) and near(state(found)[1], 4 * numel)
     assert [row["stages"] for row in found["rows"]] == [[0, 2], [1, 3]]
-    # 16 micro-batches are played as a few and the difference of two and one.
+    # Only a few of 16 micro-batches run, plus the difference between two and one.
     sent = [t for t in transfers(config, layout, rank.index) if t.dim == "pp"]
     assert found["groups"]["pp"]["bytes_sent"] == sum(wire_bytes(t, 2) for t in sent)
     buckets = [t for t in transfers(config, layout, rank.index) if t.dim == "dp"]
@@ -275,11 +277,12 @@ def test_a_rank_has_all_of_its_chunks_and_sends_for_them(facts) -> None:
 
 
 def test_the_bubble_of_loops_is_the_clock_s(facts) -> None:
-    """Of 16 micro-batches on 2 ranks with 2 chunks: (2 − 1) / (2 · 16) of the compute."""
+    """With 16 micro-batches on 2 ranks with 2 chunks, the bubble is (2 − 1) / (2 · 16) of the
+    compute."""
     found = facts["loops"]
     slowest = max(row["seconds"] for row in found["rows"])
     over = found["step_seconds"] / slowest - 1
-    assert 0.8 / 32 < over <= 1 / 32 * (1 + 1e-9)  # the optimizer does not stretch
+    assert 0.8 / 32 < over <= 1 / 32 * (1 + 1e-9)  # the optimizer does not repeat in the bubble
 
 
 def test_a_row_for_the_first_a_middle_and_the_last_stage(facts) -> None:
@@ -290,7 +293,7 @@ def test_a_row_for_the_first_a_middle_and_the_last_stage(facts) -> None:
 
 
 def test_every_file_by_which_the_counter_sorts_is_there() -> None:
-    """A file that moved would silently count for the blocks."""
+    """A file that moved would silently count as a part of the blocks."""
     done = run_code(
         "import json; from parallel3d.commands.dryrun.counting import _FRAMES; "
         "print(json.dumps(sorted({row[0] for row in _FRAMES})))"
@@ -317,7 +320,7 @@ for words in json.loads(sys.argv[1]):
 
 
 def answers(*commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each, all of one process."""
+    """Returns exit code, stdout and stderr of each command, all in one process."""
     done = run_code(ANSWERS, json.dumps(commands))
     assert done.returncode == 0, done.stderr
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
@@ -335,7 +338,8 @@ def test_the_page_and_its_file(tmp_path: Path) -> None:
     keys += ["peak_bytes", "launches", "bytes", "flops", "host_syncs", "seconds", "fits"]
     assert not [key for key in (*keys, "groups", "parts", "rows", "made_by") if key not in found]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["facts.json"]
-    assert "does not fit" in other and found["fits"] is False  # the second's, over the first's
+    # The second one's file, over the first one's.
+    assert "does not fit" in other and found["fits"] is False
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows of `parallel3d eval`: refusals, tokens split as by lm-evaluation-harness, figures."""
+"""Tests rows of `parallel3d eval`: refusals, tokens split like lm-evaluation-harness, figures."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_tokens_are_split_as_the_harness_splits_them(with_bos: bool, tmp_path: P
     assert len(tokenizer.prefix) == with_bos
     for context, continuation in (
         (TEXT[:14], TEXT[14:]),
-        (TEXT[:15], TEXT[15:]),  # ends with a blank, which the continuation takes
+        (TEXT[:15], TEXT[15:]),  # the context ends with a blank, which the continuation takes
         (f"{TEXT} \n ", "and words"),
         ("and", "words"),  # one token may span both
     ):
@@ -134,7 +134,7 @@ def test_figures() -> None:
     likelihoods = [Likelihood(-2.0, 2, False), Likelihood(-3.0, 4, True), Likelihood(-1.9, 1, True)]
     alone = TaskRow("t", "x", ("ab",), None, "")
     found = figures_of([(row, likelihoods), (alone, [Likelihood(-1.0, 1, True)])])
-    # The third is the likeliest and, with its two bytes, not the likeliest by the byte.
+    # The third is the likeliest but, with its two bytes, not the likeliest per byte.
     assert found == {
         "rows": 2,
         "acc": 0.5,

@@ -1,4 +1,5 @@
-"""The decoder with its cache is the model; draws depend on seed and logits alone."""
+"""Tests that the decoder with its cache equals the model, and that draws depend on seed and logits
+alone."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
 
 
 def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
-    """Logits of the last position by the forward pass that was trained, without a cache."""
+    """Returns logits of the last position by the trained forward pass, without a cache."""
     with torch.no_grad():
         x = stage.embedding(torch.tensor([tokens]))
         rotary = stage.rotary and tuple(table[: len(tokens)] for table in stage.rotary)
@@ -76,7 +77,7 @@ def test_cached_logits_are_those_of_the_whole_sequence_in_view(
     for length in range(prompt, len(tokens) + 1):
         logits = decoder.logits(tokens[:length])
         view = tokens[decoder.start : length]
-        # Never more than was trained with, never less than half of it.
+        # Never more than the training length, never less than half of it.
         assert min(length, model.seq_length // 2) <= len(view) <= model.seq_length
         assert length > model.seq_length or decoder.start == 0
         torch.testing.assert_close(logits, whole_forward(stage, view), rtol=1e-9, atol=1e-9)
@@ -106,7 +107,7 @@ def test_draws_follow_the_softmax_and_the_seed() -> None:
     assert some == draws(1, logits, 4000, temperature=0.5)
     assert some != draws(2, logits, 4000, temperature=0.5)
     noise = 1e-7 * torch.randn(4, generator=torch.Generator().manual_seed(3))
-    assert some == draws(1, logits + noise, 4000, temperature=0.5)  # another layout's rounding
+    assert some == draws(1, logits + noise, 4000, temperature=0.5)  # rounding of another layout
 
 
 def test_top_k_and_temperature_zero_leave_out_the_rest() -> None:

@@ -1,4 +1,4 @@
-"""`parallel3d init slurm`: the scripts of the checkout, written once and never over anything."""
+"""Tests `parallel3d init slurm`: it writes the checkout's scripts once and overwrites nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_file_that_is_there_is_not_overwritten_and_nothing_else_is_written(
 ) -> None:
     mine = tmp_path / name
     mine.parent.mkdir()
-    mine.symlink_to(tmp_path / "elsewhere")  # a link that leads nowhere counts as well
+    mine.symlink_to(tmp_path / "elsewhere")  # a dangling link counts as well
     assert main(["init", "slurm", str(tmp_path)]) == 2
     assert f"{mine} is there already and is not overwritten" in capsys.readouterr().err
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == [mine]
@@ -69,7 +69,7 @@ def test_help_names_the_scripts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_torchrun_script_starts_the_python_it_is_given(tmp_path: Path) -> None:
-    """Outside of a checkout there is no setup.sh beside it, and no .venv to make."""
+    """Outside of a checkout there is no setup.sh next to it, and no .venv to make."""
     assert main(["init", "slurm", str(tmp_path)]) == 0
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && echo "$@" || exec {sys.executable} "$@"\n')

@@ -1,4 +1,4 @@
-"""Rows of a plan whose memory a dry run confirms."""
+"""Tests rows of a plan whose memory a dry run confirms."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Peaks = dict[LayoutChoice, float | UserError]
 
 
 def plays(patch: pytest.MonkeyPatch, peaks: Peaks, usual: float = 50 * GB) -> list[LayoutChoice]:
-    """Plays nothing: layouts need `peaks`, or `usual`. Returns those that were asked for."""
+    """Runs nothing: layouts need `peaks`, or `usual`. Returns the layouts that were asked for."""
     asked: list[LayoutChoice] = []
 
     def play(found: Plan, choice: LayoutChoice) -> dict[int, dict[str, Any]]:
@@ -61,7 +61,7 @@ def test_the_best_rows_have_the_memory_that_was_played(
     seen = confirmed(found, 3, {}, math.inf)
     assert asked == best == [seen.priced.choices[i] for i in seen.rows[:3]]
     assert [seen.by(i) for i in seen.rows[:4]] == [DRY_RUN] * 3 + [BOUND]
-    # With what no tensor can use.
+    # With the reserve that tensors cannot use.
     assert all(seen.priced.memory[i] == (41 + 4) * GB for i in seen.rows[:3])
     assert seen.priced.memory[seen.rows[3]] == found.priced.memory[seen.rows[3]]
     rows = re.findall(r"^ +\d+ .* (dry run|bound)  ", seen.table(), re.M)
@@ -75,7 +75,7 @@ def test_a_row_that_does_not_fit_or_is_refused_makes_place_for_the_next(
     asked = plays(monkeypatch, {first: 82 * GB, second: UserError("tp=2 is not allowed")})
     seen = confirmed(found, 2, {}, math.inf)
     left = [seen.priced.choices[i] for i in seen.rows]
-    # The next may be another variant of the same tp, cp and pp.
+    # The next one may be another variant of the same tp, cp and pp.
     assert {first, second} <= {*asked} and not {first, second} & {*left}
     assert len(seen.priced.order) == len(found.priced.order) - 2
     assert [seen.by(i) for i in seen.rows[:3]] == [DRY_RUN, DRY_RUN, BOUND]
@@ -142,7 +142,7 @@ print(json.dumps([code, out.getvalue(), both]))
 def test_confirmed_rows_are_the_dry_runs_own_figures(
     tmp_path: Path,
 ) -> None:
-    """In a process of its own: the simulated device is enabled once and for all of it."""
+    """Runs in a process of its own: the simulated device is enabled once and for all there."""
     file = tmp_path / "plan.html"
     words = [*WORDS, "model.num_layers=4", "pp=2", "tp=2", "micro_batch_size=1", "plan.confirm=1"]
     words += ["schedule=1f1b", f"plan.html={file}"]

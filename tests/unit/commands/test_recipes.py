@@ -1,4 +1,4 @@
-"""`parallel3d recipes`, the experiments that it lists, folders of one's own, and toy defaults."""
+"""Tests `parallel3d recipes`, the listed experiments, a user's own folders, and toy defaults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Lines = Callable[[], tuple[list[str], str]]
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Lines:
-    """What was printed since: the lines of stdout, and stderr."""
+    """Returns what was printed since the last call: the lines of stdout, and stderr."""
 
     def read() -> tuple[list[str], str]:
         out, error = capsys.readouterr()
@@ -109,7 +109,7 @@ def test_a_copy_composes_in_its_folder_and_wins_over_the_packages_own_once_edite
 def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path, said: Lines) -> None:
     mine = tmp_path / "experiment" / "qwen3_8b.yaml"
     mine.parent.mkdir()
-    mine.symlink_to(tmp_path / "elsewhere")  # a link that leads nowhere counts as well
+    mine.symlink_to(tmp_path / "elsewhere")  # a dangling link counts as well
     assert main(["recipes", "copy", "qwen3_8b", str(tmp_path)]) == 2
     assert f"{mine} is there already and is not overwritten" in said()[1]
     assert not (tmp_path / "elsewhere").exists()

@@ -1,4 +1,4 @@
-"""`parallel3d schedule`: pictures, tables and refusals, without torch."""
+"""Tests `parallel3d schedule`: pictures, tables and refusals, without torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
     code, out, _ = run(capsys, *again)
     assert code == 0
     assert "file, 4 ranks, 2 chunks as a V" in out
-    # What it wrote it writes again; a table it leaves alone, as people edit them.
+    # It overwrites its own files, but not a table, because people edit tables.
     assert run(capsys, *words, files[0], files[2])[0] == 0
     code, _, err = run(capsys, *words, files[1])
     assert code == 2 and "exists; it is never overwritten" in err
@@ -58,8 +58,11 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_stages_cost_what_those_of_the_model_do(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The head with its loss makes the last stage's forward longer; more layers are then spread
-    over the others, and the overhead is over the busiest rank's own compute."""
+    """The head with its loss makes the last stage's forward longer.
+
+    More layers are then on the other stages, and the overhead is relative to the busiest rank's own
+    compute.
+    """
     words = ["pp=2", "num_microbatches=4", "schedule=1f1b", "model.num_layers=8"]
     sizes = ["model.hidden_size=64", "model.num_attention_heads=4", "model.ffn_hidden_size=256"]
     vocabulary = ["model.seq_length=128", "model.vocab_size=4096", "schedule.of_model=true"]
@@ -120,7 +123,8 @@ def bounded() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
 def test_tables_are_read_in_bounds(tmp_path: Path, kind: str) -> None:
-    """In a process of its own, with a limit of memory and time: else they take all of both."""
+    """Runs in a process of its own, with limits of memory and time, which it would otherwise
+    exhaust."""
     table = tmp_path / "table.csv"
     if kind == "pipe":
         os.mkfifo(table)

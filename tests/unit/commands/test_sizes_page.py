@@ -1,4 +1,4 @@
-"""The tables of sizes in docs/dryrun.md are what the code counts."""
+"""Tests that the tables of sizes in docs/dryrun.md equal the code's counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of `parallel3d verify` on two steps."""
+"""Tests the report of `parallel3d verify` on two steps."""
 
 from __future__ import annotations
 

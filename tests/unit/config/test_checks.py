@@ -1,4 +1,5 @@
-"""Cross-checks of a configuration: every rule refuses in one sentence, and the rest passes."""
+"""Tests cross-checks of a configuration: every rule refuses in one sentence, and valid ones
+pass."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.pace import in_time
 
 
 def config(**changes: Any) -> Config:
-    """The default configuration with dotted keys changed: config(**{"model.num_layers": 8})."""
+    """Returns the default configuration with dotted keys changed: config(**{"model.num_layers":
+    8})."""
     made = Config()
     for name, value in changes.items():
         target: Any = made
@@ -45,7 +47,7 @@ GQA = {"model.num_query_groups": 2}
 ROPE = {"model.position_embedding": "rope"}
 
 
-# (changes, world size, what the sentence must hold: key and value, what is allowed, nearest)
+# (changes, world size, what the sentence must contain: key and value, what is allowed, nearest)
 def blend(**weights: Any) -> dict[str, Any]:
     return {"data.name": "blend", "data.blend": weights}
 
@@ -543,14 +545,14 @@ def test_parts_that_recompute_are_spelled_in_one_way(
         ({"sp": True}, 2, 2),  # nothing to split with tp=1
         ({"sp": True, "tp": 4}, 4, 1),
         (ROPE | {"model.rotary_percent": 0.125}, None, 1),
-        # the table of positions limits learned positions alone
+        # the table of positions only limits learned positions
         (ROPE | {"model.max_position_embeddings": 8}, None, 1),
-        # without rope its keys say nothing
+        # without rope its keys have no effect
         ({"model.rotary_percent": 0.01, "model.rotary_base": 2.0}, None, 1),
         ({"pp": 3, "schedule.layers_per_stage": [1, 2, 1]}, 3, 1),
         ({"pp": 3}, 3, 1),
         ({"data.name": "text", "data.path": "a.txt,b.txt"}, None, 1),
-        ({"optim.lr": 1, "optim.min_lr": 1}, None, 1),  # whole numbers are numbers
+        ({"optim.lr": 1, "optim.min_lr": 1}, None, 1),  # whole numbers are accepted as numbers
         ({"optim.lr_decay_style": "wsd", "optim.lr_warmup_fraction": 0.8}, None, 1),
         (
             {"optim.lr_decay_style": "wsd", "optim.lr_warmup_steps": 100}
@@ -562,7 +564,7 @@ def test_parts_that_recompute_are_spelled_in_one_way(
         ({"tp": 2, "model.vocab_size": 1001, "model.vocab_multiple": 2}, None, 1),
         ({"profile.steps": []}, None, 1),
         ({"profile.steps": [600, 600], "profile.ranks": "all", "profile.memory": True}, 4, 4),
-        ({"profile.steps": [1, 2], "profile.ranks": [3]}, None, 1),  # of what world is not known
+        ({"profile.steps": [1, 2], "profile.ranks": [3]}, None, 1),  # the world size is unknown
     ],
 )
 def test_a_good_configuration_passes_with_its_data_parallel_size(
@@ -632,7 +634,7 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
         for name, value in re.findall(r"([a-z_][\w.]*)=(1f1b|[\d.]+\d|\d|[a-z]\w*)", advice):
             key = all_keys()[name if name in all_keys() else f"{name}.name"]
             if key.name == "data.name" or "schedule.file" in changes:
-                continue  # already given beside it, or another file as well
+                continue  # already given as well, or another file
             typed = None
             if value != "null":
                 typed = value == "true" if key.kind is bool else key.kind(value)
@@ -643,7 +645,7 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
 
 
 def _random_config(rng: random.Random) -> Config:
-    """Mostly plausible, sometimes absurd: each key has a chance to be drawn from anywhere."""
+    """Values are mostly plausible, sometimes absurd: each key may be drawn from any range."""
     small = [1, 1, 1, 2, 2, 3, 4, 8]
     made = config(
         tp=rng.choice(small),
@@ -717,7 +719,7 @@ def test_random_configurations_are_refused_in_one_line_or_satisfy_every_invarian
 
 
 def test_a_check_takes_milliseconds() -> None:
-    check_config(Config())  # fills the cached list of keys
+    check_config(Config())  # this fills the cached list of keys
     start = time.perf_counter()
     for _ in range(20):
         check_config(Config())

@@ -1,4 +1,4 @@
-"""The cluster section of the configuration, as a cluster, and its presets."""
+"""Tests the cluster section of the configuration, as a cluster, and its presets."""
 
 from __future__ import annotations
 

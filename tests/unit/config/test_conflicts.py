@@ -1,4 +1,5 @@
-"""Every row of `CONFLICTS` is refused in its sentence, and what it calls nearest ends it."""
+"""Tests that every row of `CONFLICTS` refuses with its sentence, and that its nearest choice
+resolves it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ROWS = [pytest.param(row, id=" × ".join(row.settings)) for row in CONFLICTS]
 
 
 def example(row: Conflict) -> dict[str, Any]:
-    """Returns a value of each key of a row with which it holds."""
+    """Returns a value for each key of a row with which the row holds."""
     keys = all_keys()
     return {
         name: condition.example(keys[name].default, keys[name].tried)

@@ -1,4 +1,4 @@
-"""Refusals of data-parallel settings that do not fit each other."""
+"""Tests refusals of data-parallel settings that do not fit each other."""
 
 from __future__ import annotations
 

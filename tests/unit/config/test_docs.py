@@ -1,4 +1,4 @@
-"""docs/configuration.md is what the dataclasses say."""
+"""Tests that docs/configuration.md equals the dataclasses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Thousands of configurations, most of them hostile: each is taken, or refused in one sentence.
+"""Tests thousands of configurations, most of them hostile: each is accepted, or refused in one
+sentence.
 
-The first bugs that this found are tests of their own, above it: what they answer is exact.
+The first bugs that this found have tests of their own above, with exact answers.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def test_what_an_environment_variable_holds_is_not_repeated(
 
 
 def kinds_of(numbers: range) -> Counter[str]:
-    """How many of these configurations are taken and refused, up to the first bug."""
+    """Returns how many of these configurations are accepted and refused, up to the first bug."""
     composer, kinds = fuzz.Composer(), Counter()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with warnings.catch_warnings(action="ignore"):  # oc.deprecated is one of the interpolations
@@ -144,7 +145,7 @@ def test_every_key_is_drawn() -> None:
 
 @pytest.mark.slow
 def test_the_short_way_answers_as_the_command_does(tmp_path: Path, composer: fuzz.Composer) -> None:
-    """Composing is shortened in the tests above; what the command does after it only adds."""
+    """The tests above shorten composing; the command only adds steps after it."""
     for number in range(0, COUNT, COUNT // 6):
         drawn = Drawn(draw(f"unit-{number}", number).words, None)
         short, command = fuzz.outcome(drawn, composer), fuzz.outcome_of_command(drawn, tmp_path)

@@ -1,4 +1,4 @@
-"""What a run may change when it goes on."""
+"""Tests which keys a run may change when it resumes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel3d.config.schema import Config, DataConfig, ModelConfig, OptimConfi
 
 
 def there(config: Config) -> dict:
-    """As a checkpoint has it: through JSON."""
+    """Returns a configuration as a checkpoint stores it: through JSON."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
@@ -64,7 +64,7 @@ def test_changes_to_the_next_steps_are_reported() -> None:
 
 @pytest.mark.parametrize("hook", ["none", "powersgd"])
 def test_hooks_that_change_gradients_are_said(hook: str) -> None:
-    """Also one that this version has no more, with a key of its own."""
+    """Works also for a configuration that this version no longer has, with a key of its own."""
     old, new = there(Config()), Config()
     old["ddp"] |= {"comm_hook": hook, "powersgd_rank": 2}
     new.ddp.comm_hook, new.ddp.overlap = "bf16", False

@@ -1,4 +1,4 @@
-"""The file of Megatron-LM's flags fits the keys."""
+"""Tests that the file of Megatron-LM's flags fits the keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`experiment=megatron_345m` is the launch it is named after, flag by flag."""
+"""Tests that `experiment=megatron_345m` equals the launch after which it is named, flag by flag."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import parallel3d
 from parallel3d.config.fields import megatron_flags
 from parallel3d.config.identity import flat
 
-# The values of NVIDIA/Megatron-LM's examples/pretrain_gpt_distributed_with_mp.sh (commit 090e141);
-# flags of one meaning on both sides stand under the flag, the others below under their key.
+# The values of NVIDIA/Megatron-LM's examples/pretrain_gpt_distributed_with_mp.sh (commit 090e141).
+# Flags with the same meaning on both sides are listed under the flag, the others below under their
+# key.
 FLAGS = {
     "--tensor-model-parallel-size": 2,
     "--pipeline-model-parallel-size": 2,
@@ -45,7 +46,7 @@ OTHERWISE = {
     "precision.lm_cross_entropy": "fp16",  # --fp16-lm-cross-entropy
     "model.vocab_size": 50257,  # --vocab-file of GPT-2
 }
-# What the launch leaves to the defaults of that code (megatron/arguments.py of the commit).
+# Values that the launch leaves to the defaults of that code (megatron/arguments.py of the commit).
 DEFAULTS = {
     "--ffn-hidden-size": 4096,  # four times the hidden size
     "--kv-channels": None,  # hidden size / heads

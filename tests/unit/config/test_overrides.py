@@ -1,4 +1,4 @@
-"""What the user reads after a bad override."""
+"""Tests the messages for bad overrides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dataclasses: derived sizes, and that OmegaConf takes them."""
+"""Tests the dataclasses: derived sizes, and that OmegaConf accepts them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def test_the_packages_own_conf_folder_wins_over_the_checkouts(
 
 
 def test_the_keys_of_a_run_are_these() -> None:
-    """A key is a promise: old runs have it for ever. A new one is a deliberate line of this file:
-    python -c "from parallel3d.config.fields import *; print(*all_keys(), sep='\\n')"."""
+    """A key is a promise: old runs have it for ever. A new one is added to this file deliberately.
+
+    python -c "from parallel3d.config.fields import *; print(*all_keys(), sep='\n')" prints the
+    list.
+    """
     frozen = Path(__file__).with_name("run_keys.txt").read_text(encoding="utf-8").split()
     assert list(all_keys()) == frozen

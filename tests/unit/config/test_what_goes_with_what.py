@@ -1,4 +1,4 @@
-"""docs/what_goes_with_what.md has the rows by which a configuration is checked."""
+"""Tests that docs/what_goes_with_what.md has the rows by which a configuration is checked."""
 
 from __future__ import annotations
 

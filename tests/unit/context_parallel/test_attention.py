@@ -1,4 +1,5 @@
-"""Queries of each rank by blocks of keys, merged, are explicit attention under a square mask."""
+"""Tests that the merged queries of each rank by blocks of keys equal explicit attention under a
+square mask."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ PACKS = [[61], [1, 1, 1, 7, 51], [30, 31], [5, 24, 1, 24, 7], [8] * 7 + [5]]
 def by_ranks(
     inputs: Sequence[Tensor], split: SequenceSplit, packs: Sequence[list[int]], kernel: str
 ) -> list[Tensor]:
-    """The result and the gradients of q, k and v of all ranks, one after the other, in fp64.
+    """Returns the result and the gradients of q, k and v of all ranks, one after the other, in
+    fp64.
 
     `inputs`: q, k, v and the gradient of the result, (b, heads, padded, width).
     """
@@ -119,7 +121,8 @@ def test_merging_weighs_parts_by_their_sums() -> None:
 
 
 def test_equal_neighbours_are_one_call() -> None:
-    """Of 8 documents of 8 tokens in a rank's own pieces; only what a cut leaves is on its own."""
+    """Of 8 documents of 8 tokens in a rank's own pieces, only the parts at a cut need a call of
+    their own."""
     calls: list[tuple[int, int, int]] = []
     kernel = document_attention.cpu_attended
 
@@ -140,7 +143,8 @@ def test_equal_neighbours_are_one_call() -> None:
 
 
 def test_calls_of_the_kernel_for_many_lengths_are_few() -> None:
-    """Two halves of one document read overlapping keys; with documents between there is a gap."""
+    """Two halves of one document read overlapping keys; with documents between them there is a
+    gap."""
 
     def sequences(packs: list[list[int]], index: int) -> list[tuple]:
         split = SequenceSplit(16, 2, index)
@@ -165,6 +169,6 @@ def test_calls_of_the_kernel_for_many_lengths_are_few() -> None:
     assert sequences([[16]], 1) == [((0, 8), (0, 12), [0, 8], [0, 12], 8, 12)]
     gap = [0, 2, 4, 4, 6, 8], [0, 2, 4, 12, 14, 16]
     assert sequences([[2] * 8], 0) == [((0, 8), (0, 16), *gap, 2, 8)]
-    # What no rank before it reads of a sample is a gap to the next sample, too.
+    # Tokens of a sample that no earlier rank reads are a gap before the next sample, too.
     two = [0, 8, 8, 16], [0, 12, 16, 28]
     assert sequences([[16], [16]], 1) == [((0, 16), (0, 28), *two, 8, 12)]

@@ -1,4 +1,5 @@
-"""Attention within documents is explicit attention under a mask of the whole square."""
+"""Tests that attention within documents equals explicit attention under a mask of the whole
+square."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def documents(packs: Sequence[Sequence[int]] = PACKS, length: int = LENGTH) -> D
 
 
 def square(packs: Sequence[Sequence[int]], length: int) -> Tensor:
-    """(b, 1, s, s): true where a query reads a key."""
+    """Returns (b, 1, s, s): true where a query reads a key."""
     seen = torch.zeros(len(packs), 1, length, length, dtype=torch.bool)
     for i, begins in enumerate(packs):
         for begin, end in pairwise((0, *begins, length)):
@@ -73,7 +74,8 @@ def test_a_token_reads_its_document_alone(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [7, 256])
 def test_gradients_without_a_kernel_are_the_same(rows: int) -> None:
-    """As on a GPU in fp32, however many rows of scores are made at a time."""
+    """The formula, used on a GPU in fp32, does not depend on the number of rows of scores per
+    block."""
     inputs, found = leaves(len(PACKS), 3, LENGTH, 8), documents()
     grad, results = torch.randn(len(PACKS), 3, LENGTH, 8, dtype=torch.float64), []
 
@@ -89,7 +91,7 @@ def test_gradients_are_finite_differences() -> None:
 
 
 def test_one_document_has_the_bits_of_attention_without_documents() -> None:
-    """The detour computes nothing else: the first one of a pack is that sample cut there, too."""
+    """The detour computes the same: the first sample of a pack equals that sample, cut there."""
     qkv = torch.randn(2, LENGTH, 3 * 16, dtype=torch.float32)
     plain = causal_attention(qkv, 2, 2, 8, None)
     assert torch.equal(causal_attention(qkv, 2, 2, 8, None, documents=documents([(), ()])), plain)
@@ -109,8 +111,8 @@ def test_dropout_s_way_to_attend_reads_the_same() -> None:
 
 
 def test_scores_are_made_of_documents_never_of_the_whole_sample() -> None:
-    """A call for each document, one for neighbours of equal length; nothing is as long as the
-    sample unless a document is."""
+    """There is a call for each document, one for neighbours of equal length; no tensor is as long
+    as the sample unless a document is."""
     calls: list[tuple[int, int]] = []
     kernel = document_attention.cpu_attended
 

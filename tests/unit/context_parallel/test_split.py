@@ -1,4 +1,4 @@
-"""The split of sequences over context-parallel ranks: all tokens once, in order, evenly."""
+"""Tests the split of sequences over context-parallel ranks: all tokens once, in order, evenly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel3d.context_parallel.documents import SequenceSplit, make_documents,
 
 
 def starts_of(*documents: list[int], padded: int) -> np.ndarray:
-    """(b, padded) starts of documents of these lengths; the rest is padding."""
+    """Returns (b, padded) starts of documents of these lengths; the rest is padding."""
     rows = []
     for lengths in documents:
         edges = np.cumsum([0, *lengths, padded])
@@ -45,7 +45,7 @@ def test_halves_of_one_document_are_equal_work() -> None:
 
 
 def test_a_balanced_split_evens_out_documents() -> None:
-    """A long document beside short ones: halves give one rank most of its work."""
+    """With one long document among short ones, halves give one rank most of its work."""
     lengths = [[256, *[16] * 48], [*[8] * 64, 512]]
     starts = starts_of(*lengths, padded=1024)
     works = [
@@ -58,7 +58,7 @@ def test_a_balanced_split_evens_out_documents() -> None:
 
 
 def test_segments_are_the_runs_of_a_document() -> None:
-    """Of rank 1 of 2, with halves: positions 3 to 8 in documents from 0, 5 and 6, and padding."""
+    """Rank 1 of 2, with halves, has positions 3 to 8 in documents from 0, 5 and 6, and padding."""
     split = SequenceSplit(11, 2, 1)
     starts = split.pad_starts(starts_of([5, 1, 5], padded=11))
     shard = make_documents(starts, torch.device("cpu"), split).shard

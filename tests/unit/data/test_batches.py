@@ -1,4 +1,4 @@
-"""Micro-batches: the global batch is the same samples in the same order for every layout."""
+"""Tests micro-batches: the global batch has the same samples in the same order for every layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def source(eod_mask_loss: bool) -> Sampler:
 
 
 def global_batch(dp: int, micro: int, step: int) -> tuple[torch.Tensor, ...]:
-    """The step's micro-batches of all ranks, one after the other."""
+    """Returns the step's micro-batches of all ranks, one after the other."""
     count = GLOBAL // (dp * micro)
     ranks = [Batches(source(True), micro, count, d, "cpu") for d in range(dp)]
     parts = [rank.micro_batch(step * GLOBAL, m) for rank in ranks for m in range(count)]
@@ -93,7 +93,7 @@ def test_micro_batches_know_the_numbers_of_their_samples() -> None:
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_every_stage_is_told_of_the_documents(reads: bool) -> None:
-    """Also those between the ends, in tensors of one shape whatever the documents."""
+    """Middle stages, too, get tensors of one shape, whatever the documents."""
     samples = [source(True).sample(i) for i in range(36, 54)]
     batches = Batches(source(True), 3, 3, 0, "cpu", needs_batch=reads, document_mask=True)
     found = [batches.micro_batch(36, m) for m in range(3)]

@@ -1,4 +1,5 @@
-"""Blends of pairs: who is read when, in which order, and what is refused before any step."""
+"""Tests blends of pairs: which part is read when, in which order, and what is refused before any
+step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Conversations: the tokens that transformers makes, and the assistant's alone to be learned."""
+"""Tests conversations: the tokens equal those of transformers, and only the assistant's are
+learned."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from tests.tokenizers import END, PANIC, folder, panicking, trained
 
 TURNS = ("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|begin|>")
 CONTENT = trained(330, (END, *TURNS))
-# Each with `{% generation %}` around what the assistant says, by which transformers marks it.
+# Each has `{% generation %}` around the assistant's words, by which transformers marks them.
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n{% else %}{{ m.content }}"
@@ -40,7 +41,7 @@ TEMPLATES = {
     "words": "{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + '\n' }}"
     "{% else %}A:{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
-    # A turn is spelled otherwise once it is not the last.
+    # A turn is spelled differently once it is not the last one.
     "thinking": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% generation %}{% if loop.last %}<think>\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>"
     "{% endgeneration %}\n{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
@@ -83,7 +84,7 @@ def test_tokens_and_the_assistants_share_are_those_of_transformers(
 
 
 def bare(template: str) -> str:
-    """One of TEMPLATES without its tags."""
+    """Returns one of TEMPLATES without its tags."""
     return TEMPLATES[template].replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
@@ -99,7 +100,7 @@ def test_without_tags_the_same_is_learned(
 
 
 def test_blanks_behind_the_end_of_a_turn_are_not_learned(tmp_path: Path) -> None:
-    """Where no template tells: nothing comes behind the token that ends a turn."""
+    """Templates do not mark this: nothing follows the token that ends a turn."""
     path = home(tmp_path, bare("chatml"))
     found = reader(path).read(row(TALKS[1]))
     tokenizer = open_tokenizer(str(path))
@@ -289,7 +290,7 @@ def test_pieces_in_which_the_assistant_says_nothing_are_no_samples(
         for number in range(source.windows):
             assert source.sample(number).loss_mask.any()
     assert valid.windows == 1
-    plain = dataclasses.replace(corpus, marked=False)  # an earlier version's plan is not taken
+    plain = dataclasses.replace(corpus, marked=False)  # an earlier version's plan is not used
     names = [planned._plan_key(one, False, given, 201) for one in (corpus, plain)]
     assert names[0] != names[1]
     words = [sentence for sentence in said if "left out" in sentence]
@@ -301,14 +302,14 @@ def test_pieces_in_which_the_assistant_says_nothing_are_no_samples(
 
 
 def test_a_held_out_part_in_which_the_assistant_says_nothing_is_refused(tmp_path: Path) -> None:
-    """In windows alone: its answer stands in the rest that fills none."""
+    """In windows its answer is in the remainder, which fills none."""
     given = data(tmp_path, [*ROWS, LONG], packing="concat")
     with pytest.raises(UserError, match="says nothing in the samples that are held out"):
         open_corpus(given, 200)
     given = data(tmp_path, ROWS, packing="concat")
     with pytest.raises(UserError, match=r"held-out conversations have .* give data.packing=padded"):
         open_corpus(given, 1000)
-    # Of packs: a first token is told by nothing, and this answer has no other in its piece.
+    # In packs a first token is no label, and this answer has no other token in its piece.
     given = data(tmp_path, ROWS, cut_documents=True)
     with (
         patch("parallel3d.data.corpus.learned", lambda _, starts, __: starts < 0),
@@ -360,7 +361,7 @@ def test_bad_rows_are_left_out_up_to_a_share(
             open_corpus(given, 200)
         assert all(word in str(caught.value) for word in words), str(caught.value)
         return
-    for _ in range(2):  # a cache that is there tells the same
+    for _ in range(2):  # an existing cache gives the same notes
         corpus = open_corpus(given, 200)
         assert corpus.told == (
             f"data.path={given.path}: {bad} of {20 + bad} rows are left out by data.skip_bad_rows; "

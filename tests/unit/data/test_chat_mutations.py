@@ -1,4 +1,4 @@
-"""Known bugs of chat, planted: samples are no more those that transformers' masks give."""
+"""Plants known bugs of chat: samples no longer have the masks of transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Learned = tuple[tuple[int, bool], ...]
 
 
 def expected(folder: Path) -> Counter[Learned]:
-    """Of each conversation its tokens, and whether each is learned, by transformers alone."""
+    """Returns, for each conversation, its tokens, and whether each is learned, by transformers
+    alone."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     made = [
         tokenizer.apply_chat_template(
@@ -38,7 +39,7 @@ def expected(folder: Path) -> Counter[Learned]:
 
 
 def found(source: SampleSource, count: int) -> Counter[Learned]:
-    """The same of `count` samples, without what fills them up, if it is not learned."""
+    """Returns the same for `count` samples, without their padding if it is not learned."""
     learned: Counter[Learned] = Counter()
     for number in range(count):
         sample = source.sample(number)
@@ -54,7 +55,7 @@ def found(source: SampleSource, count: int) -> Counter[Learned]:
 
 
 def reading(change: Callable[[Conversation], np.ndarray]) -> Iterator[None]:
-    """Rows are read with what `change` takes to be spoken."""
+    """Reads rows with the spoken tokens as changed by `change`."""
     sound = Reader.read
 
     def read(self: Reader, row: object) -> Conversation:
@@ -66,7 +67,7 @@ def reading(change: Callable[[Conversation], np.ndarray]) -> Iterator[None]:
 
 
 def masking(change: Callable[[Sample, np.ndarray], np.ndarray]) -> Iterator[None]:
-    """Samples have the mask that `change` makes of a marked sample and what is spoken of it."""
+    """Samples have the mask that `change` makes from a marked sample and its spoken tokens."""
 
     def sample(self: ChatSamples, i: int) -> Sample:
         marked = self._marked.sample(i)
@@ -85,37 +86,37 @@ def a_span_begins_a_token_late() -> Iterator[None]:
 
 @contextmanager
 def a_span_ends_a_token_late() -> Iterator[None]:
-    """What the template puts behind an answer is learned."""
+    """The text that the template adds after an answer is learned."""
     yield from reading(lambda one: one.spoken | np.append(False, one.spoken[:-1]))
 
 
 @contextmanager
 def the_end_of_a_turn_is_not_learned() -> Iterator[None]:
-    """The model would never stop."""
+    """The end of a turn is not learned, so the model would never stop."""
     yield from reading(lambda one: one.spoken & np.append(one.spoken[1:], False))
 
 
 @contextmanager
 def the_user_is_learned() -> Iterator[None]:
-    """All turns are alike."""
+    """All turns are learned."""
     yield from reading(lambda one: np.ones_like(one.spoken))
 
 
 @contextmanager
 def the_mask_is_that_of_the_inputs() -> Iterator[None]:
-    """A position is learned where its own token is spoken, not the next."""
+    """A position is learned if its own token is spoken, instead of the next one."""
     yield from masking(lambda marked, spoken: marked.loss_mask & spoken[:-1])
 
 
 @contextmanager
 def the_mask_is_moved_twice() -> Iterator[None]:
-    """A position is learned where the token after the next is spoken."""
+    """A position is learned if the token after the next one is spoken."""
     yield from masking(lambda marked, spoken: marked.loss_mask & np.append(spoken[2:], False))
 
 
 @contextmanager
 def padding_is_learned() -> Iterator[None]:
-    """What fills a sample up counts as spoken."""
+    """The padding of a sample counts as spoken."""
     yield from masking(lambda marked, spoken: spoken[1:] | ~marked.loss_mask)
 
 
@@ -133,7 +134,7 @@ PLANTED = [
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
 @pytest.mark.parametrize("planted", [nullcontext, *PLANTED])
 def test_a_planted_bug_of_chat_is_caught(planted: Callable, packing: str, tmp_path: Path) -> None:
-    """And without one all is as transformers has it."""
+    """Without a bug everything equals transformers."""
     given = data(tmp_path, ROWS, packing=packing, document_mask=packing == "best_fit")
     read: Counter[Learned] = Counter()
     with planted():

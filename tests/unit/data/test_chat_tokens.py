@@ -1,6 +1,6 @@
-"""Chat's tokens and what is learned of them, beside transformers, for every kind of tokenizer.
+"""Compares chat's tokens and learned tokens with transformers, for every kind of tokenizer.
 
-`python -m tests.unit.data.test_chat_tokens 2000` reads so many random conversations.
+`python -m tests.unit.data.test_chat_tokens 2000` reads that many random conversations.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ WORDS = [
 
 
 def byte_level(inner: Tokenizer) -> tuple[Any, Any]:
-    """As Llama 3 has it: a beginning that the template writes too, and places without blanks."""
+    """Like Llama 3: a beginning that the template writes, too, and offsets without blanks."""
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     begins = processors.TemplateProcessing(f"{BEGIN} $A", special_tokens=[(BEGIN, 1)])
@@ -75,19 +75,19 @@ def byte_level(inner: Tokenizer) -> tuple[Any, Any]:
 
 
 def normalized(inner: Tokenizer) -> tuple[Any, Any]:
-    """Letters are taken apart and made small, so that lengths change."""
+    """Letters are decomposed and lowercased, so that lengths change."""
     inner.normalizer = norm.Sequence([norm.NFD(), norm.Lowercase()])
     return byte_level(inner)
 
 
 def metaspace(inner: Tokenizer, scheme: str) -> tuple[Any, Any]:
-    """As Mistral's and SentencePiece's."""
+    """Like Mistral's tokenizer and SentencePiece."""
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     return models.BPE(unk_token=UNKNOWN), trainers.BpeTrainer
 
 
 def llama2(inner: Tokenizer) -> tuple[Any, Any]:
-    """Blanks are letters, one is put before every text, and what is no letter is bytes."""
+    """Blanks are letters, one is put before every text, and other characters are bytes."""
     inner.normalizer = norm.Sequence([norm.Prepend("▁"), norm.Replace(" ", "▁")])
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     model = models.BPE(unk_token=UNKNOWN, byte_fallback=True, fuse_unk=True)
@@ -97,14 +97,14 @@ def llama2(inner: Tokenizer) -> tuple[Any, Any]:
 
 
 def wordpiece(inner: Tokenizer) -> tuple[Any, Any]:
-    """As Bert's: blanks are dropped, accents too, letters made small."""
+    """Like Bert's: blanks and accents are dropped, and letters lowercased."""
     inner.normalizer = norm.BertNormalizer(lowercase=True)
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return models.WordPiece(unk_token=UNKNOWN), trainers.WordPieceTrainer
 
 
 def unigram(inner: Tokenizer) -> tuple[Any, Any]:
-    """As T5's."""
+    """Like T5's."""
     inner.normalizer = norm.Sequence([norm.Nmt(), norm.NFKC()])
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     return models.Unigram(), functools.partial(trainers.UnigramTrainer, unk_token=UNKNOWN)
@@ -124,13 +124,15 @@ KINDS: dict[str, Callable[[Tokenizer], tuple[Any, Any]]] = {
 
 @functools.cache
 def made(kind: str, with_turns: bool) -> str:
-    """The content of a tokenizer.json, in which what parts turns is special or is not."""
+    """Returns the content of a tokenizer.json whose separators of turns are special tokens or
+    not."""
     inner = Tokenizer(models.BPE())
     inner.model, trainer = KINDS[kind](inner)
     special = SPECIAL + (TURNS if with_turns else [])
     how = trainer(special_tokens=special, vocab_size=500, show_progress=False)
     inner.train_from_iterator([text * 5 for text in (*TEXT, "hello world [INST] ")], how)
-    facts = json.loads(inner.to_str())  # bytes are no special tokens, which a trainer makes of them
+    # Bytes are not special tokens, but a trainer makes them such.
+    facts = json.loads(inner.to_str())
     facts["added_tokens"] = [t for t in facts["added_tokens"] if t["content"] in special]
     return json.dumps(facts)
 
@@ -147,7 +149,7 @@ def reader(path: Path) -> Reader:
 
 
 def conversations(seed: int, spelled: list[str] = []) -> Iterator[dict[str, Any]]:  # noqa: B006
-    """Endless random rows; `spelled` is among their words."""
+    """Yields endless random rows; `spelled` is among their words."""
     draw = random.Random(seed)
 
     def text() -> str:
@@ -161,7 +163,7 @@ def conversations(seed: int, spelled: list[str] = []) -> Iterator[dict[str, Any]
 
 
 class Peer:
-    """What transformers makes of rows."""
+    """Returns what transformers makes of rows."""
 
     def __init__(self, path: Path) -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -172,8 +174,8 @@ class Peer:
         )["input_ids"]
 
     def spoken(self, row: dict[str, Any], template: str) -> list[int] | None:
-        """None where it loses its way: no token stands for the first character of a turn, as it
-        was a blank that is dropped."""
+        """Returns None if transformers loses its place: no token stands for a turn's first
+        character, a dropped blank."""
         names = self.tokenizer.special_tokens_map
         (text,), (turns,) = render_jinja_template(
             [row["messages"]], chat_template=template, return_assistant_tokens_mask=True, **names
@@ -190,11 +192,13 @@ class Peer:
 
 
 def compared(path: Path, kind: str, with_turns: bool, rows: int, seed: int) -> tuple[int, int]:
-    """Asserts that rows are read as transformers reads them, by each template. Returns how many
-    had tags, and in how many of these transformers told what is spoken."""
+    """Asserts that rows are read like transformers reads them, by each template.
+
+    Returns how many had tags, and for how many of these transformers marked the spoken tokens.
+    """
     content, told, tagged = made(kind, with_turns), 0, 0
     peer = Peer(home(path / "peer", content, ""))
-    bare = json.dumps(json.loads(content) | {"post_processor": None})  # places with their blanks
+    bare = json.dumps(json.loads(content) | {"post_processor": None})  # offsets with their blanks
     peer_of_turns = Peer(home(path / "bare", bare, ""))
     for number, (name, template) in enumerate(TEMPLATES.items()):
         ours = reader(home(path / name, content, template))
@@ -222,7 +226,7 @@ def test_every_kind_of_tokenizer_makes_the_tokens_of_transformers(
 
 
 def renamed(content: str, names: dict[str, str]) -> str:
-    """A tokenizer.json whose special tokens are called otherwise, with the same numbers."""
+    """Returns a tokenizer.json whose special tokens have other names and the same numbers."""
     facts = json.loads(content)
     for token in facts["added_tokens"]:
         token["content"] = names[token["content"]]
@@ -235,8 +239,8 @@ def renamed(content: str, names: dict[str, str]) -> str:
 
 
 def spelling(path: Path, kind: str, rows: int, seed: int) -> None:
-    """Asserts that rows which spell out special tokens are read as transformers reads them with a
-    tokenizer and a template that call these tokens otherwise."""
+    """Asserts that rows which spell out special tokens are read like transformers reads them with
+    renamed special tokens."""
     names = {token: f"⟦{number}⟧" for number, token in enumerate(SPECIAL + TURNS)}
     content = made(kind, True)
     peer = Peer(
@@ -273,7 +277,7 @@ def test_special_tokens_that_messages_spell_out_are_text(tmp_path: Path, kind: s
 def test_a_special_token_that_is_a_piece_of_the_model_is_refused_where_it_is_spelled_out(
     tmp_path: Path,
 ) -> None:
-    """SentencePiece's Unigram would make the special token of it, also as text."""
+    """SentencePiece's Unigram would make the special token from it, also as text."""
     ours = reader(home(tmp_path, made("unigram", True), TEMPLATES["chatml"]))
     row = {"messages": [{"role": "assistant", "content": f"say {STOP} now"}]}
     with pytest.raises(Refused, match=re.escape(f"spells out {STOP}, which is one token")):
@@ -281,7 +285,7 @@ def test_a_special_token_that_is_a_piece_of_the_model_is_refused_where_it_is_spe
 
 
 def said(found: Any, path: Path) -> list[str]:
-    """The tokens that are learned."""
+    """Returns the learned tokens."""
     inner = Tokenizer.from_file(str(path / "tokenizer.json"))
     return [inner.id_to_token(token) for token in found.tokens[found.spoken].tolist()]
 
@@ -314,7 +318,7 @@ def test_a_row_with_the_private_characters_of_a_mark_keeps_them(tmp_path: Path) 
 
 @pytest.mark.parametrize("tags", [True, False])
 def test_a_token_across_the_beginning_of_an_answer_is_learned(tmp_path: Path, tags: bool) -> None:
-    """It holds a part of what the assistant says; so transformers has it."""
+    """It contains a part of the assistant's words, so transformers learns it."""
     content = json.loads(made("byte_level", False))
     content["model"]["vocab"]["ĊĊ"] = len(content["model"]["vocab"])
     content["model"]["merges"].append(["Ċ", "Ċ"])
@@ -339,7 +343,7 @@ def test_a_token_across_the_beginning_of_an_answer_is_learned(tmp_path: Path, ta
 def test_blanks_belong_where_they_stand(
     tmp_path: Path, before: str, content: str, learned: list[str]
 ) -> None:
-    """A byte-level tokenizer may leave them out of what its tokens stand for (`trim_offsets`)."""
+    """A byte-level tokenizer may leave blanks out of its tokens' offsets (`trim_offsets`)."""
     template = f"{{% for m in messages %}}{before}{{% generation %}}{{{{ m.content }}}}"
     path = home(
         tmp_path, made("byte_level", False), f"{template}{{% endgeneration %}};{{% endfor %}}"
@@ -349,7 +353,7 @@ def test_blanks_belong_where_they_stand(
 
 
 def test_bytes_of_one_character_are_all_learned(tmp_path: Path) -> None:
-    """transformers leaves out all but the first where they are a turn's last."""
+    """transformers leaves out all but the first at the end of a turn."""
     template = "{% for m in messages %}A:{% generation %}{{ m.content }}{% endgeneration %};"
     path = home(tmp_path, made("byte_level", False), f"{template}{{% endfor %}}")
     found = reader(path).read({"messages": [{"role": "assistant", "content": "한"}]})
@@ -357,7 +361,7 @@ def test_bytes_of_one_character_are_all_learned(tmp_path: Path) -> None:
 
 
 def test_tags_within_a_macro_are_found(tmp_path: Path) -> None:
-    """transformers counts them from where the macro's own text begins."""
+    """transformers counts them from the beginning of the macro's own text."""
     template = "{% macro turn(m) %}T{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}"
     template += "{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}"
     template += "{% endif %}{% endmacro %}{% for m in messages %}{{ turn(m) TRIM }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""The corpus: packing, the split, the cache on disk, and each sentence about bad data."""
+"""Tests the corpus: packing, the split, the cache on disk, and each sentence about bad data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.tools.privileges import give_up_capabilities
 
 EOT = 256
 KEPT = [".bin", ".idx", ".json", ".lock"]
-SPAWN = multiprocessing.get_context("spawn")  # the suite's own process may hold torch's threads
+SPAWN = multiprocessing.get_context("spawn")  # the suite's own process may have torch's threads
 
 
 def text(tmp_path: Path, path: str | Path, **kwargs: object) -> DataConfig:
@@ -45,7 +45,7 @@ def write(path: Path, content: bytes) -> Path:
 
 
 def letters(seed: int, size: int) -> bytes:
-    """Text of which no two pieces are alike."""
+    """Returns text without two equal pieces."""
     return np.random.default_rng(seed).integers(97, 123, size, np.uint8).tobytes()
 
 
@@ -54,7 +54,8 @@ def stream(corpus: Corpus) -> np.ndarray:
 
 
 def documents_of(corpus: Corpus) -> list[bytes]:
-    """The documents in the stream, in its order; each must end with an end-of-text token."""
+    """Returns the documents in the stream, in its order; each must end with an end-of-text
+    token."""
     tokens = stream(corpus)
     assert tokens[-1] == EOT
     parts = np.split(tokens, np.flatnonzero(tokens == EOT) + 1)[:-1]
@@ -233,11 +234,11 @@ def test_damaged_cache_is_detected_and_rebuilt(tmp_path: Path, end: str, damage:
 
 
 def build_slowly(data: DataConfig, results: multiprocessing.Queue, start: object) -> None:
-    """In a process of its own: waits for the other one, then opens the corpus."""
+    """Waits for the other one, then opens the corpus; runs in a process of its own."""
 
     def report(sentence: str) -> None:
         if "building the" in sentence and "another" not in sentence:
-            time.sleep(0.5)  # the other one arrives meanwhile, if nothing holds it back
+            time.sleep(0.5)  # the other one arrives meanwhile, unless something holds it back
 
     start.wait()
     with heard(report) as reports:
@@ -310,7 +311,7 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path, change: s
 
 
 def as_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on this process takes itself for another user, whose new files are that user's."""
+    """Makes this process appear as another user, whose new files belong to that user."""
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     monkeypatch.setattr(files, "status_of_new_file", lambda folder: None)
 
@@ -384,7 +385,7 @@ def test_cache_is_ours_where_the_file_system_has_no_owners_and_no_modes(
     data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
     open_corpus(data, 20)
     cache_file(tmp_path).chmod(0o777)
-    everything = cache_file(tmp_path).stat()  # what CIFS says of any file
+    everything = cache_file(tmp_path).stat()  # what CIFS reports for any file
     monkeypatch.setattr(files, "status_of_new_file", lambda folder: everything)
     with heard() as reports:
         open_corpus(data, 20)
@@ -440,7 +441,8 @@ def test_a_cache_that_is_cut_short_in_use_is_an_error_and_no_bus_error(tmp_path:
 
 
 def refused(data: DataConfig, seq: int = 20) -> str:
-    """The sentence, which must be the same from the launcher's check and from the run itself."""
+    """Returns the sentence, which must be the same from the launcher's check and from the run
+    itself."""
     with pytest.raises(UserError) as check:
         check_data(data, seq)
     with pytest.raises(UserError) as run:
@@ -559,7 +561,7 @@ def test_unreadable_text_and_unwritable_cache_are_refused(tmp_path: Path, what: 
     sentences = results.get(timeout=300)
     process.join(60)
     locked.chmod(0o755)
-    if what != "cache":  # `data tokenize` looks at them too
+    if what != "cache":  # `data tokenize` reads them, too
         tokenized = sentences.pop()
         assert f"input={tmp_path}/t" in tokenized and "(Permission denied)" in tokenized
     key = f"data.cache_dir={cache_dir}" if what == "cache" else f"data.path={tmp_path}/t"

@@ -1,4 +1,4 @@
-"""Text as it comes, token by token: all of it in the end, and never a piece of a character."""
+"""Tests streamed text, token by token: complete at the end, and never a part of a character."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tokenizers import END, TEXT, folder, trained
 
 
 def joined_words() -> str:
-    """A tokenizer that spells blanks as ▁ and leaves out the first, as SentencePiece does."""
+    """A tokenizer that spells blanks as ▁ and leaves out the first one, like SentencePiece."""
     words = [*"▁ab漢é", "▁héllo", "▁wörld", "▁a", "▁and"]
     pieces = [("<unk>", 0.0), *((word, -float(len(word) == 1)) for word in words)]
     pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
@@ -59,7 +59,8 @@ def test_pieces_are_whole_characters_and_make_the_text(
 def test_tokens_without_sense_make_the_text_that_they_make_at_once(
     tokenizer: AnyTokenizer,
 ) -> None:
-    """But for replacement characters; and for a tokenizer that changes its mind of what it said."""
+    """The text is equal except for replacement characters, and for a tokenizer that changes earlier
+    text."""
     generator = random.Random(3)
     for _ in range(50):
         tokens = [generator.randrange(tokenizer.vocab_size) for _ in range(40)]

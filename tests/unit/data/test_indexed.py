@@ -1,4 +1,4 @@
-"""Megatron's pairs: what another writer laid out is read, and what cannot be one is refused."""
+"""Tests Megatron's pairs: what another writer wrote is read, and other files are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def by_hand(
     head: bytes = b"MMIDIDX\x00\x00",
     version: int = 1,
 ) -> Path:
-    """A pair as Megatron's IndexedDatasetBuilder writes it: documents of sequences of tokens."""
+    """Writes a pair like Megatron's IndexedDatasetBuilder: documents of sequences of tokens."""
     sequences = [sequence for document in documents for sequence in document]
     width = struct.calcsize(letter)
     with open(f"{prefix}.bin", "wb") as file:

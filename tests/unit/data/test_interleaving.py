@@ -1,4 +1,5 @@
-"""Weighted interleaving: each data set has its share after any sample, to within 2, as defined."""
+"""Tests weighted interleaving: each data set has its share after any sample, to within 2, as
+defined."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest
 from benchmarks.data.blends import oracle, owners, random_weights, tree
 from parallel3d.data.blend import Shares, whole_weights
 
-# Beside a heavy one, many equal light ones: what the rule without a tree gets wrong.
+# One heavy set and many equal light ones: the case in which the rule without a tree fails.
 HEAVY = [1000, *[1] * 1000]
 WEIGHTS = [
     [1],
@@ -85,25 +86,25 @@ def test_weights_that_share_nothing_are_refused(weights: list[int]) -> None:
 
 
 def cumulatively(weights: list[int], slots: int) -> list[int]:
-    """Counts as the sum of all weights up to one, rounded, less that up to the one before."""
+    """Counts by the rounded sum of all weights up to one, less that up to the preceding one."""
     ends = [sum(weights[: k + 1]) * slots for k in range(len(weights))]
     rounded = [(2 * end + sum(weights)) // (2 * sum(weights)) for end in ends]
     return [end - before for before, end in zip([0, *rounded], rounded, strict=False)]
 
 
 def by_time(weights: list[int], slots: int) -> list[int]:
-    """Counts of the first slots in the order of (j + 1/2) / w, Webster's rule for all at once."""
+    """Counts the first slots in the order of (j + 1/2) / w, Webster's rule for all at once."""
     times = [(Fraction(2 * j + 1, 2 * w), k) for k, w in enumerate(weights) for j in range(slots)]
     owners = [k for _, k in sorted(times)[:slots]]
     return [owners.count(k) for k in range(len(weights))]
 
 
 def test_the_oracle_and_the_bound_tell_other_roundings_apart() -> None:
-    """Rounded cumulatively, a set's samples can be taken back; by time, light ones wait."""
+    """With cumulative rounding a set's count may decrease; by time, light sets wait."""
     weights = [3, 1, 1, 2]
     rounded = [cumulatively(weights, slots) for slots in range(200)]
     assert any(after[k] < before[k] for before, after in pairwise(rounded) for k in range(4))
     assert any(Shares(weights).counts(slots) != rounded[slots] for slots in range(200))
     light = [20, *[1] * 20]
-    assert by_time(light, 10)[0] == 10  # where 5 are its share
+    assert by_time(light, 10)[0] == 10  # although 5 are its share
     assert abs(Shares(light).counts(10)[0] - 5) < 2

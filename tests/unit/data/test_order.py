@@ -1,4 +1,4 @@
-"""The order of samples: the same for every layout, and for runs that change it on their way."""
+"""Tests the order of samples: equal for every layout, and for runs that change the layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS = [(1, 1), (1, 4), (2, 3), (3, 2), (4, 3), (3, 4), (2, 6), (4, 1)]  # dp
 
 @pytest.fixture(params=["concat", "best_fit", "chat padded", "chat best_fit"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> SampleSource:
-    """A blend, or conversations, that are read over several times."""
+    """A blend, or conversations, that are read several times."""
     if request.param.startswith("chat"):
         given = chat(tmp_path, ROWS, packing=request.param.split()[1], document_mask=True)
         train, _ = samples(given, LONGEST)
@@ -34,7 +34,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> SampleSource:
 
 
 def blend(tmp_path: Path, packing: str) -> SampleSource:
-    """A blend whose weights change in the middle of a step, and whose parts are read over."""
+    """A blend whose weights change in the middle of a step, and whose parts are read again."""
     names = [str(pair(tmp_path / name, seed)) for seed, name in enumerate(("a", "b", "c"))]
     data = DataConfig(
         name="blend",
@@ -50,7 +50,8 @@ def blend(tmp_path: Path, packing: str) -> SampleSource:
 
 
 def step(source: SampleSource, first: int, dp: int, size: int) -> list[torch.Tensor]:
-    """Tokens, labels, masks, numbers and documents of a global batch, of all ranks in order."""
+    """Returns tokens, labels, masks, numbers and documents of a global batch, of all ranks in
+    order."""
     count = BATCH // (dp * size)
     ranks = [Batches(source, size, count, rank, "cpu", document_mask=True) for rank in range(dp)]
     batches = [rank.micro_batch(first, m) for rank in ranks for m in range(count)]

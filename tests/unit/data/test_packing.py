@@ -1,4 +1,5 @@
-"""Best-fit packs: whole documents, as full as can be, by a plan that is whole or not there."""
+"""Tests best-fit packs: whole documents, packs as full as possible, by a plan that is complete or
+absent."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ EOT = 256
 
 
 def fills(lengths: list[int], room: int) -> list[int]:
-    """Tokens in each pack, document after document: the longest first, into the least room."""
+    """Returns the tokens in each pack, one document after the other: the longest first, into the
+    least space."""
     left: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [(free, pack) for pack, free in enumerate(left) if free >= length]
@@ -80,7 +82,7 @@ def train(data: DataConfig, seed: int = 1) -> Any:
 
 
 def documents_of(sample: Sample) -> list[tuple[int, ...]]:
-    """What lies in a sample by its starts, without the padding; its mask is as it must be."""
+    """Returns the content of a sample by its starts, without the padding; checks its mask."""
     found = []
     firsts = sorted(set(sample.starts.tolist()))
     for begin, end in zip(firsts, [*firsts[1:], SEQ], strict=True):

@@ -1,4 +1,5 @@
-"""Samples read ahead are those that were asked for, whoever asks, whatever happens on the way."""
+"""Tests that samples read ahead are the ones asked for, by whatever thread, after whatever
+error."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ WAIT_S = 60
 
 
 class Numbered:
-    """Sample i is made of i; remembers what was read, by whom, and can be told to fail or wait."""
+    """Sample i is made from i; it records what was read and by which thread, and can fail or
+    wait."""
 
     seq_length, masks = SEQ, True
 

@@ -1,4 +1,5 @@
-"""Pairs at an address: their blocks are fetched once, proved, bounded, and never half taken."""
+"""Tests pairs at an address: their blocks are fetched once, verified, bounded, and never
+partial."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SEQ, BLOCK = 16, 1000
 
 
 class Served:
-    """What is at the addresses, and which pieces of it were asked for; the first may fail."""
+    """The files at the addresses, and the pieces that were requested; the first request may
+    fail."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []

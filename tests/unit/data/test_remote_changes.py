@@ -1,4 +1,4 @@
-"""Pairs behind HTTP that are replaced while a run has them open, and between its starts."""
+"""Tests pairs behind HTTP that are replaced while a run has them open, and between its starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ every_server = pytest.mark.parametrize("tells", SERVERS, ids=["etag", "modified"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two pairs whose files have the same sizes, a and b; a is at the addresses, as web."""
+    """Makes two pairs whose files have the same sizes, a and b; a is at the addresses, as web."""
     monkeypatch.setattr(remote, "BLOCK", BLOCK)
     monkeypatch.setattr(remote, "PAUSES_S", (0.0, 0.0))
     use_some_http()
@@ -40,7 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(home: Path, name: str, age: int, ends: tuple[str, ...] = ENDS) -> None:
-    """Pair `name` takes the place of what is served, with a time of change `age` s later."""
+    """Replaces the served files by pair `name`, with a modification time `age` s later."""
     (home / "served").mkdir(exist_ok=True)
     for end in ends:
         made = shutil.copy(f"{home / name}{end}", home / f"new{end}")
@@ -49,7 +49,7 @@ def put(home: Path, name: str, age: int, ends: tuple[str, ...] = ENDS) -> None:
 
 
 def edit(home: Path, name: str, at: int) -> None:
-    """A token of the served .bin becomes another one, in place."""
+    """Changes a token of the served .bin, in place."""
     path = home / "served" / name
     content = bytearray(path.read_bytes())
     content[at] ^= 1
@@ -172,7 +172,7 @@ def test_what_a_check_costs_is_a_head_a_block_and_three_small_pieces(home: Path)
             assert methods.count("GET") == count + pieces * (count + 1)
             before = len(server.asked)
             BlockFile(f"{server.address}/web.bin", cache, "it").pread(size, 0)
-            assert len(server.asked) == before + 1 + pieces  # all blocks are here
+            assert len(server.asked) == before + 1 + pieces  # all blocks are cached
 
 
 def test_server_that_tells_no_version_is_refused(home: Path) -> None:

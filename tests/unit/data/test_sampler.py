@@ -1,4 +1,4 @@
-"""The order of samples: each window once an epoch, the same for everybody who asks."""
+"""Tests the order of samples: each window once per epoch, the same for every caller."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_mask_is_false_exactly_where_the_input_is_end_of_text() -> None:
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_a_document_begins_behind_each_end_of_text(masks: bool) -> None:
-    """Also where it ends at once, or begins with the sample's last input."""
+    """Holds also if it ends at once, or begins with the sample's last input."""
     rng = np.random.default_rng(3)
     for tokens in (
         np.array([1, EOT, 2, 3, EOT, EOT, 4], dtype="<u2"),

@@ -1,4 +1,5 @@
-"""Sources of documents: formats, packings, places; what is left out, and each sentence about it."""
+"""Tests sources of documents: formats, compressions, places; what is left out, and each sentence
+about it."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def refused(given: str, **kwargs: object) -> str:
 @pytest.mark.parametrize("size", [1, 100, SHARD_BYTES])
 def test_jsonl_gives_its_rows_however_it_is_cut(tmp_path: Path, packed: str, size: int) -> None:
     path = tmp_path / f"a.jsonl{packed}"
-    path.write_bytes(PACK[packed](lines(TEXTS)[:-1]))  # the last line has no end
+    path.write_bytes(PACK[packed](lines(TEXTS)[:-1]))  # the last line has no line end
     found, count = read(str(path), size=size)
     assert found == TEXTS
     assert (count.rows, count.bad, count.size) == (40, 0, sum(len(t.encode()) for t in TEXTS))
@@ -115,7 +116,7 @@ class Endless(io.RawIOBase):
 def test_a_line_is_read_no_further_than_the_largest_document(
     tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a few bytes unpack to may be any number of them."""
+    """A few bytes may unpack to any number of bytes."""
     monkeypatch.setattr(preprocess_inputs, "LARGEST_DOCUMENT", 100_000)
     (tmp_path / "a.jsonl").write_bytes(b"x")
     (source,), stream = find_inputs(str(tmp_path / "a.jsonl")), Endless()

@@ -1,4 +1,5 @@
-"""Tokenizers from files: what they cut, which token ends a text, each sentence about bad ones."""
+"""Tests tokenizers from files: their tokens, the token that ends a text, each sentence about bad
+ones."""
 
 from __future__ import annotations
 

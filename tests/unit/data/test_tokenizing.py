@@ -1,4 +1,5 @@
-"""Corpora made of text: what is in them, the same bytes with any workers, after any kill."""
+"""Tests corpora made from text: their content, and equal bytes with any workers and after any
+kill."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def made(asked: PreprocessJob) -> list[JournalEntry]:
 
 
 def files(to: Path) -> dict[str, bytes]:
-    """Every file that belongs to a corpus, by its name behind the prefix."""
+    """Returns every file that belongs to a corpus, by its name after the prefix."""
     found = [p for p in to.parent.rglob("*") if p.is_file() and str(p).startswith(str(to))]
     return {str(path)[len(str(to)) :]: path.read_bytes() for path in found}
 
@@ -139,7 +140,7 @@ PLACES = (
 
 
 def test_a_kill_at_any_moment_loses_nothing(text: Path) -> None:
-    """Killed again and again, at another moment each time, and done at last: bit-equal."""
+    """A corpus that is killed again and again, each time at another moment, ends up bit-equal."""
     made(job(text))
     whole = files(text / "web")
     killer = subprocess.Popen(
@@ -154,7 +155,7 @@ def test_a_kill_at_any_moment_loses_nothing(text: Path) -> None:
         assert int(killer.stdout.readline()) == -signal.SIGKILL, place
         if (text / "killed.idx").exists():
             assert (text / "killed.bin").exists(), "an index must not stand without its tokens"
-        if place.split()[0] in ("replace", "rmtree"):  # the next moment lies before this one
+        if place.split()[0] in ("replace", "rmtree"):  # the next moment is before this one
             made(job(text, "killed"))
             result = files(text / "killed")
             assert result.pop(".json").replace(b"killed", b"web") == whole[".json"]
@@ -290,14 +291,14 @@ def test_more_bad_rows_than_the_stated_share_are_refused(
     for word in ("2 of the first 100 rows", "bad=0.01", "a.jsonl:99 is not JSON", "a.jsonl:100"):
         assert word in str(caught.value)
     assert not (tmp_path / "web.idx").exists()
-    made(job(tmp_path, bad=0.5))  # goes on: the share is no part of the corpus
+    made(job(tmp_path, bad=0.5))  # continues: the share is not part of the corpus
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_document_that_the_tokenizer_breaks_off_on_is_a_bad_row(
     tmp_path: Path, workers: int
 ) -> None:
-    """The library panics, which is no Exception."""
+    """The library panics, which is not an Exception."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_bytes(b"\n\n" + lines(["x", PANIC, "y"]))
     tokenizer = str(folder(tmp_path / "odd", panicking()))

@@ -1,4 +1,4 @@
-"""Validation sets: every token counts once, bytes of tokens, figures, names and paths."""
+"""Tests validation sets: every token counts once, bytes of tokens, figures, names and paths."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_token_of_a_set_is_a_label_once(tmp_path: Path, packing: str) -> N
     (tmp_path / "t.txt").write_bytes(bytes(range(48, 58)) * 20)
     (tmp_path / "v.txt").write_bytes(
         bytes(range(32, 127)) + b"abcde"
-    )  # 101 tokens: no multiple of 16
+    )  # 101 tokens: not a multiple of 16
     pair(tmp_path / "p", 3, documents=9)
     more = {"cache_dir": str(tmp_path / "cache"), "packing": packing, "cut_documents": True}
     sets = {"text": str(tmp_path / "v.txt"), "pair": str(tmp_path / "p")}
@@ -168,7 +168,7 @@ def saved(made: Tokenizer, folder: Path) -> str:
 
 
 def with_fallback(folder: Path) -> str:
-    """As SentencePiece's: blanks are letters, and bytes have tokens of their own."""
+    """Like SentencePiece: blanks are letters, and bytes have tokens of their own."""
     pieces = ["<|endoftext|>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁and", "words"]
     pieces += list("Grüße,naivword;xf(1.5e-3)=\n")
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}

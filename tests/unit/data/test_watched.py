@@ -1,4 +1,5 @@
-"""Files of a run that change under it, or between its starts: said, or refused, never unseen."""
+"""Tests files of a run that change during it, or between its starts: reported or refused, never
+unnoticed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.corpora import like_pair, pair
 from tests.tokenizers import folder
 
 SEQ = 16
-FREE = 2000  # a byte of such a .bin that no fingerprint looks at
+FREE = 2000  # a byte of such a .bin that no fingerprint samples
 
 
 def data_of(tmp_path: Path, **more: Any) -> DataConfig:
@@ -47,7 +48,7 @@ def data(tmp_path: Path) -> DataConfig:
 
 
 def edit(path: Path, at: int, count: int = 1) -> None:
-    """Bytes become other ones, in place; the time of change is not what it was, at any clock."""
+    """Changes bytes in place; the time of change differs, whatever the clock's resolution."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
@@ -101,7 +102,7 @@ def test_edit_whose_time_was_set_back_is_reported_all_the_same(data: DataConfig)
     corpus, path = opened(without_facts(data)), Path(f"{data.path}.bin")
     marks, before = marks_of(corpus.watched), path.stat()
     edit(path, FREE)
-    while path.stat().st_ctime_ns == before.st_ctime_ns:  # a clock that ticks seldom
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # a clock with a coarse resolution
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert path.stat().st_mtime_ns == before.st_mtime_ns
@@ -186,7 +187,7 @@ def test_pair_that_was_moved_or_restored_is_said_once_and_not_refused(
     data.path = str(tmp_path / "copy")
     there = opened(data).watched
     compared = compare(there, marks)
-    assert compared.refusal is None  # the tokens are proved by their digest,
+    assert compared.refusal is None  # their digest verifies the tokens,
     assert compared.note.startswith(f"{data.path}.idx may have changed since the last checkp")
     assert compare(there, marks_of(there)) == Compared()
 
@@ -217,7 +218,7 @@ def test_file_in_the_cache_that_is_written_to_ends_the_run_and_is_made_anew(
     marks, fingerprint = marks_of(corpus.watched), corpus.fingerprint
     (path, *_) = sorted((tmp_path / "cache").glob(f"*.{end}"))
     touch(path)
-    assert look_at(corpus.files) == []  # as all of it is read again
+    assert look_at(corpus.files) == []  # because all of it is read again
     edit(path, path.stat().st_size // 2, 2)
     with pytest.raises(UserError) as raised:
         look_at(corpus.files)
@@ -229,7 +230,8 @@ def test_file_in_the_cache_that_is_written_to_ends_the_run_and_is_made_anew(
     for left in (tmp_path / "cache").iterdir():
         left.unlink()
     assert opened(data).fingerprint == fingerprint
-    assert compare(opened(data).watched, marks) == Compared()  # another file, its content proved
+    # Another file, whose content is verified.
+    assert compare(opened(data).watched, marks) == Compared()
 
 
 def test_cache_too_large_to_be_proved_is_compared_by_its_marks(
@@ -254,7 +256,7 @@ def test_plan_of_packs_is_not_taken_for_a_pair_that_was_edited_since(tmp_path: P
     before = opened(data)
     content = bytearray(index.read_bytes())
     lengths = np.frombuffer(content, "<i4", count, at).copy()
-    # Of the lengths too 8 × 512 are looked at.
+    # Of the lengths, too, 8 × 512 are sampled.
     swapped = next(k for k in range(600, 700) if lengths[k] != lengths[k + 1])
     lengths[swapped], lengths[swapped + 1] = lengths[swapped + 1], lengths[swapped]
     begins = 2 * (np.cumsum(lengths, dtype="<i8") - lengths)

@@ -1,4 +1,5 @@
-"""Gradient buckets: assignment as in PyTorch's DDP, flat views that the model really uses."""
+"""Tests gradient buckets: assigned as in PyTorch's DDP, with flat views that the model really
+uses."""
 
 from __future__ import annotations
 
@@ -220,7 +221,7 @@ def test_no_bucket_mixes_parameters_with_copies_on_other_ranks() -> None:
 
 
 def marked(parameters: list[tuple[str, nn.Parameter]]) -> list[ParameterSpec]:
-    """The specs of parameters, each another one."""
+    """Returns the specs of parameters, all different."""
     for i, (_, p) in enumerate(parameters):
         state_of(p).spec = replace(spec_of(p), uses=i + 1)
     return [spec_of(p) for _, p in parameters]

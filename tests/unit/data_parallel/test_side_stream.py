@@ -1,4 +1,5 @@
-"""All phases of a bucket's sum are queued on a stream of their own when the bucket is full."""
+"""Tests that all phases of a bucket's sum are queued on a stream of their own when the bucket is
+full."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SHAPE = (40, 30)
 
 
 class Streams:
-    """An accelerator's module of the names that are used, which notes what is asked of it."""
+    """An accelerator's module with the names in use, which records their calls."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -110,7 +111,7 @@ def test_one_stream_for_all_buckets(streams: Streams) -> None:
 
 
 def test_gradients_summed_over_copies_are_marked_where_they_are_read(streams: Streams) -> None:
-    # FSDP2 made them on another stream, and lets go of them once their addition is queued here.
+    # FSDP2 made them on another stream, and releases them once their addition is queued here.
     marked: list[str] = []
     flat = SimpleNamespace(
         device=torch.device("cpu"), record_stream=lambda stream: marked.append(stream.name)

@@ -1,4 +1,4 @@
-"""One module asks what kind of device this is, and for nothing that torch.cuda lacks."""
+"""Tests that one module asks for the kind of device, and uses no name that torch.cuda lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import parallel3d
 from parallel3d.device import accelerator
 
 PACKAGE = Path(parallel3d.__file__).parent
-# ROCm has no driver library to ask at less cost: its build of torch counts and tells its GPUs.
+# ROCm has no driver library to ask at less cost: its build of torch counts and describes its GPUs.
 ALLOWED = {
     "host/gpus.py": {
         "if torch is not None and torch.cuda.is_initialized():",
@@ -38,7 +38,7 @@ def test_no_other_room_asks_for_cuda() -> None:
 
 @pytest.mark.parametrize("word", ["cuda:1", "cuda"])
 def test_the_accelerator_module_only_calls_existing_functions_of_torch_cuda(word: str) -> None:
-    """Names that torch.cuda lacks, and arguments that it does not take, are refused."""
+    """Refuses names that torch.cuda lacks, and arguments that it does not take."""
     cuda, device = create_autospec(torch.cuda), torch.device(word)
     cuda.get_device_name.return_value = "H100"
     with patch.object(torch, "get_device_module", lambda _: cuda):

@@ -1,7 +1,7 @@
-"""Functions that run as one kernel on an accelerator: the same values, and one kernel each.
+"""Tests functions that run as one kernel on an accelerator: the same values, and one kernel each.
 
-Their graphs call PyTorch's operations: that they can be made, and what they compute, is the
-package's own. TorchInductor writes kernels in C++ of a norm and of a loss beside them.
+Their graphs call PyTorch's operations: the package's own part is that graphs can be made, and what
+they compute. Besides, TorchInductor writes C++ kernels of a norm and of a loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWN = pytest.mark.more  # TorchInductor's own kernels, each of which takes secon
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on this CPU is an accelerator with a kernel compiler: TorchInductor's own."""
+    """Makes this CPU an accelerator with a kernel compiler: TorchInductor's own."""
     for module in (fused, cross_entropy):
         monkeypatch.setattr(module, "fuses", lambda device: True)
     monkeypatch.setattr(ops, "is_on_accelerator", lambda tensor: True)
@@ -45,7 +45,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """From here on this CPU is an accelerator that says what one kernel is: their names."""
+    """Makes this CPU an accelerator that records the names of functions that are one kernel."""
     names: list[str] = []
 
     @contextmanager
@@ -68,7 +68,8 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def add_rms_norm(x: Tensor) -> Tensor:
-    """Of the residual stream x and a branch that depends on it; both results are read."""
+    """Computes with the residual stream x and a branch that depends on it; both results are
+    read."""
     weight = torch.linspace(0.5, 2, x.shape[-1]).to(x.dtype)
     total, normed = ops.add_rms_norm(x, x.flip(1) / 2, weight, 1e-5)
     return torch.cat((total * 2, normed), 1)
@@ -110,7 +111,7 @@ def value_and_gradient(operation: Callable[[Tensor], Tensor], kind: torch.dtype)
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [  # add_rms_norm: see below, beside that of fp64
+    [  # for add_rms_norm see below, with that of fp64
         ("rms_norm", torch.float32),
         ("swiglu", torch.bfloat16),
         ("split_heads", torch.bfloat16),
@@ -129,7 +130,7 @@ def test_compiled_nodes_equal_plain_ones(
     for mine, recomputed_one, theirs in zip(own, again, plain, strict=True):
         assert mine.dtype == kind
         assert torch.equal(mine, recomputed_one)
-        few = 8 * torch.finfo(kind).eps  # the plain ones round between their operations
+        few = 8 * torch.finfo(kind).eps  # the plain functions round between their operations
         torch.testing.assert_close(mine, theirs, rtol=few, atol=few)
 
 
@@ -150,7 +151,7 @@ def test_a_node_is_one_kernel_forward_and_one_backward(
 def test_a_compiled_residual_norm_is_that_of_fp64(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the plain form by autograd, which takes the sum as the type rounds it."""
+    """Compares with the plain form by autograd, which takes the sum as the dtype rounds it."""
     compiled(monkeypatch)
     kind = torch.bfloat16
     generator = torch.Generator().manual_seed(5)
@@ -200,10 +201,11 @@ def dropped(x: Tensor) -> Tensor:
 
 
 def dropped_attention(x: Tensor) -> Tensor:
-    """Of documents: the second sample has two."""
+    """Returns documents: the second sample has two."""
     q, k, v = x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)[:, :6].chunk(3, 1)
     starts = torch.tensor([[0] * SEQUENCE, [0, 0, *[2] * (SEQUENCE - 2)]], dtype=torch.int32)
-    documents = Documents(starts, AttentionBlocks(starts, starts, starts))  # what is not read
+    # Entries that are not read.
+    documents = Documents(starts, AttentionBlocks(starts, starts, starts))
     numbers = torch.tensor((5, 2**33))
     return attend_dropping(q, k, v, Dropout(7, "a", 0.3), numbers, documents)
 
@@ -242,7 +244,7 @@ def test_heads_are_split_into_the_layout_that_joins_for_free(
 def loss_of(
     logits: Tensor, objective: Objective, first: int, ranks: list[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Statistics, losses with those of `ranks` beside them, and gradients of a chunk."""
+    """Returns statistics, losses with those of `ranks` in addition, and gradients of a chunk."""
     labels = torch.tensor([0, 3, 9, 12, 18, 4, 7])
     loss = ChunkLoss(logits.clone(), labels, first, objective)
     statistics = loss.statistics()
@@ -251,7 +253,8 @@ def loss_of(
 
 
 def losses_agree(kind: torch.dtype, objective: Objective, first: int, go: Callable) -> None:
-    """Ten columns of a vocabulary of 19 before and after `go`, beside another rank's statistics."""
+    """Compares the losses of ten columns of a vocabulary of 19 before and after `go`, with another
+    rank's statistics."""
     generator = torch.Generator().manual_seed(2)
     logits = (3 * torch.randn(7, 10, generator=generator)).to(kind)
     wide = torch.promote_types(kind, torch.float32)
@@ -321,7 +324,7 @@ def test_small_calls_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Compiled:
-    """Dynamo's own limits, without TorchInductor's seconds: which sizes came to a compiler."""
+    """Tests Dynamo's own limits, without TorchInductor's seconds: which sizes were compiled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
@@ -372,7 +375,7 @@ def test_uncompilable_parts_run_eagerly(
 
     @fused.fused
     def total(x: Tensor) -> Tensor:
-        return x * 3 if x.sum() > 2 else x  # no compiler goes on from such a question
+        return x * 3 if x.sum() > 2 else x  # no compiler continues after such a question
 
     compiled(monkeypatch)
     with monkeypatch.context() as patch:

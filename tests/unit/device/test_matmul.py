@@ -1,4 +1,4 @@
-"""Large fp32 matmuls on a CPU by oneDNN: equal results, only where oneDNN is faster."""
+"""Tests large fp32 matmuls on a CPU by oneDNN: equal results, only where oneDNN is faster."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_unsupported_calls_are_left_to_pytorch() -> None:
 
 
 def test_layers_train_with_it() -> None:
-    """Whose gradients are their own node's."""
+    """Functions whose gradients are their own node's."""
     x, weight, bias = factors()
     x.requires_grad_()
     parameters = nn.Parameter(weight), nn.Parameter(bias)
@@ -88,7 +88,7 @@ def test_layers_train_with_it() -> None:
         ("AuthenticAMD", "AVX512", False, False),
         ("AuthenticAMD", "AVX2", True, False),
         ("AuthenticAMD", "DEFAULT", True, False),
-        ("GenuineIntel", "AVX512", True, False),  # MKL knows its own
+        ("GenuineIntel", "AVX512", True, False),  # MKL knows its vendor's processors
         (None, "AVX512", True, False),  # a system that has no such file
     ],
 )

@@ -1,4 +1,4 @@
-"""The dynamic loss scale, step by step."""
+"""Tests the dynamic loss scale, step by step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fp16(**changes: float) -> LossScale:
 
 
 def scales(scale: LossScale, overflows: str) -> list[float]:
-    """The scale after each step; "x" is an overflow, "." none."""
+    """Returns the scale after each step; "x" is an overflow, "." none."""
     seen = []
     for step in overflows:
         scale.update(overflow=step == "x")

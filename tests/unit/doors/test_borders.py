@@ -1,4 +1,5 @@
-"""Documents in pairs of every kind: which labels count, how they begin and end, what is said."""
+"""Tests documents in pairs of every kind: which labels count, how they begin and end, the
+messages."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def file(path: Path, text: str) -> str:
 def documents(
     tokenizer: FileTokenizer, end: int | None, begin: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Documents of 40 tokens, of which the last is `end`."""
+    """Returns documents of 40 tokens, whose last token is `end`."""
     words = tokenizer.encode(WORDS.encode()).tolist()
     made = []
     for number in range(COUNT):
@@ -62,7 +63,7 @@ def opened(prefix: Path, tokenizer: str, **more: Any) -> Corpus:
     return corpus
 
 
-# What ends each document → what is said, and the ends that are learned beside the tokenizer's.
+# What ends each document → the messages, and the ends that are learned besides the tokenizer's.
 ENDS = (
     ("own", 0, (), ()),
     ("none", None, ("0 of 50 sampled documents end in token <|endoftext|> (0)", "end a text"), ()),
@@ -97,7 +98,7 @@ def test_labels_at_borders_are_masked_by_the_index(
         counted = sum(int(sample.loss_mask.sum()) for sample in samples)
         borders = len([b for b in range(LENGTH, len(windows) * SEQ + 1, LENGTH)])
         assert counted == len(windows) * SEQ - masks * borders
-    if end == 0:  # as by the token, where it is there
+    if end == 0:  # as by the token, if there is one
         by_token = Sampler(corpus.train, SEQ, 1, False, 0, True, document_mask=True)
         by_index = Sampler(corpus.train, SEQ, 1, False, 0, True, True, corpus.starts(False))
         for i in range(by_index.windows):
@@ -111,7 +112,8 @@ def test_labels_at_borders_are_masked_by_the_index(
 def test_the_index_and_the_end_agree_where_both_are_there(
     tmp_path: Path, lengths: tuple[int, ...], held_out: bool
 ) -> None:
-    """Also for documents of an end alone, in the last window and in a part cut in a document."""
+    """Holds also for documents that are only an end, in the last window and in a part cut within a
+    document."""
     rng = np.random.default_rng(0)
     stream = [[*rng.integers(1, 9, length - 1).tolist(), 0] for length in lengths]
     index = IndexedCorpus(pair(tmp_path / "p", stream))
@@ -162,7 +164,7 @@ def test_a_split_sequence_has_the_same_masks(cp: int) -> None:
     assert sorted(found) == sorted(expected) and len(found) == 2 * SEQ - 3
 
 
-# How foreign documents begin → what is taught, or the words of a refusal.
+# How foreign documents begin → the learned beginning, or words of a refusal.
 BEGINS = (
     ([0] * COUNT, (0,), ""),
     ([None] * COUNT, (), ""),
@@ -212,7 +214,7 @@ def test_tokens_of_another_tokenizer_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_a_corpus_begins_as_its_facts_say(tmp_path: Path, add_bos: bool) -> None:
-    """By `data tokenize`, and by data=text."""
+    """Writes them by `data tokenize`, and by data=text."""
     path = str(made(tmp_path / "tok", LLAMA_ROW))
     (tmp_path / "a.txt").write_text(WORDS * 9)
     inputs = tuple(find_inputs(str(tmp_path / "a.txt"), None))
@@ -238,7 +240,8 @@ def test_a_corpus_begins_as_its_facts_say(tmp_path: Path, add_bos: bool) -> None
 
 
 def turns(tokenizer: FileTokenizer, end: Sequence[int], blank: bool) -> list[list[int]]:
-    """Conversations as data=chat keeps them; `blank`: a learned line end follows the turn."""
+    """Returns conversations as data=chat stores them; `blank`: a learned line end follows the
+    turn."""
     line = tokenizer.encode(b"\n").tolist()
     said, asked = (tokenizer.encode(text).tolist() for text in (b"yes, it is", b"is it?"))
     spoken = [token | SPOKEN for token in [*said, *end, *(line if blank else [])]]

@@ -1,7 +1,7 @@
-"""Rows as they stand in public sets of conversations: what they are taken for, or the sentence.
+"""Tests rows as in public sets of conversations: their meaning, or the sentence.
 
-Each is read by ten templates with the rules of published families, beside transformers: the tokens
-are equal, and what is learned is what the assistant says; or the row is refused.
+Ten templates with the rules of published families read each, and are compared with transformers:
+the tokens are equal, and the assistant's words are learned; or the row is refused.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def without(message: Json, *keys: str) -> Json:
     return {key: value for key, value in message.items() if key not in keys}
 
 
-# A row, and what it is.
+# A row, and its meaning.
 ROWS: dict[str, tuple[Json, Right]] = {
     "plain": (row(*TALK), Right(TALK)),
     "two turns": (row(*TWO), Right(TWO)),
@@ -300,7 +300,7 @@ def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def spoken(found: Conversation, tokenizer: FileTokenizer) -> list[str]:
-    """Returns the text of each part that is learned."""
+    """Returns the text of each learned part."""
     edges = np.flatnonzero(np.diff(found.spoken.astype(int), prepend=0, append=0)).reshape(-1, 2)
     inner = tokenizer._inner
     return [
@@ -548,7 +548,7 @@ def test_documents_and_options_are_given_to_a_template_that_takes_them(tmp_path:
 
 
 def test_words_behind_a_special_token_of_a_turn_are_learned(tmp_path: Path) -> None:
-    """Here the last special token of a turn stands before its words, and none ends it."""
+    """Here the last special token of a turn comes before its words, and none ends it."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}[INST]"
         "{% endif %}{{ m.content }}{% endfor %}"

@@ -1,4 +1,5 @@
-"""What a host shows of GPUs: used, "there is none", or a sentence; the same for every caller."""
+"""Tests what a host shows of GPUs: used, "there is none", or a sentence; the same for every
+caller."""
 
 from __future__ import annotations
 
@@ -47,9 +48,10 @@ def none(**more: object) -> Host:
     return Host(driver=Driver(100, ()), **more)  # type: ignore[arg-type]
 
 
-# Each: the host, its ranks, and what device=auto is: cpu, cuda, or a piece of the sentence.
+# Each row: the host, its ranks, and the result of device=auto: cpu, cuda, or a part of the
+# sentence.
 HOSTS: dict[str, tuple[Host, int, str]] = {
-    # GPUs that are there.
+    # GPUs that exist.
     "eight cards": (Host(driver=Driver()), 1, "cuda"),
     "a rank for each": (Host(driver=Driver()), 8, "cuda"),
     "by a mask": (Host(driver=Driver(), environ={"CUDA_VISIBLE_DEVICES": "3,5"}), 2, "cuda"),
@@ -57,7 +59,7 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
     "one for four": (Host(driver=Driver(cards=cards(1))), 4, "4 ranks need 4 GPUs"),
     "a driver of a later CUDA": (Host(driver=Driver(version=14000)), 1, "cuda"),
     "ROCm": (Host("hip", rocm=Answer(TWO)), 2, "cuda"),
-    # The driver's errors are not "no GPU", whatever else says nothing.
+    # The driver's errors are not "no GPU", even without any other sign of one.
     "802": (Host(driver=Driver(802)), 1, r"802 CUDA_ERROR_SYSTEM_NOT_READY\): start the fabric"),
     "803": (Host(driver=Driver(803)), 1, "803 CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
     "999": (Host(driver=Driver(999)), 1, "999 CUDA_ERROR_UNKNOWN"),
@@ -68,7 +70,7 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
     "a code of a later driver": (Host(driver=Driver(871)), 1, r"does not start \(cuInit: 871\)"),
     "802 of many ranks": (Host(driver=Driver(802)), 8, "802 CUDA_ERROR_SYSTEM_NOT_READY"),
     "an old driver": (Host(driver=Driver(version=12080)), 1, r"is for CUDA 12\.8, .* for CUDA 13"),
-    # No device, and nothing says that one is meant.
+    # No device, and no sign that one is intended.
     "a laptop": (Host(), 1, "cpu"),
     "a laptop, four ranks": (Host(), 4, "cpu"),
     "a laptop with the driver's library": (none(), 1, "cpu"),
@@ -84,7 +86,7 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
         "cpu",
     ),
     "a count of none": (Host("cpu", environ={"SLURM_GPUS_ON_NODE": "0"}), 1, "cpu"),
-    # A person hides the GPUs.
+    # A user hides the GPUs.
     "an empty mask": (
         Host(driver=Driver(), files=NVIDIA0, environ={"CUDA_VISIBLE_DEVICES": ""}),
         1,
@@ -100,7 +102,7 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
         1,
         "cpu",
     ),
-    # A GPU is meant, and there is none.
+    # A GPU is intended, and there is none.
     "a CPU wheel beside a card": (
         Host("cpu", files=NVIDIA0),
         1,
@@ -149,7 +151,7 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
         1,
         "an NVIDIA card is at 0000:1b:00.0",
     ),
-    # Masks that contradict what is there, or each other.
+    # Masks that contradict the devices, or each other.
     "a mask of more than there are": (
         Host(driver=Driver(cards=cards(2)), environ={"CUDA_VISIBLE_DEVICES": "0,1,9"}),
         1,
@@ -214,7 +216,7 @@ CALLERS = ("train", "train of a launcher", "eval", "calibrate", "layout=auto", "
 
 
 class Begun(Exception):
-    """The device is chosen, and work would begin."""
+    """Raised when the device is chosen and work would begin."""
 
 
 def asked(caller: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -292,7 +294,7 @@ def test_all_callers_have_one_answer(
 
 
 def test_ranks_of_a_launcher_may_each_see_their_own(tmp_path: Path) -> None:
-    """`CUDA_VISIBLE_DEVICES=$LOCAL_RANK` in a wrapper, Slurm's binding, flux, jsrun."""
+    """Tests `CUDA_VISIBLE_DEVICES=$LOCAL_RANK` in a wrapper, Slurm's binding, flux, jsrun."""
     seen = []
     for rank in range(4):
         with played(Host(driver=Driver(), environ={"CUDA_VISIBLE_DEVICES": str(rank)}), tmp_path):
@@ -345,7 +347,7 @@ def test_a_line_says_what_is_used_of_what_is_there(
 
 
 def test_facts_are_those_of_the_card_that_is_used(tmp_path: Path) -> None:
-    """By CUDA's own numbers: NVML's first card is another one here."""
+    """Devices have CUDA's own numbers: NVML's first card is another one here."""
     mixed = (Card(0, "NVIDIA GeForce RTX 3090", capability=8), Card(1, "NVIDIA H200"))
     given = {"CUDA_VISIBLE_DEVICES": "1"}
     with played(Host(driver=Driver(cards=mixed), environ=given), tmp_path):
@@ -367,7 +369,7 @@ def test_a_graphics_unit_of_a_processor_is_no_hint(tmp_path: Path) -> None:
 
 
 def test_asking_starts_no_driver_in_this_process_and_passes_errors_and_crashes() -> None:
-    """Else no rank that is forked of it could start it."""
+    """Otherwise no rank that is forked from it could start CUDA."""
     driver = Driver()
     answer = gpus.in_subprocess(lambda: gpus.ask_cuda(driver))  # type: ignore[arg-type]
     assert [gpu.name for gpu in answer.gpus] == ["NVIDIA H100 80GB HBM3"] * 8
@@ -388,7 +390,7 @@ def test_a_process_that_has_used_cuda_is_asked_itself(tmp_path: Path) -> None:
         assert driver.started == [os.getpid()]
 
 
-# Variables that win over every program
+# Variables that override every program
 
 
 @pytest.mark.parametrize(
@@ -421,7 +423,8 @@ def test_numerics_of_the_environment(
 
 GPU_HOST, LAPTOP = Host(driver=Driver()), Host("cpu")
 BOTH, UNTYPED = "cpu:gloo,cuda:nccl", "undefined"
-# Each: the host, what the script typed, the world's backends, p3d.init's device, and the answer.
+# Each row: the host, what the script asked for, the world's backends, p3d.init's device, and the
+# answer.
 WORLDS = [
     (GPU_HOST, UNTYPED, BOTH, "auto", "cuda:0"),
     (GPU_HOST, BOTH, BOTH, "auto", "cuda:0"),
@@ -474,7 +477,7 @@ def test_init_in_a_world_that_is_there(
     ("bound", "initialised", "environ", "index"),
     [
         (torch.device("cuda:5"), False, {"LOCAL_RANK": "3"}, 5),
-        (None, True, {"LOCAL_RANK": "3"}, 2),  # the script made its own current
+        (None, True, {"LOCAL_RANK": "3"}, 2),  # the script made its own device current
         (None, False, {"LOCAL_RANK": "3"}, 3),
         (None, False, {}, 0),
     ],

@@ -1,5 +1,7 @@
-"""Files as people have them, at the five doors that read files: taken for what they are, or one
-sentence. A new row is one line."""
+"""Tests files as people have them, at the five doors that read files: recognised, or one sentence.
+
+A new row is one line.
+"""
 
 from __future__ import annotations
 
@@ -111,8 +113,8 @@ LZ4 = b"\x04\x22\x4d\x18" + RANDOM
 RECORDS = (12).to_bytes(8, "little") + bytes(4) + b"\x0a\x0atextual data" + bytes(4)
 TENSORS = (99).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[1]}}' + bytes(9)
 
-ROW, WHOLE, WORD = "rows", "text", "text of "  # what a file is taken for
-# name, content, what it is taken for or words of the sentence
+ROW, WHOLE, WORD = "rows", "text", "text of "  # the result for a file
+# name, content, the result or words of the sentence
 FILES: list[tuple[str, bytes, str]] = [
     ("a.jsonl", JSONL, ROW),
     ("a.JSONL", JSONL, ROW),
@@ -146,7 +148,7 @@ FILES: list[tuple[str, bytes, str]] = [
     ("bom.txt", b"\xef\xbb\xbf" + TXT, WHOLE),
     ("utf16.txt", PROSE.encode("utf-16"), WHOLE),
     ("utf32.txt", PROSE.encode("utf-32"), WHOLE),
-    # What the name tells and what the bytes are differ.
+    # Files whose names and bytes contradict each other.
     ("a.jsonl", gzip.compress(JSONL), "is gzip by its first bytes but not by its name"),
     ("a.jsonl", parquet(), "is parquet by its first bytes"),
     ("a.jsonl.gz", JSONL, "is gzip by its name but JSON lines by its first bytes"),
@@ -387,7 +389,7 @@ BESIDE = {
     "load.py": b"import datasets\n",
     "config.json": b"{}",
 }
-# files, what is taken (in their order) or words of the sentence, words of the lines
+# files, the used ones (in their order) or words of the sentence, words of the lines
 FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
     "a snapshot of the hub": (
         SHARDS | BESIDE,

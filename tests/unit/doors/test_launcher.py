@@ -1,8 +1,9 @@
-"""Who am I, by the environment alone: what each launcher sets, and what is refused.
+"""Tests how a process finds its rank from the environment: what each launcher sets, and what is
+refused.
 
-A row is the environment of one process of a real start, shortened to what launchers set, and what
-it is taken for: (rank, ranks, rank on the host, ranks of the host, address, port); or ALONE; or a
-part of the sentence. "?" as ranks of the host: the ranks count them. None as port: one of ours.
+A row is the environment of one process of a real start, reduced to what launchers set, and the
+result: (rank, ranks, rank on the host, ranks of the host, address, port); or ALONE; or a part of
+the sentence. "?" as ranks of the host: the ranks count them. None as port: one of ours.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Taken = tuple[int, int, int, int, str, int | None]
 
 
 def env(text: str, *more: dict[str, str]) -> dict[str, str]:
-    """Returns the variables of a text NAME=value NAME=value, with those of others before it."""
+    """Returns the variables of a text NAME=value NAME=value, added to others."""
     found: dict[str, str] = {}
     for each in more:
         found |= each
@@ -490,7 +491,8 @@ def steps(job: int, *more: dict[str, str]) -> list[RankAssignment | None]:
 
 
 def test_no_two_starts_meet() -> None:
-    """Steps of a job, jobs 20,000 apart, elements of an array, a job queued again."""
+    """Compares steps of a job, jobs 20,000 apart, elements of an array, and a job that was queued
+    again."""
     jobs = [7, 20007, 40007, 7 + PORTS, *range(100, 110)]
     places = [*itertools.chain(*map(steps, jobs)), *steps(7, env("SLURM_RESTART_COUNT=1"))]
     places += [taken(OMPI), taken(OMPI | env("PMIX_NAMESPACE=prterun-vm-4712@1")), taken(FLUX)]
@@ -551,12 +553,12 @@ def test_one_process_of_many_prints() -> None:
 
 
 def test_some_commands_leave_others_out() -> None:
-    """`parallel3d generate` in a shell of an allocation of many tasks."""
+    """Tests `parallel3d generate` in a shell of an allocation of many tasks."""
     assert detect(BATCH, starts=None) is None
 
 
 def test_one_process_may_start_the_tasks_of_one_node() -> None:
-    """`sbatch -N1 -n8 --wrap "parallel3d train tp=8"`."""
+    """Tests `sbatch -N1 -n8 --wrap "parallel3d train tp=8"`."""
     node = BATCH_OF_ONE | env("SLURM_NTASKS=8 SLURM_TASKS_PER_NODE=8")
     assert detect(node, starts=8) is None
     with pytest.raises(UserError, match="8 tasks"):

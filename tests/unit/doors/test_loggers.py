@@ -1,4 +1,5 @@
-"""Which run in W&B a start goes on in, and which rows it has there; W&B itself is not started."""
+"""Tests in which W&B run a start continues, and which rows it has there; W&B itself is not
+started."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ RUN = b'{"type": "run", "run": {"run_id": "x"}}\n'
 
 
 class Said(NamedTuple):
-    """An output of W&B's tool and what it is taken for."""
+    """An output of W&B's tool and its meaning."""
 
     lines: tuple[bytes, ...]
     taken: Row | str | None  # text: a part of the sentence that refuses it
@@ -103,7 +104,7 @@ def session(
     environ: Mapping[str, str] = {},
     stamp: str = "20260101_000000",
 ) -> str:
-    """Goes through a session as the logger does; returns the run's id in W&B."""
+    """Runs a session like the logger; returns the run's id in W&B."""
     run_dir.mkdir(parents=True, exist_ok=True)
     if id is not None:
         (run_dir / "wandb-id").write_text(f"{id}\n")
@@ -119,7 +120,7 @@ def session(
     return begun.id
 
 
-# What the tool says of a file, in the tests below: the rows of a killed session.
+# The tool's output for a file, in the tests below: the rows of a killed session.
 Tool = Callable[[Mapping[str, list[bytes]]], None]
 
 
@@ -148,7 +149,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Tool:
         (Row(246, False), config_of(lr=1e-4), 246, False),
         (Row(246, True), config_of(lr=1e-4), 246, False),
         (Row(246, True), config_of(lr=1e-4), 247, True),
-        (Row(246, False), config_of(tp=2, dp=4), 201, True),  # another layout rounds otherwise
+        (Row(246, False), config_of(tp=2, dp=4), 201, True),  # another layout rounds differently
         (Row(246, False), config_of(runs_dir="elsewhere"), 201, True),
         (Row(246, False), config_of(seed=5), 1, False),  # no checkpoint: from step 1 on
         (Row(246, False), config_of(), 1, True),
@@ -183,7 +184,7 @@ def test_rows_that_a_changed_resume_replaces(
 
 
 def test_keys_changed_and_restored_keep_earlier_rows(tmp_path: Path, tool: Tool) -> None:
-    """Keys changed for one start and changed back: each time other rows would be replaced."""
+    """Keys that change for one start and change back would replace other rows each time."""
     run_dir = tmp_path / "a"
     ids = [session(run_dir, config_of(), Row(246, False), stamp="20260101_000000")]
     ids += [session(run_dir, config_of(lr=1e-4), Row(230, False), 201, stamp="20260101_000001")]
@@ -212,7 +213,7 @@ def test_the_id_of_a_first_start(
     assert begun.id == taken if taken else begun.id != environ.get("WANDB_RUN_ID")
     assert len(begun.lines) == (words is not None)
     assert words is None or (words in begun.lines[0] and begun.id in begun.lines[0])
-    # The run keeps it, whatever is exported then.
+    # The run keeps it, whatever is exported later.
     assert begin(run_dir, 1, KEYS, {"WANDB_RUN_ID": "other"}) == (begun.id, None, False, ())
 
 
@@ -305,7 +306,8 @@ def test_a_copy_of_a_run_from_before_ledgers(tmp_path: Path, name: str) -> None:
 
 
 def test_sessions_from_before_ledgers(tmp_path: Path, tool: Tool) -> None:
-    """The newest is known by its time, whatever is in the id; another id's rows are not its."""
+    """The newest session is found by its time, whatever its id; rows under another id are not its
+    own."""
     (tmp_path / "wandb-id").write_text("llama-8b-v2\n")
     for name in ("20260102_000000-llama-8b-v2", "20260101_235959-llama-8b-v2", "20260103_000000-x"):
         folder = tmp_path / "wandb" / f"offline-run-{name}"
@@ -335,7 +337,7 @@ def test_rows_that_nobody_knows_make_a_run_of_its_own(
 
 
 def test_a_session_that_ended_well_needs_no_file(tmp_path: Path) -> None:
-    """As after `wandb sync --clean`."""
+    """The files are as after `wandb sync --clean`."""
     run_dir = tmp_path / "a"
     made = session(run_dir, config_of(), Row(9, True))
     shutil.rmtree(run_dir / "wandb")

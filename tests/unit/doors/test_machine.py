@@ -1,6 +1,7 @@
-"""CPUs and memory within the limits of a container or job: files of the kernel's, and one answer.
+"""Tests CPUs and memory within the limits of a container or job: the kernel's files, and one
+answer.
 
-Each row is a tree of files as machines have it: /proc/self/cgroup, /proc/self/mountinfo and the
+Each row is a tree of files from a real machine: /proc/self/cgroup, /proc/self/mountinfo and the
 files of groups.
 """
 
@@ -31,7 +32,7 @@ def v2(groups: str, mountinfo: str = V2) -> Tree:
 
 
 def files(folder: str, **given: str) -> Tree:
-    """Files of a group; __ is the dot of a name."""
+    """Returns the files of a group; __ is the dot of a name."""
     return {f"{folder}/{name.replace('__', '.', 1)}": text for name, text in given.items()}
 
 
@@ -45,7 +46,7 @@ def v1(
 
 GROUP, CPU1, MEM1 = "sys/fs/cgroup", "sys/fs/cgroup/cpu,cpuacct", "sys/fs/cgroup/memory"
 
-# Each: the tree, cores, GiB in all, GiB free.
+# Each row: the tree, cores, GiB in all, GiB free.
 MACHINES: dict[str, tuple[Tree, int, float, float]] = {
     "nothing is known": ({}, 64, 512, 500),
     "no group": (v2("0::/\n"), 64, 512, 500),
@@ -263,7 +264,7 @@ def test_this_machine() -> None:
         (4, 1, {}, 4),
         (4, 2, {}, 2),
         (1, 8, {}, 1),
-        (CORES, 1, {}, None),  # no quota: torch's own choice stays
+        (CORES, 1, {}, None),  # no quota: torch's own number of threads stays
         (4, 1, {"OMP_NUM_THREADS": "16"}, None),
     ],
 )

@@ -1,4 +1,5 @@
-"""A run that goes on with another global batch: its length, its learning rate, its last step."""
+"""Tests a run that resumes with another global batch: its length, its learning rate, its last
+step."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ Batch = int | dict[int, int]  # sizes by samples: train.batch_schedule
 
 
 class Case(NamedTuple):
-    """One life of a run: (batch, steps done with it) for each start but the last, then `last`."""
+    """The life of a run: (batch, steps done with it) for each start but the last, then `last`."""
 
     budget: str  # KEY=VALUE of train
     starts: tuple[tuple[Batch, int], ...]
@@ -101,7 +102,7 @@ CASES = [
     Case(T, ((GROWS, 1200),), 4, COSINE),
     Case(T, ((GROWS, 1700),), 32, WSD),
     Case(T, ((8, 745),), {0: 8, 8000: 16, 12000: 32}, COSINE),
-    Case(T, ((8, 745),), {0: 4, 100: 16}, COSINE),  # its past was another
+    Case(T, ((8, 745),), {0: 4, 100: 16}, COSINE),  # its past was different
     Case(T, ((GROWS, 500),), {0: 4, 4000: 8, 9000: 32}, COSINE),
     Case(T, ((GROWS, 500), (16, 600)), 8, WSD),
     Case("tokens=1e6", ((8, 745),), 16, COSINE),
@@ -140,7 +141,7 @@ def config_of(case: Case, batch: Batch) -> Config:
 
 
 class Life(NamedTuple):
-    """All steps of a run over its starts: samples read after each, and its rate."""
+    """Returns all steps of a run over its starts: samples read after each, and its rate."""
 
     samples: list[int]
     rates: list[float]
@@ -148,7 +149,7 @@ class Life(NamedTuple):
 
 
 def lived(case: Case) -> Life:
-    """Goes through the starts as the trainer does, with the clock in a checkpoint's JSON."""
+    """Goes through the starts like the trainer, with the clock in a checkpoint's JSON."""
     samples, rates, read, clock = [], [], 0, None
     for batch, until in [*case.starts, (case.last, None)]:
         config = config_of(case, batch)
@@ -164,7 +165,7 @@ def lived(case: Case) -> Life:
 
 
 def planned(case: Case) -> Life:
-    """Returns the life that the first start would have had to the end."""
+    """Returns the life that the first start would have had until its end."""
     first = case.starts[0][0] if case.starts else case.last
     return lived(case._replace(starts=(), last=first))
 
@@ -203,7 +204,7 @@ def test_the_rate_is_what_the_first_start_would_have_had_at_that_sample(case: Ca
 def test_a_run_whose_batch_stays_has_the_rates_of_one_start(case: Case) -> None:
     config = config_of(case, case.last)
     steps = range(1, config.train_steps + 1)
-    # Bit for bit.
+    # Equal bit for bit.
     assert lived(case).rates == [learning_rate(config.optim, len(steps), step) for step in steps]
 
 
@@ -212,7 +213,8 @@ def test_a_checkpoint_without_a_clock_resumes() -> None:
     there = dataclasses.asdict(config_of(CASES[0], 8))
     clock = clock_of(progress, there)
     assert clock is not None and clock.place(745 * 8) == 745
-    # Its batch had changed: what its steps were before is not known, and its rate does not jump.
+    # Its batch had changed: the batches of its earlier steps are unknown, but its rate does not
+    # jump.
     changed = clock_of(progress | {"consumed_samples": 9999}, there)
     assert changed is not None and changed.place(9999) == 745
     assert clock_of({"steps": 0, "consumed_samples": 0}, there) is None
@@ -255,7 +257,7 @@ def test_a_run_without_a_checkpoint_may_begin_again_with_any_keys(tmp_path: Path
     ("has_begun", "typed", "taken"),
     [
         (True, {"init_from": "old"}, "old@175"),  # the step that was chosen once
-        (False, {"init_from": "old"}, "old"),  # looked up anew
+        (False, {"init_from": "old"}, "old"),  # chosen anew
         (False, {}, "old@175"),
         (True, {"init_from": "old@9"}, "old@9"),  # refused later
     ],
@@ -296,8 +298,8 @@ def test_a_copied_run_goes_by_its_new_name() -> None:
         ("trace: false\n", None),
         ("trace: true\n", "trace=true (now schedule.timeline)"),
         ("tensor_parallel:\n  symmetric_memory: true\n", "tensor_parallel.symmetric_memory=true ("),
-        ("topology:\n  width: 80\n", None),  # of another command
-        ("ddp:\n  powersgd_rank: 4\n  powersgd_start: 10\n", None),  # nobody typed them
+        ("topology:\n  width: 80\n", None),  # options of another command
+        ("ddp:\n  powersgd_rank: 4\n  powersgd_start: 10\n", None),  # not typed by the user
         ("ddp:\n  bucket_order: model\n", None),
         ("ddp:\n  bucket_order: measured\n", "ddp.bucket_order=measured (buckets are in "),
         ("ddp:\n  powersgd_rank: 2\n", "ddp.powersgd_rank=2 (PowerSGD is gone, and ddp.comm_hook="),
@@ -317,14 +319,14 @@ def test_keys_of_an_old_configuration_that_are_no_more(
 
 
 def test_the_last_start_is_the_last_one_that_came_to_a_step(tmp_path: Path) -> None:
-    """One that was refused has left a newer configuration."""
+    """A refused start has left a newer configuration."""
     config = make_run(tmp_path, "a")
     folder = tmp_path / "a"
     save_config(with_values(config, {"optim.lr": 0.5}), folder, "config-2.yaml")
-    assert last_config(folder).optim.lr == 0.5  # nothing tells
+    assert last_config(folder).optim.lr == 0.5  # there is no record
     start = {"first_step": 1, "started": "2026-11-27T17:00:00+00:00"}
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
-    assert last_config(folder).optim.lr == 0.5  # by an older version
+    assert last_config(folder).optim.lr == 0.5  # written by an older version
     lines = [json.dumps({**start, "config": "config.yaml"}), '{"account": 1, "step": 3}', "{torn"]
     (folder / "starts.jsonl").write_text("\n".join(lines))
     assert last_config(folder).optim.lr == config.optim.lr

@@ -1,4 +1,4 @@
-"""Folders of tokenizers, each with the begin and the ends that it gives, or the sentence."""
+"""Tests folders of tokenizers, each with its beginning and ends, or the sentence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ TEXTS = (
 
 @functools.cache
 def content(special: tuple[str, ...], post: str, more: tuple[str, ...] = ()) -> str:
-    """A tokenizer.json with these special tokens, a post-processor and more added tokens."""
+    """Returns a tokenizer.json with these special tokens, a post-processor and more added
+    tokens."""
     from tokenizers import AddedToken, Tokenizer, processors
 
     inner = Tokenizer.from_str(trained(320, special))
@@ -186,7 +187,7 @@ def test_a_folder_tells_begin_and_ends_or_is_refused(tmp_path: Path, row: Row) -
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [r for r in ROWS if not r.words], ids=lambda row: row.name)
 def test_prompts_and_ends_are_those_of_transformers(tmp_path: Path, row: Row) -> None:
-    """Also of the folder that a run exports."""
+    """Holds also for the folder that a run exports."""
     transformers.utils.logging.set_verbosity_error()
     path = made(tmp_path / "tok", row)
     tokenizer = open_tokenizer(str(path))
@@ -206,7 +207,7 @@ def test_prompts_and_ends_are_those_of_transformers(tmp_path: Path, row: Row) ->
 
 
 def changed(path: list[Any], value: Any) -> str:
-    """A tokenizer.json of QWEN with another value at a path of keys."""
+    """Returns a tokenizer.json of QWEN with another value at a path of keys."""
     whole = json.loads(content(QWEN, ""))
     at = whole
     for key in path[:-1]:
@@ -235,7 +236,7 @@ def test_numbers_that_are_none_are_refused(
 
 
 def of_letters() -> str:
-    """A tokenizer.json without bytes and without a token for unknown characters."""
+    """Returns a tokenizer.json without bytes and without a token for unknown characters."""
     from tokenizers import Tokenizer, models
 
     inner = Tokenizer(models.BPE({letter: n for n, letter in enumerate("abc ")}, []))
@@ -294,7 +295,8 @@ def test_a_contradiction_is_said(tmp_path: Path, name: str, words: str | None) -
 
 
 LLAMA_ROW = ROWS[2]
-# What documents begin with, whether other training came before → prompts' begin, the export's.
+# The beginning of documents, whether other training came before → the beginning of prompts and of
+# the export.
 BEGINS = (
     ((BOS,), False, [0], [0]),
     ((BOS,), True, [0], [0]),
@@ -319,7 +321,8 @@ def test_prompts_begin_as_the_documents_of_the_run(
         kept = open_tokenizer(str(tmp_path / FOLDER))
         assert isinstance(kept, FileTokenizer) and kept.prefix == begin
     first = begin or [kept.eot]
-    assert kept.begin == first and kept.bos == [0]  # documents yet to be made begin as usual
+    # Documents that are yet to be made begin as usual.
+    assert kept.begin == first and kept.bos == [0]
     assert encode_pair(kept, "", "ab")[0][: len(first)] == first
     context, _ = encode_pair(kept, "def", " f")
     assert context == [*begin, *kept.encode_prompt(b"def f")]

@@ -1,4 +1,5 @@
-"""Text is what was typed or written, by every way in; a path's `~` is a home; a key comes once."""
+"""Tests that text stays as it was typed or written, by every way in; `~` is a home; a key is given
+once."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def test_names_in_braces_are_text(name: str, tmp_path: Path) -> None:
         assert [*attrgetter(name)(config)] == words
 
 
-# What is typed, key, what it comes to.
+# The typed word, the key, its value.
 TYPED = [
     ("run=null", "run", None),
     ("run=NULL", "run", None),
@@ -141,7 +142,7 @@ def test_words_of_the_command_line_are_read_as_written(word: str, name: str, rig
     assert attrgetter(name)(taken_from_words([word])) == right
 
 
-# A line of a file of one's own, key, what it comes to.
+# A line of a user's own file, the key, its value.
 WRITTEN = [
     ("run: null", "run", None),
     ("run: ~", "run", None),
@@ -223,7 +224,7 @@ def test_a_refusal_gives_the_reason(words: list[str], parts: list[str]) -> None:
 
 @pytest.mark.parametrize("run", ["exp-$SLURM_JOB_ID", "$USER", "${USER}-1"])
 def test_a_run_that_is_named_by_a_variable_is_refused(run: str) -> None:
-    """All jobs of a file with `run: exp-$SLURM_JOB_ID` would be one run."""
+    """All jobs with a file that has `run: exp-$SLURM_JOB_ID` would be one run."""
     with pytest.raises(UserError, match=r"which nothing here expands.*\$\{oc\.env:(SLURM|USER)"):
         check_run_name(run, "runs")
 
@@ -275,7 +276,7 @@ def test_a_key_of_a_verb_is_given_once() -> None:
 
 
 def test_a_users_folder_is_read_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Hydra itself: an experiment and a preset named as numbers, in a home."""
+    """Tests Hydra itself: an experiment and a preset named like numbers, in a home."""
     monkeypatch.setenv("HOME", str(tmp_path))
     files = {
         "experiment/1.10.yaml": "# @package _global_\ndefaults:\n  - override /data: 007\n"

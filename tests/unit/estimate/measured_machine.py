@@ -1,4 +1,4 @@
-"""A machine made of formulas, for tests of what reads one."""
+"""A machine made from formulas, for tests of code that reads a measured one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MADE = CalibrationSource("cpu", "test", 2, "fp32", "host", "2", "0", "2026-01-01
 
 
 def seconds(name: str, at: tuple[float, ...]) -> float:
-    """What the machine takes for a piece of MODEL."""
+    """Returns the machine's seconds for a piece of MODEL."""
     if name.startswith("block"):
         return BLOCK_FLOPS * at[1] / at[0] / RATE
     if name in ("head.forward", "head.input", "head.weight"):
@@ -50,7 +50,7 @@ def machine(
     made: CalibrationSource = MADE,
     **numbers: float,
 ) -> MeasuredMachine:
-    """The machine, a piece's seconds as `of` says."""
+    """Returns the machine, with a piece's seconds by `of`."""
     tables = {}
     for name, count in TABLES.items():
         axes: tuple[tuple[float, ...], ...] = (TP, AXIS)[:count]

@@ -1,4 +1,4 @@
-"""A layout for the planner's tests: Llama-like on H100s, any field given."""
+"""A layout for the planner's tests: Llama-like on H100s, with any field given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel3d.estimate.fitted_cost import ENGINES, NETWORKS, SPEEDS, Constants
 
 
 def constants(**over: float) -> Constants:
-    """The guesses that the fit begins with, but for `over`."""
+    """Returns the guesses from which the fit starts, except for `over`."""
     return Constants({name: guess for name, (guess, _) in time_guesses().items()} | over)
 
 

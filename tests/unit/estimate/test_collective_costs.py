@@ -1,4 +1,4 @@
-"""The α–β model: values by hand, identities between collectives, limits."""
+"""Tests the α–β model: values by hand, identities between collectives, limits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_hierarchy_carries_an_inner_th_of_the_bytes_between_domains() -> None:
 
 
 def test_many_segments_make_a_broadcast_as_fast_as_one_message() -> None:
-    # Woolley's limit: N/B whatever the number of ranks, where whole it is (n − 1)·N/B.
+    # Woolley's limit: N/B whatever the number of ranks, while unsegmented it is (n − 1)·N/B.
     for n in (2, 8, 100):
         assert broadcast(n, 1e9, FREE) == pytest.approx((n - 1) * 0.1)
         assert broadcast(n, 1e9, FREE, segments=100_000) == pytest.approx(0.1, rel=1.1e-3)
@@ -89,9 +89,9 @@ def test_no_other_number_of_segments_is_faster_than_the_best(n: int, nbytes: int
 def test_the_best_number_of_segments_by_hand() -> None:
     # √((n − 2)·N/(α·B)): 1 MB takes 100 µs, α is 5 µs: √(2·20) = 6.3 for four ranks
     assert best_segments(4, 1e6, LINK) == 6
-    assert best_segments(2, 1e6, LINK) == 1  # nobody forwards
+    assert best_segments(2, 1e6, LINK) == 1  # no rank forwards
     assert best_segments(4, 0, LINK) == 1
-    assert best_segments(4, 1000, FREE) == 1000  # at no cost a message, a byte each
+    assert best_segments(4, 1000, FREE) == 1000  # without a cost per message, a byte each
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

@@ -1,4 +1,5 @@
-"""The planner on a measured machine: tables, the clock of shared cores, steps, and its file."""
+"""Tests the planner on a measured machine: tables, the clock of shared cores, steps, and its
+file."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def test_on_one_core_a_pipeline_takes_the_sum_of_its_work() -> None:
     alone = shared_clock(
         schedule.orders, schedule.assignment, costs, 2, lambda busy: 1 / busy, ends
     )
-    # of two replicas; a message has two ends, and 3 boundaries are crossed there and back
+    # of two replicas; a message has two ends, and 3 boundaries are crossed both ways
     assert alone == pytest.approx(2 * (4 * 8 * 3 + 8 * 3 * 2 * 0.5 + sum(ends)))
 
 
@@ -108,7 +109,7 @@ def test_ranks_that_wait_for_each_other_are_no_time() -> None:
 
 
 def blocks_alone(name: str, at: tuple[float, ...]) -> float:
-    """Everything else of the machine takes next to no time."""
+    """All other pieces of the machine take next to no time."""
     plain = name.startswith(("block", "head", "together", "threads"))
     return seconds(name, at) if plain else 1e-12
 
@@ -146,7 +147,8 @@ def test_a_model_that_was_not_measured_is_scaled_by_flops_and_said_so(
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "send_recv"])
 @pytest.mark.parametrize("keys", [{"tp": 2, "sp": True}, {"dp": 2, "zero": 1}, {"pp": 2, "dp": 2}])
 def test_each_collective_and_message_is_priced(op: str, keys: dict[str, int]) -> None:
-    """Of `traffic.transfers`, which tests/distributed/test_traffic.py holds against real runs."""
+    """Compares with `traffic.transfers`, which tests/distributed/test_traffic.py compares with real
+    runs."""
 
     def of(name: str, at: tuple[float, ...]) -> float:
         plain = name.startswith(("together", "threads"))

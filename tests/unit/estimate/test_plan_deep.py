@@ -1,4 +1,4 @@
-"""The planner's work on models of thousands of layers, counted, and what it tells meanwhile."""
+"""Counts the planner's work on models of thousands of layers, and tests its progress messages."""
 
 from __future__ import annotations
 

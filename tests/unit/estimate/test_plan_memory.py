@@ -1,4 +1,4 @@
-"""The planner's bytes: who holds what, and that the worst stage is named."""
+"""Tests the planner's bytes: what each rank holds, and that the worst stage is named."""
 
 from __future__ import annotations
 

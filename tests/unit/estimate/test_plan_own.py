@@ -1,4 +1,4 @@
-"""What the planner says of parallel3d's own code: by arithmetic, and as dry runs play it."""
+"""Compares the planner's figures for parallel3d's own code with arithmetic, and with dry runs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[3]
 ONE = {"model": "llama_1b", "dp": 1, "micro_batch_size": 8, "global_batch_size": 8}
 PIPELINE = {"model": "llama3_8b", "pp": 4, "dp": 1, "micro_batch_size": 1, "global_batch_size": 16}
 
-# One of each kind: types of moments, tp with and without sp, schedules, stages of zero, recompute,
-# context parallelism, layers offloaded, and the ends of FSDP2's backward (a tied table on one rank,
+# One of each kind: dtypes of moments, tp with and without sp, schedules, stages of zero, recompute,
+# context parallelism, offloaded layers, and the ends of FSDP2's backward (a tied table on one rank,
 # gradients of several micro-batches).
 PLAYED = (
     {"model": "gpt2_124m", "layers": 2, "tp": 2, "sp": True, "dp": 1, "micro_batch_size": 2,
@@ -55,7 +55,7 @@ PLAYED = (
      "recompute": "full", "micro_batch_size": 1, "global_batch_size": 48},
 )  # fmt: skip
 
-# What tells of a change seldom: the same kinds once more, in other company.
+# Cases that rarely show a change: the same kinds in other combinations.
 FURTHER = (
     {"model": "llama3_70b", "layers": 8, "pp": 2, "vpp": 2, "dp": 1, "schedule": "interleaved",
      "tp": 8, "sp": True, "micro_batch_size": 1, "global_batch_size": 4, "cp": 4, "style": "ring",
@@ -81,9 +81,9 @@ FURTHER = (
 )  # fmt: skip
 
 
-# Per cent that the plan's memory may be below and above the dry run's, and its launches off. Its
-# formulas are those of FSDP2 as torch 2.13 has it. FSDP2 of 2.15 launches up to 16 copies more a
-# step; that of 2.11 keeps more in one layout.
+# Percent by which the plan's memory may be below and above the dry run's, and its launches off. Its
+# formulas are for FSDP2 of torch 2.13. FSDP2 of 2.15 launches up to 16 more copies per step; that
+# of 2.11 keeps more in one layout.
 OFF = {(2, 13): ("3", "12", "0"), (2, 15): ("3", "12", "2.5"), (2, 11): ("14", "12", "0")}
 
 
@@ -95,7 +95,7 @@ OFF = {(2, 13): ("3", "12", "0"), (2, 15): ("3", "12", "2.5"), (2, 11): ("14", "
 def test_dry_runs_play_the_launches_and_bytes_sent_and_no_more_memory_than_the_bound(
     cases: tuple[dict[str, Any], ...],
 ) -> None:
-    """In a process of its own: the simulated device is enabled once and for all of it."""
+    """Runs in a process of its own: the simulated device is enabled once and for all there."""
     off_by = OFF.get(versions.parts(torch.__version__)[:2], ("14", "12", "2.5"))
     words = [word for case in cases for word in ("--case", json.dumps(case))]
     for option, value in zip(("--below", "--above", "--launches"), off_by, strict=True):
@@ -114,16 +114,17 @@ def test_a_split_sequence_needs_the_memory_of_its_part_and_of_gathered_keys(styl
         configured(keys | more) for more in ({"cp": 8, "style": style}, {"seq_length": 131072 // 8})
     )
     found, least = (peak_memory(config, 0) for config in (split, part))
-    assert found[:5] == least[:5]  # states and what is in flight
+    assert found[:5] == least[:5]  # states and tensors in flight
     more = found.temporary - least.temporary
-    # Keys and values of a layer, of all tokens; with heads the results of attention by heads.
+    # Keys and values of a layer, of all tokens; with heads, the results of attention by heads.
     assert more == {"gather": 2 * 2 * 131072 * 1024, "heads": 2 * 16384 * 4096, "ring": 0}[style]
     zero = [peak_memory(configured(keys | {"cp": 8, "zero": z}), 0).optimizer for z in (0, 1)]
     assert zero[1] == zero[0] / 8
 
 
 def test_state_and_activations_by_hand() -> None:
-    """docs/dryrun.md's account of Llama 1B: 18 bytes a parameter, 64.55 GB in all."""
+    """Compares with docs/dryrun.md's account of Llama 1B: 18 bytes per parameter, 64.55 GB in
+    all."""
     found, count = peak_memory(configured(ONE), 0), parameter_count(configured(ONE).model)
     state = found.parameters + found.gradients + found.masters + found.optimizer
     assert state == 18 * count
@@ -168,8 +169,8 @@ def test_launches_grow_by_a_micro_batch_as_the_first_ones_do() -> None:
 
 
 def test_a_step_on_an_h100_is_priced_as_it_was_timed() -> None:
-    """docs/gpu.md: llama_1b, 8 sequences of 4,096 tokens at once, 509 ms; other GPUs have others'
-    rates alone."""
+    """Compares with docs/gpu.md: llama_1b, 8 sequences of 4,096 tokens at once, 509 ms; other GPUs
+    only have others' rates."""
     fixed = {"micro_batch_size": 8, "recompute": "none", "zero": 0}
     seconds = []
     for gpu in ("dgx_h100", "dgx_a100"):
@@ -200,7 +201,7 @@ def test_the_longest_sequences_of_the_page() -> None:
 
 
 def test_a_wrong_formula_is_detected() -> None:
-    """The comparison of the first test can fail: a layer that keeps nothing would."""
+    """The comparison of the first test can fail: it does for a layer that keeps nothing."""
     config = configured(PIPELINE)
     layers = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=28))
     assert abs(off(peak_memory(config, 0).total, peak_memory(layers, 0).total)) > 3

@@ -1,4 +1,4 @@
-"""The planner's search: what is searched, what is held, and what stands first."""
+"""Tests the planner's search: what is searched, what is fixed, and what comes first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def price(choices: list[LayoutChoice], batch: int, held: NDArray[np.float64]) ->
 
 
 def priced_of(gpus: int, batch: int, choices: list[LayoutChoice] | None = None) -> Priced:
-    """Priced with the memory of the fitted formulas' guesses, which any other would do."""
+    """Prices with the memory of the fitted formulas' guesses; any other memory would do."""
     choices = choices or list(layouts(SIZES, gpus, 8, batch, {}))
     return price(choices, batch, memory(works(choices, SIZES, batch), {}).total)
 
@@ -112,7 +112,7 @@ def test_divisors(n: int) -> None:
 
 
 def test_sixteen_thousand_gpus_take_no_time() -> None:
-    """The promise is 30 s; a search that priced layouts one by one would take minutes."""
+    """The promise is 30 s; a search that prices layouts one by one would take minutes."""
     began = time.process_time()
     priced_of(16384, 16384)
     assert time.process_time() - began < 20
@@ -131,7 +131,7 @@ def test_long_sequences_are_split_and_short_ones_are_not() -> None:
 
 
 def test_split_sequences_share_gradients_with_the_replicas() -> None:
-    """The same ranks along cp as along dp: the same reductions, and shards of the same size."""
+    """The same ranks along cp have the same reductions as along dp, and shards of the same size."""
     split, whole = (
         step(work(dp=dp, cp=cp, zero=1, microbatches=8), load()) for dp, cp in ((2, 4), (8, 1))
     )
@@ -152,7 +152,7 @@ def test_a_style_waits_less_within_a_node_and_for_shorter_sequences(style: int) 
 
 
 def sent_in_a_layer(one: StepWork, style: str) -> float:
-    """Seconds of the formulas of context_parallel/attention.py over NVLink."""
+    """Returns the seconds of the formulas of context_parallel/attention.py over NVLink."""
     whole = 2 * 2 * one.seq * one.kv_heads * one.head_size  # K, in bf16
     queries, p = 2 * one.seq * one.heads * one.head_size, one.cp
     nbytes = {

@@ -1,4 +1,5 @@
-"""The planner's seconds: its closed form is the clock's, and each part moves as it must."""
+"""Tests the planner's seconds: its closed form equals the clock, and each part changes as it
+must."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def test_closed_form_of_interleaved_stages_is_the_clocks() -> None:
 
 
 def test_closed_form_bounds_the_clock_where_the_last_stage_is_slow() -> None:
-    """The slowest stage works all the time, the others fill and drain: never less than the clock
-    by more than one micro-batch of another stage."""
+    """The slowest stage always works, the others fill and drain: the result never exceeds the clock
+    by more than a micro-batch of another stage, and is never below it."""
     schedule = make("1f1b", 4, 12)
     costs = Costs((1.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 2.0))
     clocked = time_orders(schedule.orders, schedule.assignment, costs).makespan
@@ -59,7 +60,7 @@ def test_closed_form_bounds_the_clock_where_the_last_stage_is_slow() -> None:
 def test_splits() -> None:
     assert split_evenly(10, 4) == [3, 3, 2, 2]
     assert split_evenly(70, 12, ends=True) == [5, *[6] * 10, 5]
-    # A head of 4 layers beside 16: four stages of cost 5.
+    # A head of 4 layers with 16 layers: four stages of cost 5.
     assert split_by_cost(16, 4.0, 4) == [5, 5, 5, 1]
     assert stages_by_cost(16, 4.0, 8) == 8 and stages_by_cost(16, 4.0, 16) < 16
 

@@ -1,4 +1,4 @@
-"""Traffic of a step on large layouts, by hand (tests/distributed has the real steps)."""
+"""Tests traffic of a step on large layouts, by hand (tests/distributed has the real steps)."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def total(found: list[Transfer], dim: str, layout: Layout) -> float:
 
 
 def test_tensor_parallel_volume_is_that_of_the_paper() -> None:
-    # Narayanan et al. 2021, §3.2: 8·b·s·h·(t − 1)/t elements a layer, micro-batch and device.
+    # Narayanan et al. 2021, §3.2: 8·b·s·h·(t − 1)/t elements per layer, micro-batch and device.
     found = transfers(llama_70b(LARGE), LARGE, stage=1)
     expected = 8 * 4096 * 8192 * 7 / 8 * 2 * (20 * 8)
     assert total(found, "tp", LARGE) == expected
 
 
 def test_sequence_parallelism_sends_a_quarter_more_for_the_inputs_that_it_does_not_keep() -> None:
-    # 4 gathers and 4 scatters a layer have the volume of 4 all-reduces; 2 gathers more in the
-    # backward are 2 of 8 halves. Beside them: the norms' partial gradients, once a step.
+    # 4 gathers and 4 scatters per layer have the volume of 4 all-reduces; 2 further gathers in the
+    # backward are 2 of 8 halves. In addition: the norms' partial gradients, once per step.
     found = transfers(llama_70b(LARGE, sp=True), LARGE, stage=1)
     layers = sum(wire_bytes(t, 8) for t in found if t.what == "activations of the layers")
     plain = total(transfers(llama_70b(LARGE), LARGE, stage=1), "tp", LARGE)

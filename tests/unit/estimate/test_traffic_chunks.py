@@ -1,4 +1,5 @@
-"""Traffic of ranks that hold several stages of a pipeline, counted by hand from lists of ranks."""
+"""Tests traffic of ranks that hold several stages of a pipeline, counted by hand from lists of
+ranks."""
 
 from __future__ import annotations
 
@@ -110,10 +111,11 @@ EMBEDDING, POSITIONS, NORM = 32 * 16, 8 * 16, 2 * 16
     [
         ("interleaved", False, 0, [3 * LAYER, LAYER + EMBEDDING + POSITIONS]),
         ("interleaved", False, 1, [4 * LAYER + NORM + EMBEDDING, 2 * LAYER]),
-        # A copy of the table that another rank has too is cut alike on both: alone in a bucket.
+        # A copy of the table that another rank has, too, is cut in the same way on both: it has its
+        # own bucket.
         ("interleaved", True, 0, [3 * LAYER, LAYER, EMBEDDING, POSITIONS]),
         ("interleaved", True, 1, [NORM, EMBEDDING, 4 * LAYER, 2 * LAYER]),
-        # As a V one rank has both ends, and one table for the two.
+        # In a V one rank has both ends, and one table for the two.
         ("zbv", True, 0, [4 * LAYER + NORM, LAYER + EMBEDDING + POSITIONS]),
         ("zbv", True, 1, [3 * LAYER, 2 * LAYER]),
         ("zbv", False, 0, [4 * LAYER + NORM + EMBEDDING, LAYER + EMBEDDING + POSITIONS]),
@@ -131,13 +133,14 @@ def test_no_bucket_holds_parameters_of_two_chunks(
 
 
 def test_each_chunk_begins_with_a_small_bucket() -> None:
-    """As each has a backward of its own, which is to be reduced while the next one runs."""
+    """Each chunk has its own backward, whose reduction starts while the next one runs."""
     layout = Layout(pp=2, dp=2)
     config = config_of("interleaved", layout, 2, [2, 2, 2, 2])
-    config.model.hidden_size = 256  # 3 MiB a layer, of which a GEMM's gradient reaches 1 MiB
+    config.model.hidden_size = 256  # 3 MiB per layer, of which a GEMM's gradient reaches 1 MiB
     buckets = [t for t in transfers(config, layout, 1) if t.what == "gradient buckets"]
     small = 4 * (256 * 1024 + 256)  # the last matrix of a layer, and its bias
-    assert sum(t.count for t in buckets if t.nbytes == small) == 1  # the other has head and norm
+    # The other one has head and norm.
+    assert sum(t.count for t in buckets if t.nbytes == small) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is read out of a flight recorder, written as NCCL's groups write it (version 2.10)."""
+"""Tests parsing a flight recorder's content, as NCCL's groups write it (version 2.10)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_groups_are_called_as_we_call_them() -> None:
 
 
 def test_messages_of_a_batch_share_the_state_of_its_own_entry() -> None:
-    """The entries of the messages themselves stay as they were queued."""
+    """The entries of the messages themselves stay as they were when they were queued."""
     batches = [
         entry("3c", name, 2, state, [[4]] if "<" in name or ">" in name else [], p2p=number)
         for number, state in ((1, "completed"), (2, "started"))
@@ -103,14 +103,15 @@ def test_groups_of_hosts_are_left_out() -> None:
 
 
 def test_torchs_own_recorder_can_be_read() -> None:
-    """Of this build's: without NCCL it has the other name, and nothing in it."""
+    """Tests this build's recorder: without NCCL it has the other name, and is empty."""
     taken = hang.take_flight_record()
     assert taken is not None
     assert read_flight_record(taken, {}).queue == ()
 
 
 def test_the_record_that_has_entries_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.15 has one of its old class of NCCL groups and one of each name of the new class."""
+    """torch 2.15 has a recorder for its old class of NCCL groups and one for each name of the new
+    class."""
     empty, full = '{"version": "2.10"}', '{"version": "2.10", "entries": [{}]}'
     for records in ([empty, full, empty], [full, empty]):
         monkeypatch.setattr(hang, "flight_records", lambda found=records: found)

@@ -1,4 +1,4 @@
-"""The verdict on a hang, from what every rank was doing."""
+"""Tests the verdict on a hang, from the activity of every rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def state(
     done: Mapping[str, int] = MappingProxyType({}),
     **more,
 ) -> RankState:
-    """A rank that waits in an operation; `done`: group → the number of its last one before."""
+    """Returns a rank that waits in an operation; `done`: group → the number of its last one
+    before."""
     queue = tuple(Queued(operation(number, group), True) for group, number in done.items())
     queue += () if waiting is None else (Queued(waiting, False),)
     ranks = more.pop("ranks", DP)
@@ -41,7 +42,7 @@ def state(
 
 
 def everyone_but(*late: RankState) -> dict[int, RankState]:
-    """Four ranks of one group that wait in its ninth operation, but for `late`."""
+    """Returns four ranks of one group that wait in its ninth operation, except `late`."""
     usual = {rank: state(rank, operation(9), waited_s=20.0) for rank in range(4)}
     return usual | {s.rank: s for s in late}
 
@@ -92,7 +93,7 @@ def test_ranks_that_went_different_ways_are_both_named() -> None:
 
 
 def test_rank_behind_in_a_pipeline_is_found_over_the_one_between() -> None:
-    """Rank 3 waits for a message of rank 2, that waits for a sum with rank 0, who computes."""
+    """Rank 3 waits for a message from rank 2, which waits for a sum with rank 0, which computes."""
     states = {
         3: state(3, operation(2, "pp", peer=2), ranks={"pp": (2, 3)}, waited_s=30),
         2: state(2, operation(7), waited_s=29),
@@ -102,7 +103,7 @@ def test_rank_behind_in_a_pipeline_is_found_over_the_one_between() -> None:
 
 
 def test_messages_count_in_a_hosts_group() -> None:
-    """Rank 1 has gone on to messages of the ring; rank 0 has not come."""
+    """Rank 1 has continued to messages of the ring; rank 0 has not come."""
     ring = {"cp": (0, 1, 2)}
     states = {
         0: state(0, None, {"cp": 3}, ranks=ring),
@@ -127,7 +128,7 @@ class Group:
 
 
 def log_of(*steps: str) -> OperationLog:
-    """A log of steps, each a word of a (all-reduce), A (a longer one) and b (broadcast)."""
+    """Returns a log of steps, each a word of a (all-reduce), A (a longer one) and b (broadcast)."""
     log = OperationLog()
     names = {"a": "all_reduce", "A": "all_reduce", "b": "broadcast"}
     for step in steps:
@@ -139,7 +140,7 @@ def log_of(*steps: str) -> OperationLog:
 
 
 def test_divergence_is_measured_against_the_previous_step() -> None:
-    assert log_of("abb", "ab").divergence() is None  # on its way
+    assert log_of("abb", "ab").divergence() is None  # in progress
     assert str(log_of("ab", "b").divergence()) == "left out all_reduce of dp (float32[4])"
     longer = log_of("ab", "Ab").divergence()
     assert longer.is_other_tensor
@@ -155,7 +156,7 @@ def test_divergence_is_measured_against_the_previous_step() -> None:
 def test_divergence_at_the_end_of_a_step_is_seen_in_the_next() -> None:
     divergence = log_of("ab", "a", "a").divergence()
     assert str(divergence) == "left out broadcast of dp (float32[4])"
-    assert log_of("ab", "a", "a", "a", "a", "a").divergence() is None  # a habit by now
+    assert log_of("ab", "a", "a", "a", "a", "a").divergence() is None  # usual by now
 
 
 def test_divergence_is_seen_over_what_lies_between_two_steps() -> None:

@@ -1,4 +1,4 @@
-"""The verdict on a hang where devices wait and hosts do not, from what the devices were given."""
+"""Tests the verdict on a hang in which devices wait and hosts do not, from the devices' queues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.unit.faults.test_hang import operation, state
 
 
 def on_device(rank: int, *queue: Queued, waits: bool = True, **more) -> RankState:
-    """A rank whose host has run on to the step's last read of world's sum, or `waits` not."""
+    """Returns a rank whose host waits at the step's last read, for the world's sum, or with
+    waits=False does not wait."""
     waiting = LoggedOperation("world", 12, "all_reduce", (4,), "torch.float64") if waits else None
     groups = {"dp": (0, 1, 2, 3), "world": (0, 1, 2, 3)}
     return state(rank, waiting, ranks=more.pop("ranks", groups), device_queue=queue, **more)
@@ -32,7 +33,7 @@ def test_rank_that_never_queued_an_operation_of_its_group_is_at_fault() -> None:
     usual = (done(operation(8)), open_(operation(9)), open_(LAST))
     states = {rank: on_device(rank, *usual, waited_s=9.0) for rank in range(4)}
     states[2] = on_device(2, done(operation(8)), open_(LAST))
-    # Its sum over the world waits for the others, whose devices are still in dp's ninth.
+    # Its sum over the world waits for the others, whose devices are still in dp's ninth operation.
     for longest in range(4):
         states[longest] = replace(states[longest], waited_s=10.0 + longest)
         verdict = diagnose(states, {})
@@ -81,9 +82,9 @@ def test_host_that_is_stuck_in_the_data_is_at_fault_while_others_read_the_last_s
 
 
 def test_the_rank_that_is_late_is_found_over_devices_that_only_wait_for_their_turn() -> None:
-    """Rank 2 is late for tp with rank 3, which so does not come to dp with rank 1.
+    """Rank 2 is late for tp with rank 3, which therefore does not come to dp with rank 1.
 
-    Rank 3's host has queued dp's operation all the same: it is not what its device is in.
+    Rank 3's host has still queued dp's operation, but its device is not in it.
     """
     groups = {
         0: {"tp": (0, 1), "dp": (0, 2)},
@@ -98,7 +99,7 @@ def test_the_rank_that_is_late_is_found_over_devices_that_only_wait_for_their_tu
         2: (done(operation(4, "tp")),),
         3: (done(operation(4, "tp")), open_(tp), open_(dp)),
     }
-    for first in range(4):  # whoever has waited longest
+    for first in range(4):  # the rank that has waited longest
         states = {
             r: on_device(r, *queues[r], ranks=groups[r], waits=r != 2, waited_s=float(r == first))
             for r in range(4)
@@ -107,7 +108,8 @@ def test_the_rank_that_is_late_is_found_over_devices_that_only_wait_for_their_tu
 
 
 def test_rank_that_is_missing_in_a_ring_is_found_though_most_have_met_their_neighbours() -> None:
-    """Rank 2 computes. Ranks 1 and 3 wait for it, and rank 0, a round further on, for those."""
+    """Rank 2 computes. Ranks 1 and 3 wait for it, and rank 0, one round further, waits for
+    those."""
     ring = {"cp": (0, 1, 2, 3)}
 
     def round_of(number: int, rank: int) -> tuple[Queued, Queued]:
@@ -128,7 +130,7 @@ def test_rank_that_is_missing_in_a_ring_is_found_though_most_have_met_their_neig
 
 
 def test_message_of_a_batch_is_met_by_the_peers_batch_and_not_by_a_later_one() -> None:
-    """Stage 1 still waits for stage 0, who computes; its message to stage 2 is queued behind."""
+    """Stage 1 still waits for stage 0, which computes; its message to stage 2 is queued behind."""
 
     def message(name: str, number: int, peer: int) -> Queued:
         return open_(LoggedOperation("pp", number, name, (8,), "float32", peer))
@@ -141,7 +143,8 @@ def test_message_of_a_batch_is_met_by_the_peers_batch_and_not_by_a_later_one() -
     }
     assert diagnose(states, {}).ranks == (0,)
     states[1] = on_device(1, message("receive", 4, 0), message("send", 4, 2), ranks=pp)
-    assert diagnose(states, {}).ranks == (0,)  # rank 2 has met its peer, rank 1 not all of its own
+    # Rank 2 has met its peer, rank 1 not all of its peers.
+    assert diagnose(states, {}).ranks == (0,)
     states[0] = on_device(0, message("send", 4, 1), ranks=pp)
     assert diagnose(states, {}).kind == "unknown"  # all ends are in it
 

@@ -1,4 +1,4 @@
-"""Spikes of the loss, and the sum by which replicas are compared."""
+"""Tests spikes of the loss, and the sum by which replicas are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog ends its process, whatever goes wrong while it finds out why."""
+"""Tests that the watchdog ends its process, whatever fails while it diagnoses."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ time.sleep(600)
 
 
 def started(run_dir: Path, what: str, streams: int) -> ReadyPopen:
-    """A process that hangs under a watchdog, `what` broken before."""
+    """A process that hangs under a watchdog, after `what` was broken."""
     return ReadyPopen(
         ("-c", WATCHED, str(run_dir), what),
         cwd=ROOT,
@@ -73,7 +73,7 @@ def started(run_dir: Path, what: str, streams: int) -> ReadyPopen:
 
 
 def end_of(run_dir: Path, what: str, seconds: float = 60.0 * PATIENCE) -> tuple[int, str]:
-    """Exit code and stderr of such a process."""
+    """Returns exit code and stderr of such a process."""
     with started(run_dir, what, subprocess.PIPE) as ended:
         said = ended.communicate(timeout=seconds)[1]
     return ended.returncode, said
@@ -120,7 +120,7 @@ def test_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
-    """The last way out may not write to them: a log lies on the file system that is dead."""
+    """The last exit must not write to them: a log may be on the dead file system."""
     what = "watchdog.work_stack = stays_and_holds_the_interpreter; watchdog.END_S = 1.0"
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
@@ -151,7 +151,7 @@ def test_a_wait_that_timed_out_is_a_hang(error: Exception, tmp_path: Path) -> No
 
 
 def test_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path: Path) -> None:
-    """The watchdog kills a stopped peer, and the main thread fails at once of its end."""
+    """The watchdog kills a stopped peer, and the main thread fails at once because of that."""
     rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=True))
     rank.watchdog.timed_out.side_effect = SystemExit  # it does not return
     with pytest.raises(SystemExit):
@@ -163,7 +163,7 @@ def test_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path: Pa
 def test_no_rank_leaves_before_the_verdict_is_said(
     has_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the first rank that ends a launcher ends all: also one that has not spoken yet."""
+    """When the first rank ends, a launcher ends all others, even one that has not reported yet."""
     monkeypatch.setattr("parallel3d.faults.watchdog.DUMP_S", 0.5)
     monkeypatch.setattr("parallel3d.faults.watchdog.RECORD_FILE_S", 2.0)
     store, order = HashStore(), []
@@ -231,7 +231,7 @@ def test_resting_watchdog_lets_a_save_take_its_time(
     watchdog.resume()
     assert reported.wait(5 * PATIENCE)
     watchdog.stop()
-    # A disk that never answers is felt in the end: nothing is computed, and that for long.
+    # A disk that never answers is noticed in the end: nothing is computed for a long time.
     reported.clear()
     monkeypatch.setattr("parallel3d.faults.watchdog.PAUSED_TIMEOUTS", 3.0)
     paused = Watchdog(Layout(), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2, 0.5)
@@ -263,7 +263,7 @@ def test_the_groups_are_closed_under_the_watchdog_and_the_last_save_is_not(
     train.train(Config(dp=2), Worker(1, 1, 2, 2, tmp_path, "local"))
     order = [call[0] for call in calls.mock_calls]
     assert [name for name in order if name not in ("restore", "groups.observed")] == [
-        "watchdog.resume",  # at rest until then
+        "watchdog.resume",  # paused until then
         *("watchdog.pause", "close", "watchdog.resume", "groups.close", "watchdog.stop"),
     ]
 
@@ -284,7 +284,7 @@ def test_a_failing_call_returns_the_agreed_value_and_is_reported(
 def test_stack_of_the_work_goes_on_in_autograds_thread_during_a_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Autograd's threads are none of Python's; a collective of our package is called in one."""
+    """Autograd's threads are not Python's; one of them calls a collective of our package."""
     entered, leave = threading.Event(), threading.Event()
 
     def in_our_package() -> None:
@@ -301,7 +301,7 @@ def test_stack_of_the_work_goes_on_in_autograds_thread_during_a_backward(
             assert names.index("_engine_run_backward") < names.index("within")
 
         def found(real):
-            """The main thread's stack as it was while this one asks: cut at the backward."""
+            """Returns the main thread's stack as it was when this one asks, cut at the backward."""
 
             def cut(frame):
                 stack = real(frame)
@@ -332,7 +332,7 @@ def test_innermost_call_of_torch_distributed_is_named() -> None:
 def test_a_watchdog_rests_where_kernels_are_compiled(
     compiled: bool, on_gpu: bool, rests: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a start's first step and first evaluation, in no other."""
+    """The watchdog is paused in a start's first step and first evaluation, and in no other."""
     seen: list[tuple[str, bool]] = []
     worker = Worker(0, 0, 1, 1, tmp_path, "local")
     worker.watchdog = Watchdog(Layout(), worker, None, 60, 600)

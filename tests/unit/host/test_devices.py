@@ -1,4 +1,4 @@
-"""Which device a rank gets, on hosts that are played: no GPU is needed."""
+"""Tests which device a rank gets, on simulated hosts: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOST = socket.gethostname()
 
 @pytest.fixture
 def one_gpu(tmp_path: Path) -> Iterator[None]:
-    """A workstation: one GPU, a torch that can use it."""
+    """A workstation: one GPU, and a torch that can use it."""
     root = tmp_path / "root"
     root.mkdir()
     with played(Host(driver=Driver(cards=cards(1)), environ=dict(os.environ)), root):
@@ -43,7 +43,7 @@ def one_gpu(tmp_path: Path) -> Iterator[None]:
 
 
 def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, *words: str) -> list[tuple]:
-    """What the command line hands to the launcher, which is recorded instead of started."""
+    """Records what the command line passes to the launcher, which is not started."""
     started: list[tuple] = []
 
     def record(app: str, config: Config, run_dir: Path, kind: str) -> int:
@@ -62,7 +62,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, *words: 
 def test_a_process_that_will_start_other_runs_forks_a_single_rank_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A sweep's: what has computed cannot fork."""
+    """The ranks of a sweep are forked, because a process that has computed cannot fork."""
     monkeypatch.setattr(local_workers, "run_alone", lambda *_: 7)
     monkeypatch.setattr(local_workers, "run_local_workers", lambda *_: 0)
     cpu = DeviceChoice("cpu")
@@ -74,7 +74,7 @@ def test_a_process_that_will_start_other_runs_forks_a_single_rank_too(
 def test_more_ranks_than_gpus_are_refused_before_anything_starts(
     one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """device=auto would compute for days on the CPU beside an idle GPU."""
+    """device=auto would compute on the CPU for days while a GPU is idle."""
     assert run_cli(monkeypatch, tmp_path, 2, "tp=2", "pp=2") == []
     assert "4 ranks need 4 GPUs, but host" in capsys.readouterr().err
     assert run_cli(monkeypatch, tmp_path, 0, "tp=2", "pp=2", "device=cpu") == [("train", 4, "cpu")]
@@ -98,7 +98,7 @@ def test_under_torchrun_rank_0_says_what_is_used(capsys: pytest.CaptureFixture) 
 def test_ranks_that_compute_on_one_gpu_are_refused_on_every_rank(
     one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each may be shown its own: only all together know that it is one."""
+    """Each rank may be shown its own GPU: only all together know that it is the same one."""
     store, sentences = dist.HashStore(), []
     monkeypatch.setattr(rendezvous, "READ_S", 0.0)
     config = check_config(Config(runs_dir=str(tmp_path)), 2)
@@ -117,7 +117,7 @@ def test_ranks_that_compute_on_one_gpu_are_refused_on_every_rank(
 def test_hosts_that_chose_otherwise_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Rank 0's host has a GPU for each of its ranks, the other's has not."""
+    """Rank 0's host has a GPU for each of its ranks, the other one has not."""
     played_cuda(2, monkeypatch)
     monkeypatch.setattr(rendezvous, "take_run", lambda *_: None)
     monkeypatch.setattr(rendezvous, "READ_S", 0.0)
@@ -152,7 +152,7 @@ for name in ("is_available", "device_count", "_lazy_init", "current_device"):
 
 
 def played_cuda(count: int, monkeypatch: pytest.MonkeyPatch):
-    """`torch.cuda` as torch has it, with nothing behind: names that it lacks are refused."""
+    """Has the names of `torch.cuda`, with nothing behind them; other names are refused."""
     module = create_autospec(torch.cuda)
     module.device_count.return_value = count
     module.get_device_properties.return_value = SimpleNamespace(
@@ -176,12 +176,12 @@ def test_every_rank_has_a_device_with_an_index(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Started(Exception):
-    """torch.distributed would be up now."""
+    """Raised when torch.distributed would be initialised."""
 
 
 @pytest.fixture
 def recorded_start(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """What `init_process_group` is told; nothing goes on behind it."""
+    """Records the arguments of `init_process_group`, after which nothing runs."""
     told: dict = {}
 
     def record(backend: str, **more: object) -> None:
@@ -235,7 +235,7 @@ def test_rank_on_the_cpu_starts_gloo_without_a_device(
 def test_simulated_accelerator_is_enabled_before_anything_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A world of one, and a local rank of several."""
+    """Tests a world of one, and a local rank of several."""
     module = types.ModuleType("parallel3d.simulated_device")
 
     class Enabled(Exception):

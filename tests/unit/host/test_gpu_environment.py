@@ -1,4 +1,4 @@
-"""The variables that ranks on GPUs get, without a GPU."""
+"""Tests the variables of ranks on GPUs, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Garbage is not looked for while torch is imported, and is again afterwards."""
+"""Tests that garbage collection is off while torch is imported, and on again afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel3d.host.memory import nothing_collected
 
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether collections were on at each call that would set aside what there is."""
+    """Returns whether collections were on at each call that would freeze existing objects."""
     calls: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: calls.append(gc.isenabled()))
     return calls

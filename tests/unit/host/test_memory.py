@@ -1,4 +1,4 @@
-"""Freed memory stays with the process, or is given back: measured in a process of its own."""
+"""Tests in a process of its own that freed memory stays with the process, or is returned."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def page_faults(mode: str) -> int:
 
 def test_blocks_that_come_back_cost_no_page_faults() -> None:
     plain, kept = page_faults("plain"), page_faults("keep")
-    assert plain > 4 * (48 << 20) / (2 << 20)  # at least one a page, even if pages are huge
+    assert plain > 4 * (48 << 20) / (2 << 20)  # at least one per page, even if pages are huge
     assert kept < plain / 4
 
 

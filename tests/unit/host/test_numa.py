@@ -1,4 +1,4 @@
-"""Which CPUs a rank keeps to, on machines that a folder plays."""
+"""Tests to which CPUs a rank is bound, on machines that a folder simulates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def played_sys(root: Path, nodes: list[str], gpu_nodes: dict[str, int], online: 
 
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """The CPUs of this process, played: changed by the binding."""
+    """The simulated CPUs of this process, which the binding changes."""
     mine = set(range(8))
 
     def bind(_: int, cpus: set[int]) -> None:
@@ -59,7 +59,7 @@ def test_nothing_is_bound_where_nodes_make_no_difference(tmp_path: Path, allowed
     one = played_sys(tmp_path / "one", ["0-7", ""], GPUS, "0-7")  # the second is a GPU's memory
     two = played_sys(tmp_path / "two", ["0-3", "4-7"], GPUS, "0-7")
     assert bind_near("0000:1b:00.0", one) == set()
-    assert bind_near("0000:00:05.0", two) == set()  # the firmware does not say
+    assert bind_near("0000:00:05.0", two) == set()  # the firmware does not report it
     assert bind_near("0000:77:00.0", two) == set()  # no such device
     assert bind_near("0000:1b:00.0", tmp_path / "none") == set()
     assert allowed == set(range(8))

@@ -1,4 +1,5 @@
-"""A process of this host is killed only if the kernel says, too, that it is one of the job's."""
+"""Tests that a process of this host is killed only if the kernel, too, says that it belongs to the
+job."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ def started() -> Iterator[list[subprocess.Popen]]:
 
 
 def sleeper(started: list[subprocess.Popen], **environ: str) -> dict[str, object]:
-    """A process with this environment, as a rank would tell of itself."""
+    """A process with this environment, as a rank would describe itself."""
     process = subprocess.Popen(["sleep", "60"], env={**os.environ, **environ})
     started.append(process)
     return {"pid": process.pid, "born": born(process.pid), "host": socket.gethostname()}
 
 
 def answer(records: list[dict[str, object]], **environ: str) -> str:
-    """What a rank with this environment makes of the records."""
+    """Returns how a rank with this environment reads the records."""
     command = [sys.executable, "-c", ASKS, json.dumps(records)]
     environ = {**os.environ, **environ}
     asked = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
@@ -54,7 +55,7 @@ def test_the_word_of_the_store_alone_kills_nothing(started: list[subprocess.Pope
     away = ours | {"host": "elsewhere"}
     found = answer([ours, other, nobodys, away, None], **JOB)
     assert found == str([(ours["pid"], ours["born"])])
-    assert answer([ours, nobodys]) == "[]"  # a process that is of no job knows no peers
+    assert answer([ours, nobodys]) == "[]"  # a process that belongs to no job knows no peers
 
 
 def test_processes_of_other_users_are_not_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

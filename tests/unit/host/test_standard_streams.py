@@ -1,4 +1,4 @@
-"""Output that nobody takes costs the output, not the run."""
+"""Tests that output which nobody reads costs the output, not the run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_lost_terminal_ends_no_run(tmp_path: Path) -> None:
     }
     assert all("seen" in end for end in ends.values())
     assert ends["drop_failed_output()"].endswith("went on\n")
-    assert "Input/output error" in ends[""]  # what it is about
+    assert "Input/output error" in ends[""]  # the purpose of this test
 
 
 @pytest.mark.parametrize(

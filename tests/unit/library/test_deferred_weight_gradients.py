@@ -1,4 +1,5 @@
-"""Deferred weight gradients of plain modules: what is deferred, and that results stay equal."""
+"""Tests deferred weight gradients of plain modules: what is deferred, and that results stay
+equal."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Attention(nn.MultiheadAttention):
         return super().forward(x, x, x, need_weights=False)[0]
 
 
-# module, shape of its input, names of the weights that wait
+# module, shape of its input, names of the deferred weights
 CASES = {
     "linear": (lambda: nn.Linear(6, 4), (3, 6), ["weight"]),
     "one sample": (lambda: nn.Linear(6, 4), (6,), []),
@@ -80,7 +81,7 @@ def test_gradients_are_the_same_and_those_that_can_wait_do(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["layer", "recomputed layer", "linear", "convolution"])
 def test_the_input_of_a_stage_and_its_gradient_are_not_kept_to_w(name: str) -> None:
-    """Operands of deferred weight gradients are without the graph that leads to the input."""
+    """Operands of deferred weight gradients do not keep the graph that leads to the input."""
     module = nn.Conv1d(5, 5, 1) if name == "convolution" else nn.Linear(6, 6)
     queue = WeightGradients()
     state_of(module.weight).weight_gradients = queue

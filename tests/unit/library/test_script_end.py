@@ -1,4 +1,5 @@
-"""The end of a script that uses the library: what fails asks nobody to destroy groups with it."""
+"""Tests the end of a script that uses the library: a failed rank does not join in destroying
+groups."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from tests.e2e.ready import run_code
 
 pytestmark = pytest.mark.slow
 
-# The destruction blocks for ever if its peers do not take part; here for longer than a test may.
+# The destruction blocks for ever if its peers do not take part; here for longer than a test may
+# last.
 SCRIPT = """
 import sys, threading, time
 import torch

@@ -1,4 +1,4 @@
-"""How a pipeline of plain modules is cut where nobody says how."""
+"""Tests how a pipeline of plain modules is cut by default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel3d.schedules.orders import StageAssignment
 
 
 def modules_of_ranks(count: int, placement: StageAssignment) -> list[int]:
-    """How many of `count` modules each rank gets."""
+    """Returns how many of `count` modules each rank gets."""
     stages = stages_of([nn.Identity() for _ in range(count)], placement, None)
     assert [i for members in stages for i in members] == list(range(count))
     assert min(map(len, stages)) >= 1
@@ -22,7 +22,7 @@ def modules_of_ranks(count: int, placement: StageAssignment) -> list[int]:
 
 
 def test_embedding_four_layers_and_head_are_three_modules_on_each_of_two_ranks() -> None:
-    """As a V one rank holds the first stage and the last, the other both in the middle."""
+    """In a V one rank holds the first stage and the last, the other one both middle ones."""
     assert modules_of_ranks(6, StageAssignment(2, 2, "v")) == [3, 3]
     # Not 2, 4 and 4, whose fullest rank is no fuller.
     assert sorted(modules_of_ranks(10, StageAssignment(3, 2, "v"))) == [3, 3, 4]

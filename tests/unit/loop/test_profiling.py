@@ -1,4 +1,5 @@
-"""What a profiled rank starts, marks, writes and prints; on a GPU played by a list of words."""
+"""Tests what a profiled rank starts, marks, writes and prints, on a GPU simulated by a list of
+words."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class Rank:
-    """A rank whose steps do nothing but a forward; `said` is what it asks of its surroundings."""
+    """A rank whose steps only run a forward; `said` records its calls."""
 
     def __init__(self, patch: pytest.MonkeyPatch, run_dir: Path) -> None:
         self.said: list[str] = []
@@ -44,7 +45,7 @@ class Rank:
         return lambda *args: self.said.append(" ".join((*words, *map(str, args))))
 
     def gpu(self, name: str = "cuda:0") -> torch.device:
-        """From here on a device of that name has what `torch.cuda` has."""
+        """Gives the device of that name what `torch.cuda` has."""
 
         def history(enabled: str | None = "all", **how: Any) -> None:
             self.said.append("history off" if enabled is None else "history on")
@@ -188,7 +189,7 @@ def test_a_full_disk_costs_the_trace_alone(rank: Rank, capsys: pytest.CaptureFix
 
 
 class Opened:
-    """Ranges as a list of their names, each with how many it is inside of."""
+    """Returns ranges as a list of their names, each with its depth."""
 
     def __init__(self) -> None:
         self.names: list[tuple[int, str]] = []
@@ -210,7 +211,7 @@ class Opened:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_what_only_starts_a_communication_has_a_range_on_every_device(on_device: bool) -> None:
-    """On an accelerator it is no kind of the clock's, as it takes no time there."""
+    """On an accelerator it is not a kind of the clock's, as it takes no time there."""
     clock, opened = StepTimer(), Opened()
     clock.times.marks_starts = not on_device
     clock.ranges = opened

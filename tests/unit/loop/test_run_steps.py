@@ -1,4 +1,4 @@
-"""The loop calls every hook around every step, in their order, and ends where a signal came."""
+"""Tests that the loop calls every hook around every step, in order, and ends after a signal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel3d.trainer import StepResult
 
 
 class Told(Hook):
-    """Writes down what it is told, in one list with the others."""
+    """Records its calls, in one list with the other hooks."""
 
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self.said = name, said
@@ -102,7 +102,7 @@ def test_a_run_that_saves_nothing_saves_nothing_where_it_is_stopped(tmp_path: Pa
 def test_files_are_looked_at_where_something_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every second step is evaluated, step 3 saved, and the run ends with step 5."""
+    """Every second step is evaluated, step 3 is saved, and the run ends with step 5."""
     looked: list[int] = []
     run, _ = run_of(tmp_path, 1, 5, train=TrainConfig(steps=5, eval_every=2))
     monkeypatch.setattr(

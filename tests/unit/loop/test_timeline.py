@@ -1,4 +1,4 @@
-"""A measured step is laid out by rank, beside the clock that has its costs."""
+"""Tests that a measured step is drawn by rank, next to the clock with its costs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_step_without_hops_is_the_clock_s_own(name: str, chunks: int) -> None:
     stages = made.assignment.stages
     costs = Costs(*(tuple(c + 0.1 * s for s in range(stages)) for c in (1.0, 1.2, 1.2)))
     exact = time_orders(made.orders, made.assignment, costs)
-    late = 7.0  # what a rank's clock says when the first of them begins
+    late = 7.0  # the time of a rank's clock when the first of them begins
     spans = [[(str(s.action), s.start + late, s.end + late) for s in row] for row in exact.spans]
     measured = timeline_of(spans)
     again = simulated_timeline(measured, made)
@@ -43,7 +43,7 @@ def test_a_step_without_hops_is_the_clock_s_own(name: str, chunks: int) -> None:
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved_zb", 2), ("zbv", 2)])
 def test_the_keys_that_are_said_are_those_of_an_average_rank(name: str, chunks: int) -> None:
-    """Three layers a rank; the last stage, which has the head besides, is not asked."""
+    """There are three layers per rank; the last stage, which also has the head, is not read."""
     made = make(name, 2, 4, chunks)
     split = (
         [range(3), range(3, 6)] if chunks == 1 else [range(i, i + 1 + (i == 0)) for i in range(4)]
@@ -52,7 +52,7 @@ def test_the_keys_that_are_said_are_those_of_an_average_rank(name: str, chunks: 
     total = sum(map(len, layers))
     each = (1.0, 1.2, 1.2 if chunks == 1 else 0.8)
     costs = Costs(*(tuple(c * len(stage) for stage in layers) for c in each))
-    again = [0.25, 0.0, 0.5, 0.75][: len(split)]  # forwards, which are beside the keys
+    again = [0.25, 0.0, 0.5, 0.75][: len(split)]  # forwards, which are recorded besides the keys
     twice = (more * forward for more, forward in zip(again, costs.forward, strict=True))
     slower = tuple(map(sum, zip(costs.input, twice, strict=True)))
     costs = Costs((*costs.forward[:-1], 9.0), slower, costs.weight)

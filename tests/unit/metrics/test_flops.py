@@ -1,4 +1,4 @@
-"""FLOPs per token and parameter counts against figures worked out by hand or published."""
+"""Compares FLOPs per token and parameter counts with figures computed by hand or published."""
 
 from __future__ import annotations
 

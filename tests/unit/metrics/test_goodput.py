@@ -1,4 +1,4 @@
-"""Goodput: what the wall time of a run's starts was spent with, by clocks that the test sets."""
+"""Tests goodput, how the wall time of a run's starts was spent, by clocks that the test sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel3d.metrics.starts import Goodput, goodput, starts_of
 
 
 class Time:
-    """A wall clock that stands unless it is set on."""
+    """A wall clock that only advances when it is set."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0
@@ -64,7 +64,7 @@ def test_goodput_of_an_undisturbed_start(tmp_path: Path) -> None:
     recorder.spent("evaluation", 5.0)
     recorder.evaluation(4, 1.0)
     checkpoint(recorder, time)
-    time.pass_by(1.0)  # of nothing that is counted
+    time.pass_by(1.0)  # time that is not counted
     expected = {"wall_s": 27.0, "steps_s": 8.0, "start_up_s": 10.0, "evaluation_s": 5.0}
     assert seconds_of(tmp_path, recorder) == expected | {"checkpoint_s": 3.0, "other_s": 1.0}
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -72,7 +72,7 @@ def test_goodput_of_an_undisturbed_start(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_killed_and_resumes(tmp_path: Path) -> None:
-    """Killed in step 6 after a checkpoint of step 3; waits a minute in the queue."""
+    """A run is killed in step 6 after a checkpoint of step 3, and waits a minute in the queue."""
     time = Time()
     first = begin(tmp_path, time, 1, start_up=10.0)
     for number in (1, 2, 3):
@@ -80,9 +80,9 @@ def test_a_run_that_is_killed_and_resumes(tmp_path: Path) -> None:
     checkpoint(first, time)
     for number in (4, 5):
         step(first, time, number)
-    time.pass_by(0.5)  # of step 6, which nobody noted
+    time.pass_by(0.5)  # the time of step 6, which was not recorded
     (killed,) = starts_of(tmp_path / "starts.jsonl")
-    assert (killed.step, killed.sums["checkpoint_s"]) == (3, 0.0)  # its end was not noted
+    assert (killed.step, killed.sums["checkpoint_s"]) == (3, 0.0)  # its end was not recorded
 
     time.pass_by(60.0)
     second = begin(tmp_path, time, 4, start_up=20.0)
@@ -94,7 +94,7 @@ def test_a_run_that_is_killed_and_resumes(tmp_path: Path) -> None:
     assert found["steps_s"] == 3 * 2.0 + 3 * 3.0
     assert found["lost_s"] == 2 * 2.0  # steps 4 and 5, done twice
     assert found["start_up_s"] == 10 + 20
-    # Heard of last at step 5, two steps after the account of the save, which took 3 s.
+    # The last sign was at step 5, two steps after the account of the save, which took 3 s.
     assert found["between_s"] == 3 + 0.5 + 60
     assert found["checkpoint_s"] == 3.0
     assert found.get("other_s", 0) == 0
@@ -112,7 +112,7 @@ def test_steps_that_change_nothing_or_are_rolled_back_are_lost(tmp_path: Path) -
     recorder = begin(tmp_path, time, 1, start_up=1.0)
     for number in (1, 2, 3, 4, 5):
         step(recorder, time, number, skipped=number == 4)
-    recorder.rolled_back(2)  # steps 3 and 5 are no more
+    recorder.rolled_back(2)  # steps 3 and 5 no longer count
     step(recorder, time, 6)
     assert seconds_of(tmp_path, recorder) == {
         "wall_s": 13.0, "steps_s": 6.0, "lost_s": 6.0, "start_up_s": 1.0

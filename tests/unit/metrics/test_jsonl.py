@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole lines whatever happens, valid JSON whatever the values."""
+"""Tests metrics.jsonl: whole lines whatever happens, valid JSON whatever the values."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def rows(*steps: int) -> bytes:
 
 
 def die_in(call: str, after: bool) -> None:
-    """This process ends at its next call of this function of os, before or after it."""
+    """Ends this process at its next call of this function of os, before or after it."""
     real = getattr(os, call)
 
     def dying(*words: object) -> None:
@@ -202,11 +202,11 @@ def test_a_long_file_is_not_held_in_memory(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert count == 50_000
-    assert peak < 3_000_000  # a piece that is copied, and no row
+    assert peak < 3_000_000  # a copied piece that is not a row
 
 
 def limited(size: int | None) -> None:
-    """No file may grow beyond `size` bytes from here on, as on a full disk."""
+    """Limits every file to `size` bytes from here on, like on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
@@ -214,7 +214,8 @@ def limited(size: int | None) -> None:
 
 @contextmanager
 def limits_are_lifted() -> Iterator[None]:
-    """Before the test is over: pytest writes to a file as well, where its output goes to one."""
+    """Restores the limit before the test is over: pytest writes to a file, too, if its output goes
+    to one."""
     try:
         yield
     finally:

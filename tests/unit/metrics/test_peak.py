@@ -1,4 +1,4 @@
-"""The peak that MFU is measured against."""
+"""Tests the peak against which MFU is measured."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_datasheet_gives_each_device_its_own_dense_peak(
     [
         ("NVIDIA H20", "bf16"),  # not an H200
         ("NVIDIA GH200 480GB", "bf16"),
-        ("NVIDIA H800", "bf16"),  # no datasheet at hand, as for the A800
+        ("NVIDIA H800", "bf16"),  # no datasheet is known, as for the A800
         ("NVIDIA A800-SXM4-80GB", "bf16"),
-        ("NVIDIA B300 SXM6 AC", "fp64"),  # nearly none
+        ("NVIDIA B300 SXM6 AC", "fp64"),  # nearly no memory
         ("NVIDIA GeForce RTX 4090 D", "bf16"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),  # a seventh of it
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),  # a seventh of the GPU
         ("GRID A100-20C", "bf16"),  # shares of virtual GPUs
         ("NVIDIA A100-40C", "bf16"),
         ("GRID A100D-3-40C", "bf16"),
@@ -86,7 +86,7 @@ GIB = 1 << 30
         ("AMD Instinct MI300X", 304, 192, True),
         ("AMD Instinct MI300X", 38, 24, False),  # CPX: an eighth
         ("AMD Instinct MI300X", 152, 96, False),
-        ("AMD Instinct MI300X", 0, 0, True),  # not told
+        ("AMD Instinct MI300X", 0, 0, True),  # not reported
         ("NVIDIA A100-SXM4-40GB", 108, 39, True),
         ("NVIDIA A100-SXM-64GB", 124, 63, False),  # another chip
         ("NVIDIA A100-SXM4-80GB", 42, 39, False),
@@ -110,7 +110,8 @@ def test_override_wins_and_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_cpu_is_measured_and_divided_among_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.accumulate(itertools.cycle([0.0, 0.02, 0.0, 0.04]))  # every second one slow
+    # Every second call is slow.
+    clock = itertools.accumulate(itertools.cycle([0.0, 0.02, 0.0, 0.04]))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(peak_module, "available_cores", lambda: 1)
     threads = torch.get_num_threads()
@@ -135,7 +136,7 @@ def test_measuring_leaves_the_random_numbers_alone() -> None:
 
 
 class Chip:
-    """An accelerator's module, as far as peaks of speed and memory ask it."""
+    """An accelerator's module, with the names that peaks of speed and memory need."""
 
     units = 0
 

@@ -1,4 +1,4 @@
-"""The recorder: what it writes, what it shows, and what is left when a run ends badly."""
+"""Tests the recorder: what it writes, what it shows, and what is left when a run ends badly."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_line_per_step_with_the_promised_keys(tmp_path: Path) -> None:
     assert list(first) == [*STEP_KEYS, "goodput"]
     assert (first["tokens"], second["tokens"]) == (4096, 8192)
     assert second["tokens_per_s"] == 4096 / 0.25
-    # 1000 FLOPs a token; four devices of 1 GFLOP/s.
+    # 1000 FLOPs per token; four devices of 1 GFLOP/s.
     assert second["mfu"] == pytest.approx(4096 / 0.25 * 1000 / (4 * 1e9))
     assert evaluation == {"step": 2, "eval_loss": 5.25, "tokens": 8192}
 
@@ -229,7 +229,7 @@ def test_on_a_terminal_a_bar_and_evaluations_above_it(tmp_path: Path) -> None:
         run_steps(recorder, 3, 4)
     text = screen.getvalue()
     assert "\x1b[?25l" in text  # the live display hides the cursor …
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # … and gives it back
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # … and shows it again
     assert "step 4/4" in text  # the last picture, drawn when the display stops
     assert "held-out loss 2.5000 · 3.607 bits per byte" in text
 
@@ -401,7 +401,7 @@ def test_skipped_steps_are_shown_counted_and_recalled(tmp_path: Path) -> None:
             )  # fmt: skip
         assert recorder.finish("stopped")["skipped_steps"] == 2
     lines = [line for line in screen.getvalue().splitlines() if line.startswith("step")]
-    # The first, and those that were skipped, though every tenth alone is due.
+    # The first one, and skipped ones, although only every tenth is due.
     assert [line.split()[1] for line in lines] == ["1/40", "2/40", "3/40"]
     assert re.search("scale 16384  left .*  SKIPPED: gradients not finite$", lines[1])
     assert "SKIPPED" not in lines[0]

@@ -1,4 +1,5 @@
-"""TensorBoard: its own reader finds every step once, also after a kill, and nothing stops a run."""
+"""Tests TensorBoard: its own reader finds every step once, also after a kill, and nothing stops a
+run."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from parallel3d.metrics.recorder import Recorder
 def session(
     run_dir: Path, first: int, last: int, scale: float = 4.0, name: object = "tensorboard"
 ) -> Recorder:
-    """Trains steps `first` to `last` and evaluates every five; all that is logged is flushed."""
+    """Trains steps `first` to `last` and evaluates every five; everything logged is flushed."""
     config = Config(logger=LoggerConfig(name=name))
     config.model = ModelConfig(name="gpt_tiny")
     recorder = Recorder(config, run_dir, 1e6, Peak(1e9, "test"), first)
@@ -39,7 +40,7 @@ def session(
 
 
 def killed(run_dir: Path, first: int, last: int) -> None:
-    """The same in a process of its own, which dies without closing anything."""
+    """Does the same in a process of its own, which dies without closing anything."""
     child = os.fork()
     if child == 0:
         try:
@@ -51,14 +52,14 @@ def killed(run_dir: Path, first: int, last: int) -> None:
 
 
 def age(run_dir: Path) -> None:
-    """Makes the files of all sessions so far seconds old, as between real starts."""
+    """Makes the files of all sessions so far a few seconds old, like between real starts."""
     for file in (run_dir / "tensorboard").iterdir():
         head, second, *rest = file.name.rsplit(".", 4)
         file.rename(file.with_name(".".join([head, f"{int(second) - 10:010d}", *rest])))
 
 
 def curves(run_dir: Path) -> dict[str, dict[int, float]]:
-    """What TensorBoard shows, by tag and step; fails if a step is twice in a curve."""
+    """Returns what TensorBoard shows, by tag and step; fails if a step is twice in a curve."""
     board = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
     board.Reload()
     found = {}
@@ -73,12 +74,12 @@ def curves(run_dir: Path) -> dict[str, dict[int, float]]:
 def test_a_killed_run_that_resumes_has_every_step_once(tmp_path: Path) -> None:
     killed(tmp_path, 1, 12)
     age(tmp_path)
-    session(tmp_path, 11, 16, scale=8.0).finish()  # its checkpoint was that of step 10
+    session(tmp_path, 11, 16, scale=8.0).finish()  # its checkpoint was at step 10
     age(tmp_path)
-    session(tmp_path, 16, 17, scale=9.0).finish()  # and this one older than the last step
+    session(tmp_path, 16, 17, scale=9.0).finish()  # and this one is older than the last step
     files = sorted((tmp_path / "tensorboard").iterdir())
     events = [event for file in files for event in RawEventFileLoader(str(file)).Load()]
-    assert sum(b"train/loss" in event for event in events) == 12 + 6 + 2  # the files have them
+    assert sum(b"train/loss" in event for event in events) == 12 + 6 + 2  # the files contain them
 
     found = curves(tmp_path)
     losses = found["train/loss"]

@@ -1,4 +1,5 @@
-"""W&B: what an offline run holds, that restarts are one run, and that its failure is not ours."""
+"""Tests W&B: the content of an offline run, that restarts are one run, and that its failure does
+not stop ours."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def train(config: Config, run_dir: Path, wait_s: float = 0.0) -> dict[str, Any]:
 
 
 def inspect(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
-    """Records of the run directory's only W&B file by type, read by W&B's own tool."""
+    """Returns records of the run directory's only W&B file by type, read by W&B's own tool."""
     (path,) = run_dir.glob("wandb/offline-run-*/*.wandb")
     return wandb_records(path)
 
@@ -74,12 +75,13 @@ def inspect(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
 def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And no figures of the host, for which there would be time: nobody asked for them."""
+    """It logs no figures of the host, for which there would be time, because they were not asked
+    for."""
     monkeypatch.setenv("WANDB__STATS_SAMPLING_INTERVAL", "0.1")
     run_dir = tmp_path / "my-run"
     run_dir.mkdir()
     config = make_config()
-    config.logger.name = ["wandb", "tensorboard"]  # which has a test of its own
+    config.logger.name = ["wandb", "tensorboard"]  # it has a test of its own
     summary = train(config, run_dir, wait_s=0.5)
     records = inspect(run_dir)
     assert "stats" not in records
@@ -123,13 +125,13 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
 def test_wandbs_variables_win_over_what_nobody_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a sweep's agent gives the id: else the run would go on as another outside of it."""
+    """A sweep's agent gives the id: otherwise the run would be another one outside of the sweep."""
     variables = {"PROJECT": "foo", "NAME": "nice", "TAGS": "x,y"}
     variables |= {"ENTITY": "us", "NOTES": "as told", "JOB_TYPE": "sft"}
     agents = {"RUN_ID": "agent01", "SWEEP_ID": "sweep"}
     for name, text in (variables | agents).items():
         monkeypatch.setenv(f"WANDB_{name}", text)
-    wandb.teardown()  # it reads its variables once a process
+    wandb.teardown()  # it reads its variables once per process
     config = make_config()
     config.logger = LoggerConfig(name="wandb")
     run_dir = tmp_path / "b"
@@ -211,7 +213,7 @@ def test_no_key_is_offline_and_a_key_is_online(
 def test_no_network_at_the_start_falls_back_to_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The key that there is stands nowhere in the run directory or on the screen."""
+    """The existing key is nowhere in the run directory or on the screen."""
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     real = wandb.init
 
@@ -259,8 +261,9 @@ def test_runs_of_one_name_are_two_in_wandb_and_starts_of_a_run_are_one(tmp_path:
 
 
 # Sessions `first-last-how`, one after another, each in a process of its own: it trains these steps
-# and evaluates every 10. With `kill` it dies as its node would, with W&B's own process and the rows
-# in its buffers. They are forked from one process, which imports everything and starts nothing.
+# and evaluates every 10. With `kill` it dies like on a dead node, with W&B's own process and the
+# rows in its buffers. They are forked from one process, which imports everything and starts
+# nothing.
 SESSIONS = """
 import os, sys, time
 from pathlib import Path
@@ -314,10 +317,10 @@ def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
     sessions = (
         "1-300-kill",  # many blocks reach the file, the last rows do not
         "300-310-kill",  # a checkpoint after the file's last row; nothing reaches a file
-        "305-320-end",  # all that is missing is filled in
+        "305-320-end",  # all missing rows are added
         "311-325-end",  # a checkpoint before the last row: some steps are trained twice
     )
-    # Tests before this one have left the address of their W&B process: each has its own here.
+    # Earlier tests have left the address of their W&B process: each has its own here.
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     done = run_code(SESSIONS, str(run_dir), *sessions)
@@ -339,8 +342,8 @@ def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
     assert (losses[7], losses[300], losses[325]) == ("NaN", 4 / 300, 4 / 325)
 
 
-# The same with nothing but W&B: its `resume` and the rows' own steps. A session logs the rows from
-# its first step on, or from step 1 on ("all").
+# The same with W&B alone: its `resume` and the rows' own steps. A session logs the rows from its
+# first step on, or from step 1 on ("all").
 ONLY_WANDB = """
 import os, sys, time
 from pathlib import Path
@@ -375,7 +378,7 @@ for asked in sys.argv[3:]:
 @pytest.mark.more
 @pytest.mark.parametrize("logged", ["new", "all"])
 def test_wandbs_own_resume_and_steps_do_not_keep_rows_whole(tmp_path: Path, logged: str) -> None:
-    """Why `wandb_ledger` reads the files of killed sessions. It may stop if this fails."""
+    """Shows why `wandb_ledger` reads the files of killed sessions. It may stop if this fails."""
     own = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
     sessions = ("1-300-kill", "291-310-kill", "301-320-end")  # each from a checkpoint on
     command = (sys.executable, "-c", ONLY_WANDB, str(tmp_path), logged, *sessions)
@@ -439,7 +442,7 @@ def test_system_metrics_are_sampled_when_asked_for(
     monkeypatch.setenv("WANDB__STATS_SAMPLING_INTERVAL", "0.1")
     config = make_config()
     config.logger.system_metrics = True
-    for seconds in (1, 5, 25):  # time for ten samples, on slow machines for more
+    for seconds in (1, 5, 25):  # time for ten samples, or more on slow machines
         run_dir = tmp_path / f"run{seconds}"
         run_dir.mkdir()
         train(config, run_dir, wait_s=seconds)

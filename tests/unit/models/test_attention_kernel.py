@@ -1,4 +1,5 @@
-"""`attention_kernel`: which of PyTorch's kernels runs, and what is refused before training."""
+"""Tests `attention_kernel`: which of PyTorch's kernels runs, and what is refused before
+training."""
 
 from __future__ import annotations
 
@@ -53,12 +54,13 @@ def packed(qkv: Tensor, kernel: str) -> Tensor:
 
 
 def again(qkv: Tensor, kernel: str) -> Tensor:
-    """Made again in the backward, by which time nothing outside of attention names a kernel."""
+    """Attention is recomputed in the backward, when nothing outside of it selects a kernel any
+    more."""
     return recomputed(whole, qkv, kernel)
 
 
 def values(attend: Attend, kernel: str) -> list[Tensor]:
-    """The result and the gradient."""
+    """Returns the result and the gradient."""
     generator = torch.Generator().manual_seed(4)
     shape = (2, 150, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     qkv = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -67,7 +69,7 @@ def values(attend: Attend, kernel: str) -> list[Tensor]:
 
 
 def run(attend: Attend, kernel: str) -> tuple[list[Tensor], list[str]]:
-    """Both, and the operators that ran."""
+    """Returns both, and the operators that ran."""
     with Operators() as operators:
         return values(attend, kernel), operators.names
 
@@ -90,7 +92,8 @@ def test_the_kernel_asked_for_runs_and_gives_the_same_values(attend: Attend) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("attend", [whole, packed, again])
 def test_a_compiled_block_has_the_kernel_in_its_graphs(attend: Attend) -> None:
-    """Not that of an earlier value. Documents are one operator, which is told the kernel."""
+    """The kernel is not that of an earlier value. Documents are one operator, which is told the
+    kernel."""
     from functorch.compile import make_boxed_func  # these two take seconds
     from torch._dynamo.backends.common import aot_autograd
 
@@ -157,7 +160,7 @@ def test_verify_asks_for_it_in_the_runs_own_precision_alone(kernel: str) -> None
 
 
 def shows(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    """From here on there is a GPU of this compute capability."""
+    """Pretends that there is a GPU of this compute capability."""
     module = SimpleNamespace(get_device_capability=lambda device: capability)
     monkeypatch.setattr(accelerator, "module", lambda device: module)
 
@@ -168,8 +171,8 @@ def shows(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
         (1, "bf16", (10, 0), "auto"),  # eight key-value heads
         (2, "bf16", (10, 0), NOT_CUDNN),  # four: a layout must not change the model
         (2, "fp16", (10, 3), NOT_CUDNN),
-        (16, "bf16", (10, 0), NOT_CUDNN),  # one, on two ranks
-        (2, "fp32", (10, 0), "auto"),  # which cuDNN does not take
+        (16, "bf16", (10, 0), NOT_CUDNN),  # one head, on two ranks
+        (2, "fp32", (10, 0), "auto"),  # cuDNN does not take this dtype
         (2, "bf16", (9, 0), "auto"),
         (2, "bf16", (12, 0), "auto"),
     ],
@@ -187,7 +190,8 @@ def test_auto_leaves_out_cudnn_where_it_is_reported_to_be_wrong(
     assert choose_kernel(Blueprint.of(made), CUDA) == expected
     assert avoids_cudnn(Blueprint.of(made), CUDA) == (expected == NOT_CUDNN)
     assert choose_kernel(Blueprint.of(made), CPU) == "auto"
-    monkeypatch.setattr(torch.version, "hip", "6.4")  # whose capabilities count otherwise
+    # Its compute capabilities are numbered differently.
+    monkeypatch.setattr(torch.version, "hip", "6.4")
     assert choose_kernel(Blueprint.of(made), CUDA) == "auto"
 
 
@@ -237,7 +241,7 @@ def test_one_whose_backward_fails_is_refused_too(monkeypatch: pytest.MonkeyPatch
             raise RuntimeError("no execution plan.\nand a long explanation")
 
     monkeypatch.setattr(attention, "causal_attention", lambda x, *_, **__: Forward.apply(x))
-    with torch.no_grad():  # generation tries it as well
+    with torch.no_grad():  # generation tries it, too
         assert "(no execution plan);" in refusal(config("flash"))
 
 
@@ -258,7 +262,8 @@ def test_what_is_tried_has_the_heads_of_a_rank(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """torch's own registry, with two packages that are not there; what was activated."""
+    """Replaces torch's own registry, with two packages that do not exist; returns what was
+    activated."""
     names: list[str] = []
 
     def register(name: str) -> Any:
@@ -294,7 +299,7 @@ def test_a_dry_run_activates_nothing(activated: list[str], monkeypatch: pytest.M
 
 
 def test_a_package_that_is_not_installed_is_refused() -> None:
-    """By torch's own entry, which imports it."""
+    """Activates it by torch's own entry, which imports it."""
     sentence = refusal(config("fa3"))
     assert "cannot use flash_attn_interface here" in sentence
     assert "No module named 'flash_attn_interface'" in sentence

@@ -1,4 +1,4 @@
-"""`compile=true`: who compiles when, on a CPU's host and on one of accelerators."""
+"""Tests `compile=true`: which rank compiles when, on a CPU host and on one with accelerators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.models.test_recompute import NOTHING, hidden, middle_stage
 def test_ranks_take_turns_on_a_cpu_alone(
     on_accelerator: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The locks are in `tmp_path`; the compiler itself keeps its cache, and so its headers."""
+    """Puts the locks in `tmp_path`; the compiler itself keeps its cache, and so its headers."""
     from torch._inductor import codecache, cpp_builder  # noqa: F401  (they know the real folder)
 
     monkeypatch.setattr(private_names, "inductor_cache", lambda: str(tmp_path))
@@ -28,7 +28,7 @@ def test_ranks_take_turns_on_a_cpu_alone(
     torch._dynamo.reset()
     stage = middle_stage("none", layers=1)
     compile_blocks([stage], saves_operands=False)
-    # A graph that another test has had compiled would be taken from there.
+    # A graph that another test has compiled would be taken from there.
     with no_kernels(), torch._functorch.config.patch(enable_autograd_cache=False):
         stage(hidden(), *NOTHING).sum().backward()
     assert bool(list(tmp_path.glob("parallel3d-*.lock"))) != on_accelerator

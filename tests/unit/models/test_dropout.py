@@ -1,4 +1,4 @@
-"""Masks that are a function of seed, site, sample, head, position and channel."""
+"""Tests masks that are a function of seed, site, sample, head, position and channel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_masks_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("p", [1 - 2**-31, 1 - 2**-33, 1 - 2**-53])
 def test_a_probability_next_to_1_drops_everything(p: float) -> None:
-    """2³¹, the number of values that are compared, is no int32."""
+    """2³¹, the number of compared values, is not an int32."""
     x = torch.ones(2, 8, 64, dtype=torch.float64)
     assert not Dropout(1, "a", p)(x, samples(0, 1)).any()
 
@@ -47,8 +47,8 @@ def test_parts_have_the_masks_of_the_whole() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_the_share_dropped_is_p_everywhere(p: float) -> None:
-    """Over every index alone, within five standard deviations, and without correlation between
-    neighbours along any of them."""
+    """Drops the right share over every index alone, within five standard deviations, and without
+    correlation between neighbours along any index."""
     shape, count = (16, 8, 32, 64), 16 * 8 * 32 * 64
     gone = (Dropout(5, "b", p)(torch.ones(shape), torch.arange(16)) == 0).double() - p
     for dim, size in enumerate(shape):
@@ -80,12 +80,12 @@ def test_without_samples_nothing_is_dropped() -> None:
     qkv = torch.randn(2, 8, 3 * 16).double()
     plain = causal_attention(qkv, 2, 2, 8, None)
     torch.testing.assert_close(causal_attention(qkv, 2, 2, 8, None, Dropout(1, "a", 0.3)), plain)
-    nothing = Dropout(1, "a", 1e-12)  # the path that writes the probabilities out
+    nothing = Dropout(1, "a", 1e-12)  # the path that writes out the probabilities
     torch.testing.assert_close(causal_attention(qkv, 2, 2, 8, None, nothing, samples(0, 1)), plain)
 
 
 class Copies(TorchDispatchMode):
-    """Notes what is copied between devices while it is entered."""
+    """Records what is copied between devices inside the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_host_copies_nothing_to_the_device(compiled: bool) -> None:
-    """The number of the site is a kernel's argument: a copy would make the host wait."""
+    """The site's number is a kernel's argument: a copy would make the host wait."""
     drop = Dropout(1, "a", 0.3)
     x = torch.empty(2, 8, 16, device="meta")
     numbers = torch.empty(2, dtype=torch.int64, device="meta")

@@ -1,4 +1,4 @@
-"""Attention whose probabilities are dropped: by hand, its gradients, and what it writes out."""
+"""Tests attention with dropped probabilities: by hand, its gradients, and its largest tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.reference.dropout import dropped
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks as small as a test asks for."""
+    """Sets blocks as small as a test asks for."""
     monkeypatch.setattr(dropout, "LEAST_ROWS", 1)
 
 
 NUMBERS, SITE, P, LENGTH = (5, 2**33), "layers.1.attention.probabilities", 0.3, 24
-BEGINS = ((0, 5, 6), (0, 11))  # of the documents of the two samples
+BEGINS = ((0, 5, 6), (0, 11))  # documents of the two samples
 
 
 def documents() -> Documents:
@@ -42,7 +42,7 @@ def leaves(*shape: int) -> tuple[Tensor, ...]:
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, apart: bool) -> Tensor:
-    """The formula, a query at a time, of all heads of the model: 1 before these."""
+    """Computes the formula, one query at a time, for all heads of the model: 1 before these."""
     rows = []
     for i in range(q.shape[2]):
         of_samples = []
@@ -79,7 +79,7 @@ def test_values_and_gradients_are_the_formula_s(rows: int, apart: bool) -> None:
 def test_blocks_of_one_shape_have_the_same_values(
     scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an accelerator has them: all samples, one, and a part of its queries."""
+    """Uses blocks like an accelerator: all samples, one, and a part of its queries."""
     inputs = leaves(2, 3, LENGTH, 4)
     plain = ours(*inputs, True)
     monkeypatch.setattr(dropout, "is_accelerator", lambda device: True)
@@ -112,7 +112,7 @@ def test_the_compiler_s_operator_has_the_same_bits() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a tensor that is made while it is entered."""
+    """Returns the most elements of a tensor that is made inside the block."""
 
     found = 0
 
@@ -126,7 +126,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_tensor_has_the_size_of_all_scores() -> None:
-    """Forward and backward; b · heads · s² would be 65,536."""
+    """Tests forward and backward; b · heads · s² would be 65,536."""
     inputs = leaves(2, 2, 128, 4)
     with patch.object(dropout, "AT_ONCE", 4096), Largest() as largest:
         drop, numbers = Dropout(7, SITE, P), torch.tensor(NUMBERS)

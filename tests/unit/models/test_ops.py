@@ -1,4 +1,4 @@
-"""The hand-written autograd nodes against finite differences and PyTorch's own operators."""
+"""Compares the hand-written autograd nodes with finite differences and PyTorch's own operators."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def rotary_of(sequence: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
 def explicit_attention(
     qkv: torch.Tensor, heads: int, kv_heads: int, rotary: tuple[torch.Tensor, torch.Tensor] | None
 ) -> torch.Tensor:
-    """Softmax attention in as many words, by autograd; rotation pairs (d, d + r/2)."""
+    """Softmax attention written out, by autograd; rotation pairs (d, d + r/2)."""
     size = qkv.shape[-1] // (heads + 2 * kv_heads)
     parts = qkv.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), 2)
     q, k, v = (t.transpose(1, 2) for t in parts)
@@ -143,9 +143,9 @@ def test_attention_takes_half_precision() -> None:
 
 
 def test_compiled_operations_equal_eager_ones() -> None:
-    """Attention without, with partly and with wholly rotated heads.
+    """Tests attention with heads that are not, partly or wholly rotated, as graphs.
 
-    As graphs; TorchInductor's own kernels are in test_fused and in the blocks of test_compiled.
+    TorchInductor's own kernels are in test_fused and in the blocks of test_compiled.
     """
     sequence, results = 70, []
     inputs = leaf(2, sequence, 16), leaf(16), leaf(2, sequence, 20), leaf(2, sequence, 8 * 8)
@@ -157,7 +157,7 @@ def test_compiled_operations_equal_eager_ones() -> None:
 
     compiled = torch.compile(operations, fullgraph=True, dynamic=False)
     for run in (operations, compiled):
-        with no_kernels():  # the backward graph is lowered as it first runs
+        with no_kernels():  # the backward graph is lowered when it first runs
             out = run(*inputs)
             torch.manual_seed(0)
             grads = [torch.randn_like(y) for y in out]
@@ -170,8 +170,11 @@ def test_compiled_operations_equal_eager_ones() -> None:
 def test_on_an_accelerator_kernels_read_shared_heads_as_they_are(
     kind: torch.dtype, rotated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half precision alone: what takes fp32 there would write the scores out. Heads of a token lie
-    side by side, so that an output in the layout of q is joined without a copy."""
+    """Shared heads are read as they are in half precision alone: in fp32 the kernel would write out
+    the scores.
+
+    Heads of a token are adjacent, so that an output in the layout of q is joined without a copy.
+    """
     heads, kv_heads, width, sequence = 4, 2, 64, 1024
     seen: list[tuple[tuple[int, ...], bool]] = []
     plain_kernel = F.scaled_dot_product_attention
