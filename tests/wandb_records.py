@@ -1,4 +1,4 @@
-"""What a W&B session left on the disk, read by W&B's own tool."""
+"""Reads what a W&B session left on the disk, by W&B's own tool."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 
 
 def wandb_records(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Records of one .wandb file by type; of a killed session, those that reached the file.
+    """Returns records of one .wandb file by type; for a killed session, those that reached the
+    file.
 
-    `wandb leet inspect` in this process: a start of it takes a second of a core.
+    It runs `wandb leet inspect` in this process: starting the tool would take a second of a core.
     """
     from wandb.cli.leet import leet
 

@@ -1,4 +1,4 @@
-"""docs/ as a site: every page is in the navigation, every link and anchor leads somewhere."""
+"""Tests docs/ as a site: every page is in the navigation, every link and anchor has a target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.more
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-# The readers' own, in examples.
+# Names of the readers' own files, in examples.
 THEIRS = {"page.py", "small.py", "examples/pretrain_gpt_distributed_with_mp.sh"}
 
 
@@ -35,7 +35,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
-    """Whole paths, or their ends: `comm/store.py`. A page about one folder may say `store.py`."""
+    """Matches whole paths, or their ends: `comm/store.py`. A page about one folder may say
+    `store.py`."""
     folders = ("parallel3d", "tests", "benchmarks", "docs", "conf", "launch", "slurm", "examples")
     there = [
         f"/{path.relative_to(ROOT)}" for name in folders for path in (ROOT / name).rglob("*.*")

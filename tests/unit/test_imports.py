@@ -21,7 +21,7 @@ PACKAGE = ROOT / "parallel3d"
 
 
 def lint(folder: Path) -> tuple[int, str]:
-    """Runs import-linter on the package in `folder`, beside its pyproject.toml."""
+    """Runs import-linter on the package in `folder`, next to its pyproject.toml."""
     environ = os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "200"}
     command = (str(Path(sys.executable).with_name("lint-imports")), "--no-cache")
     ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
@@ -30,7 +30,7 @@ def lint(folder: Path) -> tuple[int, str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A folder with a copy of the package, to plant imports in."""
+    """Returns a folder with a copy of the package, into which imports are planted."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "parallel3d", ignore=ignored)
@@ -79,10 +79,11 @@ def test_a_new_package_needs_a_layer(copy: Path) -> None:
 
 
 def cycle_of(package: str) -> list[str]:
-    """A cycle of imports between files of `package`, in functions and for types included; or []."""
+    """Returns a cycle of imports between files of `package`, including imports in functions and for
+    types; or []."""
     graph = grimp.build_graph(package, cache_dir=None)
     below = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    below[package] = set()  # the public names, which are imported when asked for
+    below[package] = set()  # the public names, which are imported on demand
     try:
         TopologicalSorter(below).prepare()
     except CycleError as error:
@@ -117,7 +118,8 @@ def test_no_module_imports_a_public_name_from_the_package_itself() -> None:
 
 
 def imported_by(tree: ast.Module) -> Iterator[str]:
-    """Modules that a file imports when it runs, in functions too; names in them may be none."""
+    """Yields modules that a file imports when it runs, also in functions; some names may not be
+    modules."""
     nodes: list[ast.AST] = [tree]
     while nodes:
         node = nodes.pop()
@@ -133,7 +135,8 @@ def imported_by(tree: ast.Module) -> Iterator[str]:
 
 
 def closure_of(module: str, root: Path = ROOT) -> dict[str, int]:
-    """All modules of the package that `module` needs, itself included, with their lines."""
+    """Returns all modules of the package that `module` needs, including itself, with their
+    lines."""
     found: dict[str, int] = {}
     waiting = [module]
     while waiting:
@@ -187,6 +190,7 @@ def test_imports_in_functions_count_and_those_for_types_do_not(tmp_path: Path) -
 
 @pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples"])
 def test_no_script_is_named_like_a_module_of_python(folder: str) -> None:
-    """`python folder/script.py` imports its neighbours first: `tokenize.py` would break others."""
+    """`python folder/script.py` imports its neighbours first: a `tokenize.py` would break
+    others."""
     names = {path.stem for path in (ROOT / folder).rglob("*.py")}
     assert names and not names & sys.stdlib_module_names

@@ -1,4 +1,4 @@
-"""The front door: what `import parallel3d` offers."""
+"""Tests the names that `import parallel3d` offers."""
 
 from __future__ import annotations
 

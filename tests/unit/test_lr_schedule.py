@@ -1,4 +1,4 @@
-"""The learning rate against hand-computed values."""
+"""Compares the learning rate with values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Muon's arithmetic against a dense oracle by singular values, and the balance of its homes."""
+"""Compares Muon's arithmetic with a dense reference by singular values, and tests the balance of
+its homes."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.trainer import Trainer
 from tests.unit.dry_runs import dry_runs
 
-BAND = (0.68, 1.14)  # where the rounds leave singular values above 1 % of the norm
+BAND = (0.68, 1.14)  # if the rounds leave singular values above 1 % of the norm
 
 
 def by_singular_values(update: torch.Tensor) -> torch.Tensor:
-    """The same singular vectors; the singular values after five rounds of the scalar quintic."""
+    """Returns the same singular vectors, with singular values after five rounds of the scalar
+    quintic."""
     u, s, v = torch.linalg.svd(update, full_matrices=False)
     s = s / s.square().sum().sqrt()
     for _ in range(5):
@@ -62,7 +64,7 @@ def test_in_bf16_the_matrix_is_orthogonal_too() -> None:
 
 
 def test_a_step_is_that_of_the_dense_oracle() -> None:
-    """Of two matrices in one parameter, beside a table and a bias that AdamW steps."""
+    """Tests two matrices in one parameter, with a table and a bias that AdamW steps."""
     torch.manual_seed(0)
     first = ShardSpec("layers.0.q.weight", (6, 4), (0, 0), (6, 4))
     second = ShardSpec("layers.0.k.weight", (3, 4), (0, 0), (3, 4), row=6)
@@ -135,7 +137,7 @@ def test_plan_refuses_what_it_cannot_price() -> None:
 
 
 def test_muon_without_momentum_is_refused() -> None:
-    """The preset `optim=muon` sets it, and `optim.name=muon` alone does not."""
+    """The preset `optim=muon` sets it, but `optim.name=muon` alone does not."""
     config = configured({"model": "llama_1b"})
     config.optim.name = "muon"
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The fused kernels on flat segments step as torch.optim's own optimizers do, bit for bit."""
+"""Tests that the fused kernels on flat segments equal torch.optim's own optimizers, bit for bit."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_norm_of_a_billion_parameters_is_a_few_calls() -> None:
         made = build_buckets(list(stage.named_parameters()), None, torch.bfloat16)
         optimizer = Optimizer(OptimConfig(), [s for b in made for s in b.segments])
         assert optimizer.squared_norm().device.type == "meta"
-    # A multi-tensor kernel takes 110 of them; in pieces they were 37,000.
+    # A multi-tensor kernel takes 110 tensors; in pieces there were 37,000.
     assert sum(len(call.args[0]) for call in norms.call_args_list) < 110
 
 

@@ -1,6 +1,7 @@
-"""Names that dependencies call private: in one file alone, and each does what parallel3d needs.
+"""Tests names that dependencies call private: they are in one file alone, and each does what
+parallel3d needs.
 
-Run with the newest versions too, as docs/versions.md says.
+These tests also run with the newest versions, as docs/versions.md says.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def tensors(*values: float) -> list[Tensor]:
 
 
 def changed(call: Callable[..., Any], *more: Any, **named: Any) -> list[float]:
-    """A multi-tensor function on 1 and 2 in place."""
+    """Returns the result of a multi-tensor function on 1 and 2 in place."""
     given = tensors(1.0, 2.0)
     call(given, *more, **named)
     return [t.item() for t in given]
@@ -202,7 +203,7 @@ def the_world_has_a_backend() -> bool:
 
 
 def reads_files_as_written() -> bool:
-    """Whether Hydra reads files of a folder by the class that stands in its table."""
+    """Returns whether Hydra reads files of a folder by the class in its table."""
     overrides.register()
     return names.hydra_sources.instance().resolve("file") is overrides.FileConfigSource
 
@@ -449,7 +450,7 @@ def test_a_name_that_is_gone_is_a_sentence_and_no_default(monkeypatch: pytest.Mo
 # --- And it stands in one file ----------------------------------------------------------------
 
 FOREIGN = ("torch", "hydra", "omegaconf", "wandb", "tokenizers", "numpy", "fsspec")
-# Documented, though they begin with a line.
+# Documented names, although they begin with an underscore.
 DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_current_frames"}
 DOCUMENTED |= {"_DummyThread"}  # of Python's own
 TYPES_ALONE = {"_typeshed"}
@@ -460,7 +461,8 @@ def is_private(word: str) -> bool:
 
 
 def defined_in(tree: ast.AST) -> set[str]:
-    """Names that a file gives: functions, classes, variables, attributes of its own objects."""
+    """Returns names that a file defines: functions, classes, variables, attributes of its own
+    objects."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
@@ -473,7 +475,7 @@ def defined_in(tree: ast.AST) -> set[str]:
 
 
 def strangers(source: str) -> Iterator[tuple[int, str]]:
-    """(line, word) of each private name that the file itself does not give."""
+    """Yields (line, word) for each private name that the file itself does not define."""
     tree = ast.parse(source)
     own = defined_in(tree) | DOCUMENTED
     theirs = {place.rpartition(".")[2].rpartition(":")[2].strip("()") for place in NAMES.values()}
@@ -540,7 +542,7 @@ def test_names_of_ones_own_are_free(line: str) -> None:
     assert not list(strangers(line))
 
 
-MADE = {"_abc_impl", "_backward_cls"}  # by metaclasses
+MADE = {"_abc_impl", "_backward_cls"}  # used by metaclasses
 
 
 def classes() -> Iterator[type]:
@@ -554,7 +556,8 @@ def classes() -> Iterator[type]:
 
 
 def test_methods_that_override_private_ones_are_listed() -> None:
-    """Theirs call ours by these names: renamed, ours would never run."""
+    """Code of other packages calls ours by these names: if they were renamed, ours would never
+    run."""
     found: dict[str, set[str]] = {}
     for kind in classes():
         for base in kind.__mro__[1:]:

@@ -1,4 +1,4 @@
-"""tests/tools/pytorch_ddp.py: what it makes of torch's file, and how a run is judged."""
+"""Tests tests/tools/pytorch_ddp.py: how it changes torch's file, and how it judges a run."""
 
 from __future__ import annotations
 

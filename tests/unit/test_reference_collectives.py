@@ -1,4 +1,4 @@
-"""Reference collectives without a network: results, messages, costs."""
+"""Tests reference collectives without a network: results, messages, costs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_collective_has_its_forms() -> None:
 
 
 def played(name: str, form: str, n: int, count: int, segments: int) -> list[list[Counter]]:
-    """[rank][element] → how often each rank's number is in it, after all messages."""
+    """Returns [rank][element] → how often each rank's number is in it, after all messages."""
     held = [[Counter({rank: 1}) for _ in range(count)] for rank in range(n)]
     for messages in rounds_of(name, form, n, count, segments):
         under_way = [(m, [held[m.source][i].copy() for i in range(m.start, m.stop)])
@@ -58,7 +58,7 @@ def test_each_number_arrives_where_it_should_and_once(name: str, form: str) -> N
                     "all_gather": Counter([owner[i]]),
                     "reduce_scatter": total if mine else None,
                     "all_reduce": total,
-                    "barrier": Counter([rank]),  # moves nothing
+                    "barrier": Counter([rank]),  # sends nothing
                 }[name]
                 assert wanted is None or held[rank][i] == wanted, (n, count, segments, rank, i)
 
@@ -122,7 +122,7 @@ def test_prices_meet_the_closed_formulas(n: int) -> None:
 
 
 def test_prices_by_hand() -> None:
-    # 1,000,000 bytes take 100 µs of B and each message 5.
+    # 1,000,000 bytes take 100 µs by B, and each message takes 5.
     whole = 105.0
     for name, form, n, microseconds in (
         ("broadcast", "naive", 8, 7 * whole),
@@ -159,7 +159,7 @@ def test_segments_are_as_many_as_are_cheapest() -> None:
             assert min(prices.values()) == prices[best]
         else:  # of 1, 2, 4, …
             assert prices[best] <= min(prices[1], prices[2 * best])
-    assert segments_of("segmented", 8, 3, 4, Link(1e-9, 1.0)) == 3  # not less than an element each
+    assert segments_of("segmented", 8, 3, 4, Link(1e-9, 1.0)) == 3  # at least one element each
     assert segments_of("tree", 8, N, 4, LINK) == segments_of("segmented", 8, N, 4, None) == 1
 
 

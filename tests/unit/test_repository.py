@@ -1,4 +1,4 @@
-"""The files for contributors agree with what they describe."""
+"""Tests that the files for contributors agree with what they describe."""
 
 from __future__ import annotations
 

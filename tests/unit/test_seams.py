@@ -1,4 +1,5 @@
-"""Planted bugs change the package through `tests/distributed/seams.py` alone, by public names."""
+"""Tests that planted bugs change the package through `tests/distributed/seams.py` alone, by public
+names."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_a_seam_is_a_public_function(name: str) -> None:
         assert not any(map(is_private, [*module.split("."), *path.split(".")]))
         owner, attribute, function = found(place)
         assert callable(function)
-        assert getattr(owner, attribute) is function  # a plain method, not one of its class
+        assert getattr(owner, attribute) is function  # a plain method, not a class method
 
 
 @pytest.mark.parametrize("file", PLANTED)
@@ -45,7 +46,8 @@ def test_planted_bugs_change_the_package_through_seams_alone(file: str) -> None:
     assert not names & {"setattr", "delattr", "monkeypatch"}
     assert not imported & {"patch", "mock", "unittest.mock", "MonkeyPatch"}
     asked = [node for node in nodes if isinstance(node, ast.Attribute) and is_private(node.attr)]
-    private = {ast.unparse(node) for node in asked if node.attr != "_replace"}  # of named tuples
+    # Methods of named tuples.
+    private = {ast.unparse(node) for node in asked if node.attr != "_replace"}
     assert {name for name in private if not name.startswith("torch.")} == set()
 
 

@@ -1,4 +1,4 @@
-"""Numbers and clocks as text."""
+"""Tests numbers and times as text."""
 
 from __future__ import annotations
 

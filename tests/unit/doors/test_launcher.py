@@ -170,7 +170,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
         "SM_HOSTS means 2 hosts",
     ),
     "SageMaker, one host": (env('SM_HOSTS=["algo-1"] SM_CURRENT_HOST=algo-1'), ALONE),
-    "SkyPilot": (env("SKYPILOT_NUM_NODES=4 SKYPILOT_NODE_RANK=0"), "SKYPILOT_NUM_NODES tells"),
+    "SkyPilot": (env("SKYPILOT_NUM_NODES=4 SKYPILOT_NODE_RANK=0"), "SKYPILOT_NUM_NODES means 4"),
     "RANK is missing": (without(HAND, "RANK"), "WORLD_SIZE=8 is set but RANK is not"),
     "WORLD_SIZE is missing": (without(TORCHRUN, "WORLD_SIZE"), "RANK=5 is set but WORLD_SIZE is"),
     "LOCAL_RANK is missing": (without(TORCHRUN, "LOCAL_RANK"), "but LOCAL_RANK is not"),
@@ -195,7 +195,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
     ),
     "LOCAL_RANK too large": (TORCHRUN | env("LOCAL_RANK=4"), "contradicts LOCAL_WORLD_SIZE=4"),
     "no number": (TORCHRUN | env("MASTER_PORT=http"), "MASTER_PORT='http' is not a whole number"),
-    "a number of another script": (HAND | {"RANK": "\u0663"}, "is no number"),
+    "a number of another script": (HAND | {"RANK": "\u0663"}, "is not a whole number"),
     # Slurm
     "srun": (SRUN, (5, 6, 1, 2, "node08", None)),
     "srun of an older Slurm": (
@@ -370,7 +370,7 @@ ROWS: dict[str, tuple[dict[str, str], Taken | str | None]] = {
         without(OMPI, "OMPI_COMM_WORLD_RANK"),
         "but OMPI_COMM_WORLD_RANK is not",
     ),
-    "mpiexec of MPICH": (MPICH, "does not tell one start from another: export MASTER_PORT"),
+    "mpiexec of MPICH": (MPICH, "does not identify its starts: export MASTER_PORT"),
     "mpiexec with an address": (
         MPICH | env("MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"),
         (1, 2, 1, 2, "127.0.0.1", 29500),

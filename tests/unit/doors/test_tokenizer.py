@@ -396,7 +396,7 @@ def test_a_given_tokenizer_must_have_the_tokens_of_the_weights(tmp_path: Path) -
 THEIRS = (
     ("gpt2", "GPT2Tokenizer", None),
     ("llama", "PreTrainedTokenizerFast", None),
-    ("begin and end", "GPT2Tokenizer", "of 200 of 200 texts"),
+    ("begin and end", "GPT2Tokenizer", "for 200 of 200 texts"),
     ("llama", "BertTokenizerFast", "does not load"),
 )
 

@@ -1,4 +1,5 @@
-"""`recompute` on one rank: what is kept, what is run again, and that gradients are added once."""
+"""Tests `recompute` on one rank: what is kept, what is repeated, and that gradients are added
+once."""
 
 from __future__ import annotations
 
@@ -47,20 +48,20 @@ def hidden() -> Tensor:
 
 
 def kept_bytes(stage: Stage) -> int:
-    """Of the activations that a forward leaves for its backward."""
+    """Returns the activations that a forward keeps for its backward."""
     own = {p.untyped_storage().data_ptr() for p in stage.parameters()}
     own |= {t.untyped_storage().data_ptr() for t in stage.rotary}
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        # Compiled code keeps numbers too: layers' handles, states of generators.
+        # Compiled code also keeps numbers: layers' handles, states of generators.
         if tensor.is_floating_point() and storage.data_ptr() not in own:
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = stage(hidden(), *NOTHING)  # alive: no storage is used twice
+        out = stage(hidden(), *NOTHING)  # keeps them alive, so that no storage is used twice
     kept = sum(sizes.values())
     del out
     return kept
@@ -68,11 +69,11 @@ def kept_bytes(stage: Stage) -> int:
 
 INPUTS = LAYERS * BATCH * SEQUENCE * HIDDEN * 4
 QKV, HEADS = 1.5, 3.0  # inputs: the projection of 8 + 2 + 2 heads; q, and k and v repeated for it
-ATTENDED = 2.0  # by head for attention's backward, by token for the projection behind it
+ATTENDED = 2.0  # by head for attention's backward, by token for the following projection
 UP, INNER = 3.5, 1.75  # gate and up, 56 columns each; their product is as wide as silu(gate)
 STATISTICS = 1 / HIDDEN  # of a norm
 SUMS = 8 / HIDDEN  # attention's, of each head
-# What is kept by part, in layers' inputs.
+# Kept tensors by part, in units of a layer's input.
 NORMS, ATTENTION, MLP = 2 * (1 + STATISTICS), HEADS + ATTENDED + SUMS, UP + 2 * INNER
 ALL = 2 + NORMS + ATTENTION + MLP
 KEPT = {
@@ -111,7 +112,7 @@ def test_how_many_layers_of_a_stage_recompute(given: tuple[int, ...], counts: li
 
 @pytest.mark.slow
 def test_compiled_blocks_keep_as_little_and_run_no_more_again() -> None:
-    """A graph of two layers, made again in parts and as a whole."""
+    """Tests a graph of two layers, recomputed in parts and as a whole."""
     stage, calls = middle_stage("[norm,attention,mlp]", layers=2), Counter()
     stage.layers["1"] = middle_stage("full", layers=2).layers["1"]
     compile_blocks([stage], saves_operands=False)
@@ -162,7 +163,8 @@ def test_gradients_are_those_without_it_bit_for_bit(recompute: str) -> None:
 def test_recomputation_repeats_only_what_the_backward_needs(
     recompute: str, columns: int, rows: int, attentions: int, norms: int
 ) -> None:
-    """Calls by layer. The GEMM that ends what is made again is not: of a layer its last."""
+    """Counts calls by layer. The GEMM that ends a recomputed part, in a layer the last one, is not
+    repeated."""
     calls: Counter[str] = Counter()
 
     def counted(name: str, function: object) -> object:
@@ -192,7 +194,7 @@ def test_recomputation_repeats_only_what_the_backward_needs(
         "norm": norms * LAYERS,
     }
     linears = [name for name, p in stage.named_parameters() if p.dim() == 2]
-    assert told == Counter(linears)  # each bucket hears of each weight once
+    assert told == Counter(linears)  # each bucket gets each weight's gradient once
 
 
 def test_evaluation_keeps_nothing() -> None:
@@ -203,8 +205,11 @@ def test_evaluation_keeps_nothing() -> None:
 
 @pytest.mark.slow
 def test_layers_of_an_8b_model_keep_two_gib_of_activations_for_a_sequence() -> None:
-    """What lets Llama 3 8B train on eight GPUs of 80 GB, as dp=8 zero=1 or tp=8: 32 inputs of
-    8192 × 4096 in bf16, where `recompute=none` keeps above 30 GiB. Nothing is computed here."""
+    """Tests what lets Llama 3 8B train on eight GPUs of 80 GB, as dp=8 zero=1 or tp=8.
+
+    It keeps 32 inputs of 8192 × 4096 in bf16, where `recompute=none` keeps above 30 GiB. Nothing is
+    computed here.
+    """
     model = ModelConfig(**yaml.safe_load((conf_dir() / "model" / "llama3_8b.yaml").read_text()))
     kept = {}
     for recompute in ("none", "full"):

@@ -1,4 +1,4 @@
-"""Which ranks hold equal bits of a run of elements, over all ranks of a layout."""
+"""Tests which ranks hold equal bits of a run of elements, over all ranks of a layout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def norm_of_heads(tp: int) -> ParameterSpec:
 
 
 def padded(tp: int) -> ParameterSpec:
-    """A table of eight rows over four ranks of four: the last two hold padding alone."""
+    """With a table of eight rows over four ranks of four, the last two only hold padding."""
     return ParameterSpec((4, 4), (shard(4, 4 * tp),) if tp < 2 else (), replicated=False)
 
 
@@ -104,7 +104,8 @@ def test_a_run_ends_where_copies_change_and_padding_goes_with_it() -> None:
 def test_all_ranks_of_a_group_agree_that_each_holds_the_whole_parameter(
     spec_of: object, over_tp: bool
 ) -> None:
-    """Also a rank whose rows of a table are padding alone: the check for drift compares over tp."""
+    """A rank whose rows of a table are only padding takes part: the check for drift compares over
+    tp."""
     for rank in range(LAYOUT.world_size):
         groups, spec = groups_of_rank(rank), spec_of(LAYOUT.coordinates(rank).tp)
         found = [group.name for group in copy_groups(spec, groups).of_whole(spec)]

@@ -1,4 +1,5 @@
-"""Initial values are a function of (seed, name, index): any box of a matrix equals the matrix's."""
+"""Tests that initial values are a function of (seed, name, index): any chunk equals that of the
+whole matrix."""
 
 from __future__ import annotations
 
@@ -112,14 +113,14 @@ def test_neither_threads_nor_bands_change_a_value(threads: int, band: int) -> No
     [
         ("cuda", {"LOCAL_WORLD_SIZE": "2"}, 4),
         ("cuda", {"LOCAL_WORLD_SIZE": "16"}, 1),
-        ("cuda", {}, 1),  # srun: torch has the cores that are bound to the task
+        ("cuda", {}, 1),  # srun: torch may use the cores that are bound to the task
         ("cpu", {"LOCAL_WORLD_SIZE": "2"}, 1),
     ],
 )
 def test_ranks_on_accelerators_share_the_cores_to_draw(
     device: str, environ: dict[str, str], threads: int
 ) -> None:
-    """Whatever OMP_NUM_THREADS says, which torchrun sets to 1."""
+    """The number does not depend on OMP_NUM_THREADS, which torchrun sets to 1."""
     pools = []
 
     class Pool(initializer.ThreadPoolExecutor):
@@ -147,7 +148,7 @@ def test_a_matrix_reaches_its_device_in_one_copy_a_band() -> None:
     copies = []
 
     class Counted(torch.Tensor):
-        """Where the values go: counts what is written to it."""
+        """Stands in for the target of the values, and counts what is written."""
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -164,7 +165,8 @@ def test_a_matrix_reaches_its_device_in_one_copy_a_band() -> None:
 
 
 def fused() -> ParameterSpec:
-    """Two matrices in one parameter, rows of both cut out of the middle, and three of padding."""
+    """Two matrices in one parameter, with rows from the middle of both, and three rows of
+    padding."""
     q = ShardSpec("q", (700, 300), (90, 20), (280, 260), 0, std=0.02)
     k = ShardSpec("k", (700, 300), (400, 20), (20, 260), 280, std=0.02)
     one = ShardSpec("one", (2, 260), (0, 0), (2, 260), 300, fill=1.0)
@@ -195,7 +197,7 @@ def factors(kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def add_rounded(out: Tensor, grad: Tensor, x: Tensor) -> None:
-    """As on a device that has no kernel for it, and products of fp16."""
+    """Tests a device that has no kernel for it, and products of fp16."""
     with patch.object(gradients, "is_widened", lambda tensor: False):
         add_matmul(out, grad, x)
 
@@ -204,7 +206,7 @@ def add_rounded(out: Tensor, grad: Tensor, x: Tensor) -> None:
 def test_an_accelerators_products_reach_fp32_unrounded(
     kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`torch.addmm(out_dtype=…)`, which no CPU has, stands in as what it computes."""
+    """Stands in for `torch.addmm(out_dtype=…)`, which no CPU has, with the same result."""
     calls: list[dict] = []
 
     def addmm(start: Tensor, a: Tensor, b: Tensor, **how: object) -> Tensor:
@@ -222,9 +224,9 @@ def test_an_accelerators_products_reach_fp32_unrounded(
     supports_wide_addmm.cache_clear()
     add_matmul(wide, grad, x)
     how = {"out_dtype": torch.float32, "in_place": True, "kind": kind}
-    assert [{k: c[k] for k in how} for c in calls] == [how, how]  # tried once, then done
+    assert [{k: c[k] for k in how} for c in calls] == [how, how]  # tried once, and then used
     assert calls[-1]["out"] is wide
-    # A product of some 8 is rounded to the digits of its factors' type, or not at all.
+    # A product of about 8 is rounded to the precision of its factors' dtype, or not at all.
     assert (plain - exact).abs().max() > 0.2 * 8 * torch.finfo(kind).eps
     assert (wide - exact).abs().max() < 1e-5
 
@@ -238,7 +240,7 @@ def test_a_product_beyond_fp16_is_finite_in_fp32(monkeypatch: pytest.MonkeyPatch
     add_rounded(plain, huge, huge)
     assert plain.isinf().all()
     add_matmul(wide, huge, huge)
-    assert (wide == 160000.0).all()  # on a CPU, which widens fp16
+    assert (wide == 160000.0).all()  # on a CPU, which converts fp16
     wide.zero_()
     monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch, "addmm", addmm)

@@ -1,4 +1,5 @@
-"""Moments in bf16: rounded without bias, by bits that follow the element, whoever stores it."""
+"""Tests moments in bf16: rounded without bias, by bits that depend on the element and not on its
+rank."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def stored(values: torch.Tensor, bits: torch.Tensor, half: int = 0) -> torch.Ten
 
 
 def matrix(rows: int, width: int, start: tuple[int, int], name: str = "w") -> ParameterSpec:
-    """A shard of 40 rows of 3 · width columns; the local parameter has a row of padding."""
+    """Returns a shard of 40 rows of 3 · width columns; the local parameter has a row of padding."""
     shard = ShardSpec(name, (40, 3 * width), start, (rows, width))
     return ParameterSpec((rows + 1, width), (shard,), replicated=False)
 
@@ -39,7 +40,7 @@ def test_rounding_has_no_bias_and_leaves_bf16_as_it_is() -> None:
     spec = matrix(31, 4000, (9, 4000))
     bits = bits_of(segment_of(ParameterSpan("w", spec, 0, 31 * 4000)), seed=3, update=5)
     assert bits.unique().numel() > 0.99 * bits.numel()
-    low, step = 1.0, 2.0**-7  # bf16's distance of numbers in [1, 2)
+    low, step = 1.0, 2.0**-7  # spacing of bf16's numbers in [1, 2)
     for half in (0, 1):
         for share in (0.25, 0.01, 1 / 3):
             value = torch.full_like(bits, low + share * step, dtype=torch.float32)
@@ -50,7 +51,7 @@ def test_rounding_has_no_bias_and_leaves_bf16_as_it_is() -> None:
             assert torch.equal(stored(-value, bits, half), -stored(value, bits, half))
     draws = [(bits >> 16 * half & 0xFFFF).double() for half in (0, 1)]
     halves = torch.corrcoef(torch.stack(draws))[0, 1]
-    assert abs(halves) < 4 / bits.numel() ** 0.5  # the two states' are independent
+    assert abs(halves) < 4 / bits.numel() ** 0.5  # the bits of the two states are independent
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     exact = every[~every.isnan()]
     noise = bits[: exact.numel()]
@@ -59,7 +60,7 @@ def test_rounding_has_no_bias_and_leaves_bf16_as_it_is() -> None:
 
 
 def test_bits_and_rounding_are_those_of_the_reference() -> None:
-    """Also of tiny numbers, whose neighbours have one distance, and of fp64."""
+    """Holds also for tiny numbers, whose neighbours are equally far, and for fp64."""
     generator = torch.Generator().manual_seed(0)
     shape = (40, 30)
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -106,7 +107,8 @@ def test_large_matrices_are_cut_into_pieces_of_equal_bits() -> None:
 
 
 def test_a_small_second_moment_still_grows_and_the_update_is_of_unrounded_states() -> None:
-    """0.999 of a moment is nearer to it than to its neighbour: rounding to the nearest stands."""
+    """0.999 of a moment is nearer to it than to its neighbour: rounding to the nearest would not
+    change it."""
     shape = (64, 100)
     spec = ParameterSpec(shape, (ShardSpec("w", shape, (0, 0), shape),), replicated=False)
     means = {}

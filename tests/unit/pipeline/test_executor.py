@@ -1,4 +1,4 @@
-"""The executor on one rank, whose stages hand over to each other: modules as they are."""
+"""Tests the executor on one rank, whose stages pass their results to each other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class First(nn.Module):
 
 
 class Middle(nn.Module):
-    """Hands one of its inputs on as it is, and reads nothing else of it."""
+    """Returns one of its inputs unchanged, and reads no other."""
 
     def __init__(self, wrong: str = "") -> None:
         super().__init__()
@@ -139,7 +139,8 @@ def test_the_next_micro_batch_is_loaded_ahead_where_that_is_asked_for() -> None:
 def test_an_accelerator_computes_while_the_next_micro_batch_is_loaded(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the host queues the backward; a CPU's forward is done by then."""
+    """It looks ahead before the host queues the backward; a CPU has finished the forward by
+    then."""
     monkeypatch.setattr(accelerator, "is_accelerator", lambda _: kind == "accelerator")
     events: list[str] = []
 

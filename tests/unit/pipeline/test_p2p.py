@@ -1,4 +1,4 @@
-"""How messages between stages go out on an accelerator: recorded calls, as there is none here."""
+"""Tests how messages between stages are sent on an accelerator, by recorded calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Work:
 
 
 class Batches:
-    """`batch_isend_irecv` as NCCL has it: a batch has one handle."""
+    """`batch_isend_irecv` like NCCL's: a batch has one handle."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[list[tuple[object, int]]] = []
@@ -56,7 +56,7 @@ def test_a_group_of_messages_is_one_batch_whose_handle_all_share(
 def test_gradients_have_a_communicator_and_a_batch_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What waits for a late reader of activations does not hold up a gradient that has come."""
+    """An activation that waits for a late reader does not delay a gradient that has arrived."""
     batches, groups = Batches(monkeypatch), []
     monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer, group, _: groups.append(group))
     there, back = (Group("pp", PP.ranks, 1, name) for name in ("there", "back"))

@@ -1,4 +1,4 @@
-"""The run directory: named, made and refused."""
+"""Tests the run directory: its name, its creation and its refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from parallel3d.run.launch import Worker
 from parallel3d.run.launcher_environment import RankAssignment
 from parallel3d.run.rendezvous import RUN_KEY, agree_on_run, seen_key
 
-# Of a trainer after four steps, as a manifest has it.
+# The state of a trainer after four steps, as a manifest stores it.
 PROGRESS = {
     "steps": 4,
     "consumed_samples": 8,
@@ -150,7 +150,7 @@ def test_a_run_resumes_with_another_layout_and_keeps_every_configuration(tmp_pat
 def test_run_that_cannot_go_on_is_refused_with_the_differing_keys(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     _, directory = make_run_directory(mine)
-    (directory / "checkpoints" / "step-00000004").mkdir(parents=True)  # else nothing binds it
+    (directory / "checkpoints" / "step-00000004").mkdir(parents=True)  # otherwise nothing binds it
     model = dataclasses.replace(mine.model, hidden_size=96)
     other = dataclasses.replace(mine, seed=5, model=model, tp=1)
     keys = "model.hidden_size is 128 there, now 96, seed is 1234 there, now 5; choose another run="
@@ -206,7 +206,7 @@ def test_directory_with_results_is_never_discarded(tmp_path: Path) -> None:
     assert not directory.exists()
 
 
-# ---- torn files, and what another process or user has put there
+# ---- torn files, and files of another process or user
 
 
 @pytest.mark.slow
@@ -303,10 +303,10 @@ def test_second_start_under_torchrun_leaves_the_first_ones_folder(tmp_path: Path
 def test_rank_0_alone_reports_a_refusal_and_other_ranks_stop_asking(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A store that is gone has torch print pages on its own."""
+    """If a store is gone, torch itself prints whole pages."""
     mine, inner = config(tmp_path, run="mine", dp=2), HashStore()
     (Path(mine.runs_dir) / "mine").mkdir(parents=True)
-    PrefixStore("0", inner).add(seen_key(RUN_KEY), 1)  # the other has read why
+    PrefixStore("0", inner).add(seen_key(RUN_KEY), 1)  # the other one has read why
     for rank, says in ((0, 1), (1, 0)):
         place = RankAssignment("slurm", rank, rank, 2, 2, "127.0.0.1", 0)
         worker, store = Worker(rank, rank, 2, 2, Path(), "slurm"), PrefixStore("0", inner)
@@ -342,7 +342,7 @@ class Gone:
 
 
 def as_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on this process takes itself for another user, whose new files are that user's."""
+    """Makes this process appear as another user, whose new files belong to that user."""
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     monkeypatch.setattr(files, "status_of_new_file", lambda folder: None)
 

@@ -1,4 +1,4 @@
-"""Which failure is the cause, and how it is said."""
+"""Tests which failure is the cause, and its sentence."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_user_error_is_printed_unchanged() -> None:
 
 def test_a_common_verdict_of_the_ranks_is_the_cause_of_a_hang() -> None:
     class Departed(OperationLog):
-        """A log whose last step was unlike the one before it."""
+        """Returns a log whose last step differed from the preceding one."""
 
         def divergence(self) -> Divergence:
             reduced = LoggedOperation("world", 3, "all_reduce", (2,), "torch.float32")
@@ -190,7 +190,7 @@ def test_a_record_is_never_half_written_and_follows_no_link(tmp_path: Path) -> N
 
 
 def test_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
-    """A rank is often ended just while it writes."""
+    """A rank is often ended while it writes."""
     failure.write_record(error(1, "ValueError: boom", 2.0), "", tmp_path)
     records = tmp_path / "failures"
     whole = (records / "rank-1.json").read_text()
@@ -232,7 +232,7 @@ def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
 def test_a_folder_that_was_removed_is_not_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 removes the folder of a run that never began; what its peers die of is no run."""
+    """Rank 0 removes the folder of a run that never began; its peers' failures make no run."""
     peer = worker(5)
     peer.run_dir = tmp_path / "gone"
     error = RuntimeError("Connection closed by peer")

@@ -1,4 +1,4 @@
-"""What a start, a restart and a run's end do on a file system that is ill."""
+"""Tests a start, a restart and a run's end on a failing file system."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refuse(*_: object, **__: object) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Config:
-    """A run with a checkpoint's name in it."""
+    """Makes a run with a checkpoint's name in it."""
     config, folder = make_run_directory(Config(dp=1, run="run", runs_dir=str(tmp_path)))
     (folder / manifest.CHECKPOINTS / "step-00000005").mkdir(parents=True)
     return config
@@ -131,7 +131,7 @@ def test_line_whose_write_was_done_and_called_failed_is_there_once(
 
 
 def test_place_of_a_stack_asks_no_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames without a file would be looked for in the working directory, which may not answer."""
+    """Frames without a file would be looked up in the working directory, which may not answer."""
     for call in ("stat", "lstat", "readlink"):
         monkeypatch.setattr(os, call, refuse)
     stack = [("<frozen runpy>", 1, "f"), (command_line.__file__, 7, "main"), ("<string>", 2, "g")]
@@ -156,7 +156,7 @@ def test_text_whose_file_cannot_be_closed_is_no_traceback(
     with FailingFiles(tmp_path, Fault("EIO", "kind"), ("close", 0)) as calls:
         pieces = blocks_of(document)
         next(pieces)
-        del pieces  # as where the cache cannot be written
+        del pieces  # like where the cache cannot be written
         read = b"".join(blocks_of(document))
     assert (read, calls.failed) == (book.read_bytes(), 2)
     assert capsys.readouterr().err == ""

@@ -1,4 +1,5 @@
-"""What a launcher reads and writes around its ranks, on a disk that fails: one sentence at most."""
+"""Tests what a launcher reads and writes around its ranks, on a failing disk: one sentence at
+most."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def start(config: Config, run_dir: Path) -> int | None:
 
 
 def begun(run_dir: Path) -> None:
-    """A run with a checkpoint, a map of its ranks and a record of a failure."""
+    """Makes a run with a checkpoint, a map of its ranks and a record of a failure."""
     (run_dir / CHECKPOINTS / step_folder(5)).mkdir(parents=True)
     (run_dir / "failures").mkdir()
     (run_dir / "failures" / "rank-0.json").write_text("{}")
@@ -64,7 +65,7 @@ def begun(run_dir: Path) -> None:
 def test_every_call_that_fails_is_a_users_error_or_none(
     config: Config, is_begun: bool, act: Callable[[Config, Path], object]
 ) -> None:
-    """And what was there is there, or is gone: the next start finds a run's folder or none."""
+    """Existing files stay or are removed whole: the next start finds a run's folder or none."""
     _, run_dir = make_run_directory(config)
     if is_begun:
         begun(run_dir)

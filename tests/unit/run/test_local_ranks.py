@@ -1,4 +1,4 @@
-"""Ranks that are forked of a launcher: how they begin, and all the ways in which they end."""
+"""Tests ranks that a launcher forks: how they begin, and all the ways in which they end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ranks_that_do_well_are_no_failures() -> None:
 
 @pytest.mark.parametrize("wanted", [{"OMP_NUM_THREADS": "3"}, {}])
 def test_a_rank_has_the_threads_of_its_own_job(wanted: dict[str, str]) -> None:
-    """Though torch has read the variable for another job of the sweep."""
+    """The number is set although torch has read the variable for another job of the sweep."""
 
     def live(rank: int, starts: int) -> int:
         local_workers._set_threads(wanted)
@@ -149,7 +149,7 @@ def test_a_rank_begins_with_default_handlers_and_a_session_of_its_own(tmp_path: 
         return 1
 
     LocalRanks(1, live, grace_s=1, should_restart=lambda exits: not (tmp_path / "1").exists()).run()
-    for starts in range(2):  # also of a launcher that has handlers
+    for starts in range(2):  # also in a launcher that has handlers
         said = json.loads((tmp_path / str(starts)).read_text())
         assert said["defaults"] and said["leads"] == said["pid"]
         assert said["blocked"] == sorted(STOPPING)

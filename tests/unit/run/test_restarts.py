@@ -1,4 +1,4 @@
-"""Which failures the local ranks are started again after."""
+"""Tests after which failures the local ranks are restarted."""
 
 from __future__ import annotations
 

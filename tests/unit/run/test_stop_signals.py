@@ -1,4 +1,4 @@
-"""What signals ask of a run, in the order in which they come."""
+"""Tests the effects of signals on a run, in the order in which they come."""
 
 from __future__ import annotations
 

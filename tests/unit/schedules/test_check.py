@@ -1,4 +1,5 @@
-"""The checker accepts every schedule and catches every planted fault, for the right reason."""
+"""Tests that the checker accepts every schedule and catches every planted fault, for the right
+reason."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.pace import in_cpu_time
 
 
 def plan_of(*ranks: str) -> PipelineProgram:
-    """A program from text: steps apart by blanks, the messages of a group joined by +."""
+    """Parses a program: steps are separated by blanks, the messages of a group joined by +."""
     program: PipelineProgram = []
     for text in ranks:
         steps: list[Step] = []
@@ -27,7 +28,7 @@ def plan_of(*ranks: str) -> PipelineProgram:
 
 
 def split_groups(program: PipelineProgram, sends_first: Callable[[int], bool]) -> PipelineProgram:
-    """A program that does one message after the other, sends first on some ranks."""
+    """Returns a program that sends one message after the other; some ranks send first."""
     serial: PipelineProgram = []
     for rank, steps in enumerate(program):
         out: list[Step] = []
@@ -58,7 +59,7 @@ def test_a_plan_written_by_hand_is_accepted() -> None:
 
 
 def test_swapped_receives_before_their_use_are_caught_by_position() -> None:
-    """Every rank is ordered in itself here; only the neighbours' view of the order differs."""
+    """Every rank's own order is sound here; only the two neighbours' orders differ."""
     good = plan_of(
         "F0 F1 SF0+SF1 RB0 B0 RB1 B1",
         "RF0+RF1 F0 B0 SB0 F1 B1 SB1",
@@ -86,7 +87,7 @@ def test_receives_swapped_between_groups_are_caught(name: str, kind: Kind) -> No
 
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_backward_messages_swapped_consistently_on_one_rank_are_caught(name: str) -> None:
-    """The receiver also computes in the swapped order, so that it is ordered in itself."""
+    """The receiver also computes in the swapped order, so its own order is sound."""
     number = {1: 2, 2: 1}
     program = make(name, 2, 6).program()
 
@@ -200,14 +201,14 @@ def test_both_receiving_first_deadlocks(stages: int) -> None:
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_mirrored_order_is_no_deadlock(stages: int) -> None:
-    """Even ranks send first and odd ones receive first: the checker must not cry wolf."""
+    """Even ranks send first and odd ones receive first, which the checker must accept."""
     check(
         split_groups(make("1f1b", stages, 16).program(), sends_first=lambda rank: rank % 2 == 0), 16
     )
 
 
 def test_message_held_back_over_a_group_deadlocks() -> None:
-    """Rank 0 wants its first gradient before it sends what the gradient depends on."""
+    """Rank 0 needs its first gradient before it sends what the gradient depends on."""
     program = plan_of("F0 F1 SF0 RB0 B0 SF1 RB1 B1", "RF0+RF1 F0 B0 SB0 F1 B1 SB1")
     with pytest.raises(ScheduleError, match=r"rank 1 is in group .RF0 RF1. and waits to get RF1"):
         check(program)

@@ -1,4 +1,4 @@
-"""Every schedule by name: sound at any size, and as long and as large as its paper says."""
+"""Tests every schedule by name: sound at any size, and as long and as large as its paper says."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ def test_backwards_of_a_chunk_run_in_microbatch_order(name: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 13])
 def test_bubbles_are_those_of_the_papers(ranks: int) -> None:
-    """Of the ideal time: GPipe and 1F1B (p-1)/m with any m, interleaved that over v where p divides
-    m; ZB-H1 (p-1)(F+I-W)/(m(F+I+W)) from m = p on, over v likewise. For W of at most F."""
+    """Compares the bubble with the ideal time: GPipe and 1F1B (p-1)/m with any m, interleaved that
+    over v if p divides m; ZB-H1 (p-1)(F+I-W)/(m(F+I+W)) from m = p on, also over v. It holds for W
+    of at most F."""
     counts = {1, 2, ranks, ranks + 1, 2 * ranks - 1, 3 * ranks, 3 * ranks + 2}
     for count, costs in product(counts, ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (2.0, 2.5, 1.75))):
         forward, input, weight = costs
@@ -88,8 +89,11 @@ def test_bubbles_are_those_of_the_papers(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 13])
 def test_zero_bubble_v_idles_only_before_and_after(ranks: int) -> None:
-    """With F = I = W and m of at least 2p-1 no rank waits between its first action and its last.
-    What is left is that ranks start late, (p-1)/(6m), which the global norm makes count."""
+    """With F = I = W and m of at least 2p-1, no rank waits between its first action and its last.
+
+    The rest of the bubble is that ranks start late, (p-1)/(6m), which counts because of the global
+    norm.
+    """
     for count in (2 * ranks - 1, 2 * ranks, 3 * ranks, 5 * ranks + 1):
         made = make("zbv", ranks, count, 2)
         assert overhead(made, 1, 1, 1) == pytest.approx((ranks - 1) / (6 * count), abs=1e-12)
@@ -109,7 +113,7 @@ def test_activations_are_those_of_the_papers(ranks: int) -> None:
     assert peak("gpipe") == 4
     assert peak("interleaved", 4) == 1 + (ranks - 1) / (4 * ranks)
     assert peak("v_half", 2) <= 0.6
-    # For about half of 1F1B's bubble where a pattern without idle units holds so little.
+    # About half of 1F1B's bubble if a pattern without idle units holds that little.
     most = 0.67 * (ranks - 1) / (4 * ranks) if ranks > 3 else 0.45
     assert overhead(make("v_half", ranks, 4 * ranks, 2), 1, 1, 1) < most
 
@@ -132,7 +136,7 @@ def test_two_ranks_with_chunks_carry_both_flows_on_one_pair() -> None:
 
 @pytest.mark.slow
 def test_random_faults_are_rejected_and_nothing_else() -> None:
-    """The judge runs each program; benchmarks/speed/schedules.py plants ten thousand."""
+    """The judge runs each program; benchmarks/speed/schedules.py plants ten thousand faults."""
     rng = random.Random(13)
     sizes = ((2, 3), (3, 4), (4, 5))
     cases = [make(n, p, m, c) for n in NAMED_SCHEDULES for c in chunks_of(n)[:3] for p, m in sizes]
@@ -207,7 +211,7 @@ def test_messages_that_wait_to_be_read_by_hand() -> None:
 
 @pytest.mark.parametrize("name", NAMED_SCHEDULES)
 def test_a_group_has_one_send_and_that_first(name: str) -> None:
-    """So that as many slots as messages wait to be read are enough (`peak_unread`)."""
+    """As many slots as messages wait to be read are enough (`peak_unread`)."""
     made = make(name, 4, 6, chunks_of(name)[-1])
     for step in chain.from_iterable(made.program()):
         if isinstance(step, tuple):
@@ -215,7 +219,8 @@ def test_a_group_has_one_send_and_that_first(name: str) -> None:
 
 
 def test_hops_cost_by_hand() -> None:
-    """Two ranks of two chunks, one micro-batch: there and back. A V's turn stays on its rank."""
+    """With two ranks of two chunks and one micro-batch, messages go both ways. A V's turn stays on
+    its rank."""
     order = [Action.parse(word) for word in ("F0", "F0.1", "B0.1", "B0")]
     for shape, hops in (("loop", 6), ("v", 4)):
         assignment = StageAssignment(2, 2, shape)
@@ -228,7 +233,7 @@ def test_hops_cost_by_hand() -> None:
     ("hop", "memory", "most"), [(0, 1, 0.026), (0.1, 1.25, 0.07), (0.2, 1.25, 0.101)]
 )
 def test_the_choice_beats_all_named_schedules(hop: float, memory: float, most: float) -> None:
-    """p = 8, m = 32, F:I:W = 1:1.2:0.8, up to four chunks."""
+    """Tests p = 8, m = 32, F:I:W = 1:1.2:0.8, up to four chunks."""
     work = RankWork(1, 1.2, 0.8, hop)
     forms = measured_schedules(8, 32, 4, work)
     best = choose(8, 32, 4, work, memory, forms)
@@ -256,13 +261,17 @@ def test_chunks_that_a_schedule_does_not_have(name: str, chunks: int, sentence: 
 
 def test_stages_that_weigh_unequally_by_hand() -> None:
     """Two ranks, the second with a third of the layers and a head that costs a forward and a half
-    of them: F 1.5, I 1.5, W 1.5 on the first, F 2, I 0.5, W 0.5 on the second."""
+    of them.
+
+    So F, I and W take 1.5, 1.5 and 1.5 on the first rank, and 2, 0.5 and 0.5 on the second.
+    """
     work = RankWork(weights=lambda assignment: [(1.5, 0.0, 0.0), (0.5, 1.5, 0.0)])
     assignment = StageAssignment(2)
     costs = work.costs(assignment)
     assert (costs.forward, costs.input, costs.weight) == ((1.5, 2.0), (1.5, 0.5), (1.5, 0.5))
     found = measure(make("gpipe", 2, 2), work)
-    # F0 to 1.5 and F1 to 3, there to 3.5 and 5.5, back B0 to 6.5 and B1 to 7.5; 9.5 and 12.5.
+    # F0 to 1.5 and F1 to 3; on the second to 3.5 and 5.5; back B0 to 6.5 and B1 to 7.5; 9.5 and
+    # 12.5.
     assert found.seconds == 12.5
     assert found.overhead == pytest.approx(12.5 / 9 - 1)
     assert found.bubble == pytest.approx(1 - (9 + 6) / 25)

@@ -1,4 +1,4 @@
-"""Pictures of schedules: every box is there, in its place, to scale."""
+"""Tests pictures of schedules: every box is there, in its place, to scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`schedule=auto` of a run: the clock's choice for its own model."""
+"""Tests `schedule=auto` in a run: the clock's choice for its own model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config(
 
 
 def test_the_choice_is_at_least_as_good_as_one_that_ignores_the_head() -> None:
-    """A vocabulary so large that the head is worth several layers."""
+    """Uses a vocabulary so large that the head costs as much as several layers."""
     made = config(16, 60_000)
     work = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made))
     blind = choose(4, 8, 2, RankWork(1.0, 1.0, 1.0)).schedule
@@ -40,7 +40,7 @@ def test_the_choice_is_at_least_as_good_as_one_that_ignores_the_head() -> None:
 
 
 def test_each_stage_of_the_choice_has_a_layer() -> None:
-    """A V would be faster, and the model has no layers for its eight stages."""
+    """A V would be faster, but the model has too few layers for its eight stages."""
     assert Blueprint.of(config(8)).pipeline.schedule().assignment.chunks == 2
     made = config(7)
     assert Blueprint.of(made).pipeline.schedule().assignment == StageAssignment(4)
@@ -70,7 +70,8 @@ def test_what_no_schedule_can_lay_out_is_refused(
 
 
 def test_recomputation_belongs_to_the_input_gradients_time() -> None:
-    """Of the first stages' layers as many as are given; norms and the like are no FLOPs."""
+    """Among the first stages' layers, as many as given recompute; norms and the like are no
+    FLOPs."""
     model, assignment = config(8).model, StageAssignment(4)
     attention = 2 * model.hidden_size * model.seq_length
     matmul = 2 * model.hidden_size * model.ffn_size  # up, or down
@@ -86,14 +87,15 @@ def test_recomputation_belongs_to_the_input_gradients_time() -> None:
         costs = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made)).costs(assignment)
         share = products / whole
         more = [b - a for a, b in zip(plain.input, costs.input, strict=True)]
-        assert more == pytest.approx([share, share / 2, 0, 0])  # of two layers' forward, 1.0
+        assert more == pytest.approx([share, share / 2, 0, 0])  # of the forward of two layers, 1.0
         assert (costs.forward, costs.weight) == (plain.forward, plain.weight)
         plainly = Blueprint.of(replace(made, vpp=1, schedule=ScheduleConfig()))
         assert plainly.recompute_forwards() == pytest.approx(more)
 
 
 def test_flops_made_again_are_those_that_dry_runs_count() -> None:
-    """docs/dryrun.md: of a step of Llama 3 8B a rank plays sixteen sequences in 32 layers."""
+    """Compares with docs/dryrun.md: in a step of Llama 3 8B, a rank runs sixteen sequences in 32
+    layers."""
     model = ModelConfig(
         hidden_size=4096, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=14336,
         seq_length=8192, activation="swiglu",

@@ -1,4 +1,4 @@
-"""Schedules as data: the orders of GPipe and 1F1B, and the messages between them."""
+"""Tests schedules as data: the orders of GPipe and 1F1B, and the messages between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel3d.schedules.schedule import IN_ORDER, make
 
 
 def words(steps: list) -> str:
-    """A rank's steps as text, groups in parentheses."""
+    """Formats a rank's steps, groups in parentheses."""
     return " ".join(
         str(step) if isinstance(step, Action) else f"({' '.join(map(str, step))})" for step in steps
     )

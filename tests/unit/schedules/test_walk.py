@@ -1,4 +1,4 @@
-"""The clock agrees with the bubble of the papers and with schedules worked out by hand."""
+"""Tests that the clock agrees with the bubble of the papers and with schedules computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel3d.schedules.walk import Costs, ScheduleError, Timeline, time_order
 def timed(
     orders: list[list[Action]], forward: list[float], backward: list[float], hop: float = 0.0
 ) -> Timeline:
-    """Times orders of one chunk a rank; seconds by rank."""
+    """Times orders of one chunk per rank; seconds by rank."""
     half = tuple(cost / 2 for cost in backward)
     return time_orders(
         orders, StageAssignment(len(orders) or 1), Costs(tuple(forward), half, half, hop)
@@ -27,7 +27,7 @@ def times(timeline: Timeline, rank: int) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("name", IN_ORDER)
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_bubble_of_equal_stages(name: str, stages: int) -> None:
-    """(p - 1) / (m + p - 1) of the step: Narayanan et al. 2021, section 2.2.1."""
+    """The bubble is (p - 1) / (m + p - 1) of the step: Narayanan et al. 2021, section 2.2.1."""
     for microbatches in range(1, 17):
         for forward, backward in ((1.0, 1.0), (1.0, 2.0), (0.3, 0.7)):
             orders = make(name, stages, microbatches).orders

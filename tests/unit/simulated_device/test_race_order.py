@@ -1,4 +1,4 @@
-"""The simulated device's order of streams is that of PyTorch's own sanitizer."""
+"""Tests that the simulated device's order of streams equals that of PyTorch's own sanitizer."""
 
 from __future__ import annotations
 

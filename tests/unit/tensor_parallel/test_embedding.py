@@ -1,4 +1,4 @@
-"""The gradient of a word table that every tensor rank makes for itself."""
+"""Tests the gradient of a word table that every tensor rank computes for itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADDS = ("index_add_", "index_put_", "_index_put_impl_")
 
 
 def gradient(group: Group, sp: bool, bucket: bool) -> tuple[list[str], Tensor]:
-    """How the rows were added, and the table's gradient."""
+    """Returns how the rows were added, and the table's gradient."""
     generator = torch.Generator().manual_seed(1)
     layer = VocabParallelEmbedding(
         11, 4, group, replicated=True, sequence_parallel=sp, sum_partial_gradients=False

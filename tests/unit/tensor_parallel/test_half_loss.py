@@ -1,4 +1,4 @@
-"""The loss in half precision: what is rounded is rounded, and what it costs is bounded."""
+"""Tests the loss in half precision: the dtype of every step, and a bound of its error."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def logits_and_labels() -> tuple[Tensor, Tensor]:
 
 
 def in_steps_of_half(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses and softmax as a program has them whose every tensor is fp16; sums of a row are exact
-    and rounded once."""
+    """Computes losses and softmax like a program in which every tensor is fp16; sums of a row are
+    exact and rounded once."""
     shifted = (logits.double() - logits.amax(1, keepdim=True).double()).half()
     powers = shifted.double().exp().half()
     total = powers.double().sum(1).half()
@@ -37,7 +37,7 @@ def test_each_step_of_the_loss_is_in_half() -> None:
     losses = chunk.losses(statistics.unsqueeze(0))
     assert statistics.dtype == losses.dtype == torch.float16
     expected, softmax = in_steps_of_half(logits, labels)
-    # Two roundings of log Σ may fall the other way, each by a step of half at 8 to 16.
+    # Two roundings of log Σ may differ, each by one step of half precision at 8 to 16.
     assert (losses.double() - expected.double()).abs().max() <= 2 * 2**-7
     gradient = chunk.gradient(torch.full((TOKENS,), 8.0))
     assert gradient.dtype == torch.float16
@@ -70,7 +70,7 @@ def test_held_out_losses_stay_in_fp32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_products_are_rounded_once(dtype: torch.dtype) -> None:
-    """fp16 by way of fp32 on a CPU; the others as PyTorch has them."""
+    """Computes fp16 by way of fp32 on a CPU, and other dtypes like PyTorch."""
     x, weight, bias = (torch.randn(*s).to(dtype) for s in ((2, 5, 300), (7, 300), (7,)))
     exact = x.double() @ weight.double().t()
     half_step = torch.finfo(dtype).eps / 2

@@ -1,4 +1,4 @@
-"""Head and loss in one step: values, gradients, GEMMs and memory, on one rank."""
+"""Tests head and loss in one step: values, gradients, GEMMs and memory, on one rank."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_held_out_losses_are_plain_cross_entropies() -> None:
 def test_statistics_are_fp32_whatever_the_compute_type(
     dtype: torch.dtype, chunk: int | None
 ) -> None:
-    """Against fp64 from the same rounded logits: what is left are the gradients' own roundings.
+    """Compares with fp64 from the same rounded logits: only the gradients' own rounding is left.
 
-    The sum of 5000 exponentials near 1 is beyond the digits of either type.
+    The sum of 5000 exponentials near 1 is beyond the precision of either dtype.
     """
     vocab = 5000
     x, table = leaf(2, 16, 8).detach().to(dtype) * 0.1, leaf(vocab, 8).detach().to(dtype) * 0.1
@@ -124,7 +124,7 @@ def test_the_bucket_is_reported_once_and_in_the_backward() -> None:
 
 
 def bucketed(rows: int, hidden: int, dtype: torch.dtype) -> nn.Parameter:
-    """A table with a gradient bucket in fp32, as the trainer makes it."""
+    """Returns a table with a gradient bucket in fp32, like the trainer's."""
     table = nn.Parameter(torch.randn(rows, hidden).to(dtype))
     state_of(table).main_grad = torch.zeros(rows, hidden)
     return table
@@ -136,8 +136,8 @@ def train(head: HeadLoss, x: Tensor, table: Tensor, labels: Tensor, mask: Tensor
 
 @pytest.mark.parametrize(("chunk", "chunks"), [(None, 1), (64, 2)])
 def test_three_matrix_products_a_chunk(chunk: int | None, chunks: int) -> None:
-    """As many as head and loss have apart: logits, their gradient times the table, and the
-    table's own."""
+    """There are as many GEMMs as in a separate head and loss: logits, their gradient times the
+    table, and the table's own."""
     head = HeadLoss(Objective(257), chunk_tokens=chunk)
     labels, mask = torch.arange(128).view(2, 64), torch.ones(2, 64, dtype=torch.bool)
     x = torch.randn(2, 64, 16).requires_grad_()
@@ -154,7 +154,7 @@ VOCAB = 8192
 @pytest.mark.parametrize(
     ("dtype", "chunk", "most"),
     [
-        (torch.float32, 512, 1.3),  # one chunk: all logits at once, and nothing beside them
+        (torch.float32, 512, 1.3),  # one chunk: all logits at once, and no other large tensor
         (torch.bfloat16, 512, 1.3),
         (torch.float32, 64, 0.2),
         (torch.bfloat16, 64, 0.2),
@@ -162,7 +162,7 @@ VOCAB = 8192
     ids=str,
 )
 def test_no_second_copy_of_the_logits_exists(dtype: torch.dtype, chunk: int, most: float) -> None:
-    """Peak of forward and backward over the fp32 logits of the micro-batch."""
+    """Returns the peak of forward and backward, relative to the fp32 logits of the micro-batch."""
     tokens = 512
     head = HeadLoss(Objective(VOCAB, 0.1, 0.01), chunk_tokens=chunk)
     labels, mask = torch.arange(tokens).view(1, -1), torch.ones(1, tokens, dtype=torch.bool)

@@ -1,7 +1,8 @@
-"""What runs while what travels: the order of calls of the split linear layers, without any rank.
+"""Tests what runs while data is being sent: the order of calls of the split linear layers, without
+ranks.
 
-A group of two is made up and its collectives only take notes, so that a test reads the notes. The
-values are the business of tests/distributed.
+A group of two is simulated, and its collectives only record calls, which a test reads.
+tests/distributed compares the values.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ADD_WEIGHT_GRADIENT = linear_ops.add_weight_gradient
 
 
 class Notes:
-    """Stands in for the collectives and the GEMMs; `lines` is what happened, in order."""
+    """Stands in for the collectives and the GEMMs; `lines` records the calls, in order."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -143,7 +144,7 @@ def test_a_piece_travels_while_the_gemm_of_the_one_before_runs(
         *("GEMM", "wait gather 2", "start gather 3"),
         *("GEMM", "wait gather 3", "GEMM"),
     ]
-    # The backward has two GEMMs for its two collectives: no pieces.
+    # The backward has two GEMMs for its two collectives, so it needs no pieces.
     assert notes.lines[9:] == [
         *("start gather 4", "GEMM", "wait gather 4"),
         *("start scatter 5", "weight gradient", "wait scatter 5"),

@@ -1,4 +1,4 @@
-"""Clusters out of what nvidia-smi prints: facts of real machines, and what none would print."""
+"""Tests clusters from nvidia-smi's output: of real machines, and mangled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def matrix(name: str) -> GpuMatrix:
 
 
 def machine(topo: str):
-    """A command runner of a machine whose nvidia-smi prints this text."""
+    """Returns a command runner of a machine whose nvidia-smi prints this text."""
     rows = "".join(f"GPU-{i:x}4fb92fc, NVIDIA H200, 143771\n" for i in range(8))
     answers = {("nvidia-smi", "topo", "-m"): topo, tuple(GPUS.split()): rows}
     return lambda command: answers[tuple(command)]
@@ -84,7 +84,7 @@ def test_near_nics_are_not_taken_by_gpus_that_have_none():
 
 
 def test_nvlink_in_steps_is_one_domain():
-    """A hybrid cube mesh has pairs without a link of their own."""
+    """A hybrid cube mesh has pairs without a direct link."""
     cells = "GPU0 X NV1 SYS\nGPU1 NV1 X NV2\nGPU2 SYS NV2 X\n"
     assert parse_gpu_matrix("GPU0 GPU1 GPU2\n" + cells).domains() == (0, 0, 0)
 
@@ -174,7 +174,7 @@ def test_discover_makes_as_many_boxes_as_the_ranks_need():
 
 
 def mangled(text: str, rng: random.Random) -> str:
-    """Cut, doubled, swapped or struck out somewhere, mostly inside of the matrix."""
+    """Returns text that is cut, doubled, swapped or deleted somewhere, mostly inside the matrix."""
     at, to = sorted(rng.randrange(len(text) + 1) for _ in range(2))
     junk = rng.choice(("\n", " ", "\t", "GPU0", "NV0", "NV99", "SYS", ":", "9" * 30, "\x00", "²"))
     words = re.split(r"(\s+)", text)
@@ -236,7 +236,7 @@ MIXED = "NVIDIA GeForce RTX 3090, 24576\nNVIDIA GeForce RTX 4090, 24564\n"
 
 
 def test_cards_of_several_kinds_are_told_apart_or_refused() -> None:
-    """CUDA's first is the fastest, nvidia-smi's is the first on the bus."""
+    """CUDA's first GPU is the fastest, nvidia-smi's is the first on the bus."""
     assert own_gpus(MIXED, "1").gpu == "NVIDIA GeForce RTX 4090"
     assert own_gpus(MIXED, "GPU-0", order={}).gpu == "NVIDIA GeForce RTX 3090"
     with pytest.raises(UserError, match=r"by speed.*set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
@@ -245,7 +245,7 @@ def test_cards_of_several_kinds_are_told_apart_or_refused() -> None:
         with pytest.raises(UserError, match="a cluster has one kind: choose some"):
             own_gpus(MIXED, visible)
     typed = own_gpus("NVIDIA A100-SXM4-40GB, 40960\n" * 7 + "NVIDIA A100-SXM4-40GB, 40536\n")
-    assert typed.gpu_memory_gb == pytest.approx(42.5, abs=0.05)  # the least
+    assert typed.gpu_memory_gb == pytest.approx(42.5, abs=0.05)  # the smallest one
     assert own_gpus("GRID A100-20C, 20480\n").gpu_memory_gb_per_s is None
 
 

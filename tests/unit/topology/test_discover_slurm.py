@@ -1,4 +1,4 @@
-"""Clusters out of what Slurm says: recorded outputs, and what no Slurm would say."""
+"""Tests clusters from Slurm's output: recorded, and mangled."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def found(hosts: str, tasks: str, topology: str, **keys: Any) -> Cluster:
 # --- short forms -----------------------------------------------------------------------------
 
 
-# What `scontrol show hostnames` of Slurm 22.05 printed for each.
+# The output of `scontrol show hostnames` of Slurm 22.05 for each.
 @pytest.mark.parametrize(
     ("text", "names"),
     [
@@ -250,7 +250,7 @@ def test_one_task_a_node_with_several_gpus_is_a_launcher():
 
 
 def test_gpus_of_a_node_are_not_guessed():
-    """salloc without GPUs: one a node would be another machine."""
+    """With salloc without GPUs, one GPU per node would describe another machine."""
     for environ in (environment("n[1-2]", "1(x2)"), {"SLURM_JOB_NODELIST": "n[1-2]"}):
         with pytest.raises(UserError, match=r"says how many GPUs a node has: ask Slurm for them"):
             job_nodes(environ)
@@ -373,7 +373,7 @@ def test_commands_that_fail_end_in_a_sentence():
 
 
 def mangled(text: str, rng: random.Random) -> str:
-    """Cut, doubled, swapped or struck out somewhere."""
+    """Returns text that is cut, doubled, swapped or deleted somewhere."""
     at, to = sorted(rng.randrange(len(text) + 1) for _ in range(2))
     junk = rng.choice(("[", "]", ",", "-", "=", "\n", " ", "9" * 30, "\x00", "²", "\\", "#", "."))
     return rng.choice(

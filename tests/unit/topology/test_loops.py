@@ -1,4 +1,5 @@
-"""Topology where a rank holds several stages: the chain of a pipeline closes, or turns as a V."""
+"""Tests topology if a rank holds several stages: the chain of a pipeline closes, or turns like a
+V."""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ def placed(cluster, config: Config, text: str = "tp-cp-dp-pp") -> RankMapping:
 
 
 def pp_bytes(config: Config, layout: Layout, rank: int) -> int:
-    """What one rank sends along pp by its own list."""
+    """Returns what one rank sends along pp by its own list."""
     return sum(t.nbytes * t.count for t in transfers(config, layout, rank) if t.dim == "pp")
 
 
 @pipelines
 def test_the_price_covers_all_traffic_of_the_ranks(name: str, pp: int, vpp: int) -> None:
-    """The list for two neighbours, laid on all pairs, is the sum of the lists of all ranks."""
+    """The list for two neighbours, applied to all pairs, is the sum of the lists of all ranks."""
     config = config_of(name, pp, vpp, dp=2)
     layout = Blueprint.of(config).looped_layout
     placement = placed(a_cluster(2 * pp, gpus=1), config)  # each GPU has a NIC, and no NVLink
@@ -72,7 +73,7 @@ def test_the_last_rank_is_a_neighbour_of_the_first_in_loops(name: str, pp: int, 
 
 
 def test_the_way_back_to_the_first_rank_is_priced_and_shown() -> None:
-    """Four nodes in two units: ranks 1 and 2, and in loops 3 and 0, have the spine between them."""
+    """In four nodes in two units, ranks 1 and 2 send over the spine, and in loops also 3 and 0."""
     cluster = a_cluster(4, gpus=1, unit_nodes=2, oversubscription=4.0)
     chain, loops = (config_of(n, 4, v) for n, v in (("1f1b", 1), ("interleaved", 2)))
     seconds, kinds = [], []
@@ -89,13 +90,14 @@ def test_the_way_back_to_the_first_rank_is_priced_and_shown() -> None:
             {LinkClass.RAIL: 2, LinkClass.SPINE: 1 + (config is loops)}
         )
     assert kinds[0] == {LinkClass.RAIL: 2, LinkClass.SPINE: 1}
-    # Two rounds: each neighbour has twice as much, and the way back is taken once.
+    # With two rounds each neighbour sends twice as much, and the way back is used once.
     assert kinds[1] == {LinkClass.RAIL: 4, LinkClass.SPINE: 3}
     assert seconds[1] == pytest.approx(2 * seconds[0])
 
 
 def test_a_way_back_without_a_wire_is_refused() -> None:
-    """Three nodes of two GPUs and no spine: what NVLink and a rail join is no ring."""
+    """In three nodes of two GPUs without a spine, NVLink and a rail join the ranks, but not to a
+    ring."""
     cluster = a_cluster(3, gpus=2, unit_nodes=3, oversubscription=None)
     config = config_of("interleaved", 3, 2, dp=1)
     layout = Blueprint.of(config).looped_layout

@@ -1,4 +1,4 @@
-"""The picture of a cluster: everything is there, once, and inside."""
+"""Tests the picture of a cluster: everything is there, once, and inside."""
 
 from __future__ import annotations
 
@@ -205,11 +205,11 @@ def test_svg_line_widths_grow_with_bytes(name: str) -> None:
 
 
 def boxes(root: ElementTree.Element) -> list[tuple[str, float, float, float, float]]:
-    """(words, left, top, right, bottom) of every text, by the widths of common fonts."""
+    """Returns (words, left, top, right, bottom) of every text, by the widths of common fonts."""
     found = []
     for text in root.iter(f"{SVG}text"):
         size, x, y = (float(text.get(k, 0)) for k in ("font-size", "x", "y"))
-        # Arial's and DejaVu's widths differ by a fifth; the canvas measures on the wide side.
+        # Arial's and DejaVu's widths differ by a fifth; the canvas overestimates.
         wide = 0.8 * Canvas.measure(text.text or "", size)
         left = x - wide / 2 if text.get("text-anchor") == "middle" else x
         found.append((text.text or "", left, y - 0.75 * size, left + wide, y + 0.2 * size))
@@ -279,7 +279,7 @@ def test_svg_legend_names_units_and_groups() -> None:
 
 
 def random_placement(seed: int) -> RankMapping:
-    """A small cluster of any shape: uneven nodes, odd domains, few rails, GPUs to spare."""
+    """Returns a small cluster of any shape: uneven nodes, odd domains, few rails, spare GPUs."""
     draw = np.random.default_rng(seed)
     nodes, gpus = int(draw.integers(1, 9)), int(draw.integers(1, 9))
     divisors = [d for d in range(1, gpus + 1) if gpus % d == 0]

@@ -1,4 +1,4 @@
-"""Launched processes become ranks: by the default, by a placement, by a rank file."""
+"""Tests how launched processes become ranks: by default, by a placement, by a rank file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cluster(nodes: int, gpus: int, **more) -> Cluster:
 
 
 def launched(*hosts: str, gpus: int = 2) -> list[Process]:
-    """`gpus` processes on each host, in the launcher's order."""
+    """Returns `gpus` processes on each host, in the launcher's order."""
     return [Process(host, local) for host in hosts for local in range(gpus)]
 
 
@@ -145,7 +145,8 @@ def groups_of_slots(placement: RankMapping, *dims: str) -> set[frozenset[int]]:
 
 
 def neighbours(placement: RankMapping, dim: str) -> set[frozenset[int]]:
-    """Pairs of slots that follow each other in a group, the last and the first too."""
+    """Returns pairs of slots that follow each other in a group, including the last and the
+    first."""
     pairs = set()
     for group in placement.layout.groups(dim):
         for a, b in zip(group, group[1:] + group[:1], strict=True):
@@ -305,7 +306,7 @@ def test_random_rank_files_are_followed_line_by_line() -> None:
 
 
 class Store:
-    """A store as far as it is used; every call is counted."""
+    """A store with the methods in use; every call is counted."""
 
     def __init__(self) -> None:
         self.held: dict[str, bytes] = {}
@@ -335,10 +336,11 @@ SLURM_NODES = ["n4", "n1", "n3", "n2"]
 def take_ranks(
     run: Config, store: Store, folder: Path, app: str = "train"
 ) -> tuple[list[Worker], list[str]]:
-    """All processes of two a node, the last launched first and launch rank 0 at the end."""
+    """Returns the ranks of all processes, two per node, the last launched first and launch rank 0
+    at the end."""
     workers = [Worker(n, n % 2, 8, 2, folder, "slurm") for n in range(8)]
     errors = []
-    for repeat in (False, True):  # the others wait for launch rank 0: here they come twice
+    for repeat in (False, True):  # the others wait for launch rank 0: here they are called twice
         for me in reversed(workers):
             me.rank = workers.index(me)
             if repeat and me.rank == 0:
@@ -362,7 +364,8 @@ def test_the_default_costs_a_word_from_each_and_a_short_answer(tmp_path: Path) -
     store = Store()
     workers, errors = take_ranks(config(tp=2, pp=2, dp=2), store, tmp_path)
     assert errors == []
-    assert len(store.held[RANKS_KEY]) < 100  # all read it: no ranks, which are as many as readers
+    # All ranks read it, so it must not grow with their number.
+    assert len(store.held[RANKS_KEY]) < 100
     assert [me.rank for me in workers] == list(range(8))
     assert all(me.placement is None for me in workers)
     saved = json.loads((tmp_path / "placement.json").read_text())
@@ -396,7 +399,7 @@ def test_every_process_hears_why_the_placement_is_refused(tmp_path: Path) -> Non
     file = tmp_path / "ranks"
     file.write_text("0 n4 0\n1 n9 0\n")
     store = Store()
-    store.counts[seen_key(RANKS_KEY)] = 7  # or launch rank 0 would wait for its readers
+    store.counts[seen_key(RANKS_KEY)] = 7  # otherwise launch rank 0 would wait for its readers
     _, errors = take_ranks(config("file", file, dp=8), store, tmp_path)
     assert len(errors) == 8
     assert set(errors) == {
@@ -440,8 +443,8 @@ def test_a_placement_that_does_not_fit_is_reported_once(
 
 
 def test_two_hosts_of_one_name_are_refused() -> None:
-    """Clones of a virtual machine."""
+    """Tests clones of a virtual machine."""
     clones = [Process("ubuntu", local) for local in (0, 1, 0, 1)]
     with pytest.raises(UserError, match="2 ranks are number 0 of a host named ubuntu"):
         place_processes(config("auto", dp=4), clones, cluster(2, 2))
-    place_processes(config("default", dp=4), clones, None)  # where names are of no use
+    place_processes(config("default", dp=4), clones, None)  # where names are not needed

@@ -1,4 +1,4 @@
-"""Tilings and placements: every rank on one GPU, groups orthogonal and complete."""
+"""Tests tilings and placements: every rank on one GPU, groups orthogonal and complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ DIMS = ("tp", "cp", "dp", "pp")
 
 
 def random_tiling(rng: random.Random, layout: Layout) -> Tiling:
-    """Each dimension cut at random, the pieces shuffled, sometimes a snake."""
+    """Returns a tiling with each dimension cut at random, the pieces shuffled, sometimes a
+    snake."""
     digits = []
     for dim in DIMS:
         left = layout.size(dim)
@@ -32,7 +33,8 @@ def random_tiling(rng: random.Random, layout: Layout) -> Tiling:
 
 @pytest.mark.slow
 def test_random_placements_keep_groups_whole_orthogonal_and_complete() -> None:
-    """2,000 random clusters, layouts and tilings: every rank in one group a dimension."""
+    """Tests 2,000 random clusters, layouts and tilings: every rank is in one group per
+    dimension."""
     rng = random.Random(3)
     for _ in range(2000):
         cluster = random_cluster(rng)
@@ -57,7 +59,8 @@ def test_random_placements_keep_groups_whole_orthogonal_and_complete() -> None:
 
 
 def neighbours(layout: Layout, dim: str) -> list[tuple[int, int]]:
-    """Pairs of ranks of which the first sends to the second; each rank on the GPU of its number."""
+    """Returns pairs of ranks of which the first sends to the second; each rank is on the GPU of its
+    number."""
     cluster = a_cluster(layout.world_size, 1)
     flows = flows_of(dim, cluster, members(layout, dim)).ring
     return list(zip(flows.here.tolist(), flows.there.tolist(), strict=True))
@@ -104,7 +107,8 @@ def test_split_dimension_counts_earlier_digits_faster() -> None:
 
 
 def test_snake_neighbours_differ_in_one_digit() -> None:
-    """dp runs 0 1 | 3 2 | 4 5 | 7 6 over nodes of two: each step stays, or keeps its place."""
+    """dp runs 0 1 | 3 2 | 4 5 | 7 6 over nodes of two: each step stays in a node, or keeps its
+    rail."""
     layout = Layout(dp=8)
     ranks = Tiling.parse("dp2-dp4-snake", layout).rank_of_slot(layout)
     assert ranks.tolist() == [0, 1, 3, 2, 4, 5, 7, 6]

@@ -1,4 +1,4 @@
-"""Warnings about a placement, and what is refused."""
+"""Tests warnings about a placement, and its refusals."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_nvl72_names_the_order_and_the_segment() -> None:
 
 
 def test_nvl72_with_more_replicas_than_whole_ones_fit_says_how_many_do() -> None:
-    torn = said(a_cluster(36, 4, 72), Layout(tp=4, pp=4, dp=9))  # 16 of 72 GPUs: 4 whole a rack
+    # 16 of 72 GPUs: 4 whole replicas per rack.
+    torn = said(a_cluster(36, 4, 72), Layout(tp=4, pp=4, dp=9))
     assert any("dp=8 would keep replicas whole" in sentence for sentence in torn)
 
 

@@ -1,4 +1,4 @@
-"""Classification of groups by the wires they use, against sets and dicts."""
+"""Compares the classification of groups by their wires with sets and dicts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def placed(cluster, layout: Layout, text: str = "tp-cp-dp-pp") -> RankMapping:
 
 @pytest.mark.slow
 def test_classification_equals_a_slow_one_on_random_placements() -> None:
-    """2,000 random clusters and layouts with ranks on random GPUs: nothing is left to symmetry."""
+    """Tests 2,000 random clusters and layouts with ranks on random GPUs: nothing relies on
+    symmetry."""
     rng, shuffled = random.Random(1), np.random.default_rng(1)
     seen = set()
     for i in range(2000):
@@ -66,7 +67,7 @@ def test_h100_tp8_gives_pure_rails_to_pp_and_dp() -> None:
 
 
 def test_tp4_on_nodes_of_eight_is_mixed_and_offers_two_levels() -> None:
-    """GOTCHAS 2: dp stride 4, so that members alternate between two rails."""
+    """With a dp stride of 4, members alternate between two rails."""
     links = classify(placed(a_cluster(16), Layout(tp=4, dp=8, pp=4)))["dp"]
     assert links.pairs == {NVLINK: 64, SPINE: 64} and links.worst is SPINE
     assert links.crossing == links.groups and links.rails == 2
@@ -79,7 +80,7 @@ def test_tp4_on_nodes_of_eight_is_mixed_and_offers_two_levels() -> None:
 
 
 def test_nvl72_with_dp_outermost_has_one_replica_a_domain() -> None:
-    """tp·cp·pp = 64 of 72 GPUs, as a Slurm segment of 16 nodes gives them."""
+    """Uses tp·cp·pp = 64 of 72 GPUs, as a Slurm segment of 16 nodes gives them."""
     cluster = a_cluster(36, 4, 72)
     layout = Layout(tp=4, cp=2, pp=8, dp=2)
     slots = np.flatnonzero(np.arange(144) % 72 < 64)
@@ -88,7 +89,7 @@ def test_nvl72_with_dp_outermost_has_one_replica_a_domain() -> None:
         assert set(links[dim].pairs) == {NVLINK}
     assert links["dp"].pairs == {RAIL: 128} and links["dp"].on_rail == 64
     packed = classify(placed(cluster, layout, "tp-cp-pp-dp"))
-    assert packed["pp"].in_domain < packed["pp"].groups  # without segments the second is torn
+    assert packed["pp"].in_domain < packed["pp"].groups  # without segments the second one is split
 
 
 def test_units_turn_one_rail_into_the_spine() -> None:
@@ -113,7 +114,7 @@ def test_missing_gpu_is_seen_in_the_groups_that_it_shifts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [4, 8])
 def test_a_million_ranks_classify_in_two_seconds(tp: int) -> None:
-    """Measured 0.2 to 0.5 s on one core."""
+    """It took 0.2 to 0.5 s on one core."""
     cluster = a_cluster(131_072, unit_nodes=32)
     layout = Layout(tp=tp, pp=16, dp=2**20 // 16 // tp)
     placement = placed(cluster, layout)
@@ -127,11 +128,12 @@ def test_over_pcie_and_sockets_nothing_is_forwarded_and_the_wire_has_its_name() 
     config = ClusterConfig(nodes=2, gpus_per_node=2, nvlink_gb_per_s=31.5)
     plain = cluster_from_config(config)
     fast = routes(plain, 0, 3, 1e6)
-    assert {len(route.hops) for route in fast} == {1, 2}  # the spine, or by the neighbour
+    assert {len(route.hops) for route in fast} == {1, 2}  # over the spine, or by the neighbour
     for change in ({"intra": "pcie"}, {"network": "socket"}):
         cluster = cluster_from_config(replace(config, **change))
         assert routes(cluster, 0, 3, 1e6) == [r for r in fast if len(r.hops) == 1]
     pcie = cluster_from_config(replace(config, intra="pcie"))
     assert [pcie.label(kind) for kind in LinkClass] == ["self", "pcie", "rail", "spine", "none"]
     assert plain.label(LinkClass.NVLINK) == "nvlink"
-    assert pcie.link(LinkClass.NVLINK) == plain.link(LinkClass.NVLINK)  # priced by its own rate
+    # Priced by its own bandwidth.
+    assert pcie.link(LinkClass.NVLINK) == plain.link(LinkClass.NVLINK)

@@ -1,4 +1,5 @@
-"""The price of a placement against figures worked out by hand, and the routes between two GPUs."""
+"""Compares the price of a placement with figures computed by hand, and tests the routes between two
+GPUs."""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ def seconds(cluster, layout: Layout, transfer: Transfer, **options) -> float:
 
 
 def test_ring_on_one_rail_has_the_whole_nic() -> None:
-    """2(n − 1) messages of N/n: 6 · (5 µs + 1 GB / 4 / 50 GB/s)."""
+    """Expects 2(n − 1) messages of N/n: 6 · (5 µs + 1 GB / 4 / 50 GB/s)."""
     grads = Transfer("dp", "all_reduce", GB, 3, "gradients")
     found = seconds(a_cluster(4), Layout(tp=8, dp=4), grads)
     assert found == pytest.approx(3 * 6 * (5e-6 + 0.25 / 50))
 
 
 def test_oversubscribed_spine_is_shared_by_those_who_use_it() -> None:
-    """All four NICs of a leaf go up 4:1: a quarter each. One of four: as if it were not thin."""
+    """If all four NICs of a leaf send up at 4:1, each has a quarter; if only one does, it has its
+    whole bandwidth."""
     stage = Transfer("pp", "send_recv", GB, 1, "activations")
     thin = a_cluster(8, unit_nodes=4, oversubscription=4.0)
     assert seconds(thin, Layout(tp=8, dp=4, pp=2), stage) == pytest.approx(8e-6 + 1 / 12.5)
@@ -41,7 +43,7 @@ def test_oversubscribed_spine_is_shared_by_those_who_use_it() -> None:
     assert price_step(lone, [stage]).seconds == pytest.approx(5e-6 + 1 / 50)
     grads = Transfer("dp", "all_reduce", GB, 1, "gradients")
     one_up = price_step(placed(thin, Layout(tp=8, dp=8)), [grads]).dims["dp"]
-    assert one_up.paths.flat == SPINE  # one of four NICs a leaf goes up: its whole 50 GB/s
+    assert one_up.paths.flat == SPINE  # one of a leaf's four NICs sends up: its whole 50 GB/s
 
 
 def test_nic_is_shared_by_the_gpus_behind_it() -> None:
@@ -51,7 +53,7 @@ def test_nic_is_shared_by_the_gpus_behind_it() -> None:
 
 
 def test_two_levels_are_taken_where_they_are_cheaper() -> None:
-    """dp=8 over 4 nodes of 8 with tp=4: half the bytes cross, on two rails at once."""
+    """With dp=8 over 4 nodes of 8 and tp=4, half of the bytes cross, on two rails at once."""
     layout = Layout(tp=4, dp=8)
     grads = Transfer("dp", "all_reduce", GB, 1, "gradients")
     placement = placed(a_cluster(4), layout)
@@ -62,7 +64,7 @@ def test_two_levels_are_taken_where_they_are_cheaper() -> None:
     assert found.dims["dp"].algorithms == ("hierarchical",)
     flat = price_step(placed(a_cluster(4), layout), [grads], algorithms=("ring",))
     assert flat.seconds == pytest.approx(14 * (8e-6 + 0.125 / 50)) and flat.seconds > found.seconds
-    # Bytes: each rank 1 GB inside, 2 · 3/4 · 0.5 GB along its rail.
+    # Bytes: each rank sends 1 GB inside, 2 · 3/4 · 0.5 GB along its rail.
     assert found.nbytes == pytest.approx(
         {LinkClass.NVLINK: 32 * GB, LinkClass.RAIL: 32 * 0.75 * GB}
     )
@@ -78,7 +80,7 @@ def test_small_messages_go_by_tree() -> None:
 
 
 def test_bytes_and_ports_of_a_pipeline_over_the_spine() -> None:
-    """Two units of 2 nodes, 2:1: the two NICs of a leaf send 3 GB each up over one port."""
+    """With two units of 2 nodes at 2:1, the two NICs of a leaf send 3 GB each over one uplink."""
     cluster = a_cluster(4, unit_nodes=2, oversubscription=2.0)
     forward = Transfer("pp", "send_recv", GB, 3, "forward")
     back = Transfer("pp", "send_recv", GB, 3, "back")
@@ -100,7 +102,7 @@ def test_pair_without_a_wire_costs_infinity() -> None:
 
 
 def test_routes_price_the_spine_and_the_forwarding() -> None:
-    """rails_3x2: A1 to B2, over the spine or over NVLink to B1 and along rail 2."""
+    """In rails_3x2, A1 reaches B2 over the spine, or over NVLink to B1 and along rail 2."""
     cluster = a_cluster(3, 2, oversubscription=4.0)
     spine, forwarded = (8e-6 + 1 / 12.5), (2e-6 + 1 / 450) + (5e-6 + 1 / 50)
     found = routes(cluster, 0, 3, GB)

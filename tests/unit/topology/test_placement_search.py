@@ -1,4 +1,5 @@
-"""The placement search: never worse than the default, best where the best is known, fast."""
+"""Tests the placement search: never worse than the default, optimal if the optimum is known,
+fast."""
 
 from __future__ import annotations
 
@@ -47,10 +48,11 @@ def nvl72(nodes: int) -> Cluster:
 
 
 def llama_405b(layout: Layout, microbatches: int, chunks: int = 8) -> list[Transfer]:
-    """One step of the MLPerf 405B runs: sequence parallel, interleaved, distributed optimizer.
+    """Returns the traffic of one step of the MLPerf 405B runs: sequence parallel, interleaved,
+    distributed optimizer.
 
     Sizes: mlcommons/training_results_v5.0 (126 layers, hidden 16384, 8 key/value heads, sequence
-    8192, 8 chunks a stage); volumes by Narayanan et al. 2021 §3 and Korthikanti et al. 2022.
+    8192, 8 chunks per stage); volumes by Narayanan et al. 2021 §3 and Korthikanti et al. 2022.
     """
     tp, cp, pp = layout.tp, layout.cp, layout.pp
     hidden, layers = 8192 // cp * 16384 * 2, 126 // pp * microbatches
@@ -70,7 +72,8 @@ def llama_405b(layout: Layout, microbatches: int, chunks: int = 8) -> list[Trans
 
 @pytest.mark.slow
 def test_search_never_loses_to_the_default_order() -> None:
-    """100 random clusters (uneven, without spine, with spare GPUs) and proportions of traffic."""
+    """Tests 100 random clusters (uneven, without spine, with spare GPUs) and proportions of
+    traffic."""
     rng = random.Random(11)
     won = 0
     for _ in range(100):
@@ -117,7 +120,8 @@ TINY = [
 
 
 def unlike_permutations(cluster: Cluster) -> list[np.ndarray]:
-    """Of the GPUs, with the first in place; of those that differ by like GPUs' names, one.
+    """Yields permutations of the GPUs with the first one in place, one for each set that only
+    renames equal GPUs.
 
     A renaming that keeps which GPUs share a node, domain, unit and rail changes no wire.
     """
@@ -133,7 +137,7 @@ def unlike_permutations(cluster: Cluster) -> list[np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("cluster", "layout"), TINY)
 def test_tiny_worlds_have_no_better_permutation(cluster: Cluster, layout: Layout) -> None:
-    """All permutations of 6 or 8 GPUs with rank 0 on the first."""
+    """Tests all permutations of 6 or 8 GPUs with rank 0 on the first one."""
     traffic = some_traffic(layout)
     tried = (RankMapping(cluster, layout, p, "tried") for p in unlike_permutations(cluster))
     best = min(cost(placement, traffic) for placement in tried)
@@ -148,7 +152,7 @@ def test_h100_tp8_keeps_the_default_order() -> None:
 
 @pytest.mark.slow
 def test_nvl72_search_finds_one_replica_a_domain() -> None:
-    """MLPerf's 405B on GB200: tp4 cp2 pp8, --segment=16, rank order tp-cp-pp-dp."""
+    """Tests MLPerf's 405B on GB200: tp4 cp2 pp8, --segment=16, rank order tp-cp-pp-dp."""
     cluster, layout = nvl72(8 * 18), Layout(tp=4, cp=2, pp=8, dp=8)
     traffic = llama_405b(layout, microbatches=144)
     config = SimpleNamespace(placement="tp-cp-pp-dp")
@@ -159,7 +163,7 @@ def test_nvl72_search_finds_one_replica_a_domain() -> None:
     default = default_cost(cluster, layout, traffic)
     assert cost(known, traffic) < 0.75 * default
     assert search(cluster, layout, traffic)[0].seconds <= cost(known, traffic)
-    # The gradients of those runs hide behind the backward pass; with a fifth of them seen:
+    # The gradients of those runs are hidden by the backward pass; if a fifth of them is exposed:
     seen = [replace(t, nbytes=t.nbytes // 5) if t.dim == "dp" else t for t in traffic]
     best = search(cluster, layout, seen)[0]
     assert (best.placement.slots == known.slots).all()
@@ -167,7 +171,7 @@ def test_nvl72_search_finds_one_replica_a_domain() -> None:
 
 @pytest.mark.slow
 def test_shuffled_nodes_cost_no_more_than_sorted_ones() -> None:
-    """Slurm hands out the nodes of two units in turn; auto undoes it."""
+    """Slurm alternates between the nodes of two units; auto reorders them."""
     cluster = a_cluster(8, unit_nodes=4, oversubscription=4.0)
     layout = Layout(tp=8, dp=4, pp=2)
     traffic = some_traffic(layout)
@@ -194,7 +198,8 @@ def test_unreadable_placements_name_the_nearest_choice() -> None:
 
 @pytest.mark.slow
 def test_search_answers_in_time() -> None:
-    """Measured on one busy core: 0.2 s for 16,384 GPUs, 2 s for 1,000,000, where it only orders."""
+    """It took, on one busy core, 0.2 s for 16,384 GPUs, and 2 s for 1,000,000, where it only
+    compares orders."""
     for nodes, dp, limit in ((2048, 128, 0.8), (131_072, 8192, 8.0)):
         cluster = a_cluster(nodes, unit_nodes=32, oversubscription=2.0)
         layout = Layout(tp=8, pp=16, dp=dp)

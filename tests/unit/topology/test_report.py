@@ -1,4 +1,4 @@
-"""`parallel3d topology`: what it says is what the objects hold, and what cannot work is refused."""
+"""Tests `parallel3d topology`: its text equals its objects, and impossible input is refused."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_context_parallel_groups_are_shown_with_what_they_send() -> None:
         ("all_gather", "keys and values"),
         ("reduce_scatter", "gradients of keys and values"),
     }
-    # Gradients go over both; along dp alone a count of tokens.
+    # Gradients go over both groups; along dp alone only a count of tokens.
     assert report.links["dp_cp"].size == 4
     assert report.links["dp_cp"].pairs == {nvlink: 16, spine: 16}
     assert [p.transfer.nbytes for p in report.price.dims["dp"].transfers] == [8]
@@ -204,7 +204,7 @@ def test_gpus_that_no_replica_fits_on_stay_idle_and_are_counted() -> None:
 
 
 def ways(report: TopologyReport) -> dict[tuple[str, ...], float]:
-    """Seconds of the routes between rails by their wires, cheapest first."""
+    """Returns seconds of the routes between rails by their wires, cheapest first."""
     assert report.between_rails is not None
     return {tuple(h.label for h in way.hops): way.seconds for way in report.between_rails.ways}
 
