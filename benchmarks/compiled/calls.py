@@ -72,13 +72,13 @@ class Call:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it is large enough that a run would compile it."""
+        """Returns whether a run would compile it at this size."""
         least = fused.LEAST_ELEMENTS if self.function.least is None else self.function.least
         return max(a.numel() for a in self.arguments if isinstance(a, Tensor)) >= least
 
 
 def fused_functions() -> set[str]:
-    """`module.name` of every function under `fused`, found in the code."""
+    """Returns `module.name` of every function under `fused`, found in the code."""
     found = set()
     for module in pkgutil.walk_packages(parallel3d.__path__, "parallel3d."):
         source = importlib.util.find_spec(module.name).origin  # type: ignore[union-attr]
@@ -94,12 +94,12 @@ def fused_functions() -> set[str]:
 
 
 def uncalled(calls: Sequence[Call]) -> list[str]:
-    """Functions under `fused` that no call is of."""
+    """Returns functions under `fused` that are never called."""
     return sorted(fused_functions() - {f"{call.module}.{call.name}" for call in calls})
 
 
 class Samples:
-    """Of random tokens, in documents of a few tokens where these are told apart; all unmasked."""
+    """Returns random tokens, in documents of a few tokens if they are separated; all unmasked."""
 
     masks = False
 
@@ -113,7 +113,7 @@ class Samples:
 
 @contextmanager
 def recorded(case: str, calls: dict[str, Call]) -> Iterator[None]:
-    """Adds the calls inside to `calls`, those of equal shapes once."""
+    """Adds the calls inside the block to `calls`, those with equal shapes once."""
     plain = fused._Fused.__call__
 
     def call(self: Any, *arguments: Any) -> Any:
@@ -133,7 +133,7 @@ def _shape(x: Tensor) -> tuple:
 
 
 def _copy(x: Tensor) -> Tensor:
-    """On the CPU or on meta, of the same strides."""
+    """Returns a copy on the CPU or on meta, with the same strides."""
     if x.device.type != TYPE:
         raise ValueError(f"a fused function is given a tensor on {x.device}")
     if torch.get_device_module(x.device).machine.data == "meta":
@@ -142,12 +142,13 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def configured(words: str) -> Config:
-    """The checked configuration of a case."""
+    """Returns the checked configuration of a case."""
     return check_config(parallel3d.compose(*COMMON.split(), *words.split()), own_samples=True)
 
 
 def record(kind: str) -> list[Call]:
-    """`kind`: large or small; this process has the simulated device from here on."""
+    """Records the calls of all cases of a kind, large or small; enables the simulated device in
+    this process."""
     enable(data="meta" if kind == "large" else "cpu", checks_races=False)
     device = torch.device(TYPE, 0)
     torch.get_device_module(device).set_device(device)
@@ -162,7 +163,7 @@ def record(kind: str) -> list[Call]:
 
 
 def load(path: str | Path) -> list[Call]:
-    """What `main` wrote."""
+    """Reads what `main` wrote."""
     return [Call(*call) for call in torch.load(path, weights_only=False)]
 
 

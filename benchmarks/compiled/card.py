@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 # Autograd would take CUDA for PyTorch's accelerator, which a CPU build cannot have, and ask it for
 # streams and events. `isAccelerator` is answered here instead: libraries that are loaded later find
-# the first definition among those that were loaded for all.
+# the first definition among the global ones.
 GUARD = """
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -42,7 +42,7 @@ bool isAccelerator(c10::DeviceType) { return false; }
 
 @dataclass(frozen=True)
 class Card:
-    """What the compiler asks of a GPU."""
+    """The properties of a GPU that the compiler reads."""
 
     name: str
     capability: tuple[int, int]
@@ -50,11 +50,11 @@ class Card:
 
     @property
     def number(self) -> int:
-        """90 of sm_90."""
+        """Returns 90 for sm_90."""
         return 10 * self.capability[0] + self.capability[1]
 
     def properties(self) -> SimpleNamespace:
-        """Those of `torch.cuda.get_device_properties` that the compiler reads."""
+        """The entries of `torch.cuda.get_device_properties` that the compiler reads."""
         major, minor = self.capability
         return SimpleNamespace(
             name=self.name,
@@ -76,9 +76,9 @@ CARDS = {card.name: card for card in (Card("H100", (9, 0), 132), Card("B200", (1
 
 
 def load_guard() -> None:
-    """Compiles and loads the device guard. Before torch is imported.
+    """Compiles and loads the device guard, before torch is imported.
 
-    Raises RuntimeError where there is no C++ compiler, or it refuses.
+    Raises RuntimeError if there is no C++ compiler, or it refuses.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -157,7 +157,7 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
     deduced = UniformValueConstantFolder._deduce_value
 
     def deduced_on_cpu(self: Any, node: Any) -> Any:
-        """Constants are folded by making them, of one element each."""
+        """Folds constants by creating them, with one element each."""
         kwargs = node.kwargs
         if "device" in kwargs:
             node.kwargs = kwargs | {"device": torch.device("cpu")}
@@ -175,7 +175,7 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
         is_causal: bool = False,
         **_: Any,
     ) -> torch.Tensor:
-        """What a GPU chooses; a CPU build has nobody to choose."""
+        """Returns the choice of a GPU, which a CPU build cannot make."""
         if mask is not None:
             raise NotImplementedError("flash attention takes no mask")
         aten = torch.ops.aten
@@ -218,11 +218,11 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Repairs what Triton's interpreter lacks for the kernels that TorchInductor writes.
+    """Repairs Triton's interpreter for the kernels that TorchInductor writes.
 
-    It cuts fp32 off where a GPU rounds it to bf16, has none of libdevice's functions, whose place
-    Triton's own of the same name take, cannot loop up to an argument under NumPy 2.4, and calls
-    TorchInductor's maximum once for each element, 10 ms each, where NumPy's is the same.
+    It truncates fp32 where a GPU rounds it to bf16; lacks libdevice's functions, which are replaced
+    by Triton's own; cannot loop up to an argument under NumPy 2.4; and calls TorchInductor's
+    maximum once for each element, 10 ms each, although NumPy's is the same.
     """
     import numpy as np
     import torch

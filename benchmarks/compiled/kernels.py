@@ -34,7 +34,7 @@ from benchmarks.peers.peer import commit
 
 
 def missing() -> str | None:
-    """Why this machine cannot run the command, in one sentence."""
+    """Returns why this machine cannot run the command, in one sentence."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton==3.6.0 (188 MB, beside a CPU torch)."
     compiler = os.environ.get("CXX", "g++")
@@ -50,7 +50,7 @@ def worker(module: str, *words: str, **environment: str) -> None:
 
 
 def measured(cards: Sequence[str], folder: Path) -> dict[str, Any]:
-    """All rows. Files that `folder` has from an earlier run are taken as they are."""
+    """Returns all rows. Files in `folder` from an earlier run are reused."""
     large, small = folder / "large.pt", folder / "small.pt"
     for kind in (large, small):
         if not kind.exists():

@@ -13,9 +13,10 @@ _RESOURCES = re.compile(r"Function (\S+):\s*((?:[A-Z]+(?:\[\d+\])?:\d+\s*)+)")
 
 
 def resources(text: str) -> dict[str, int]:
-    """Registers of a thread and bytes that it spills, from `cuobjdump --dump-resource-usage`.
+    """Parses the registers of a thread and the bytes that it spills, from `cuobjdump
+    --dump-resource-usage`.
 
-    What does not fit into registers is in the thread's stack frame or its other local memory.
+    Values that do not fit into registers are in the thread's stack frame or its other local memory.
     """
     found = _RESOURCES.findall(text)
     if len(found) != 1:
@@ -27,7 +28,8 @@ def resources(text: str) -> dict[str, int]:
 def faults(
     compiled: Sequence[Row], interpreted: Sequence[Row], uncalled: Sequence[str]
 ) -> list[str]:
-    """What makes the command fail: errors, spills, wrong values and functions without a call."""
+    """Returns what makes the command fail: errors, spills, wrong values and functions without a
+    call."""
     found = [f"no training step calls {name}" for name in uncalled]
     for row in [*compiled, *interpreted]:
         if "error" in row:
@@ -50,7 +52,7 @@ def faults(
 
 
 def compiled_table(rows: Sequence[Row]) -> str:
-    """A line for each function and case, with the columns of every card side by side."""
+    """Returns a line for each function and case, with the columns of every card side by side."""
     cards = list(dict.fromkeys(row["card"] for row in rows))
     head = ["function", "of", "kernels", "bytes"]
     for card in cards:
@@ -74,7 +76,7 @@ def compiled_table(rows: Sequence[Row]) -> str:
 
 
 def interpreted_table(rows: Sequence[Row]) -> str:
-    """A line for each function: the largest errors over its cases and results."""
+    """Returns a line for each function: the largest errors over its cases and results."""
     names = list(dict.fromkeys(row["function"] for row in rows))
     lines = ["| function | calls | results in bf16 | in fp32 | integers |", "|---|--:|--:|--:|---|"]
     for name in names:
@@ -105,7 +107,8 @@ def _bytes(row: Row) -> int:
 
 
 def _figures(row: Row | None) -> list[str]:
-    """Registers, spilled bytes and shared memory: the most of any kernel and configuration."""
+    """Returns registers, spilled bytes and shared memory: the most of any kernel and
+    configuration."""
     candidates = [] if row is None else [candidate for _, candidate in _candidates(row)]
     if not candidates:
         return ["–"] * 3

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from benchmarks.compiled.calls import Call
     from parallel3d.config.schema import Config
 
-# Of the largest magnitude in a result, by the bits of its type: a rounding, and a few of fp32.
+# Tolerances relative to the largest magnitude in a result, by the bits of its dtype: one rounding,
+# and a few of fp32.
 TOLERANCES = {"torch.bfloat16": 2.0**-8, "torch.float32": 2.0**-18}
 
 
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def compiled(card: Card, calls: Iterable[Call]) -> list[dict[str, Any]]:
-    """The kernels of every call and every compiled block, in machine code."""
+    """Compiles the kernels of every call and every compiled block to machine code."""
     from benchmarks.compiled.calls import LARGE, configured
 
     launched: list[Any] = []
@@ -89,7 +90,7 @@ def compiled(card: Card, calls: Iterable[Call]) -> list[dict[str, Any]]:
 
 
 def found(run: Callable[[], list]) -> tuple[list, str]:
-    """What `run` returns on fake tensors, and the error that it raises."""
+    """Returns the result of `run` on fake tensors, and the error that it raises."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -103,7 +104,7 @@ def found(run: Callable[[], list]) -> tuple[list, str]:
 
 
 def on_card(x: Tensor) -> Tensor:
-    """A fake tensor of the GPU with the shape and the strides of `x`."""
+    """Returns a fake tensor of the GPU with the shape and the strides of `x`."""
     import torch
 
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
@@ -137,7 +138,8 @@ def run_fused(call: Call, given: tuple[Any, ...] | None = None) -> Any:
 
 
 def run_blocks(config: Config, launches: Callable[[], int]) -> list[tuple[str, int]]:
-    """Forward and backward of all layers under `compile=true`, and `launches()` after each."""
+    """Runs forward and backward of all layers under `compile=true`; returns `launches()` after
+    each."""
     import torch
 
     from parallel3d.blueprint.blueprint import Blueprint
@@ -148,7 +150,8 @@ def run_blocks(config: Config, launches: Callable[[], int]) -> list[tuple[str, i
     from parallel3d.parameters.spec import ParameterSpec
 
     class Empty(Initializer):
-        """Parameters as the engine keeps them for the forward: in bf16, here without values."""
+        """Makes parameters like those of the engine for the forward: in bf16, here without
+        values."""
 
         def values(self, spec: ParameterSpec) -> Tensor:
             return torch.empty(spec.shape, dtype=torch.bfloat16, device=self.device)
@@ -169,21 +172,21 @@ def run_blocks(config: Config, launches: Callable[[], int]) -> list[tuple[str, i
 
 
 def largest(call: Call) -> int:
-    """Elements of the largest argument."""
+    """Returns the number of elements of the largest argument."""
     from torch import Tensor
 
     return max(a.numel() for a in call.arguments if isinstance(a, Tensor))
 
 
 def all_figures(launches: Mapping[Any, int]) -> list[dict[str, Any]]:
-    """The figures of kernels, by how often each was launched."""
+    """Returns the figures of kernels, by how often each was launched."""
     return [figures(kernel, count) for kernel, count in launches.items()]
 
 
 def figures(kernel: Any, launches: int) -> dict[str, Any]:
     """Compiles every candidate configuration of a kernel and reads its machine code.
 
-    `bytes`: what a launch reads and writes by the compiler's own count.
+    `bytes`: the bytes that a launch reads and writes, by the compiler's own count.
     """
     candidates = []
     for candidate in kernel.configs:
@@ -198,7 +201,7 @@ def figures(kernel: Any, launches: int) -> dict[str, Any]:
 
 
 def dump(cubin: bytes) -> str:
-    """What `cuobjdump` of Triton's wheel says that the machine code takes."""
+    """Returns the resources of the machine code, by `cuobjdump` of Triton's wheel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -210,14 +213,15 @@ def dump(cubin: bytes) -> str:
 
 
 class Twins:
-    """Values on the CPU of fake tensors, one memory for all that share one."""
+    """Holds values of fake tensors on the CPU, one memory for all tensors that share one."""
 
     def __init__(self) -> None:
         self.memory: dict[int, Tensor] = {}
-        self.kept: list[Tensor] = []  # a storage's address is its name as long as it lives
+        self.kept: list[Tensor] = []  # a storage's address identifies it as long as it lives
 
     def of(self, fake: Tensor, *, is_read: bool = True) -> Tensor:
-        """Of the same shape, strides and type; writing to it is writing to the fake tensor.
+        """Returns a CPU tensor of the same shape, strides and dtype; writing to it writes to the
+        fake tensor.
 
         Raises RuntimeError if it is read and nothing was written to its memory.
         """
@@ -246,9 +250,9 @@ class Twins:
 
 
 def interpreted(card: Card, calls: Iterable[Call]) -> list[dict[str, Any]]:
-    """What each function's kernels compute, beside its plain form in float64.
+    """Compares the results of each function's kernels with its plain form in float64.
 
-    Triton's interpreter runs the kernels that TorchInductor wrote for `card` on values of the CPU.
+    Triton's interpreter runs the kernels that TorchInductor wrote for `card` on values on the CPU.
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -285,7 +289,7 @@ def interpreted(card: Card, calls: Iterable[Call]) -> list[dict[str, Any]]:
 
 
 def widened(call: Call) -> Call:
-    """The same call with fp32 in place of bf16."""
+    """Returns the same call with fp32 in place of bf16."""
     import torch
     from torch import Tensor
 
@@ -297,7 +301,8 @@ def widened(call: Call) -> Call:
 
 
 def compared(call: Call, twins: Twins) -> list[dict[str, Any]]:
-    """Of every result and every argument that is written to: how it differs from the plain form."""
+    """Returns, for every result and every argument that is written to, its difference from the
+    plain form."""
     from torch import Tensor
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -324,11 +329,11 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 def difference(ours: Tensor, exact: Tensor, plain: Tensor) -> dict[str, Any]:
-    """Of a result from its exact value; `is_right` if it is no larger than a rounding.
+    """Returns the error of a result; `is_right` if it is at most a rounding.
 
-    What is no floating-point number is to be equal to the plain form's, and zeros are to be where
-    the exact value has them: those of dropout are told by a hash. (A sum that the plain form rounds
-    twice may be zero by that alone.)
+    Integers must equal the plain form's, and zeros must be where the exact value has them, as a
+    hash selects dropout's zeros. (A sum that the plain form rounds twice may be zero because of
+    that.)
     """
     import torch
 

@@ -1,9 +1,10 @@
-"""Blends against a slow exact oracle, and what a sample of one costs.
+"""Compares blends with a slow exact reference, and measures the cost of a sample.
 
     python -m benchmarks.data.blends [--sets 100] [--samples 1000000]
 
-The oracle shares nothing with the product: fractions, lists that are sorted again for every join,
-counts that go up one by one. It says whose each sample is, and the ideal that all are held against.
+The reference shares nothing with the product: it uses fractions, lists that are sorted again for
+every join, and counts that go up one by one. It gives the owner of each sample, and the ideal
+shares.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from parallel3d.data.blend import Shares
 
 
 def random_weights(random: Random, most: int = 40) -> list[int]:
-    """Weights of up to `most` sets: alike, spread over many sizes, or equal in part."""
+    """Returns weights of up to `most` sets: equal, spread over many sizes, or equal in part."""
     count = random.randint(2, most)
     kind = random.randrange(3)
     if kind == 0:
@@ -33,19 +34,19 @@ def random_weights(random: Random, most: int = 40) -> list[int]:
 
 
 class Node:
-    """A joint of the oracle's tree: a weight, whose it is or which two it joins, and its counts."""
+    """A node of the reference's tree: a weight, its owner or its two children, and its counts."""
 
     def __init__(self, weight: Fraction, order: int, owner: int | None, two: Sequence[Node] = ()):
         self.weight, self.order, self.owner, self.two = weight, order, owner, two
         self.slots = self.lefts = 0
 
     def take(self) -> int:
-        """Whose the next slot is."""
+        """Returns the owner of the next slot."""
         if self.owner is not None:
             return self.owner
         right, left = self.two
         self.slots += 1
-        due = left.weight / self.weight * self.slots  # of the left one, rounded: halves go up
+        due = left.weight / self.weight * self.slots  # slots of the left one, rounded: halves go up
         if self.lefts < (due + Fraction(1, 2)).__floor__():
             self.lefts += 1
             return left.take()
@@ -64,14 +65,15 @@ def tree(weights: Sequence[int]) -> Node:
 
 
 def oracle(weights: Sequence[int]) -> Iterator[int]:
-    """Whose each slot is, one after the other."""
+    """Yields the owner of each slot, one after the other."""
     root = tree(weights)
     while True:
         yield root.take()
 
 
 def owners(node: Node, slots: int) -> npt.NDArray[np.int64]:
-    """The same of the first `slots`, all at once; exact while 2 · weights · slots < 2^63."""
+    """Returns the owners of the first `slots`, all at once; exact while 2 · weights · slots <
+    2^63."""
     if node.owner is not None:
         return np.full(slots, node.owner)
     right, left = node.two
@@ -85,11 +87,12 @@ def owners(node: Node, slots: int) -> npt.NDArray[np.int64]:
 
 
 def compare(weights: Sequence[int], samples: int, slowly: int) -> float:
-    """The largest |count - ideal| over all prefixes and sets; SystemExit where the oracle differs.
+    """Returns the largest |count - ideal| over all prefixes and sets; SystemExit if the reference
+    differs.
 
-    Looked at for the set that a sample was given to, before and after: a set's count is off the
-    most just there, as between its samples the ideal alone moves. The first `slowly` samples are
-    held against fractions, all of them against whole numbers.
+    Only the set of each sample is compared, before and after it: a set's count is furthest from the
+    ideal there, because between its samples only the ideal moves. The first `slowly` samples are
+    compared with fractions, all of them with whole numbers.
     """
     shares, total = Shares(weights), sum(weights)
     expected = owners(tree(weights), samples).tolist()

@@ -35,7 +35,7 @@ PASSES = 7
 
 
 def make(folder: Path, sets: int, tokens: int, documents: int) -> None:
-    """The pairs, unless they are there."""
+    """Makes the pairs, unless they exist."""
     folder.mkdir(parents=True, exist_ok=True)
     length, first = tokens // documents, folder / "set-0000"
     if not first.with_suffix(".idx").exists():
@@ -64,15 +64,16 @@ def make(folder: Path, sets: int, tokens: int, documents: int) -> None:
 
 
 def resident() -> int:
-    """MB of this process's own memory: mapped files are not counted."""
+    """Returns the MB of this process's own memory: mapped files are not counted."""
     fields = Path("/proc/self/status").read_text().split("RssAnon:")[1].split()
     return int(fields[0]) // 1024
 
 
 def best_of(begin: Callable[[], Callable[[], object]]) -> tuple[float, int]:
-    """Thread time a sample, and samples a second, of the best of some passes over the same ones.
+    """Returns thread time per sample, and samples per second, of the best of several passes over
+    the same samples.
 
-    `begin` gives what gives the samples, one after the other.
+    `begin` returns a function that returns the samples, one after the other.
     """
     times = []
     for _ in range(PASSES):
@@ -113,7 +114,8 @@ def ours(folder: Path, sets: int, mask: bool) -> dict[str, Any]:
 
 
 def peer(folder: Path, sets: int, mask: bool) -> dict[str, Any]:
-    """A DataLoader, shuffled, over windows of the same files in maps, one worker: this thread."""
+    """Uses a DataLoader, shuffled, over windows of the same mapped files, with one worker: this
+    thread."""
     del mask
     import torch
     from torch.utils.data import ConcatDataset, DataLoader

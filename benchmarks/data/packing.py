@@ -1,9 +1,9 @@
-"""Best-fit packs against windows, on the top-level definitions of Python's own sources.
+"""Compares best-fit packs with windows, on the top-level definitions of Python's own sources.
 
     python -m benchmarks.data.packing [--seq 512 2048 8192]
 
-Each definition or run of statements of a file is a document, a byte a token. What windows cut is
-counted in tokens of documents that would fit a sample: those that no sample needs to cut.
+Each definition or run of statements of a file is a document, one byte per token. What windows cut
+is counted in tokens of documents that would fit into a sample, and need not be cut.
 """
 
 from __future__ import annotations

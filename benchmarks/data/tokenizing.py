@@ -41,11 +41,11 @@ from parallel3d.data.preprocess import PreprocessJob, tokenize, train_tokenizer
 
 VOCABULARY = 8192
 DTYPE = np.dtype("<u2")
-BATCH = 1000  # rows, as datasets takes them
+BATCH = 1000  # rows per batch, as in datasets
 
 
 def make(folder: Path, megabytes: int) -> tuple[Path, Path]:
-    """The input, the sources as often as they go into so many MB, and the tokenizer."""
+    """Makes the input, the sources repeated to the given MB, and the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py"))
@@ -78,11 +78,11 @@ def ours(text: Path, tokenizer: Path, workers: int, to: Path) -> Callable[[], It
 
 
 def _no(_: object) -> None:
-    """Nothing is said on the way."""
+    """Prints nothing meanwhile."""
 
 
 def loop(text: Path, tokenizer: Path, workers: int, to: Path) -> Callable[[], Iterable[Any]]:
-    """What one writes in a minute: rows in, tokens out, one process."""
+    """Tokenizes with a plain loop: rows in, tokens out, one process."""
     del workers
     from tokenizers import Tokenizer
 
@@ -95,7 +95,7 @@ def loop(text: Path, tokenizer: Path, workers: int, to: Path) -> Callable[[], It
 
 
 def datasets(text: Path, tokenizer: Path, workers: int, to: Path) -> Callable[[], Iterable[Any]]:
-    """`map` over batches, with the library's own fastest call and the smallest type."""
+    """Tokenizes with `map` over batches, with the library's fastest call and the smallest dtype."""
     from datasets import Dataset, Features, Sequence, Value
     from tokenizers import Tokenizer
 
@@ -121,7 +121,7 @@ WAYS = {"ours": ours, "datasets": datasets, "loop": loop}
 
 
 def measured(name: str, text: Path, tokenizer: Path, workers: int) -> dict[str, Any]:
-    """One way, in this process, once all is imported."""
+    """Runs one of the ways, in this process, after all imports."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism
     importlib.import_module("tokenizers" if name != "datasets" else "datasets")
     with tempfile.TemporaryDirectory(dir=text.parent) as folder:
@@ -141,7 +141,7 @@ def _cpu() -> float:
 
 
 def compare(args: argparse.Namespace, text: Path) -> None:
-    """All ways in turn, `args.repeats` times."""
+    """Runs all ways in turn, `args.repeats` times."""
     names = [n for n in WAYS if n != "datasets" or importlib.util.find_spec("datasets")]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for turn in range(args.repeats):
@@ -170,7 +170,7 @@ def compare(args: argparse.Namespace, text: Path) -> None:
 
 
 def memory(text: Path, tokenizer: Path | str, workers: int) -> None:
-    """The most memory that all processes of a corpus in the making had at a time."""
+    """Returns the most memory that all processes have at a time while they make a corpus."""
     to = text.parent / "memory"
     given = (f"input={text}", f"tokenizer={tokenizer}", f"to={to}/made", f"workers={workers}")
     shutil.rmtree(to, ignore_errors=True)
@@ -188,7 +188,7 @@ def memory(text: Path, tokenizer: Path | str, workers: int) -> None:
 
 
 def _family(pid: int) -> list[int]:
-    """A process and its children. Those that ended meanwhile have none."""
+    """Yields a process and its children, without those that have ended meanwhile."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:

@@ -48,7 +48,7 @@ from tests.tokenizers import folder as tokenizer_folder
 
 FIRST, BETWEEN, EVALUATION, RESUME = "first step", "two steps", "evaluation", "next start"
 MOMENTS = (FIRST, BETWEEN, EVALUATION, RESUME)
-CHANGED_BEFORE, STOPPED_AFTER = 3, 3  # steps; the evaluation is that after step 3
+CHANGED_BEFORE, STOPPED_AFTER = 3, 3  # steps; the evaluation is after step 3
 SAME, TOLD, SAID, ENDED = "same bits", "same bits, said", "other bits, said", "ended, and went on"
 SILENT, BAD = "SILENT", "BAD ENDING"
 OUTCOMES = (SAME, TOLD, SAID, ENDED, SILENT, BAD)
@@ -61,7 +61,8 @@ LIMIT_S = 120
 Change = Callable[[Path], None]
 
 
-# What is made of a file's content, of the same size. Most of it is another, but for `edited`.
+# Changes of a file's content, of the same size. Most of them replace it by `other`; `edited` does
+# not.
 
 
 def reversed_text(content: bytes) -> bytes:
@@ -69,13 +70,13 @@ def reversed_text(content: bytes) -> bytes:
 
 
 def other_tokens(content: bytes) -> bytes:
-    """Tokens of documents of the same lengths, each another byte."""
+    """Returns tokens of documents of the same lengths, with other bytes."""
     tokens = np.frombuffer(content, "<u2")
     return np.where(tokens < 256, 255 - tokens, tokens).astype("<u2").tobytes()
 
 
 def other_lengths(content: bytes) -> bytes:
-    """The index of documents in the opposite order."""
+    """Returns the index of documents in the opposite order."""
     count = (len(content) - HEADER.size - 8) // 20
     lengths = np.frombuffer(content, "<i4", count, HEADER.size)[::-1]
     begins = 2 * (np.cumsum(lengths, dtype="<i8") - lengths)
@@ -84,7 +85,7 @@ def other_lengths(content: bytes) -> bytes:
 
 
 def other_digits(content: bytes) -> bytes:
-    """Digits that are others, where none stands first: digests and counts."""
+    """Changes digits, except first ones: digests and counts."""
     text = content.decode()
     return "".join(
         str((int(c) + 1) % 10) if c in "123456789" and text[k - 1] in "0123456789abcdef" else c
@@ -93,7 +94,7 @@ def other_digits(content: bytes) -> bytes:
 
 
 def other_letters(content: bytes) -> bytes:
-    """What is said in conversations, in other words of the same length."""
+    """Changes the words of conversations to others of the same length."""
     return content.replace(b"bottles", b"barrels").replace(b"beer", b"wine")
 
 
@@ -102,7 +103,7 @@ def other_template(content: bytes) -> bytes:
 
 
 def other_vocabulary(content: bytes) -> bytes:
-    """Two tokens of a tokenizer.json change places."""
+    """Swaps two tokens of a tokenizer.json."""
     swapped = content.replace(b'"A":', b'"\0":').replace(b'"B":', b'"A":')
     return swapped.replace(b'"\0":', b'"B":')
 
@@ -112,8 +113,8 @@ def flipped(content: bytes) -> bytes:
 
 
 def partly(content: bytes, other: bytes) -> bytes:
-    """Most of `other` where the fingerprint of a pair does not look, else `content`: eight places
-    of 512 tokens."""
+    """Returns `other`, except for the places that the fingerprint of a pair samples: eight places
+    of 512 tokens, from `content`."""
     kept, places = bytearray(other), 8
     for place in range(places):
         at = place * max(0, len(content) - 1024) // (places - 1)
@@ -142,8 +143,11 @@ def at_an_old_time(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file. `make` lays the files of a run into a folder, `words` read them, `file` is a
-    glob of the one that changes; `tells`: what a server says of it, None of a file here."""
+    """A kind of file.
+
+    `make` writes the files of a run into a folder, `words` read them, and `file` is a glob of the
+    one that changes. `tells`: what a server reports about it; None for a local file.
+    """
 
     name: str
     file: str
@@ -151,7 +155,7 @@ class Kind:
     make: Callable[[Path], None]
     words: tuple[str, ...]
     tells: tuple[str, ...] | None = None
-    sampled: bool = False  # a fingerprint looks at some places of it alone
+    sampled: bool = False  # a fingerprint samples some places of it
 
     def hows(self) -> dict[str, Change]:
         def edit(path: Path) -> None:
@@ -159,7 +163,7 @@ class Kind:
             other = self.other(content)
             if self.sampled:
                 in_place(path, partly(content, other))
-            else:  # the last half, if there is something to change in it
+            else:  # the last half, if it contains something to change
                 half = content[: len(content) // 2] + other[len(content) // 2 :]
                 in_place(path, other if half == content else half)
 
@@ -267,13 +271,13 @@ class Cell:
 
 @dataclass
 class Given:
-    """What a command said and left."""
+    """A command's messages, and the files that it left."""
 
     code: int
     err: str
 
     def sentences(self) -> list[str]:
-        # What each start says: its device, and what the files of a folder are taken for.
+        # Lines that each start prints: its device, and how it reads the files of a folder.
         usual = ("resumes at step", "no checkpoint yet", "stopped by", "device: ", ": text: ")
         lines = [line for line in self.err.splitlines() if line.startswith("parallel3d: ")]
         return [line for line in lines if not any(word in line for word in usual)]
@@ -281,7 +285,7 @@ class Given:
 
 @dataclass
 class Stage:
-    """One folder, in which the runs of one kind after another lie."""
+    """A folder in which the runs of one kind after another are made."""
 
     home: Path
 
@@ -295,7 +299,7 @@ class Stage:
         kind.make(self.disk)
 
     def train(self, words: tuple[str, ...], before: Callable[[], None] = lambda: None) -> Given:
-        """One start of the run, in a process of its own; `before` prepares that."""
+        """Makes one start of the run, in a process of its own; `before` prepares that process."""
         composed(words)
         sys.stdout.flush()
         pid = os.fork()
@@ -329,9 +333,10 @@ class Stage:
             os._exit(code)
 
     def curve(self) -> Curve:
-        """What repeats of each line of figures; a later start's line takes an earlier one's place.
+        """Returns the reproducible part of each line of figures; a later start's line replaces an
+        earlier one's.
 
-        Lines of what was read of a blend have none.
+        Lines with the parts of a blend are left out.
         """
         path = self.disk / METRICS
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -340,7 +345,7 @@ class Stage:
 
 
 def at(step: int, evaluates: bool, do: Callable[[], None]) -> Callable[[], None]:
-    """What has `do` called before a step, or before the first evaluation."""
+    """Makes the process call `do` before a step, or before the first evaluation."""
 
     def install() -> None:
         name = "evaluate" if evaluates else "train_step"
@@ -357,17 +362,17 @@ def at(step: int, evaluates: bool, do: Callable[[], None]) -> Callable[[], None]
 
 
 def stopping() -> None:
-    """The run saves and stops after a step, as if asked by a scheduler."""
+    """Makes the run save and stop after a step, as if a scheduler had asked for it."""
     at(STOPPED_AFTER, False, lambda: os.kill(os.getpid(), signal.SIGTERM))()
 
 
 class Bench:
-    """Undisturbed runs, and what becomes of disturbed ones."""
+    """Makes undisturbed runs, and classifies disturbed ones."""
 
     def __init__(
         self, home: Path, addresses: dict[tuple[str, ...], str], starts: Sequence[int]
     ) -> None:
-        """`addresses` of the servers, by what they tell."""
+        """`addresses` of the servers, by what they report."""
         self.stage, self.addresses, self.starts = Stage(home), addresses, starts
         self.usual: dict[str, Curve] = {}
 
@@ -379,7 +384,8 @@ class Bench:
         return ("train", *where, *SETTINGS, *data)
 
     def undisturbed(self, kind: Kind) -> Curve:
-        """The curve of a run in one start, which is that of one in two, both without a word."""
+        """Returns the curve of a run in one start, which equals that of one in two; neither prints
+        a message."""
         if kind.name not in self.usual:
             curves = []
             for starts in self.starts:
@@ -395,7 +401,7 @@ class Bench:
         return self.usual[kind.name]
 
     def cell(self, cell: Cell) -> tuple[str, str]:
-        """What became of a disturbed run, and what it said last."""
+        """Returns the outcome of a disturbed run, and its last message."""
         kind, usual = cell.kind, self.undisturbed(cell.kind)
         words, change = self.words(kind), kind.hows()[cell.how]
         self.stage.lay(kind)
@@ -438,7 +444,7 @@ class Bench:
 
 @contextmanager
 def bench(starts: Sequence[int]) -> Iterator[Bench]:
-    """A bench with a folder of its own, and a process that serves it."""
+    """Makes a bench with a folder of its own, and a process that serves it."""
     with tempfile.TemporaryDirectory(prefix="parallel3d-changing-") as home:
         path = Path(os.path.realpath(home))
         servers = []
@@ -475,9 +481,9 @@ def cells_of(only: Sequence[str], every: int) -> list[Cell]:
 
 
 def run_cells(names: list[tuple[str, str, str]], starts: Sequence[int] = (1, 2)) -> list[Row]:
-    """What became of the cells of these names, (kind, moment, how); an undisturbed run is made in
-    so many `starts` each."""
-    torch.set_num_threads(1)  # a pool of threads would not come along into what is forked
+    """Returns the outcome of the cells with these names, (kind, moment, how); `starts`: how many
+    starts an undisturbed run has."""
+    torch.set_num_threads(1)  # a pool of threads would not exist in forked processes
     for name in NEEDED:
         importlib.import_module(name)
     use_some_http()
@@ -494,7 +500,7 @@ def run_cells(names: list[tuple[str, str, str]], starts: Sequence[int] = (1, 2))
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each kind of file: how many cells came out how."""
+    """Returns a line for each kind of file: the number of cells by outcome."""
     counts = Counter((row[0], row[3]) for row in rows)
     lines = [f"| | {' | '.join(OUTCOMES)} |", "|---" * (len(OUTCOMES) + 1) + "|"]
     for kind in dict.fromkeys(row[0] for row in rows):
@@ -514,7 +520,7 @@ def main() -> int:
     given = parser.parse_args()
     cells = cells_of(given.only, given.every)
     shares: dict[str, list[tuple[str, str, str]]] = {}
-    for cell in cells:  # those of a kind together: they share its undisturbed run
+    for cell in cells:  # cells of a kind together: they share its undisturbed run
         shares.setdefault(cell.kind.name, []).append((cell.kind.name, cell.moment, cell.how))
     started = time.monotonic()
     with get_context("fork").Pool(min(given.jobs, len(shares))) as pool:

@@ -1,8 +1,8 @@
-"""The commands that command_faults.py disturbs: forked, each in a folder of its own.
+"""Runs the commands that command_faults.py disturbs: forked, each in a folder of its own.
 
-A command is a process that is forked of one which has run it before, so it pays for no import; its
-words are composed by Hydra once (but for the scenario that is about that). What it writes lies
-below its folder, and so does what fails; what it says does not.
+A command is a process that is forked from one which has run it before, so it needs no imports;
+Hydra composes its words once (except in the scenario about composing). Its files are below its
+folder, where calls fail; its output is not.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tests.tools.failing_files import FailingFiles, Fault, Point
 
 STEPS, EVERY, KEEP, KILLED_AFTER = 6, 2, 2, 5
 RUN = Path("runs/run")
-HERE = provenance()  # which asks git: once is enough
-LIMIT_S = 60.0  # without a fault that blocks: then the watchdog's
+HERE = provenance()  # it asks git: once is enough
+LIMIT_S = 60.0  # limit without a fault that blocks; with one, the watchdog's
 SETTINGS = (
     *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2"),
     *("model.seq_length=16", "micro_batch_size=2", "global_batch_size=2", "device=cpu"),
@@ -46,7 +46,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and the folder that it finds: a template, perhaps with something done to it."""
+    """A command, and the folder that it finds: a template, perhaps changed."""
 
     words: tuple[str, ...]
     template: str
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass
 class Ended:
-    """How a command ended; `code` is None if it had to be killed after its limit."""
+    """The end of a command; `code` is None if it had to be killed after its limit."""
 
     code: int | None
     out: str
@@ -76,7 +76,8 @@ def train_words(text: str, *more: str) -> tuple[str, ...]:
 
 
 class Calls(FailingFiles):
-    """Tells at once, through a pipe, that the fault was met: a command that blocks cannot later."""
+    """Reports through a pipe, at once, that the fault was met: a blocked command could not do it
+    later."""
 
     def __init__(self, folder: Path, fault: Fault | None, point: Point | None, pipe: int) -> None:
         super().__init__(folder, fault, point)
@@ -91,7 +92,7 @@ class Calls(FailingFiles):
 
 @functools.cache
 def composed(words: tuple[str, ...]) -> tuple[Any, Any]:
-    """What Hydra makes of a command line: the configuration, and its own."""
+    """Returns what Hydra composes from a command line: the configuration, and Hydra's own."""
     got: list[tuple[Any, Any]] = []
 
     def take(command: Subcommand, config: Any, *_: Any) -> int:
@@ -109,7 +110,7 @@ def composed(words: tuple[str, ...]) -> tuple[Any, Any]:
 
 
 def without_hydra(found: tuple[Any, Any]) -> Callable[[Subcommand, list[str]], None]:
-    """`command_line._run_hydra` behind the composing."""
+    """Stands in for `command_line._run_hydra`, without composing."""
 
     def run(command: Subcommand, words: list[str]) -> None:
         config, HydraConfig.instance().cfg = found
@@ -122,11 +123,11 @@ def without_hydra(found: tuple[Any, Any]) -> Callable[[Subcommand, list[str]], N
 
 @dataclass
 class Stage:
-    """Where commands are given: one folder at a time, and what they said beside it."""
+    """Where commands run: one folder at a time, with their output next to it."""
 
     home: Path
     limit_s: float = LIMIT_S
-    before: Callable[[], None] = lambda: None  # in the command's process, first
+    before: Callable[[], None] = lambda: None  # called in the command's process, first
 
     @property
     def folder(self) -> Path:
@@ -140,7 +141,8 @@ class Stage:
         calls: type[Calls] = Calls,
         when_met: Callable[[int], None] = lambda pid: None,
     ) -> Ended:
-        """One command to its end, or to the limit. `when_met` gets its process at the fault."""
+        """Runs one command to its end, or to the limit. `when_met` gets its process at the
+        fault."""
         if not case.through_hydra and case.words[0] != "checkpoint":
             composed(tuple(w for w in case.words if not w.startswith("prompt=")))
         started, (reading, writing) = time.monotonic(), os.pipe()
@@ -165,7 +167,7 @@ class Stage:
         )
 
     def _live(self, case: Case, files: Calls) -> None:
-        """The command's process; does not return."""
+        """Runs in the command's process; does not return."""
         code = 1
         try:
             for name, number in (("out", 1), ("err", 2)):
@@ -180,7 +182,7 @@ class Stage:
                 command_line._run_hydra = without_hydra(composed(words))  # type: ignore[assignment]
             with files:
                 code = command_line.main(case.words)
-        except BaseException:  # as the interpreter does
+        except BaseException:  # like the interpreter
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -190,13 +192,13 @@ class Stage:
             os._exit(code)
 
     def lay(self, template: Path) -> None:
-        """A fresh copy of a template is the folder; times and owners as they were."""
+        """Replaces the folder by a fresh copy of a template, with its times and owners."""
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(template, self.folder, symlinks=True)
 
 
 def _all_of(pipe: int, deadline: float, when_met: Callable[[], None]) -> tuple[bytes, bool]:
-    """What a process says until it ends, and whether it does so in time."""
+    """Reads the output of a process until it ends, and returns whether it does so in time."""
     said = b""
     with os.fdopen(pipe, "rb", buffering=0) as file:
         while (left := deadline - time.monotonic()) > 0:
@@ -211,7 +213,7 @@ def _all_of(pipe: int, deadline: float, when_met: Callable[[], None]) -> tuple[b
 
 
 def kill_after(step: int) -> Callable[[], None]:
-    """What makes a command's process die after a step, in the midst of the run."""
+    """Makes a command's process die after a step."""
 
     def prepare() -> None:
         from parallel3d.faults import health
@@ -222,7 +224,7 @@ def kill_after(step: int) -> Callable[[], None]:
             real(self, result)
             if result.step == step:
                 newest = RUN / CHECKPOINTS / step_folder(step - 1)
-                while not newest.is_dir():  # which is written beside the steps
+                while not newest.is_dir():  # written next to the steps
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -232,7 +234,7 @@ def kill_after(step: int) -> Callable[[], None]:
 
 
 def flip(path: Path, at: int) -> None:
-    """Damage one byte of a file, in place."""
+    """Damages one byte of a file, in place."""
     with path.open("r+b") as file:
         file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
         byte = file.read(1)[0]
@@ -251,7 +253,7 @@ def tear_cache(folder: Path) -> None:
 
 
 def leave_litter(folder: Path) -> None:
-    """What killed starts leave, and a torn configuration."""
+    """Adds leftovers of killed starts, and a torn configuration."""
     (folder / RUN / "config-2.yaml").write_bytes(b"")
     kept = folder / RUN / CHECKPOINTS
     for name in (".saving-00000009-old", ".removed-step-00000001-old"):
@@ -262,7 +264,8 @@ def leave_litter(folder: Path) -> None:
 
 
 def cases(text: str) -> dict[str, Case]:
-    """The scenarios; `text` is what is trained on, outside of what fails."""
+    """Returns the scenarios; `text` is the training text, which is outside of the failing
+    folder."""
     words = train_words(text)
     inside = train_words("book.txt")
     generate = ("generate", "run=run", "runs_dir=runs", "generate.max_tokens=4", "device=cpu")

@@ -1,4 +1,4 @@
-"""What must be true of a command that was disturbed, and of the same command given again."""
+"""Checks a command that was disturbed, and the same command given again."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from parallel3d.run.directory import NO_CONFIG, config_files, load_config
 
 TRACEBACK = "Traceback (most recent call last)"
 FINAL, SUMMARY, METRICS = "weights-final.safetensors", "summary.json", "metrics.jsonl"
-# The same in every run of the same steps, to the last bit.
+# Figures that are equal in every run of the same steps, bit for bit.
 CURVE = ("loss", "grad_norm", "lr", "eval_loss", "tokens")
 
 
 @dataclass
 class Reference:
-    """What the undisturbed commands gave."""
+    """The results of the undisturbed commands."""
 
     weights: str = ""  # SHA-256 of the file
     curve: dict[tuple[int, str], tuple[Any, ...]] = field(default_factory=dict)
-    outs: dict[str, str] = field(default_factory=dict)  # scenario → stdout, where it is an answer
+    outs: dict[str, str] = field(default_factory=dict)  # scenario → stdout, if it is the result
     errs: dict[str, str] = field(default_factory=dict)
 
 
@@ -46,7 +46,7 @@ def digest(path: Path) -> str:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Every file below a folder with its digest."""
+    """Returns every file below a folder with its digest."""
     return {
         str(p.relative_to(folder)): digest(p) if p.is_file() else "folder"
         for p in sorted(folder.rglob("*"))
@@ -54,7 +54,8 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def curve_of(path: Path) -> dict[tuple[int, str], tuple[Any, ...]]:
-    """(step, kind) → the figures that repeat. Raises ValueError for a torn or a second line."""
+    """Returns (step, kind) → the reproducible figures. Raises ValueError for a torn or a second
+    line."""
     found: dict[tuple[int, str], tuple[Any, ...]] = {}
     for line in path.read_text().splitlines(keepends=True):
         if not line.endswith("\n"):
@@ -68,7 +69,7 @@ def curve_of(path: Path) -> dict[tuple[int, str], tuple[Any, ...]]:
 
 
 def whole_ones(run_dir: Path) -> set[str]:
-    """The names of the checkpoints that are whole."""
+    """Returns the names of the complete checkpoints."""
     return {f.name for f in list_checkpoints(run_dir) if damage_of(f) is None}
 
 
@@ -78,7 +79,7 @@ def damage_of(folder: Path) -> str | None:
 
 @functools.lru_cache(4096)
 def _damage_of(folder: Path, content: str) -> str | None:
-    """What is found of this content."""
+    """Returns the files with this content."""
     try:
         verify_checkpoint(folder)
     except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
@@ -87,14 +88,14 @@ def _damage_of(folder: Path, content: str) -> str | None:
 
 
 def lost(before: set[str], run_dir: Path) -> list[str]:
-    """Those of `before` that are whole no more, and were not to go."""
+    """Returns those of `before` that are no longer complete and should not have been removed."""
     kept = sorted(whole_ones(run_dir))
-    oldest = kept[-KEEP] if len(kept) >= KEEP else ""  # older ones make room
+    oldest = kept[-KEEP] if len(kept) >= KEEP else ""  # older ones are removed
     return [name for name in sorted(before) if name not in kept and name > oldest]
 
 
 def said_well(ended: Ended) -> Iterator[str]:
-    """What is wrong with a command's end and last words."""
+    """Returns what is wrong with a command's end and its last lines."""
     if ended.code is None:
         yield f"hung: no end after {ended.seconds:.0f} s"
         return
@@ -111,7 +112,7 @@ def said_well(ended: Ended) -> Iterator[str]:
 
 
 def silent(case: Case, name: str, folder: Path, ended: Ended, ref: Reference) -> Iterator[str]:
-    """What is not as it should be after an end with code 0, and was not said."""
+    """Returns what is wrong after an end with code 0, and was not reported."""
     if not case.trains:
         is_said = ended.err.strip() != ref.errs[name].strip() or "unreadable: " in ended.out
         if timeless(ended.out) != timeless(ref.outs[name]) and not is_said:
@@ -149,7 +150,7 @@ def status_of(run_dir: Path) -> str | None:
 
 
 def given_again(case: Case, name: str, stage: Stage, ref: Reference) -> Iterator[str]:
-    """Give the same command on a disk that is well; what is wrong then."""
+    """Gives the same command again on a healthy disk; returns what is wrong then."""
     before = whole_ones(stage.folder / RUN)
     ended = stage.give(case)
     problems = list(said_well(ended))
@@ -164,8 +165,8 @@ def given_again(case: Case, name: str, stage: Stage, ref: Reference) -> Iterator
 def as_undisturbed(
     case: Case, name: str, stage: Stage, ended: Ended, ref: Reference
 ) -> Iterator[str]:
-    """Where a run that has ended well is not the undisturbed one."""
-    # Nothing is excused by what is said.
+    """Returns how a run that has ended well differs from the undisturbed one."""
+    # No message excuses a difference.
     ended = replace(ended, out="" if case.trains else ended.out, err=ref.errs[name])
     yield from silent(case, name, stage.folder, ended, ref)
     if not case.trains:
@@ -185,7 +186,7 @@ def as_undisturbed(
 
 
 def wrongly_aside(run_dir: Path) -> Iterator[str]:
-    """Checkpoints that were set aside and are not damaged."""
+    """Returns checkpoints that were set aside and are not damaged."""
     for folder in list_damaged(run_dir):
         named = folder.parent.parent / "looked-at" / folder.name.removeprefix(DAMAGED).split(".")[0]
         shutil.rmtree(named.parent, ignore_errors=True)

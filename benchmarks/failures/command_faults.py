@@ -46,9 +46,9 @@ from benchmarks.failures.storage_faults import ERRORS, LASTING
 from parallel3d.checkpoint import manifest
 from tests.tools.failing_files import BLOCK, LOST, SHORT, SLOW, Fault, Point
 
-# A command that meets a call which never returns ends after launch.timeout_s in its start, after
-# recovery.watchdog_s in a step, elsewhere after the longer of the first and thrice the second
-# (docs/recovery.md), and the thirty seconds that the watchdog takes at most to say so; on a busy
+# A command with a call that never returns ends after launch.timeout_s in its start, after
+# recovery.watchdog_s in a step, and elsewhere after the longer of the first and three times the
+# second (docs/recovery.md). The watchdog takes at most thirty more seconds to report; on a busy
 # host it begins late.
 SHORT_LIMITS = ("launch.timeout_s=8", "recovery.watchdog_s=2")
 BLOCKED_S = 8 + 30 + 22
@@ -58,7 +58,7 @@ Pair = tuple[str, Fault, Point]
 
 @dataclass
 class Result:
-    """How a pair ended, and what it did that it may not."""
+    """The end of a pair, and its violations."""
 
     pair: Pair
     code: int | None
@@ -98,7 +98,7 @@ def faults_of(point: Point) -> Iterator[Fault]:
 
 
 def drawn(world: World, count: int, seed: int) -> list[Pair]:
-    """So many pairs, alike of each scenario as far as there are."""
+    """Draws this many pairs, equally many from each scenario as far as there are."""
     random_ = random.Random(seed)
     columns = []
     for name, points in world.found.items():
@@ -109,7 +109,8 @@ def drawn(world: World, count: int, seed: int) -> list[Pair]:
 
 
 def blocking(world: World, count: int, seed: int) -> list[Pair]:
-    """So many calls that never return, once or like all that follow, of what runs unattended."""
+    """Draws this many calls that never return, once or with all that follow, in commands that run
+    unattended."""
     pairs = [
         (name, Fault(BLOCK, lasts), point)
         for name, points in world.found.items()
@@ -121,14 +122,14 @@ def blocking(world: World, count: int, seed: int) -> list[Pair]:
 
 
 def work(world: World, pairs: list[Pair], results: SimpleQueue[Result | None]) -> None:
-    """One of the processes that share the pairs."""
+    """Runs in one of the processes that share the pairs."""
     for pair in pairs:
         results.put(try_pair(world, pair))
     results.put(None)
 
 
 def each(world: World, pairs: list[Pair], jobs: int) -> Iterator[Result]:
-    """The results, as they come."""
+    """Yields the results when they come."""
     context = multiprocessing.get_context("fork")
     results: SimpleQueue[Result | None] = context.SimpleQueue()
     workers = [
@@ -148,7 +149,7 @@ def each(world: World, pairs: list[Pair], jobs: int) -> Iterator[Result]:
 
 
 def campaign(world: World, pairs: list[Pair], jobs: int, say: Callable[[str], None]) -> dict:
-    """Try the pairs. Returns the counts and what was wrong."""
+    """Tries the pairs. Returns the counts and the errors."""
     start = time.monotonic()
     wrong: list[str] = []
     ended: Counter[str] = Counter()

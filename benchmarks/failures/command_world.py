@@ -1,4 +1,4 @@
-"""The templates of the fault bench of whole commands, and what its commands give undisturbed."""
+"""Makes the templates for the faults of whole commands, and the results of undisturbed commands."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from tests.tools.failing_files import Point
 
 
 def remembered(typed: Callable[[Mapping[str, Any]], Config]) -> Callable[..., Config]:
-    """What OmegaConf takes a third of a command's time for: a configuration of the same tree."""
+    """Caches a step in which OmegaConf spends a third of a command's time: a configuration of the
+    same tree."""
     known: dict[str, Config] = {}
 
     def remembering(tree: Mapping[str, Any]) -> Config:
@@ -58,7 +59,7 @@ def remembered(typed: Callable[[Mapping[str, Any]], Config]) -> Callable[..., Co
 
 @dataclass
 class World:
-    """Templates, scenarios and what is right."""
+    """Templates, scenarios and expected results."""
 
     home: Path
     only: tuple[str, ...] = ()  # scenarios; none: all
@@ -66,7 +67,7 @@ class World:
     found: dict[str, list[Point]] = field(default_factory=dict)  # scenario → calls
 
     def __post_init__(self) -> None:
-        torch.set_num_threads(1)  # a pool of threads would not come along into what is forked
+        torch.set_num_threads(1)  # a pool of threads would not exist in forked processes
         self.home = Path(os.path.realpath(self.home))
         book = self.home / "book.txt"
         book.write_text("".join(f"{n} bottles of beer on the wall.\n" for n in range(300)))
@@ -84,8 +85,8 @@ class World:
             assert not wrong, (name, wrong)
             self.found[name] = usual.points
             if case.trains:
-                last_config(stage.folder / RUN)  # and what is forked knows it
-        gc.freeze()  # what is forked looks through its own things alone
+                last_config(stage.folder / RUN)  # and forked processes know it
+        gc.freeze()  # forked processes only collect their own objects
 
     def _make_templates(self, book: Path) -> None:
         plain = Case(train_words(str(book)), "empty")
@@ -95,7 +96,7 @@ class World:
         stage = self.stage("making")
         self.lay(stage, plain)
         with contextlib.chdir(stage.folder), contextlib.redirect_stdout(io.StringIO()):
-            # Run in this process, and what is forked pays for no import any more.
+            # Run in this process first, so that forked processes need no imports.
             assert command_line.main(plain.words) == 0
         run_dir = stage.folder / RUN
         self.reference.weights = digest(run_dir / FINAL)

@@ -101,7 +101,7 @@ def main() -> int:
         references: dict[tuple[str, ...], Command] = {}
         for number in range(args.runs):
             layout = LAYOUTS[number // len(names) % len(LAYOUTS)]
-            if layout not in references:  # it trains beside the first run that it is compared with
+            if layout not in references:  # it trains next to the first run that it is compared with
                 of_ours = ForkedCommand if args.launcher == "forked" else Command
                 references[layout] = of_ours(shared, f"undisturbed-{len(references)}", layout)
                 references[layout].start()
@@ -116,7 +116,7 @@ def main() -> int:
 
 @contextmanager
 def campaign(args: argparse.Namespace, on_slurm: bool) -> Iterator[Campaign]:
-    """The folder of all runs, a text to train on and, for Slurm, a cluster."""
+    """Holds the folder of all runs, a text to train on and, for Slurm, a cluster."""
     with tempfile.TemporaryDirectory(prefix="parallel3d-faults-") as place:
         folder = Path(place)
         (folder / "disk").mkdir()
@@ -151,7 +151,7 @@ def say(number: int, result: Result) -> None:
 
 
 def summary(results: list[Result], args: argparse.Namespace) -> int:
-    """Print the table, by launcher; write the JSON. Returns the exit code."""
+    """Prints the table, by launcher; writes the JSON. Returns the exit code."""
     good = sum(r.is_good for r in results)
     print("\n| launcher | runs | kills | during a save | faults met | starts | restarts | equal |")
     print("|---|---|---|---|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""Runs that faults.py kills: how each launcher starts one, and what there is to kill."""
+"""Runs that faults.py kills: how each launcher starts them, and what can be killed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.e2e.command import PARALLEL3D, ROOT, TORCHRUN
 from tests.e2e.private_slurm import OVER, Job, Slurm
 from tests.e2e.ready import ReadyPopen
 
-STARTS = 40  # at most; each of some faults ends a run
+STARTS = 40  # the maximum; each of several faults ends a run
 SMALL = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """What all runs of a campaign share. Only what is below `disk` fails."""
+    """What all runs of a campaign share. Calls only fail below `disk`."""
 
     folder: Path
     words: tuple[str, ...]
@@ -34,7 +34,7 @@ class Campaign:
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def end(self) -> None:
-        """Ends whatever is left: a launcher takes its ranks along."""
+        """Ends everything that is left: a launcher ends its ranks with itself."""
         for process in self.started:
             process.kill()
             process.wait()
@@ -73,11 +73,11 @@ class Command:
 
     @property
     def faults(self) -> Path:
-        """A line for each fault that a process met."""
+        """Returns a line for each fault that a process met."""
         return self.folder / f"{self.name}.faults"
 
     def words(self) -> tuple[str, ...]:
-        """The command's, from `train` on."""
+        """Returns the command's arguments, from `train` on."""
         where = (
             f"runs_dir={self.run_dir.parent}",
             f"data.path={self.campaign.book}",
@@ -90,9 +90,10 @@ class Command:
         return (*PARALLEL3D, *self.words())
 
     def environment(self) -> dict[str, str]:
-        """Variables that a start has beside this process's."""
+        """Returns variables that a start has in addition to this process's."""
         path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        more = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}  # else each compiles again
+        # Otherwise each would compile again.
+        more = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
         if self.failing:
             path.insert(0, str(HOOK))
             seed = f"{self.campaign.seed}/{self.name}/{self.starts}"
@@ -117,12 +118,12 @@ class Command:
         self.starts += 1
 
     def code(self) -> int | None:
-        """How the last start ended; None while it runs."""
+        """Returns how the last start ended; None while it runs."""
         assert self.process is not None
         return self.process.poll()
 
     def ranks(self) -> list[int]:
-        """Processes of the live ranks: the launcher's children."""
+        """Returns processes of the live ranks: the launcher's children."""
         assert self.process is not None
         pid = self.process.pid
         try:
@@ -131,7 +132,7 @@ class Command:
             return []
 
     def kill(self, target: str, chosen: float) -> None:
-        """Kills, with SIGKILL; `chosen` in [0, 1) says which of several."""
+        """Kills, with SIGKILL; `chosen` in [0, 1) selects one of several."""
         ranks = self.ranks()
         if target == "the launcher":
             assert self.process is not None
@@ -143,14 +144,14 @@ class Command:
         time.sleep(0.3)  # the launcher looks ten times a second
 
     def close(self) -> None:
-        """What is to be done after the run."""
+        """Cleans up after the run."""
 
     def restarts(self) -> int:
-        """Starts of the ranks that the launcher gave by itself."""
+        """Returns how often the launcher itself restarted the ranks."""
         return self.log().count("; restart ")
 
     def log(self) -> str:
-        """What was said by all starts of the run."""
+        """Returns the output of all starts of the run."""
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
     def last_step(self) -> int:
@@ -162,14 +163,14 @@ class Command:
         return any((self.run_dir / "checkpoints").glob(".saving-*"))
 
     def _wait_for_orphans(self, ranks: list[int]) -> None:
-        """Until the run is free: ranks whose launcher was killed die, but not in no time."""
+        """Waits until the run is free: ranks whose launcher was killed take a moment to die."""
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline and any(lives(p) for p in ranks):
             time.sleep(0.05)
 
 
 class ForkedCommand(Command):
-    """The same without the seconds that each start takes to import torch."""
+    """Does the same without the seconds in which each start imports torch."""
 
     launcher = "forked"
     popen = ReadyPopen
@@ -179,12 +180,12 @@ class ForkedCommand(Command):
 
 
 class TorchrunCommand(Command):
-    """The same under torchrun, which starts ranks again by itself."""
+    """Does the same under torchrun, which restarts ranks by itself."""
 
     launcher = "torchrun"
 
     def command(self) -> tuple[str, ...]:
-        # The ranks' words in files of their own: the agent ends with a traceback of its own.
+        # The ranks' output is in separate files: the agent ends with a traceback of its own.
         logs = ("--redirects=3", f"--log-dir={self.logs}")
         given = ("--nproc-per-node=2", "--max-restarts=10", "--monitor-interval=0.1", *logs)
         return (*TORCHRUN, *given, "-m", "parallel3d", *self.words())
@@ -198,18 +199,18 @@ class TorchrunCommand(Command):
         return sum(count > 0 for count in counts)
 
     def log(self) -> str:
-        """What the ranks said; the agent's own words are not ours."""
+        """Returns the ranks' output; the agent's own messages are not ours."""
         found = sorted(self.logs.glob("*/attempt_*/*/stderr.log"), key=os.path.getmtime)
         return "".join(path.read_text(errors="replace") for path in found)
 
 
 @dataclass
 class SlurmCommand(Command):
-    """The same as a job of slurm/train.sbatch on two nodes, which goes on by itself."""
+    """Does the same as a job of slurm/train.sbatch on two nodes, which resumes by itself."""
 
     launcher = "slurm"
     targets = ("a rank", "all ranks", "the step", "a node", "the job, by a requeue")
-    numbers: list[str] = field(default_factory=list)  # of its jobs, one a start
+    numbers: list[str] = field(default_factory=list)  # of its jobs, one per start
     crashed: set[str] = field(default_factory=set)
     job: Job | None = None
     asked_at: float = 0.0
@@ -281,7 +282,7 @@ class SlurmCommand(Command):
             return
         node = job.nodes[int(chosen * len(job.nodes))]
         self.slurm.crash(node)
-        self.slurm.down(node)  # as Slurm finds out by itself within half a minute
+        self.slurm.down(node)  # as Slurm notices by itself within half a minute
         self.crashed.add(node)
 
     def restarts(self) -> int:
@@ -301,7 +302,7 @@ class SlurmCommand(Command):
 
 def lives(pid: int) -> bool:
     try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # of a zombie it is empty
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # for a zombie it is empty
     except OSError:
         return False
 

@@ -1,4 +1,4 @@
-"""Kills drawn at random, a run that meets them, and what it must be in the end."""
+"""Kills a run at random moments, and checks its result."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ STATES = ("parameter", "ema", "exp_avg", "exp_avg_sq", "momentum")
 
 @dataclass
 class Kill:
-    """One kill as it was planned, and as it came about."""
+    """One kill: its plan, and what happened."""
 
     target: str
     moment: str
     step: int  # not before this step has been written to metrics.jsonl
     delay_s: float
-    chosen: float  # in [0, 1): which of several
+    chosen: float  # in [0, 1): selects one of several
     at_step: int | None = None  # None: the run had ended before
 
 
 @dataclass
 class Result:
-    """What became of one run."""
+    """The outcome of one run."""
 
     launcher: str
     layout: str
     kills: list[Kill]
-    faults: list[dict[str, Any]]  # that its processes met
+    faults: list[dict[str, Any]]  # faults that its processes met
     starts: int
     restarts: int
     seconds: float
-    weights_equal: bool  # and those and the optimizer's states in the last checkpoint
+    weights_equal: bool  # SHA-256 of these and of the optimizer's states in the last checkpoint
     steps_once: bool
     losses_equal: bool  # and those of the validation set
-    tracebacks: int  # in what was said
-    set_aside: list[str]  # checkpoints called damaged
+    tracebacks: int  # tracebacks in the output
+    set_aside: list[str]  # checkpoints reported as damaged
     log: str = field(repr=False, default="")
 
     @property
@@ -59,12 +59,12 @@ class Result:
         return equal and not self.tracebacks and not self.set_aside
 
     def facts(self) -> dict[str, Any]:
-        """For JSON: all but the log of a good run."""
+        """Returns a dict for JSON, without the log of a good run."""
         return asdict(self) | {"log": "" if self.is_good else self.log}
 
 
 def plan(chance: random.Random, targets: tuple[str, ...], steps: int, most: int) -> list[Kill]:
-    """1 to `most` kills of one run, in the order of their steps."""
+    """Draws 1 to `most` kills of one run, in the order of their steps."""
     at = sorted(chance.randrange(steps) for _ in range(chance.randint(1, most)))
     return [
         Kill(
@@ -79,7 +79,7 @@ def plan(chance: random.Random, targets: tuple[str, ...], steps: int, most: int)
 
 
 def one_run(command: Command, reference: Command, kills: list[Kill], steps: int) -> Result:
-    """Start it, kill it as planned, give it again until it is done, and compare."""
+    """Starts it, kills it as planned, gives it again until it is done, and compares."""
     begin = time.monotonic()
     command.start()
     for kill in kills:
@@ -92,7 +92,7 @@ def one_run(command: Command, reference: Command, kills: list[Kill], steps: int)
 
 
 def disturb(command: Command, kill: Kill) -> None:
-    """Wait for the moment and kill; a run that has ended before its last step is given again."""
+    """Waits for the moment and kills; a run that has ended before its last step is given again."""
     deadline = time.monotonic() + TIMEOUT_S
     while is_going_on(command) and (command.last_step() < kill.step or not command.ranks()):
         check(command, deadline)
@@ -108,7 +108,7 @@ def disturb(command: Command, kill: Kill) -> None:
 
 
 def is_going_on(command: Command) -> bool:
-    """Whether there are steps to come; gives a run again that has ended before them."""
+    """Returns whether there are steps to come; gives a run again that has ended before them."""
     code = command.code()
     if code is not None and code != 0:
         command.start()
@@ -116,7 +116,7 @@ def is_going_on(command: Command) -> bool:
 
 
 def finish(command: Command) -> None:
-    """Run to the end, however many starts it takes."""
+    """Runs to the end, however many starts it takes."""
     deadline = time.monotonic() + TIMEOUT_S
     while is_going_on(command):
         check(command, deadline)
@@ -129,7 +129,7 @@ def check(command: Command, deadline: float, pause_s: float = 0.02) -> None:
 
 
 def held(command: Command) -> dict[str, torch.Tensor]:
-    """The final weights of a run, and all tensors of its last checkpoint."""
+    """Returns the final weights of a run, and all tensors of its last checkpoint."""
     return load_file(command.run_dir / "weights-final.safetensors") | read_full(
         list_checkpoints(command.run_dir)[0], STATES
     )
@@ -142,7 +142,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def compare(
     command: Command, reference: Command, kills: list[Kill], seconds: float, steps: int
 ) -> Result:
-    """The disturbed run beside the undisturbed one."""
+    """Compares the disturbed run with the undisturbed one."""
     mine, theirs = held(command), held(reference)
     equal = mine.keys() == theirs.keys() and all(same_bits(mine[k], theirs[k]) for k in theirs)
     mine_rows, right_rows = ([*rows_of(c.run_dir / "metrics.jsonl")] for c in (command, reference))

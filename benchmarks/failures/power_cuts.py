@@ -38,7 +38,7 @@ UNKIND = "loop,data=writeback,noauto_da_alloc,commit=300"
 
 
 class Stops(Calls):
-    """At the point the process stops, all of its threads."""
+    """Stops all threads of the process at the point."""
 
     def meets(self, kind: str) -> Fault | None:
         if super().meets(kind) is not None:
@@ -48,11 +48,11 @@ class Stops(Calls):
 
 @dataclass
 class Cut:
-    """How one ended: whether the point was met, and what was wrong."""
+    """The outcome of a cut: whether its point was reached, and what was wrong."""
 
     met: bool
     wrong: list[str]
-    had: str  # what the disk had of the run
+    had: str  # the files of the run on the disk
 
 
 def tool(*words: object) -> None:
@@ -60,13 +60,13 @@ def tool(*words: object) -> None:
 
 
 def can_mount() -> bool:
-    """Whether this is a place where power can be cut."""
+    """Returns whether power cuts are possible here."""
     tools = all(map(shutil.which, ("mkfs.ext4", "mount", "umount")))
     return os.geteuid() == 0 and tools and os.path.exists("/dev/loop-control")
 
 
 def alone_with_mounts() -> None:
-    """What is mounted from here on goes with this process."""
+    """Makes mounts from here on end with this process."""
     call("unshare", NEW_MOUNTS)
     call("mount", b"none", b"/", None, RECURSIVE | PRIVATE, None)
 
@@ -77,7 +77,7 @@ class Disk:
     def __init__(self, world: World, stage: Stage) -> None:
         self.world, self.stage = world, stage
         self.image = stage.home / "disk.img"
-        self.images: dict[str, Path] = {}  # scenario → what it finds
+        self.images: dict[str, Path] = {}  # scenario → the files that it finds
 
     def image_of(self, name: str) -> Path:
         if name not in self.images:
@@ -98,14 +98,14 @@ class Disk:
         tool("umount", self.stage.folder)
 
     def copied(self, to: Path) -> None:
-        """The file as it is at one moment: twice the same, so nothing came in between."""
+        """Copies the file as it is at one moment: twice the same, so nothing changed in between."""
         to.write_bytes(b"")
         while (now := self.image.read_bytes()) != to.read_bytes():
             to.write_bytes(now)
 
 
 def cut(disk: Disk, name: str, point: Point, flushes_journal: bool) -> Cut:
-    """Cut the power at one call of a command, and give it again."""
+    """Cuts the power at one call of a command, and gives the command again."""
     stage, case = disk.stage, disk.world.cases[name]
     shutil.copyfile(disk.image_of(name), disk.image)
     disk.mount(UNKIND)
@@ -136,9 +136,10 @@ def cut(disk: Disk, name: str, point: Point, flushes_journal: bool) -> Cut:
 
 
 def moments(world: World, count: int, seed: int) -> Iterator[tuple[str, Point, bool]]:
-    """So many cuts, half of them with the journal written at the last moment.
+    """Draws this many cuts, half of them with the journal written at the last moment.
 
-    A third of them are at the last calls of a kind: what a run calls finished must be on the disk.
+    A third of them are at the last calls of a kind: a run that reports its end must have its files
+    on the disk.
     """
     random_ = random.Random(seed)
     for number in range(count):
@@ -151,7 +152,7 @@ def moments(world: World, count: int, seed: int) -> Iterator[tuple[str, Point, b
 
 
 def campaign(world: World, count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Cut so often. Returns the counts and what was wrong."""
+    """Makes this many cuts. Returns the counts and the errors."""
     start, disk = time.monotonic(), Disk(world, world.stage("power"))
     counts: Counter[str] = Counter()
     wrong = []

@@ -1,8 +1,8 @@
-"""A file system that fails at random in processes of a run: at most one fault in each.
+"""Makes a file system fail at random in processes of a run: at most one fault in each.
 
-A process draws from the seed, the number of its start and what its launcher calls it, so the same
-campaign draws the same faults; which call one meets depends on the run's timing. What is reached
-says tests/tools/failing_files.py.
+A process draws from the seed, the number of its start and its name by the launcher, so the same
+campaign draws the same faults; which call meets one depends on the run's timing.
+tests/tools/failing_files.py says which calls are reached.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.tools.failing_files import LOST, SHORT, SLOW, FailingFiles, Fault
 VARIABLE = "FAILING_FILES"
 HOOK = Path(__file__).with_name("failing_processes")
 WHAT = ("EIO", "ESTALE", "ENOSPC", "EACCES", "EMFILE", SHORT, SLOW, LOST)
-CALLS = (1, 1, 3, 30)  # that a fault lasts
+CALLS = (1, 1, 3, 30)  # calls that a fault lasts
 LAST_BEGIN = 600  # a rank of these runs makes about as many calls
-# What tells the processes of a start apart, and a rank from itself when it is started again.
+# Variables that distinguish the processes of a start, and the starts of a rank.
 NAMES = (
     *("RANK", "TORCHELASTIC_RESTART_COUNT"),
     *("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
@@ -30,9 +30,10 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Failing:
-    """What a run's processes are told: which of them fail, below which folder.
+    """Tells a run's processes which of them fail, and below which folder.
 
-    `rate`: the share of processes that a fault waits for; `record`: where those it met say so.
+    `rate`: the share of processes that a fault waits for; `record`: where they record the faults
+    that they met.
     """
 
     folder: str
@@ -41,12 +42,12 @@ class Failing:
     record: str
 
     def environment(self) -> dict[str, str]:
-        """Variables for all processes of a start; with PYTHONPATH, to which HOOK is added."""
+        """Returns variables for all processes of a start; HOOK is added to PYTHONPATH."""
         return {VARIABLE: json.dumps(asdict(self))}
 
 
 class RandomFiles(FailingFiles):
-    """While entered, `fault` meets every call from number `begin` on, whatever its kind, and
+    """Makes `fault` meet every call from number `begin` on inside the block, whatever its kind, and
     `calls` of them."""
 
     def __init__(self, failing: Failing, fault: Fault, begin: int, calls: int) -> None:
@@ -70,9 +71,10 @@ class RandomFiles(FailingFiles):
 
 
 def enter(environ: Mapping[str, str]) -> None:
-    """Draw this process's fault, if it has one, and wait for its moment in the background.
+    """Draws this process's fault, if it has one, and waits for its moment in the background.
 
-    So does each process that is forked of it, a local rank: by its number, a fault of its own.
+    Each process that is forked from it, a local rank, does the same with a fault of its own, by its
+    number.
     """
     failing = Failing(**json.loads(environ[VARIABLE]))
     name = "/".join(environ.get(variable, "-") for variable in NAMES)
@@ -96,7 +98,7 @@ def _drawn(failing: Failing, name: str) -> RandomFiles | None:
     if chance.random() >= failing.rate:
         return None
     fault, calls = Fault(chance.choice(WHAT)), chance.choice(CALLS)
-    # Small numbers are as likely as large ones: a start makes few calls, and each differs.
+    # Small numbers are as likely as large ones: a start makes few calls, and each one differs.
     begin = int(LAST_BEGIN ** chance.random()) - 1
     files = RandomFiles(failing, fault, begin, calls)
     files.__enter__()

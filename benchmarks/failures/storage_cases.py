@@ -1,4 +1,4 @@
-"""The runs that benchmarks/failures/storage_faults.py disturbs, and what they do meanwhile."""
+"""The runs that benchmarks/failures/storage_faults.py disturbs, and their actions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel3d.data.sampler import Sample
 from parallel3d.run.directory import save_config
 from parallel3d.trainer import Trainer
 
-OLD, NEW, NEXT = 3, 6, 9  # steps saved before, and the one to be saved; two are kept
+OLD, NEW, NEXT = 3, 6, 9  # steps saved before, and the step to save; two are kept
 Digests = dict[str, dict[str, str]]  # checkpoint → file → SHA-256
 
 
@@ -37,7 +37,7 @@ class Noise:
 
 @dataclass
 class Run:
-    """A trainer of a tiny Llama, and a run of two checkpoints to copy."""
+    """Makes a trainer of a tiny Llama, and a run of two checkpoints to copy."""
 
     folder: Path
     said: list[str] = field(default_factory=list)
@@ -82,19 +82,19 @@ class Run:
         return Checkpoints(self.config, run_dir, self.trainer.groups, self.said.append)
 
     def digest(self) -> str:
-        """Of the trainer's parameters and moments."""
+        """Returns a digest of the trainer's parameters and moments."""
         parts = [v for s in self.trainer.parameter_slices() for v in s.values.values()]
         return hashlib.sha256(b"".join(v.numpy().tobytes() for v in parts)).hexdigest()
 
     def copy(self) -> Path:
-        """A fresh copy of the run."""
+        """Makes a fresh copy of the run."""
         target = self.folder / "work" / "run"
         shutil.rmtree(target.parent, ignore_errors=True)
         shutil.copytree(self.template, target)
         return target
 
     def flip(self, run_dir: Path) -> None:
-        """Damage the newest checkpoint."""
+        """Damages the newest checkpoint."""
         path = run_dir / CHECKPOINTS / step_folder(NEW) / "rank-00000.safetensors"
         content = bytearray(path.read_bytes())
         content[-5] ^= 4
@@ -108,8 +108,8 @@ def digests(run_dir: Path) -> Digests:
     }
 
 
-# What is done while calls fail. Each gets a fresh run and returns what is to be done, and for saves
-# the steps that need not be there afterwards.
+# Actions while calls fail. Each gets a fresh run and returns a function to call, and for saves the
+# steps that may be missing afterwards.
 Act = Callable[[], object]
 
 

@@ -40,12 +40,12 @@ LASTING = ("once", "kind", "all")
 
 
 class Hang(Exception):
-    """It took longer than LIMIT_S."""
+    """Raised if it took longer than LIMIT_S."""
 
 
 @dataclass
 class Result:
-    """How a pair ended, and what it did that it may not."""
+    """The end of a pair, and its violations."""
 
     ended: str
     wrong: list[str]
@@ -54,7 +54,7 @@ class Result:
 
 
 def try_pair(run: Run, name: str, fault: Fault | None = None, point: Point | None = None) -> Result:
-    """Do what `name` says while calls fail; look at what is there then, and go on."""
+    """Does what `name` says while calls fail; checks the files, and resumes."""
     run_dir = run.copy()
     act = SCENARIOS[name](run, run_dir)
     run.said.clear()
@@ -81,7 +81,7 @@ def try_pair(run: Run, name: str, fault: Fault | None = None, point: Point | Non
 
 
 def looked_at(run: Run, run_dir: Path, name: str, result: object) -> Iterator[str]:
-    """What is wrong with a run's checkpoints after a fault."""
+    """Returns what is wrong with a run's checkpoints after a fault."""
     there = digests(run_dir)
     whole = dict(run.before)
     if name.endswith("damaged"):
@@ -110,7 +110,7 @@ def looked_at(run: Run, run_dir: Path, name: str, result: object) -> Iterator[st
 
 
 def gone_on(run: Run, run_dir: Path, name: str) -> Iterator[str]:
-    """What is wrong with the next start, on a disk that is well."""
+    """Returns what is wrong with the next start, on a healthy disk."""
     run.said.clear()
     checkpoints = run.checkpoints(run_dir)
     with limited():
@@ -147,7 +147,7 @@ def faults_of(point: Point) -> Iterator[Fault]:
 
 
 def all_pairs(run: Run) -> list[tuple[str, Fault, Point]]:
-    """Every call of every scenario with every fault that it can meet."""
+    """Returns every call of every scenario with every fault that it can meet."""
     pairs = []
     for name in SCENARIOS:
         usual = try_pair(run, name)
@@ -166,7 +166,7 @@ def without_pauses() -> Iterator[None]:
 
 
 def campaign(folder: Path, count: int, seed: int, say: Callable[[str], None]) -> dict:
-    """Try `count` of all pairs, drawn by `seed`. Returns the counts and what was wrong."""
+    """Tries `count` of all pairs, drawn by `seed`. Returns the counts and the errors."""
     start = time.monotonic()
     with without_pauses():
         run = Run(folder)

@@ -28,12 +28,15 @@ SEQUENCE = 256  # tokens of a sample of the default model
 TOKENS = {8: 250, 16: 250, 32: 300, 64: 350, 128: 500, 256: 700, 512: 1300}  # thousands, by batch
 
 
-LOSSES = (3.4, 3.2, 3.0, 2.6)  # nats a byte that the runs are compared at
-NEAR = 0.15  # of such a loss: where the noise scale is read
+LOSSES = (3.4, 3.2, 3.0, 2.6)  # nats per byte at which the runs are compared
+NEAR = 0.15  # relative width around such a loss in which the noise scale is read
 
 
 class Run(NamedTuple):
-    """One run. losses: of each step; traces, signals: of the noise scale, of each step."""
+    """One run.
+
+    losses: of each step; traces, signals: of the noise scale, of each step.
+    """
 
     batch: int
     losses: list[float]
@@ -42,7 +45,7 @@ class Run(NamedTuple):
 
     @property
     def tokens(self) -> list[int]:
-        """Read when the loss of each step was measured, which is before its update."""
+        """Tokens read when the loss of each step was measured, before its update."""
         return [step * self.batch * SEQUENCE for step in range(len(self.losses))]
 
     def smooth(self) -> list[float]:
@@ -53,7 +56,8 @@ class Run(NamedTuple):
         return found
 
     def reaches(self, loss: float) -> float | None:
-        """Tokens at which the smoothed loss passes `loss`, between two steps on a straight line."""
+        """Returns the tokens at which the smoothed loss passes `loss`, interpolated between two
+        steps."""
         curve, tokens = self.smooth(), self.tokens
         for i in range(1, len(curve)):
             if curve[i] <= loss < curve[i - 1]:
@@ -67,7 +71,7 @@ def rate(batch: int) -> float:
 
 
 def train(batch: int, runs: Path) -> None:
-    """One run, unless it is finished."""
+    """Trains one run, unless it is finished."""
     folder, steps = runs / f"batch-{batch}", max(8, round(1000 * TOKENS[batch] / batch / SEQUENCE))
     if (folder / "summary.json").exists():
         return
@@ -114,7 +118,8 @@ def main() -> None:
 
 
 class Fit(NamedTuple):
-    """Tokens to a loss as least · (1 + batch / critical) (McCandlish et al. 2018, §2.3)."""
+    """Returns the tokens to a loss as least · (1 + batch / critical) (McCandlish et al. 2018,
+    §2.3)."""
 
     least: float
     critical: float
@@ -124,7 +129,7 @@ class Fit(NamedTuple):
 
 
 def fitted(reached: dict[int, float]) -> Fit:
-    """By least squares of the logarithms, over a fine grid of critical batches."""
+    """Fits by least squares of the logarithms, over a fine grid of critical batches."""
 
     def at(critical: float) -> tuple[float, Fit]:
         logs = [math.log(t / (1 + b / critical)) for b, t in reached.items()]
@@ -169,7 +174,7 @@ def show(runs: list[Run], svg: Path | None) -> None:
 
 
 def around(runs: list[Run], loss: float) -> float | None:
-    """The noise scale of the steps in which a run's loss was near `loss`, of all runs
+    """Returns the noise scale of the steps in which a run's loss was near `loss`, of all runs
     together: Σ trace / Σ signal, each over the squared norm of its step."""
     traces = signals = 0.0
     for run in runs:

@@ -11,7 +11,7 @@ WIDTH, HEIGHT, TOP, BOTTOM = 960, 400, 56, 350
 
 
 class Axis(NamedTuple):
-    """Values from `low` to `high` over pixels from `first` to `last`."""
+    """Maps values from `low` to `high` to pixels from `first` to `last`."""
 
     low: float
     high: float
@@ -64,8 +64,11 @@ def picture(
     fits: Sequence[Line],
     predicted: tuple[float, float],
 ) -> str:
-    """Curves: loss by thousands of tokens, a batch each. Reached, fits: thousands of tokens to a
-    loss by batch, measured and fitted, a loss each. Predicted: the noise scales seen, from and to.
+    """Draws the picture.
+
+    Curves: loss by thousands of tokens, one per batch. Reached, fits: thousands of tokens to a loss
+    by batch, measured and fitted, one per loss. Predicted: the smallest and the largest measured
+    noise scale.
     """
     parts = []
     x, y = Axis(4, 1500, 60, 470), Axis(2.4, 5.2, BOTTOM, TOP, is_log=False)

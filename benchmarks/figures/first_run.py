@@ -1,4 +1,4 @@
-"""The curve of a first run: training and held-out loss over its steps.
+"""Draws the curve of a first run: training and held-out loss over its steps.
 
 ./launch/local.sh tp=2 pp=2 run=first
 python -m benchmarks.figures.first_run runs/first/metrics.jsonl docs/first_run.svg

@@ -32,11 +32,11 @@ from benchmarks.gpu.tasks import Bench, Given, Row, Task, judged, noted
 from parallel3d.device import accelerator
 from parallel3d.metrics.peak import datasheet_peak
 
-NEEDED_SHARE = 0.70  # of the datasheet's peak, in a GEMM of 8192³
+NEEDED_SHARE = 0.70  # share of the datasheet's peak, in a GEMM of 8192³
 
 
 def gemm(given: Given) -> Row:
-    """A square bf16 product against the datasheet."""
+    """Compares a square bf16 product with the datasheet."""
     row = gemm_row(given.steps(), given.device)
     known = datasheet_peak(accelerator.name(given.device), "bf16")
     found = f"{row['tflops']:.3g} TFLOP/s at {row['size']}³"
@@ -48,7 +48,7 @@ def gemm(given: Given) -> Row:
 
 
 def _row(group: str, seconds: int, function: Callable[..., Row], *names: str, **more: Any) -> Task:
-    """The task whose row is `function(*names, size, device, **more)`."""
+    """Returns the task whose row is `function(*names, size, device, **more)`."""
     return Task(
         lambda given: function(*names, given.steps(), given.device, **more), seconds, group=group
     )

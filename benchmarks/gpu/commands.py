@@ -1,4 +1,4 @@
-"""What tasks that run `parallel3d` share: its keys at each size, its runs and what they left."""
+"""What tasks that run `parallel3d` share: its keys at each size, its runs and their files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from benchmarks.gpu.tasks import Given, Row, judged, noted
 from parallel3d.device import accelerator
 from parallel3d.host.devices import SHARED_GPUS
 
-PEAK_OFF, SECONDS_OFF = 0.05, 0.20  # of a dryrun, relative to the run
-# A model for a CPU and seconds, of the text that is in every checkout.
+PEAK_OFF, SECONDS_OFF = 0.05, 0.20  # tolerances of a dry run, relative to the run
+# A model for a CPU and seconds, on text that is in every checkout.
 TINY = (
     *("model=llama_tiny", "model.num_layers=2", "model.hidden_size=64", "model.seq_length=64"),
     *("model.ffn_hidden_size=96", "launch.peak_tflops=0.1", "data=text"),
@@ -29,32 +29,34 @@ UNSAVED = ("train.eval_batches=0", "checkpoint.every=0")
 
 
 class RunFailed(RuntimeError):
-    """A command of parallel3d ended with another code than 0; its own sentence."""
+    """Raised if a command of parallel3d ended with another code than 0; has its own sentence."""
 
 
 def model_words(given: Given, *words: str) -> list[str]:
-    """`words` of a model; at the tiny size a tiny one instead."""
+    """Returns `words` for a model; at the tiny size for a tiny one instead."""
     return [*TINY, f"data.cache_dir={given.folder / 'cache'}"] if given.is_tiny else [*words]
 
 
 def new_run(given: Given, name: str) -> Path:
-    """A run directory that is not there yet: a task may be repeated in the same folder."""
+    """Returns a run directory that does not exist yet: a task may be repeated in the same
+    folder."""
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=given.folder)) / name
 
 
 def run_words(given: Given, run_dir: Path) -> list[str]:
-    """On the device, in this run directory."""
+    """Returns the words for the device and this run directory."""
     return [f"device={given.device.type}", f"runs_dir={run_dir.parent}", f"run={run_dir.name}"]
 
 
 def parallel3d(*words: str) -> subprocess.CompletedProcess[str]:
-    """A command line of its own; its process group is the task's, and is ended with it."""
+    """Runs a command line of its own; its process group is the task's, and ends with it."""
     command = [sys.executable, "-m", "parallel3d", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def run(*words: str) -> str:
-    """What the command printed. Raises RunFailed, with what it said, if it ended badly."""
+    """Returns what the command printed. Raises RunFailed, with its last words, if it ended
+    badly."""
     return succeeded(parallel3d(*words)).stdout
 
 
@@ -66,7 +68,7 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedPro
 
 
 def command_line_missing() -> Row | None:
-    """The row of a task that cannot run for want of Hydra; None where it is there."""
+    """Returns the row of a task that cannot run because Hydra is missing; None if it is there."""
     try:
         import hydra  # noqa: F401
         import omegaconf  # noqa: F401
@@ -76,7 +78,8 @@ def command_line_missing() -> Row | None:
 
 
 def devices_missing(given: Given, ranks: int, may_share: bool = False) -> Row | None:
-    """The row of a task that wants a device for each of `ranks`; or one, where NCCL shares it."""
+    """Returns the row of a task that needs a device for each of `ranks`, or one if NCCL shares
+    it."""
     if not given.on_accelerator or (may_share and os.environ.get(SHARED_GPUS) == "1"):
         return None
     count = accelerator.module(given.device).device_count()
@@ -84,13 +87,13 @@ def devices_missing(given: Given, ranks: int, may_share: bool = False) -> Row | 
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl that are of a step."""
+    """Returns the rows of metrics.jsonl about steps."""
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [step for step in map(json.loads, lines) if step.get("loss") is not None]
 
 
 def trained(words: Sequence[str], run_dir: Path) -> Row:
-    """`parallel3d train` with these words, and what it left: speed, memory of rank 0, losses."""
+    """Runs `parallel3d train` with these words; returns speed, memory of rank 0, losses."""
     run("train", *words)
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     steps = steps_of(run_dir)
@@ -121,7 +124,8 @@ def learns(losses: Sequence[float]) -> bool:
 
 
 def dry_run(given: Given, *words: str) -> Row:
-    """What `parallel3d dryrun` says of rank 0 of a run with these words on this card."""
+    """Returns what `parallel3d dryrun` reports about rank 0 of a run with these words on this
+    card."""
     path = new_run(given, "dryrun").with_suffix(".json")
     cluster = cluster_of(accelerator.name(given.device))
     run("dryrun", *words, *cluster, "dryrun.rank=0", f"dryrun.json={path}")
@@ -129,13 +133,13 @@ def dry_run(given: Given, *words: str) -> Row:
 
 
 def cluster_of(name: str) -> list[str]:
-    """The preset with this card's memory and speed; none: the command's own."""
+    """Returns the preset with this card's memory and speed; none: the command's own."""
     known = {"H200": "dgx_h200", "H100": "dgx_h100", "B200": "dgx_b200", "A100": "dgx_a100"}
     return [f"cluster={preset}" for word, preset in known.items() if word in name][:1]
 
 
 def compared(foretold: Row, measured: Row) -> Row:
-    """Peak memory and seconds of a dryrun beside a run's, relative to the run's."""
+    """Compares peak memory and seconds of a dry run with a run's, relative to the run's."""
     figures: Row = {"dryrun": foretold}
     said, is_near = [], True
     for key, limit in (("peak_bytes", PEAK_OFF), ("seconds", SECONDS_OFF)):

@@ -107,7 +107,7 @@ LINES = {
         by_command=True,
     ),
 }
-# In order of worth: whether it runs and is right, how fast and why, then beside others.
+# In order of importance: whether it runs and is right, how fast and why, then comparisons.
 CALLS = (
     (
         *("versions", "forked rank", "losses", "kernels", "attention values"),

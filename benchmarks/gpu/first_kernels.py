@@ -1,4 +1,4 @@
-"""The lines of `benchmarks.gpu_first` that ask what the card is and how fast its kernels are."""
+"""The tasks of `benchmarks.gpu_first` that ask what the card is and how fast its kernels are."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from parallel3d.device import accelerator
 from parallel3d.models.attention import attend
 
 OLDEST_TORCH = (2, 11)
-FASTEST_WITHIN = 1.1  # of the time of the best kernel: what the default may take
+FASTEST_WITHIN = 1.1  # multiple of the best kernel's time that the default may take
 
 
 def versions(given: Given) -> Row:
-    """torch, its CUDA, the driver, NCCL, cuDNN, Triton, and what the card is called."""
+    """Returns torch, its CUDA, the driver, NCCL, cuDNN, Triton, and the card's name."""
     figures: Row = {"torch": torch.__version__, "device": accelerator.name(given.device)}
     figures["cuda"] = torch.version.cuda
     figures["cudnn"] = torch.backends.cudnn.version()
@@ -41,7 +41,7 @@ def versions(given: Given) -> Row:
 
 
 def attention(given: Given) -> Row:
-    """Which kernel scaled_dot_product_attention picks, and what each takes, causal."""
+    """Returns which kernel scaled_dot_product_attention picks, and the time of each, causal."""
     shapes = [(1, 4, 32, 16)] if given.is_tiny else [(8, 32, 4096, 64), (8, 24, 4096, 128)]
     good = (SDPBackend.FLASH_ATTENTION.name, SDPBackend.CUDNN_ATTENTION.name)
     cases, is_right, said = [], True, []
@@ -59,10 +59,11 @@ def attention(given: Given) -> Row:
 
 
 def _attention_case(given: Given, shape: tuple[int, int, int, int, int]) -> Row:
-    """Times of one shape (batch, heads, kv heads, length, head dim) by kernel; absent: refused."""
+    """Returns times of one shape (batch, heads, kv heads, length, head dim) by kernel; refused ones
+    are missing."""
     batch, heads, kv_heads, length, width = shape
     grouped = kv_heads != heads
-    # Stored as the trainer stores them, the heads of a token side by side.
+    # Stored like the trainer's, the heads of a token side by side.
     q, k, v, grad = (
         torch.randn(batch, length, n, width, device=given.device, dtype=torch.bfloat16)
         .transpose(1, 2)
@@ -93,15 +94,15 @@ def _attention_case(given: Given, shape: tuple[int, int, int, int, int]) -> Row:
         except RuntimeError:
             if kernel is None:
                 raise
-            # else this kernel does not take the shape, or is not there
-    # Half of the square counts: what lies above the diagonal need not be computed.
+            # otherwise this kernel does not take the shape, or does not exist
+    # Half of the square counts: scores above the diagonal need not be computed.
     case["default_tflops"] = 14e-9 * batch * heads * length**2 * width / 2
     case["default_tflops"] /= case["both_ms"]["default"]
     return case
 
 
 def fused_adamw(given: Given) -> Row:
-    """torch's fused AdamW: `grad_scale` divides the gradients, and leaves them divided."""
+    """Tests torch's fused AdamW: `grad_scale` divides the gradients, and leaves them divided."""
     count, scale = (1000 if given.is_tiny else 100_000_000), 1024.0
     weights, grads = (torch.randn(count, device=given.device) for _ in range(2))
     plain, scaled, left = weights.clone(), weights.clone(), grads * scale
@@ -118,7 +119,7 @@ def fused_adamw(given: Given) -> Row:
 def _adamw(
     device: torch.device, parameter: Tensor, grad: Tensor, grad_scale: Tensor | None = None
 ) -> Callable[[], None]:
-    """A step of one flat fp32 parameter, from fresh moments."""
+    """Runs a step of one flat fp32 parameter, from fresh moments."""
     means = [torch.zeros_like(parameter) for _ in range(2)]
     count = torch.ones((), device=device)
 
@@ -139,7 +140,7 @@ def _adamw(
 
 
 def _driver() -> str | None:
-    """NVIDIA's driver; None without nvidia-smi."""
+    """Returns NVIDIA's driver version; None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

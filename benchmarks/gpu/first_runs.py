@@ -1,4 +1,4 @@
-"""The lines of `benchmarks.gpu_first` that train: whole runs, one step looked at, and NCCL."""
+"""The tasks of `benchmarks.gpu_first` that train: whole runs, one step in detail, and NCCL."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from benchmarks.gpu.tasks import NOTED, Given, Row, judged, noted
 from parallel3d.device import accelerator
 from parallel3d.device.fused import has_kernel_compiler
 
-# MFU of the datasheet that a 1B model should reach; an H100 reached 0.588, eager.
+# MFU by the datasheet that a 1B model should reach; an H100 reached 0.588, eager.
 EXPECTED_MFU = 0.50
-BUSY = 0.90  # share of a step in which the card should have a kernel
+BUSY = 0.90  # share of a step in which the card should run a kernel
 TOP_KERNELS = 15
-HOST_SYNCS = 1  # a step: the one that hands loss and norm to the host
-# What torch warns of each one with; it also says, once, that the mode is a prototype.
+HOST_SYNCS = 1  # per step: the one that gives loss and norm to the host
+# The warning of torch at each one; it also warns once that the mode is a prototype.
 HOST_SYNC = "called a synchronizing"
 
 
 def train_words(given: Given, compiled: bool) -> list[str]:
-    """The keys of the run that is measured, and that a dryrun foretells."""
+    """Returns the keys of the run that is measured, and predicted by a dry run."""
     batch = 2 if given.is_tiny else given.micro_batch
     return [
         *model_words(given, "model=llama_1b"),
@@ -53,7 +53,7 @@ def train_words(given: Given, compiled: bool) -> list[str]:
 
 
 def train(given: Given, compiled: bool = False) -> Row:
-    """`parallel3d train` as a user starts it, on one device."""
+    """Runs `parallel3d train` like a user, on one device."""
     if (missing := command_line_missing()) is not None:
         return missing
     if compiled and given.on_accelerator and not has_kernel_compiler():
@@ -67,18 +67,19 @@ def train(given: Given, compiled: bool = False) -> Row:
 
 
 def dryrun(given: Given) -> Row:
-    """`parallel3d dryrun` of the eager run, beside what that run took."""
+    """Runs `parallel3d dryrun` for the eager run, and compares it with that run."""
     if (missing := command_line_missing()) is not None:
         return missing
     words = train_words(given, compiled=False)
     foretold = dry_run(given, *words, f"device={given.device.type}")
     found = compared(foretold, given.earlier.get("train", {}))
-    # What is foretold is an accelerator's step.
+    # The prediction is about an accelerator's step.
     return found if given.is_timed else found | {"verdict": NOTED}
 
 
 def forked_rank(given: Given) -> Row:
-    """Two runs of a sweep, whose single rank is forked of the launcher: CUDA after a fork."""
+    """Runs a sweep of two runs, whose single rank is forked from the launcher: CUDA after a
+    fork."""
     if (missing := command_line_missing()) is not None:
         return missing
     runs = new_run(given, "fork").parent
@@ -93,14 +94,15 @@ def forked_rank(given: Given) -> Row:
 
 
 def save_and_go_on(given: Given) -> Row:
-    """A run that is saved, ended and taken up again, beside one that was not; and text of it.
+    """Compares a run that was saved, ended and resumed with one that was not; generates text from
+    it.
 
-    With `deterministic=true`, so that every loss and norm must have the bits of the other run.
+    With `deterministic=true`, every loss and norm must have the bits of the other run.
     """
     if (missing := command_line_missing()) is not None:
         return missing
     first, last = (2, 4) if given.is_tiny else (20, 30)
-    # A few layers of the 1B: large enough for its kernels, and files that are written in seconds.
+    # A few layers of the 1B: large enough for its kernels, with files that are written in seconds.
     few = ("model=llama_1b", "model.num_layers=2", "model.vocab_size=32768")
     words = [*model_words(given, *few), "precision=bf16", "deterministic=true"]
     words += ["micro_batch_size=2", "global_batch_size=4", "train.eval_batches=0"]
@@ -115,7 +117,7 @@ def save_and_go_on(given: Given) -> Row:
             f"checkpoint.every={every}")  # fmt: skip
     both = [[(s["loss"], s["grad_norm"]) for s in steps_of(path)] for path in (whole, parted)]
     text = run("generate", *run_words(given, parted), "prompt=the", "generate.max_tokens=16")
-    shutil.rmtree(parted / "checkpoints", ignore_errors=True)  # gigabytes, in what may be copied
+    shutil.rmtree(parted / "checkpoints", ignore_errors=True)  # gigabytes in use that may be copied
     went_on = len(both[0]) == len(both[1]) == last
     equal = went_on and both[0] == both[1]
     off = max((abs(a[0] - b[0]) / a[0] for a, b in zip(*both, strict=False)), default=0.0)
@@ -127,10 +129,10 @@ def save_and_go_on(given: Given) -> Row:
 
 
 def host_syncs(given: Given) -> Row:
-    """How often the host waits for the card in one step, and where."""
+    """Returns how often the host waits for the card in one step, and where."""
     if not hasattr(accelerator.module(given.device), "set_sync_debug_mode"):
         return {"skipped": f"{given.device.type} cannot count them"}
-    size = given.steps()  # two micro-batches a step: a sync in each would show
+    size = given.steps()  # two micro-batches per step: a sync in each would show
     trainer = trainer_of(model_of("llama_tiny", size), given.device, 1, 2, size.precision)
     for _ in range(2):
         trainer.train_step()
@@ -154,7 +156,7 @@ def host_syncs(given: Given) -> Row:
 
 
 def trace(given: Given) -> Row:
-    """One step under the profiler: the kernels that take most, and how busy the card is."""
+    """Profiles one step: the kernels that take most, and how busy the card is."""
     batch = 2 if given.is_tiny else given.micro_batch
     trainer = trainer_of(
         model_of("1b", given.steps()), given.device, batch, batch, given.steps().precision
@@ -189,7 +191,7 @@ def trace(given: Given) -> Row:
 
 
 def _busy_share(spans: list[tuple[float, float]]) -> float:
-    """Share of the time from the first start to the last end that some span covers."""
+    """Returns the share of the time from the first start to the last end that some span covers."""
     spans = sorted(spans)
     covered, reached = 0.0, spans[0][0]
     for start, end in spans:
@@ -199,7 +201,7 @@ def _busy_share(spans: list[tuple[float, float]]) -> float:
 
 
 def communicators(given: Given) -> Row:
-    """A process group of one: made, split, used, and destroyed in the order of making."""
+    """Tests a process group of one: made, split, used, and destroyed in the order of creation."""
     device, backend = given.device, accelerator.backend_of(given.device)
     bound = device if given.on_accelerator else None
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)

@@ -1,7 +1,7 @@
-"""The lines of `benchmarks.gpu_first` that compare values: what a card computes beside plain forms.
+"""The tasks of `benchmarks.gpu_first` that compare values of a card with plain forms.
 
-All of it at the shapes of the 1B model, in bf16, against float64 or fp32. On a CPU a fused function
-is its plain form, so that only the comparison is tried there.
+All have the shapes of the 1B model, in bf16, and are compared with float64 or fp32. On a CPU a
+fused function is its plain form, so only the comparison is tested there.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from parallel3d.parameters import gradients
 from parallel3d.tensor_parallel import loss
 
 # Largest relative errors, of norms: |found − exact| / |exact|.
-ROUNDED = 1e-2  # what is stored in bf16
-WIDE = 1e-5  # what is stored in fp32, of the same bf16 numbers
-SUMMED = 1e-4  # what a GEMM adds in fp32; rounded to bf16 on the way it would be 1.6e-3
-ATTENDED = 1.5e-2  # probabilities are rounded to bf16 before they meet v
-# Of losses and gradient norms after five steps of AdamW, by precision.
+ROUNDED = 1e-2  # results stored in bf16
+WIDE = 1e-5  # results stored in fp32, from the same bf16 numbers
+SUMMED = 1e-4  # sums of a GEMM in fp32; rounded to bf16 on the way it would be 1.6e-3
+ATTENDED = 1.5e-2  # probabilities are rounded to bf16 before they are multiplied by v
+# Tolerances of losses and gradient norms after five steps of AdamW, by precision.
 LOSSES_OFF = {"fp32": (1e-4, 1e-3), "bf16": (1e-2, 1e-2)}
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of the 1B model, but for the batch; small ones for a CPU."""
+    """Sizes of the 1B model, except for the batch; small ones for a CPU."""
 
     batch: int
     sequence: int
@@ -76,15 +76,15 @@ def plain(function: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A function under `fused` with its arguments, and how near its results must be."""
+    """A function under `fused` with its arguments, and the tolerance of its results."""
 
     function: Any
     arguments: tuple[Any, ...]
     limit: float = ROUNDED
-    has_zeros: bool = False  # which elements of the first result are zero must agree as well
+    has_zeros: bool = False  # the zeros of the first result must agree, too
 
     def copied(self, wide: bool = False) -> list[Any]:
-        """The arguments again, as it may write into them; `wide`: numbers in float64."""
+        """Returns the arguments again, as it may write into them; `wide`: numbers in float64."""
 
         def copy(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -95,14 +95,14 @@ class Comparison:
         return [copy(value) for value in self.arguments]
 
     def results(self, function: Callable[..., Any], arguments: list[Any]) -> list[Tensor]:
-        """What it returns, and its arguments, of which it may have written some."""
+        """Returns its results, and its arguments, some of which it may have written."""
         found = function(*arguments)
         parts = found if isinstance(found, tuple) else (found,)
         return [value for value in (*parts, *arguments) if isinstance(value, Tensor)]
 
 
 def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest of some tensors; infinite where one is not finite or has another shape."""
+    """Returns the largest of some errors; infinite if one is not finite or has another shape."""
     worst = 0.0
     for one, other in zip(found, exact, strict=True):
         if one.shape != other.shape:
@@ -114,9 +114,9 @@ def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def error_of(comparison: Comparison) -> float:
-    """Of the function as it runs here, against its plain form in float64.
+    """Returns the error of the function as it runs here, against its plain form in float64.
 
-    Infinite where it gives another type than the plain form in bf16, or zeros elsewhere.
+    It is infinite if it returns another dtype than the plain form in bf16, or zeros elsewhere.
     """
     function = comparison.function
     found = comparison.results(function, comparison.copied())
@@ -139,7 +139,8 @@ def _random(device: torch.device) -> Callable[..., Tensor]:
 
 
 def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    """Every function that is one kernel on a card; made one after the other, as they are large."""
+    """Yields every function that is one kernel on a card; made one after the other, as they are
+    large."""
     random = _random(device)
     batch, sequence, hidden = shapes.batch, shapes.sequence, shapes.hidden
     heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
@@ -201,7 +202,7 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     target = torch.randint(columns - 7, (tokens, 1), device=device)
     inside = torch.rand(tokens, device=device) > 0.1
     statistics = loss.vocabulary_statistics
-    for real in (columns, columns - 7):  # without and with padding behind the vocabulary
+    for real in (columns, columns - 7):  # without and with padding after the vocabulary
         name = "" if real == columns else ", padded"
         arguments = (logits, target, inside, real, True)
         yield f"loss's statistics{name}", Comparison(statistics, arguments, limit=WIDE)
@@ -216,7 +217,7 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
 
 
 def kernels(given: Given) -> Row:
-    """Every fused function, forward and backward, beside its plain form in float64."""
+    """Compares every fused function, forward and backward, with its plain form in float64."""
     shapes = TINY if given.is_tiny else FULL
     rows: dict[str, Row] = {}
     with every_size_fused(), _fallbacks() as fallbacks:
@@ -235,7 +236,8 @@ def kernels(given: Given) -> Row:
 
 
 def _cost(given: Given, comparison: Comparison, arguments: list[Any]) -> Row:
-    """Time, kernels of the device, and the bandwidth by what is read and returned once."""
+    """Returns time, kernels of the device, and the bandwidth by the bytes that are read and
+    returned once."""
     call = lambda: comparison.function(*arguments)  # noqa: E731
     tensors = comparison.results(comparison.function, arguments)
     moved = sum(t.numel() * t.element_size() for t in tensors)
@@ -245,7 +247,7 @@ def _cost(given: Given, comparison: Comparison, arguments: list[Any]) -> Row:
 
 @contextmanager
 def every_size_fused() -> Iterator[None]:
-    """Inside, small calls of fused functions are kernels as large ones are."""
+    """Makes small calls of fused functions kernels inside the block, like large ones."""
     least, fused.LEAST_ELEMENTS = fused.LEAST_ELEMENTS, 0
     try:
         yield
@@ -255,7 +257,7 @@ def every_size_fused() -> Iterator[None]:
 
 @contextmanager
 def _fallbacks() -> Iterator[list[str]]:
-    """What `fused` warns of inside: functions that the compiler refused."""
+    """Collects the warnings of `fused` inside the block: functions that the compiler refused."""
     said: list[str] = []
 
     class Kept(logging.Handler):
@@ -271,7 +273,7 @@ def _fallbacks() -> Iterator[list[str]]:
 
 
 def device_kernels(action: Callable[[], object]) -> list[tuple[str, float]]:
-    """(name, µs) of what ran on the device, in order; nothing where the profiler sees none."""
+    """Returns (name, µs) of what ran on the device, in order; nothing if the profiler sees none."""
     action()
     with profile(activities=list(supported_activities())) as trace:
         action()
@@ -280,7 +282,7 @@ def device_kernels(action: Callable[[], object]) -> list[tuple[str, float]]:
 
 
 def by_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention with its scores written out; heads of k and v repeated."""
+    """Computes causal attention with its scores written out; heads of k and v are repeated."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -290,7 +292,7 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def value_and_gradients(
     run: Callable[[Tensor, Tensor, Tensor], Tensor], parts: Sequence[Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Of attention as the trainer calls it: q, k, v and the gradient stored as (b, s, heads, d)."""
+    """Calls attention like the trainer: q, k, v and the gradient are stored as (b, s, heads, d)."""
     *inputs, grad = (part.to(dtype).transpose(1, 2) for part in parts)
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = run(*inputs)
@@ -298,11 +300,12 @@ def value_and_gradients(
 
 
 def attention_values(given: Given) -> Row:
-    """scaled_dot_product_attention as the trainer calls it, by every kernel, beside the formula."""
+    """Calls scaled_dot_product_attention like the trainer, by every kernel, and compares it with
+    the formula."""
     if given.is_tiny:
         cases = [(4, 4, 64, 16), (4, 2, 64, 16)]
     else:
-        # The last: a length whose half block cuDNN has computed wrongly.
+        # The last one is a length whose half block cuDNN has computed wrongly.
         cases = [(32, 32, 4096, 64), (32, 8, 4096, 64), (24, 24, 4096, 128), (24, 8, 4096, 128)]
         cases += [(32, 8, 2112, 64)]
     rows: Row = {}
@@ -318,7 +321,7 @@ def attention_values(given: Given) -> Row:
             except RuntimeError:
                 if kernel is None:
                     raise
-                continue  # this kernel does not take the shape, or is not there
+                continue  # this kernel does not take the shape, or does not exist
             errors[name] = relative_error(made, exact)
         del exact
     off = [f"{case}: {k} {e:.1e}" for case, by in rows.items() for k, e in by.items()
@@ -334,7 +337,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attention_kernels(given: Given) -> dict[str, SDPBackend | None]:
-    """Those that may be asked for by name; None: what PyTorch chooses."""
+    """Returns the kernels that may be asked for by name; None: PyTorch's choice."""
     kernels: dict[str, SDPBackend | None] = {"default": None, "flash": SDPBackend.FLASH_ATTENTION}
     if given.on_accelerator:
         kernels["cudnn"] = SDPBackend.CUDNN_ATTENTION
@@ -343,11 +346,13 @@ def attention_kernels(given: Given) -> dict[str, SDPBackend | None]:
 
 
 def document_values(given: Given) -> Row:
-    """Attention within documents, forward and backward, beside each document by the formula."""
+    """Compares attention within documents, forward and backward, with the formula for each
+    document."""
     heads, kv_heads, length, width = (4, 2, 64, 16) if given.is_tiny else (32, 8, 4096, 64)
     random, rows = _random(given.device), 2
     parts = [random(rows, length, n, width) for n in (heads, kv_heads, kv_heads, heads)]
-    cuts = [0, 1, length // 8 + 3, length // 2, length]  # of one token, of odd length, long
+    # Documents of one token, of odd length, long.
+    cuts = [0, 1, length // 8 + 3, length // 2, length]
     starts = np.repeat(cuts[:-1], np.diff(cuts))
     sample = Sample(np.zeros(length + 1, dtype=np.int64), np.ones(length, dtype=bool), starts)
     documents = documents_of([sample] * rows, range(rows), given.device)
@@ -370,8 +375,8 @@ def document_values(given: Given) -> Row:
 
 
 def weight_gradient(given: Given) -> Row:
-    """A bf16 product added to an fp32 gradient as the trainer adds it, against float64; its time
-    beside a product and a sum."""
+    """Adds a bf16 product to an fp32 gradient like the trainer, compares it with float64, and its
+    time with that of a product and a sum."""
     tokens, rows, columns = (64, 32, 48) if given.is_tiny else (8192, 2048, 8192)
     random = _random(given.device)
     grad, x = random(tokens, rows), random(tokens, columns)
@@ -401,7 +406,7 @@ def weight_gradient(given: Given) -> Row:
 
 
 def losses(given: Given, precision: str) -> Row:
-    """Five steps of llama_tiny on the device and on the CPU."""
+    """Runs five steps of llama_tiny on the device and on the CPU."""
     runs = []
     with every_size_fused(), _fallbacks() as fallbacks:
         for device in (given.device, torch.device("cpu")):

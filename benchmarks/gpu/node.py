@@ -42,16 +42,16 @@ from benchmarks.gpu.commands import (
 from benchmarks.gpu.tasks import Bench, Given, Row, Task, judged, noted
 from parallel3d.device import accelerator
 
-SEQUENCES, TINY_SEQUENCES = 16, 4  # of a step, the same for all layouts
-NEAR = 0.05  # of the peak memory that a dry run foretells
+SEQUENCES, TINY_SEQUENCES = 16, 4  # sequences of a step, the same for all layouts
+NEAR = 0.05  # relative to the peak memory that a dry run predicts
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "send_recv")
-# A collective of 64 MiB takes at most so many times its price.
+# A collective of 64 MiB takes at most this many times its price.
 TIMES_PRICE = 1.5
 LARGE = 64 << 20
 
 
 def ranks_of(words: str) -> int:
-    """Of a layout as it is typed."""
+    """Returns the keys of a layout as typed."""
     sizes = dict(re.findall(r"\b(tp|pp|dp)=(\d+)", words))
     return math.prod(map(int, sizes.values()))
 
@@ -61,7 +61,8 @@ def _missing(given: Given, words: str, may_share: bool = False) -> Row | None:
 
 
 def verify(given: Given, words: str) -> Row:
-    """`parallel3d verify` of a layout: one process gives the same losses, norms and weights."""
+    """Runs `parallel3d verify` for a layout: one process gives the same losses, norms and
+    weights."""
     if (missing := _missing(given, words, may_share=True)) is not None:
         return missing
     small = ["verify.steps=1"] if given.is_tiny else []
@@ -78,7 +79,7 @@ def verify(given: Given, words: str) -> Row:
 
 
 def comm(given: Given, words: str) -> Row:
-    """`parallel3d bench comm` of a layout: each collective of training beside its price."""
+    """Runs `parallel3d bench comm` for a layout: each collective of training with its price."""
     if (missing := _missing(given, words)) is not None:
         return missing
     run_dir, sizes = new_run(given, "comm"), [4096] if given.is_tiny else [65536, LARGE]
@@ -108,7 +109,7 @@ def comm(given: Given, words: str) -> Row:
 
 
 def train(given: Given, words: str) -> Row:
-    """`parallel3d train` of llama3_8b in a layout, beside what `plan` and `dryrun` say of it."""
+    """Runs `parallel3d train` of llama3_8b in a layout; compares it with `plan` and `dryrun`."""
     if (missing := _missing(given, words)) is not None:
         return missing
     batch = TINY_SEQUENCES if given.is_tiny else SEQUENCES
@@ -132,13 +133,13 @@ def train(given: Given, words: str) -> Row:
 
 
 def planned(given: Given, words: str, batch: int) -> dict[str, float]:
-    """The numbers of `parallel3d plan`'s row for a layout of which everything is given."""
+    """Returns the numbers of `parallel3d plan`'s row for a layout whose keys are all given."""
     layout = {"tp": "1", "pp": "1", "zero": "0", "recompute": "none", "micro_batch_size": "1"}
     layout |= dict(word.split("=") for word in words.split())
-    layout.pop("sp", None)  # the planner's own choice, by tp
+    layout.pop("sp", None)  # otherwise the planner chooses it, by tp
     model = [word for word in TINY if word.startswith("model")] if given.is_tiny else []
     where = cluster_of(accelerator.name(given.device)) or ["cluster=dgx_h100"]
-    if model:  # no preset's host, which has eight
+    if model:  # not a preset's host, which has eight
         where.append(f"cluster.gpus_per_node={ranks_of(words)}")
     out = run("plan", *(model or ["model=llama3_8b"]), *where, f"global_batch_size={batch}",
               "cluster.nodes=1", "plan.confirm=0",
@@ -147,7 +148,7 @@ def planned(given: Given, words: str, batch: int) -> dict[str, float]:
 
 
 def row_of_plan(text: str) -> dict[str, float]:
-    """The numbers of the first row of a printed plan, by the names above them."""
+    """Returns the numbers of the first row of a printed plan, by the names above them."""
     lines = text.splitlines()
     place = next(i for i, line in enumerate(lines) if line.split()[:2] == ["#", "tp"])
     names = lines[place].replace("step s", "step_s").replace("MFU %", "MFU_%").split()

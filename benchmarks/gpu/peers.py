@@ -1,4 +1,5 @@
-"""What a user would pick instead, on the same model and batch: transformers and torchtitan.
+"""Trainers that a user might choose instead, on the same model and batch: transformers and
+torchtitan.
 
 Both train as they are meant to: fp32 weights under bf16 autocast (transformers), torchtitan's own
 model likewise, fused AdamW, clipping to the same norm, gradients accumulated over micro-batches.
@@ -35,11 +36,11 @@ from parallel3d.device.accelerator import is_accelerator
 Loss = Callable[[Tensor, Tensor], Tensor]
 Step = Callable[[], object]
 Maker = Callable[[ModelConfig, Size, torch.device, int, bool], Step]
-ROUNDS = 3  # of steps of each trainer, in turns: clocks and power drift alike for all
+ROUNDS = 3  # rounds of steps of each trainer, in turns: clocks and power drift equally for all
 
 
 class Missing(Exception):
-    """A trainer that is not installed here, or whose classes are laid out otherwise."""
+    """Raised for a trainer that is not installed here, or whose classes have other names."""
 
 
 def _training_step(
@@ -50,7 +51,7 @@ def _training_step(
     network: nn.Module,
     loss: Loss,
 ) -> Step:
-    """A step of the usual training loop; `loss(tokens, labels)` is a micro-batch's mean."""
+    """Runs a step of the usual training loop; `loss(tokens, labels)` is a micro-batch's mean."""
     fused = is_accelerator(device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=fused)
     source, parts = RandomTokens(model), size.sequences // micro_batch
@@ -73,7 +74,7 @@ def _training_step(
 def _ours(
     model: ModelConfig, size: Size, device: torch.device, micro_batch: int, compiled: bool
 ) -> Step:
-    """parallel3d's own step."""
+    """Runs parallel3d's own step."""
     trainer = trainer_of(model, device, micro_batch, size.sequences, size.precision, compiled)
     return trainer.train_step
 
@@ -81,7 +82,7 @@ def _ours(
 def _transformers(
     model: ModelConfig, size: Size, device: torch.device, micro_batch: int, compiled: bool
 ) -> Step:
-    """Hugging Face transformers' Llama with its SDPA attention."""
+    """Uses Hugging Face transformers' Llama with its SDPA attention."""
     if importlib.util.find_spec("transformers") is None:
         raise Missing("transformers is not installed")
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -113,9 +114,9 @@ def _transformers(
 def _titan(
     model: ModelConfig, size: Size, device: torch.device, micro_batch: int, compiled: bool
 ) -> Step:
-    """torchtitan's Llama 3 model.
+    """Uses torchtitan's Llama 3 model.
 
-    Its classes move between releases (0.2.2 is known); one that this does not know says so.
+    Its classes move between releases (0.2.2 is known); an unknown release is reported.
     """
     if importlib.util.find_spec("torchtitan") is None:
         raise Missing("torchtitan is not installed")
@@ -159,7 +160,7 @@ TRAINERS: dict[str, Maker] = {
 def peer_row(
     trainer: str, name: str, size: Size, device: torch.device, compiled: bool
 ) -> dict[str, Any]:
-    """A peer alone, with the largest micro-batch that fits."""
+    """Measures a peer alone, with the largest micro-batch that fits."""
     model = model_of(name, size)
 
     def run(micro_batch: int) -> dict[str, Any]:
@@ -173,9 +174,10 @@ def peer_row(
 
 
 def side_by_side(name: str, size: Size, device: torch.device, compiled: bool) -> dict[str, Any]:
-    """Whole steps of all trainers that are here, in turns: one process, one card, equal batches.
+    """Measures whole steps of all installed trainers, in turns: one process, one card, equal
+    batches.
 
-    All of them are in memory together, so the micro-batch is smaller than one alone could take.
+    All of them are in memory together, so the micro-batch is smaller than that of one alone.
     """
     model, tokens = model_of(name, size), size.sequences * model_of(name, size).seq_length
     few = dataclasses.replace(size, steps=max(2, size.steps // 2))

@@ -1,4 +1,4 @@
-"""A command in a process of its own, with a time limit; and why it failed, in one line."""
+"""Runs a command in a process of its own, with a time limit; says why it failed, in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # its name from torch 2.9, before
+# Its name from torch 2.9 on, and before.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 LINUX_SET_PARENT_DEATH_SIGNAL = 1
 DYING = "Exception ignored"  # in a destructor, while the interpreter ends
 LONGEST_REASON = 300  # characters: a row of a table, not a log
@@ -26,7 +27,7 @@ RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch.distributed puts it before
 
 
 class Ended(NamedTuple):
-    """A process that has ended. `code` None: it ran into its limit and was ended."""
+    """A process that has ended. `code` None: it reached its limit and was ended."""
 
     code: int | None
     out: str
@@ -41,7 +42,7 @@ def run_limited(words: Sequence[str], limit_s: float) -> Ended:
     or when an exception (Ctrl-C) leaves this function.
     """
     started = time.perf_counter()
-    # Files, no pipes: a grandchild that outlives the command would hold a pipe open for ever.
+    # Files, not pipes: a grandchild that outlives the command would hold a pipe open for ever.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             words,
@@ -58,7 +59,8 @@ def run_limited(words: Sequence[str], limit_s: float) -> Ended:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            if process.poll() is None:  # not waited for yet: its number cannot be another's
+            # Not waited for yet: its number cannot belong to another process.
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         seconds = time.perf_counter() - started
@@ -70,15 +72,15 @@ def run_limited(words: Sequence[str], limit_s: float) -> Ended:
 
 
 def environment() -> dict[str, str]:
-    """This process's, in which the allocator grows its segments, as in `parallel3d train`, unless
-    the user has set it."""
+    """Returns this process's variables; the allocator grows its segments, as in `parallel3d train`,
+    unless the user has set it."""
     if any(name in os.environ for name in ALLOCATOR):
         return dict(os.environ)
     return {**os.environ, ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def reason(ended: Ended, limit_s: float) -> str:
-    """Why a process failed: its limit, its signal, or the line that names its exception."""
+    """Returns why a process failed: its limit, its signal, or the line that names its exception."""
     if ended.code is None:
         return f"took longer than {limit_s:g} s"
     if ended.code < 0:
@@ -88,14 +90,14 @@ def reason(ended: Ended, limit_s: float) -> str:
 
 
 def sentence_of(error: BaseException) -> str:
-    """An exception as the first line of what it says, after its type."""
+    """Formats an exception by its type and its first line."""
     lines = str(error).strip().splitlines()
     name = type(error).__name__
     return _shortened(f"{name}: {lines[0]}" if lines else name)
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the system to end this process when its parent ends, however that ends (Linux)."""
+    """Asks the system to end this process when its parent ends, for whatever reason (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(LINUX_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
@@ -104,7 +106,7 @@ def die_with_parent(parent: int) -> None:
 
 @contextmanager
 def stops_on_sigterm() -> Iterator[None]:
-    """SIGTERM (a scheduler's, `timeout`'s) leaves as Ctrl-C does, past every `finally`."""
+    """Makes SIGTERM (a scheduler's, `timeout`'s) end it like Ctrl-C, through every `finally`."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -117,8 +119,11 @@ def stops_on_sigterm() -> Iterator[None]:
 
 
 def _said(err: str) -> str | None:
-    """The exception's line of the last traceback, else parallel3d's last sentence, else the last
-    line. Warnings of dying objects after the traceback are none of them."""
+    """Returns the exception's line of the last traceback, else parallel3d's last sentence, else the
+    last line.
+
+    Warnings of dying objects after the traceback do not count.
+    """
     lines = [RANK_PREFIX.sub("", line) for line in err.splitlines()]
     found = None
     for i, line in enumerate(lines):

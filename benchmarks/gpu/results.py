@@ -1,8 +1,7 @@
-"""The files of the GPU benchmarks: rows are added, never lost.
+"""Reads and writes the files of the GPU benchmarks: rows are added, never lost.
 
-A file holds a section for each machine, torch and size that it has seen, so that a command of a few
-minutes can be repeated with other rows, on another day or another card. What this did not write is
-not written over.
+A file has a section for each machine, torch and size, so that a command of a few minutes can be
+repeated with other rows, on another day or another card. Other files are not overwritten.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MARK = "<!-- Written by benchmarks/gpu, which writes over what is changed here. 
 
 
 class NotOurs(Exception):
-    """A file stands where a result should go, and this did not write it."""
+    """Raised if a file of another origin is where a result should go."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class ResultFiles:
                 )
 
     def sections(self) -> list[Section]:
-        """What the file holds by now; nothing where there is none."""
+        """Returns the present content of the file; nothing without one."""
         if not self.path.exists() or not self.path.read_text(encoding="utf-8").strip():
             return []
         try:
@@ -61,14 +60,14 @@ class ResultFiles:
         return sections
 
     def rows(self, machine: dict[str, Any], size: str) -> dict[str, Any]:
-        """The rows of this machine and size so far."""
+        """Returns the rows of this machine and size so far."""
         return _section(self.sections(), machine, size)["rows"]
 
     def add(self, machine: dict[str, Any], size: str, name: str, row: dict[str, Any]) -> None:
         """Writes both files with the row in its section, in place of an older one of its name.
 
-        A row that failed does not take a measured one's place: it stands there as `again`. The
-        files are read anew each time, so that two commands may take turns.
+        A failed row does not replace a measured one: it is added as `again`. The files are read
+        again each time, so that two commands may take turns.
         """
         sections = self.sections()
         section = _section(sections, machine, size)
@@ -84,7 +83,7 @@ class ResultFiles:
 
 
 def why_not(row: dict[str, Any]) -> str | None:
-    """Why a row has no figures; None if it has."""
+    """Returns why a row has no figures; None if it has."""
     return row.get("skipped") or row.get("failed")
 
 
@@ -96,7 +95,7 @@ def _section(sections: list[Section], machine: dict[str, Any], size: str) -> Sec
 
 
 def _replace(path: Path, text: str) -> None:
-    """All of the new file or all of the old one, whenever this process is ended."""
+    """Writes all of the new file or keeps all of the old one, whenever this process is ended."""
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)

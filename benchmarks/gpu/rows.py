@@ -1,6 +1,6 @@
 """The rows of `benchmarks.gpu.card` that are parallel3d's own, and the card's.
 
-They import torch, numpy and parallel3d's library alone: images made for GPUs often have no more.
+They only import torch, numpy and parallel3d's library: images made for GPUs often have no more.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from parallel3d.trainer import Trainer
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything: what is asked of a card, or just enough to run every line."""
+    """How much of everything: for a card, or just enough to run every line."""
 
     gemm: int
     steps: int
     warm_up: int
-    sequences: int  # of a step
+    sequences: int  # sequences of a step
     micro_batches: tuple[int, ...]  # tried from the largest on
     precision: str
     changes: dict[str, Any]  # of every model
@@ -61,10 +61,10 @@ CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def device_of(word: str) -> torch.device:
-    """`cpu` as it is, an accelerator with its index (the first without one).
+    """Returns `cpu` as it is, an accelerator with its index (the first without one).
 
-    Nothing is taken of the device yet. `simulated` starts the simulated one.
-    Raises RuntimeError for what torch does not know or does not find here.
+    The device is not used yet. `simulated` starts the simulated one. Raises RuntimeError for what
+    torch does not know or does not find here.
     """
     if word.partition(":")[0] == SIMULATED:
         from parallel3d.simulated_device import enable
@@ -79,7 +79,8 @@ def device_of(word: str) -> torch.device:
 
 
 def read_preset(path: Path) -> dict[str, Any]:
-    """A model's preset, which is flat: `key: value` a line, comments. No YAML reader needed."""
+    """Reads a model's preset, which is flat: `key: value` per line, and comments. No YAML reader is
+    needed."""
     values: dict[str, Any] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         key, colon, word = line.partition("#")[0].partition(":")
@@ -97,7 +98,7 @@ def read_preset(path: Path) -> dict[str, Any]:
 
 
 def model_of(name: str, size: Size) -> ModelConfig:
-    """1b, 3b or a preset."""
+    """Returns the model of 1b, 3b or a preset."""
     preset = "llama_1b" if name in ("1b", "3b") else name
     values = read_preset(conf_dir() / "model" / f"{preset}.yaml")
     if name == "3b":
@@ -106,7 +107,7 @@ def model_of(name: str, size: Size) -> ModelConfig:
 
 
 class RandomTokens:
-    """Samples of tokens that nobody has learned, made once."""
+    """Random samples of tokens, made once."""
 
     def __init__(self, model: ModelConfig) -> None:
         rng = np.random.default_rng(0)
@@ -119,7 +120,8 @@ class RandomTokens:
 
 
 def seconds_of(action: Callable[[], object], device: torch.device, size: Size) -> float:
-    """Median seconds of `action` after a warm-up; on a GPU by events, waited for at the end."""
+    """Returns median seconds of `action` after a warm-up; on a GPU by events, waited for at the
+    end."""
     for _ in range(size.warm_up):
         action()
     if not accelerator.is_accelerator(device):
@@ -141,7 +143,7 @@ def seconds_of(action: Callable[[], object], device: torch.device, size: Size) -
 
 
 def peak_memory_gb(device: torch.device) -> float | None:
-    """Most memory that tensors took since the process began; None on a CPU."""
+    """Returns the most memory of tensors since the process began; None on a CPU."""
     if not accelerator.is_accelerator(device):
         return None
     return accelerator.module(device).max_memory_allocated(device) / 1e9
@@ -150,12 +152,12 @@ def peak_memory_gb(device: torch.device) -> float | None:
 def first_that_fits(
     size: Size, device: torch.device, run: Callable[[int], dict[str, Any]]
 ) -> dict[str, Any]:
-    """`run` with the largest micro-batch for which there is memory."""
+    """Runs `run` with the largest micro-batch for which there is memory."""
     for micro_batch in size.micro_batches:
         try:
             return run(micro_batch) | {"micro_batch": micro_batch}
         except torch.OutOfMemoryError:
-            pass  # what it holds is only let go of after this block
+            pass  # its memory is only released after this block
         gc.collect()
         if accelerator.is_accelerator(device):
             accelerator.module(device).empty_cache()
@@ -164,7 +166,8 @@ def first_that_fits(
 
 
 def speed(model: ModelConfig, size: Size, step_s: float, device: torch.device) -> dict[str, Any]:
-    """A model's figures; its shares of the datasheet and of the GEMM follow in the tables."""
+    """Returns a model's figures; its shares of the datasheet and of the GEMM follow in the
+    tables."""
     tokens = size.sequences * model.seq_length
     return {
         "parameters": parameter_count(model),
@@ -176,7 +179,7 @@ def speed(model: ModelConfig, size: Size, step_s: float, device: torch.device) -
 
 
 def gemm_row(size: Size, device: torch.device) -> dict[str, Any]:
-    """The median speed of a square product in bf16 (fp32 sums)."""
+    """Returns the median speed of a square product in bf16 (fp32 sums)."""
     a = torch.randn(size.gemm, size.gemm, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(a)
     many = dataclasses.replace(size, steps=5 * size.steps)
@@ -192,7 +195,7 @@ def trainer_of(
     precision: str,
     compiled: bool = False,
 ) -> Trainer:
-    """The whole model on one device, fed with random tokens; `sequences` make a step."""
+    """Makes the whole model on one device, fed with random tokens; `sequences` make a step."""
     config = Config(micro_batch_size=micro_batch, global_batch_size=sequences)
     config.model, config.precision.name, config.compile = model, precision, compiled
     config.device, config.optim.clip_grad = device.type, MAX_GRAD_NORM
@@ -201,7 +204,7 @@ def trainer_of(
 
 
 def model_row(name: str, size: Size, device: torch.device, compiled: bool) -> dict[str, Any]:
-    """parallel3d on the whole model; the breakdown in seconds a step."""
+    """Measures parallel3d on the whole model; the breakdown in seconds per step."""
     model = model_of(name, size)
 
     def run(micro_batch: int) -> dict[str, Any]:
@@ -213,7 +216,8 @@ def model_row(name: str, size: Size, device: torch.device, compiled: bool) -> di
 
 
 def fp8_row(size: Size, device: torch.device) -> dict[str, Any]:
-    """A 70B layer's largest GEMM at tp=8 in bf16 and in fp8, the casts of both inputs included."""
+    """Measures a 70B layer's largest GEMM at tp=8 in bf16 and in fp8, including the casts of both
+    inputs."""
     capability = None
     if accelerator.is_accelerator(device):
         capability = getattr(accelerator.module(device), "get_device_capability", None)
@@ -227,11 +231,11 @@ def fp8_row(size: Size, device: torch.device) -> dict[str, Any]:
     weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
 
     def cast(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One scale for the tensor, from its own largest value."""
+        """Computes one scale for the tensor, from its own largest value."""
         scale = torch.finfo(torch.float8_e4m3fn).max / t.abs().amax().float().clamp(min=1e-12)
         return (t * scale).to(torch.float8_e4m3fn), scale.reciprocal()
 
-    compiled = torch.compile(cast)  # else a pass over memory for each operation
+    compiled = torch.compile(cast)  # otherwise there is a pass over memory for each operation
 
     def fp8() -> torch.Tensor:
         (a, scale_a), (b, scale_b) = compiled(x), compiled(weight)

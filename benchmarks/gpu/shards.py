@@ -1,4 +1,5 @@
-"""One rank's share of a model that needs many cards, on one: without its communication."""
+"""Measures one rank's share of a model that needs many cards, on one card: without its
+communication."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SHARDS = {"llama3_70b": Layout(tp=8, pp=10), "gpt3_175b": Layout(tp=8, pp=16)}
 
 
 def shard_row(name: str, size: Size, device: torch.device) -> dict[str, Any]:
-    """A middle stage of one rank: forward and backward of one micro-batch, by layer."""
+    """Measures a middle stage of one rank: forward and backward of one micro-batch, by layer."""
     model, layout = model_of(name, size), SHARDS[name]
     if size.shard_layers is not None:
         model.num_layers = size.shard_layers * layout.pp
@@ -49,10 +50,10 @@ def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
     with torch.no_grad():
         forward_s = seconds_of(forward, device, size)
     both_s = seconds_of(lambda: forward().backward(grad), device, size)
-    # Model FLOPs of a layer on this rank: those of all layers, without the head, by tp.
+    # Model FLOPs of a layer on this rank: those of all layers, without the head, divided by tp.
     attention = 2 * model.num_attention_heads * model.head_size * model.seq_length
     tokens = model.seq_length * trainer.config.micro_batch_size
-    # In full, as an MFU counts it: `layer_flops` has the causal half.
+    # Attention in full, as an MFU counts it: `layer_flops` has the causal half.
     flops = 3 * (layer_flops(model) + attention) * tokens / trainer.config.tp
     return {
         "layers": layers,
@@ -67,20 +68,20 @@ def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
 
 @contextmanager
 def fake_groups(layout: Layout, rank: int, device: torch.device) -> Iterator[ProcessGroups]:
-    """One rank of a world in which nobody else is, by PyTorch's `fake` backend.
+    """Makes this process one rank of a world without other ranks, by PyTorch's `fake` backend.
 
-    Nothing is summed and nobody is waited for. What still takes a device's time: an all-gather
-    copies this rank's part to every place of its output, a reduce-scatter its own part to the
-    output (see `_own_part_of_reductions`).
+    Nothing is summed and no rank is waited for. Some operations still take a device's time: an
+    all-gather copies this rank's part to every place of its output, a reduce-scatter its own part
+    to the output (see `_own_part_of_reductions`).
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # By name, as the backend does not list every device that there is.
+    # By name, because the backend does not list every device.
     backend = ",".join(f"{kind}:fake" for kind in dict.fromkeys(("cpu", device.type)))
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         with _own_part_of_reductions():
-            # As a CPU's: made one by one, for there is no communicator that could be split.
+            # Made one by one, like a CPU's, because there is no communicator to split.
             groups = ProcessGroups.create(layout, "cpu", launch=LaunchConfig(shared_memory=False))
             yield groups
             groups.close()
@@ -90,13 +91,13 @@ def fake_groups(layout: Layout, rank: int, device: torch.device) -> Iterator[Pro
 
 @contextmanager
 def _own_part_of_reductions() -> Iterator[None]:
-    """Sees that the output of each reduce-scatter is this rank's part of the input.
+    """Makes the output of each reduce-scatter this rank's part of the input.
 
-    The backend of torch 2.13 copies it; where an older one leaves the output as it was allocated,
-    it is copied here. That memory may be zeros or NaN, and a GEMM that reads those toggles fewer
-    bits, draws less power and clocks higher: its time would be too short.
+    The backend of torch 2.13 copies it; an older one leaves the output as it was allocated, so it
+    is copied here. Such memory may be zeros or NaN, and a GEMM that reads those toggles fewer bits,
+    draws less power and clocks higher: its time would be too short.
     """
-    names = ("reduce_scatter_single", "reduce_scatter_tensor")  # since torch 2.13, and before
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")  # names since torch 2.13, and before
     given = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
     out = torch.full((1,), torch.nan)
     next(iter(given.values()))(out, torch.ones(dist.get_world_size()))

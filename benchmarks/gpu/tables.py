@@ -1,4 +1,4 @@
-"""The results of the GPU benchmarks as Markdown."""
+"""Formats the results of the GPU benchmarks as Markdown."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ SHARD_COLUMNS = (
 
 
 def markdown(sections: list[Section]) -> str:
-    """Each machine's tables under its name, in the order in which they were measured."""
+    """Returns each machine's tables under its name, in the order of measurement."""
     return "\n".join(_section(section) for section in sections)
 
 
 def _section(section: Section) -> str:
-    """Tables of models and shards; rows that did not run stand below, each with its reason.
+    """Returns tables of models and shards; rows that did not run are listed below, each with its
+    reason.
 
-    Two shares of the same speed: MFU is of the datasheet's dense bf16 peak, as `parallel3d train`
-    shows it; "of the GEMM" is of what the card reached in a large product, as it can.
+    There are two shares of the same speed: MFU is of the datasheet's dense bf16 peak, as in
+    `parallel3d train`; "of the GEMM" is relative to the card's speed in a large product.
     """
     here, rows = section["machine"], section["rows"]
     sheet, peak = here.get("datasheet_tflops"), rows.get("gemm", {}).get("tflops")
@@ -100,7 +101,7 @@ def _section(section: Section) -> str:
 
 
 def _table(columns: tuple[str, ...], rows: list[tuple[object, ...]]) -> list[str]:
-    """The lines of a table after an empty one; none without rows."""
+    """Returns the lines of a table after an empty one; none without rows."""
     if not rows:
         return []
     lines = [columns, ("---",) * len(columns), *rows]

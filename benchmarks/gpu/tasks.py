@@ -1,7 +1,8 @@
-"""The runner of the GPU benchmarks: one process a task, its row written to one file at once.
+"""Runs the GPU benchmarks: one process per task, whose row is written to one file at once.
 
 `benchmarks.gpu.card`, `benchmarks.gpu_first` and `benchmarks.gpu.node` are tables of tasks for it.
-Tasks may be grouped into calls: what fits into one command on a machine that is lent for minutes.
+Tasks may be grouped into calls: tasks that fit into one command on a machine that is lent for
+minutes.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from parallel3d.metrics.provenance import git_commit
 
 Row = dict[str, Any]
 PASS, DIFFERS, NOTED, SKIPPED, FAILED = "PASS", "DIFFERS", "NOTED", "SKIPPED", "FAILED"
-MACHINE = "machine"  # asked in a process too: this one must not hold memory of the card
-START_S = 6  # of a process: Python, torch, the device's context
+MACHINE = "machine"  # asked in a process, too: this one must not use memory of the card
+START_S = 6  # start of a process: Python, torch, the device's context
 CALL_S = 480  # planned for a call
-WITHIN_S = 560  # a call ends its last task then: of 600, with time to write and to copy results
+# A call ends its last task at this time: of 600 s, with time to write and to copy results.
+WITHIN_S = 560
 ALL_CALLS_S = 1680  # of half an hour
 
 
@@ -45,7 +47,7 @@ class Given:
     """What a task knows: the device, how much to ask of it, where to write, the rows so far."""
 
     device: torch.device
-    size: str  # full or tiny
+    size: str  # "full" or "tiny"
     folder: Path
     earlier: dict[str, Row]
     micro_batch: int = 8
@@ -87,7 +89,7 @@ class Task:
 
     @property
     def limit_s(self) -> int:
-        """It is ended after so many seconds: estimates err, and a hang lasts for ever."""
+        """Seconds after which it is ended: estimates err, and a hang lasts for ever."""
         return max(120, 5 * self.seconds // 2)
 
 
@@ -96,7 +98,7 @@ def judged(is_as_expected: bool, found: str, figures: Row) -> Row:
 
 
 def noted(found: str, figures: Row) -> Row:
-    """An answer without one to compare it with."""
+    """An answer without an expected one."""
     return {"verdict": NOTED, "found": found} | figures
 
 
@@ -111,7 +113,7 @@ def summary_of(row: Row) -> str:
 
 
 def machine(device: torch.device) -> Row:
-    """What tells one section of the results from another."""
+    """What distinguishes one section of the results from another."""
     here: Row = {"python": platform.python_version(), "torch": torch.__version__}
     if not accelerator.is_accelerator(device):
         return here | {"device": f"CPU, {torch.get_num_threads()} threads"}
@@ -128,12 +130,13 @@ def machine(device: torch.device) -> Row:
 
 
 def call_seconds(names: Sequence[str], tasks: dict[str, Task]) -> int:
-    """What a call should take, with the processes that it starts; one asks for the machine."""
+    """Returns the expected seconds of a call, with the processes that it starts; one asks for the
+    machine."""
     return sum(tasks[name].seconds for name in names) + START_S * (len(names) + 1)
 
 
 def commit_of(path: Path) -> dict[str, str]:
-    """The commit of the checkout, short, as a part of a row."""
+    """Returns the short commit of the checkout, as a part of a row."""
     commit = git_commit(path)
     if commit is None:
         return {}
@@ -160,7 +163,8 @@ class Bench:
         return tuple(dict.fromkeys(task.group for task in self.tasks.values() if task.group))
 
     def main(self, words: list[str] | None = None) -> int:
-        """The command line. Returns 0; 1 if a task failed or differs; 2 if none could be asked."""
+        """Runs the command line. Returns 0; 1 if a task failed or differs; 2 if none could be
+        asked."""
         began = time.monotonic()
         options = self.parser().parse_args(words)
         if options.plan:
@@ -213,7 +217,7 @@ class Bench:
         for name in names:
             task = self.tasks[name]
             if deadline is not None and deadline - time.monotonic() < task.seconds + START_S:
-                remaining.append(name)  # a shorter one behind it may still fit
+                remaining.append(name)  # a shorter one after it may still fit
                 continue
             at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             row = {"expected": task.expected} if task.expected else {}
@@ -231,7 +235,7 @@ class Bench:
         return rows
 
     def answer(self, name: str, options: argparse.Namespace, earlier: dict[str, Row]) -> Row:
-        """The row, made by this process; what it raises stands in it as `failed`."""
+        """Returns the row, made in this process; an exception is in it as `failed`."""
         try:
             device = device_of(options.device)
             if name not in self.tasks or not self.tasks[name].by_command:
@@ -251,7 +255,8 @@ class Bench:
         earlier: dict[str, Row],
         deadline: float | None = None,
     ) -> Row:
-        """`answer` by a process of its own, which is ended at the task's limit or the deadline."""
+        """Does the work of `answer` in a process of its own, which is ended at the task's limit or
+        the deadline."""
         began = time.monotonic()
         if options.in_process:
             row = self.answer(name, options, earlier)
@@ -278,7 +283,7 @@ class Bench:
             for path in (out, given):
                 path.unlink(missing_ok=True)
         row = row or {"failed": process.reason(ended, limit_s)}
-        sys.stdout.write(ended.out)  # the kernels of a trace, say
+        sys.stdout.write(ended.out)  # such as the kernels of a trace
         if "failed" in row:
             sys.stderr.write(ended.err)  # all of it: the row keeps one line
         return row
@@ -320,14 +325,14 @@ class Bench:
         return parser
 
     def tasks_text(self) -> str:
-        """The tasks in their order, with their seconds and answers."""
+        """Lists the tasks in their order, with their seconds and answers."""
         lines = ["tasks, with the seconds that they should take on one H100 (estimates):"]
         for name, task in self.tasks.items():
             lines.append(f"  {name:24} {task.seconds:4}  {task.expected or task.group}".rstrip())
         return "\n".join(lines)
 
     def page_rows(self) -> list[str]:
-        """The calls' tasks as rows of docs/gpu.md."""
+        """Formats the calls' tasks as rows of docs/gpu.md."""
         return [
             f"| {number} | `{name}` | {self.tasks[name].expected or '–'} | "
             f"{self.tasks[name].seconds} |"
@@ -336,7 +341,7 @@ class Bench:
         ]
 
     def plan_text(self) -> str:
-        """The calls with their tasks and seconds; without calls the groups."""
+        """Lists the calls with their tasks and seconds; without calls the groups."""
         kinds = [(f"--call {number}", names) for number, names in enumerate(self.calls, 1)]
         kinds = kinds or [
             (f"--group {group}", tuple(n for n, task in self.tasks.items() if task.group == group))
@@ -353,7 +358,7 @@ class Bench:
 
 @contextlib.contextmanager
 def _folder(options: argparse.Namespace) -> Iterator[None]:
-    """The folder of runs and traces; one that was made here goes again where it stayed empty."""
+    """Makes the folder of runs and traces; one that was made here is removed if it stayed empty."""
     own = options.folder is None
     options.folder = (options.folder or Path(tempfile.mkdtemp(prefix="gpu-"))).resolve()
     options.folder.mkdir(parents=True, exist_ok=True)

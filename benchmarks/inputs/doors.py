@@ -27,7 +27,7 @@ from benchmarks.inputs.door_inputs.answers import RIGHT, SENTENCE, WRONG, Input,
 
 
 def doors() -> list[str]:
-    """Returns the names of the doors: the modules of `door_inputs` but `answers`."""
+    """Returns the names of the doors: the modules of `door_inputs` except `answers`."""
     names = (module.name for module in pkgutil.iter_modules(door_inputs.__path__))
     return sorted(set(names) - {"answers"})
 

@@ -39,7 +39,7 @@ from benchmarks.inputs.fuzz_answers import (
 from benchmarks.inputs.fuzz_words import Drawn, by_hand, draw, trainable
 
 ROOT = Path(__file__).resolve().parents[2]
-MEMORY = 4 << 30  # bytes of address space beyond what there is at the start
+MEMORY = 4 << 30  # bytes of address space beyond those in use at the start
 TRAIN_S = 300
 TINY = (
     *("model.num_layers=4", "model.hidden_size=32", "model.num_attention_heads=4"),
@@ -50,7 +50,7 @@ TINY = (
 
 
 def train_some(seed: int, count: int, composer: Composer) -> Iterator[tuple[Drawn, Outcome]]:
-    """Trains `count` configurations that the checks take, two steps each, one after the other."""
+    """Trains `count` accepted configurations, two steps each, one after the other."""
     rng = random.Random(f"train-{seed}")
     with tempfile.TemporaryDirectory(prefix="p3d-fuzz-") as folder:
         Path(folder, "book.txt").write_text("How many bottles are on the wall?\n" * 500)
@@ -63,7 +63,7 @@ def train_some(seed: int, count: int, composer: Composer) -> Iterator[tuple[Draw
 
 
 def _trained(words: Sequence[str], folder: str) -> Outcome:
-    """How `parallel3d train` ends; a start may still refuse, with code 2 and a sentence."""
+    """Returns how `parallel3d train` ends; a start may still refuse, with code 2 and a sentence."""
     command = [sys.executable, "-m", "parallel3d", "train", *words]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     try:
@@ -81,7 +81,8 @@ def _trained(words: Sequence[str], folder: str) -> Outcome:
 
 
 def check_all(seed: int, count: int, composer: Composer) -> Iterator[tuple[str, Any, Outcome]]:
-    """(way, what was drawn, outcome): every tenth by hand too, every hundredth as a command too."""
+    """Yields (way, what was drawn, outcome): every tenth also in Python, every hundredth also as a
+    command."""
     with tempfile.TemporaryDirectory(prefix="p3d-fuzz-") as folder:
         for number in range(count):
             drawn = draw(seed, number)
@@ -95,7 +96,7 @@ def check_all(seed: int, count: int, composer: Composer) -> Iterator[tuple[str, 
 
 @contextlib.contextmanager
 def bounded_memory() -> Iterator[None]:
-    """No more address space than MEMORY beyond what there is: MemoryError instead of swapping."""
+    """Limits the address space to MEMORY beyond what is in use: MemoryError instead of swapping."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))

@@ -1,7 +1,7 @@
-"""What the command line answers to a configuration, judged: taken, refused in a sentence, or a bug.
+"""Judges the command line's answer to a configuration: accepted, refused in a sentence, or a bug.
 
 A bug is an exception that is not a UserError, more than two seconds, or a sentence that names no
-key, does not say what to do, or that a terminal would obey.
+key, does not say what to do, or has control characters for a terminal.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ TAKEN, REFUSED, BUG = "taken", "refused", "bug"
 
 
 class TooLong(BaseException):
-    """More CPU time than an answer may take. No Exception: nothing in between may catch it."""
+    """Raised for more CPU time than an answer may take. It is not an Exception, which other code
+    might catch."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one configuration: `text` is the sentence, or what is wrong."""
+    """The outcome of one configuration: `text` is the sentence, or what is wrong."""
 
     kind: str
     text: str = ""
@@ -58,10 +59,10 @@ class Outcome:
 
 
 class Composer:
-    """Composes overrides as `hydra.main` does, a base for each choice of presets made once.
+    """Composes overrides like `hydra.main`, with a base for each choice of presets made once.
 
-    Composing the presets takes most of Hydra's time and is the same for most configurations. A
-    base is kept pickled: to make it again from bytes takes a third of a deep copy's time.
+    Composing the presets takes most of Hydra's time and is the same for most configurations. A base
+    is kept pickled: unpickling takes a third of a deep copy's time.
     """
 
     def __init__(self) -> None:
@@ -90,19 +91,19 @@ def _composed(words: Sequence[str]) -> DictConfig:
 
 
 def _is_a_choice(word: str) -> bool:
-    """Whether a word is `group=preset`, both of them there."""
+    """Returns whether a word is `group=preset`, both of which exist."""
     name, _, value = word.partition("=")
     return name in groups() and value in presets(name)
 
 
 def _is_of_groups(word: str) -> bool:
-    """Whether an override may be about presets, or about Hydra itself."""
+    """Returns whether an override may be about presets, or about Hydra itself."""
     name = word.partition("=")[0].lstrip("+~/").partition("@")[0].strip()
     return name in groups() or name.startswith(("hydra", "schema", "_self_", "defaults"))
 
 
 def outcome(drawn: Drawn, compose_words: Callable[[Sequence[str]], DictConfig]) -> Outcome:
-    """Composes and checks one configuration, as `parallel3d train` begins."""
+    """Composes and checks one configuration, like the beginning of `parallel3d train`."""
 
     def checked() -> Outcome:
         try:
@@ -115,7 +116,7 @@ def outcome(drawn: Drawn, compose_words: Callable[[Sequence[str]], DictConfig]) 
 
 
 def outcome_by_hand(values: dict[str, Any], world_size: Any) -> Outcome:
-    """Checks a `Config` with these values by key, as who uses the library makes it."""
+    """Checks a `Config` with these values by key, like a user of the library."""
 
     def checked() -> Outcome:
         made = Config()
@@ -128,10 +129,11 @@ def outcome_by_hand(values: dict[str, Any], world_size: Any) -> Outcome:
 
 
 def outcome_of_command(drawn: Drawn, cwd: Path) -> Outcome:
-    """What `parallel3d train WORDS`, typed in `cwd`, says before it makes a run directory."""
+    """Returns the output of `parallel3d train WORDS`, typed in `cwd`, before it makes a run
+    directory."""
 
     class Accepted(BaseException):
-        """The run directory would be next."""
+        """Raised when the run directory would be made."""
 
     def accepted(*_: object, **__: object) -> NoReturn:
         raise Accepted
@@ -141,7 +143,7 @@ def outcome_of_command(drawn: Drawn, cwd: Path) -> Outcome:
     def answer() -> Outcome:
         with (
             mock.patch.object(command_line, "make_run_directory", accepted),
-            # launch.timeout_s=1e-8 ends the process, this one, as for a file server that is gone.
+            # launch.timeout_s=1e-8 ends the process, this one, like a file server that is gone.
             mock.patch.object(command_line, "_time_limit", lambda *_: contextlib.nullcontext()),
             mock.patch.object(sys, "argv", list(sys.argv)),
             contextlib.chdir(cwd),
@@ -159,7 +161,8 @@ def outcome_of_command(drawn: Drawn, cwd: Path) -> Outcome:
 
 
 def judged(answer: Callable[[], Outcome], words: Sequence[str]) -> Outcome:
-    """`answer()`, or the refusal that it raises; a bug if it ends in any other way or too late."""
+    """Returns `answer()`, or the refusal that it raises; a bug if it ends in any other way or too
+    late."""
     try:
         with _at_most(SECONDS):
             return answer()
@@ -173,7 +176,7 @@ def judged(answer: Callable[[], Outcome], words: Sequence[str]) -> Outcome:
         )
     except TooLong:
         return Outcome(BUG, f"takes more than {SECONDS:g} s")
-    except Exception as error:  # whatever it is, it is what is looked for
+    except Exception as error:  # any error is what this looks for
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if "/parallel3d/" in frame.filename] or frames
         at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
@@ -181,7 +184,7 @@ def judged(answer: Callable[[], Outcome], words: Sequence[str]) -> Outcome:
 
 
 def fault(sentence: str, words: Sequence[str]) -> str | None:
-    """What is wrong with a refusal, None if nothing is."""
+    """Returns what is wrong with a refusal, None if nothing is."""
     if not sentence.isprintable():
         return "a terminal would obey it, or it has several lines"
     if len(sentence) > LONGEST:
@@ -206,7 +209,7 @@ def fault(sentence: str, words: Sequence[str]) -> str | None:
 
 @contextlib.contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raises TooLong after so many seconds of this process's CPU time."""
+    """Raises TooLong after this many seconds of this process's CPU time."""
 
     def raise_it(*_: object) -> NoReturn:
         raise TooLong

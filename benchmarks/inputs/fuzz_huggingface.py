@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported
 
 import torch
 import transformers
@@ -60,7 +60,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-# Names that other families, other versions or other programs give something to.
+# Names to which other families, versions or programs give a meaning.
 FOREIGN = """
     logit_scale embedding_multiplier attention_multiplier residual_multiplier logits_scaling
     final_logit_softcapping query_pre_attn_scalar attention_chunk_size sliding_window
@@ -96,8 +96,11 @@ PLAUSIBLE = (True, False, 0, 1, 2, 0.1, 0.9, None, "x")
 
 @dataclass
 class Case:
-    """A folder in the making. `doubled`: keys that come once more in the text, before the others;
-    `files`: name → its tensors."""
+    """A folder in the making.
+
+    `doubled`: keys that occur once more in the text, before the others; `files`: name → its
+    tensors.
+    """
 
     kind: str
     rng: random.Random
@@ -127,7 +130,7 @@ class Case:
 
 
 def base(rng: random.Random) -> Case:
-    """A folder without a fault, of a random family, sizes and options."""
+    """Returns a folder without a fault, of a random family, sizes and options."""
     kind = rng.choice(KINDS)
     sizes: dict[str, Any] = dict(SIZES)
     sizes["hidden_size"] = rng.choice((32, 48, 64))
@@ -165,7 +168,8 @@ def base(rng: random.Random) -> Case:
 
 
 def aliases(case: Case) -> None:
-    """Sizes of GPT-2 by the general names, alone or beside its own; elsewhere unknown."""
+    """Uses GPT-2's sizes by the general names, alone or next to its own; for other families they
+    are unknown."""
     for general, own in GPT2_NAMES.items():
         where = case.rng.choice(("left", "renamed", "both", "contradicting"))
         if where == "left":
@@ -182,7 +186,7 @@ def aliases(case: Case) -> None:
 
 
 def rope_moved(case: Case) -> None:
-    """The base and the scaling in the other spelling, in both, contradicting."""
+    """Writes the base and the scaling in the other spelling, in both, or contradicting."""
     rope = case.config.pop("rope_parameters", None)
     if rope is None:
         case.config["rope_theta"] = 500.0
@@ -219,7 +223,7 @@ def rope_moved(case: Case) -> None:
 
 
 def absurd(case: Case) -> None:
-    """One of its keys has a value of any kind, or is gone."""
+    """Gives one of its keys a value of any kind, or removes it."""
     key = case.rng.choice(list(case.config))
     if case.rng.random() < 0.3:
         case.config.pop(key)
@@ -228,23 +232,23 @@ def absurd(case: Case) -> None:
 
 
 def unknown(case: Case) -> None:
-    """A key that is not its own."""
+    """Adds a key of another family."""
     case.config[case.rng.choice((*FOREIGN.split(), *FIXED))] = case.rng.choice(VALUES)
 
 
 def harmless(case: Case) -> None:
-    """Keys that are passed over have any value."""
+    """Gives ignored keys any value."""
     for key in case.rng.sample(sorted(HARMLESS), 4):
         case.config[key] = case.rng.choice((*PLAUSIBLE, case.rng.choice(VALUES)))
 
 
 def doubled(case: Case) -> None:
-    """The text has a key twice; of both, every reader takes the last."""
+    """Writes a key twice into the text; every reader takes the last one."""
     case.doubled[case.rng.choice(list(case.config))] = case.rng.choice(VALUES)
 
 
 def head(case: Case) -> None:
-    """The head beside a tied embedding, in its place, or of another shape; or none."""
+    """Changes the head: next to a tied embedding, in its place, of another shape, or none."""
     name, table = "lm_head.weight", case.tensors[case.embedding]
     what = case.rng.choice(("equal", "other", "nearly", "alone", "wide", "missing"))
     case.tensors.pop(name, None)
@@ -262,7 +266,7 @@ def head(case: Case) -> None:
 
 
 def prefixes(case: Case) -> None:
-    """Names as a bare model has them: all, or some; or one of them twice."""
+    """Names tensors like a bare model: all, or some; or one of them twice."""
     bare = {key: key.split(".", 1)[1] for key in case.tensors if not key.startswith("lm_head")}
     some = list(bare) if case.rng.random() < 0.5 else case.rng.sample(list(bare), 3)
     for key in some:
@@ -272,7 +276,7 @@ def prefixes(case: Case) -> None:
 
 
 def more_tensors(case: Case) -> None:
-    """Masks and tables of old checkpoints; or a tensor that nobody knows."""
+    """Adds masks and tables of old checkpoints, or an unknown tensor."""
     names = {
         "gpt2": ("transformer.h.0.attn.bias", "h.0.attn.masked_bias"),
         "other": ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
@@ -281,7 +285,7 @@ def more_tensors(case: Case) -> None:
 
 
 def types(case: Case) -> None:
-    """Tensors in other types, in one of them NaN or too large a number."""
+    """Writes tensors in other dtypes, one of them with NaN or too large a number."""
     kinds = (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.float8_e4m3fn)
     for key in case.rng.sample(list(case.tensors), min(3, len(case.tensors))):
         case.tensors[key] = case.tensors[key].to(case.rng.choice(kinds[:3]))
@@ -293,7 +297,7 @@ def types(case: Case) -> None:
 
 
 def files(case: Case) -> None:
-    """Several files and an index; two readings side by side; a name of their own in config.json."""
+    """Writes several files and an index, two readings side by side, or a name in config.json."""
     rng, names = case.rng, sorted(case.tensors)
     middle = rng.randrange(1, len(names))
     parts = {"model-1.safetensors": names[:middle], "model-2.safetensors": names[middle:]}
@@ -306,7 +310,7 @@ def files(case: Case) -> None:
     if what == 0:
         del case.texts["model.safetensors.index.json"]
         case.files["consolidated.safetensors"] = stale
-    elif what == 1:  # saved anew over an old download
+    elif what == 1:  # saved again over an old download
         case.files = {"model.safetensors": case.tensors} | {
             file: {key: stale[key] for key in keys} for file, keys in parts.items()
         }
@@ -323,7 +327,7 @@ def files(case: Case) -> None:
 
 
 def beside(case: Case) -> None:
-    """Files that are none of the model's, some of which are read all the same."""
+    """Adds files that are not the model's, some of which are still read."""
     name = case.rng.choice(
         ("adapter_config.json", "pytorch_model.bin", "generation_config.json", "config.5.0.0.json")
     )
@@ -343,20 +347,21 @@ CHANGES: tuple[Callable[[Case], None], ...] = (
 
 
 def random_case(seed: int, number: int) -> Case:
-    """The folder `number` of a seed: up to three changes of a sound one."""
+    """Returns the folder `number` of a seed: up to three changes of a sound one."""
     rng = random.Random(f"{seed} {number}")
     case = base(rng)
     chosen = rng.sample(CHANGES, rng.choice((0, 1, 1, 1, 2, 2, 3)))
     for change in sorted(
         chosen, key=CHANGES.index
-    ):  # files last: they are of what there is by then
+    ):  # files last, as they are made from the final tensors
         change(case)
         case.changes.append(change.__name__)
     return case
 
 
 def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
-    """Tokens, and the logits of the model that `checkpoint import` reads. Raises UserError."""
+    """Returns tokens, and the logits of the model that `checkpoint import` reads. Raises
+    UserError."""
     found = read_hf_config(folder)
     model = replace(ModelConfig(), **found.keys)
     stage = huggingface.blank_model(model)
@@ -374,9 +379,10 @@ def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
 
 
 def outcome(case: Case) -> tuple[str, str]:
-    """How a folder was taken: "equal", "refused", "unproven", "DIFFERENT", "CRASH"; and the words.
+    """Returns how a folder was read: "equal", "refused", "unproven", "DIFFERENT", "CRASH"; and the
+    words.
 
-    Unproven: transformers does not load or run it, so that the proof refuses what was read.
+    Unproven: transformers does not load or run it, so the proof refuses it.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

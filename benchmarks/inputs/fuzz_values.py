@@ -42,7 +42,7 @@ REFERENCES = (
     "${" * 300 + "tp" + "}" * 300,
 )
 
-# Words that are not KEY=VALUE, or no key's.
+# Words that are not KEY=VALUE, or whose key does not exist.
 ODD = (
     *("", " ", "tp=2 pp=2", "tp: 2", "tp =2", "tp= 2", "t\x00p=2", "tp\n=2", "tp=2\n", "\udc80=1"),
     *("\x1b[31m=1", "x" * 5000 + "=1", "a." * 3000 + "b=1"),
@@ -58,7 +58,7 @@ ODD = (
     *_words("schema=x +schema=x _self_=1 config=3 ~checkpoint.async"),
 )
 
-# What a Config may be filled with in Python.
+# Values that a Config may get in Python.
 OBJECTS: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 2.5, -0.0, 10**5000, float("nan"), float("inf"), 5e-324),
     *("", "2", b"2", 2j, (), [], {}, [None], [[1]], ["a"], [1, "a"], [10**400], {1: 2}, {"a"}),

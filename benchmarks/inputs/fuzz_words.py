@@ -1,6 +1,6 @@
-"""Configurations to try: the words of a command line, over all keys, many of them hostile.
+"""Draws configurations to try: the words of a command line, over all keys, many of them hostile.
 
-A seed and a number name a configuration.
+A seed and a number identify a configuration.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ NOT_THE_ENGINES = (
 
 @dataclass(frozen=True)
 class Drawn:
-    """One configuration: overrides as they are typed, and the ranks that a launcher would have."""
+    """One configuration: overrides as typed, and the ranks that a launcher would have."""
 
     words: tuple[str, ...]
     world_size: int | None
 
 
 def draw(seed: object, number: int) -> Drawn:
-    """The configuration `number`: its first key is number `number` of all keys, round and round."""
+    """Returns the configuration `number`: its first key is number `number` of all keys,
+    cyclically."""
     rng = random.Random(f"{seed} {number}")
     keys = list(all_keys().values())
     first = keys[number % len(keys)]
     kind = rng.choices((hostile, sensible, large, odd, excluded), weights=(4, 3, 2, 1, 1))[0]
     words = kind(first, rng)
     rng.shuffle(words)
-    if rng.random() < 0.98:  # else a key may be there twice, which is refused
+    if rng.random() < 0.98:  # otherwise a key might be there twice, which is refused
         words = list({word.partition("=")[0].lstrip("+"): word for word in words}.values())
     world_size = rng.choice((None, None, 1, 2, 3, 4, 64, 10**6, 2**61 - 1, 0, -1))
     return Drawn(tuple(words), world_size)
 
 
 def trainable(rng: random.Random) -> Drawn:
-    """A tiny model on up to four ranks, with some settings of the engines drawn."""
+    """Returns a tiny model on up to four ranks, with some settings of the engines drawn."""
     tp, pp, dp = rng.choice(
         [(t, p, d) for t in (1, 2, 4) for p in (1, 2, 4) for d in (1, 2, 4) if t * p * d <= 4]
     )
@@ -61,7 +62,7 @@ def trainable(rng: random.Random) -> Drawn:
 
 
 def by_hand(seed: object, number: int) -> tuple[dict[str, Any], Any]:
-    """Values by key of a `Config` that somebody fills in in Python, and a world size."""
+    """Returns values by key of a `Config` that a user fills in in Python, and a world size."""
     rng = random.Random(f"{seed} {number}")
     keys = list(all_keys().values())
     values = {
@@ -80,13 +81,13 @@ def _object(key: Key, rng: random.Random) -> Any:
 
 
 def hostile(first: Key, rng: random.Random) -> list[str]:
-    """A value that cannot be, or hardly, for one key or two, and what could be for others."""
+    """Returns an impossible or extreme value for one key or two, and possible ones for others."""
     words = [_assign(key, _any_value(rng), rng) for key in (first, *_more(rng, (0, 0, 1)))]
     return words + [_assign(key, sensible_value(key, rng), rng) for key in _more(rng, (0, 1, 3))]
 
 
 def sensible(first: Key, rng: random.Random) -> list[str]:
-    """Each value could be; together they may contradict each other."""
+    """Returns values of which each is possible; together they may contradict each other."""
     chosen = (first, *_more(rng, (0, 1, 2, 4, 8)))
     words = [_assign(key, sensible_value(key, rng), rng) for key in chosen]
     if rng.random() < 0.3:
@@ -96,7 +97,7 @@ def sensible(first: Key, rng: random.Random) -> list[str]:
 
 
 def large(first: Key, rng: random.Random) -> list[str]:
-    """Sizes far beyond any machine, that divide each other or do not."""
+    """Returns sizes far beyond any machine, which divide each other or do not."""
     numeric = [key for key in all_keys().values() if key.kind in (int, float)]
     sizes = [key for key in numeric if "." not in key.name or key.name.startswith("model.")]
     unit = rng.choice(HUGE)
@@ -108,7 +109,8 @@ def large(first: Key, rng: random.Random) -> list[str]:
 
 
 def excluded(first: Key, rng: random.Random) -> list[str]:
-    """Settings that exclude each other, by a row of `CONFLICTS`, beside a value of another key."""
+    """Returns settings that exclude each other, by a row of `CONFLICTS`, and a value of another
+    key."""
     keys = all_keys()
     words = [_assign(first, sensible_value(first, rng), rng)]
     for name, condition in rng.choice(CONFLICTS).settings.items():
@@ -118,7 +120,7 @@ def excluded(first: Key, rng: random.Random) -> list[str]:
 
 
 def odd(first: Key, rng: random.Random) -> list[str]:
-    """A word that is not KEY=VALUE, or no key's, or a misspelled one's."""
+    """Returns a word that is not KEY=VALUE, or whose key does not exist or is misspelled."""
     if rng.random() < 0.5:
         return [rng.choice(ODD), _assign(first, sensible_value(first, rng), rng)]
     letters = list(first.name)
@@ -127,7 +129,7 @@ def odd(first: Key, rng: random.Random) -> list[str]:
 
 
 def sensible_value(key: Key, rng: random.Random) -> str:
-    """A value of the right type and mostly in range, as it is typed."""
+    """Returns a value of the right type and mostly in range, as typed."""
     if key.optional and rng.random() < 0.2:
         return "null"
     if key.meta["choices"]:
@@ -159,7 +161,7 @@ def _any_value(rng: random.Random) -> str:
 
 
 def _assign(key: Key, value: str, rng: random.Random, *, quotes: bool = True) -> str:
-    """KEY=VALUE, the value now and then in quotes, as who knows Hydra would type it."""
+    """Returns KEY=VALUE, sometimes with quotes, as users who know Hydra would type it."""
     name = key.name.removesuffix(".name") if key.meta["choices"] else key.name
     name = key.name if name in sections_of(Config) and rng.random() < 0.5 else name
     if quotes and rng.random() < 0.25:

@@ -1,9 +1,9 @@
-"""Bytes that gloo really sends for each collective, on the loopback of a namespace of their own.
+"""Measures the bytes that gloo really sends for each collective, on the loopback of a namespace.
 
-python -m benchmarks.network.gloo_bytes [--ranks 4] [--mib 16]       needs root, unshare and ip
+    python -m benchmarks.network.gloo_bytes [--ranks 4] [--mib 16]      needs root, unshare and ip
 
-Prints, for each collective, the bytes of all ranks over those of the whole buffer N, beside what
-the formulas of parallel3d/estimate/network.py say.
+Prints, for each collective, the bytes of all ranks over those of the whole buffer N, next to the
+formulas of parallel3d/estimate/network.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def calls(rank: int, n: int, elements: int) -> dict[str, Callable[[], object]]:
 
 
 def expected(op: str, n: int) -> float:
-    """Bytes of all ranks over N: one rank's ring share times n, but for those with a root."""
+    """Returns the bytes of all ranks over N: one rank's ring share times n, except for those with a
+    root."""
     if op in ("broadcast", "reduce"):
         return n - 1
     return bus_factor(op, n) * (1 if op in ("scatter", "gather", "send_recv") else n)

@@ -36,7 +36,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One world: groups that exist in it, handles and members of one rank, seconds (median)."""
+    """One world: its groups, handles and members of one rank, seconds (median)."""
 
     ranks: int
     tp: int
@@ -50,7 +50,7 @@ class Row:
 
 def measure(ranks: int, repeats: int) -> Row:
     layout = LAYOUTS[ranks]
-    rank = ranks - 1  # a last stage: it has a tied embedding, the most groups that there are
+    rank = ranks - 1  # a last stage: it has a tied embedding, and so the most groups
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     times = []
     for _ in range(repeats):
@@ -63,7 +63,8 @@ def measure(ranks: int, repeats: int) -> Row:
     dist.destroy_process_group()
     everywhere = sum(
         len(layout.groups(*dims))
-        for dims in (("tp",), ("dp",), ("pp",), ("pp",), ("tp", "cp", "dp", "pp"))  # twice: ends
+        # Twice: both ends.
+        for dims in (("tp",), ("dp",), ("pp",), ("pp",), ("tp", "cp", "dp", "pp"))
     )
     members = sum(map(len, own))
     seconds = statistics.median(times)
@@ -84,7 +85,7 @@ def main() -> None:
     rows = []
     print("| ranks | tp | pp | dp | groups in all | of one rank | its members | time on one rank |")
     print("|---|---|---|---|---|---|---|---|")
-    for ranks in LAYOUTS:  # each in a process of its own: nothing is warm from the one before
+    for ranks in LAYOUTS:  # each in a process of its own: nothing is cached from the preceding one
         command = [sys.executable, __file__, "--ranks", str(ranks), "--repeats", str(given.repeats)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         row = Row(**json.loads(done.stdout))

@@ -47,7 +47,7 @@ MODEL: dict[str, Any] = {
 
 
 class Ramp:
-    """Any tokens do."""
+    """Returns any tokens."""
 
     seq_length = MODEL["seq_length"]
 
@@ -57,7 +57,7 @@ class Ramp:
 
 
 class Turn(NamedTuple):
-    """One step: how, its milliseconds, and those that dp was exposed for on rank 0."""
+    """One step: its kind, its milliseconds, and those in which dp was exposed on rank 0."""
 
     mode: str
     ms: float
@@ -65,7 +65,7 @@ class Turn(NamedTuple):
 
 
 def of_rank(dp: int, rounds: int, sequences: int, bucket_mb: float) -> None:
-    """Runs on every rank; the first prints its turns as JSON."""
+    """Runs on every rank; the first one prints its turns as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = ModelConfig(**MODEL)
@@ -87,7 +87,7 @@ def of_rank(dp: int, rounds: int, sequences: int, bucket_mb: float) -> None:
             start = time.perf_counter()
             trainer.train_step()
             ms = 1e3 * (time.perf_counter() - start)
-            if number:  # the first warms up
+            if number:  # the first one warms up
                 assert timer.last is not None
                 turns.append(Turn(mode, ms, 1e3 * timer.last["dp"]))
     if dist.get_rank() == 0:
@@ -97,7 +97,7 @@ def of_rank(dp: int, rounds: int, sequences: int, bucket_mb: float) -> None:
 
 
 def measure(dp: int, given: argparse.Namespace) -> dict:
-    """What rank 0 of `dp` throttled hosts printed."""
+    """Returns what rank 0 of `dp` throttled hosts printed."""
     with tempfile.TemporaryDirectory(prefix="parallel3d-") as folder:
         shell = Shell(Path(folder), Path(folder))
         limit = ("--rail-mbit", str(given.mbit))

@@ -47,7 +47,7 @@ def main() -> None:
         try:
             for placement, what in PLACEMENTS.items():
                 ran = network.train(forked, SCRAMBLED, *words, f"placement={placement}")
-                step = statistics.median(ran.step_times_s[1:])  # the first warms up
+                step = statistics.median(ran.step_times_s[1:])  # the first one warms up
                 best = best or step
                 megabytes = " | ".join(f"{ran.on(k) / 1e6:.1f}" for k in ("nvl", "rail", "spine"))
                 print(f"| `{placement}` | {what} | {megabytes} | {step:.2f} | {step / best:.1f} |")

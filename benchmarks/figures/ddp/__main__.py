@@ -3,8 +3,8 @@
     python -m benchmarks.figures.ddp dp=4 [bench.iterations=5 bench.warmup=2 bench.budget_s=60]
     torchrun --nproc-per-node 4 -m benchmarks.figures.ddp bench.budget_s=300
 
-The keys, checks, launcher and run directory are those of `parallel3d bench comm`, of which only
-what each rank runs is another.
+The keys, checks, launcher and run directory are those of `parallel3d bench comm`; only the function
+that each rank runs differs.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ class Bench:
         self.steps = self._steps()
 
     def _steps(self) -> int:
-        """As many as the budget allows, by one step of each net; rank 0's word."""
+        """Returns the number of steps that the budget allows, by one step of each net; rank 0
+        decides."""
         trials = 2 * len(self.ways) * (2 + len(BUCKETS_MB)) + 2 * (len(EVERY) * 2 + len(GROUPS))
         trials += 2 * (1 + len(self.ways) * len(self._worlds()))
         start = time.perf_counter()
@@ -108,7 +109,7 @@ class Bench:
         return int(number)
 
     def report(self) -> dict[str, object]:
-        """By figure its rows; seconds."""
+        """Returns, by figure, its rows; seconds."""
         figures: dict[str, Any] = {"ranks": self.group.size, "steps": self.steps * ROUNDS}
         for name, measure in {
             "2ab": self.calls,
@@ -125,21 +126,21 @@ class Bench:
         return figures
 
     def calls(self) -> list[dict]:
-        """Figure 2 (a), (b)."""
+        """Measures figure 2 (a), (b)."""
         bench = self.config.bench
         return all_reduce_times(
             self.ways, self.device, TOTAL, PER_CALL, bench.warmup, bench.iterations
         )
 
     def ready(self) -> list[dict]:
-        """Figure 2 (c), (d)."""
+        """Measures figure 2 (c), (d)."""
         rows = []
         for name in NETS:
             rows += readiness(name, self.ways["backend"], self.device, self.steps + 2)
         return rows
 
     def breakdown(self) -> list[dict]:
-        """Figure 6."""
+        """Measures figure 6."""
         return self._compared(
             [
                 ({"net": name, "way": way, "overlap": overlap}, self._trial(name, way, overlap))
@@ -153,7 +154,7 @@ class Bench:
         return partial(Trial, name, self.ways[way], self.device, 1.0, overlap)
 
     def bucket_sizes(self) -> list[dict]:
-        """Figures 7 and 8."""
+        """Measures figures 7 and 8."""
         return self._compared(
             [
                 (
@@ -167,7 +168,7 @@ class Bench:
         )
 
     def no_sync(self) -> list[dict]:
-        """Figure 10: the mean of all steps, of which every n-th is reduced."""
+        """Measures figure 10: the mean of all steps, of which every n-th one is reduced."""
         trials = [
             (
                 {"net": name, "every": every},
@@ -179,7 +180,7 @@ class Bench:
         return self._compared(trials, least=max(EVERY))
 
     def in_turn(self) -> list[dict]:
-        """Figure 12: buckets that alternate between groups of the same ranks."""
+        """Measures figure 12: buckets that alternate between groups of the same ranks."""
         handles = [self._first(list(self.group.ranks)) for _ in range(max(GROUPS))]
         rows = self._compared(
             [
@@ -200,7 +201,7 @@ class Bench:
     def _compared(self, trials: Sequence[tuple[dict, Make]], least: int = 1) -> list[dict]:
         numbered = {str(i): make for i, (_, make) in enumerate(trials)}
         steps = -(-max(self.steps, least) // least) * least
-        warmup = WARMUP_STEPS if least == 1 else least - 1  # one was done
+        warmup = WARMUP_STEPS if least == 1 else least - 1  # one step was measured already
         found = in_turns(numbered, warmup, steps, ROUNDS)
         return [keys | found[str(i)] for i, (keys, _) in enumerate(trials)]
 
@@ -208,7 +209,8 @@ class Bench:
         return [n for n in (2, 4, 8, 16, 32) if n < self.group.size] + [self.group.size]
 
     def worlds(self, calls: list[dict]) -> tuple[list[dict], dict[str, float] | None]:
-        """Figure 9: the first n ranks, and what the fitted link prices up to `PRICED_TO`."""
+        """Measures figure 9: the first n ranks, and the prices by the fitted link up to
+        `PRICED_TO`."""
         rows: list[dict] = []
         alone = [
             self._compared([({"net": name}, partial(Trial, name, SINGLE, self.device))])
@@ -241,7 +243,7 @@ class Bench:
         return rows, told
 
     def _first(self, members: list[int]) -> dist.ProcessGroup:
-        """A group of these ranks, on the network interfaces of the run's own groups."""
+        """Creates a group of these ranks, on the network interfaces of the run's own groups."""
         more: dict[str, Any] = {}
         cluster, placement = self.config.cluster, self.worker.placement
         interfaces = Interfaces.of_run(cluster, placement) if self.group.size > 1 else None
@@ -253,7 +255,7 @@ class Bench:
         return dist.new_group(members, **more)
 
     def _link(self, calls: list[dict]) -> Link | None:
-        """The link that prices the backend's calls of figure 2 best."""
+        """Returns the link that prices the backend's calls of figure 2 best."""
         samples = [
             MeasuredOperation(
                 "all_reduce", self.group.size, 4 * row["parameters"], row["seconds"] / row["calls"]
@@ -280,8 +282,8 @@ class Bench:
 
 
 def _buckets(name: str) -> list[tuple[float, int]]:
-    """Of each bucket (of 1 and then 25 MiB) its bytes, and the share of all gradients that are
-    there when it is full: by which a share of the backward has passed."""
+    """Returns the bytes of each bucket (of 1 and then 25 MiB), and the share of all gradients that
+    exist when it is full, which is the share of the backward that has passed."""
     sizes = [p.nbytes for p in made(name).parameters()][::-1]
     total, ready, filled = sum(sizes), 0, 0
     found: list[tuple[float, int]] = []

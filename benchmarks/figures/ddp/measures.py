@@ -1,4 +1,4 @@
-"""The measurements, one for each figure of Li et al. 2020 that is repeated."""
+"""The measurements, one for each repeated figure of Li et al. 2020."""
 
 from __future__ import annotations
 
@@ -60,11 +60,13 @@ class Trial:
         self.steps = 0
         if self.in_turn:
             self.net.register_comm_hook(self.in_turn, average_in_turn)
-        self.step()  # after it the buckets are in their final order
+        self.step()  # after these steps the buckets are in their final order
 
     def step(self) -> dict[str, float]:
-        """One step; seconds by part, each of which the device has done when it ends. What of the
-        communication the backward did not hide is exposed."""
+        """Runs one step; returns seconds by part, each of which ends when the device has done it.
+
+        The communication that the backward did not hide is exposed.
+        """
         self.steps += 1
         reduced = self.steps % self.every == 0
         marks = [self._now()]
@@ -84,11 +86,12 @@ class Trial:
         return dict(zip(PARTS, (forward, backward - exposed, exposed, update), strict=True))
 
     def _backward(self, loss: Tensor) -> float:
-        """Returns the seconds from the end of its computing to that of the reduction."""
+        """Returns the seconds from the end of the computation to that of the reduction."""
         computed: list[Any] = []
 
         def begins(_: Tensor) -> None:
-            # Called when all gradients are there, before the reducer's, which is queued after it.
+            # Called when all gradients exist, before the reducer's own callback, which is queued
+            # after it.
             torch.autograd.Variable._execution_engine.queue_callback(
                 lambda: computed.append(self._instant())
             )
@@ -102,7 +105,7 @@ class Trial:
         return ended - computed[0]
 
     def _instant(self) -> Any:
-        """Now on a CPU, else where the device's current stream will be."""
+        """Returns the present time on a CPU, otherwise an event on the device's current stream."""
         if not is_accelerator(self.device):
             return time.perf_counter()
         event = module(self.device).Event(enable_timing=True)
@@ -114,7 +117,8 @@ class Trial:
         return time.perf_counter()
 
     def medians(self, warmup: int, steps: int) -> dict[str, float]:
-        """Of each part, and of the whole ("step") by its slowest rank; seconds, on every rank."""
+        """Returns the seconds of each part, and of the whole ("step"), by its slowest rank; the
+        same on every rank."""
         found = []
         for number in range(warmup + steps):
             collectives_of(self.group)
@@ -132,14 +136,15 @@ class Trial:
 
 
 def average_in_turn(handles: Sequence[dist.ProcessGroup], bucket: GradBucket) -> dist.Work:
-    """Is a communication hook that gives each bucket to the next of some groups of equal ranks."""
+    """A communication hook that passes each bucket to the next one of several groups of equal
+    ranks."""
     handle = handles[bucket.index() % len(handles)]
     flat = bucket.buffer().div_(handle.size())
     return dist.all_reduce(flat, group=handle, async_op=True)
 
 
 def collectives_of(group: Group) -> None:
-    """All ranks of a group are here."""
+    """Waits until all ranks of a group are here."""
     if group.size > 1:
         dist.barrier(group.handle)
 
@@ -152,7 +157,7 @@ def all_reduce_times(
     warmup: int,
     calls: int,
 ) -> list[Row]:
-    """Figure 2 (a), (b): seconds to sum `total` fp32 numbers by so many a call."""
+    """Measures figure 2 (a), (b): seconds to sum `total` fp32 numbers, with this many per call."""
     rows: list[Row] = []
     for way, group in ways.items():
         for size in sizes:
@@ -173,7 +178,8 @@ def all_reduce_times(
 
 
 def readiness(name: str, group: Group, device: torch.device, steps: int) -> list[Row]:
-    """Figure 2 (c), (d): when how many gradients are ready, seconds since the backward began.
+    """Measures figure 2 (c), (d): seconds since the backward began, and how many gradients are
+    ready then.
 
     An accelerator is waited for at each of them.
     """
@@ -195,7 +201,7 @@ def readiness(name: str, group: Group, device: torch.device, steps: int) -> list
         loss = F.cross_entropy(net(images).flatten(0, -2), labels.flatten())
         times.append([])
         sizes.clear()
-        with net.no_sync():  # computing alone
+        with net.no_sync():  # the computation alone
             assert net.averager is not None
             net.averager.enabled = False
             finish()
@@ -212,11 +218,11 @@ def readiness(name: str, group: Group, device: torch.device, steps: int) -> list
 def priced_step(
     parts: dict[str, float], buckets: Sequence[tuple[float, int]], ranks: int, link: Link
 ) -> float:
-    """Seconds of a step on more ranks than there are: the buckets leave one after the other.
+    """Returns the seconds of a step on more ranks than there are: buckets are sent in turn.
 
     Args:
         parts: forward, backward and optimizer of one rank alone.
-        buckets: of each when it is ready, as a share of the backward, and its bytes.
+        buckets: for each, when it is ready (as a share of the backward), and its bytes.
     """
     begin = parts["forward"]
     end = begin
@@ -229,8 +235,10 @@ def priced_step(
 def in_turns(
     trials: dict[str, Callable[[], Trial]], warmup: int, steps: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Medians of each over rounds in which all take their turns, so that what else the machine
-    does meets all alike."""
+    """Measures the trials in turns, in several rounds, and returns the medians of each.
+
+    Whatever else the machine does in the meantime then affects all of them equally.
+    """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in trials}
     running = {name: make() for name, make in trials.items()}
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""The two nets that are trained, small forms of the ResNet and the BERT of Li et al. 2020."""
+"""The two nets to train, small forms of the ResNet and the BERT of Li et al. 2020."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    """Many small parameters, much to compute: 2 million in 32."""
+    """Has many small parameters and much to compute: 2 million in 32."""
     layers: list[nn.Module] = []
     width = 3
     for wider in (64, 128, 256):
@@ -39,7 +39,7 @@ def convolutions() -> nn.Module:
 
 
 def matrices() -> nn.Module:
-    """A few large parameters, little to compute: 3.2 million in 52."""
+    """Has a few large parameters and little to compute: 3.2 million in 52."""
     layer = nn.TransformerEncoderLayer(
         WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
     )
@@ -51,7 +51,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {"convolutions": convolutions, "matri
 
 
 def inputs(name: str, rank: int) -> tuple[Tensor, Tensor]:
-    """A rank's batch, and the classes that should come out of it."""
+    """Returns a rank's batch, and its target classes."""
     generator = torch.Generator().manual_seed(rank)
     shape = (2, 3, 32, 32) if name == "convolutions" else (2, LENGTH, 64)
     labels = shape[:1] if name == "convolutions" else shape[:2]
@@ -62,6 +62,6 @@ def inputs(name: str, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def made(name: str) -> nn.Module:
-    """The same weights on every rank."""
+    """Creates the same weights on every rank."""
     torch.manual_seed(0)
     return NETS[name]()

@@ -1,4 +1,4 @@
-"""Curves and stacked bars as SVG."""
+"""Draws curves and stacked bars as SVG."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLOURS = {
 def curves(
     title: str, below: str, places: Sequence[str], series: Mapping[str, Sequence[float | None]]
 ) -> str:
-    """Milliseconds over places that stand at equal distances; None leaves a place out.
+    """Draws milliseconds over equally spaced places; None leaves a place out.
 
     A series whose name ends in "priced" is drawn thin.
     """
@@ -56,7 +56,7 @@ def curves(
 
 
 def bars(title: str, rows: Mapping[str, Mapping[str, float]]) -> str:
-    """A bar for each row, of its parts in milliseconds (figure 6 of the paper)."""
+    """Draws a bar for each row, of its parts in milliseconds (figure 6 of the paper)."""
     canvas = Canvas()
     canvas.text(24, 38, title, size=20, weight=600)
     left = 40 + max(Canvas.measure(label, 13) for label in rows)

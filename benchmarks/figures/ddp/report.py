@@ -17,7 +17,7 @@ Series = dict[str, list[float | None]]
 
 
 def write_report(figures: Mapping[str, Any], folder: Path) -> None:
-    """ddp_figures.json, ddp_figures.md and figure_*.svg; the tables are printed."""
+    """Writes ddp_figures.json, ddp_figures.md and figure_*.svg; prints the tables."""
     write_json(folder / "ddp_figures.json", dict(figures))
     lines = [f"{figures['ranks']} ranks, medians of {figures['steps']} steps; ms.", ""]
     for number, (title, below, key, series_of) in FIGURES.items():
@@ -45,7 +45,7 @@ def write_report(figures: Mapping[str, Any], folder: Path) -> None:
     print(f"{text}\n\n{folder / 'ddp_figures.md'}")
 
 
-# number → title, what the places are, the key of the places, the key of the series
+# number → title, meaning of the places, key of the places, key of the series
 FIGURES = {
     "2ab": ("All-reduce of 1 Mi parameters", "parameters a call", "parameters", "way"),
     "2cd": ("Gradients that are ready", "parameters ready", "ready", "net"),
@@ -57,7 +57,7 @@ FIGURES = {
 
 
 def _series(rows: Rows, key: str, places: Sequence[object], series_of: str) -> Series:
-    """Milliseconds by series, in the order of the places."""
+    """Returns milliseconds by series, in the order of the places."""
     found: Series = {}
     for name in dict.fromkeys(row[series_of] for row in rows):
         by_place = {

@@ -1,4 +1,4 @@
-"""An input from outside and the answer that is right, known before the door is asked."""
+"""An input from outside and its right answer, which is known before the door is asked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel3d.errors import UserError
 
 
 class _Refusal:
-    """The right answer where an input must be refused."""
+    """The right answer if an input must be refused."""
 
     def __repr__(self) -> str:
         return "a sentence"
@@ -25,11 +25,10 @@ RIGHT, SENTENCE, WRONG = "right", "sentence", "wrong"
 class Input:
     """One input of a door.
 
-    Attributes:
-        text: the input as a person would type or see it, for the report.
-        take: gives it to the door; returns what the door takes it for, or raises UserError.
-        right: what it is; REFUSAL where only a sentence is right.
-        common: an input that people have every day: a sentence is not enough, it must be taken.
+    Attributes: text: the input as a person would type or see it, for the report. take: passes it to
+    the door; returns the door's reading, or raises UserError. right: the right reading; REFUSAL if
+    only a sentence is right. common: an input that people have every day: a sentence is not enough,
+    it must be accepted.
     """
 
     text: str
@@ -40,14 +39,14 @@ class Input:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one input: RIGHT, SENTENCE or WRONG, and the words that show it."""
+    """The outcome of one input: RIGHT, SENTENCE or WRONG, and the words that show it."""
 
     kind: str
     words: str
 
 
 def outcome(given: Input) -> Outcome:
-    """Gives one input to its door. An error that is no UserError is WRONG, as a guess is."""
+    """Passes one input to its door. An error that is not a UserError is WRONG, like a guess."""
     try:
         taken = given.take()
     except UserError as error:

@@ -1,7 +1,7 @@
-"""Rows of conversations, spelled as many formats do and mutated, by templates of many families.
+"""Rows of conversations, spelled as in many formats and mutated, for templates of many families.
 
-A talk is drawn with what it means; each mutation changes the row, and the meaning where it does.
-The right answer is made of the meaning: tokens by transformers, labels by the families' rules.
+A talk is drawn with its meaning; each mutation changes the row, and the meaning if needed. The
+right answer is derived from the meaning: tokens by transformers, labels by the families' rules.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FUNCTIONS = ("weather", "get_time", "search_web")
 
 @dataclass
 class Drawn:
-    """A row and its meaning; no meaning where it must be refused.
+    """A row and its meaning; no meaning if it must be refused.
 
-    everyday: nothing but what people have every day was done to it.
+    everyday: only changes that people make every day.
     """
 
     row: dict[str, Any]
@@ -100,7 +100,7 @@ Mutation = Callable[[random.Random, Drawn], Drawn | None]
 
 
 def _turns(drawn: Drawn) -> list[dict[str, Any]]:
-    """The messages of the row as they are spelled now; none in another layout."""
+    """Returns the messages of the row in their present spelling; none in another layout."""
     turns = drawn.row.get("messages")
     return turns if isinstance(turns, list) and len(turns) == len(drawn.messages) else []
 
@@ -302,7 +302,7 @@ def rename_list(rng: random.Random, drawn: Drawn) -> Drawn | None:
 
 
 def rename_key(rng: random.Random, drawn: Drawn) -> Drawn | None:
-    """A key of the row by another name that is close."""
+    """Misspells a key of the row."""
     names = {"tools": ("tool", "Tools", "TOOLS", "tools_", "toolss")}
     for key, others in names.items():
         if drawn.row.get(key):
@@ -488,7 +488,7 @@ def thoughts_by_other_names(rng: random.Random, drawn: Drawn) -> Drawn | None:
 
 
 def dropped_role(rng: random.Random, drawn: Drawn) -> Drawn | None:
-    """A role that a template may show or drop: the words are looked for in what it makes."""
+    """Uses a role that a template may show or drop: its output is searched for the words."""
     turns = [n for n, turn in enumerate(_turns(drawn)) if turn.get("role") == "system"]
     if not turns:
         return None

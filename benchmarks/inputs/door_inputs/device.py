@@ -1,7 +1,7 @@
 """Machines: GPUs and drivers that work or not, masks, jobs, containers, slices, quotas of cgroups.
 
-Each host is put together of parts that carry what they mean, so its right answer is known before
-the judge is asked: cpu, cuda, or a refusal.
+Each host is composed of parts with known meanings, so its right answer is known before the judge is
+asked: cpu, cuda, or a refusal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NONE_SMI = (0, "No devices were found\n")
 class Parts:
     """Variables, device files and nvidia-smi of a host without usable GPUs.
 
-    `meant`: something says that a GPU is meant; `masked`: a mask of the user's does.
+    `meant`: something indicates that a GPU is intended; `masked`: a mask of the user's does.
     """
 
     environ: dict[str, str] = field(default_factory=dict)
@@ -47,10 +47,10 @@ class Parts:
 
 
 def _add(rng: random.Random, parts: Parts) -> None:
-    """Adds one part of real hosts, with what it means."""
+    """Adds one part of real hosts, with its meaning."""
     number = str(rng.randint(1, 8))
     meaning: tuple[tuple[str, str, bool, bool], ...] = (
-        # variable, value, whether a GPU is meant, whether it is of a scheduler
+        # variable, value, whether a GPU is intended, whether it is a scheduler's
         ("SLURM_GPUS_ON_NODE", number, True, True),
         ("SLURM_JOB_GPUS", rng.choice(("0", "0,1", "4-7")), True, True),
         ("SLURM_STEP_GPUS", "0", True, True),
@@ -196,7 +196,7 @@ def _rocm(rng: random.Random, folder: Path) -> Input:
 
 
 def _shared(rng: random.Random, folder: Path) -> Input:
-    """Ranks of a wrapper that exports CUDA_VISIBLE_DEVICES, rightly or not."""
+    """Ranks of a wrapper that exports CUDA_VISIBLE_DEVICES, correctly or not."""
     count = rng.choice((2, 4, 8))
     shown = [str(rank) for rank in range(count)]
     style = rng.choice(("own", "all", "twice", "first"))
@@ -259,7 +259,7 @@ def _named(rng: random.Random, folder: Path) -> Input:
 
 
 def _quota(rng: random.Random, folder: Path, number: Iterator[int]) -> Input:
-    """A tree of control groups with limits on some of them."""
+    """Makes a tree of control groups with limits on some of them."""
     root = folder / f"machine{next(number)}"
     cores = rng.choice((2, 8, 64, 224))
     depth = rng.randrange(4)
@@ -326,7 +326,7 @@ def _quota(rng: random.Random, folder: Path, number: Iterator[int]) -> Input:
 
 
 def _job(rng: random.Random, folder: Path) -> Input:
-    """A job of Slurm with one task a node: how many GPUs a node has."""
+    """Makes a job of Slurm with one task per node: how many GPUs a node has."""
     count = rng.choice((1, 2, 4, 8))
     environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
     name, text = rng.choice(
@@ -363,7 +363,7 @@ def _numerics(rng: random.Random, folder: Path) -> Input:
 
 
 def _mask(rng: random.Random, folder: Path) -> Input:
-    """A mask for nvidia-smi's list: numbers or UUIDs, of one kind of card or two."""
+    """Makes a mask for nvidia-smi's list: numbers or UUIDs, of one kind of card or two."""
     mixed, by_place = rng.random() < 0.3, rng.random() < 0.5
     names = ["NVIDIA H200", "NVIDIA L4"] * 2 if mixed else ["NVIDIA H200"] * 4
     chosen = rng.sample(range(4), rng.randint(1, 4))

@@ -1,7 +1,7 @@
-"""Files and folders under names that tell the truth or do not, at the doors that read them.
+"""Files and folders, correctly named or not, at the doors that read them.
 
-The right answer is known from how a file was made: its content, how it was packed, and the ending
-that it got; never from what the register says.
+The right answer follows from how a file was made: its content, its compression, and its ending;
+never from the package's own tables.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _zip(content: bytes) -> bytes:
 
 
 def _binary(rng: random.Random, texts: list[str]) -> tuple[str, bytes]:
-    """Returns bytes that are no text, and what they are."""
+    """Returns bytes that are not text, and a description of them."""
     rows = _jsonl(texts, rng)
     numbers = np.random.default_rng(rng.getrandbits(32)).integers(0, 60_000, 500)
     saved = io.BytesIO()
@@ -132,7 +132,7 @@ def _binary(rng: random.Random, texts: list[str]) -> tuple[str, bytes]:
     return name, made[name]
 
 
-# The doors: what they return is the texts
+# The doors: each returns the texts
 
 
 def tokenized(path: str) -> list[str]:
@@ -241,7 +241,7 @@ def _named_well(rng: random.Random, root: Path) -> Iterator[Input]:
 
 
 def _named_badly(rng: random.Random, root: Path) -> Iterator[Input]:
-    """Yields a file whose ending and whose bytes differ; only a sentence is right."""
+    """Yields a file whose ending and bytes contradict each other; only a sentence is right."""
     texts = _texts(rng)
     rows = _jsonl(texts, rng)
     packed, (ends, pack) = rng.choice(list(PACK.items()))
@@ -291,7 +291,7 @@ def _of_others(rng: random.Random, root: Path) -> Iterator[Input]:
 
 
 def _folder(rng: random.Random, root: Path) -> Iterator[Input]:
-    """Yields a folder with what lies in folders."""
+    """Yields a folder with the usual contents of folders."""
     place = root / "in"
     files: dict[str, bytes] = {}
     right: list[str] = []
@@ -352,7 +352,7 @@ def _folder(rng: random.Random, root: Path) -> Iterator[Input]:
 
 
 def _questions(rng: random.Random, root: Path) -> Iterator[Input]:
-    """Yields a file of questions, whose numbers count from 0, 1 or whatever."""
+    """Yields a file of questions, whose numbers count from 0, from 1 or arbitrarily."""
     choices = [f"choice {letter}" for letter in "abcd"[: rng.randint(2, 4)]]
     count, from_1 = rng.randint(6, 20), rng.random() < 0.4
     answers = [rng.randrange(len(choices)) for _ in range(count)]

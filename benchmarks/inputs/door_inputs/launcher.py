@@ -1,7 +1,7 @@
 """Environments as launchers leave them: true ones, torn ones, two at a time.
 
-A start is drawn first: hosts, ranks of each, job, step, which process this is. From it come the
-variables of a launcher and, independently, the right answer. Then it is left as it is, or one
+A start is drawn first: hosts, ranks of each, job, step, and which process this is. From it follow
+the variables of a launcher and, independently, the right answer. Then it stays as it is, or one
 variable is dropped, spoiled or overwritten by another launcher's.
 """
 
@@ -21,7 +21,8 @@ ALONE = "alone"
 
 @dataclass(frozen=True)
 class Start:
-    """A start of ranks: `here[h]` ranks on host h, this process the `local`-th of host `host`."""
+    """A start of ranks: `here[h]` ranks on host h; this process is the `local`-th of host
+    `host`."""
 
     here: tuple[int, ...]
     host: int
@@ -81,7 +82,7 @@ def torchrun(start: Start) -> Env:
 
 
 def batch(start: Start) -> Env:
-    """Variables of a batch script of the job; those of a step overwrite some."""
+    """Returns variables of a batch script of the job; those of a step overwrite some."""
     return {
         "SLURM_JOB_ID": str(start.job),
         "SLURM_JOB_NODELIST": start.nodes,
@@ -150,7 +151,7 @@ LAUNCHERS: dict[str, Callable[[Start], Env]] = {
     "mpiexec": mpich,
     "deepspeed": lambda start: torch(start) | {"LOCAL_SIZE": str(start.here[start.host])},
 }
-# What says where a process stands; another is beside it for most, so that it may be missing.
+# Variables that place a process; most have an equivalent, so that they may be missing.
 NUMBERS = ("RANK", "SIZE", "PROCID", "LOCALID", "STEP_ID", "NTASKS", "NUM_TASKS", "NODES", "ADDR")
 STRAY: Env = {
     "OMPI_MCA_btl": "tcp,self",
@@ -201,12 +202,12 @@ def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:
 
 
 def _true(rng: random.Random) -> Input:
-    """A start as it is, with what else an environment holds."""
+    """Yields a start as it is, with other usual variables of an environment."""
     name = rng.choice(list(LAUNCHERS))
     start = drawn(rng)
     environ = LAUNCHERS[name](start)
     environ |= {k: STRAY[k] for k in rng.sample(list(STRAY), 3)}
-    if name == "torchrun" and rng.random() < 0.4:  # its agents are tasks of a step, one a host
+    if name == "torchrun" and rng.random() < 0.4:  # its agents are tasks of a step, one per host
         daemons = Start((1,) * len(start.here), start.host, 0, start.job, start.step)
         environ = (srun(daemons) if len(start.here) > 1 else batch(start)) | environ
     if name == "mpirun" and rng.random() < 0.3:
@@ -215,7 +216,7 @@ def _true(rng: random.Random) -> Input:
 
 
 def _alone(rng: random.Random) -> Input:
-    """One process, however it was started."""
+    """Yields a single process, however it was started."""
     one = Start((1,), 0, 0, rng.randrange(1, 90_000), 0)
     cpus = {"SLURM_TASKS_PER_NODE": "64", "SLURM_JOB_CPUS_PER_NODE": "64"}
     asked = {k: v for k, v in batch(one).items() if k not in ("SLURM_NTASKS", "SLURM_NPROCS")}
@@ -243,7 +244,7 @@ def _torn(rng: random.Random, name: str) -> tuple[Start, Env, str]:
 
 
 def _dropped(rng: random.Random) -> Input:
-    """One or two numbers are missing: it is still what it is, or refused; never alone."""
+    """Drops one or two numbers: the start is still recognised, or refused; never alone."""
     name = rng.choice(list(LAUNCHERS))
     start, environ, key = _torn(rng, name)
     environ.pop(key)
@@ -261,19 +262,19 @@ def _dropped(rng: random.Random) -> Input:
 
 
 def taken_local(environ: Env) -> bool:
-    """Whether nothing in it tells the ranks of this host."""
+    """Returns whether nothing in it gives the ranks of this host."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "LOCALNRANKS", "TASKS_PER_NODE")
     return not any(key.endswith(names) for key in environ)
 
 
 def _spoiled(rng: random.Random) -> Input:
-    """A number is none, or is another one: refused wherever that can be seen."""
+    """Spoils a number, or replaces it: it is refused wherever that can be detected."""
     name = rng.choice(list(LAUNCHERS))
     start, environ, key = _torn(rng, name)
     while key.endswith(("ADDR", "NODES", "NNODES")) or key in ("SLURM_NTASKS", "SLURM_NODEID"):
         start, environ, key = _torn(rng, name)
     values = ["x", "1.0", "-1", "٣", "1_0", "0x1", " ", "three", "1e3"]
-    if not key.endswith(("SIZE", "STEP_ID", "JOB_ID", "TASKS")):  # else it may be so large
+    if not key.endswith(("SIZE", "STEP_ID", "JOB_ID", "TASKS")):  # otherwise it may be this large
         values.append(str(10**6))
     value = rng.choice(values)
     environ[key] = value
@@ -283,7 +284,7 @@ def _spoiled(rng: random.Random) -> Input:
 
 
 def _two(rng: random.Random) -> Input:
-    """Two launchers of two different starts, neither inside the other."""
+    """Mixes two launchers of two different starts, neither inside the other."""
     first, second = drawn(rng), drawn(rng)
     while second.size == first.size or 1 in (*first.here, *second.here):
         first, second = drawn(rng), drawn(rng)
@@ -302,7 +303,8 @@ PLATFORMS = (
 
 
 def _platform(rng: random.Random) -> Input:
-    """One process on each host of a platform, without torchrun: of one host it is alone."""
+    """Yields one process on each host of a platform, without torchrun: with one host it is
+    alone."""
     hosts, words = rng.choice((1, 1, 2, 8, 100)), rng.choice(PLATFORMS)
     environ = dict(word.split("=") for word in words.format(hosts).split())
     environ |= {k: STRAY[k] for k in rng.sample(list(STRAY), 2)}
@@ -311,7 +313,7 @@ def _platform(rng: random.Random) -> Input:
 
 
 def _left_out(rng: random.Random) -> Input:
-    """A batch script or shell of several tasks without srun."""
+    """Yields a batch script or shell of several tasks without srun."""
     environ = batch(drawn(rng))
     for name in rng.sample(("SLURM_NPROCS", "SLURM_JOB_CPUS_PER_NODE", "SLURM_PROCID"), 2):
         environ.pop(name)
@@ -319,7 +321,7 @@ def _left_out(rng: random.Random) -> Input:
 
 
 def _hosts(rng: random.Random) -> Input:
-    """Numbers that count hosts."""
+    """Yields numbers that count hosts."""
     hosts, ranks = rng.randint(2, 7), rng.choice((2, 4, 8))
     host = rng.randrange(1, hosts)
     environ = torch(Start((1,) * hosts, host, 0, 1, 0))
@@ -335,14 +337,15 @@ def _hosts(rng: random.Random) -> Input:
 
 
 def _uncounted(rng: random.Random) -> Input:
-    """RANK, WORLD_SIZE and LOCAL_RANK alone: the ranks of a host must be counted, not guessed."""
+    """Yields RANK, WORLD_SIZE and LOCAL_RANK alone: the ranks of a host must be counted, not
+    guessed."""
     start = drawn(rng)
     right = (*answer(start)[:3], 0, "n1")
     return _input("an operator", torch(start), right, common=True)
 
 
 def _emptied(rng: random.Random) -> Input:
-    """An empty variable, as templates leave them, is none."""
+    """Adds an empty variable, as templates leave them, which does not count."""
     start = drawn(rng)
     environ = srun(start) | dict.fromkeys(torch(start), "")
     return _input("srun with empty variables", environ, answer(start), common=True)

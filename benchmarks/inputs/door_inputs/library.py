@@ -17,7 +17,7 @@ from benchmarks.inputs.door_inputs.answers import Input
 from parallel3d.comm.group import SINGLE
 
 CLASSES, WIDTH = 4, 3
-PLACES = 10  # of the losses that are compared
+PLACES = 10  # tolerance of the losses that are compared
 
 
 def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:
@@ -37,7 +37,7 @@ def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:
             named["weight"] = torch.arange(1.0, CLASSES + 1, dtype=torch.float64)
         loss_name = rng.choice(("partial", "module", "flat lambda"))
         if loss_name == "flat lambda" and named:
-            continue  # nobody can look into one
+            continue  # code cannot look into one
         loss_fn = _loss(loss_name, named)
         weight = None
         if rng.random() < 0.4:
@@ -56,7 +56,7 @@ def _mask(rng: random.Random, y: Tensor, how: str, ignored: int) -> None:
     y[y == ignored] = (ignored + 1) % CLASSES if 0 <= ignored < CLASSES else 0
     for number, row in enumerate(y):
         if how == "alike":
-            row[-1] = ignored  # as labels that are shifted by one
+            row[-1] = ignored  # like labels that are shifted by one
         elif how == "any":
             row[rng.randrange(len(row) + 1) :] = ignored
         elif how == "most" or (how == "one" and number == 0):
@@ -69,7 +69,7 @@ def _model() -> nn.Sequential:
 
 
 class Last(nn.Module):
-    """(b, s, classes) → (b, classes, s), as torch's losses take it."""
+    """Maps (b, s, classes) → (b, classes, s), as torch's losses take it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2)

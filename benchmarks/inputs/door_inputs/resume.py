@@ -1,4 +1,4 @@
-"""Runs that go on: with other batches, from old or odd checkpoints, and in W&B."""
+"""Runs that resume: with other batches, from old or odd checkpoints, and in W&B."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HARMS_OF_RECORDS = ("type", "kind", "item", "step", "text", "array", "nothing")
 def config_of(
     sequence: int, length: Mapping[str, Any], batch: Any, style: str = "linear"
 ) -> Config:
-    """A configuration of these; `batch` is a size or sizes by samples."""
+    """Returns a configuration with these; `batch` is a size or sizes by samples."""
     config = Config()
     last = batch if isinstance(batch, int) else [*batch.values()][-1]
     schedule = None if isinstance(batch, int) else batch
@@ -47,7 +47,8 @@ def size_at(batch: Any, read: int) -> int:
 
 
 def lives(rng: random.Random) -> Iterator[Input]:
-    """Runs by steps or tokens whose batch changes up to four times; each checkpoint is JSON."""
+    """Yields runs by steps or tokens whose batch changes up to four times; each checkpoint is
+    JSON."""
     while True:
         sequence, budget = rng.choice(SEQUENCES), rng.randint(1, 3000)
         by_steps = rng.random() < 0.25
@@ -56,7 +57,7 @@ def lives(rng: random.Random) -> Iterator[Input]:
             batches.append(batches[0])
         tokens = budget * sequence - rng.randrange(sequence)
         length = {"steps": budget} if by_steps else {"tokens": float(tokens)}
-        # By hand: the samples after each step, and where each start ends.
+        # Computed by hand: the samples after each step, and where each start ends.
         read = 0
         after: list[int] = []
         cuts: list[int] = []
@@ -117,7 +118,7 @@ def draw_batch(rng: random.Random, budget: int) -> Any:
 
 
 def clocks(rng: random.Random) -> Iterator[Input]:
-    """Checkpoints without a clock, and clocks that somebody changed."""
+    """Yields checkpoints without a clock, and clocks that somebody changed."""
     while True:
         batch, steps = rng.choice(BATCHES), rng.randint(1, 999)
         progress = {"steps": steps, "consumed_samples": batch * steps}
@@ -152,7 +153,8 @@ def clocks(rng: random.Random) -> Iterator[Input]:
             try:
                 clock = clock_of(whole, config)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise UserError(f"damaged: {error!r}") from None  # as the manifest's reader says
+                # As the manifest's reader reports it.
+                raise UserError(f"damaged: {error!r}") from None
             return None if clock is None else clock.place(progress["consumed_samples"])
 
         known = harm in ("none", "old", "old, changed")
@@ -160,7 +162,8 @@ def clocks(rng: random.Random) -> Iterator[Input]:
 
 
 def records(rng: random.Random, folder: Path) -> Iterator[Input]:
-    """Outputs of W&B's tool: rows in other spellings, orders and beside other records."""
+    """Yields outputs of W&B's tool: rows in other spellings, other orders and among other
+    records."""
     path = folder / "run-x.wandb"
     path.write_bytes(bytes(50_000))
     while True:
@@ -182,7 +185,7 @@ def records(rng: random.Random, folder: Path) -> Iterator[Input]:
         )
         if harm != "none":
             right = REFUSAL
-        if harm == "type":  # another word for the same
+        if harm == "type":  # a synonym
             found = [{**one, "type": one["type"].title()} for one in found]
         if harm == "kind":
             found = [{**{"kind": one["type"]}, **one} for one in found]
@@ -209,7 +212,7 @@ def records(rng: random.Random, folder: Path) -> Iterator[Input]:
 
 
 def spell(rng: random.Random, record: Mapping[str, Any]) -> bytes:
-    """A record as one line of JSON, with more or fewer blanks, in another order of keys."""
+    """Returns a record as one line of JSON, with more or fewer blanks, in another order of keys."""
     separators = rng.choice([(",", ":"), (", ", ": "), (" , ", " : ")])
     pairs = list(record.items())
     rng.shuffle(pairs)
@@ -217,7 +220,7 @@ def spell(rng: random.Random, record: Mapping[str, Any]) -> bytes:
 
 
 def ids(rng: random.Random, folder: Path) -> Iterator[Input]:
-    """Starts of runs in W&B: the id is kept, given by an agent, or made anew."""
+    """Yields starts of runs in W&B: the id is kept, given by an agent, or new."""
     number = 0
     while True:
         number += 1

@@ -1,6 +1,6 @@
 """Tokenizers' folders, foreign pairs, typed tokenizers and own samples.
 
-The right answers are computed here from what each input was made of.
+The right answers are computed here from how each input was made.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ WORDS = "the quick brown fox jumps over the lazy dog, and 42 more of them follow
 
 @functools.cache
 def content(special: tuple[str, ...], post: tuple[tuple[str, ...], tuple[str, ...]]) -> str:
-    """A byte-level tokenizer.json; `post`: the special tokens that it puts before and behind."""
+    """Returns a byte-level tokenizer.json; `post`: the special tokens that it puts before and
+    after."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     inner = Tokenizer(models.BPE())
@@ -60,7 +61,7 @@ def content(special: tuple[str, ...], post: tuple[tuple[str, ...], tuple[str, ..
 
 
 def folder_of(rng: random.Random, path: Path, which: int) -> Input:
-    """A folder whose files name the end of text in one way, several, none or a wrong one."""
+    """Yields a folder whose files name the end of text in one way, several, none or a wrong one."""
     special = tuple(rng.sample(USUAL, rng.choice((0, 1, 1, 1, 2)))) + tuple(
         rng.sample(OTHERS, rng.randint(0, 4))
     )
@@ -126,7 +127,8 @@ SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
 
 def pair_of(rng: random.Random, path: Path, which: int) -> Input:
-    """A foreign pair: labels that count and what is said of its ends, begins and tokens."""
+    """Yields a foreign pair: the labels that count, and the messages about its ends, beginnings and
+    tokens."""
     begins = rng.random() < 0.3
     where = path / f"own{which}"
     where.mkdir()
@@ -180,7 +182,8 @@ def pair_of(rng: random.Random, path: Path, which: int) -> Input:
 
 
 def typed_of(rng: random.Random, path: Path, which: int) -> Input:
-    """A tokenizer typed beside weights: the same, with more tokens, another end, another order."""
+    """Yields a tokenizer typed next to weights: the same, with more tokens, another end, another
+    order."""
     kind = rng.choice(("same", "end", "more", "order", "renamed", "byte"))
     base = tuple(rng.sample((*USUAL, *OTHERS), 4))
     other = base
@@ -211,7 +214,8 @@ def typed_of(rng: random.Random, path: Path, which: int) -> Input:
 
 
 def roles_of(rng: random.Random, path: Path, which: int) -> Input:
-    """A run's tokenizer: how prompts begin, where generations end, and what an export says."""
+    """Yields a run's tokenizer: how prompts begin, where generations end, and what an export
+    writes."""
     where = path / f"run{which}"
     (where / "tok").mkdir(parents=True)
     puts, begins, came = rng.random() < 0.7, rng.random() < 0.5, rng.random() < 0.5
@@ -253,7 +257,7 @@ def roles_of(rng: random.Random, path: Path, which: int) -> Input:
 
 
 def sample_of(rng: random.Random, path: Path, which: int) -> Input:
-    """A sample of a user's own source, with one thing changed."""
+    """Yields a sample of a user's own source, with one thing changed."""
     length, vocabulary = rng.randint(2, 20), rng.choice((10, 300))
     tokens: Any = np.array([rng.randrange(vocabulary) for _ in range(length + 1)])
     mask: Any = np.array([rng.random() < 0.7 for _ in range(length)])

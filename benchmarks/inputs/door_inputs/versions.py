@@ -1,4 +1,4 @@
-"""Installed versions of other packages: refused, named or taken in silence."""
+"""Installed versions of other packages: refused, named or silently accepted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDINGS = (
     *("", "", "+cpu", "+cu132", ".post1", "rc1"),
     *("a0+git1f2e3d", "a0+9f.nv26.10", ".dev20261120+cu132"),
 )
-ODD = ("git-1f2e3d", "main", "", "unknown", "v2.13.0")  # of builds from source
+ODD = ("git-1f2e3d", "main", "", "unknown", "v2.13.0")  # versions of builds from source
 
 
 def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:

@@ -1,7 +1,8 @@
-"""Words for keys of type text: hashes, versions, numbers, truths, dates, paths, by every way in.
+"""Words for keys of type text: hashes, versions, numbers, truth values, dates, paths, by every way
+in.
 
-The right answer is the word itself, for a path that begins with `~` the home before it; `null` in
-any case is no value. Names in braces and items of lists are words as well.
+The right answer is the word itself, and for a path that begins with `~` the path in the home;
+`null` in any case is no value. Names in braces and items of lists are words as well.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LISTS = [key for key in all_keys().values() if key.item is str]
 # Keys in braces with a value for a name of type text.
 NAMED = {"data.blend": "0.5", "data.valid": "c/v", "optim.groups": "{lr_mult:0.1}"}
 PATHS = {key.name for key in TEXT if key.holds is Path}
-# What people type, which YAML or Hydra take for something else.
+# Words that people type, and that YAML or Hydra read as something else.
 GUESSED = (
     *("5e10423", "7e99999", "67217e15", "1e3", "1E3", "00123", "007", "0123", "1.10", "1.0", "2.0"),
     *("1_000", "1_0", "0x10", "0b11", "0o17", "+5", "-5", "5.", "-0", "1e-3", "3e-4", "10e0"),
@@ -44,7 +45,7 @@ GUESSED = (
     *("1:30", "12:30", "12:30:45", "190:20:30", "2026-01-01", "2026-11-27T10:00", "None", "nan"),
     *("inf", "-inf", "NaN", "Infinity", "1,5", "v1.10", "r2.0", "exp-001", "a_b", "3d", "1.2.3"),
 )
-# Characters that stand in names; those that Hydra's grammar lacks among them.
+# Characters in names, including those that Hydra's grammar lacks.
 ODD = [*"üñéö漢#!&;<>^§~|@%?*+-_./"]
 NULLS = ("null", "Null", "NULL")
 DIGITS = "0123456789abcdef"
@@ -52,11 +53,11 @@ DIGITS = "0123456789abcdef"
 
 @functools.cache
 def _defaults() -> bytes:
-    return pickle.dumps(OmegaConf.structured(Config))  # read again in a third of its time
+    return pickle.dumps(OmegaConf.structured(Config))  # unpickling takes a third of the time
 
 
 def taken_from_words(words: list[str]) -> Config:
-    """Returns what the words of a command line come to, on top of the defaults."""
+    """Returns the configuration of a command line's words, over the defaults."""
     tree = pickle.loads(_defaults())
     for word in check_overrides(words):
         parsed = OverridesParser.create().parse_override(word)
@@ -73,7 +74,7 @@ def taken_from_sweep(name: str, typed: list[str]) -> list[Any]:
 
 
 def taken_from_file(text: str, folder: Path, package: str = "") -> Config:
-    """Returns what a YAML file of the user's own comes to, on top of the defaults."""
+    """Returns the configuration of a user's YAML file, over the defaults."""
     path = folder / "own.yaml"
     path.write_text(text, encoding="utf-8")
     tree: Any = read_yaml(path, package)
@@ -85,20 +86,20 @@ def taken_from_file(text: str, folder: Path, package: str = "") -> Config:
 
 
 def taken_again(config: Config) -> Config:
-    """Returns a configuration as a resume reads it out of the run's folder."""
+    """Returns a configuration as a resume reads it from the run's folder."""
     with tempfile.TemporaryDirectory(prefix="p3d-words-") as folder:
         save_config(config, Path(folder))
         return load_config(Path(folder))
 
 
 def taken_by_verb(name: str, word: str) -> str:
-    """Returns what a command with verbs takes for one of its keys."""
+    """Returns the value that a command with verbs reads for one of its keys."""
     verb = Verb("", {name: ""}, (), "", paths=(name,) if name in PATHS else ())
     return parse("checkpoint ls", verb, [f"{name}={word}"])[0][name]
 
 
 def checked(name: str, config: Config) -> Any:
-    """Returns the value of a key that the checks take."""
+    """Returns the value of a key that the checks accept."""
     value = attrgetter(name)(config)
     check_value(name, value)
     check_run_name(config.run, config.runs_dir)
@@ -110,7 +111,7 @@ def some_word(rng: random.Random) -> str:
     kind = rng.randrange(8)
     if kind < 3:
         return rng.choice(GUESSED)
-    if kind == 3:  # short hashes, of digits alone or with an e among them
+    if kind == 3:  # short hashes, only of digits or with an e among them
         return "".join(rng.choices("0123456789e", k=rng.randint(5, 10))).lstrip("e") or "5e1"
     if kind == 4:
         return "".join(rng.choices(DIGITS, k=rng.choice((7, 8, 12, 40))))
@@ -141,7 +142,7 @@ def some_path(rng: random.Random) -> tuple[str, object]:
 
 
 def is_plain_yaml(word: str) -> bool:
-    """Whether YAML takes a word without quotes for one scalar."""
+    """Returns whether YAML reads a word without quotes as one scalar."""
     return re.fullmatch(r"[\w.+-][\w.+:/*-]*", word) is not None and not word.endswith(":")
 
 
@@ -178,7 +179,7 @@ def _one(rng: random.Random, folder: Path) -> Input:
         value = word if is_plain_yaml(word) else json.dumps(word, ensure_ascii=False)
         section, _, leaf = key.name.rpartition(".")
         text = f"{leaf}: {value}\n"
-        if way == "file":  # as an experiment has it
+        if way == "file":  # as in an experiment
             text, section = (f"{section}:\n  {text}", "") if section else (text, "")
 
         def take() -> object:
@@ -197,7 +198,7 @@ def _sweep(key: Key, rng: random.Random) -> Input:
     words = [some_word(rng) for _ in range(3)]
     words = [word for word in words if "," not in word] + ["v2"]
     right = [_right(key.name, word) for word in words]
-    if REFUSAL in right:  # of a run by itself
+    if REFUSAL in right:  # in a run's own configuration
         words, right = ["1.10", "v2"], ["1.10", "v2"]
     typed = f"{key.name}={','.join(words)} (sweep)"
     return Input(typed, lambda: taken_from_sweep(key.name, words), right)
