@@ -41,7 +41,7 @@ def test_registers_and_spilled_bytes_are_read_from_cuobjdump() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "Resource usage:\n Common:\n  GLOBAL:0\n", WHOLE + WHOLE])
-def test_what_is_not_of_one_function_is_refused(text: str) -> None:
+def test_output_that_does_not_describe_one_function_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not the resources of one function"):
         resources(text)
 
@@ -124,7 +124,7 @@ def test_errors_of_the_interpreter_are_shown_by_type() -> None:
     assert line == "| `drop` | 2 | 1.2e-03 | – | equal |"
 
 
-def test_nothing_is_wrong_where_all_is_right() -> None:
+def test_without_faults_none_are_reported() -> None:
     assert faults([compiled_row("H100", 32)], [interpreted_row()], []) == []
 
 

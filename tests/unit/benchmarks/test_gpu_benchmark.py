@@ -136,7 +136,7 @@ def test_missing_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", ["gpu.json", "gpu.md"])
-def test_what_a_user_made_is_not_written_over(
+def test_a_users_own_file_is_not_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     (tmp_path / name).write_text("mine")
@@ -145,7 +145,9 @@ def test_what_a_user_made_is_not_written_over(
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_both_files_stand_after_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_files_are_written_after_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def second(*_: object) -> None:
         assert "gemm" in sections(tmp_path)[0]["rows"]
         assert "GEMM at 64³" in (tmp_path / "gpu.md").read_text()
@@ -178,7 +180,7 @@ def test_at_its_time_limit_a_process_and_its_children_end(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_whoever_is_ended_leaves_no_row_behind(tmp_path: Path, number: int) -> None:
+def test_a_stopped_benchmark_leaves_no_child_process(tmp_path: Path, number: int) -> None:
     child = tmp_path / "child"
     row = "import os, sys, time; from benchmarks.gpu import process\n"
     row += "process.die_with_parent(int(sys.argv[1])); open(sys.argv[2], 'w').write(str("
@@ -215,7 +217,7 @@ def _runs(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_a_users_setting_of_the_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_allocator_setting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in gpu_process.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     assert gpu_process.environment()["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
@@ -246,7 +248,7 @@ def test_the_reason_of_a_failure_is_its_exception(code: int, err: str, said: str
 
 
 @pytest.mark.slow
-def test_torch_and_numpy_are_all_that_it_imports() -> None:
+def test_it_imports_only_torch_and_numpy() -> None:
     script = """
 import sys
 class Absent:
@@ -288,7 +290,7 @@ def test_the_presets_are_of_the_size_in_their_name() -> None:
     assert gpu_rows.model_of("1b", size).seq_length == 4096
 
 
-def test_what_does_not_fit_is_tried_with_smaller_micro_batches() -> None:
+def test_out_of_memory_is_retried_with_smaller_micro_batches() -> None:
     tried = []
 
     def run(micro_batch: int) -> dict[str, int]:
@@ -346,7 +348,7 @@ def test_an_accelerator_is_timed_by_its_events_and_its_memory_is_given_back(
 
 
 @pytest.mark.parametrize("backend", ["of this torch", "that leaves its output as it was"])
-def test_a_reduction_among_nobody_hands_back_this_ranks_own_numbers(
+def test_a_reduction_with_the_fake_backend_returns_this_ranks_own_numbers(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, n)]

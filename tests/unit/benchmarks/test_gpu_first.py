@@ -98,7 +98,7 @@ def test_the_lines_on_the_simulated_device(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_lines_that_run_parallel3d(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dry run reads the figures of the first one in the file."""
+    """The dry run reads the figures of the first line from the file."""
     monkeypatch.setattr(gpu_commands, "parallel3d", run_command)
     words = [*TINY, "--in-process", "--json", str(tmp_path / "first.json")]
     words += ["--folder", str(tmp_path / "runs")]
@@ -175,7 +175,7 @@ def test_forked_ranks_must_be_two_with_three_losses_of_their_own(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_full_sizes_words_are_taken(
+def test_the_configurations_of_full_size_are_valid(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines that only a card runs; the first command of each."""
@@ -261,7 +261,7 @@ def test_a_wrong_kernel_is_named(
     assert found["found"].startswith(f"too far off: {named}") and "," not in found["found"]
 
 
-def test_what_a_kernel_writes_into_is_compared(
+def test_the_memory_that_a_kernel_writes_into_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = first_values.loss
@@ -301,7 +301,7 @@ def test_wrong_attention_is_named_with_its_kernel(
     assert found["found"].startswith("too far off: heads 4/4, s 64, d 16: default 3.")
 
 
-def test_attention_that_looks_into_other_documents_differs(
+def test_attention_to_other_documents_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = lambda q, k, v, documents: first_values._attend(q, k, v)  # noqa: E731
@@ -343,7 +343,7 @@ def test_losses_are_judged_by_precision_with_every_kernel_fused(
     assert fused.LEAST_ELEMENTS == before > 0
 
 
-def test_a_dryrun_is_held_against_the_run() -> None:
+def test_a_dry_run_is_compared_with_the_run() -> None:
     measured = {"peak_bytes": 100, "seconds": 1.0}
     compared = gpu_commands.compared
     assert compared({"peak_bytes": 104, "seconds": 1.19}, measured)["verdict"] == "PASS"
@@ -353,7 +353,7 @@ def test_a_dryrun_is_held_against_the_run() -> None:
 
 
 @pytest.mark.parametrize(("syncs", "verdict"), [(1, "PASS"), (2, "DIFFERS")])
-def test_host_syncs_are_counted_without_torchs_word_on_the_mode(
+def test_torchs_warning_about_the_mode_is_not_counted_as_a_host_sync(
     syncs: int, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = []
@@ -384,7 +384,7 @@ def test_busy_is_the_union_of_the_kernels_of_all_streams() -> None:
     assert first_runs._busy_share([(2, 3)]) == 1.0
 
 
-def test_kernels_of_the_host_are_none_of_the_device() -> None:
+def test_host_operations_are_not_counted_as_device_kernels() -> None:
     assert first_values.device_kernels(lambda: torch.ones(4).sum()) == []
 
 

@@ -50,7 +50,7 @@ def test_each_kind_of_line_with_two_ranks(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_eight_ranks_take_the_full_sizes_words(
+def test_the_configurations_for_eight_ranks_are_valid(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines that only a node runs; the first command of each."""
@@ -114,7 +114,7 @@ def test_with_too_few_devices_a_line_is_skipped(
     assert found == {"skipped": "4 device(s) here, 8 needed"}
 
 
-def test_ranks_that_share_a_card_are_verified_and_no_more(
+def test_on_a_shared_card_only_verify_lines_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
@@ -167,7 +167,7 @@ def test_collectives_are_judged_by_price(
         ([3.0, 2.0], 104, 1.1, "DIFFERS"),  # slower than the measurement with communication
     ],
 )
-def test_a_trained_layout_is_held_against_its_dry_run(
+def test_a_trained_layout_is_compared_with_its_dry_run(
     losses: list[float], peak: int, seconds: float, verdict: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

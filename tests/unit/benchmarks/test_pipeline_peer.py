@@ -43,7 +43,7 @@ def row(folder: Path, monkeypatch: pytest.MonkeyPatch, of: dict[str, float | Non
 
 
 @pytest.mark.slow
-def test_the_ratio_is_to_the_fastest_that_runs_and_who_fails_is_named(
+def test_the_ratio_is_to_the_fastest_that_runs_and_failures_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     best = row(tmp_path, monkeypatch, {"zbv": 0.5, "1F1B": 0.6, "ZB-V": None})
@@ -60,7 +60,7 @@ def test_one_of_ours_that_fails_ends_the_run(
         row(tmp_path, monkeypatch, {"zbv": None, "1F1B": 0.6, "ZB-V": 0.7})
 
 
-def test_a_contender_stands_still_between_its_turns(tmp_path: Path) -> None:
+def test_a_contender_is_stopped_between_its_turns(tmp_path: Path) -> None:
     one = contender("one", tmp_path, 0.1)
     try:
         one.start()

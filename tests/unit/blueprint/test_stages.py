@@ -142,7 +142,7 @@ def test_given_split_has_an_entry_for_each_chunk() -> None:
 
 
 @pytest.mark.parametrize("given", [[4, 4], [], [4, 0, 4], [9, -2, 1], [3, 3, 3], [2, 2, 2]])
-def test_given_split_that_is_none_is_the_users_error(given: list[int]) -> None:
+def test_a_given_split_that_is_invalid_is_the_users_error(given: list[int]) -> None:
     assert checked_split([5, 3], 8, StageAssignment(2)) == (5, 3)
     said = r"must be 3 positive numbers .*model.num_layers=8; the nearest is \[3,3,2\]"
     with pytest.raises(UserError, match=said):

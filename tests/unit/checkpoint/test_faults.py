@@ -76,7 +76,7 @@ def beside(*others: tuple) -> Callable[[object], list]:
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.EMFILE])
 @pytest.mark.parametrize("call", ["open", "preadv", "listdir"])
-def test_what_cannot_be_read_is_no_damage(
+def test_an_unreadable_file_is_not_treated_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float], number: int, call: str
 ) -> None:
     folder = make(tmp_path, 3)
@@ -105,7 +105,9 @@ def test_saving_continues_once_the_disk_works_again(pauses: list[float]) -> None
     assert pauses == [0.0, *manifest.PAUSES_S[:2]]
 
 
-def test_ranks_that_see_different_files_prove_nothing(tmp_path: Path, pauses: list[float]) -> None:
+def test_a_file_that_only_one_rank_misses_is_not_treated_as_lost(
+    tmp_path: Path, pauses: list[float]
+) -> None:
     """A file that one rank misses is a stale view; one that all miss is lost."""
     folder = make(tmp_path, 3)
     (folder / "rank-00001.safetensors").unlink()
@@ -134,7 +136,7 @@ def test_no_run_restarts_from_scratch_over_damaged_checkpoints(
         names_of_all("mine", tmp_path, alone)
 
 
-def test_a_checkpoint_that_only_another_rank_sees_is_looked_for(
+def test_a_checkpoint_that_only_another_rank_sees_is_not_ignored(
     tmp_path: Path, pauses: list[float]
 ) -> None:
     words = iter([[[0, "", "a"], [0, "", "b"]], [[[], []], [["step-00000003"], []]]])
@@ -144,7 +146,7 @@ def test_a_checkpoint_that_only_another_rank_sees_is_looked_for(
 
 
 @pytest.mark.parametrize("place", ["replace", "rmtree", "flush", "listing", "unlink"])
-def test_a_save_has_succeeded_with_its_rename(
+def test_a_fault_after_the_rename_does_not_fail_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     saver = one_rank(tmp_path, keep=1)
@@ -173,7 +175,7 @@ def test_a_save_has_succeeded_with_its_rename(
     assert save(saver, 9) == SaveResult()
 
 
-def test_leftovers_that_stay_are_logged_and_stop_no_start(
+def test_leftovers_that_cannot_be_removed_are_logged_and_stop_no_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make(tmp_path, 3).parent
@@ -202,7 +204,7 @@ def test_a_save_of_a_step_that_is_there_leaves_the_one_there(tmp_path: Path) -> 
     load(list_checkpoints(tmp_path)[0])
 
 
-def test_a_full_disk_costs_a_checkpoint_and_is_one_line(
+def test_a_full_disk_loses_one_checkpoint_and_logs_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next try succeeds even if nothing half-written could be removed."""
@@ -251,7 +253,7 @@ def test_without_locks_a_second_start_before_a_first_checkpoint_is_logged(
     assert save(second, 3) == SaveResult()
 
 
-def test_a_part_that_no_rank_of_the_job_wrote_makes_no_checkpoint(
+def test_an_unsigned_report_of_a_part_makes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(job_store.SECRET, "of this job")
@@ -267,7 +269,7 @@ def test_a_part_that_no_rank_of_the_job_wrote_makes_no_checkpoint(
         first._parts_of_others(of_this_save)
 
 
-def test_with_locks_nothing_is_logged_and_a_claim_that_fails_stops_nobody(
+def test_with_locks_a_claim_that_fails_is_logged_and_stops_no_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, _ = started(tmp_path, "a")

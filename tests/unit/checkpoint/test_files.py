@@ -121,7 +121,7 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / CHECKPOINTS).iterdir())
 
 
-def test_what_is_written_is_read_and_any_safetensors_reader_opens_it(tmp_path: Path) -> None:
+def test_a_checkpoint_reads_back_and_any_safetensors_reader_opens_it(tmp_path: Path) -> None:
     folder = make(tmp_path, 3)
     load(folder)
     assert verify_checkpoint(folder).progress["steps"] == 3
@@ -295,7 +295,7 @@ def test_kept_are_the_last_few_and_every_nth(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["write", "fsync", "manifest", "rename"])
-def test_full_disk_leaves_the_old_checkpoint_and_nothing_torn(
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_torn_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     saver = one_rank(tmp_path)
@@ -318,7 +318,7 @@ def test_full_disk_leaves_the_old_checkpoint_and_nothing_torn(
     assert names(tmp_path) == ["latest", step_folder(3), step_folder(9)]
 
 
-def test_ranks_that_write_too_little_make_no_checkpoint(tmp_path: Path) -> None:
+def test_a_save_with_missing_elements_makes_no_checkpoint(tmp_path: Path) -> None:
     saver = one_rank(tmp_path)
     saver.start(Save(3, 1, state(3, 0), facts(3), ELEMENTS), background=False)
     outcome = saver.join()
@@ -335,7 +335,7 @@ def test_a_save_that_lacks_state_of_a_parameter_makes_no_checkpoint(tmp_path: Pa
     assert names(tmp_path) == []
 
 
-def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     make(tmp_path, 3)
     folder = tmp_path / CHECKPOINTS
     for name in (".saving-00000006-old", ".removed-step-00000001"):

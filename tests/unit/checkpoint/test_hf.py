@@ -205,7 +205,7 @@ def test_bf16_files_hold_the_rounded_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_not_exported(value: float, tmp_path: Path) -> None:
+def test_nan_and_inf_weights_are_not_exported(value: float, tmp_path: Path) -> None:
     weights = random_weights(GPT)
     weights["layers.1.attention.v.bias"][3] = value
     with pytest.raises(UserError, match=r"transformer\.h\.1\.attn\.c_attn\.bias holds NaN or inf"):
@@ -226,7 +226,9 @@ def test_names_without_prefix_and_masks_are_understood(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], weights[name]) for name in weights)
 
 
-def test_a_folder_that_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_fit_its_config_is_refused_before_any_tensor_is_read(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "hf"
     export(LLAMA, folder)
     file = folder / "model.safetensors"
@@ -252,7 +254,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_anything_is_read(tmp_path:
         next(tensors_of(folder, LLAMA, "llama"))
 
 
-def test_export_never_writes_over_a_folder_and_leaves_no_half(tmp_path: Path) -> None:
+def test_export_never_overwrites_a_folder_and_leaves_no_partial_one(tmp_path: Path) -> None:
     export(GPT, tmp_path / "hf")
     before = {p.name: p.read_bytes() for p in (tmp_path / "hf").iterdir()}
     with pytest.raises(UserError, match="not an empty folder"):

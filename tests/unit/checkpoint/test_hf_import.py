@@ -95,7 +95,7 @@ def refused(*words: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-def test_another_head_than_the_tied_embedding_is_imported(
+def test_a_head_that_differs_from_the_tied_embedding_is_imported(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = make(kind, tie_word_embeddings=True)
@@ -129,7 +129,7 @@ def test_other_names_of_gpt2s_sizes_go_first(renamed: bool) -> None:
     assert there_and_back()["n_head"] == 4
 
 
-def test_a_single_file_goes_before_an_index() -> None:
+def test_a_single_file_takes_precedence_over_an_index() -> None:
     tensors = make()
     save({key: tensor.flip(0) for key, tensor in tensors.items()}, "old.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "old.safetensors")}
@@ -137,7 +137,7 @@ def test_a_single_file_goes_before_an_index() -> None:
     there_and_back()
 
 
-def test_attention_to_what_comes_after_is_refused() -> None:
+def test_non_causal_attention_is_refused() -> None:
     make()
     configure(is_causal=False)
     assert "is_causal=false" in refused()
@@ -147,13 +147,13 @@ def test_attention_to_what_comes_after_is_refused() -> None:
     there_and_back()
 
 
-def test_the_original_length_at_the_top_goes_first() -> None:
+def test_the_original_length_at_the_top_level_takes_precedence() -> None:
     make(rope_parameters=dict(LLAMA3))
     configure(original_max_position_embeddings=16)
     there_and_back()
 
 
-def test_the_original_length_is_else_all_positions() -> None:
+def test_the_original_length_defaults_to_all_positions() -> None:
     make(rope_parameters=dict(LLAMA3), max_position_embeddings=32)
     rope = {key: LLAMA3[key] for key in LLAMA3 if not key.startswith("original")}
     configure(rope_parameters=rope)
@@ -168,7 +168,7 @@ def test_another_file_that_config_json_names_is_refused() -> None:
     there_and_back()
 
 
-def test_what_fp16_cannot_hold_is_not_exported() -> None:
+def test_values_that_fp16_cannot_hold_are_not_exported() -> None:
     tensors = make()
     tensors["model.norm.weight"][3] = 1e5
     save(tensors)
@@ -180,7 +180,7 @@ def test_what_fp16_cannot_hold_is_not_exported() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_no_numbers_are_not_imported(value: float) -> None:
+def test_nan_and_inf_weights_are_not_imported(value: float) -> None:
     tensors = make()
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = value
     save(tensors)
@@ -256,7 +256,7 @@ def test_files_that_transformers_would_read_instead_are_refused(name: str, said:
     assert said in refused()
 
 
-def test_a_proof_is_said_with_its_numbers(
+def test_a_comparison_is_reported_with_its_numbers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Imports also if the system does not report its free memory."""
@@ -271,7 +271,7 @@ def test_a_proof_is_said_with_its_numbers(
     assert "Loading weights" not in said
 
 
-def test_an_import_that_computes_something_else_fails_and_leaves_nothing(
+def test_an_import_with_other_logits_fails_and_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make()
@@ -286,7 +286,7 @@ def test_an_import_that_computes_something_else_fails_and_leaves_nothing(
     assert "not proven: prove=false" in capsys.readouterr().err
 
 
-def test_a_folder_that_transformers_does_not_load_is_imported_unproven_alone() -> None:
+def test_a_folder_that_transformers_cannot_load_is_imported_only_without_the_comparison() -> None:
     make()
     configure(use_cache="never")
     assert "does not load or run it" in refused()
@@ -297,7 +297,7 @@ def gone(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
-def test_logits_that_are_no_numbers_prove_nothing() -> None:
+def test_nan_logits_fail_the_comparison() -> None:
     tensors = make()
     for key, tensor in tensors.items():
         if "norm" in key:
@@ -337,7 +337,7 @@ def test_no_tokenizer_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert tokens == {"bos_token_id": 7, "eos_token_id": 8, "pad_token_id": None}
 
 
-def test_bytes_that_were_asked_for_are_the_tokenizer() -> None:
+def test_a_byte_tokenizer_is_used_if_asked_for() -> None:
     make(bos_token_id=7, vocab_size=300)
     config = there_and_back("data.tokenizer=byte")
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
@@ -352,18 +352,18 @@ def test_entries_missing_in_the_source_stay_missing() -> None:
     assert not Path("out/generation_config.json").exists()
 
 
-def test_padding_and_several_ends_of_a_text_come_back() -> None:
+def test_padding_and_several_end_tokens_survive_a_round_trip() -> None:
     make(pad_token_id=3, eos_token_id=[8, 9])
     config = there_and_back()
     assert (config["pad_token_id"], config["eos_token_id"]) == (3, [8, 9])
 
 
-def test_the_positions_that_a_model_was_made_for_come_back() -> None:
+def test_the_models_original_positions_survive_a_round_trip() -> None:
     make(max_position_embeddings=64)
     assert there_and_back("model.seq_length=32")["max_position_embeddings"] == 64
 
 
-def test_a_tied_table_may_lie_there_as_the_head_alone() -> None:
+def test_a_tied_table_may_be_stored_as_the_head_only() -> None:
     tensors = make(tie_word_embeddings=True)
     tensors[HEAD] = tensors.pop("model.embed_tokens.weight")
     save(tensors)
@@ -371,7 +371,7 @@ def test_a_tied_table_may_lie_there_as_the_head_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_no_number_of_key_heads_is_that_of_all_heads(kind: str) -> None:
+def test_without_a_number_of_key_heads_it_is_that_of_all_heads(kind: str) -> None:
     make(kind, num_key_value_heads=4, **{"head_dim": 12} if kind == "qwen3" else {})
     configure(num_key_value_heads=None)
     assert there_and_back()["num_key_value_heads"] == 4

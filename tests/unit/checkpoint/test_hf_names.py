@@ -121,7 +121,7 @@ def test_what_cannot_be_imported_is_refused_by_its_key(changes: dict[str, Any], 
         {"add_cross_attention": True},
     ],
 )
-def test_gpt2_variants_that_we_do_not_have_are_refused(changes: dict[str, Any]) -> None:
+def test_unsupported_gpt2_variants_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError) as refused:
         from_hf(to_hf(GPT, "fp32") | changes)
     assert next(iter(changes)) in str(refused.value)
@@ -144,7 +144,7 @@ def test_gpt2_variants_that_we_do_not_have_are_refused(changes: dict[str, Any]) 
         replace(QWEN3, head_dim=None, attention_bias="all"),
     ],
 )
-def test_a_model_that_goes_out_comes_back(model: ModelConfig) -> None:
+def test_an_exported_model_is_imported_as_the_same_model(model: ModelConfig) -> None:
     _, keys = from_hf(to_hf(model, "fp32"))
     back = ModelConfig(**keys)
     for name in ("kv_heads", "ffn_size", "max_positions", "head_size"):
@@ -262,7 +262,7 @@ FOLDERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in presets("experiment") if n.endswith("_sft")])
-def test_a_recipe_for_fine_tuning_takes_the_folder_that_its_model_is_published_in(
+def test_a_recipe_for_fine_tuning_accepts_its_models_published_folder(
     name: str,
 ) -> None:
     config, (_, keys) = recipe(name), from_hf(FOLDERS[name])
@@ -272,7 +272,7 @@ def test_a_recipe_for_fine_tuning_takes_the_folder_that_its_model_is_published_i
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_presets_are_what_the_published_config_says(name: str) -> None:
+def test_presets_follow_the_published_config(name: str) -> None:
     _, keys = from_hf(PUBLISHED[name])
     content = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())
     ours, theirs = ModelConfig(**content), ModelConfig(**keys)

@@ -113,7 +113,7 @@ MANIFESTS: dict[str, Callable[[dict], Any]] = {
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_manifest_that_proves_itself_and_makes_no_sense(tmp_path: Path, name: str) -> None:
+def test_a_nonsensical_manifest_with_a_valid_digest_is_refused(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path, 3)
     replant(folder, MANIFESTS[name])
     with pytest.raises(DamagedCheckpoint) as refused:
@@ -185,7 +185,7 @@ HEADERS: dict[str, Callable[[dict, dict], Any]] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_tensors_that_prove_themselves_and_cannot_be(tmp_path: Path, name: str) -> None:
+def test_impossible_tensors_with_valid_digests_are_refused(tmp_path: Path, name: str) -> None:
     folder = make(tmp_path, 3)
     plant(folder, HEADERS[name])
     for look in (load, storage.read_full, storage.verify_checkpoint):
@@ -194,7 +194,7 @@ def test_tensors_that_prove_themselves_and_cannot_be(tmp_path: Path, name: str) 
         assert str(refused.value).isprintable()
 
 
-def test_export_of_a_configuration_that_makes_no_sense(
+def test_export_refuses_a_nonsensical_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -220,7 +220,7 @@ def test_export_of_a_configuration_that_makes_no_sense(
             checkpoint(["export", "run=mine", "to=there"])
 
 
-def test_a_branch_of_a_configuration_that_makes_no_sense(tmp_path: Path) -> None:
+def test_branch_refuses_a_nonsensical_configuration(tmp_path: Path) -> None:
     folder = make(tmp_path / "mine", 3)
     (tmp_path / "mine" / "config.yaml").touch()
     for config in ({"seed": "${oc.env:HOME}"}, {"tp": "\x1b[31m"}, {"of no": "key"}):
@@ -276,7 +276,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_si
         json.dumps({"model_type": "llama", "rope_scaling": [1]}),
     ],
 )
-def test_hf_configuration_that_makes_no_sense(tmp_path: Path, config: str) -> None:
+def test_a_nonsensical_hf_configuration_is_refused(tmp_path: Path, config: str) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(UserError) as refused:
         read_hf_config(tmp_path)
@@ -292,7 +292,7 @@ def test_invalid_hf_index_is_refused(tmp_path: Path, index: str) -> None:
         next(tensors_of(tmp_path, ModelConfig(), "gpt2"))
 
 
-def test_hf_layers_are_bounded_by_what_the_files_hold(tmp_path: Path) -> None:
+def test_the_number_of_hf_layers_is_bounded_by_the_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"n_layer": 4096}))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     found = read_hf_config(tmp_path)
@@ -320,7 +320,7 @@ def test_export_touches_no_folder_of_the_users_and_flushes(
 
         return {n: torch.zeros(full_shapes_of(model)[n]) for n in names}
 
-    (tmp_path / "mine").mkdir()  # empty: it may be there
+    (tmp_path / "mine").mkdir()  # an empty folder may exist
     paths = export_hf(model, read, tmp_path / "mine", dtype="fp32", end_of_text=8)
     assert thesis.read_text() == "years of work"
     assert sorted(p.name for p in tmp_path.iterdir()) == [".mine.partial", "mine"]
@@ -334,7 +334,7 @@ def test_export_touches_no_folder_of_the_users_and_flushes(
     assert sorted(p.name for p in tmp_path.iterdir()) == [".mine.partial", "mine"]
 
 
-def test_nothing_of_a_manifest_reaches_the_terminal_raw(
+def test_text_of_a_manifest_is_escaped_on_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     red = "\x1b[31mred\x07"
@@ -357,7 +357,7 @@ def test_nothing_of_a_manifest_reaches_the_terminal_raw(
     assert list_checkpoints(run_dir) == [run_dir / CHECKPOINTS / "step-00000003"]
 
 
-def test_what_is_plain_and_how_deep_json_may_be() -> None:
+def test_plain_json_and_its_maximum_depth() -> None:
     assert plain("a – ß\t\x1b") == "a – ß\\t\\x1b"
     assert len(plain("x" * 10**6)) == 401
     assert parse_json(b'{"a": [{"b": [1]}]}') == {"a": [{"b": [1]}]}

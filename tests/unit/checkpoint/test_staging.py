@@ -68,7 +68,7 @@ def test_boxes_are_copied_whole_into_slabs_that_are_kept(monkeypatch: pytest.Mon
     assert all(end <= start for (_, end), (start, _) in pairwise(starts))
 
 
-def test_little_of_the_slabs_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_waste_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "SLAB", 1024)
     sizes = [640, 320, 64, 640, 384, 512, 512] * 5
     kept = Staging()
@@ -128,7 +128,7 @@ class Gpu:
         yield
 
 
-def test_on_a_gpu_copies_begin_where_the_save_did_and_end_before_it_goes_on(
+def test_on_a_gpu_copies_wait_for_the_step_and_end_before_files_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu, kept, state = Gpu(monkeypatch), Staging(), state_of((4, 4))
@@ -141,7 +141,7 @@ def test_on_a_gpu_copies_begin_where_the_save_did_and_end_before_it_goes_on(
     assert gpu.said == [*first, "event on compute", *a_copy]
 
 
-def test_a_copy_that_fails_leaves_no_other_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_a_copy_fails_no_other_copy_is_still_running(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, kept = Gpu(monkeypatch), Staging()
     state = state_of((4, 4), (2,))
     ready = kept.now(state)
@@ -173,14 +173,14 @@ def test_the_savers_thread_takes_the_ranks_device(
 @pytest.mark.parametrize(
     ("every", "steps", "done", "expected"),
     [
-        (500, 20, 0, False),  # a smoke run: the save at its end is not copied
+        (500, 20, 0, False),  # a smoke run, whose only save at the end is not copied
         (500, 501, 0, True),
         (10, 20, 9, True),
         (10, 20, 10, False),
         (0, 20, 0, False),
     ],
 )
-def test_room_is_made_at_the_start_if_a_save_will_be_copied(
+def test_slabs_are_reserved_at_the_start_if_a_save_will_be_copied(
     every: int, steps: int, done: int, expected: bool
 ) -> None:
     config = Config(train=TrainConfig(steps=steps), checkpoint=CheckpointConfig(every=every))
