@@ -52,7 +52,7 @@ def test_sizes_are_those_of_the_last_start_where_they_fit(
     assert (found.tp, found.pp, found.dp) == sizes
 
 
-def test_the_schedule_goes_with_its_stages_and_a_placement_with_all_ranks() -> None:
+def test_the_schedule_is_kept_with_the_same_pp_and_a_placement_with_the_same_sizes() -> None:
     keys = {"tp": 2, "pp": 2, "vpp": 2, "schedule.name": "interleaved", "placement": "tp-cp-pp-dp"}
     there = at_last_start(**keys)
     same = goes_on(there, {})
@@ -76,7 +76,7 @@ def test_given_keys_win_and_keys_of_a_single_start_are_not_inherited() -> None:
     assert goes_on(there, {"init_from": "source@2"}).init_from == "source@2"
 
 
-def test_another_preset_gives_its_section_and_the_same_one_nothing() -> None:
+def test_another_preset_replaces_its_section_and_the_same_one_changes_nothing() -> None:
     there = at_last_start(**{"optim.name": "sgd", "optim.lr": 0.5})
     assert goes_on(there, {}, presets=("optim",)).optim == Config().optim
     there = dataclasses.replace(there, optim=dataclasses.replace(there.optim, name="adamw"))

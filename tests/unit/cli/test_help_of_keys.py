@@ -23,7 +23,7 @@ def test_a_section_lists_all_of_its_keys(capsys: pytest.CaptureFixture[str]) -> 
     assert max(map(len, found.splitlines())) <= 100
 
 
-def test_a_name_that_is_none_is_refused_with_the_nearest(
+def test_an_unknown_name_is_refused_with_the_nearest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["help", "zeor"]) == 2

@@ -44,7 +44,7 @@ def test_a_single_job_composes_once(
     assert (len(times) == 1) == once
 
 
-def test_what_a_job_raises_is_its_own() -> None:
+def test_exceptions_of_a_job_are_passed_on() -> None:
     begun = []
 
     def job(composed: object) -> None:

@@ -17,7 +17,7 @@ def sweep(tmp_path: Path) -> DictConfig:
     return OmegaConf.create({"runs_dir": str(tmp_path / "runs"), "hydra": {"sweep": folder}})
 
 
-def test_folder_of_a_sweep_is_closed_to_others(tmp_path: Path) -> None:
+def test_folder_of_a_sweep_is_private(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / ".multirun"
     for _ in range(2):
         PrivateSweepFolder().on_multirun_start(sweep(tmp_path))

@@ -71,7 +71,7 @@ def test_a_given_output_goes_to_the_backend(backend: list[tuple[str, Tensor, Ten
     assert ran.names == []
 
 
-def test_a_scatter_into_an_output_is_noted_like_any_other(
+def test_a_scatter_into_an_output_is_logged_like_any_other(
     backend: list[tuple[str, Tensor, Tensor]],
 ) -> None:
     noted: list[str] = []

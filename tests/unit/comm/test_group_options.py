@@ -45,7 +45,7 @@ def nics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: NICS)
 
 
-def test_groups_inside_a_domain_take_nvlink_and_others_their_own_rail(nics: None) -> None:
+def test_groups_inside_a_domain_use_nvlink_and_others_their_own_rail(nics: None) -> None:
     interfaces = Interfaces(placement(), "nvl0", "rail*")
     assert interfaces.of_group([0, 1], 0) == "nvl0"
     assert interfaces.of_group([0, 2], 0) == "rail0"
@@ -62,14 +62,14 @@ def test_a_group_over_rails_that_nothing_joins_is_the_systems_choice(nics: None)
     assert Interfaces(apart, None, "rail*").of_group([1, 3], 3) == "rail1"
 
 
-def test_a_kind_without_a_key_is_the_systems_choice(nics: None) -> None:
+def test_a_kind_without_a_key_uses_the_default_interface(nics: None) -> None:
     assert Interfaces(placement(), None, "rail*").of_group([0, 1], 0) is None
     assert Interfaces(placement(), "nvl0", None).of_group([0, 2], 0) is None
     assert Interfaces.of_run(ClusterConfig(), placement()) is None
     assert Interfaces.of_run(ClusterConfig(rail_interface="rail*"), None) is None
 
 
-def test_an_interface_that_is_not_there_is_named_with_those_that_are(nics: None) -> None:
+def test_a_missing_interface_is_named_with_those_that_exist(nics: None) -> None:
     with pytest.raises(UserError, match=r"cluster\.rail_interface=ib\*: host .* eth0, nvl0"):
         Interfaces(placement(), None, "ib*").of_group([0, 2], 0)
 
@@ -100,7 +100,7 @@ class Backend:
         self.options = Options()
 
 
-def test_groups_of_a_models_parts_get_priority_streams_unless_told_otherwise() -> None:
+def test_tp_cp_and_pp_groups_get_priority_streams_by_default() -> None:
     found = {}
     for kind in ("tp", "cp", "pp", "dp", "dp_cp", "embedding"):
         chosen = nccl_options(kind, LaunchConfig(), TIMEOUT, Backend())
@@ -139,7 +139,7 @@ def test_torchs_own_options_take_the_settings() -> None:
     assert made.config.max_ctas == 8
 
 
-def test_settings_of_dp_are_those_of_its_two_levels() -> None:
+def test_settings_of_dp_hold_for_both_of_its_levels() -> None:
     launch = LaunchConfig(nccl_settings=["dp.max_ctas:8"])
     assert nccl_settings("dp_inner", launch) == nccl_settings("dp", launch) == DP_CTAS
     assert nccl_settings("embedding", launch) == DEFAULTS
@@ -262,7 +262,7 @@ def test_a_backend_that_does_not_split_gets_its_groups_one_by_one(
     ],
     ids=str,
 )
-def test_what_is_asked_of_a_kind_reaches_it_also_where_its_ranks_are_the_world(
+def test_settings_of_a_kind_apply_even_if_its_ranks_are_the_world(
     layout: Layout, launch: LaunchConfig, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = Recorded(monkeypatch, ranks=8, rank=5)

@@ -62,7 +62,7 @@ def test_store_of_a_local_run_is_not_reached_from_the_network() -> None:
     store = job_store.serve("127.0.0.1", listening)
     assert store.port == port
     assert listeners(port) == LOOPBACK
-    dist.TCPStore("127.0.0.1", port, wait_for_workers=False)  # it is there
+    dist.TCPStore("127.0.0.1", port, wait_for_workers=False)  # it listens
     if address := address_of_the_network():
         with socket.socket() as client, pytest.raises(ConnectionRefusedError):
             client.connect((address, port))
@@ -107,7 +107,7 @@ def test_rank_0_listens_on_the_address_of_master_addr_alone(launcher: str) -> No
 
 @pytest.mark.usefixtures("by_hand")
 @pytest.mark.parametrize("master", ["our-name", "198.51.100.9"])
-def test_a_name_that_leads_nowhere_useful_is_listened_for_everywhere(
+def test_rank_0_listens_everywhere_if_its_name_has_no_usable_address(
     master: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """On Debian a host's name resolves to 127.0.1.1; or the address is a proxy's."""
@@ -146,7 +146,7 @@ def test_taken_port_of_rank_0_names_its_key() -> None:
 
 
 @pytest.mark.parametrize("agent", ["torchrun", "local"])
-def test_a_restart_does_not_see_that_nccl_failed_before_it(
+def test_a_restart_does_not_see_an_earlier_nccl_failure(
     agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 comes first, and proceeds only after the key is gone."""
@@ -179,7 +179,7 @@ def test_a_restart_does_not_see_that_nccl_failed_before_it(
     assert not store.check(["exception_dump"])
 
 
-def test_two_jobs_at_one_store_do_not_hear_of_each_other(
+def test_two_jobs_at_one_store_do_not_see_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = dist.HashStore()
@@ -224,7 +224,7 @@ def test_without_a_secret_ranks_meet_as_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("by_hand")
-def test_a_rank_that_refuses_before_it_has_a_store_ends_rank_0(tmp_path: Path) -> None:
+def test_a_refusal_before_the_store_exists_reaches_rank_0(tmp_path: Path) -> None:
     port = free_port()
     first = place("localhost", port, "torchrun")
     worker = Worker(0, 0, 2, 2, tmp_path, "torchrun")
@@ -245,7 +245,9 @@ def test_a_rank_that_refuses_before_it_has_a_store_ends_rank_0(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("by_hand")
-def test_a_rank_that_refuses_as_rank_0_does_is_soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusing_rank_does_not_wait_long_for_a_missing_rank_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rendezvous, "TELL_S", 0.2)
     second = dataclasses.replace(place("localhost", free_port()), rank=1)
     tell_rank_0(LaunchConfig(), None, second, UserError("on host n2: no GPU"))

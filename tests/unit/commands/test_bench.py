@@ -87,14 +87,14 @@ def test_no_time_at_all_still_leaves_one_call() -> None:
     assert follow(CallCounts([1.0] * 20, 0.0, 2, 5), [1.0] * 20)[0] == [1] * 20
 
 
-def test_the_slowest_rank_of_each_call_counts_and_of_the_calls_the_median() -> None:
+def test_a_rows_time_is_the_median_over_calls_of_the_slowest_rank() -> None:
     assert slowest_rank([[1.0, 5.0, 2.0], [3.0, 4.0, 9.0]]) == 5.0  # of 3, 5 and 9
 
 
 # --- what is compared ------------------------------------------------------------------------
 
 
-def test_the_groups_of_training_are_measured() -> None:
+def test_rows_cover_the_groups_of_training() -> None:
     dims = [dimensions(Layout(**sizes))[0] for sizes in (
         {"tp": 2, "dp": 2}, {"tp": 2, "cp": 2, "dp": 2}, {"cp": 2, "pp": 2}, {"cp": 4},
     )]  # fmt: skip
@@ -103,7 +103,7 @@ def test_the_groups_of_training_are_measured() -> None:
     ]  # fmt: skip
 
 
-def test_patterns_tell_members_and_places_apart() -> None:
+def test_patterns_distinguish_members_and_positions() -> None:
     assert pattern(2, 3).tolist() == [3, 6, 9]
     assert pattern(0, 3, start=250).tolist() == [251, 1, 2]
     for reduction, expected in (
@@ -158,7 +158,7 @@ def test_a_noisy_fit_prices_neither_too_high_nor_too_low() -> None:
     assert 1.8 < found.typical_factor < 2.2  # half of 4 ** uniform(-1, 1) is within 4 ** 0.5
 
 
-def test_a_fit_needs_two_sizes_and_never_leaves_the_possible() -> None:
+def test_a_fit_needs_two_sizes_and_gives_possible_values() -> None:
     assert fit([MeasuredOperation("all_reduce", 2, 4096, 1e-3)] * 5) is None
     # Large messages are cheaper than small ones: no α and B ≥ 0 explain that.
     odd = fit(
@@ -201,7 +201,9 @@ def judged(seconds: dict[tuple[int, int], float], pairs: list[tuple[int, int]] =
 def test_a_rank_is_slow_when_all_its_pairs_are() -> None:
     of_5 = [pair for pair in PAIRS if 5 in pair]
     assert judged(dict.fromkeys(of_5, 4e-3)) == [(5,)]
-    assert judged(dict.fromkeys(of_5[1:], 4e-3)) == of_5[1:]  # one is fast: the wires are slow
+    assert (
+        judged(dict.fromkeys(of_5[1:], 4e-3)) == of_5[1:]
+    )  # one pair is fast, so the wires are slow
     of_both = [pair for pair in PAIRS if {1, 6} & set(pair)]
     assert judged(dict.fromkeys(of_both, 4e-3)) == [(1,), (6,)]
     assert judged(dict.fromkeys([*of_5, (0, 1)], 4e-3)) == [(5,), (0, 1)]
@@ -272,7 +274,7 @@ def test_preflight_holds_each_group_against_its_price() -> None:
     assert judge([group("dp", (0, 1), 1.0, None)] * 3, 1.5, 1e-4) == []  # no wire, no price
 
 
-def test_on_gpus_a_dimension_far_off_its_price_is_told() -> None:
+def test_on_gpus_a_dimension_far_off_its_price_is_reported() -> None:
     groups = [group("dp", (i, i + 4), 3e-3, 1e-3) for i in range(4)]
     (line,) = off_the_price(groups, 1.5)
     assert "dp groups" in line
@@ -314,7 +316,7 @@ def test_durations_and_sizes_are_short() -> None:
 # --- the configuration -----------------------------------------------------------------------
 
 
-def test_measuring_communication_asks_for_no_model_batch_or_data() -> None:
+def test_bench_comm_needs_no_model_batch_or_data() -> None:
     odd = CommandConfig(tp=3, dp=2, global_batch_size=7, model=ModelConfig(num_layers=1), pp=2)
     with pytest.raises(UserError):
         check_config(odd, 12)

@@ -34,7 +34,7 @@ def test_a_shard_holds_the_parameters_of_a_tensor_rank(tp: int) -> None:
     assert [p.numel for p in shard] == [p.numel for p in rank]
 
 
-def test_tensor_sizes_are_those_that_a_run_allows() -> None:
+def test_calibrated_tp_sizes_are_those_that_a_run_allows() -> None:
     model = ModelConfig(hidden_size=120, num_attention_heads=12, num_query_groups=6, vocab_size=384)
     assert measure.tensor_sizes(model, 12) == [1, 2, 3, 6, 12]
     assert measure.tensor_sizes(model, 4) == [1, 2, 3]

@@ -43,7 +43,7 @@ def test_a_wrong_line_is_refused_with_the_nearest(line: str, parts: list[str]) -
         assert part in sentence
 
 
-def test_words_go_where_they_belong() -> None:
+def test_arguments_reach_their_parameters() -> None:
     line = ["from=hf", "run=a", "model.seq_length=64", "optim=sgd", "+foo.bar=1"]
     given, overrides = parse("checkpoint import", VERBS["import"], line)
     assert given == {"from": "hf", "run": "a"}
@@ -60,7 +60,7 @@ def test_async_is_another_spelling_of_async_save() -> None:
 
 
 @pytest.mark.slow
-def test_help_and_ls_do_without_torch() -> None:
+def test_help_and_ls_import_no_torch() -> None:
     code = (
         "import sys; from parallel3d.cli.command_line import main; "
         "codes = main(['checkpoint', '--help']), main(['checkpoint', 'ls', 'runs_dir=/nowhere']); "

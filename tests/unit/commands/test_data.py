@@ -32,7 +32,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_corpus_is_made_shown_and_proved(
+def test_a_corpus_is_made_shown_and_verified(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = "data tokenize input=a.jsonl tokenizer=tok to=corpora/web workers=1"
@@ -60,7 +60,7 @@ def test_a_corpus_is_made_shown_and_proved(
     assert "DAMAGED" in capsys.readouterr().out
 
 
-def test_a_pair_made_elsewhere_is_shown_with_the_tokenizer_that_is_named(
+def test_a_foreign_pair_is_shown_with_a_given_tokenizer(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = open_tokenizer("tok")
@@ -95,7 +95,7 @@ def test_a_tokenizer_is_trained_as_a_file_or_a_folder(
     assert "exists and is never overwritten" in capsys.readouterr().err
 
 
-def test_a_text_that_gives_fewer_tokens_is_said(
+def test_a_tokenizer_with_fewer_tokens_than_asked_for_is_reported(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert typed(monkeypatch, "data train-tokenizer input=a.jsonl vocab_size=9000 to=t.json") == 0

@@ -181,7 +181,7 @@ def test_activations_of_a_layer_are_those_of_a_hand_count(facts) -> None:
     assert facts["one"]["activations_bytes"] == pytest.approx(expected, rel=0.05)
 
 
-def test_full_recomputation_keeps_a_layers_input_alone(facts) -> None:
+def test_full_recomputation_keeps_only_a_layers_input(facts) -> None:
     unit = 2 * 2 * 512 * 256
     layers, whole = MODEL["num_layers"] * unit, facts["one"]["activations_bytes"]
     one = whole / MODEL["num_layers"]

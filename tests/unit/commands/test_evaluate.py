@@ -154,7 +154,7 @@ def test_figures() -> None:
     ]
 
 
-def test_weights_that_are_no_numbers_are_refused() -> None:
+def test_nan_weights_are_refused() -> None:
     config, groups = Config(model=ModelConfig(num_layers=1), dp=1, run="a"), ProcessGroups.single()
     stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
     with torch.no_grad():

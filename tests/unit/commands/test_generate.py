@@ -85,7 +85,7 @@ def test_cached_logits_are_those_of_the_whole_sequence_in_view(
     assert len(views) > 3
 
 
-def test_several_new_tokens_at_once_are_read_right() -> None:
+def test_several_new_tokens_at_once_give_the_same_logits() -> None:
     decoder, stage = decoder_of(LLAMA)
     tokens = list(range(9))
     decoder.logits(tokens[:4])
@@ -117,7 +117,7 @@ def test_top_k_and_temperature_zero_leave_out_the_rest() -> None:
     assert draws(1, logits, 5, temperature=0.0) == [1] * 5
 
 
-def test_the_prompt_is_taken_as_it_is_typed() -> None:
+def test_the_prompt_is_used_exactly_as_given() -> None:
     words = ["run=a", "prompt=def f(x): # ${y}, '=\n ", "tp=2"]
     assert take_prompt(words) == (["run=a", "tp=2"], "def f(x): # ${y}, '=\n ")
     assert take_prompt(["run=a"]) == (["run=a"], None)

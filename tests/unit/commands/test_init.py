@@ -32,7 +32,7 @@ def test_the_scripts_are_those_of_the_checkout(
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_file_that_is_there_is_not_overwritten_and_nothing_else_is_written(
+def test_an_existing_file_is_not_overwritten_and_nothing_else_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     mine = tmp_path / name

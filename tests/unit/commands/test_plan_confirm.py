@@ -53,7 +53,7 @@ def plays(patch: pytest.MonkeyPatch, peaks: Peaks, usual: float = 50 * GB) -> li
     return asked
 
 
-def test_the_best_rows_have_the_memory_that_was_played(
+def test_the_best_rows_have_the_dry_runs_memory(
     found: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     best = [found.priced.choices[i] for i in found.rows[:3]]
@@ -68,7 +68,7 @@ def test_the_best_rows_have_the_memory_that_was_played(
     assert rows == [DRY_RUN] * 3 + [BOUND] * 7
 
 
-def test_a_row_that_does_not_fit_or_is_refused_makes_place_for_the_next(
+def test_the_next_row_replaces_one_that_does_not_fit_or_is_refused(
     found: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (found.priced.choices[i] for i in found.rows[:2])
@@ -82,7 +82,7 @@ def test_a_row_that_does_not_fit_or_is_refused_makes_place_for_the_next(
     assert {*left[:2]} == {*asked} - {first, second}
 
 
-def test_a_plan_of_which_nothing_is_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_without_any_row_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = {"tp": 1, "pp": 1, "zero": 3, "recompute": "none", "micro_batch_size": 1}
     found = searched(bf16(*WORDS, "dp=16"), fixed | {"dp": 16}, 16)
     plays(monkeypatch, {}, 82 * GB)
@@ -105,7 +105,7 @@ def test_without_time_or_torch_a_line_says_so(found: Plan, monkeypatch: pytest.M
     assert DRY_RUN not in {seen.by(i) for i in seen.rows}
 
 
-def test_the_ranks_that_are_played_are_the_fullest_ones() -> None:
+def test_dry_runs_are_of_the_fullest_ranks() -> None:
     config = bf16(*WORDS, "pp=4", "dp=4", "micro_batch_size=1")
     totals = [peak_memory(config, index).total for index in range(4)]
     assert nearly_fullest(config) == [0] and totals[0] == max(totals)

@@ -106,7 +106,7 @@ def test_a_copy_composes_in_its_folder_and_wins_over_the_packages_own_once_edite
     assert OmegaConf.create("\n".join(said()[0])).dp == 32
 
 
-def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path, said: Lines) -> None:
+def test_an_existing_file_is_never_overwritten(tmp_path: Path, said: Lines) -> None:
     mine = tmp_path / "experiment" / "qwen3_8b.yaml"
     mine.parent.mkdir()
     mine.symlink_to(tmp_path / "elsewhere")  # a dangling link counts as well
@@ -271,7 +271,7 @@ def test_python_refuses_what_a_recipe_leaves_open() -> None:
         (["model.vocab_size=128256"], "data=stdlib (bytes)"),
     ],
 )
-def test_a_large_model_is_told_of_each_default_of_the_small_one(
+def test_a_large_model_reports_each_default_of_the_small_one(
     overrides: list[str], told: str
 ) -> None:
     sentence = toy_defaults(composed(overrides))

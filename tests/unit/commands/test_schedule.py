@@ -55,7 +55,7 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 @pytest.mark.slow
-def test_stages_cost_what_those_of_the_model_do(
+def test_stages_cost_as_much_as_the_models(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The head with its loss makes the last stage's forward longer.
@@ -167,7 +167,7 @@ def test_no_torch_is_imported() -> None:
 
 
 @pytest.mark.parametrize("name", NAMED_SCHEDULES)
-def test_tables_come_back_as_they_were(name: str) -> None:
+def test_tables_survive_a_round_trip(name: str) -> None:
     chunks = 3 if "interleaved" in name else 2 if name in ("zbv", "v_half") else 1
     made = make(name, 3, 7, chunks)
     back = read_table(write_table(made), "t.csv", 3, 7)
@@ -207,7 +207,7 @@ def test_a_table_is_checked(old: str, new: str, sentence: str | None) -> None:
     assert sentence in str(caught.value)
 
 
-def test_a_wide_text_is_shown_whole_in_letters() -> None:
+def test_a_wide_schedule_is_shown_in_full_as_letters() -> None:
     made = make("interleaved_zb", 8, 32, 4)
     timeline = time_orders(made.orders, made.assignment, Costs.even(made.assignment))
     heading, *rows = render_text(timeline, 100).splitlines()

@@ -19,7 +19,7 @@ def test_the_committed_part_is_the_generated_one() -> None:
     assert inside == made["part"](), "put what `python docs/sizes.py` prints between the comments"
 
 
-def test_gpt3_is_what_its_formulas_say() -> None:
+def test_gpt3s_sizes_follow_its_formulas() -> None:
     counted = {part: count for part, _, count in made["rows_of_sizing"](made["gpt3"]())}
     square, layers = 12288**2, 96
     attention, mlp, blocks, embedding, positions, rest, total = counted.values()

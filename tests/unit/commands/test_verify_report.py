@@ -26,6 +26,6 @@ def test_a_step_without_a_token_to_learn_is_compared_too(
 
 
 @pytest.mark.parametrize("key", ["recompute_layers", "offload_layers"])
-def test_one_process_goes_without_numbers_for_each_stage(key: str) -> None:
+def test_one_process_reports_no_numbers_for_stages(key: str) -> None:
     config = compose("pp=2", "recompute=full", f"{key}=[2,1]", "model.num_layers=3")
     assert getattr(single_process(config), key) is None
