@@ -598,7 +598,7 @@ def test_given_values_are_not_replaced_by_derived_ones() -> None:
     assert (checked.num_query_groups, checked.ffn_hidden_size) == (4, 344)
 
 
-def test_something_else_than_a_config_is_refused() -> None:
+def test_an_object_that_is_not_a_config_is_refused() -> None:
     assert "dict is not a Config" in sentence_of({"tp": 2})  # type: ignore[arg-type]
 
 
@@ -624,7 +624,7 @@ def test_a_table_that_cannot_run_is_refused_by_rank_action_and_reason(
 
 @pytest.mark.slow
 def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
-    """Whatever single change a sentence proposes must lead to a configuration that passes."""
+    """Each single change that a sentence proposes must lead to a configuration that passes."""
     followed = 0
     for changes, world_size, _ in BAD:
         sentence = sentence_of(config(**changes), world_size)

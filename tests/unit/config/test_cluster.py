@@ -79,7 +79,7 @@ def test_the_last_domain_and_the_last_unit_may_be_smaller():
         ({"nodes": 2, "world_size": 17}, ["cluster.nodes=2", "17 ranks", "cluster.nodes=3"]),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_nearest_choice(
+def test_sizes_that_do_not_fit_are_refused_with_the_nearest_choice(
     keys: dict[str, Any], said: list[str]
 ):
     text = sentence(**keys)
@@ -168,7 +168,7 @@ def test_overrides_reach_the_cluster():
     assert made.link(LinkClass.SPINE) == Link(50 / 4, 14.6)
 
 
-# --- boxes wired otherwise -------------------------------------------------------------------
+# --- nodes with other wiring -----------------------------------------------------------------
 
 
 def test_rails_and_domains_by_local_index():

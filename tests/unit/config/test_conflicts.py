@@ -60,7 +60,7 @@ def test_each_nearest_setting_ends_the_conflict(row: Conflict) -> None:
         assert not holds(row, with_values(config, {name: value})), spell(name, value)
 
 
-def test_a_sentence_spells_keys_as_they_are_typed() -> None:
+def test_a_sentence_spells_keys_as_on_the_command_line() -> None:
     row = Conflict(
         {"precision.name": Is("fp16"), "zero": Other(0)},
         "{precision.name} cannot meet {zero}",
@@ -72,7 +72,7 @@ def test_a_sentence_spells_keys_as_they_are_typed() -> None:
     assert not row.holds({"precision.name": "fp16", "zero": 0}.__getitem__)
 
 
-def test_of_exclusive_keys_every_pair_is_a_row() -> None:
+def test_every_pair_of_exclusive_keys_is_a_row() -> None:
     rows = exclusive("train.steps", "train.tokens", "train.epochs")
     assert [tuple(row.settings) for row in rows] == [
         ("train.steps", "train.tokens"),

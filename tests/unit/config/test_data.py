@@ -58,7 +58,7 @@ def config(**changes: Any) -> Config:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_refused(changes: dict[str, Any], says: str) -> None:
+def test_settings_that_do_not_fit_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError) as refused:
         check_config(config(**changes), 4)
     assert str(refused.value) == says
@@ -75,5 +75,5 @@ def test_refused(changes: dict[str, Any], says: str) -> None:
     ],
     ids=str,
 )
-def test_accepted(changes: dict[str, Any]) -> None:
+def test_settings_that_fit_are_accepted(changes: dict[str, Any]) -> None:
     assert check_config(config(**changes), 4).dp == 4

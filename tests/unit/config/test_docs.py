@@ -86,6 +86,6 @@ def test_no_key_lacks_a_help_text() -> None:
     assert [key.name for key in all_keys().values() if not key.meta["help"]] == []
 
 
-def test_a_preset_is_described_by_its_first_sentence_also_where_that_runs_on() -> None:
+def test_a_preset_is_described_by_its_first_sentence_even_over_several_lines() -> None:
     row = re.search(r"^\| `cluster=rails_3x2` \| (.+) \|$", configuration_page(), re.MULTILINE)
     assert row is not None and row[1].startswith("Three servers") and row[1].endswith("another.")

@@ -96,7 +96,7 @@ def test_the_command_ends_in_a_sentence_where_hydra_raises(
     assert words[0][:20] in found.text
 
 
-def test_what_an_environment_variable_holds_is_not_repeated(
+def test_the_value_of_an_environment_variable_is_not_printed(
     monkeypatch: pytest.MonkeyPatch, composer: fuzz.Composer
 ) -> None:
     monkeypatch.setenv("KEY_OF_SOMETHING", "5ec4e7")
@@ -129,7 +129,7 @@ def test_no_bug_among_hundreds() -> None:
 
 @pytest.mark.more
 @pytest.mark.slow
-def test_no_bug_among_configurations_that_somebody_makes_in_python() -> None:
+def test_no_bug_among_configurations_made_in_python() -> None:
     for number in range(COUNT // 2):
         values, world_size = by_hand(f"unit-{number}", number)
         found = fuzz.outcome_by_hand(values, world_size)
@@ -164,6 +164,6 @@ def test_a_sentence_is_one_line_that_a_terminal_prints() -> None:
     assert len(readable("x " * 10_000)) <= 2000
 
 
-def test_the_closest_that_fits_is_looked_for_for_a_moment_only() -> None:
+def test_the_search_for_the_nearest_choice_has_a_time_limit() -> None:
     assert closest(7, lambda n: 12 % n == 0, 12) == 6
     assert closest(2**40, lambda n: n == 1, 2**60) is None

@@ -37,7 +37,7 @@ def test_layout_and_launcher_are_free() -> None:
     assert {c.key for c in found if c.is_layout} == {"tp", "pp", "zero", "micro_batch_size"}
 
 
-def test_null_key_of_the_model_is_the_value_that_holds() -> None:
+def test_a_null_key_of_the_model_equals_its_effective_value() -> None:
     null = Config()
     model = null.model
     for key, value in model.in_effect.items():
@@ -90,7 +90,7 @@ def test_model_data_seed_and_optimizer_are_the_run_itself() -> None:
         assert reported(found) == []
 
 
-def test_weights_of_a_blend_are_said_as_they_were_typed() -> None:
+def test_changes_of_a_blend_are_reported_as_they_were_given() -> None:
     old = json.loads(json.dumps(there(Config(data=DataConfig(blend_stages={90: {"a": 1}})))))
     new = DataConfig(blend={"a": 1}, blend_stages={90: {"a": 1}})
     (change,) = changes(old, Config(data=new))
@@ -103,7 +103,7 @@ def test_weights_of_a_blend_are_said_as_they_were_typed() -> None:
     ]
 
 
-def test_momentum_may_change_but_not_come_or_go() -> None:
+def test_momentum_may_change_but_not_be_added_or_removed() -> None:
     found = changes(
         there(Config(optim=OptimConfig(momentum=0.8))), Config(optim=OptimConfig(momentum=0.9))
     )

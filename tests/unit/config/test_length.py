@@ -71,18 +71,18 @@ def test_epochs_become_the_tokens_of_their_samples() -> None:
     assert (train.epochs, train.tokens) == (None, 11 * 64)
 
 
-def test_epochs_of_samples_without_a_number_are_refused() -> None:
+def test_epochs_of_a_source_of_unknown_size_are_refused() -> None:
     with pytest.raises(UserError, match="needs a source of samples"):
         with_length(run_of(epochs=2).train, object())  # type: ignore[arg-type]
 
 
-def test_epochs_are_no_number_of_steps_before_the_data_is_open() -> None:
+def test_the_steps_of_epochs_are_unknown_before_the_data_is_open() -> None:
     config = check_config(dataclasses.replace(run_of(epochs=2), dp=1))
     with pytest.raises(ValueError, match="data is open"):
         _ = config.train_steps
 
 
-def test_batch_sizes_count_as_a_loop_over_the_steps_does() -> None:
+def test_batch_sizes_are_counted_like_a_loop_over_the_steps() -> None:
     overtaken = (0, 20), (3, 1), (5, 7)
     for entries in (((0, 16),), ((0, 3), (10, 5)), ((0, 8), (4, 2), (9, 4)), overtaken):
         sizes, read = BatchSizes(entries), [0]

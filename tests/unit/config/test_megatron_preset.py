@@ -76,11 +76,11 @@ def test_a_flag_has_its_value(flag: str, values: dict[str, Any]) -> None:
     assert values[name] == (FLAGS | DEFAULTS)[flag]
 
 
-def test_flags_of_another_spelling_and_the_shape_of_a_gpt(values: dict[str, Any]) -> None:
+def test_differently_spelled_flags_and_the_shape_of_a_gpt(values: dict[str, Any]) -> None:
     shape = {
         "model.position_embedding": "learned",
         "model.norm": "layernorm",
-        "model.activation": "gelu_tanh",  # what its fused bias and GELU compute
+        "model.activation": "gelu_tanh",  # the GELU of its fused bias and GELU kernel
         "model.bias": True,
         "model.tie_embeddings": True,
         "model.num_query_groups": 16,
@@ -91,7 +91,7 @@ def test_flags_of_another_spelling_and_the_shape_of_a_gpt(values: dict[str, Any]
     assert {name: values[name] for name in wanted} == wanted
 
 
-def test_the_line_with_sequence_parallel_changes_that_and_recomputation_alone(
+def test_the_line_with_sequence_parallel_changes_only_sp_and_recompute(
     values: dict[str, Any],
 ) -> None:
     page = (Path(__file__).parents[3] / "docs" / "megatron_345m.md").read_text("utf-8")

@@ -1,7 +1,7 @@
 """300 bad configurations are refused with the keys, values and remedies that they always had.
 
 `refusals.json` has them, with the settings that the sentence of an earlier version named. Better
-words are fine; a key, a value or a nearest choice that is no longer told is not.
+words are fine, but no key, value or nearest choice may disappear.
 """
 
 from __future__ import annotations

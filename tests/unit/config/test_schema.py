@@ -58,7 +58,7 @@ def test_micro_batches_need_the_data_parallel_size() -> None:
         _ = Config().num_microbatches
 
 
-def test_the_schema_survives_omegaconf_there_and_back() -> None:
+def test_the_schema_survives_a_round_trip_through_omegaconf() -> None:
     assert OmegaConf.to_object(OmegaConf.structured(Config)) == Config()
 
 

@@ -27,7 +27,7 @@ from tests.unit.context_parallel.test_split import starts_of
 pytestmark = pytest.mark.slow
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
-# Lengths of documents in samples of 61: of one token, odd ones, one over all ranks, and equal ones.
+# Lengths of documents in samples of 61: one token, odd, over all ranks, and equal lengths.
 PACKS = [[61], [1, 1, 1, 7, 51], [30, 31], [5, 24, 1, 24, 7], [8] * 7 + [5]]
 
 
@@ -101,7 +101,7 @@ def random_inputs(
 @pytest.mark.parametrize("kernel", [AUTO, MATH])
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_attend_as_one(size: int, ring: bool, kernel: str) -> None:
+def test_all_ranks_together_attend_like_one_process(size: int, ring: bool, kernel: str) -> None:
     for balanced in (False, True):
         split = SequenceSplit(61, size, balanced=balanced, ring=ring)
         inputs = random_inputs(split.padded, len(PACKS), torch.float64)
@@ -111,7 +111,7 @@ def test_ranks_attend_as_one(size: int, ring: bool, kernel: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_merging_weighs_parts_by_their_sums() -> None:
+def test_merging_weights_parts_by_their_sums_of_exponentials() -> None:
     scores, values = torch.randn(2, 7, 10).double() * 30, torch.randn(10, 4).double()
     out, sums = scores[..., :3].softmax(-1) @ values[:3], scores[..., :3].logsumexp(-1)
     part = scores[..., 3:].softmax(-1) @ values[3:], scores[..., 3:].logsumexp(-1)

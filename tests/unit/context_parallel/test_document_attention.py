@@ -60,7 +60,7 @@ def both(run: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_token_reads_its_document_alone(dtype: torch.dtype) -> None:
+def test_a_token_attends_only_within_its_document(dtype: torch.dtype) -> None:
     inputs, seen = leaves(len(PACKS), 3, LENGTH, 8, dtype=dtype), square(PACKS, LENGTH)
     grad = torch.randn(len(PACKS), 3, LENGTH, 8, dtype=torch.float64)
     found = documents()
@@ -102,7 +102,7 @@ def test_one_document_has_the_bits_of_attention_without_documents() -> None:
         )
 
 
-def test_dropout_s_way_to_attend_reads_the_same() -> None:
+def test_the_formula_for_dropout_attends_within_documents_too() -> None:
     qkv = torch.randn(len(PACKS), LENGTH, 8 * 8, dtype=torch.float64)
     nothing, numbers = Dropout(1, "a", 0.0), torch.arange(len(PACKS))
     found = documents()
@@ -150,7 +150,7 @@ def test_gradients_may_come_in_any_layout() -> None:
         (NotImplementedError("Could not run 'aten::_flash_attention_forward'"), False),
     ],
 )
-def test_only_what_tells_of_the_kernel_is_kept(
+def test_only_definite_answers_about_the_kernel_are_cached(
     monkeypatch: pytest.MonkeyPatch, error: Exception, has: bool | None
 ) -> None:
     def kernel(*args: object) -> None:

@@ -63,7 +63,7 @@ def test_token_count_without_masks_does_not_read_the_data() -> None:
     assert source(False).masks is False
 
 
-def test_token_count_reads_a_source_that_says_nothing_about_masks() -> None:
+def test_token_count_reads_a_source_that_does_not_declare_its_masks() -> None:
     class Half:
         def sample(self, i: int) -> Sample:
             return Sample(np.zeros(SEQ + 1, dtype=np.int64), np.arange(SEQ) < i)
@@ -79,7 +79,7 @@ def test_tensors_have_the_promised_types_and_are_contiguous() -> None:
     assert all(t.shape == (2, SEQ) and t.is_contiguous() for t in batch[:3])
 
 
-def test_micro_batches_know_the_numbers_of_their_samples() -> None:
+def test_micro_batches_hold_the_indices_of_their_samples() -> None:
     batch = Batches(source(True), 2, 3, 1, "cpu").micro_batch(48, 2)
     assert batch.samples.tolist() == [58, 59]
 
@@ -112,7 +112,7 @@ def test_every_stage_is_told_of_the_documents(reads: bool) -> None:
     assert len({int(batch.documents.blocks.table[0, 0, 0]) for batch in found}) > 1
 
 
-def test_a_sample_that_says_nothing_of_documents_is_one() -> None:
+def test_a_sample_without_starts_is_one_document() -> None:
     class Plain:
         def sample(self, i: int) -> Sample:
             return Sample(np.zeros(SEQ + 1, dtype=np.int64), np.ones(SEQ, dtype=bool))
@@ -125,7 +125,7 @@ def test_a_sample_that_says_nothing_of_documents_is_one() -> None:
 @pytest.mark.parametrize(
     "starts", [[0, 0, 1, 1], [1, 1, 2, 3], [0, 0, 2, 0], [0, 0, 3, 3], [0, 0, 0]]
 )
-def test_starts_at_which_no_document_begins_are_refused(starts: list[int]) -> None:
+def test_impossible_starts_of_documents_are_refused(starts: list[int]) -> None:
     class Wrong:
         def sample(self, i: int) -> Sample:
             tokens, mask = np.zeros(5, dtype=np.int64), np.ones(4, dtype=bool)

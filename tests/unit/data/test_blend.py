@@ -56,7 +56,7 @@ def order(data: DataConfig, samples: int, seed: int = 1, first: int = 0) -> list
 
 
 class Numbers:
-    """A data set whose samples are their own numbers."""
+    """A data set in which sample i is the number i."""
 
     seq_length, windows, masks = SEQ, 10, False
 
@@ -64,7 +64,7 @@ class Numbers:
         return i
 
 
-def test_stages_go_on_where_each_part_stood_and_share_as_the_oracle_does() -> None:
+def test_stages_continue_each_part_and_share_like_the_oracle() -> None:
     stages = [
         WeightPeriod(0, {0: 7, 1: 2, 2: 1}),
         WeightPeriod(37, {1: 1, 3: 1}),
@@ -84,14 +84,14 @@ def test_stages_go_on_where_each_part_stood_and_share_as_the_oracle_does() -> No
         assert blended.counts(samples) == [counted[part] for part in range(4)]
 
 
-def test_of_stages_that_begin_at_the_same_sample_the_last_counts(corpora: Path) -> None:
+def test_the_last_of_several_stages_at_the_same_sample_counts(corpora: Path) -> None:
     stages = open_corpus(blend_of(WEIGHTS, {1: {"web": 1}, 9: {"math": 2}}), SEQ).stages
     assert [stage.first for stage in stages] == [0, 1]
     usual = open_corpus(blend_of(WEIGHTS, {16: {"math": 7}}), SEQ)
     assert stages == usual.stages
 
 
-def test_each_part_has_its_share_and_its_own_order_whole_epoch_after_epoch(corpora: Path) -> None:
+def test_each_part_has_its_share_and_a_permutation_per_epoch(corpora: Path) -> None:
     data = blend_of(WEIGHTS)
     blend = open_corpus(data, SEQ)
     source = sources_of(blend, config_of(data)).train
@@ -109,7 +109,7 @@ def test_each_part_has_its_share_and_its_own_order_whole_epoch_after_epoch(corpo
         assert had["epochs"] == round(had["tokens"] / SEQ / part.windows, 4)
 
 
-def test_order_does_not_hang_on_names_places_scale_or_the_line_that_was_typed(
+def test_order_does_not_depend_on_names_paths_scale_or_spelling(
     corpora: Path,
 ) -> None:
     usual = order(blend_of(WEIGHTS), 200)
@@ -120,7 +120,7 @@ def test_order_does_not_hang_on_names_places_scale_or_the_line_that_was_typed(
     assert order(blend_of({"zebra": 0.7, "code": 0.2, "books": 0.1}), 200, seed=2) != usual
 
 
-def test_the_word_tokens_weighs_a_part_by_its_own(corpora: Path) -> None:
+def test_the_weight_tokens_is_the_parts_number_of_tokens(corpora: Path) -> None:
     data = blend_of({"web": "tokens", "code": "tokens"})
     blend = open_corpus(data, SEQ)
     (stage,) = blend.stages
@@ -130,7 +130,7 @@ def test_the_word_tokens_weighs_a_part_by_its_own(corpora: Path) -> None:
     assert sum(counted.stages[0].weights.values()) > 0
 
 
-def test_held_out_samples_are_the_tails_of_the_parts_the_heaviest_first(corpora: Path) -> None:
+def test_held_out_samples_are_the_ends_of_the_parts_heaviest_first(corpora: Path) -> None:
     data = blend_of(WEIGHTS, {800: {"math": 1}}, held_out_sets=3)
     blend = open_corpus(data, SEQ)
     sources = sources_of(blend, config_of(data))
@@ -179,7 +179,7 @@ def refused(data: DataConfig, **more: Any) -> str:
     return str(raised.value)
 
 
-def test_a_part_too_small_for_its_share_is_said_with_its_epochs(corpora: Path) -> None:
+def test_a_part_too_small_for_its_share_is_reported_with_its_epochs(corpora: Path) -> None:
     data = blend_of({"web": 1, "books": 1})
     windows = {c.name: (len(c.train) - 1) // SEQ for c in open_corpus(data, SEQ).corpora}
     assert check_data(data, SEQ, samples=7 * windows["web"]) == []
@@ -192,7 +192,7 @@ def test_a_part_too_small_for_its_share_is_said_with_its_epochs(corpora: Path) -
     )
 
 
-def test_a_blend_that_cannot_be_is_refused(corpora: Path) -> None:
+def test_an_impossible_blend_is_refused(corpora: Path) -> None:
     pair(corpora / "small", 9, documents=1)
     pair(corpora / "foreign", 10, tokenizer="0123456789abcdef")
     pair(corpora / "wide", 11, vocab_size=512)

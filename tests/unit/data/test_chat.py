@@ -71,7 +71,7 @@ def reader(path: Path) -> Reader:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("talk", TALKS)
-def test_tokens_and_the_assistants_share_are_those_of_transformers(
+def test_tokens_and_labels_are_those_of_transformers(
     tmp_path: Path, template: str, talk: list[tuple[str, str]]
 ) -> None:
     path = home(tmp_path, TEMPLATES[template])
@@ -90,7 +90,7 @@ def bare(template: str) -> str:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("talk", TALKS)
-def test_without_tags_the_same_is_learned(
+def test_without_tags_the_same_tokens_are_learned(
     tmp_path: Path, template: str, talk: list[tuple[str, str]]
 ) -> None:
     path = home(tmp_path, bare(template))
@@ -135,7 +135,9 @@ def test_a_message_that_spells_special_tokens_cannot_end_its_turn(tmp_path: Path
         (row([("system", "a"), ("assistant", "b")]), "no system here"),
     ],
 )
-def test_a_row_that_is_no_conversation_says_why(tmp_path: Path, given: Any, words: str) -> None:
+def test_an_invalid_conversation_is_refused_with_the_reason(
+    tmp_path: Path, given: Any, words: str
+) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}"
     path = home(tmp_path, f"{template}{{% endif %}}{TEMPLATES['chatml']}")
     with pytest.raises(Refused, match=words):
@@ -209,9 +211,7 @@ ROWS = [row([*TALKS[i % 4], ("user", f"q{i}"), ("assistant", f"a{i}")]) for i in
 
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
-def test_every_conversation_is_learned_once_an_epoch_where_the_assistant_speaks(
-    tmp_path: Path, packing: str
-) -> None:
+def test_every_assistant_turn_is_learned_once_an_epoch(tmp_path: Path, packing: str) -> None:
     given = data(tmp_path, ROWS, packing=packing, document_mask=packing == "best_fit")
     train, valid = samples(given, 200)
     read = [reader(Path(given.tokenizer)).read(each) for each in ROWS]
@@ -231,7 +231,7 @@ def test_every_conversation_is_learned_once_an_epoch_where_the_assistant_speaks(
     assert learned == expected, "the labels of all that is learned are what the assistant said"
 
 
-def test_the_epochs_of_padded_conversations_are_one_a_sample(tmp_path: Path) -> None:
+def test_an_epoch_of_padded_conversations_has_one_sample_each(tmp_path: Path) -> None:
     train, valid = samples(data(tmp_path, ROWS), 200)
     assert train.windows + valid.windows == len(ROWS)
     first = {tuple(train.sample(i).tokens) for i in range(train.windows)}
@@ -277,9 +277,7 @@ FIRST = row([("assistant", "a"), ("user", "x" * 300)])  # its last piece has non
 
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
-def test_pieces_in_which_the_assistant_says_nothing_are_no_samples(
-    tmp_path: Path, packing: str
-) -> None:
+def test_pieces_without_assistant_words_are_left_out(tmp_path: Path, packing: str) -> None:
     kwargs = {"packing": packing, "document_mask": packing == "best_fit", "cut_documents": True}
     given = data(tmp_path, [LONG, FIRST, *ROWS[:4], LONG], **kwargs)
     with heard() as said:
@@ -319,9 +317,7 @@ def test_a_held_out_part_in_which_the_assistant_says_nothing_is_refused(tmp_path
 
 
 @pytest.mark.slow
-def test_a_row_that_is_no_row_or_that_cannot_be_encoded_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_row_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = data(tmp_path, [*ROWS, row([("user", PANIC), ("assistant", "a")])])
     (tmp_path / "tok" / "tokenizer.json").write_text(panicking())
     with pytest.raises(UserError, match=r"chat.jsonl:21 cannot be encoded by its tokenizer \(Onig"):
@@ -386,7 +382,7 @@ def test_bad_rows_are_no_json_too_long_or_without_words_to_learn(
     assert ": 5 of 25 rows are left out by" in sentence
 
 
-def test_keys_that_are_not_read_are_told(tmp_path: Path) -> None:
+def test_keys_that_are_not_read_are_counted(tmp_path: Path) -> None:
     given = data(tmp_path, [{**ROWS[0], "id": 1}, *({**each, "source": "a"} for each in ROWS[1:])])
     assert open_corpus(given, 200).told == (
         f"data.path={given.path}: keys not read: source (19 rows), id (1 row)",

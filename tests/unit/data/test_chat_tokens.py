@@ -218,7 +218,7 @@ def compared(path: Path, kind: str, with_turns: bool, rows: int, seed: int) -> t
 @pytest.mark.slow
 @pytest.mark.parametrize("with_turns", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_tokenizer_makes_the_tokens_of_transformers(
+def test_every_kind_of_tokenizer_gives_the_tokens_of_transformers(
     tmp_path: Path, kind: str, with_turns: bool
 ) -> None:
     tagged, told = compared(tmp_path, kind, with_turns, rows=8, seed=1)
@@ -274,7 +274,7 @@ def test_special_tokens_that_messages_spell_out_are_text(tmp_path: Path, kind: s
     spelling(tmp_path, kind, rows=6, seed=2)
 
 
-def test_a_special_token_that_is_a_piece_of_the_model_is_refused_where_it_is_spelled_out(
+def test_a_spelled_out_special_token_is_refused_if_it_is_a_piece_of_the_model(
     tmp_path: Path,
 ) -> None:
     """SentencePiece's Unigram would make the special token from it, also as text."""
@@ -340,7 +340,7 @@ def test_a_token_across_the_beginning_of_an_answer_is_learned(tmp_path: Path, ta
 @pytest.mark.parametrize(
     ("before", "content", "learned"), [("A: ", " b", ["Ġ", "b"]), ("A:", "b ", ["b", "Ġ"])]
 )
-def test_blanks_belong_where_they_stand(
+def test_blanks_belong_to_the_turn_they_are_in(
     tmp_path: Path, before: str, content: str, learned: list[str]
 ) -> None:
     """A byte-level tokenizer may leave blanks out of its tokens' offsets (`trim_offsets`)."""
@@ -373,7 +373,7 @@ def test_tags_within_a_macro_are_found(tmp_path: Path) -> None:
         reader(home(tmp_path / "b", made("byte_level", False), cut)).read(rows)
 
 
-def test_a_template_is_given_what_transformers_gives_it(tmp_path: Path) -> None:
+def test_a_template_gets_the_same_variables_as_in_transformers(tmp_path: Path) -> None:
     template = (
         "{{ documents is defined }}{{ tools | tojson(separators=(',', ':'), sort_keys=true) }}"
     )
@@ -398,7 +398,7 @@ def test_half_of_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("places", [[(0, 0), (0, 0)], [(1, 2), (0, 1)], [(0, 1), (1, 9)]])
-def test_a_tokenizer_that_does_not_tell_where_its_tokens_stand_is_refused(
+def test_a_tokenizer_without_offsets_is_refused(
     tmp_path: Path, places: list[tuple[int, int]]
 ) -> None:
     tokenizer = open_tokenizer(str(home(tmp_path, made("byte_level", True), "")))
