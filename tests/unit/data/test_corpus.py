@@ -81,7 +81,7 @@ def test_every_byte_of_every_document_is_packed_and_ended(tmp_path: Path) -> Non
     assert corpus.train[:3].dtype == np.uint16 and not corpus.train[:3].flags.writeable
 
 
-def test_order_and_fingerprint_depend_on_names_and_text_alone(tmp_path: Path) -> None:
+def test_order_and_fingerprint_depend_only_on_names_and_text(tmp_path: Path) -> None:
     names = [f"f{i}" for i in range(12)]
     for folder, order in (("a", names), ("b", names[::-1])):
         for name in order:
@@ -166,7 +166,7 @@ def test_the_check_imports_neither_torch_nor_the_configuration() -> None:
 # ---- the cache
 
 
-def test_cache_is_built_once_privately_and_again_for_changed_text(tmp_path: Path) -> None:
+def test_the_private_cache_is_built_once_and_again_for_changed_text(tmp_path: Path) -> None:
     path = write(tmp_path / "t.txt", b"abc" * 100)
     with heard() as reports:
         for _ in range(2):
@@ -273,7 +273,9 @@ def build_and_die(data: DataConfig) -> None:
 
 
 @pytest.mark.slow
-def test_a_crashed_builder_does_not_block_the_next_and_its_leftovers_go(tmp_path: Path) -> None:
+def test_a_crashed_builder_does_not_block_the_next_and_its_leftovers_are_removed(
+    tmp_path: Path,
+) -> None:
     data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
     process = SPAWN.Process(target=build_and_die, args=(data,))
     process.start()
@@ -379,7 +381,7 @@ def test_cache_of_root_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert reports == []
 
 
-def test_cache_is_ours_where_the_file_system_has_no_owners_and_no_modes(
+def test_a_cache_is_accepted_on_a_file_system_without_owners_and_modes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
@@ -405,7 +407,7 @@ def test_other_bytes_of_the_same_size_and_time_are_other_text(tmp_path: Path) ->
     assert documents_of(open_corpus(text(tmp_path, path), 20)) == [b"uvw" * 100]
 
 
-def test_a_glob_goes_once_round_folders_that_link_to_themselves(tmp_path: Path) -> None:
+def test_a_glob_visits_folders_that_link_to_themselves_once(tmp_path: Path) -> None:
     root = tmp_path / "t"
     for name in ("a.txt", "b.md", "sub/c.txt", "sub/deep/d.txt"):
         write(root / name, name.encode() * 9)
@@ -423,7 +425,7 @@ def test_a_glob_goes_once_round_folders_that_link_to_themselves(tmp_path: Path) 
     assert "matches no file" in refused(text(tmp_path, f"{root}/**/*.tex"))
 
 
-def test_a_cache_that_is_cut_short_in_use_is_an_error_and_no_bus_error(tmp_path: Path) -> None:
+def test_a_cache_that_is_truncated_in_use_is_an_error_and_not_a_bus_error(tmp_path: Path) -> None:
     content = letters(0, 100_000)
     corpus = open_corpus(text(tmp_path, write(tmp_path / "t.txt", content)), 20)
     assert np.array_equal(corpus.valid[:9], stream(corpus)[len(corpus.train) :][:9])
@@ -494,7 +496,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_too_short_text_names_what_is_there_and_what_would_fit(tmp_path: Path, count: int) -> None:
+def test_too_short_text_names_its_size_and_a_length_that_fits(tmp_path: Path, count: int) -> None:
     for i in range(count):
         write(tmp_path / "t" / f"{i}", b"x" * 50)
     tokens = 51 * count

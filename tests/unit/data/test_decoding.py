@@ -56,7 +56,7 @@ def test_pieces_are_whole_characters_and_make_the_text(
         assert len([piece for piece in said if piece]) > 3, "it came all at once"
 
 
-def test_tokens_without_sense_make_the_text_that_they_make_at_once(
+def test_random_tokens_give_the_same_text_one_by_one_as_all_at_once(
     tokenizer: AnyTokenizer,
 ) -> None:
     """The text is equal except for replacement characters, and for a tokenizer that changes earlier
@@ -83,7 +83,7 @@ def test_a_prompt_may_spell_special_tokens_and_they_are_not_shown(tmp_path: Path
     assert pieces(tokenizer, b"a", [tokenizer.eot]) == ["a", "", ""]
 
 
-def test_what_the_tokenizer_puts_first_begins_a_prompt(tmp_path: Path) -> None:
+def test_the_tokenizers_prefix_begins_a_prompt(tmp_path: Path) -> None:
     content = json.loads(trained(320, (END, "<s>")))
     first = {"Sequence": {"id": "A", "type_id": 0}}
     content["post_processor"] = {

@@ -109,7 +109,7 @@ def test_documents_of_several_sentences_begin_with_the_first(tmp_path: Path) -> 
     assert corpus.documents == 5 and corpus.starts(0, 7).tolist() == [0, 3, 4]
 
 
-def test_many_documents_are_found_as_a_plain_sum_finds_them(tmp_path: Path) -> None:
+def test_many_documents_are_found_where_a_plain_sum_says(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(0, 9, 20_000)
     tokens = np.arange(lengths.sum()) % 60_000
     with IndexedWriter(tmp_path / "p", np.dtype("<u2")) as writer:
@@ -123,7 +123,7 @@ def test_many_documents_are_found_as_a_plain_sum_finds_them(tmp_path: Path) -> N
     corpus.check_all()
 
 
-def test_ours_is_byte_for_byte_what_megatron_writes(pair: Path, tmp_path: Path) -> None:
+def test_our_files_are_byte_for_byte_megatrons(pair: Path, tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "ours", np.dtype("<u2")) as writer:
         for document in DOCUMENTS[:3]:
             writer.add(np.array(document, np.int64))
@@ -133,14 +133,14 @@ def test_ours_is_byte_for_byte_what_megatron_writes(pair: Path, tmp_path: Path) 
     assert sorted(os.listdir(tmp_path)) == ["ours.bin", "ours.idx", "pair.bin", "pair.idx"]
 
 
-def test_a_pair_that_was_not_closed_is_not_there(tmp_path: Path) -> None:
+def test_a_pair_that_was_not_closed_does_not_appear(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "p", np.dtype("<u2")) as writer:
         writer.add(np.array([1]))
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == []
 
 
-def test_a_pair_takes_the_place_of_an_older_one(pair: Path) -> None:
+def test_a_pair_replaces_an_older_one(pair: Path) -> None:
     with IndexedWriter(pair, np.dtype("<u2")) as writer:
         writer.add(np.array([3]))
     assert stream(IndexedCorpus(pair)) == [3]
@@ -154,7 +154,7 @@ def test_a_pair_takes_the_place_of_an_older_one(pair: Path) -> None:
         ([1], [2], "lengths"),
     ],
 )
-def test_what_the_type_cannot_hold_is_refused(
+def test_tokens_beyond_the_integer_type_are_refused(
     tmp_path: Path, tokens: list[int], lengths: list[int], words: str
 ) -> None:
     writer = IndexedWriter(tmp_path / "p", np.dtype("<u2"))
@@ -245,13 +245,13 @@ def test_a_file_that_is_not_a_corpus_pair_is_refused(
         IndexedCorpus(pair)
 
 
-def test_a_pipe_is_no_pair_and_is_not_waited_for(pair: Path) -> None:
+def test_a_pipe_is_refused_without_waiting(pair: Path) -> None:
     os.unlink(f"{pair}.idx")
     os.mkfifo(f"{pair}.idx")
     assert "is not a regular file" in refused(pair)
 
 
-def test_damage_between_the_places_that_opening_looks_at_is_found_where_it_is_read(
+def test_damage_that_opening_does_not_see_is_found_when_it_is_read(
     tmp_path: Path,
 ) -> None:
     with IndexedWriter(tmp_path / "p", np.dtype("<u2")) as writer:
@@ -264,7 +264,7 @@ def test_damage_between_the_places_that_opening_looks_at_is_found_where_it_is_re
             look()
 
 
-def test_tokens_cut_off_while_they_are_in_use_are_an_error_not_a_signal(pair: Path) -> None:
+def test_tokens_truncated_in_use_are_an_error_not_a_signal(pair: Path) -> None:
     corpus = IndexedCorpus(pair)
     os.truncate(f"{pair}.bin", 4)
     with pytest.raises(OSError, match="cut short while it was in use"):

@@ -61,7 +61,7 @@ def test_a_million_samples_are_shared_out_as_the_oracle_does(seed: int) -> None:
         assert owner == expected[slot] and before == np.count_nonzero(expected[:slot] == owner)
 
 
-def test_far_slots_are_counted_as_they_are_shared_out() -> None:
+def test_counts_at_far_slots_equal_counts_of_the_sequence() -> None:
     weights = random_weights(Random(1), 2000)
     shares, far = Shares(weights), 10**12 + 7
     counts = shares.counts(far)
@@ -73,14 +73,14 @@ def test_far_slots_are_counted_as_they_are_shared_out() -> None:
     assert counts == shares.counts(far + 200)
 
 
-def test_weights_as_typed_become_the_smallest_whole_numbers() -> None:
+def test_weights_become_the_smallest_integers() -> None:
     typed = [Fraction("0.7"), Fraction("0.2"), Fraction("0.1")]
     assert whole_weights(typed) == [7, 2, 1] == whole_weights([w * 30 for w in typed])
     assert whole_weights([Fraction(1, 3), Fraction(1)]) == [1, 3]
 
 
 @pytest.mark.parametrize("weights", [[], [0], [3, -1]])
-def test_weights_that_share_nothing_are_refused(weights: list[int]) -> None:
+def test_weights_without_any_share_are_refused(weights: list[int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Shares(weights)
 

@@ -69,7 +69,9 @@ def test_every_layout_reads_the_same_samples_in_the_same_order(source: SampleSou
             assert all(map(torch.equal, found, expected)), (dp, size, first)
 
 
-def test_a_run_that_changes_its_layout_at_every_step_reads_on(source: SampleSource) -> None:
+def test_a_run_that_changes_its_layout_at_every_step_reads_the_same_samples(
+    source: SampleSource,
+) -> None:
     consumed = 0
     for first, (dp, size) in enumerate(islice(cycle(LAYOUTS), STEPS)):
         expected = step(source, first * BATCH, 1, 1)

@@ -39,7 +39,7 @@ def fills(lengths: list[int], room: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_packs_are_as_full_as_document_after_document_makes_them(seed: int) -> None:
+def test_packs_are_as_full_as_by_placing_documents_one_by_one(seed: int) -> None:
     random = np.random.default_rng(seed)
     room, count = int(random.integers(1, 60)), int(random.integers(0, 200))
     lengths = random.integers(1, room + 1, count)
@@ -51,7 +51,7 @@ def test_packs_are_as_full_as_document_after_document_makes_them(seed: int) -> N
     assert sorted(int(lengths[pack].sum()) for pack in made) == fills(lengths.tolist(), room)
 
 
-def test_documents_that_do_not_fit_are_no_work_for_the_packer() -> None:
+def test_many_documents_that_do_not_fit_are_packed_quickly() -> None:
     with pytest.raises(ValueError, match="1 to 9 tokens for 8"):
         best_fit(np.array([1, 9]), 8)
 
@@ -111,7 +111,7 @@ def test_an_epoch_has_each_document_once_and_whole(data: DataConfig) -> None:
     assert source.windows <= 1.1 * sum(len(d) * n for d, n in whole.items()) / (SEQ + 1) + 1
 
 
-def test_text_that_no_index_describes_is_packed_at_its_ends(tmp_path: Path) -> None:
+def test_text_without_an_index_is_split_at_its_end_tokens(tmp_path: Path) -> None:
     for name in range(40):
         (tmp_path / f"{name}.txt").write_text("x" * (name % 25 + 1))
     data = DataConfig(
@@ -186,7 +186,7 @@ def test_a_kill_leaves_no_half_plan_and_the_next_makes_the_same(data: DataConfig
     assert {path.name: path.read_bytes() for path in cache.glob("*.packs")} == after
 
 
-def test_of_several_that_come_at_once_one_makes_the_plan(tmp_path: Path) -> None:
+def test_one_of_several_processes_makes_the_plan(tmp_path: Path) -> None:
     made = multiprocessing.get_context("fork").Value("i", 0)
     begins = np.arange(0, 3000, 10)
 

@@ -59,7 +59,7 @@ def test_the_next_step_is_read_while_this_one_is_taken() -> None:
     assert threading.get_ident() not in source.threads
 
 
-def test_no_more_is_held_than_this_step_and_the_next() -> None:
+def test_at_most_this_step_and_the_next_are_held() -> None:
     source = Numbered()
     ahead = ReadAhead(source, 0, 4, 4)
     for first in range(0, 400, 4):
@@ -72,7 +72,7 @@ def test_no_more_is_held_than_this_step_and_the_next() -> None:
     assert max(source.read) < 400 + 8 and sorted(source.read) == list(range(len(source.read)))
 
 
-def test_a_run_that_jumps_reads_where_it_is() -> None:
+def test_a_run_that_jumps_reads_from_its_new_position() -> None:
     source = Numbered()
     ahead = ReadAhead(source, 0, 2, 2)
     for first in (0, 2, 100, 102, 4, 4, 6):
@@ -80,7 +80,7 @@ def test_a_run_that_jumps_reads_where_it_is() -> None:
         assert [int(ahead.sample(first + k).tokens[0]) for k in (0, 1)] == [first, first + 1]
 
 
-def test_a_sample_that_nobody_wanted_is_read_at_once() -> None:
+def test_a_sample_that_was_not_read_ahead_is_read_at_once() -> None:
     source = Numbered()
     ahead = ReadAhead(source, 0, 2, 2)
     assert ahead.sample(50).tokens[0] == 50
@@ -90,7 +90,7 @@ def test_a_sample_that_nobody_wanted_is_read_at_once() -> None:
     assert ahead.sample(1).tokens[0] == 1
 
 
-def test_an_error_is_raised_where_the_sample_is_taken_and_not_before() -> None:
+def test_an_error_is_raised_when_the_sample_is_taken_and_not_before() -> None:
     source = Numbered()
     source.bad = {3}
     ahead = ReadAhead(source, 0, 2, 2)
@@ -105,7 +105,7 @@ def test_an_error_is_raised_where_the_sample_is_taken_and_not_before() -> None:
     assert ahead.sample(4).tokens[0] == 4
 
 
-def test_the_thread_ends_with_who_reads() -> None:
+def test_the_thread_ends_with_its_reader() -> None:
     before = set(threading.enumerate())
     ahead = ReadAhead(Numbered(), 0, 2, 2)
     ahead.step(0)

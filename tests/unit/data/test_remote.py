@@ -49,7 +49,7 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    """memory://web.bin, .idx and .json, in blocks of a thousand bytes and with ETags."""
+    """Serves memory://web.bin, .idx and .json, in blocks of a thousand bytes and with ETags."""
     served, plain, info = Served(), MemoryFileSystem.cat_file, MemoryFileSystem.info
     monkeypatch.setattr(remote, "BLOCK", BLOCK)
     monkeypatch.setattr(remote, "PAUSES_S", (0.0, 0.0))
@@ -82,7 +82,7 @@ def samples(data: DataConfig) -> list[bytes]:
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_a_pair_elsewhere_gives_the_samples_of_the_one_here(
+def test_a_remote_pair_gives_the_samples_of_the_local_one(
     served: Served, tmp_path: Path, packing: str
 ) -> None:
     more = {"packing": packing, "cut_documents": True}
@@ -94,7 +94,7 @@ def test_a_pair_elsewhere_gives_the_samples_of_the_one_here(
     assert samples(data_of(tmp_path, **more)) == usual and Counter(served.asked) == fetched
 
 
-def test_a_block_that_is_damaged_here_is_fetched_again(served: Served, tmp_path: Path) -> None:
+def test_a_damaged_block_in_the_cache_is_fetched_again(served: Served, tmp_path: Path) -> None:
     usual = samples(data_of(tmp_path))
     for number, path in enumerate(sorted((tmp_path / "cache" / "blocks").glob("*/*.block"))):
         content = bytearray(path.read_bytes())
@@ -113,9 +113,7 @@ def test_a_block_that_others_may_write_is_not_taken(served: Served, tmp_path: Pa
     assert samples(data_of(tmp_path)) == usual and len(served.asked) > before
 
 
-def test_a_fetch_that_fails_is_tried_again_and_said_in_the_end(
-    served: Served, tmp_path: Path
-) -> None:
+def test_a_failing_fetch_is_retried_and_reported_in_the_end(served: Served, tmp_path: Path) -> None:
     served.failures = 2
     assert len(samples(data_of(tmp_path))) == 50
     cache = BlockCache(tmp_path / "other", 10**9)
@@ -145,7 +143,7 @@ def test_missing_or_truncated_files_are_refused(served: Served, tmp_path: Path) 
         check_data(data_of(tmp_path), SEQ)
 
 
-def test_the_cache_keeps_to_its_bound_and_to_what_was_read_last(
+def test_the_cache_stays_within_its_size_and_keeps_the_latest_blocks(
     served: Served, tmp_path: Path
 ) -> None:
     cache = BlockCache(tmp_path / "small", 5 * BLOCK)
@@ -177,7 +175,7 @@ def killed_while_keeping(address: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_kill_during_a_download_leaves_nothing_half_taken(tmp_path: Path) -> None:
+def test_a_kill_during_a_download_leaves_no_partial_block(tmp_path: Path) -> None:
     prefix, folder = pair(tmp_path / "web", 1, documents=300), tmp_path / "blocks"
     address = f"file://{prefix}.bin"
     child = multiprocessing.get_context("spawn").Process(
@@ -206,7 +204,7 @@ def test_corpus_of_another_content_under_the_same_address_is_another(
     assert samples(data_of(tmp_path)) == samples(data_of(tmp_path, str(prefix))) != first
 
 
-def test_the_index_is_read_where_it_is_needed(served: Served, tmp_path: Path) -> None:
+def test_only_the_needed_part_of_the_index_is_fetched(served: Served, tmp_path: Path) -> None:
     here = IndexedCorpus(tmp_path / "web")
     cache = BlockCache(tmp_path / "c", 10**9)
     there = IndexedCorpus("memory://web", "it", lambda name, named: BlockFile(name, cache, named))

@@ -91,9 +91,7 @@ def test_pair_that_is_replaced_under_a_run_ends_it_before_a_token_of_the_new_one
 
 @pytest.mark.slow
 @every_server
-def test_block_of_a_replaced_pair_is_in_no_cache_of_a_later_run(
-    home: Path, tells: tuple[str, ...]
-) -> None:
+def test_a_later_run_uses_no_block_of_a_replaced_pair(home: Path, tells: tuple[str, ...]) -> None:
     with Server(home / "served", tells).serving() as server:
         first = opened(home, server)
         put(home, "b", 10)
@@ -136,7 +134,7 @@ def test_remote_file_of_another_size_ends_the_run(
             corpus.train[:]
 
 
-def test_index_and_tokens_are_of_one_time(home: Path) -> None:
+def test_index_and_tokens_must_be_of_one_version(home: Path) -> None:
     server = Server(home / "served", (ETAG,))
     server.before = lambda method, name, _: (
         put(home, "b", 10) if (method, name) == ("HEAD", "web.bin") else None
@@ -145,7 +143,7 @@ def test_index_and_tokens_are_of_one_time(home: Path) -> None:
         opened(home, server)
 
 
-def test_block_of_another_version_in_one_answer_alone_is_not_taken(home: Path) -> None:
+def test_a_single_block_of_another_version_is_not_used(home: Path) -> None:
     server, times = Server(home / "served", (ETAG,)), iter([True])
 
     def before(method: str, name: str, piece: str) -> None:
@@ -159,7 +157,7 @@ def test_block_of_another_version_in_one_answer_alone_is_not_taken(home: Path) -
 
 
 @pytest.mark.slow
-def test_what_a_check_costs_is_a_head_a_block_and_three_small_pieces(home: Path) -> None:
+def test_a_check_costs_a_head_request_and_three_small_pieces_a_block(home: Path) -> None:
     cache = BlockCache(home / "c", 10**9)
     size = (home / "served" / "web.bin").stat().st_size
     count = -(-size // BLOCK)
@@ -175,14 +173,14 @@ def test_what_a_check_costs_is_a_head_a_block_and_three_small_pieces(home: Path)
             assert len(server.asked) == before + 1 + pieces  # all blocks are cached
 
 
-def test_server_that_tells_no_version_is_refused(home: Path) -> None:
+def test_a_server_without_any_version_is_refused(home: Path) -> None:
     refusal = pytest.raises(UserError, match=r"web\.idx cannot be read safely: its server gives n")
     with Server(home / "served", (WEAK,)).serving() as server, refusal:
         opened(home, server)
 
 
 @pytest.mark.slow
-def test_remote_pair_of_another_version_is_proved_at_the_next_start_or_said(home: Path) -> None:
+def test_a_changed_remote_pair_is_verified_at_the_next_start_or_reported(home: Path) -> None:
     for facts in (True, False):
         put(home, "a", 0)
         if not facts:
@@ -198,16 +196,16 @@ def test_remote_pair_of_another_version_is_proved_at_the_next_start_or_said(home
             assert compare(open_corpus(data, SEQ).watched, marks) == (None, None)
             edit(home, "web.bin", 3000)
             after = open_corpus(data, SEQ)
-            assert after.fingerprint == before.fingerprint  # of eight places
+            assert after.fingerprint == before.fingerprint  # by eight places
             refusal, note = compare(after.watched, marks)
-        if facts:  # whose digest proves a small file
+        if facts:  # a small file is verified by its digest
             assert "web.bin was changed since the last checkpoint: restore the pair" in refusal
         else:
             assert refusal is None and "web.bin may have changed since the last checkp" in note
 
 
 @pytest.mark.parametrize("tells", [(ETAG,), (MODIFIED,)])
-def test_input_of_another_time_is_not_the_one_that_a_corpus_was_begun_with(
+def test_an_unfinished_corpus_refuses_an_input_with_another_modification_time(
     home: Path, tells: tuple[str, ...]
 ) -> None:
     with Server(home / "served", tells).serving() as server:
@@ -218,7 +216,7 @@ def test_input_of_another_time_is_not_the_one_that_a_corpus_was_begun_with(
 
 
 @pytest.mark.slow
-def test_file_that_goes_away_is_an_error_with_its_name(home: Path) -> None:
+def test_a_file_that_disappears_is_an_error_with_its_name(home: Path) -> None:
     with Server(home / "served", (ETAG,)).serving() as server:
         corpus = opened(home, server)
         (home / "served" / "web.bin").unlink()

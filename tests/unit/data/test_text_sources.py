@@ -70,7 +70,9 @@ def refused(given: str, **kwargs: object) -> str:
 
 @pytest.mark.parametrize("packed", PACK)
 @pytest.mark.parametrize("size", [1, 100, SHARD_BYTES])
-def test_jsonl_gives_its_rows_however_it_is_cut(tmp_path: Path, packed: str, size: int) -> None:
+def test_jsonl_gives_its_rows_for_any_cut_into_shards(
+    tmp_path: Path, packed: str, size: int
+) -> None:
     path = tmp_path / f"a.jsonl{packed}"
     path.write_bytes(PACK[packed](lines(TEXTS)[:-1]))  # the last line has no line end
     found, count = read(str(path), size=size)
@@ -80,7 +82,7 @@ def test_jsonl_gives_its_rows_however_it_is_cut(tmp_path: Path, packed: str, siz
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 300])
-def test_from_any_place_on_the_rest_is_read(tmp_path: Path, size: int) -> None:
+def test_reading_can_start_at_any_row(tmp_path: Path, size: int) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS)))
     (tmp_path / "b.jsonl").write_bytes(lines(TEXTS[::-1]))
     (tmp_path / "c.parquet").write_bytes(parquet(TEXTS))
@@ -98,7 +100,7 @@ def test_from_any_place_on_the_rest_is_read(tmp_path: Path, size: int) -> None:
 
 
 class Endless(io.RawIOBase):
-    """A line without an end."""
+    """A stream whose line never ends."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -126,7 +128,7 @@ def test_a_line_is_read_no_further_than_the_largest_document(
 
 
 @pytest.mark.slow
-def test_a_packed_file_is_unpacked_a_little_at_a_time(tmp_path: Path) -> None:
+def test_a_compressed_file_is_unpacked_in_small_pieces(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(PACK[".zst"](b"x" * (1 << 28)))  # 8 kB
     (source,) = find_inputs(str(path))
@@ -188,9 +190,7 @@ def test_several_zstd_frames_and_gzip_members_are_one_file(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("packed", [".gz", ".zst", ".xz", ".bz2"])
 @pytest.mark.parametrize("kept", [0.5, -1])
-def test_a_packed_file_that_was_cut_short_is_not_taken_for_whole(
-    tmp_path: Path, packed: str, kept: float
-) -> None:
+def test_a_truncated_compressed_file_is_an_error(tmp_path: Path, packed: str, kept: float) -> None:
     content = PACK[packed](lines(TEXTS * 50))
     path = tmp_path / f"a.jsonl{packed}"
     path.write_bytes(content[:-1] if kept == -1 else content[: int(len(content) * kept)])
@@ -219,7 +219,7 @@ def test_bad_rows_are_counted_and_the_first_are_shown(tmp_path: Path) -> None:
         ]
 
 
-def test_deep_nesting_and_huge_numbers_are_bad_rows_and_no_end(tmp_path: Path) -> None:
+def test_deep_nesting_and_huge_numbers_are_bad_rows_and_end_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(["good"]) + b"[" * 10**6 + b"\n" + b'{"text": ' + b"9" * 10**4 + b"}\n")
     found, count = read(str(path))
@@ -256,7 +256,7 @@ def test_invalid_utf8_and_halves_of_characters_become_replacement_characters(
     assert (count.broken, count.bad) == (2, 0)
 
 
-# ---- places
+# ---- paths
 
 
 def test_items_keep_their_order_and_files_come_once(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_text_comes_back_from_tokens(tmp_path: Path, spelled: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_document_that_the_tokenizer_breaks_off_on_is_named(tmp_path: Path) -> None:
+def test_a_document_on_which_the_tokenizer_fails_is_named(tmp_path: Path) -> None:
     tokenizer = str(folder(tmp_path / "tok", panicking()))
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -88,7 +88,7 @@ def test_invalid_utf8_is_read_as_replacement_characters(tmp_path: Path) -> None:
         ({"config.json": {"eos_token_id": 1}}, "</s>"),
     ],
 )
-def test_the_end_of_text_is_the_one_that_the_files_name(
+def test_the_end_of_text_is_the_one_named_in_the_files(
     tmp_path: Path, files: dict[str, object], end: str
 ) -> None:
     folder(tmp_path / "tok", trained(320, SPECIALS))
@@ -101,7 +101,7 @@ def test_the_end_of_text_is_the_one_that_the_files_name(
     assert (copy.eot, copy.digest) == (tokenizer.eot, tokenizer.digest)
 
 
-def test_the_digest_is_of_the_file_and_of_the_end_of_text(tmp_path: Path) -> None:
+def test_the_digest_covers_the_file_and_the_end_of_text(tmp_path: Path) -> None:
     content = trained(320, SPECIALS)
     digests = {
         open_tokenizer(str(folder(tmp_path / name, made, **config))).digest
@@ -145,7 +145,7 @@ def test_a_bad_tokenizer_is_one_sentence(
         ("tok/nothing.json", ["does not exist"]),
     ],
 )
-def test_a_name_that_is_no_tokenizer_gets_the_nearest(
+def test_an_unknown_tokenizer_is_refused_with_the_nearest_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -174,7 +174,7 @@ def written(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def test_files_are_documents_in_the_order_of_bytes(tmp_path: Path) -> None:
+def test_files_are_documents_in_byte_order_of_their_names(tmp_path: Path) -> None:
     path, tok = written(tmp_path), folder(tmp_path / "tok")
     tokenizer = open_tokenizer(str(tok))
     with heard() as said:
@@ -248,7 +248,7 @@ def test_a_run_keeps_its_tokenizer_and_refuses_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_launcher_that_checks_bytes_loads_no_package_that_it_does_not_need() -> None:
+def test_checking_a_byte_tokenizer_imports_no_tokenizer_package() -> None:
     code = (
         "import sys; from parallel3d.cli.command_line import check_data;"
         "from parallel3d.config.schema import DataConfig; check_data(DataConfig(), 16);"

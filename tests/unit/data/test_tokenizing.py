@@ -246,7 +246,7 @@ def test_a_refusal_ends_the_workers(text: Path) -> None:
 # ---- what is refused
 
 
-def test_a_corpus_that_is_there_stays(text: Path) -> None:
+def test_an_existing_corpus_is_not_overwritten(text: Path) -> None:
     made(job(text))
     before = files(text / "web")
     with pytest.raises(UserError, match=r"web.* exists and is never overwritten"):
@@ -258,7 +258,7 @@ def test_a_corpus_that_is_there_stays(text: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["tokenizer", "input", "text_key"])
-def test_another_job_does_not_go_on_with_a_begun_one(text: Path, what: str) -> None:
+def test_an_unfinished_corpus_is_not_continued_with_other_arguments(text: Path, what: str) -> None:
     with pytest.raises(ZeroDivisionError):
         tokenize(job(text), lambda done: 1 // (done.documents < 20))
     if what == "input":
@@ -324,7 +324,7 @@ def test_a_full_disk_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> No
     made(job(text))  # nothing is lost
 
 
-def test_rows_without_any_text_make_no_corpus(tmp_path: Path) -> None:
+def test_an_input_without_any_text_makes_no_corpus(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_bytes(lines(["", ""]))
     with pytest.raises(UserError, match="none of its 2 rows has a text"):

@@ -85,7 +85,7 @@ def test_without_a_share_held_out_all_is_trained_on(tmp_path: Path) -> None:
         open_corpus(data, SEQ + 1, tmp_path)
 
 
-def test_valid_fraction_is_0_beside_sets_unless_it_is_given() -> None:
+def test_valid_fraction_is_0_with_sets_unless_it_is_given() -> None:
     sets = {"web": "web.txt"}
     for data, share in (
         (DataConfig(), 0.05),
@@ -95,7 +95,7 @@ def test_valid_fraction_is_0_beside_sets_unless_it_is_given() -> None:
         assert check_config(Config(data=data)).data.valid_fraction == share
 
 
-def test_sets_are_of_the_kind_that_is_there(tmp_path: Path) -> None:
+def test_the_kind_of_a_set_follows_its_files(tmp_path: Path) -> None:
     pair(tmp_path / "p", 1)
     sets = {"pair": str(tmp_path / "p"), "far": "s3://bucket/p", "else": "x.jsonl"}
     for name, other in (("text", "text"), ("blend", "text"), ("chat", "chat")):
@@ -134,7 +134,7 @@ def test_impossible_input_is_refused(tmp_path: Path) -> None:
             check_config(config)
 
 
-def test_an_evaluation_alone_may_have_other_data() -> None:
+def test_only_an_evaluation_may_have_other_data() -> None:
     other = Config(data=DataConfig(valid_fraction=0.2), seed=3)
     found = changes(dataclasses.asdict(Config(dp=1)), other)
     assert refused(found)
@@ -182,7 +182,7 @@ def with_fallback(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("make", [byte_level, with_fallback])
-def test_bytes_of_tokens_add_up_to_those_of_the_text(make, tmp_path: Path) -> None:
+def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text(make, tmp_path: Path) -> None:
     name = make(tmp_path)
     tokenizer = open_tokenizer(name)
     sizes = tokenizer.sizes()
@@ -192,11 +192,11 @@ def test_bytes_of_tokens_add_up_to_those_of_the_text(make, tmp_path: Path) -> No
     assert sizes[tokenizer.eot] == 0 and sizes.shape == (tokenizer.vocab_size,)
 
 
-def test_bytes_are_bytes() -> None:
+def test_tokens_of_the_byte_tokenizer_are_one_byte_each() -> None:
     assert open_tokenizer("byte").sizes().tolist() == [1] * 256 + [0]
 
 
-def test_a_blend_ends_before_a_part_comes_twice(tmp_path: Path) -> None:
+def test_a_blends_evaluation_ends_before_a_part_repeats(tmp_path: Path) -> None:
     weights = {str(pair(tmp_path / name, k, 20 + 30 * k)): w for k, (name, w) in enumerate(SHARES)}
     data = DataConfig(name="blend", blend=weights, valid_fraction=0.5, cache_dir=str(tmp_path))
     held_out = sources_of(open_corpus(data, SEQ), config_of(data)).valid

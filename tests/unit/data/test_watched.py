@@ -68,7 +68,7 @@ def without_facts(data: DataConfig) -> DataConfig:
     return data
 
 
-def test_files_that_stay_as_they_are_need_no_word(data: DataConfig) -> None:
+def test_unchanged_files_are_not_reported(data: DataConfig) -> None:
     corpus = opened(data)
     assert look_at(corpus.files) == []
     assert compare(opened(data).watched, marks_of(corpus.watched)) == Compared()
@@ -98,7 +98,7 @@ def test_edit_outside_the_places_of_the_fingerprint_is_logged_at_the_next_start(
     )
 
 
-def test_edit_whose_time_was_set_back_is_reported_all_the_same(data: DataConfig) -> None:
+def test_an_edit_with_a_restored_modification_time_is_still_reported(data: DataConfig) -> None:
     corpus, path = opened(without_facts(data)), Path(f"{data.path}.bin")
     marks, before = marks_of(corpus.watched), path.stat()
     edit(path, FREE)
@@ -125,7 +125,7 @@ def test_edit_of_a_pair_whose_digest_is_known_ends_the_run_and_the_next_start(
     assert look_at(corpus.files) == []
 
 
-def test_pair_too_large_to_be_read_whole_is_said_and_not_proved(
+def test_a_changed_pair_too_large_to_verify_is_reported(
     data: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "PROVED", 1000)
@@ -135,7 +135,7 @@ def test_pair_too_large_to_be_read_whole_is_said_and_not_proved(
 
 
 @pytest.mark.parametrize("part", ["pointers", "documents"])
-def test_index_that_contradicts_itself_by_now_ends_the_run(data: DataConfig, part: str) -> None:
+def test_an_index_that_became_inconsistent_ends_the_run(data: DataConfig, part: str) -> None:
     corpus = opened(data)
     there = marks_of(corpus.watched)
     at = HEADER.size + 800 * (4 if part == "pointers" else 12) + 8 * 700
@@ -148,7 +148,7 @@ def test_index_that_contradicts_itself_by_now_ends_the_run(data: DataConfig, par
 
 @pytest.mark.parametrize("end", [".bin", ".idx"])
 @pytest.mark.parametrize("change", ["places", "shorter", "longer"])
-def test_pair_that_is_another_one_ends_the_run(data: DataConfig, end: str, change: str) -> None:
+def test_a_pair_with_other_content_ends_the_run(data: DataConfig, end: str, change: str) -> None:
     corpus, path = opened(data), Path(f"{data.path}{end}")
     size = path.stat().st_size
     if change == "places":
@@ -162,7 +162,7 @@ def test_pair_that_is_another_one_ends_the_run(data: DataConfig, end: str, chang
     assert f"`parallel3d data show {data.path}`" in str(raised.value)
 
 
-def test_pair_that_is_replaced_under_a_run_is_read_to_its_end_and_said(
+def test_a_pair_replaced_during_a_run_is_read_to_its_end_and_reported(
     data: DataConfig, tmp_path: Path
 ) -> None:
     corpus = opened(data)
@@ -178,7 +178,7 @@ def test_pair_that_is_replaced_under_a_run_is_read_to_its_end_and_said(
     assert np.array_equal(corpus.train[:], was)
 
 
-def test_pair_that_was_moved_or_restored_is_said_once_and_not_refused(
+def test_a_moved_or_restored_pair_is_reported_once_and_not_refused(
     data: DataConfig, tmp_path: Path
 ) -> None:
     marks = marks_of(opened(data).watched)
@@ -210,7 +210,7 @@ def packs(tmp_path: Path) -> DataConfig:
     ("make", "end"),
     [(text, "bin"), (packed_text, "bin"), (packed_text, "idx"), (packs, "packs")],
 )
-def test_file_in_the_cache_that_is_written_to_ends_the_run_and_is_made_anew(
+def test_a_changed_cache_file_ends_the_run_and_is_rebuilt(
     tmp_path: Path, make: Callable[[Path], DataConfig], end: str
 ) -> None:
     data = make(tmp_path)
@@ -234,7 +234,7 @@ def test_file_in_the_cache_that_is_written_to_ends_the_run_and_is_made_anew(
     assert compare(opened(data).watched, marks) == Compared()
 
 
-def test_cache_too_large_to_be_proved_is_compared_by_its_marks(
+def test_a_cache_too_large_to_verify_is_compared_by_its_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "PROVED", 64)
@@ -249,7 +249,7 @@ def test_cache_too_large_to_be_proved_is_compared_by_its_marks(
 
 
 @pytest.mark.slow
-def test_plan_of_packs_is_not_taken_for_a_pair_that_was_edited_since(tmp_path: Path) -> None:
+def test_a_packing_plan_is_not_used_for_a_pair_edited_since(tmp_path: Path) -> None:
     count, at = 6000, HEADER.size
     index = Path(f"{pair(tmp_path / 'web', 1, documents=count, longest=6)}.idx")
     data = data_of(tmp_path, packing="best_fit", cut_documents=True)
@@ -272,7 +272,7 @@ def manifest(corpus: Corpus, **data: Any) -> Manifest:
     return Manifest(1, {"consumed_samples": 0}, config, facts_of(corpus) | data, "", {}, ())
 
 
-def test_checkpoint_has_the_marks_and_one_without_them_is_taken_without_a_word(
+def test_a_checkpoint_holds_the_marks_and_one_without_them_is_accepted(
     data: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("parallel3d.config.identity.changes", lambda *_: [])
@@ -295,7 +295,7 @@ def test_checkpoint_has_the_marks_and_one_without_them_is_taken_without_a_word(
     assert "cannot resume with another text" in other
 
 
-def test_end_of_text_beside_a_pair_must_be_its_tokenizers(data: DataConfig) -> None:
+def test_the_end_of_text_in_a_pairs_json_must_be_its_tokenizers(data: DataConfig) -> None:
     facts = Path(f"{data.path}.json")
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"eot": 7}))
     with pytest.raises(UserError, match=r"web\.json has eot=7, but its tokenizer has 256"):

@@ -80,7 +80,7 @@ def test_buckets_are_in_reverse_forward_order_and_hold_every_value() -> None:
     assert all(not p.any() for _, p in parameters), "the model must read the flat buffer"
 
 
-def test_segments_separate_what_is_treated_differently() -> None:
+def test_segments_separate_parameters_with_different_treatment() -> None:
     (bucket,) = build_buckets(named(), 1.0, torch.float64)
     kinds = [(s.spec.decays, s.spec.replicated, s.param.numel()) for s in bucket.segments]
     assert sorted(kinds) == [(False, True, 8), (True, False, 64)]
@@ -90,7 +90,9 @@ def test_segments_separate_what_is_treated_differently() -> None:
 
 @pytest.mark.parametrize("shards", [SINGLE, Group("dp", (0, 1, 2), 1, None)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_values_are_asked_for_one_after_the_other(dtype: torch.dtype, shards: Group) -> None:
+def test_initial_values_are_drawn_one_parameter_at_a_time(
+    dtype: torch.dtype, shards: Group
+) -> None:
     parameters, alive, most = named(), [], []
     given = {p: p.detach().clone() for _, p in parameters}
     held = True, lambda spec: CopyGroups(shards)
@@ -158,7 +160,7 @@ def backward(parameters: list[tuple[str, nn.Parameter]], skip: str = "") -> None
     total.backward()
 
 
-def test_reduction_starts_during_the_last_backward_alone() -> None:
+def test_reduction_starts_only_during_the_last_backward() -> None:
     parameters, hook = named(), Recorded()
     engine = engine_of(parameters, 16 / MIB, two_ranks(), hook)
     engine.start_step(2)

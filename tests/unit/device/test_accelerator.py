@@ -24,7 +24,7 @@ ALLOWED = {
 LITERAL = re.compile(r"torch\.cuda\.|\.is_cuda|\.type == .cuda|startswith\(.cuda|\.cuda\(")
 
 
-def test_no_other_room_asks_for_cuda() -> None:
+def test_no_other_module_asks_for_cuda() -> None:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()

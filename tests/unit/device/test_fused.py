@@ -148,7 +148,7 @@ def test_a_node_is_one_kernel_forward_and_one_backward(
 @pytest.mark.parametrize(
     "kernels", [no_kernels, pytest.param(nullcontext, marks=OWN, id="own kernels")]
 )
-def test_a_compiled_residual_norm_is_that_of_fp64(
+def test_a_compiled_residual_norm_equals_fp64(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compares with the plain form by autograd, which takes the sum as the dtype rounds it."""
@@ -178,7 +178,7 @@ def test_a_compiled_residual_norm_is_that_of_fp64(
         assert error < few, f"{name}: {error}"
 
 
-def test_a_norm_beside_the_stream_adds_the_streams_gradient_in_its_own_kernel(
+def test_the_norms_kernel_adds_the_residual_streams_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def apart(x: Tensor) -> Tensor:
@@ -342,7 +342,7 @@ class Compiled:
 HOW = {"fullgraph": True, "dynamic": False}
 
 
-def test_more_shapes_than_dynamo_recompiles_for_are_a_kernel_each(
+def test_more_shapes_than_dynamos_limit_get_a_kernel_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trebled = fused.fused(lambda x, by: x * by)
@@ -356,7 +356,7 @@ def test_more_shapes_than_dynamo_recompiles_for_are_a_kernel_each(
     assert compiler.sizes == [*sizes, 2, 2, 2]  # strides, types and constants as well
 
 
-def test_shapes_beyond_the_most_kernels_run_as_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_beyond_our_limit_of_kernels_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     trebled = fused.fused(lambda x: x * 3)
     compiler = Compiled(monkeypatch)
     monkeypatch.setattr(fused, "MOST_KERNELS", 2)

@@ -21,7 +21,7 @@ NAME = "_linear_pointwise"
 
 @pytest.fixture(autouse=True)
 def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor on which oneDNN is faster."""
+    """Pretends that this processor runs oneDNN faster."""
     monkeypatch.setattr(matmul_module, "onednn_is_faster", lambda: True)
 
 
@@ -46,7 +46,7 @@ def test_the_products_are_those_of_double_precision(has_bias: bool) -> None:
     torch.testing.assert_close(back.double(), y.double() @ weight.double(), rtol=1e-5, atol=2e-3)
 
 
-def test_widened_factors_go_the_same_way() -> None:
+def test_widened_factors_use_the_same_library() -> None:
     x, weight, _ = factors(torch.float16)
     with Operators() as operators:
         y = linear(x, weight)
@@ -61,7 +61,7 @@ def test_unsupported_calls_are_left_to_pytorch() -> None:
         linear(x.double(), weight.double())
         linear(x[:, ::2], weight)  # with gaps
         linear(x[:1].contiguous(), weight, bias)  # small
-        linear(x, wanted).sum().backward()  # it has no gradient
+        linear(x, wanted).sum().backward()  # which has no gradient
     assert NAME not in operators.names
     torch.testing.assert_close(wanted.grad, x.flatten(0, 1).sum(0).expand(OUTPUTS, INPUTS))
 
@@ -92,7 +92,7 @@ def test_layers_train_with_it() -> None:
         (None, "AVX512", True, False),  # a system that has no such file
     ],
 )
-def test_which_processors(
+def test_the_processors_that_use_onednn(
     vendor: str | None,
     capability: str,
     has_onednn: bool,

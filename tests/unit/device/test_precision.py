@@ -76,7 +76,7 @@ def flags(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
-def test_determinism_is_asked_of_accelerators_alone(
+def test_determinism_is_set_on_accelerators_only(
     flags: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_determinism(torch.device("cpu"))
@@ -88,9 +88,7 @@ def test_determinism_is_asked_of_accelerators_alone(
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_a_workspace_that_the_user_chose_stays(
-    flags: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_users_workspace_setting_is_kept(flags: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
     set_determinism(torch.device("cuda:0"))

@@ -109,7 +109,7 @@ def test_labels_at_borders_are_masked_by_the_index(
 
 @pytest.mark.parametrize("held_out", [False, True])
 @pytest.mark.parametrize("lengths", [(1, 1, 7, 1, 5, 9, 1), (8, 8, 8, 8), (3, 5, 8, 1, 6, 2, 30)])
-def test_the_index_and_the_end_agree_where_both_are_there(
+def test_the_index_and_the_end_token_give_the_same_borders(
     tmp_path: Path, lengths: tuple[int, ...], held_out: bool
 ) -> None:
     """Holds also for documents that are only an end, in the last window and in a part cut within a
@@ -173,7 +173,7 @@ BEGINS = (
 
 
 @pytest.mark.parametrize(("firsts", "begin", "words"), BEGINS)
-def test_foreign_documents_begin_alike(
+def test_foreign_documents_must_all_begin_in_the_same_way(
     tmp_path: Path, firsts: list[int | None], begin: tuple[int, ...] | None, words: str
 ) -> None:
     path = str(made(tmp_path / "tok", LLAMA_ROW))
@@ -191,7 +191,7 @@ def test_foreign_documents_begin_alike(
         assert (corpus.taught, corpus.told) == (Roles(begin, ()), ())
 
 
-def test_ends_inside_documents_are_told(tmp_path: Path) -> None:
+def test_end_tokens_inside_documents_are_reported(tmp_path: Path) -> None:
     path = file(tmp_path / "tok.json", content(QWEN, ""))
     tokenizer = open_tokenizer(path)
     assert isinstance(tokenizer, FileTokenizer)
@@ -201,7 +201,7 @@ def test_ends_inside_documents_are_told(tmp_path: Path) -> None:
     assert "1 of 47 sampled documents have the end of text <|endoftext|> (0) inside" in line
 
 
-def test_tokens_of_another_tokenizer_are_told(tmp_path: Path) -> None:
+def test_tokens_of_another_tokenizer_are_reported(tmp_path: Path) -> None:
     path = file(tmp_path / "tok.json", trained())
     rng = np.random.default_rng(0)
     alien = [[*rng.integers(1, 300, 60).tolist(), 0] for _ in range(COUNT)]
@@ -252,7 +252,7 @@ TURNS = (((2,), False, (2,)), ((2,), True, (2,)), ((), False, ()), ((0,), False,
 
 
 @pytest.mark.parametrize(("end", "blank", "learned"), TURNS)
-def test_the_end_of_turns_is_seen(
+def test_the_token_that_ends_turns_is_found(
     tmp_path: Path, end: tuple[int, ...], blank: bool, learned: tuple[int, ...]
 ) -> None:
     tokenizer = open_tokenizer(file(tmp_path / "tok.json", content(QWEN, "")))
@@ -299,7 +299,7 @@ def test_samples_of_the_user_are_checked_on_the_host(given: Sample, words: str) 
         assert np.array_equal(found.loss_mask, np.asarray(given.loss_mask) != 0)
 
 
-def test_a_token_behind_the_sampled_ones_is_refused_where_it_is_read(tmp_path: Path) -> None:
+def test_a_bad_token_outside_the_sample_is_refused_when_it_is_read(tmp_path: Path) -> None:
     path = file(tmp_path / "tok.json", trained())
     long = [[5] * 150 + [400] + [5] * 49 + [0]] * 3
     with pytest.raises(UserError, match=r"holds the token 400 \(at 150\), but must hold tokens"):

@@ -208,7 +208,7 @@ ROWS: dict[str, tuple[Json, Right]] = {
     "system empty": (row(*TALK, system=""), Right(TALK)),
     "other keys": (row(*TALK, source="web", id=3, prompt="hi", prompt_id="a"), Right(TALK)),
     "pictures, none": (row(*TALK, images=[], videos=None), Right(TALK)),
-    # what is learned
+    # labels
     "weight 0": (
         row(user("hi"), assistant("ho", weight=0), *TWO[2:]),
         Right(TWO, learned=[True, False, True, True]),
@@ -311,7 +311,7 @@ def spoken(found: Conversation, tokenizer: FileTokenizer) -> list[str]:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_what_it_spells_or_refused(
+def test_a_row_is_read_with_its_meaning_or_refused(
     homes: dict[str, Path], template: str, name: str
 ) -> None:
     read, right = ROWS[name]
@@ -321,7 +321,7 @@ def test_a_row_is_what_it_spells_or_refused(
     )
     theirs = None
     for messages in (right.messages, [{"content": "", **m} for m in right.messages]):
-        # Some templates fail without a content, which is then empty.
+        # Some templates fail without a content; then it is empty.
         with contextlib.suppress(Exception):
             theirs = (
                 theirs
@@ -483,7 +483,7 @@ REFUSED: dict[str, tuple[Json, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("template", ["chatml", "qwen3", "tagged"])
-def test_a_row_that_cannot_be_known_is_refused(
+def test_a_row_without_a_known_meaning_is_refused(
     homes: dict[str, Path], template: str, name: str
 ) -> None:
     read, words = REFUSED[name]
@@ -507,7 +507,7 @@ def test_a_message_that_is_dropped_is_refused_with_its_role(
     assert opened(homes["chatml"])[0].read(read).spoken.any()
 
 
-def test_keys_that_nothing_reads_are_told(homes: dict[str, Path]) -> None:
+def test_keys_that_nothing_reads_are_counted(homes: dict[str, Path]) -> None:
     reader, *_ = opened(homes["qwen2"])
     read = row(user("hi", name="Ann", id=3), *TALK[1:], source="web", chosen=[1])
     read["chat_template_kwargs"] = {"enable_thinking": True}
@@ -536,7 +536,7 @@ def test_a_turn_that_spells_special_tokens_ends_with_its_own(
     assert (ends & found.spoken).sum() == 1
 
 
-def test_documents_and_options_are_given_to_a_template_that_takes_them(tmp_path: Path) -> None:
+def test_documents_and_options_reach_a_template_that_reads_them(tmp_path: Path) -> None:
     template = "{% for d in documents or [] %}{{ d.text }}\n{% endfor %}{{ style or 'plain' }}\n"
     reader = made_of(tmp_path, template + CHATML)
     found = reader.read(
@@ -559,7 +559,7 @@ def test_words_behind_a_special_token_of_a_turn_are_learned(tmp_path: Path) -> N
     assert spoken(found, reader._tokenizer) == ["[INST]ho", "[INST]that too"]
 
 
-def test_a_rows_nulls_of_a_table_are_no_keys(homes: dict[str, Path]) -> None:
+def test_nulls_that_a_table_adds_to_a_row_do_not_count_as_keys(homes: dict[str, Path]) -> None:
     empty = {"name": None, "tool_calls": None, "tool_call_id": None}
     calls = [{**CALL, "function": {"name": "weather", "arguments": {**ARGUMENTS, "day": None}}}]
     table = {
@@ -576,13 +576,15 @@ def test_a_rows_nulls_of_a_table_are_no_keys(homes: dict[str, Path]) -> None:
     assert reader.read(without_nulls(table)).tokens.tolist() == right.tokens.tolist()
 
 
-def test_thoughts_that_only_an_option_is_called_after_are_refused(tmp_path: Path) -> None:
+def test_thoughts_are_refused_if_the_template_only_has_an_option_of_that_name(
+    tmp_path: Path,
+) -> None:
     reader = made_of(tmp_path, "{% if thinking %}think{% endif %}" + CHATML)
     with pytest.raises(Refused, match="shows no reasoning_content"):
         reader.read(row(user("hi"), assistant("ho", reasoning_content="mm")))
 
 
-def test_templates_by_name_lie_in_files_or_in_a_list_or_with_a_processor(tmp_path: Path) -> None:
+def test_named_templates_are_read_from_files_a_list_or_a_processor(tmp_path: Path) -> None:
     named = TEMPLATES["hermes"]
     by_list = folder(tmp_path / "list", CONTENT, eos_token=END, chat_template=named)
     by_files = folder(tmp_path / "files", CONTENT, eos_token=END, chat_template="{{ unused }}")

@@ -44,7 +44,7 @@ MAKES = "device=auto finds no GPU"
 
 
 def none(**more: object) -> Host:
-    """A host whose driver says that there is no device."""
+    """Returns a host whose driver reports no device."""
     return Host(driver=Driver(100, ()), **more)  # type: ignore[arg-type]
 
 
@@ -260,7 +260,7 @@ def asked(caller: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_hosts(name: str, tmp_path: Path) -> None:
+def test_each_host_has_the_right_device_or_sentence(name: str, tmp_path: Path) -> None:
     host, ranks, answer = HOSTS[name]
     with played(host, tmp_path):
         if answer in ("cpu", "cuda"):
@@ -279,7 +279,7 @@ def test_hosts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("caller", CALLERS)
 @pytest.mark.parametrize("name", [n for n, (_, ranks, _) in HOSTS.items() if ranks == 1])
-def test_all_callers_have_one_answer(
+def test_all_callers_get_the_same_answer(
     name: str, caller: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host, _, answer = HOSTS[name]
@@ -306,7 +306,7 @@ def test_ranks_of_a_launcher_may_each_see_their_own(tmp_path: Path) -> None:
     assert "ranks 0 and 4 of host h compute on one GPU" in str(shared_gpu([*seen, seen[0]]))
 
 
-def test_ranks_share_a_gpu_where_nccl_is_told_so(tmp_path: Path) -> None:
+def test_ranks_share_a_gpu_if_nccls_variable_allows_it(tmp_path: Path) -> None:
     given = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     with played(Host(driver=Driver(cards=cards(1)), environ=given), tmp_path):
         assert choose_device("auto", 4).kind == "cuda"
@@ -339,7 +339,7 @@ def test_ranks_share_a_gpu_where_nccl_is_told_so(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_line_says_what_is_used_of_what_is_there(
+def test_a_line_compares_used_devices_with_those_present(
     host: Host, ranks: int, line: str, tmp_path: Path
 ) -> None:
     with played(host, tmp_path):
@@ -354,7 +354,7 @@ def test_facts_are_those_of_the_card_that_is_used(tmp_path: Path) -> None:
         assert (device_name("cuda"), compute_capability()) == ("NVIDIA H200", 9)
 
 
-def test_a_graphics_unit_of_a_processor_is_no_hint(tmp_path: Path) -> None:
+def test_an_integrated_graphics_unit_is_no_sign_of_a_gpu(tmp_path: Path) -> None:
     bank = tmp_path / "sys/class/kfd/kfd/topology/nodes/1/mem_banks/0/properties"
     bank.parent.mkdir(parents=True)
     bank.write_text("heap_type 1\nsize_in_bytes 536870912\n")
@@ -365,7 +365,7 @@ def test_a_graphics_unit_of_a_processor_is_no_hint(tmp_path: Path) -> None:
             choose_device("auto", 1)
 
 
-# The process that asks
+# The process that asks the driver
 
 
 def test_asking_starts_no_driver_in_this_process_and_passes_errors_and_crashes() -> None:
@@ -381,7 +381,7 @@ def test_asking_starts_no_driver_in_this_process_and_passes_errors_and_crashes()
     assert crashed.error == "the process that asked for GPUs ended by SIGKILL"
 
 
-def test_a_process_that_has_used_cuda_is_asked_itself(tmp_path: Path) -> None:
+def test_a_process_that_has_used_cuda_asks_the_driver_itself(tmp_path: Path) -> None:
     """A script may call torch.cuda.set_device before p3d.init: a child could not start CUDA."""
     driver = Driver()
     with played(Host(driver=driver), tmp_path), pytest.MonkeyPatch.context() as patch:
@@ -406,7 +406,7 @@ def test_a_process_that_has_used_cuda_is_asked_itself(tmp_path: Path) -> None:
         (None, "fp32", None),
     ],
 )
-def test_numerics_of_the_environment(
+def test_variables_that_change_numerics_are_checked(
     value: str | None, precision: str, said: str | None, tmp_path: Path
 ) -> None:
     given = {} if value is None else {"NVIDIA_TF32_OVERRIDE": value}
@@ -419,7 +419,7 @@ def test_numerics_of_the_environment(
                 check_numerics("cuda", precision, given)
 
 
-# A world that the script has initialised itself
+# A world that the script has initialised
 
 GPU_HOST, LAPTOP = Host(driver=Driver()), Host("cpu")
 BOTH, UNTYPED = "cpu:gloo,cuda:nccl", "undefined"
@@ -445,7 +445,7 @@ WORLDS = [
 
 
 @pytest.mark.parametrize(("host", "typed", "world", "requested", "answer"), WORLDS)
-def test_init_in_a_world_that_is_there(
+def test_init_in_an_initialised_world(
     host: Host,
     typed: str,
     world: str,
@@ -482,7 +482,7 @@ def test_init_in_a_world_that_is_there(
         (None, False, {}, 0),
     ],
 )
-def test_the_device_of_a_world_that_is_there(
+def test_the_device_in_an_initialised_world(
     bound: torch.device | None,
     initialised: bool,
     environ: dict[str, str],

@@ -46,7 +46,7 @@ from tests.http_files import ETAG, Server, use_some_http
 
 TEXTS = ["one wörd", "two 漢字 words\nand a line"]
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-# One row that each door can read: a text, a conversation, a question.
+# A row that each door can read: a text, a conversation, a question.
 ROWS = [
     {"text": text, "messages": MESSAGES, "context": text, "continuation": " so"} for text in TEXTS
 ]
@@ -267,7 +267,7 @@ DOORS = [read_inputs, tokenizer_of, trained_on, evaluated, conversations, questi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
-def test_a_file_is_what_its_name_and_its_bytes_say_or_refused(
+def test_a_file_is_recognised_by_name_and_bytes_or_refused(
     tmp_path: Path, door: Callable[[Path], list[str]]
 ) -> None:
     for number, (name, content, right) in enumerate(FILES):
@@ -335,7 +335,7 @@ def test_the_page_on_data_names_every_ending() -> None:
         ("/home/me/a.txt?download=true", "a.txt?download=true"),
     ],
 )
-def test_the_ending_of_an_address_is_that_of_its_path(address: str, name: str) -> None:
+def test_the_ending_of_an_address_is_taken_from_its_path(address: str, name: str) -> None:
     assert file_name(address) == name
 
 
@@ -460,7 +460,7 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
 
 
 @pytest.mark.parametrize("what", FOLDERS)
-def test_a_folder_says_what_its_files_are_taken_for(tmp_path: Path, what: str) -> None:
+def test_a_folder_reports_the_formats_of_its_files(tmp_path: Path, what: str) -> None:
     files, right, words = FOLDERS[what]
     root = write(tmp_path / "in", files)
     more = {"path": str(root), "cache_dir": str(tmp_path / ".c"), "valid_fraction": 0.0}
@@ -622,7 +622,7 @@ def test_addresses_with_queries_are_read_and_pages_are_not(tmp_path: Path) -> No
             take_documents(data)
 
 
-def test_a_file_that_becomes_another_between_look_and_read_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_changes_between_check_and_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(JSONL)
     inputs = find_inputs(str(path))
@@ -670,7 +670,7 @@ def test_answers_that_count_from_1_are_refused(tmp_path: Path) -> None:
         rows([1], ("1", "2"))
 
 
-def test_a_file_without_a_state_is_not_tokenized_for_hours(tmp_path: Path) -> None:
+def test_a_remote_file_without_a_version_is_refused_before_tokenizing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     (source,) = find_inputs(str(tmp_path / "a.txt"))
     odd = source.__class__("https://h/a.txt", "text", "", 1, "")

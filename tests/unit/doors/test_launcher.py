@@ -485,7 +485,7 @@ def test_an_environment_is_known_or_refused(row: str) -> None:
 
 
 def steps(job: int, *more: dict[str, str]) -> list[RankAssignment | None]:
-    """Returns the places in three steps of a job."""
+    """Returns the ranks' places in three steps of a job."""
     many = [env(f"SLURM_JOB_ID={job} SLURM_STEP_ID={step}", TWO_BY_8, *more) for step in range(3)]
     return [taken(environ) for environ in many]
 
@@ -515,7 +515,7 @@ def test_keys_replace_the_launchers_address() -> None:
     assert hook.with_port(29600).master_port == 29600
 
 
-def test_torchruns_address_is_not_ours_to_choose() -> None:
+def test_the_key_for_the_address_is_refused_under_torchrun() -> None:
     place = detect(TORCHRUN)
     assert place is not None and place.with_port(29600).master_port == 29500
     with pytest.raises(UserError, match="give torchrun --master-addr=host1"):
@@ -539,14 +539,14 @@ def test_torchruns_address_is_not_ours_to_choose() -> None:
         (ONE_TASK | TORCHRUN | env("RANK=0 LOCAL_RANK=0 GROUP_WORLD_SIZE=1"), None),
     ],
 )
-def test_ranks_that_may_be_meant_as_a_part_say_so(
+def test_a_process_that_may_belong_to_a_larger_job_says_so(
     environ: dict[str, str], line: str | None
 ) -> None:
     said = alone_in_a_job(environ, taken(environ))
     assert said is None if line is None else (said or "").startswith(line)
 
 
-def test_one_process_of_many_prints() -> None:
+def test_only_one_process_of_many_prints() -> None:
     assert [prints_for_all(e) for e in ({}, BATCH, SRUN, OMPI, PALS, HAND)] == [
         *(True, True, False, False, False, False)
     ]
@@ -567,7 +567,7 @@ def test_one_process_may_start_the_tasks_of_one_node() -> None:
         detect(BATCH, starts=16)  # over two nodes
 
 
-def test_the_kernel_knows_a_task_without_variables() -> None:
+def test_a_task_without_variables_is_found_by_its_cgroup() -> None:
     cgroups = "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_{}\n"
     refuse_lost_variables({}, cgroups.format(0))
     refuse_lost_variables({}, "0::/system.slice/slurmstepd.scope/job_7/step_batch/user/task_0\n")

@@ -55,7 +55,7 @@ class Said(NamedTuple):
     """An output of W&B's tool and its meaning."""
 
     lines: tuple[bytes, ...]
-    taken: Row | str | None  # text: a part of the sentence that refuses it
+    taken: Row | str | None  # a text is a part of the refusing sentence
     size: int = 40000
 
 
@@ -83,7 +83,7 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize("said", OUTPUTS, ids=str)
-def test_an_output_of_wandbs_tool(tmp_path: Path, said: Said) -> None:
+def test_outputs_of_wandbs_tool_are_read_or_refused(tmp_path: Path, said: Said) -> None:
     path = tmp_path / "run-x.wandb"
     path.write_bytes(bytes(said.size))
     if not isinstance(said.taken, str):
@@ -141,7 +141,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Tool:
 @pytest.mark.parametrize(
     ("before", "now", "first", "goes_on"),
     [
-        # last row, keys then, keys now, first step of this start, whether it is one run in W&B
+        # last row, keys then, keys now, first step of this start, whether it stays one run in W&B
         (Row(246, False), config_of(), 201, True),  # the same rows again
         (Row(246, False), config_of(lr=1e-4), 201, False),
         (Row(246, False), config_of(batch=16), 201, False),
@@ -217,7 +217,7 @@ def test_the_id_of_a_first_start(
     assert begin(run_dir, 1, KEYS, {"WANDB_RUN_ID": "other"}) == (begun.id, None, False, ())
 
 
-def test_runs_of_one_shell_and_of_a_sweep_are_runs_of_their_own(tmp_path: Path) -> None:
+def test_runs_of_one_shell_and_of_a_sweep_are_separate_runs(tmp_path: Path) -> None:
     shell = [session(tmp_path / name, config_of(), None, environ=SHELL) for name in "abc"]
     agent = [session(tmp_path / name, config_of(), None, environ=AGENT) for name in "def"]
     assert len({*shell, *agent}) == 6 and agent[0] == "agent-1"
@@ -226,7 +226,7 @@ def test_runs_of_one_shell_and_of_a_sweep_are_runs_of_their_own(tmp_path: Path) 
     assert line.startswith("WANDB_RUN_ID=agent-1 is run d already")
 
 
-def test_a_copied_folder_is_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_copied_folder_is_a_separate_run(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     made = session(a, config_of(), Row(9, False))
     shutil.copytree(a, b)
@@ -245,7 +245,7 @@ def test_a_copied_folder_is_a_run_of_its_own(tmp_path: Path) -> None:
     )
 
 
-def test_a_moved_folder_is_the_run_that_it_was(tmp_path: Path) -> None:
+def test_a_moved_folder_keeps_its_run(tmp_path: Path) -> None:
     made = session(tmp_path / "a", config_of(), Row(9, False))
     (tmp_path / "a").rename(tmp_path / "b")
     assert begin(tmp_path / "b", 10, KEYS, {}) == (made, Row(9, False), False, ())
@@ -255,7 +255,7 @@ def test_a_moved_folder_is_the_run_that_it_was(tmp_path: Path) -> None:
     assert begin(tmp_path / "b", 10, KEYS, {}).id == made
 
 
-def test_two_copies_whose_home_is_gone_are_two_runs(tmp_path: Path) -> None:
+def test_two_copies_of_a_deleted_folder_are_two_runs(tmp_path: Path) -> None:
     a, b, c = (tmp_path / name for name in "abc")
     made = session(a, config_of(), Row(9, False))
     shutil.copytree(a, b)
@@ -320,7 +320,7 @@ def test_sessions_from_before_ledgers(tmp_path: Path, tool: Tool) -> None:
 
 
 @pytest.mark.parametrize("harm", ["output", "no folder", "two files"])
-def test_rows_that_nobody_knows_make_a_run_of_its_own(
+def test_a_start_with_unknown_rows_becomes_a_separate_run(
     tmp_path: Path, tool: Tool, harm: str
 ) -> None:
     run_dir = tmp_path / "a"

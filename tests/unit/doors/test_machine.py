@@ -238,7 +238,9 @@ MACHINES: dict[str, tuple[Tree, int, float, float]] = {
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_machines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_each_machine_are_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree, cores, whole, free = MACHINES[name]
     monkeypatch.setattr(quotas, "cores", lambda: CORES)
     for path, text in {"proc/meminfo": MEMINFO, **tree}.items():
@@ -248,12 +250,12 @@ def test_machines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert found == (cores, whole * GIB, free * GIB)
 
 
-def test_a_system_that_says_nothing_has_all_of_it(tmp_path: Path) -> None:
+def test_without_limits_the_whole_machine_is_used(tmp_path: Path) -> None:
     assert available_memory(tmp_path) == math.inf
     assert 0 < memory_in_all(tmp_path) < math.inf
 
 
-def test_this_machine() -> None:
+def test_limits_of_this_machine_are_plausible() -> None:
     assert 1 <= available_cores() <= quotas.cores()
     assert 0 < available_memory() <= memory_in_all()
 

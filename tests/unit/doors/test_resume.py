@@ -127,7 +127,7 @@ def config_of(case: Case, batch: Batch) -> Config:
     config = Config()
     key, _, words = case.budget.partition("=")
     train = {"tokens": float(words)} if key == "tokens" else {"steps": int(float(words))}
-    if key == "epochs":  # as `loader.with_length` has it
+    if key == "epochs":  # as in `loader.with_length`
         train = {"tokens": float(words) * WINDOWS * SEQUENCE}
     last = batch if isinstance(batch, int) else list(batch.values())[-1]
     train["batch_schedule"] = None if isinstance(batch, int) else batch
@@ -201,7 +201,7 @@ def test_the_rate_is_what_the_first_start_would_have_had_at_that_sample(case: Ca
 @pytest.mark.parametrize(
     "case", [c for c in CASES if all(batch == c.last for batch, _ in c.starts)], ids=str
 )
-def test_a_run_whose_batch_stays_has_the_rates_of_one_start(case: Case) -> None:
+def test_a_run_with_an_unchanged_batch_has_the_rates_of_a_single_start(case: Case) -> None:
     config = config_of(case, case.last)
     steps = range(1, config.train_steps + 1)
     # Equal bit for bit.
@@ -233,7 +233,7 @@ def test_a_checkpoint_without_a_clock_resumes() -> None:
         "no clock",
     ],
 )
-def test_a_clock_that_makes_no_sense_is_no_clock(clock: object) -> None:
+def test_a_nonsensical_clock_is_ignored(clock: object) -> None:
     with pytest.raises((ValueError, TypeError, KeyError)):
         clock_of({"steps": 7, "consumed_samples": 56, "clock": clock}, {})
 
@@ -244,7 +244,7 @@ def make_run(runs: Path, name: str, **keys: object) -> Config:
     return config
 
 
-def test_a_run_without_a_checkpoint_may_begin_again_with_any_keys(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_may_start_over_with_any_keys(tmp_path: Path) -> None:
     config = make_run(tmp_path, "a")
     other = check_config(with_values(config, {"seed": 9, "model.num_layers": 3}))
     check_run(other, may_resume=True)
@@ -285,7 +285,7 @@ def test_a_value_of_an_older_version_is_refused_unless_overridden() -> None:
     assert config.ddp.comm_hook == "bf16"
 
 
-def test_a_copied_run_goes_by_its_new_name() -> None:
+def test_a_copied_run_has_the_name_of_its_folder() -> None:
     there = check_config(Config(run="a", seed=5), own_samples=True)
     config, line = continued(Config(run="b"), there, Given(set(), set()), None)
     assert config.run == "b" and line is not None and line.startswith("run=b: taken over")
@@ -305,7 +305,7 @@ def test_a_copied_run_goes_by_its_new_name() -> None:
         ("ddp:\n  powersgd_rank: 2\n", "ddp.powersgd_rank=2 (PowerSGD is gone, and ddp.comm_hook="),
     ],
 )
-def test_keys_of_an_old_configuration_that_are_no_more(
+def test_removed_keys_of_an_old_configuration_are_left_out(
     tmp_path: Path, keys: str, said: str | None
 ) -> None:
     folder = tmp_path / "a"

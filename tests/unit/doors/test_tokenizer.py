@@ -169,7 +169,7 @@ def made(path: Path, row: Row) -> Path:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_folder_tells_begin_and_ends_or_is_refused(tmp_path: Path, row: Row) -> None:
+def test_a_folder_gives_begin_and_end_tokens_or_is_refused(tmp_path: Path, row: Row) -> None:
     path = str(made(tmp_path / "tok", row))
     if row.words:
         with pytest.raises(UserError) as caught:
@@ -216,7 +216,7 @@ def changed(path: list[Any], value: Any) -> str:
     return json.dumps(whole)
 
 
-# What is wrong with a tokenizer.json → words of the sentence.
+# The fault of a tokenizer.json → words of the sentence.
 NUMBERS = (
     (["added_tokens", 2, "id"], 5000, "numbers its added token <|im_end|> 5000, but the library"),
     (["model", "vocab", "zz"], 5, "as token 5: give each token a number of its own"),
@@ -225,7 +225,7 @@ NUMBERS = (
 
 
 @pytest.mark.parametrize(("path", "value", "words"), NUMBERS)
-def test_numbers_that_are_none_are_refused(
+def test_invalid_token_numbers_are_refused(
     tmp_path: Path, path: list[Any], value: Any, words: str
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(changed(path, value))
@@ -260,7 +260,7 @@ NAMED = (
 
 
 @pytest.mark.parametrize(("inner", "files", "words", "refused"), NAMED)
-def test_tokens_that_are_none_are_told(
+def test_named_tokens_that_do_not_exist_are_reported(
     tmp_path: Path, inner: str, files: dict[str, Any], words: str, refused: str
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(inner, encoding="utf-8")
@@ -286,7 +286,7 @@ DOUBTS = (
 
 
 @pytest.mark.parametrize(("name", "words"), DOUBTS)
-def test_a_contradiction_is_said(tmp_path: Path, name: str, words: str | None) -> None:
+def test_a_contradiction_is_reported(tmp_path: Path, name: str, words: str | None) -> None:
     row = next(row for row in ROWS if row.name == name)
     tokenizer = open_tokenizer(str(made(tmp_path / "tok", row)))
     assert isinstance(tokenizer, FileTokenizer)
@@ -306,7 +306,7 @@ BEGINS = (
 
 
 @pytest.mark.parametrize(("documents", "is_begun", "begin", "exported"), BEGINS)
-def test_prompts_begin_as_the_documents_of_the_run(
+def test_prompts_begin_like_the_documents_of_the_run(
     tmp_path: Path,
     documents: tuple[str, ...],
     is_begun: bool,
@@ -332,7 +332,7 @@ def test_prompts_begin_as_the_documents_of_the_run(
     assert config.get("bos_token") == (None if exported else EOS)
 
 
-def test_a_prompt_that_spells_its_begin_has_it_once() -> None:
+def test_a_begin_token_spelled_out_in_a_prompt_is_not_doubled() -> None:
     assert begun([5, 6], [0]) == [0, 5, 6] and begun([0, 5], [0]) == [0, 5]
     assert begun([], [0]) == [0] and begun([0], [0, 1]) == [0, 1, 0]
 
@@ -403,7 +403,7 @@ THEIRS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "made_by", "words"), THEIRS)
-def test_other_tokens_of_transformers_are_said(
+def test_differences_from_transformers_are_reported(
     tmp_path: Path, name: str, made_by: str, words: str | None
 ) -> None:
     path = made(tmp_path / "tok", next(row for row in ROWS if row.name == name))

@@ -19,7 +19,7 @@ TORCH = "the newest that parallel3d was tried with"
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The installed versions, which a test may change."""
+    """Returns the installed versions, which a test may change."""
     there = {package: f"{tried.newest}.0" for package, tried in TRIED.items()}
     there["hydra-core"] = "1.3.8"
     monkeypatch.setattr(versions, "installed", there.get)
@@ -31,7 +31,7 @@ NAMED = [
     ("torch", "2.15.0", ""),
     ("torch", "2.15.3+cu132", ""),
     ("torch", "2.11.0", ""),
-    ("torch", "2.12.0a0+b558c98.nv26.11", ""),  # a container of NVIDIA's
+    ("torch", "2.12.0a0+b558c98.nv26.11", ""),  # in a container of NVIDIA
     ("torch", "2.13.0.post2", ""),
     ("torch", "v2.13.0", ""),
     ("torch", "2.16.0", f"torch 2.16.0 is newer than 2.15, {TORCH}"),
@@ -87,7 +87,7 @@ def test_two_newer_packages_are_one_line(found: dict[str, str]) -> None:
     )
 
 
-def test_a_package_that_is_not_there_is_nobodys_newest(found: dict[str, str]) -> None:
+def test_a_missing_package_is_not_named(found: dict[str, str]) -> None:
     found.clear()
     check_versions(TRIED)
     assert newer(TRIED) is None
@@ -120,7 +120,7 @@ def test_the_library_refuses_an_older_torch_before_it_imports_a_part(
     assert OF_A_SCRIPT == ("torch",)
 
 
-def test_pyproject_asks_for_the_oldest_and_caps_nothing() -> None:
+def test_pyproject_requires_the_oldest_and_sets_no_upper_bounds() -> None:
     with open(ROOT / "pyproject.toml", "rb") as file:
         project = tomllib.load(file)["project"]
     asked = [
@@ -134,7 +134,7 @@ def test_pyproject_asks_for_the_oldest_and_caps_nothing() -> None:
     assert within("torch") == ">=2.11,<2.16" and within("tokenizers") == "<0.24"
 
 
-def test_the_constraints_are_of_versions_that_were_tried() -> None:
+def test_the_constraints_are_versions_that_were_tried() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line)
     for package, (oldest, newest) in TRIED.items():

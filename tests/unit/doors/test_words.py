@@ -41,7 +41,7 @@ def _home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("word", [*WORDS, "größe", "gro\u0308ße", "a;b", "a b", "#1", "1.10!"])
-def test_every_key_of_text_gives_hydra_the_word_that_is_typed(word: str) -> None:
+def test_every_text_key_passes_the_given_word_to_hydra(word: str) -> None:
     parser = OverridesParser.create()
     for kept in check_overrides([f"{key.name}={word}" for key in TEXT]):
         assert str(parser.parse_override(kept).value()) == word, kept
@@ -49,7 +49,7 @@ def test_every_key_of_text_gives_hydra_the_word_that_is_typed(word: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, len(WORDS), 7))
-def test_every_key_of_text_keeps_its_word_and_gives_it_back(first: int, tmp_path: Path) -> None:
+def test_every_text_key_keeps_its_word_in_a_round_trip(first: int, tmp_path: Path) -> None:
     words = {key.name: WORDS[(first + i) % len(WORDS)] for i, key in enumerate(TEXT)}
     sections: dict[str, list[str]] = {}
     for name, word in words.items():
@@ -65,7 +65,7 @@ def test_every_key_of_text_keeps_its_word_and_gives_it_back(first: int, tmp_path
 
 
 @pytest.mark.parametrize("name", ["run", "data.path"])
-def test_a_sweep_runs_the_words_that_are_typed(name: str) -> None:
+def test_a_sweep_keeps_the_given_words(name: str) -> None:
     words = WORDS[::9]
     assert taken_from_sweep(name, words) == words
 
@@ -187,7 +187,7 @@ def test_a_name_twice_in_a_file_is_refused(tmp_path: Path) -> None:
         taken_from_file("data:\n  blend: {2024: 0.5, 2024: 0.6}\n", tmp_path)
 
 
-# Words of one line, and parts of the sentence that refuses them.
+# Arguments of one command, and parts of the refusing sentence.
 REFUSED = [
     (["optim.lr=1e-3", "optim.lr=3e-4"], ["optim.lr=1e-3 and optim.lr=3e-4", "given twice"]),
     (["tp=1", "++tp=2"], ["tp=1 and ++tp=2", "given twice"]),
@@ -229,7 +229,7 @@ def test_a_run_that_is_named_by_a_variable_is_refused(run: str) -> None:
         check_run_name(run, "runs")
 
 
-def test_a_path_that_is_there_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_an_existing_path_is_used_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a$b.txt").touch()
     check_value("data.path", f"{tmp_path}/a$b.txt")
 
@@ -240,7 +240,7 @@ def test_a_run_name_that_is_not_a_plain_folder_name_is_refused(run: str) -> None
         check_run_name(run, "runs")
 
 
-def test_a_preset_and_a_key_of_it_are_not_twice() -> None:
+def test_a_preset_and_one_of_its_keys_are_no_repetition() -> None:
     assert check_overrides(["model=llama_tiny", "model.num_layers=1"]) == [
         "model=llama_tiny",
         "model.num_layers=1",
@@ -248,7 +248,7 @@ def test_a_preset_and_a_key_of_it_are_not_twice() -> None:
 
 
 @pytest.mark.parametrize("home", ["", "relative"])
-def test_a_home_that_is_none_is_not_the_root(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_home_is_not_read_as_the_root(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", home)
     assert at_home("~/runs") == "~/runs"
     with pytest.raises(UserError, match="nobody's home"):
@@ -265,12 +265,12 @@ def test_paths_are_known_from_the_schema() -> None:
 
 
 @pytest.mark.parametrize("word", [*WORDS, "a=b", "ü"])
-def test_verbs_take_text_as_it_is_and_homes_in_paths(word: str) -> None:
+def test_subcommands_keep_text_and_expand_homes_in_paths(word: str) -> None:
     assert taken_by_verb("run", word) == word
     assert taken_by_verb("runs_dir", f"~/{word}") == f"{HOME}/{word}"
 
 
-def test_a_key_of_a_verb_is_given_once() -> None:
+def test_a_subcommands_key_is_given_once() -> None:
     with pytest.raises(UserError, match=r"run is given twice, as 1\.10 and as 1\.1$"):
         parse("checkpoint ls", Verb("", {"run": ""}, (), ""), ["run=1.10", "run=1.1"])
 

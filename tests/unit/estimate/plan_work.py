@@ -16,7 +16,7 @@ def constants(**over: float) -> Constants:
 
 
 def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: float) -> StepWork:
-    """One `Work` of plain numbers."""
+    """Returns a `Work` of plain numbers."""
     card = DEVICES[device]
     made: dict[str, float] = dict(
         layers=32, hidden=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, gated=1,
