@@ -95,7 +95,7 @@ def test_vectors_are_cut_too_and_higher_dimensions_refused() -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 4 * SHARED_ELEMENTS // 8])
-def test_holders_write_each_element_once_however_each_has_cut_it(rows: int) -> None:
+def test_holders_write_each_element_once_for_any_cuts(rows: int) -> None:
     """A small slice is written by one holder, a large one is divided about evenly."""
     width, holders = 8, 4
     spec = ParameterSpec(

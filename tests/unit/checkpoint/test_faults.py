@@ -192,7 +192,7 @@ def test_leftovers_that_cannot_be_removed_are_logged_and_stop_no_start(
     assert names(tmp_path) == [step_folder(3)]
 
 
-def test_a_save_of_a_step_that_is_there_leaves_the_one_there(tmp_path: Path) -> None:
+def test_a_save_never_replaces_an_existing_checkpoint_of_its_step(tmp_path: Path) -> None:
     """A start that has not seen it was killed at any byte, and has replaced nothing."""
     first, second = one_rank(tmp_path), one_rank(tmp_path)
     assert save(first, 3) == SaveResult()

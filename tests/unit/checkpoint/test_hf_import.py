@@ -120,7 +120,7 @@ def test_a_tied_head_of_another_shape_is_refused() -> None:
 
 
 @pytest.mark.parametrize("renamed", [True, False])
-def test_other_names_of_gpt2s_sizes_go_first(renamed: bool) -> None:
+def test_generic_names_of_gpt2s_sizes_take_precedence(renamed: bool) -> None:
     """The number of heads is no tensor's size: a wrong one would go unnoticed."""
     make("gpt2", tie_word_embeddings=True)
     names = ("n_head", "n_embd", "n_layer", "n_positions") if renamed else ()

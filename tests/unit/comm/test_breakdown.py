@@ -152,7 +152,7 @@ def test_on_a_gpu_one_step_of_seven_is_marked_after_the_warm_up(clock_time: Time
     assert clock.means() == pytest.approx(EXPECTED)
 
 
-def test_what_another_stream_does_takes_no_time_of_the_compute_stream(clock_time: Time) -> None:
+def test_work_of_another_stream_takes_no_time_of_the_compute_stream(clock_time: Time) -> None:
     """FSDP2 calls its collectives while one of its own streams is current."""
     clock = StepTimer(CUDA)
     clock.start_step()

@@ -53,7 +53,7 @@ def test_groups_inside_a_domain_use_nvlink_and_others_their_own_rail(nics: None)
     assert Interfaces(placement(rails=1), None, "rail*").of_group([1, 3], 3) == "rail0"
 
 
-def test_a_group_over_rails_that_nothing_joins_is_the_systems_choice(nics: None) -> None:
+def test_a_group_over_unconnected_rails_uses_the_default_interface(nics: None) -> None:
     """Returns a group like that of dp × cp, which has a part of each rail."""
     joined = placement()
     assert Interfaces(joined, None, "rail*").of_group([0, 1, 2, 3], 0) == "rail0"

@@ -191,7 +191,9 @@ def test_two_jobs_at_one_store_do_not_see_each_other(
     assert get(behind_secret(store), "parallel3d/run") == {"run_dir": "runs/ours"}
 
 
-def test_words_of_others_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_with_another_signature_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys can be listed, but their finder still cannot write where the ranks read."""
     monkeypatch.setenv(SECRET, "ours")
     store = dist.PrefixStore("attempt0", dist.HashStore())

@@ -264,7 +264,7 @@ def group(dim: str, ranks: tuple[int, ...], seconds: float, priced: float | None
     return GroupTime(dim, ranks, BenchOperation("all_reduce", "sum"), 1 << 20, seconds, priced)
 
 
-def test_preflight_holds_each_group_against_its_price() -> None:
+def test_preflight_compares_each_group_with_its_price() -> None:
     # The third one takes twice as long, as its wires predict.
     even = [group("dp", (i, i + 4), s, s / 3) for i, s in enumerate((1e-3, 1e-3, 2e-3, 1e-3))]
     assert judge(even, 1.5, 1e-4) == []

@@ -62,7 +62,7 @@ def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None
 
 
 @pytest.mark.slow
-def test_a_time_is_what_a_quarter_of_all_runs_are_faster_than() -> None:
+def test_a_time_is_the_lower_quartile_of_all_runs() -> None:
     """The result is not the minimum, which catches a moment at which the processor was faster than
     it stays."""
     config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)

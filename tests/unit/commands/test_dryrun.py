@@ -276,7 +276,7 @@ def test_a_rank_has_all_of_its_chunks_and_sends_for_them(facts) -> None:
     assert found["groups"]["dp"]["calls"] == sum(t.count for t in buckets)
 
 
-def test_the_bubble_of_loops_is_the_clock_s(facts) -> None:
+def test_the_bubble_of_loops_is_the_simulators(facts) -> None:
     """With 16 micro-batches on 2 ranks with 2 chunks, the bubble is (2 − 1) / (2 · 16) of the
     compute."""
     found = facts["loops"]

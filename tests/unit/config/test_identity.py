@@ -63,7 +63,7 @@ def test_changes_to_the_next_steps_are_reported() -> None:
 
 
 @pytest.mark.parametrize("hook", ["none", "powersgd"])
-def test_hooks_that_change_gradients_are_said(hook: str) -> None:
+def test_hooks_that_change_gradients_are_reported(hook: str) -> None:
     """Works also for a configuration that this version no longer has, with a key of its own."""
     old, new = there(Config()), Config()
     old["ddp"] |= {"comm_hook": hook, "powersgd_rank": 2}

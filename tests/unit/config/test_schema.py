@@ -86,7 +86,7 @@ def test_the_packages_own_conf_folder_wins_over_the_checkouts(
     assert conf_dir() == package / "conf"
 
 
-def test_the_keys_of_a_run_are_these() -> None:
+def test_a_runs_keys_are_frozen() -> None:
     """A key is a promise: old runs have it for ever. A new one is added to this file deliberately.
 
     python -c "from parallel3d.config.fields import *; print(*all_keys(), sep='\n')" prints the

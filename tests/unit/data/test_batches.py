@@ -92,7 +92,7 @@ def test_micro_batches_hold_the_indices_of_their_samples() -> None:
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_every_stage_is_told_of_the_documents(reads: bool) -> None:
+def test_every_stage_gets_the_starts_of_documents(reads: bool) -> None:
     """Middle stages, too, get tensors of one shape, whatever the documents."""
     samples = [source(True).sample(i) for i in range(36, 54)]
     batches = Batches(source(True), 3, 3, 0, "cpu", needs_batch=reads, document_mask=True)

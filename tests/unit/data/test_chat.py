@@ -99,7 +99,7 @@ def test_without_tags_the_same_tokens_are_learned(
     assert found.tokens[found.spoken].tolist() == tagged.tokens[tagged.spoken].tolist()
 
 
-def test_blanks_behind_the_end_of_a_turn_are_not_learned(tmp_path: Path) -> None:
+def test_blanks_after_the_end_of_a_turn_are_not_learned(tmp_path: Path) -> None:
     """Templates do not mark this: nothing follows the token that ends a turn."""
     path = home(tmp_path, bare("chatml"))
     found = reader(path).read(row(TALKS[1]))
@@ -299,7 +299,7 @@ def test_pieces_without_assistant_words_are_left_out(tmp_path: Path, packing: st
     ]
 
 
-def test_a_held_out_part_in_which_the_assistant_says_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_held_out_part_without_assistant_words_is_refused(tmp_path: Path) -> None:
     """In windows its answer is in the remainder, which fills none."""
     given = data(tmp_path, [*ROWS, LONG], packing="concat")
     with pytest.raises(UserError, match="says nothing in the samples that are held out"):

@@ -103,7 +103,7 @@ def test_mask_is_false_exactly_where_the_input_is_end_of_text() -> None:
 
 
 @pytest.mark.parametrize("masks", [False, True])
-def test_a_document_begins_behind_each_end_of_text(masks: bool) -> None:
+def test_a_document_begins_after_each_end_of_text(masks: bool) -> None:
     """Holds also if it ends at once, or begins with the sample's last input."""
     rng = np.random.default_rng(3)
     for tokens in (

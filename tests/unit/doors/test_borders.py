@@ -213,7 +213,7 @@ def test_tokens_of_another_tokenizer_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_a_corpus_begins_as_its_facts_say(tmp_path: Path, add_bos: bool) -> None:
+def test_documents_of_a_corpus_begin_as_its_json_says(tmp_path: Path, add_bos: bool) -> None:
     """Writes them by `data tokenize`, and by data=text."""
     path = str(made(tmp_path / "tok", LLAMA_ROW))
     (tmp_path / "a.txt").write_text(WORDS * 9)

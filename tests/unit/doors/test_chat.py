@@ -547,7 +547,7 @@ def test_documents_and_options_reach_a_template_that_reads_them(tmp_path: Path) 
     assert reader.read(row(*TALK, documents=dumps([{"text": "a"}]))).spoken.any()
 
 
-def test_words_behind_a_special_token_of_a_turn_are_learned(tmp_path: Path) -> None:
+def test_words_after_a_special_token_of_a_turn_are_learned(tmp_path: Path) -> None:
     """Here the last special token of a turn comes before its words, and none ends it."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}[INST]"

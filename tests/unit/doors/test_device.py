@@ -346,7 +346,7 @@ def test_a_line_compares_used_devices_with_those_present(
         assert re.search(line, choose_device("auto", ranks).line)
 
 
-def test_facts_are_those_of_the_card_that_is_used(tmp_path: Path) -> None:
+def test_the_line_describes_the_card_that_is_used(tmp_path: Path) -> None:
     """Devices have CUDA's own numbers: NVML's first card is another one here."""
     mixed = (Card(0, "NVIDIA GeForce RTX 3090", capability=8), Card(1, "NVIDIA H200"))
     given = {"CUDA_VISIBLE_DEVICES": "1"}
@@ -368,7 +368,7 @@ def test_an_integrated_graphics_unit_is_no_sign_of_a_gpu(tmp_path: Path) -> None
 # The process that asks the driver
 
 
-def test_asking_starts_no_driver_in_this_process_and_passes_errors_and_crashes() -> None:
+def test_the_driver_is_asked_in_another_process_which_passes_errors_and_crashes() -> None:
     """Otherwise no rank that is forked from it could start CUDA."""
     driver = Driver()
     answer = gpus.in_subprocess(lambda: gpus.ask_cuda(driver))  # type: ignore[arg-type]

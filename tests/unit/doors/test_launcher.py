@@ -552,7 +552,7 @@ def test_only_one_process_of_many_prints() -> None:
     ]
 
 
-def test_some_commands_leave_others_out() -> None:
+def test_some_commands_may_run_outside_of_the_jobs_tasks() -> None:
     """Tests `parallel3d generate` in a shell of an allocation of many tasks."""
     assert detect(BATCH, starts=None) is None
 

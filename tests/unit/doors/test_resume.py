@@ -318,7 +318,7 @@ def test_removed_keys_of_an_old_configuration_are_left_out(
     assert said is None or str(line).startswith("run=a: this version no longer has ")
 
 
-def test_the_last_start_is_the_last_one_that_came_to_a_step(tmp_path: Path) -> None:
+def test_the_last_start_is_the_last_one_that_reached_a_step(tmp_path: Path) -> None:
     """A refused start has left a newer configuration."""
     config = make_run(tmp_path, "a")
     folder = tmp_path / "a"
