@@ -48,9 +48,9 @@ class Layout:
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 0
     order: str = DEFAULT_ORDER
     loops: int = 1
-    ep: int = 0
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:

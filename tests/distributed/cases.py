@@ -73,6 +73,7 @@ class Problem:
     steps: int = STEPS
     batch: int = GLOBAL_BATCH
     batches: tuple[tuple[int, int], ...] = ()  # train.batch_schedule
+    moe: tuple[tuple[str, Any], ...] = ()  # the balance of experts
     documents: bool = False  # samples are packs of documents, each of which attends only to itself
     # Number of ranks over which samples are split; their documents and masks depend on it.
     ranks: int = 1
@@ -95,7 +96,7 @@ class Problem:
         return batch * self.seq_length
 
     def __str__(self) -> str:
-        changes = " ".join(f"{k}={v}" for k, v in self.model + self.optim + self.loss)
+        changes = " ".join(f"{k}={v}" for k, v in self.model + self.optim + self.loss + self.moe)
         tied = "tied" if self.tied else "untied"
         words = f"{self.preset} {self.layers} layers {tied} {self.optimizer} {self.precision}"
         packs = "documents" if self.documents else ""
@@ -154,12 +155,14 @@ class Case:
         """Returns the configuration of this case under `layout`."""
         problem = self.problem
         sizes = {**TINY_SIZES, "num_layers": problem.layers, **dict(problem.model)}
+        sizes["dense_layers"] = list(sizes.get("dense_layers", ()))
         microbatches = self.microbatches or (3 if layout.pp > 1 else 2)
         config = Config(
             tp=layout.tp,
             pp=layout.pp,
             dp=layout.dp,
             cp=layout.cp,
+            ep=max(layout.ep, 1),
             sp=self.sp,
             micro_batch_size=problem.batch // (layout.dp * microbatches),
             global_batch_size=problem.batch,
@@ -173,6 +176,8 @@ class Case:
         config.precision.name = problem.precision
         for name, value in problem.loss:
             setattr(config.loss, name, value)
+        for name, value in problem.moe:
+            setattr(config.moe, name, value)
         config.schedule.name = self.schedule
         if self.layers_per_stage is not None:
             config.schedule.layers_per_stage = list(self.layers_per_stage)
@@ -291,10 +296,11 @@ def _pack(sample: Sample, i: int, ranks: int = 1) -> Sample:
     starts = np.zeros(length, dtype=np.int32)
     for begin in _begins(length, i) if ranks == 1 else _begins_at_cuts(length, i, ranks):
         starts[begin:] = begin
-    mask = sample.loss_mask.copy()
+    mask, used = sample.loss_mask.copy(), None
     if i % 5 == 0:
-        mask[starts[-1] :] = False
-    return Sample(sample.tokens, mask, starts)
+        used = int(starts[-1])
+        mask[used:] = False
+    return Sample(sample.tokens, mask, starts, used)
 
 
 def dead_weights(names: Iterable[str], model: ModelConfig) -> frozenset[str]:

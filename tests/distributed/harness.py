@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from parallel3d.config.schema import Config
 from parallel3d.estimate.search import with_style
 from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.spec import ShardSpec
-from parallel3d.trainer import Trainer
+from parallel3d.trainer import StepResult, Trainer
 from tests.distributed.cases import (
     DTYPES,
     Case,
@@ -33,7 +32,7 @@ from tests.distributed.simulated import here
 from tests.reference.train import ReferenceRun, batch_loss, build, is_frozen, train_reference
 
 T = TypeVar("T")
-Sizes = tuple[int, ...]  # tp, pp and dp, and cp if it is not 1
+Sizes = tuple[int, ...]  # tp, pp and dp; cp if it is not 1; with experts also ep
 
 
 class Step(NamedTuple):
@@ -44,6 +43,20 @@ class Step(NamedTuple):
     grad_norm: float
     lr: float
     tokens: int
+    # With experts: tokens of each expert by layer, and the sums over layers of both losses.
+    counts: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    aux: float = 0.0
+    z: float = 0.0
+
+    @classmethod
+    def of(cls, result: StepResult) -> Step:
+        """Returns the numbers of a step."""
+        plain = (result.step, result.loss, result.grad_norm, result.lr, result.tokens)
+        figures = result.experts
+        if figures is None:
+            return cls(*plain)
+        counts = tuple((layer, tuple(each)) for layer, each in figures.counts.items())
+        return cls(*plain, counts, sum(figures.aux.values()), sum(figures.z.values()))
 
 
 @dataclass
@@ -57,6 +70,7 @@ class Outcome:
     average: dict[str, np.ndarray] = field(default_factory=dict)  # of the weights, with ema_decay
     # The largest distance of any rank's shard from `final`, and its name.
     replicas: tuple[float, str] = (0.0, "")
+    biases: dict[str, np.ndarray] = field(default_factory=dict)  # of this rank's routers
 
 
 def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
@@ -100,7 +114,8 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
 
     A constant rate is known without training.
     """
-    groups = ProcessGroups.create(Layout(1, 1, 1), "cpu", timeout_s=300)
+    experts = dict(problem.model).get("num_experts", 0) > 0
+    groups = ProcessGroups.create(Layout(ep=int(experts)), "cpu", timeout_s=300)
     # Micro-batches of one sample fit any schedule of the batch.
     single = problem.batches or problem.batch % 2
     case = Case(problem, microbatches=problem.batch if single else None)
@@ -151,10 +166,12 @@ def run_cases(
         except Exception as error:
             error.add_note(f"in case: {case} on rank {dist.get_rank()} of {layout}")
             raise
-        steps = [Step(r.step, r.loss, r.grad_norm, r.lr, r.tokens) for r in results]
+        steps = [Step.of(result) for result in results]
         arrays = {name: array(weight) for name, weight in final.items()}
         replicas = worst_replica(final, boxes)
-        outcomes.append(Outcome(steps, evaluation, initial, arrays, average, replicas))
+        states = {} if trainer.balance is None else trainer.balance.states
+        biases = {name: array(bias) for name, bias in states.items()}
+        outcomes.append(Outcome(steps, evaluation, initial, arrays, average, replicas, biases))
     groups.close()
     return outcomes
 
@@ -227,10 +244,15 @@ class References:
         assert min(run.grad_norms) > clip, (
             f"{problem}: clipping at {clip} is idle: {run.grad_norms}"
         )
+        assert run.margin > MARGIN, f"{problem}: choices are undecided, {run.margin} apart"
         with torch.no_grad():
-            trained = build(config.model, run.weights, DTYPES[problem.precision])
+            trained = build(config.model, run.weights | run.biases, DTYPES[problem.precision])
             evaluation = batch_loss(trained, source, 0, evaluated(problem)).item()
         return Expected(digests(initial), lrs, run, evaluation, dead)
+
+
+# A layout changes a score by about 1e-13, so that scores this far apart have the same order in all.
+MARGIN = 1e-8
 
 
 class Tolerance(NamedTuple):
@@ -268,7 +290,7 @@ def differences(
     `outcomes` are those of all ranks. Quantities: "ranks" (they report different steps), "counters"
     (step, lr, tokens), "initial weights" (bits), "loss", "grad norm", "evaluation" (after the last
     step), "weights", "average" (of the weights), "replicas" (a rank's copy is not the weight that
-    was gathered).
+    was gathered); with experts "counts", "aux", "z" and "biases".
     """
     found: dict[str, str] = {}
     tolerance = TOLERANCES[problem.precision]
@@ -294,6 +316,7 @@ def differences(
     evaluation = first.evaluation
     if evaluation is not None and relative(evaluation, expected.evaluation) > tolerance.loss:
         found["evaluation"] = f"{first.evaluation!r}, reference {expected.evaluation!r}"
+    found |= _routing_differences(outcomes, expected, tolerance, problem)
     if tolerance.weights is not None:
         worst = worst_weight(first.final, expected.run.weights, expected.dead)
         if first.replicas[0] > tolerance.weights:
@@ -306,6 +329,34 @@ def differences(
     return found
 
 
+def _routing_differences(
+    outcomes: Sequence[Outcome], expected: Expected, tolerance: Tolerance, problem: Problem
+) -> dict[str, str]:
+    """Returns where the experts' figures differ: "counts" and "biases" at all, "aux" and "z"."""
+    found: dict[str, str] = {}
+    for s, step in enumerate(outcomes[0].steps):
+        theirs = expected.run.counts[s] if expected.run.counts else {}
+        counts = {layer: tuple(each.tolist()) for layer, each in theirs.items()}
+        if dict(step.counts) != counts:
+            found.setdefault("counts", f"step {s + 1}: {step.counts}, reference {counts}")
+        for name, ours, reference in (
+            ("aux", step.aux, expected.run.aux),
+            ("z", step.z, expected.run.z),
+        ):
+            used = counts and dict(problem.moe).get(f"{name}_loss")
+            if used and relative(ours, reference[s]) > tolerance.loss:
+                found.setdefault(name, f"step {s + 1}: {ours!r}, reference {reference[s]!r}")
+    held: set[str] = set()
+    for rank, outcome in enumerate(outcomes):
+        held |= outcome.biases.keys()
+        for name, bias in outcome.biases.items():
+            if not np.array_equal(bias, expected.run.biases[name].numpy()):
+                found.setdefault("biases", f"{name} on rank {rank}: {bias}")
+    if held != expected.run.biases.keys():
+        found["biases"] = f"they are those of {sorted(held)}"
+    return found
+
+
 def check_cases(
     sizes: Sizes,
     cases: Sequence[Case],
@@ -315,7 +366,7 @@ def check_cases(
     run: Callable = run_cases,
 ) -> list[list[Outcome]]:
     """Trains the cases and compares each with its reference; returns their outcomes by rank."""
-    by_rank = pool.run(math.prod(sizes), run, sizes, cases, *options, timeout_s=900)
+    by_rank = pool.run(Layout(*sizes).world_size, run, sizes, cases, *options, timeout_s=900)
     outcomes = [list(found) for found in zip(*by_rank, strict=True)]
     failures = []
     for case, found in zip(cases, outcomes, strict=True):
@@ -370,7 +421,7 @@ def check_caught(
 ) -> None:
     """Asserts that the sound run agrees with the reference, and that a planted bug shows in exactly
     the quantities `told_by`."""
-    world = math.prod(sizes)
+    world = Layout(*sizes).world_size
     expected = references.of(case.problem)
     if (pool, sizes, case) not in references.sound:
         sound = [outcomes[0] for outcomes in pool.run(world, run_cases, sizes, [case])]

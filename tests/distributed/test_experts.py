@@ -1,0 +1,136 @@
+"""A mixture of experts trains the same model in every layout, with the same counts and biases."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, Sizes, check_cases
+from tests.distributed.pool import Pool
+
+EIGHT = {
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "expert_ffn_size": 24,
+    "qk_norm": True,
+}
+SIXTEEN = {
+    "num_experts": 16,
+    "experts_per_token": 4,
+    "expert_ffn_size": 32,  # the width of the residual stream
+    "router_score": "sigmoid",
+    "router_bias": True,
+    "router_scale": 2.5,
+    "router_groups": 4,
+    "router_top_groups": 2,
+    "shared_expert_size": 16,
+    "dense_layers": (1,),
+}
+LOSSES = (("aux_loss", 0.1), ("z_loss", 0.01), ("bias_update_rate", 0.05))
+MODELS = {"eight": EIGHT, "sixteen": SIXTEEN}
+
+
+def problem(model: str, optimizer: str, batch: int = 16, documents: bool = True) -> Problem:
+    """Returns a training of packed samples, some of which are padded."""
+    return Problem(
+        "llama_tiny",
+        optimizer,
+        False,
+        model=tuple(MODELS[model].items()),
+        layers=5,
+        moe=LOSSES,
+        documents=documents,
+        batch=batch,
+        optim=(("clip_grad", 0.3),) if optimizer == "sgd" else (),
+    )
+
+
+# (tp, pp, dp, cp, ep), keys of the layout, and the schedule.
+LAYOUTS: list[tuple[Sizes, dict[str, object]]] = [
+    ((1, 1, 4, 1, 1), {}),
+    ((2, 1, 1, 2, 1), {}),
+    ((2, 2, 1, 1, 1), {"schedule": "zb_h1"}),
+    ((1, 1, 4, 1, 2), {}),
+    ((1, 2, 2, 1, 2), {"schedule": "zbv", "vpp": 2}),
+    ((2, 1, 2, 1, 2), {"zero": 1}),
+    ((4, 1, 1, 1, 2), {}),
+    ((1, 1, 4, 1, 2), {"zero": 3}),
+    ((2, 1, 4, 1, 4), {}),
+    ((2, 1, 2, 2, 4), {}),
+    ((4, 1, 1, 1, 4), {}),
+    ((1, 2, 2, 2, 4), {"schedule": "interleaved", "vpp": 2}),
+    ((1, 1, 8, 1, 8), {}),
+    ((2, 1, 2, 2, 8), {}),
+]
+WAYS = ("gather", "all_to_all")
+RECOMPUTED = ("none", "[mlp]", "[norm,attention,mlp]", "full")
+
+
+def case(
+    of: Problem, sizes: Sizes, more: dict[str, object], way: str, recompute: str, samples: int
+) -> Case:
+    """Returns a training of `of` under a layout, with micro-batches of `samples` sequences."""
+    keys = {"moe.dispatch": way, "recompute": recompute, **more}
+    schedule = str(keys.pop("schedule", "1f1b"))
+    return Case(
+        of,
+        schedule,
+        sp=sizes[0] > 1,
+        microbatches=of.batch // sizes[2] // samples,
+        keys=tuple(keys.items()),
+    )
+
+
+# Every layout with both models; dispatch, recomputation, optimizer and size of micro-batches take
+# turns, with steps that have no common divisor, so that every two of them meet.
+SHORT = [
+    (number, name, sizes, more)
+    for number, ((sizes, more), name) in enumerate(product(LAYOUTS, MODELS))
+]
+
+
+def _id(value: object) -> str | None:
+    return "-".join(map(str, value)) if isinstance(value, tuple) else None
+
+
+@pytest.mark.parametrize(("number", "name", "sizes", "more"), SHORT, ids=_id)
+def test_every_layout_trains_the_same_experts(
+    number: int,
+    name: str,
+    sizes: Sizes,
+    more: dict[str, object],
+    pool: Pool,
+    references: References,
+) -> None:
+    optimizer = ("sgd", "adamw", "muon")[number % 3]
+    way = WAYS[number // 2 % 2]
+    recompute = RECOMPUTED[number * 3 // 2 % 4]
+    samples = 1 + number // 3 % 2
+    one = case(problem(name, optimizer), sizes, more, way, recompute, samples)
+    check_cases(sizes, [one], pool, references)
+
+
+LONG = [
+    pytest.param(sizes, more, name, optimizer, marks=pytest.mark.more)
+    for (sizes, more), name, optimizer in product(LAYOUTS, MODELS, ("sgd", "adamw", "muon"))
+]
+
+
+@pytest.mark.parametrize(("sizes", "more", "name", "optimizer"), LONG, ids=_id)
+def test_every_way_and_recomputation_trains_the_same_experts(
+    sizes: Sizes,
+    more: dict[str, object],
+    name: str,
+    optimizer: str,
+    pool: Pool,
+    references: References,
+) -> None:
+    of = problem(name, optimizer)
+    cases = [
+        case(of, sizes, more, way, recompute, samples)
+        for way, recompute, samples in product(WAYS, RECOMPUTED, (1, 2))
+        if sizes[4] > 1 or way == WAYS[0]
+    ]
+    check_cases(sizes, cases, pool, references)
