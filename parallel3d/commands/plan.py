@@ -61,6 +61,7 @@ from parallel3d.estimate.search import (
     sizes_of,
     works,
 )
+from parallel3d.experts.checks import check_priced
 from parallel3d.html import bar_key, html_table, section, stacked_bar, whole_page
 from parallel3d.models.checks import check_model
 from parallel3d.schedules.draw import render_svg
@@ -448,6 +449,7 @@ def searched(
     """
     file, batch = config.cluster.file, config.global_batch_size
     check_model(config.model)
+    check_priced(config.model, "plan and layout=auto")
     check_held(config, fixed, ranks)
     if file is not None:
         machine = read(file)

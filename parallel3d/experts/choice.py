@@ -5,6 +5,7 @@ Everything here is decided once for each micro-batch: a recomputation and the ba
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
+from parallel3d.device.accelerator import has_values
 
 
 class Routing(NamedTuple):
@@ -39,12 +41,15 @@ class Rows:
     places: Tensor
 
     @classmethod
-    def of(cls, experts: Tensor, count: int) -> Rows:
+    def of(cls, experts: Tensor, count: int, balanced: int) -> Rows:
         """Sorts the choices of t tokens: (t, slots), each a local expert below `count`, or `count`
-        for none. Rows of an expert are in the order of tokens."""
+        for none. Rows of an expert are in the order of tokens.
+
+        `balanced`: number of rows if all experts are chosen equally often.
+        """
         flat = experts.flatten()
-        numbers = torch.bincount(flat, minlength=count + 1)[:count]
-        counts = tuple(numbers.tolist())
+        numbers = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))
+        counts = _read(numbers[:count], evenly(balanced, count))
         total = sum(counts)
         slots = flat.sort(stable=True).indices[:total]
         places = torch.full_like(flat, total)
@@ -70,14 +75,18 @@ class Sent:
     taken: tuple[int, ...]
 
     @classmethod
-    def of(cls, experts: Tensor, local: int, ep: Group) -> Sent:
-        """Finds the ranks of the chosen experts (n, k); collective, and waits for the device."""
+    def of(cls, experts: Tensor, local: int, ep: Group, balanced: int) -> Sent:
+        """Finds the ranks of the chosen experts (n, k); collective, and waits for the device.
+
+        `balanced`: messages to each rank if all experts are chosen equally often.
+        """
         ranks = experts.div(local, rounding_mode="floor")
         goes = torch.zeros(len(experts), ep.size, dtype=torch.bool, device=experts.device)
         goes.scatter_(1, ranks, True)
         numbers = goes.sum(0)
-        both = torch.stack((numbers, collectives.all_to_all(numbers, ep))).tolist()
-        given, taken = tuple(both[0]), tuple(both[1])
+        both = torch.cat((numbers, collectives.all_to_all(numbers, ep)))
+        counts = _read(both, [balanced] * (2 * ep.size))
+        given, taken = counts[: ep.size], counts[ep.size :]
         total = sum(given)
         # A stable sort of (rank, token): the messages to rank 0 in the order of tokens, and so on.
         flat = goes.t().flatten()
@@ -106,6 +115,18 @@ class Choice:
     counts: Tensor | None = None
     sent: Sent | None = None
     rows: Rows | None = None
+
+
+def _read(numbers: Tensor, balanced: Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers, for which the host waits; `balanced` in their place if they have no
+    values, in a dry run."""
+    counts = numbers.tolist()
+    return tuple(counts if has_values(numbers.device) else balanced)
+
+
+def evenly(total: int, parts: int) -> list[int]:
+    """Returns `total` in whole parts that differ by one at most."""
+    return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
 
 
 def sum_of_slots(rows: Tensor, places: Tensor) -> Tensor:

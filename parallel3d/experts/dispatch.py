@@ -69,7 +69,7 @@ def dispatched(
     local = experts // ep.size
     if ep.size == 1:
         if choice.rows is None:
-            choice.rows = Rows.of(routing.experts, local)
+            choice.rows = Rows.of(routing.experts, local, routing.experts.numel())
         return run(x, routing.weights, choice.rows)
     if way == GATHER:
         return _by_gather(x, routing, choice, local, ep, run)
@@ -87,7 +87,8 @@ def _by_gather(
 ) -> Tensor:
     if choice.rows is None:
         experts = collectives.all_gather(routing.experts, ep)
-        choice.rows = Rows.of(_local(experts, local, ep.index), local)
+        local_experts = _local(experts, local, ep.index)
+        choice.rows = Rows.of(local_experts, local, routing.experts.numel())
     tokens, weights = _Gather.apply(x, ep), _Gather.apply(routing.weights, ep)
     return _Scatter.apply(run(tokens, weights, choice.rows), ep)
 
@@ -122,11 +123,14 @@ def _by_all_to_all(
     x: Tensor, routing: Routing, choice: Choice, local: int, ep: Group, run: RunExperts
 ) -> Tensor:
     if choice.sent is None:
-        choice.sent = Sent.of(routing.experts, local, ep)
+        count, chosen = routing.experts.shape
+        balanced = round(count * share_sent(local * ep.size, chosen, ep.size))
+        choice.sent = Sent.of(routing.experts, local, ep, balanced)
     sent = choice.sent
     if choice.rows is None:
         experts = _exchanged(routing.experts[sent.tokens], ep, sent.given, sent.taken)
-        choice.rows = Rows.of(_local(experts, local, ep.index), local)
+        local_experts = _local(experts, local, ep.index)
+        choice.rows = Rows.of(local_experts, local, routing.experts.numel())
     tokens = _Exchange.apply(_Take.apply(x, sent), ep, sent.given, sent.taken)
     weights = _Exchange.apply(_Take.apply(routing.weights, sent), ep, sent.given, sent.taken)
     results = run(tokens, weights, choice.rows)

@@ -55,7 +55,8 @@ def scores_of(logits: Tensor, settings: RouterSettings) -> Tensor:
 
 def ranked(values: Tensor, count: int) -> Tensor:
     """Returns the places of the `count` largest values of each row, ties by the lower place."""
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    places = values.sort(dim=-1, descending=True, stable=True).indices
+    return places[..., :count].contiguous()  # a view would keep the places of all values
 
 
 def choose(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Tensor:

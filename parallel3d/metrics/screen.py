@@ -16,10 +16,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.blueprint.parameters import active_parameter_count, parameter_count
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.config.length import Length
-from parallel3d.config.schema import Config, TrainConfig
+from parallel3d.config.schema import Config, ModelConfig, TrainConfig
 from parallel3d.metrics.jsonl import value
 from parallel3d.metrics.loggers import FOLDER as TENSORBOARD
 from parallel3d.metrics.loggers import show_command, sync_command
@@ -155,9 +155,10 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
     before = "".join(f" · {size} from {first:,} sequences on" for first, size in smaller)
     batch = f"{config.micro_batch_size} × {microbatches} micro-batches × dp {dp}"
     return {
-        "model": f"{model.name} · {si(parameter_count(model))} parameters · {shape}",
+        "model": f"{model.name} · {_parameters(model)} · {shape}",
         "layout": f"tp {config.tp} × pp {config.pp} × {context}dp {dp} = {ranks}"
         + (f" · {config.schedule.name}" if config.pp > 1 else "")
+        + (f" · ep {config.ep}" if config.ep > 1 else "")
         + (" · sequence parallel" if config.sp else "")
         + (f" · sequences end in {padding} tokens of padding" if padding > 1 else "")
         + (" · sequences end in a token of padding" if padding == 1 else ""),
@@ -168,6 +169,13 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
         "device": config.device,
         "peak per rank": f"{si(peak.flops)}FLOP/s · {peak.source}",
     }
+
+
+def _parameters(model: ModelConfig) -> str:
+    """Returns the parameters in words; of a mixture of experts, also those that a token uses."""
+    total, active = parameter_count(model), active_parameter_count(model)
+    used = f" ({si(active).strip()} active)" if active < total else ""
+    return f"{si(total)} parameters{used}"
 
 
 def length_words(seq_length: int, length: Length, windows: int | None = None) -> str:

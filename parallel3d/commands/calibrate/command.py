@@ -14,6 +14,7 @@ from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import check_conflicts, check_fields, show
 from parallel3d.errors import UserError
+from parallel3d.experts.checks import check_priced
 from parallel3d.host.devices import CPU, DeviceChoice, choose_device
 from parallel3d.host.quotas import available_cores
 from parallel3d.run.checks import check_run_name
@@ -36,6 +37,7 @@ def calibrate_config(
     check_plain(config)
     check_run_name(config.run, config.runs_dir)
     check_conflicts(CONFLICTS, lambda name: attrgetter(name)(config))
+    check_priced(config.model, "calibrate")
     check_groups(config.launch, config.cluster)
     for key in ("tp", "pp", "dp", "cp"):
         if key in chosen_keys(typed):

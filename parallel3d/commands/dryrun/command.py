@@ -191,8 +191,10 @@ def print_report(facts: Facts, stream: TextIO) -> None:
 
 def _heading(facts: Facts) -> Iterator[str]:
     sizes = " × ".join(f"{name} {n}" for name, n in facts["layout"].items() if n > 1)
+    total, active = facts["parameters"], facts["active_parameters"]
+    used = f" ({si(active).strip()} active)" if active < total else ""
     yield (
-        f"{facts['model']}, {si(facts['parameters'])}parameters, on {facts['world_size']:,} × "
+        f"{facts['model']}, {si(total)}parameters{used}, on {facts['world_size']:,} × "
         f"{facts['gpu']}" + (f" ({sizes})" if sizes else "")
     )
     plain = facts["settings"]["schedule"] in IN_ORDER

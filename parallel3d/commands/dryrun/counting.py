@@ -462,6 +462,7 @@ def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str
     counter.machine.collect()
     start_peak, counter.building = counter.peak, False
     kinds = ("world", "embedding", "pp", "dp_cp", "dp", "dp_inner", "dp_outer", "cp", "tp")
+    kinds += ("edp", "ep")
     counter.names = {groups.pp_backward.handle: "pp"}  # counted as pp
     of_kinds = (getattr(groups, kind) for kind in kinds)
     counter.names |= {group.handle: group.name for group in of_kinds}  # dp_cp may be dp

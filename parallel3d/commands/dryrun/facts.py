@@ -11,7 +11,7 @@ from typing import Any
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import flops_per_token
-from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.blueprint.parameters import active_parameter_count, parameter_count
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.commands.dryrun.counting import dry_step, gpu_of
 from parallel3d.config.schema import Config
@@ -57,7 +57,8 @@ def facts_of(
     return {
         "model": config.model.name,
         "parameters": parameter_count(config.model),
-        "layout": {"tp": config.tp, "pp": config.pp, "cp": config.cp, "dp": config.dp},
+        "active_parameters": active_parameter_count(config.model),
+        "layout": {d: getattr(config, d) for d in ("tp", "pp", "cp", "dp", "ep")},
         "world_size": layout.world_size,
         "settings": {
             "precision": config.precision.name,

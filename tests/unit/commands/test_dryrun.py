@@ -52,6 +52,13 @@ CASES: dict[str, dict[str, Any]] = {
     "loops": ONE
     | {"pp": 2, "vpp": 2, "dp": 2, "schedule": "interleaved", "global_batch_size": 64}
     | {"model": {"num_layers": 6}},
+    "experts": ONE | {"model": {"num_experts": 8, "expert_ffn_size": 128}},
+    "gathered": ONE
+    | {"dp": 4, "ep": 4, "global_batch_size": 16, "moe": {"dispatch": "gather"}}
+    | {"model": {"num_experts": 8, "expert_ffn_size": 128}},
+    "sent": ONE
+    | {"dp": 4, "ep": 4, "global_batch_size": 16, "moe": {"dispatch": "all_to_all"}}
+    | {"model": {"num_experts": 8, "expert_ffn_size": 128}},
     "world": ONE
     | {"tp": 4, "pp": 4, "dp": 1024, "zero": 1, "global_batch_size": 16384}
     | {"model": {"num_layers": 4}},
@@ -60,7 +67,7 @@ SCRIPT = """
 import json, sys
 from omegaconf import OmegaConf
 from parallel3d.config.schema import ClusterConfig, Config, DataConfig, DataParallelConfig
-from parallel3d.config.schema import ModelConfig, conf_dir
+from parallel3d.config.schema import ExpertsConfig, ModelConfig, conf_dir
 from unittest.mock import patch
 from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.models.layers import Norm
@@ -74,6 +81,7 @@ for name, keys in given.items():
     config.optim.name = keys.pop("optim", "adamw")
     config.ddp = DataParallelConfig(**keys.pop("ddp", {}))
     config.data = DataConfig(**keys.pop("data", {}))
+    config.moe = ExpertsConfig(**keys.pop("moe", {}))
     plain = Norm.is_fused_with_sum
     fuses = (lambda *_: False) if keys.pop("sums_apart", False) else plain
     for key, value in keys.items():
@@ -290,6 +298,20 @@ def test_a_row_for_the_first_a_middle_and_the_last_stage(facts) -> None:
     assert [row["rank"] for row in facts["world"]["rows"]] == [0, 8192, 12288]
     assert facts["world"]["peak_bytes"] == max(r["peak_bytes"] for r in facts["world"]["rows"])
     assert facts["world"]["world_size"] == 16384
+
+
+def test_experts_get_equally_many_rows_and_are_called_total_and_active(facts) -> None:
+    """The GEMMs of a layer's experts are those of the rows that each token chose, 2 of 8."""
+    one, gathered, sent = (facts[name] for name in ("experts", "gathered", "sent"))
+    unused = 2 * 6 * 3 * 128 * 256  # layers, experts, matrices
+    assert one["parameters"] - one["active_parameters"] == unused
+    expected = 3 * (2 * 2 * 3 * 128 * 256) * 2  # of a token in 2 layers: 2 rows, both passes
+    for found in (one, gathered, sent):
+        dense = found["parts"]["gemm_layers"]["flops"] / 2048 - expected
+        attention = 2 * 3 * 2 * 256 * (256 + 2 * 128 + 256)
+        assert dense == attention + 2 * 3 * 2 * 256 * 8  # and the router's
+    waits = [f["host_waits"] for f in (one, gathered, sent)]
+    assert [sum(n for why, n in w.items() if "experts/" in why) for w in waits] == [4, 4, 8]
 
 
 def test_every_file_by_which_the_counter_sorts_is_there() -> None:
