@@ -64,7 +64,7 @@ def example(conflict: Conflict) -> dict[str, Any]:
 
 
 def settings(conflict: Conflict) -> Iterator[str]:
-    """Yields each setting, with the other values of its key that are refused, too."""
+    """Yields each setting, with the other values of its key that are also refused."""
     for name, value in example(conflict).items():
         others = values(name, conflict.settings[name])
         yield ", ".join([f"`{spell(name, value)}`", *(f"`{v}`" for v in others if v != value)])

@@ -64,7 +64,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _allowed(key: Key) -> str:
-    """What a key takes."""
+    """Returns the values that a key takes."""
     choices = key.meta["choices"]
     if not choices:
         return allowed(key)
@@ -82,7 +82,8 @@ def _keys_table(keys: list[Key]) -> str:
 
 
 def _comment(path: Path) -> str:
-    """What a preset is: the comment at its head up to the full stop, without Hydra's `# @…`."""
+    """Returns what a preset is: the comment at its head up to the full stop, without Hydra's `#
+    @…`."""
     text = ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# @"):
@@ -132,7 +133,7 @@ def _megatron_table() -> str:
 
 
 def configuration_page() -> str:
-    """The whole text of docs/configuration.md."""
+    """Returns the whole text of docs/configuration.md."""
     return "\n".join([INTRO, _sections(), MEGATRON_INTRO, _megatron_table()])
 
 

@@ -32,7 +32,7 @@ MAPS = {
     "nvl72": "cluster=gb200_nvl72 cluster.nodes=36 tp=4 pp=8 assignment=tp-cp-pp-dp",
 }
 
-# docs/schedules.md shows each picture beside its command, `parallel3d schedule` and these words.
+# docs/schedules.md shows each picture next to its command, `parallel3d schedule` and these words.
 TIMELINES = {
     "1f1b": "pp=4 num_microbatches=8 schedule=1f1b",
     "zb_h1": "pp=4 num_microbatches=8 schedule=zb_h1",
@@ -46,7 +46,7 @@ TIMELINES = {
 
 
 def centre(place: Coordinates) -> tuple[float, float]:
-    """pp to the right, tp down, dp into the depth."""
+    """Returns the place of a rank: pp to the right, tp down, dp into the depth."""
     return 80 + 250 * place.pp + 92 * place.dp, 120 + 120 * place.tp - 58 * place.dp
 
 
@@ -72,12 +72,12 @@ def box(layout: Layout, rank: int) -> str:
 
 
 def layout_svg(layout: Layout) -> str:
-    """The grid of ranks with its tensor, pipeline and data groups as coloured lines."""
+    """Draws the grid of ranks with its tensor, pipeline and data groups as coloured lines."""
     parts = []
     for dim in ("dp", "pp", "tp"):
         for group in layout.groups(dim):
             parts += [link(layout, a, b, dim) for a, b in pairwise(group)]
-    # The front replica is drawn last, on top.
+    # The front replica is drawn last, above the others.
     ranks = sorted(range(layout.world_size), key=lambda r: -layout.coordinates(r).dp)
     parts += [box(layout, rank) for rank in ranks]
     for i, (dim, (name, text)) in enumerate(WORDS.items()):

@@ -1,6 +1,6 @@
 """Prints the table of docs/recipes.md: `python docs/recipes.py`, some minutes of one core.
 
-A dry run of each recipe that names GPUs: `parallel3d dryrun experiment=NAME`.
+It makes a dry run of each recipe that names GPUs: `parallel3d dryrun experiment=NAME`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ HEAD = (
 
 
 def for_gpus() -> list[str]:
-    """The recipes whose cluster has GPUs."""
+    """Lists the recipes whose cluster has GPUs."""
     return [name for name in presets(GROUP) if recipe(name).cluster.gpu is not None]
 
 
 def counted(name: str, config: Config) -> list[str]:
-    """The cells that need no dry run."""
+    """Returns the cells that need no dry run."""
     tokens = config.global_batch_size * config.model.seq_length
     return [f"`{name}`", f"{config.world_size} × {config.cluster.gpu}", f"{tokens:,}"]
 
 
 def estimated(facts: dict[str, Any]) -> list[str]:
-    """The cells of a dry run."""
+    """Returns the cells of a dry run."""
     usable = facts["gpu_memory_bytes"] - facts["reserve_bytes"]
     return [
         *(three_digits(facts["peak_bytes"] / 1e9), three_digits(usable / 1e9)),
@@ -47,7 +47,7 @@ def line(cells: list[str]) -> str:
 
 
 def table() -> Iterator[str]:
-    """The lines of the table."""
+    """Returns the lines of the table."""
     yield line(list(HEAD))
     yield line(["---"] * len(HEAD))
     for name in for_gpus():

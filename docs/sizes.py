@@ -19,13 +19,13 @@ TP = 8
 
 
 def gpt3() -> ModelConfig:
-    """GPT-3 of 175 billion parameters, with its vocabulary unpadded."""
+    """Returns GPT-3 of 175 billion parameters, with its vocabulary unpadded."""
     file = conf_dir() / "model" / "gpt3_175b.yaml"
     return replace(ModelConfig(**OmegaConf.to_container(OmegaConf.load(file))), vocab_multiple=1)
 
 
 def rows_of_sizing(model: ModelConfig) -> list[tuple[str, str, int]]:
-    """(part, formula, parameters)."""
+    """Returns (part, formula, parameters) for each part."""
     layer = {p.name: p.numel for p in stage_parameters(model, 1, range(1), False, False)}
 
     def matrices(part: str) -> int:
@@ -58,7 +58,8 @@ def sizing(model: ModelConfig) -> str:
 
 
 def shapes(model: ModelConfig) -> str:
-    """What a layer's operations read, multiply by and make, on one rank and on each of TP."""
+    """Tabulates the tensors that a layer's operations read, multiply by and make, on one rank and
+    on each of TP."""
     lines = [
         f"| operation | input | weight | output | input, tp={TP} | weight, tp={TP} "
         f"| output, tp={TP} |",
@@ -81,7 +82,7 @@ def shapes(model: ModelConfig) -> str:
 
 
 def part() -> str:
-    """The part of docs/dryrun.md."""
+    """Returns the generated part of docs/dryrun.md."""
     model = gpt3()
     return f"""\
 {sizing(model)}

@@ -1,9 +1,9 @@
-"""The forms of tensor parallelism: what each sends, its price, and two drawings.
+"""Compares the forms of tensor parallelism: what each sends, its price, and two drawings.
 
-python docs/tensor_forms.py    # prints the tables of docs/tensor_parallel.md, draws its pictures
+    python docs/tensor_forms.py    # tables and pictures of docs/tensor_parallel.md
 
 tests/tools/tensor_forms.py computes them on real ranks, and tests/distributed/test_tensor_forms.py
-holds what they send against the lists here.
+compares what they send with the lists here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ WIRES = {"NVLink": Link(450, 3.4), "network": Link(50, 14)}
 
 @dataclass(frozen=True)
 class Sizes:
-    """One micro-batch: b samples of s tokens, hidden h, heads a; over n ranks, e bytes a number."""
+    """The sizes of one micro-batch: b samples of s tokens, hidden h, heads a; on n ranks, with e
+    bytes per number."""
 
     b: int
     s: int
@@ -37,7 +38,8 @@ class Sizes:
     e: int = 2
 
     def elements(self, what: str) -> int:
-        """Of a whole buffer: `h` and its multiples for each token, `scores` for each pair."""
+        """Counts the numbers of a whole buffer: `h` and its multiples for each token, `scores` for
+        each pair."""
         if what == "scores":
             return self.b * self.a * self.s**2
         return self.b * self.s * self.h * int(what.removesuffix("h") or 1)
@@ -63,7 +65,7 @@ GATHER, SCATTER = Call("all_gather", "h"), Call("reduce_scatter", "h")
 GATHER_WIDE, SCATTER_WIDE = Call("all_gather", "4h"), Call("reduce_scatter", "4h")
 GATHER_SCORES, SCATTER_SCORES = Call("all_gather", "scores"), Call("reduce_scatter", "scores")
 
-# Part of the model → form → what it sends. The first of each part is ours.
+# Part of the model → form → what it sends. The first form of each part is ours.
 FORMS = {
     "MLP": {
         "columns, then rows": Form([SUM], [SUM]),
@@ -95,12 +97,13 @@ LAYERS = {
 
 
 def sent(call: Call, sizes: Sizes) -> float:
-    """Bytes that the busiest rank sends."""
+    """Returns the bytes that the busiest rank sends."""
     return sizes.elements(call.what) * sizes.e * bus_factor(call.op, sizes.n)
 
 
 def messages(call: Call, sizes: Sizes, link: Link) -> int:
-    """That it sends, in a ring; a broadcast goes along a chain in its best number of pieces."""
+    """Returns the messages that it sends, in a ring; a broadcast goes along a chain in its best
+    number of pieces."""
     if call.op == "broadcast":
         return best_segments(sizes.n, sizes.elements(call.what) * sizes.e, link)
     return (2 if call.op == "all_reduce" else 1) * (sizes.n - 1)
@@ -111,7 +114,7 @@ def seconds(call: Call, sizes: Sizes, link: Link) -> float:
 
 
 def table(sizes: Sizes) -> Iterator[str]:
-    """Markdown: a row a form, forward and backward together."""
+    """Returns a Markdown table: a row per form, forward and backward together."""
     yield "| part | form | forward | backward | MiB a rank sends | messages | NVLink | network |"
     yield "|---|---|---|---|---|---|---|---|"
     for part, forms in FORMS.items():
@@ -137,7 +140,7 @@ SHORT = {
 
 
 def spoken(call: Call) -> str:
-    """ "AR 4h"."""
+    """Returns a short name, such as "AR 4h"."""
     return f"{SHORT[call.op]} {'a·s' if call.what == 'scores' else call.what}"
 
 
@@ -159,11 +162,11 @@ BOX = 46  # height
 
 
 class Box(NamedTuple):
-    """A result: on both ranks alike, or the one rank's part and the other's."""
+    """A result: the same on both ranks, or one part on each rank."""
 
     x: int
     width: int
-    words: tuple[str, ...]  # one for both ranks, or one for each
+    words: tuple[str, ...]  # one text for both ranks, or one for each
     shape: str = ""
 
 
@@ -195,7 +198,8 @@ DRAWINGS = {
 
 
 def drawing(title: str, boxes: list[Box]) -> str:
-    """Boxes from left to right, and f and g where one rank's results become both ranks'."""
+    """Draws boxes from left to right, and f and g where the results of one rank become those of
+    both."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'font-family="system-ui, sans-serif"><style>{STYLE}</style>',
@@ -234,7 +238,7 @@ def _lanes(box: Box) -> tuple[str, ...]:
 
 
 def _between(before: Box, after: Box) -> Iterator[str]:
-    """Lines from lane to lane; through f or g where they divide or meet."""
+    """Draws lines from lane to lane; through f or g where they divide or meet."""
     start, end = before.x + before.width, after.x
     if len(before.words) == len(after.words):
         for lane in _lanes(before):
@@ -250,7 +254,7 @@ def _between(before: Box, after: Box) -> Iterator[str]:
 
 
 def pictures() -> dict[str, str]:
-    """File name → SVG."""
+    """Returns file name → SVG."""
     return {f"tensor_parallel_{name}.svg": drawing(*what) for name, what in DRAWINGS.items()}
 
 

@@ -1,11 +1,11 @@
-"""What training steps call `fused` functions with, recorded on the simulated device.
+"""Records the calls of `fused` functions by training steps, on the simulated device.
 
     python -m benchmarks.compiled.calls large large.pt
     python -m benchmarks.compiled.calls uncalled names.json large.pt small.pt
 
-`large`: models as they are trained, but for their number of layers; tensors without values.
-`small`: tiny models with every option that has a fused function, with values. `uncalled`: which
-functions one of the files has no call of.
+`large`: models at their usual sizes but with fewer layers; tensors have no values. `small`: tiny
+models with every option that has a fused function, with values. `uncalled`: lists the functions of
+which a file has no call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `benchmarks.compiled.kernels` runs in processes of their own.
+"""The part of `benchmarks.compiled.kernels` that runs in processes of its own.
 
 python -m benchmarks.compiled.worker compile H100 calls.pt results.json
 TRITON_INTERPRET=1 python -m benchmarks.compiled.worker interpret H100 calls.pt results.json

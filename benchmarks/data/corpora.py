@@ -1,11 +1,11 @@
-"""What a corpus of 10^12 tokens costs to open and to read, beside a DataLoader of PyTorch.
+"""Measures what a corpus of 10^12 tokens costs to open and to read, next to PyTorch's DataLoader.
 
     python -m benchmarks.data.corpora [--sets 2000] [--tokens 500000000] [--documents 500000]
 
-The pairs are sparse: each .bin is a hole with its number in front, all of one size, and their
-indexes are one file under many names. What is measured is so the loader and not a disk; the first
-reading of the holes fills the page cache, the best of seven more is timed. Each figure comes from a
-process of its own, so that one does not find what another has loaded.
+The files are sparse: each .bin is a hole that begins with its number, all have the same size, and
+their indexes are one file under many names. So the benchmark measures the loader and not a disk.
+The first reading fills the page cache, and the best of seven more is reported. Each figure comes
+from a process of its own, which finds nothing that another has loaded.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Text to tokens: `data tokenize` beside `datasets.map` and a plain loop, with one tokenizer.
+"""Compares `data tokenize` with `datasets.map` and a plain loop, all with one tokenizer.
 
     pip install --target /tmp/datasets-peer datasets
     PYTHONPATH=/tmp/datasets-peer python -m benchmarks.data.tokenizing [--workers 2] [--repeats 5]
     python -m benchmarks.data.tokenizing --memory 2000 --workers 1 [--byte]
 
-`datasets` is no dependency of this project: it is taken from PYTHONPATH, and left out where it is
-not. The input is this Python's sources as jsonl, a file a row, the tokenizer 8,192 tokens of
-byte-level BPE trained on them. Each takes the input from its file to tokens in files, in a process
-of its own, its imports not counted; they take turns. What counts is CPU time, of all processes that
-take part: a tokenizer keeps a core busy, and others use this machine too. That all made the same
-tokens is checked. `--memory` makes a corpus of a larger input and says what all processes together
-had, at most, of this machine's memory (PSS, looked at ten times a second).
+`datasets` is no dependency of this project: it is taken from PYTHONPATH, and left out if it is not
+there. The input is this Python's sources as jsonl, one file per row; the tokenizer is byte-level
+BPE with 8,192 tokens, trained on them. Each contender reads the input from its file and writes
+tokens to files, in a process of its own whose imports do not count; contenders take turns. The
+figure is CPU time of all processes that take part: a tokenizer keeps a core busy, and others use
+this machine too. The benchmark checks that all made the same tokens. `--memory` tokenizes a larger
+input and reports the largest memory of all processes together (PSS, sampled ten times per second).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Files that change under a run, or between its starts: (kind of file × moment × how), a run each.
+"""Changes files during a run, or between its starts: one run for each kind of file, moment and way.
 
     python -m benchmarks.changing_files [--only KIND …] [--jobs 2] [--every N] [--out found.json]
 
-Each cell trains a tiny model, in a process that is forked of this one. Its file changes while the
-run has it open (before the first step, between two steps, before an evaluation), or before the
-start that goes on from a checkpoint. Then the losses must be those of an undisturbed run to the
-last bit; or the run must end with a sentence and an exit code that is not 0, and go on to the
-undisturbed losses once the file is back; or a sentence about the file must have been said. All else
-is wrong: a silent difference. Files behind HTTP are served from the loopback.
+Each case trains a tiny model in a process forked from this one. Its file changes while the run has
+it open (before the first step, between two steps, before an evaluation), or before the start that
+resumes from a checkpoint. One of three outcomes is right: the losses are those of an undisturbed
+run to the last bit; or the run ends with one sentence and an exit code other than 0, and reaches
+the undisturbed losses once the file is restored; or the run prints a sentence about the file.
+Anything else is a silent difference, and wrong. Files behind HTTP are served from the loopback.
 """
 
 from __future__ import annotations

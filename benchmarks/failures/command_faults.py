@@ -1,17 +1,19 @@
-"""Whole commands on storage that fails: `train` from a new run on and going on, `generate`, ….
+"""Runs whole commands on storage that fails: new and resumed runs, `generate` and others.
 
-Each pair is a call to the system (the n-th of its kind, of run folder, metrics, configurations,
-checkpoints, token cache and text) and a fault, in one command of one rank, start to end. After it:
-its exit code is 0, 1 or 2, its last words a sentence, no traceback, all within a limit, and a code
-of 0 only for what is right or was said. Then the disk is well and the same command is given again:
-it ends with the undisturbed run's weights, bit for bit, each step once in metrics.jsonl, and no
-checkpoint that was whole is gone or set aside. (If the first left everything as it was found, that
-was seen when the undisturbed command was given.)
+Each case is a system call (the n-th of its kind, on the run folder, metrics, configurations,
+checkpoints, token cache or text) and a fault, in one command of one rank, from start to end.
+Afterwards its exit code must be 0, 1 or 2, with 0 only if the result is right or a sentence named
+the fault; its last line must be a sentence, without a traceback; and it must have ended within a
+time limit. Then the disk is repaired and the same command runs again. It must end with the
+undisturbed run's weights, bit for bit, and with each step once in metrics.jsonl; no checkpoint that
+was whole may be gone or set aside. (If the first command left everything unchanged, the undisturbed
+command has already shown this.)
 
     python -m benchmarks.command_faults --pairs 2100 --blocks 100 --cuts 60 --seed 0 --jobs 3
 
-From the repository's root. Calls are those that tests/tools/failing_files.py reaches; pauses
-between tries to read are cut short. Power cuts are those of power_cuts.py, and need root.
+Run it from the repository's root. The calls are those that tests/tools/failing_files.py reaches;
+pauses before a read is tried again are cut short. Power cuts are those of power_cuts.py, and need
+root.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""Runs that are killed again and again, and whether anything of that is left in the result.
+"""Kills runs again and again, and checks that the result shows no trace of it.
 
 Each run is killed 1 to --kills times at random moments, anywhere or while a checkpoint is being
 written: a rank, all ranks or the launcher (ours, or torchrun); under Slurm a rank, all ranks, the
-step, a node, or the whole job, which is queued again. What still lives starts the ranks again; else
-the same command is given again. With --failing-files the file system below the runs' folder and
-their token caches fails as well: of all processes of a run, launchers too, a share meets an error,
-a short read or write, a slow call or an answer that is lost, once or for up to 30 calls.
+step, a node, or the whole job, which is queued again. If the launcher survives, it starts the ranks
+again; otherwise the same command runs again. With --failing-files the file system below the runs'
+folder and their token caches fails as well: some of a run's processes, launchers too, get an error,
+a short read or write, a slow call or a lost answer, once or for up to 30 calls.
 
 In the end the weights, their average and the optimizer's states must be those of the undisturbed
-run, bit for bit, and every step must have been taken once, with the loss that it has there: a
-sample left out or seen twice would change it. No process may have said a traceback, and no
+run, bit for bit, and every step must have been taken once, with the loss of the undisturbed run: a
+sample left out or read twice would change it. No process may have printed a traceback, and no
 checkpoint may have been set aside as damaged.
 
     python -m benchmarks.faults --runs 50 --seed 0 --launcher all --failing-files --out faults.json
 
-Linux, from the repository's root; two ranks a run, at most two runs' worth of processes. Slurm: as
-root, with Debian's slurm-wlm and munge, on virtual nodes of this machine.
+It needs Linux and runs from the repository's root, with two ranks per run and the processes of at
+most two runs. Slurm needs root and Debian's slurm-wlm and munge, and runs on virtual nodes of this
+machine.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Power cuts in the midst of `train`: the disk as it is at a call to the system, and the run again.
+"""Simulates power cuts during `train`: takes the disk at a system call, and runs the command again.
 
 The command runs on an ext4 file system in a file (a loop device). At the n-th call of a kind it is
-stopped, and the file is copied: what was flushed is in it, what only the host's memory had is not.
-Mounted as unkindly as ext4 can be (`data=writeback,noauto_da_alloc`: a rename may be there before
-what it renames), and in half of the cuts the journal alone is written at the last moment. Then the
-copy is mounted, and the same command is given on it.
+stopped, and the file is copied: the copy has what was flushed, and not what was only in the host's
+memory. It is mounted as unkindly as ext4 can be (`data=writeback,noauto_da_alloc`: a rename may be
+there before the file that it renames); in half of the cuts only the journal is written at the last
+moment. Then the same command runs on the copy.
 
     python -m benchmarks.command_faults --pairs 0 --blocks 0 --cuts 60
 

@@ -1,14 +1,15 @@
-"""Every call to the system of a save, a load and the checkpoint commands, made to fail in turn.
+"""Makes each system call of a save, a load and the checkpoint commands fail in turn.
 
-Each pair is a call (the n-th of its kind) and a fault: an error, once, at every later call of the
-kind or at all later calls; a short read or write; a slow call; an answer that is lost. After each:
-every checkpoint that was whole is whole under its name, the run says one sentence a fault or none,
-no traceback, in bounded time; and with the disk well again the next start goes on and saves.
+Each case is a call (the n-th of its kind) and a fault: an error, once, at every later call of the
+kind or at all later calls; a short read or write; a slow call; a lost answer. Afterwards every
+checkpoint that was whole must still be whole under its name, and the run must have ended in bounded
+time with at most one sentence per fault and no traceback. Once the disk works again, the next start
+must resume and save.
 
     python -m benchmarks.storage_faults --pairs 2500 --seed 0 --out storage_faults.json
 
-One process, from the repository's root; which calls are reached says tests/tools/failing_files.py.
-The pauses between tries to read are cut short.
+It is one process, run from the repository's root; tests/tools/failing_files.py defines which calls
+are reached. The pauses before a read is tried again are cut short.
 """
 
 from __future__ import annotations

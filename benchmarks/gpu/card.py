@@ -1,22 +1,22 @@
-"""What one GPU does: all that docs/performance.md asks of a card, in groups of a few minutes.
+"""Measures one GPU: all figures of docs/performance.md for a card, in groups of a few minutes.
 
-1. The card's speed in a large bf16 GEMM, beside its datasheet's.
+1. The card's speed in a large bf16 GEMM, next to that of its datasheet.
 2. Llama 3.2's 1B and 3B shapes, sequence 4096, bf16: tokens/s and MFU of parallel3d (eager and
    `compile=true`), of Hugging Face transformers (the same two ways) and of torchtitan's model, on
-   equal batches of random tokens, AdamW, clipping. The micro-batch is the largest that fits. And
-   whole steps of all of them in turns, in one process.
+   equal batches of random tokens, with AdamW and clipping. The micro-batch is the largest that
+   fits. It also times whole steps of all of them in turns, in one process.
 3. One rank's share of llama3_70b at tp=8 and of gpt3_175b at tp=8 pp=16, with PyTorch's `fake`
-   process group in place of the other ranks: memory, and time of a layer's forward and backward
-   without its communication, but with the copies that `fake` makes in all-gathers (by their bytes
-   2 to 3 %).
-4. fp8 against bf16 in the GEMMs of the first of these, casts included, where the card has fp8.
+   process group in place of the other ranks: memory, and the time of a layer's forward and backward
+   without its communication, but with the copies that `fake` makes in all-gathers (2 to 3 %, by
+   their bytes).
+4. fp8 against bf16 in the GEMMs of the first of these, casts included, if the card has fp8.
 
-Each row runs in a process of its own with a time limit; what fails, or needs a package or a device
-that is not there, says so in its row. Both files are written after every row, and rows are added to
-those that the files have: of the same machine and torch in one section, of others in their own.
+Each row runs in a process of its own with a time limit. A row that fails, or needs a package or a
+device that is not there, states so. Both files are written after every row. New rows are added to
+those that the files have: rows of the same machine and torch share a section, others get their own.
 
-`--size tiny --device cpu` runs every path that a CPU has in a few seconds; the suite does. Seconds
-are estimates; docs/gpu.md has what an H100 and an H200 answered.
+`--size tiny --device cpu` runs every path that a CPU has in a few seconds; the suite does so.
+Seconds are estimates; docs/gpu.md has the results of an H100 and an H200.
 """
 
 from __future__ import annotations

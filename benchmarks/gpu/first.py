@@ -1,18 +1,18 @@
-"""The first half hour on a card: what to ask it, in order, and the answer that it should give.
+"""Runs the checks for the first half hour on a card and compares them with expected results.
 
     python -m benchmarks.gpu_first
 
-Each line runs in a process of its own with a time limit and ends in PASS, DIFFERS (from the answer
-below), FAILED, SKIPPED, or NOTED where there is nothing to compare with; results are written to
---json after each. Exit code 1 if a line differs or fails.
+Each line runs in a process of its own with a time limit and ends in PASS, DIFFERS (from the
+expected result below), FAILED, SKIPPED, or NOTED if there is nothing to compare with; results are
+written to --json after each. The exit code is 1 if a line differs or fails.
 
-On a machine that is lent for minutes, and whose commands are cut after ten: `--plan` prints the
-calls, `--call 1` runs the first of them. A call starts nothing that would not end in time and says
-what remains; `--call 1 --missing` goes on with it, from the same --json.
+For a machine that is lent for minutes and cuts off commands after ten: `--plan` prints the calls,
+and `--call 1` runs the first of them. A call starts nothing that would not end in time, and prints
+what remains; `--call 1 --missing` continues with it, from the same --json.
 
 `--device cpu --size tiny` enters every line that a CPU has, `--device simulated` those of an
-accelerator; the suite does. Times and shares are estimates from bytes and FLOPs; docs/gpu.md has
-what an H100 and an H200 answered.
+accelerator; the suite does so. Times and shares are estimates from bytes and FLOPs; docs/gpu.md has
+the results of an H100 and an H200.
 """
 
 from __future__ import annotations

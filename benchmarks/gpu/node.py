@@ -1,14 +1,14 @@
-"""What a node of eight GPUs does: layouts of one model against each other, beside their price.
+"""Measures a node of eight GPUs: layouts of one model against each other and against their prices.
 
-1. `verify …`: that a layout trains the same model as one process, on these very GPUs.
-2. `comm …`: every collective of a layout's groups, by `parallel3d bench comm`, beside its price.
-3. `train …`: llama3_8b by layout, a global batch for all: tokens/s, MFU and peak memory, beside
-   what `parallel3d plan` and `parallel3d dryrun` say of the same layout.
+1. `verify …`: a layout trains the same model as one process, on these GPUs.
+2. `comm …`: every collective of a layout's groups, by `parallel3d bench comm`, next to its price.
+3. `train …`: llama3_8b by layout, with the same global batch: tokens/s, MFU and peak memory, next
+   to the figures of `parallel3d plan` and `parallel3d dryrun` for the same layout.
 
 Each line runs in a process of its own with a time limit; all results are in one file with those of
 `benchmarks.gpu_first` and `benchmarks.gpu.card`. `--plan` prints the calls. `--device cpu --size
-tiny` enters every kind of line with two ranks; the suite does. No node has answered yet: seconds
-are estimates.
+tiny` enters every kind of line with two ranks; the suite does so. It has not run on a node yet:
+seconds are estimates.
 """
 
 from __future__ import annotations

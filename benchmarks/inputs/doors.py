@@ -1,8 +1,8 @@
-"""Gives inputs of the outside world, mutated, to each door, and compares with the right answer.
+"""Gives mutated inputs to each place where data enters, and compares with the right answer.
 
-The other fuzzers ask whether an input is taken or refused in a sentence. Here each input carries
-its right answer: one that is taken for something else is wrong, and so is a refusal of what people
-have every day. Exit code 1 if any is wrong.
+The other fuzzers check that an input is accepted or refused in a sentence. Here each input carries
+its right answer: to accept one as something else is wrong, and so is to refuse an input that is
+common in practice. The exit code is 1 if any is wrong.
 
     python -m benchmarks.doors [--seed 0] [--count 2000] [--door NAME …] [--json FILE] [--show]
 """

@@ -1,9 +1,10 @@
-"""Throws configurations at the command line's checks: each is taken, or refused in one sentence.
+"""Throws configurations at the command line's checks: each is accepted, or refused in one sentence.
 
-Drawn over all keys (`fuzz_words`), composed as Hydra composes them and checked, all in this
-process; some go the whole way through `parallel3d train` as far as the run directory. What is an
-error: an exception that is not a UserError, more than two seconds, a sentence that names no key or
-that a terminal would obey. With --train some that are taken train two steps on up to four ranks.
+Configurations are drawn over all keys (`fuzz_words`), composed as Hydra composes them and checked,
+all in this process; some run through `parallel3d train` as far as the run directory. These count as
+errors: an exception that is not a UserError, more than two seconds, a sentence that names no key or
+that contains control characters for a terminal. With --train some that are accepted train two steps
+on up to four ranks.
 
     python -m benchmarks.fuzz [--seed 0] [--count 10000] [--train 20] [--json FILE]
 """

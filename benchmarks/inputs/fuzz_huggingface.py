@@ -1,11 +1,11 @@
-"""Random Hugging Face folders beside transformers: each is imported equal, or refused.
+"""Compares random Hugging Face folders with transformers: each is imported equal, or refused.
 
     python -m benchmarks.fuzz_huggingface --count 300 --seed 1
 
 A folder is a tiny model of one of the four families whose config.json, tensors and files are
-changed at random: keys renamed, moved, doubled, contradicting, unknown or absurd. What
-`checkpoint import` reads of it, without its proof, is compared with transformers' logits. Exit
-code 1 if any folder is read as another model, or if reading it breaks.
+changed at random: keys are renamed, moved, doubled, contradicting, unknown or absurd. The model
+that `checkpoint import` reads from it, without its own comparison, is compared with transformers'
+logits. The exit code is 1 if any folder is read as another model, or if reading it breaks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The DDP figures on eight ranks over rails: eight hosts of one GPU slot as network namespaces.
+"""Measures the DDP figures on eight ranks over rails: eight hosts with one GPU slot each.
 
-Each replica's gradients cross a rail of `--rail-mbit`; no two hosts share memory. Needs root and
-iproute2 (tests/tools/railnet).
+Hosts are network namespaces. Each replica's gradients cross a rail of `--rail-mbit`; no two hosts
+share memory. Needs root and iproute2 (tests/tools/railnet).
 
     python -m benchmarks.network.ddp_rails [--rail-mbit 1000] [--out folder]
 """

@@ -1,9 +1,9 @@
-"""How many groups one rank has, and how long it takes to make them, for worlds of any size.
+"""Counts the groups of one rank, and times their creation, for worlds of any size.
 
-Runs the real `ProcessGroups.create` on one process that plays one rank of the world: PyTorch's
-`fake` backend makes groups without connecting anybody. So the times are the work that every rank
-does by itself (ranks listed, groups named and registered, the mesh); connections come on top, for
-each rank with the members of its own groups alone.
+Runs the real `ProcessGroups.create` in one process that acts as one rank of the world: PyTorch's
+`fake` backend makes groups without connecting anybody. The times are therefore the work that every
+rank does by itself (listing ranks, naming and registering groups, the mesh). Connections take
+additional time, for each rank only with the members of its own groups.
 
     python -m benchmarks.network.groups [--repeats 5] [--json FILE]
 """

@@ -1,13 +1,14 @@
-"""How much of data parallelism's communication hides behind the backward pass.
+"""Measures how much of data parallelism's communication is hidden behind the backward pass.
 
-On a network whose every NIC is throttled (tests/tools/railnet, a namespace a host), one rank a
-host. Three kinds of steps take turns in one run: with overlap, without (all buckets leave after the
-backward), and with a hook that sends nothing, which is the compute alone. Hidden is
+The network has one rank per host and throttles every NIC (tests/tools/railnet, one namespace per
+host). Three kinds of steps take turns in one run: with overlap, without (all buckets are sent after
+the backward), and with a hook that sends nothing, which leaves the compute alone. The hidden share
+is
 
     (without overlap − with overlap) / (without overlap − nothing sent)
 
-of the medians; beside it the same of the time that rank 0 waited for dp alone (its breakdown), by
-which a busy machine shows less. Needs root and iproute2.
+of the medians. Next to it stands the same share of the time that rank 0 waited for dp alone (from
+its breakdown), which a busy machine affects less. Needs root and iproute2.
 
     python -m benchmarks.network.overlap [--dp 2 4] [--mbit 800] [--rounds 8]
 """

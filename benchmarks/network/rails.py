@@ -1,8 +1,8 @@
-"""Step time and bytes of three placements on a network of rails with a thin spine.
+"""Measures step time and bytes of three placements on a network of rails with a thin spine.
 
-Four hosts of two GPU slots as network namespaces (tests/tools/railnet), a tenth of a rail's
-bandwidth to the spine; the same launch each time, processes numbered without regard to hosts. Needs
-root and iproute2, and a machine with nothing else to do.
+Four hosts with two GPU slots each are network namespaces (tests/tools/railnet), with a tenth of a
+rail's bandwidth to the spine. The launch is the same each time, and numbers processes without
+regard to hosts. Needs root, iproute2 and an otherwise idle machine.
 
     python -m benchmarks.network.rails [--rail-mbit 400] [--spine-mbit 40] [--steps 6]
 """

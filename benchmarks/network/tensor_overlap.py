@@ -1,8 +1,9 @@
-"""What `tensor_parallel.chunks` gives where a tensor group crosses a slow network.
+"""Measures the gain of `tensor_parallel.chunks` when a tensor group crosses a slow network.
 
-Two hosts of one slot each as network namespaces (tests/tools/railnet) with a limited rail between
-them; tp=2 with sequence parallelism, one thread a rank. Runs of every number of pieces take turns;
-medians over the steps of all rounds, the first two of each run left out. Needs root and iproute2.
+Two hosts with one slot each are network namespaces (tests/tools/railnet) with a limited rail
+between them; tp=2 with sequence parallelism, one thread per rank. Runs with each number of pieces
+take turns. Figures are medians over the steps of all rounds, without the first two of each run.
+Needs root and iproute2.
 
     python -m benchmarks.network.tensor_overlap [--rail-mbit 1000] [--chunks 1 2 4] [--rounds 3]
 """
@@ -32,7 +33,7 @@ RUN = (
 
 
 def exposed_tp_s(ran: Ran) -> list[float]:
-    """Seconds of each step in which rank 0 waited for its tensor group."""
+    """Measures, in each step, the seconds that rank 0 waited for its tensor group."""
     lines = (ran.folder / "metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "step_time_s" in record]
     return [record["times"]["tp"] for record in steps]

@@ -1,11 +1,11 @@
-"""Textbook collectives on rails with a set latency and bandwidth: measured against priced.
+"""Compares textbook collectives on rails of a set latency and bandwidth with their prices.
 
-Eight hosts as network namespaces (tests/tools/railnet), whose rail takes α for a message and 1/B
+Eight hosts are network namespaces (tests/tools/railnet) whose rail takes α for a message and 1/B
 for each byte. Each case is a number of ranks and of bytes, drawn at random, and one collective in
-all its forms; what a form leaves is checked. A call starts behind a barrier on another network and
-ends when its last rank does. All are called in turn, again and again, and the fastest of its calls
-counts, because the machine has other work to do. Ranks run with real-time priority, else they wait
-for a core longer than for a message. Needs root and iproute2.
+all its forms; the result of each form is checked. A call starts behind a barrier on another network
+and ends when its last rank does. All forms are called in turn, repeatedly, and the fastest call of
+each counts, because the machine has other work to do. Ranks run with real-time priority; otherwise
+they would wait longer for a core than for a message. Needs root and iproute2.
 
     python -m benchmarks.network.textbook [--cases 100] [--rail-mbit 40] [--latency-us 20000]
 """
@@ -48,7 +48,7 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A form of a case; seconds."""
+    """One form of a case, with its seconds."""
 
     case: Case
     form: str
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 def cases(number: int, seed: int) -> list[Case]:
-    """Collectives in turn, ranks 2 to 8 and sizes at random, small ones as often as large ones."""
+    """Draws collectives on 2 to 8 ranks with random sizes, small ones as often as large ones."""
     draw = random.Random(seed)
     names = list(FORMS)
     return [
@@ -75,7 +75,7 @@ def cases(number: int, seed: int) -> list[Case]:
 
 
 def rank_main(rank: int, netns: str, folder: Path, given: argparse.Namespace) -> None:
-    """One rank in its slot of the network; rank 0 writes the rows."""
+    """Runs one rank in its slot of the network; rank 0 writes the rows."""
     with open(netns) as space:
         if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
@@ -95,7 +95,7 @@ def rank_main(rank: int, netns: str, folder: Path, given: argparse.Namespace) ->
     for repeat in range(given.repeats + 1):
         for case, form in drawn:
             seconds = one_call(rank, case, form, groups[case.n], link)
-            if repeat:  # the first one opens TCP's windows
+            if repeat:  # the first call opens TCP's windows
                 times[case, form].append(seconds)
     rows = [
         Row(case, form, min(times[case, form]),
@@ -108,7 +108,8 @@ def rank_main(rank: int, netns: str, folder: Path, given: argparse.Namespace) ->
 
 
 def one_call(rank: int, case: Case, form: str, group: dist.ProcessGroup, link: Link) -> float:
-    """Seconds from the first rank's start to the last one's end, on the machine's one clock."""
+    """Returns the seconds from the first rank's start to the last one's end; all ranks share a
+    clock."""
     buffer = torch.full((case.numel,), rank + 1.0)
     dist.barrier()
     begun = time.monotonic()
@@ -148,7 +149,7 @@ def measured(given: argparse.Namespace) -> list[Row]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """A line for each form of each collective, and what the orders come to."""
+    """Prints a line for each form of each collective, and a summary."""
     lines = [
         "| collective | form | cases | measured / priced: least | median | most | over 20 % off |",
         "|---|---|---|---|---|---|---|",

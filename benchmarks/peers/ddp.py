@@ -1,12 +1,12 @@
-"""A training step under parallel3d's DistributedDataParallel and under PyTorch's, in turns.
+"""Times a training step under parallel3d's DistributedDataParallel and under PyTorch's, in turns.
 
     python -m benchmarks.peers.ddp --dp 2 4
 
-Both wrap the same module on the same ranks (CPU, gloo, fp32, one thread a rank) with the same
-options, PyTorch's defaults but for `find_unused_parameters` where a module needs it. A round is a
-few steps of the one and then of the other; every step counts with its slowest rank, and a row is
-the median over all steps, with the ratio of the two in each round as its spread. Before that
-the gradients of both are compared, as the largest difference over the largest gradient.
+Both wrap the same module on the same ranks (CPU, gloo, fp32, one thread per rank) with the same
+options: PyTorch's defaults, and `find_unused_parameters` where a module needs it. A round is a few
+steps of the one and then of the other. The time of a step is that of its slowest rank. A row is the
+median over all steps, and its spread is the ratio of the two in each round. Before that the
+gradients of both are compared, as the largest difference over the largest gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VOCAB, LENGTH = 1000, 32
 
 
 def mlp() -> nn.Module:
-    """1.8 million parameters in six."""
+    """A multi-layer perceptron: 1.8 million parameters in six tensors."""
     return nn.Sequential(
         nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 256)
     )
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 def cnn() -> nn.Module:
-    """0.95 million parameters in 41, and 27 buffers."""
+    """A deep network: 0.95 million parameters in 41 tensors, and 27 buffers."""
     layers: list[nn.Module] = []
     width = 3
     for wider in (32, 64, 128):
@@ -66,7 +66,7 @@ def cnn() -> nn.Module:
 
 
 class Language(nn.Module):
-    """A small transformer over tokens; its head has the table of the embedding, or one of its
+    """A small transformer over tokens; its head is tied to the embedding, or has a table of its
     own."""
 
     def __init__(self, layers: int, tied: bool) -> None:
@@ -88,7 +88,8 @@ class Language(nn.Module):
 
 
 class Unused(nn.Module):
-    """Of four branches each rank uses one, another in every step; one layer is never used."""
+    """A module with four branches, of which each rank uses one, another in every step; one layer is
+    never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
 
 
 def inputs_of(kind: str, rank: int) -> tuple[Tensor, Tensor]:
-    """What goes in, and the classes that should come out."""
+    """Returns an input, and the classes to predict."""
     generator = torch.Generator().manual_seed(rank)
     if kind == "tokens":
         tokens = torch.randint(VOCAB, (4, LENGTH + 1), generator=generator)
@@ -125,7 +126,7 @@ def inputs_of(kind: str, rank: int) -> tuple[Tensor, Tensor]:
 
 
 class Side:
-    """One of the two, with its own copy of the module."""
+    """One of the two contenders, with its own copy of the module."""
 
     def __init__(self, name: str, theirs: bool, more: dict) -> None:
         make, self.kind, options = MODULES[name]
@@ -142,7 +143,7 @@ class Side:
         self.optimizer.step()
 
     def take(self, other: Side) -> None:
-        """The same weights and buffers."""
+        """Copies the weights and buffers of another contender."""
         with torch.no_grad():
             for kind in ("parameters", "buffers"):
                 pairs = zip(getattr(self.net, kind)(), getattr(other.net, kind)(), strict=True)
@@ -150,8 +151,9 @@ class Side:
                     mine.copy_(theirs)
 
     def seconds(self, steps: int) -> list[list[float]]:
-        """Of each step the time of the slowest rank, each started behind a barrier; and of each the
-        processor's time that a rank took, all its threads, as a mean."""
+        """Times steps, each of which starts behind a barrier. Returns the time of the slowest rank
+        in each step, and the CPU time of a rank in each step: all its threads, averaged over the
+        ranks."""
         found = []
         for _ in range(steps):
             dist.barrier()
@@ -165,7 +167,8 @@ class Side:
 
 
 def difference(ours: Side, theirs: Side) -> float:
-    """Of the gradients of the last step, over the largest of each parameter; on any rank."""
+    """Returns the largest difference between the gradients of the last step, relative to the
+    largest gradient of each parameter, on any rank."""
     worst = 0.0
     for a, b in zip(ours.net.parameters(), theirs.net.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None)
@@ -186,11 +189,12 @@ def rank_main(rank: int, world: int, args: argparse.Namespace, store: str, out: 
     for name in args.modules:
         ours, theirs = Side(name, False, more), Side(name, True, more)
         worst = 0.0
-        for _ in range(3):  # the first fills the buckets anew
+        for _ in range(3):  # the first step builds the buckets again
             for side in (ours, theirs):
                 side.step()
             worst = max(worst, difference(ours, theirs))
-            ours.take(theirs)  # a ReLU that rounding moves over its edge would show as much more
+            # A ReLU input that rounding moves across zero would show as a larger difference.
+            ours.take(theirs)
         rounds = []
         for turn in range(args.rounds):
             order = (ours, theirs) if turn % 2 == 0 else (theirs, ours)
@@ -207,8 +211,8 @@ def rank_main(rank: int, world: int, args: argparse.Namespace, store: str, out: 
 
 
 def medians(found: dict, of: int = 0) -> tuple[float, float, list[float]]:
-    """Milliseconds of a step, ours and theirs, and theirs over ours in every round; `of` 1: of the
-    processor."""
+    """Prints the milliseconds of a step, ours and theirs, and the ratio of theirs to ours in every
+    round; `of` 1: CPU time."""
     ours, theirs = ([t for pair in found["rounds"] for t in pair[i][of]] for i in (0, 1))
     each = [statistics.median(b[of]) / statistics.median(a[of]) for a, b in found["rounds"]]
     return 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs), sorted(each)

@@ -1,18 +1,18 @@
-"""parallel3d beside PyTorch's own parallel parts: same model, same layout, same machine, in turns.
+"""Compares parallel3d with PyTorch's own parallel parts: same model, layout and machine, in turns.
 
     python -m benchmarks.peer                                  # the table of docs/performance.md
     python -m benchmarks.peer --layouts 1,1,1 2,1,1 --rounds 5
     python -m benchmarks.peer --precision bf16 --peers all -- compile=true
 
-Each round runs every contender once per layout, so that a busy minute hurts all alike. A run's
-figure is its median step after the warm-up; the table shows the median over the rounds with the
-spread, and the ratio of the fastest peer variant's median to ours (above 1: we are faster). Memory
-is the largest resident set of any rank, compilation included. The peer's bf16 is autocast over fp32
-weights, ours keeps bf16 parameters with fp32 masters.
+Each round runs every contender once per layout, so that a busy minute slows all of them equally. A
+run's figure is its median step after the warm-up. The table shows the median over the rounds with
+the spread, and the ratio of the fastest peer variant's median to ours (above 1: we are faster).
+Memory is the largest resident set of any rank, compilation included. The peer's bf16 is autocast
+over fp32 weights; ours keeps bf16 parameters with fp32 masters.
 
-A peer variant is "eager" or "compile", with data parallelism followed by how gradients are reduced:
-"eager-ddp", "compile-flat" …; "all" is every one that a layout has. What does not compose in
-PyTorch (see the peer's page) fails in the first round and is left out of the others.
+A peer variant is "eager" or "compile", with data parallelism followed by the way gradients are
+reduced: "eager-ddp", "compile-flat" …; "all" means every variant of a layout. Variants that do not
+compose in PyTorch (see the peer's page) fail in the first round and are left out of the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODES = ["eager", "compile"]
 DP_IMPLS = ["ddp", "flat", "fsdp2", "replicate"]
 GLOBAL_MICROBATCHES = 8  # of 2 sequences, over all data-parallel ranks: 4,096 tokens a step
 
-# The byte tokenizer has 257 tokens; both sides pad the table to 264 so that tp divides it.
+# The byte tokenizer has 257 tokens; both sides pad the table to 264, which tp divides.
 VOCAB = 264
 MODEL = {"layers": 8, "hidden": 256, "heads": 8, "ffn": 688, "seq": 256}
 OURS = [
@@ -61,7 +61,7 @@ OURS = [
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank for everybody; the packages of this checkout for us."""
+    """Sets one thread per rank for every contender, and the packages of this checkout for us."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
@@ -78,7 +78,8 @@ def layout_of(text: str) -> tuple[int, int, int]:
 
 
 def run(command: list[str]) -> tuple[str, float]:
-    """What the command prints, and the largest resident set of its processes in MiB."""
+    """Runs a command. Returns what it prints, and the largest resident set of its processes in
+    MiB."""
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     printed = process.stdout.read()
@@ -90,7 +91,7 @@ def run(command: list[str]) -> tuple[str, float]:
 
 
 def run_ours(layout: tuple[int, int, int], args: argparse.Namespace, folder: Path) -> dict:
-    """Median step of one `parallel3d train`, read from its metrics.jsonl."""
+    """Returns the median step of one `parallel3d train`, read from its metrics.jsonl."""
     tp, pp, dp = layout
     keys = [f"tp={tp}", f"pp={pp}", f"dp={dp}", f"train.steps={args.steps}"]
     keys += [f"precision={args.precision}", *args.ours]
@@ -108,7 +109,7 @@ def run_ours(layout: tuple[int, int, int], args: argparse.Namespace, folder: Pat
 def run_peer(
     layout: tuple[int, int, int], variant: str, args: argparse.Namespace, folder: Path
 ) -> dict:
-    """Median step of the peer, as it prints it."""
+    """Returns the median step of the peer, read from its output."""
     tp, pp, dp = layout
     mode, _, dp_impl = variant.partition("-")
     flags = [f"--{name}={value}" for name, value in (MODEL | {"vocab": VOCAB}).items()]
@@ -123,10 +124,8 @@ def run_peer(
 
 
 def variants(layout: tuple[int, int, int], wanted: Sequence[str]) -> list[str]:
-    """The peer's variants of `wanted` that differ under this layout.
-
-    `compile` alone takes the reduction that composes with it: flat where dp meets tp or pp.
-    """
+    """Lists the peer's variants of `wanted` that differ under this layout. `compile` alone takes
+    the reduction that composes with it: flat where dp meets tp or pp."""
     tp, pp, dp = layout
     if dp == 1:
         return sorted({w.partition("-")[0] for w in (MODES if "all" in wanted else wanted)})
@@ -137,7 +136,8 @@ def variants(layout: tuple[int, int, int], wanted: Sequence[str]) -> list[str]:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[dict]]]:
-    """Layout → contender → one median step in ms, and the memory in MiB, per round."""
+    """Runs all contenders in turns. Returns layout → contender → the median step in ms, and the
+    memory in MiB, of each round."""
     layouts = {text: layout_of(text) for text in args.layouts}
     result: dict[str, dict[str, list[dict]]] = {
         text: {name: [] for name in [OURS_NAME, *variants(layout, args.peers)]}
@@ -163,7 +163,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[
 def run_one(
     layout: tuple[int, int, int], name: str, args: argparse.Namespace, folder: Path
 ) -> dict | None:
-    """One run; None for a variant of the peer that fails. Ours must not."""
+    """Runs a contender once; None for a variant of the peer that fails. Ours must not fail."""
     if name == OURS_NAME:
         return run_ours(layout, args, folder)
     try:
@@ -178,7 +178,8 @@ def show(times: list[float]) -> str:
 
 
 def table(result: dict[str, dict[str, list[dict]]]) -> str:
-    """Markdown: ms a step as median (min–max) over the rounds, the ratio of medians, and MiB."""
+    """Returns a Markdown table: milliseconds per step as median (min–max) over the rounds, the
+    ratio of medians, and MiB."""
     heads = ["tp,pp,dp", "parallel3d ms", "PyTorch's best ms", "ratio", "rounds' ratios"]
     heads += ["MiB a rank, ours", "theirs", "its other variants, ms"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
@@ -222,7 +223,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def corpus(folder: Path) -> Path:
-    """A megabyte of this Python's own sources, the same for both sides."""
+    """Writes a megabyte of this Python's own sources, the same for both sides."""
     text = b"".join(p.read_bytes() for p in sorted(Path(os.__file__).parent.glob("*.py")))
     path = folder / "corpus.txt"
     path.write_bytes(text[: 1 << 20])

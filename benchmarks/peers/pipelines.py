@@ -1,8 +1,7 @@
-"""Steps of pipelines beside PyTorch's own schedules, in turns (see `pipeline.py`).
-
-All contenders of a row are there at once and all but one of them stopped (SIGSTOP), so that a turn
-is a few steps: what disturbs a machine for longer than that disturbs all of them alike.
-"""
+"""Times steps of pipelines next to PyTorch's own schedules, in turns (see `pipeline.py`). All
+contenders of a row run at the same time, and all but one of them are stopped (SIGSTOP). A turn can
+then be a few steps, so that a disturbance of the machine that lasts longer affects all of them
+equally."""
 
 from __future__ import annotations
 
@@ -30,10 +29,10 @@ from parallel3d.schedules.schedule import LOOPED, V_SHAPED, make
 from parallel3d.schedules.walk import Costs, time_orders
 
 SAMPLES = 2
-STEPS = 10**6  # more than any turn comes to: contenders are ended
+STEPS = 10**6  # longer than any turn takes: contenders are ended then
 WARMUP = 3  # steps before the turns
-TURN = 3  # steps, of which the first, in which it was stopped, does not count
-# By name, PyTorch's flags. Its zero-bubble schedules do not compile.
+TURN = 3  # steps of a turn; the first, during which the contender was stopped, does not count
+# PyTorch's flags by name. Its zero-bubble schedules do not compile.
 THEIRS = {
     "1F1B": [],
     "1F1B compiled": ["--compile"],
@@ -42,7 +41,7 @@ THEIRS = {
     "zero bubble": ["--vpp=2", "--zero-bubble"],
     "ZB-V": ["--vpp=2", "--zero-bubble", "--v-assignment"],
 }
-OUR_SCHEDULES = {  # all compiled
+OUR_SCHEDULES = {  # every contender is compiled
     "1f1b": ["compile=true"],
     "interleaved": ["vpp=2", "schedule=interleaved", "compile=true"],
     "zb_h1": ["schedule=zb_h1", "compile=true"],
@@ -64,12 +63,12 @@ class Setting:
 
 
 class Failed(Exception):
-    """A contender has ended."""
+    """Raised when a contender has ended."""
 
 
 @dataclass
 class Contender:
-    """The ranks of one schedule; a line a step comes into the file of this pattern."""
+    """The ranks of one schedule; each step writes a line into the file of this pattern."""
 
     name: str
     words: list[str]
@@ -78,11 +77,11 @@ class Contender:
     pattern: str
     processes: list[subprocess.Popen] = field(default_factory=list)
     counted: list[dict[str, Any]] = field(default_factory=list)
-    medians: list[float] = field(default_factory=list)  # ms, of each turn
-    computed: list[float] = field(default_factory=list)  # CPU seconds a step of each turn
+    medians: list[float] = field(default_factory=list)  # milliseconds per step of each turn
+    computed: list[float] = field(default_factory=list)  # CPU seconds per step of each turn
 
     def start(self) -> None:
-        """Runs until it has warmed up. Raises Failed."""
+        """Runs until the contender has warmed up. Raises Failed."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -99,7 +98,7 @@ class Contender:
         self._run_until(WARMUP)
 
     def turn(self) -> None:
-        """A few steps more. Raises Failed."""
+        """Runs a few more steps. Raises Failed."""
         done, spent = len(self._lines()), self._cpu_s()
         self._signal(signal.SIGCONT)
         self._run_until(done + TURN)
@@ -119,13 +118,15 @@ class Contender:
         return 1e3 * statistics.median(step["step_time_s"] for step in self.counted)
 
     def __str__(self) -> str:
-        """The median, with the least and the most of a turn, and the CPU seconds of all ranks."""
+        """Describes the median, the smallest and the largest turn, and the CPU seconds of all
+        ranks."""
         cpu = statistics.median(self.computed)
         turns = f"{min(self.medians):.0f}–{max(self.medians):.0f}"
         return f"{self.name} {self.ms:.0f} ({turns}; {cpu:.2f} s of CPU)"
 
     def _cpu_s(self) -> float:
-        """Of all ranks since their start, in the program and in the kernel."""
+        """Returns the CPU seconds of all ranks since their start, in the program and in the
+        kernel."""
         ticks = 0
         for process in self.processes:
             of = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -137,12 +138,12 @@ class Contender:
             process.send_signal(number)
 
     def _lines(self) -> list[str]:
-        """What has been written in full."""
+        """Returns the complete lines written so far."""
         files = list(self.folder.glob(self.pattern))
         return files[0].read_text().split("\n")[:-1] if files else []
 
     def _run_until(self, steps: int) -> None:
-        """Stops it behind this step."""
+        """Stops the contender after this step."""
         while len(self._lines()) < steps:
             if any(process.poll() is not None for process in self.processes):
                 raise Failed(self.name)
@@ -178,11 +179,9 @@ def compare_with_peer(
     contenders: tuple[Sequence[str], Sequence[str]],
     overrides: Sequence[str],
 ) -> None:
-    """Prints a table of these of our and of PyTorch's schedules. `precision`: bf16 is autocast over
-    fp32 weights there, and bf16 parameters with fp32 masters here.
-
-    A schedule of PyTorch's that fails is named, one of ours ends the run.
-    """
+    """Prints a table of our schedules and PyTorch's. `precision`: bf16 is autocast over fp32
+    weights there, and bf16 parameters with fp32 masters here. If one of PyTorch's schedules fails,
+    the table names it; if one of ours fails, the run ends."""
     facts = f"commit {commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
     print(f"{facts}, {platform.machine()}; `{' '.join(['python', *sys.argv])}`\n")
     print("| pp | micro-batches | parallel3d, ms | PyTorch, ms | ratio of the best |")
@@ -223,7 +222,7 @@ def _row(of: Setting, turns: int, names: tuple[Sequence[str], Sequence[str]]) ->
     us = ", ".join(map(str, ranked[0]))
     them = ", ".join([*map(str, ranked[1]), *failed])
     best = zip(ranked[1][0].medians, ranked[0][0].medians, strict=True)
-    ratios = [theirs / mine for theirs, mine in best]  # of turns, one straight after the other
+    ratios = [theirs / mine for theirs, mine in best]  # compares adjacent turns
     cpu = statistics.median(map(operator.truediv, ranked[1][0].computed, ranked[0][0].computed))
     ratio = f"**{statistics.median(ratios):.2f}×** ({min(ratios):.2f}–{max(ratios):.2f})"
     ratio += f", of CPU {cpu:.2f}×"
@@ -233,12 +232,13 @@ def _row(of: Setting, turns: int, names: tuple[Sequence[str], Sequence[str]]) ->
 
 
 def _spent(of: Setting, best: Contender) -> str:
-    """Shares of a step by kind, and what is idle on the clock with costs that are even."""
+    """Describes the shares of a step by kind, and the idle share that the clock gives for equal
+    costs."""
     seconds = {kind: sum(step["times"][kind] for step in best.counted) for kind in KINDS}
     total = sum(seconds.values())
     chunks = 2 if best.name in LOOPED or best.name in V_SHAPED else 1
     schedule = make(best.name, of.pp, of.microbatches, chunks)
-    half = seconds["backward"] / 2  # for the inputs, and for the weights
+    half = seconds["backward"] / 2  # one for the inputs, and one for the weights
     costs = Costs.even(schedule.assignment, seconds["forward"], half, half)
     clock = time_orders(schedule.orders, schedule.assignment, costs).bubble_fraction
     shares = sorted(seconds.items(), key=lambda item: -item[1])

@@ -1,10 +1,8 @@
-"""`python -m benchmarks.planner.context_prices`: what the planner says of long sequences.
-
-For each length and number of context-parallel ranks the best layout of the GPUs, its step, the
-memory of the fullest GPU, and what a layer waits in a micro-batch for the tokens of other ranks in
-each style, beside the time of its attention. Steps have as many tokens at every length. No GPU has
-been measured against these prices.
-"""
+"""`python -m benchmarks.planner.context_prices`: prints the planner's prices of long sequences. For
+each length and number of context-parallel ranks it prints the best layout of the GPUs, its step,
+the memory of the fullest GPU, and how long a layer waits in a micro-batch for the tokens of other
+ranks in each style, next to the time of its attention. Steps have the same number of tokens at
+every length. These prices have not been compared with measurements on GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +24,8 @@ HEAD = ("tokens", "cp", "layout", "step s", "MFU %", "GiB", "attention", "gather
 
 
 def configured(cluster: str, model: str, length: int, gpus: int, tokens: int) -> Config:
-    """The configuration of a run of `tokens` a step, in bf16 with the cheapest style."""
+    """Returns the configuration of a run with `tokens` per step, in bf16 with the cheapest
+    style."""
     machine = ClusterConfig(**preset("cluster", cluster))
     machine.nodes = gpus // (machine.gpus_per_node or 8)
     sizes = preset("model", model) | {"seq_length": length}
@@ -37,7 +36,7 @@ def configured(cluster: str, model: str, length: int, gpus: int, tokens: int) ->
 
 
 def cells(plan: Plan, cp: int) -> Iterator[str]:
-    """The row of a plan's best layout, without the length."""
+    """Returns the row of a plan's best layout, without the length."""
     choice, best = plan.priced.choices[plan.rows[0]], plan.rows[0]
     config = configure(plan.config, choice)
     work = works([choice], plan.sizes, config.global_batch_size)
@@ -59,7 +58,7 @@ def cells(plan: Plan, cp: int) -> Iterator[str]:
 def rows(
     cluster: str, model: str, lengths: Sequence[int], gpus: int, tokens: int
 ) -> Iterator[Sequence[str]]:
-    """A row for each length and cp of which any layout fits."""
+    """Yields a row for each length and cp for which a layout fits."""
     for length in lengths:
         config, refused = configured(cluster, model, length, gpus, tokens), []
         for cp in (1 << power for power in range(7)):

@@ -1,8 +1,6 @@
-"""`python -m benchmarks.planner.dryrun_tables`: the tables of docs/dryrun.md, as Markdown.
-
-Runs `parallel3d dryrun` once a row, one after the other, and prints the rows with the commands, the
-commit and the machine. No GPU is needed; some minutes of one core are.
-"""
+"""`python -m benchmarks.planner.dryrun_tables`: prints the tables of docs/dryrun.md as Markdown. It
+runs `parallel3d dryrun` once for each row, one after the other, and prints the rows with the
+commands, the commit and the machine. It needs no GPU, and takes some minutes of one core."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ import torch
 
 
 class Row(NamedTuple):
-    """A row's name, and what is typed after `parallel3d dryrun`."""
+    """A row: its name, and the arguments of `parallel3d dryrun`."""
 
     name: str
     words: str
@@ -71,7 +69,8 @@ KINDS = ("parameters", "gradients", "masters", "optimizer", "activations", "logi
 
 
 def facts_of(row: Row, folder: Path) -> dict[str, Any]:
-    """The JSON of one run, with `took_s`, its seconds here; {"failed": …} where it did not run."""
+    """Returns the JSON of one run, with `took_s`, its seconds here; {"failed": …} if it did not
+    run."""
     file = folder / "facts.json"
     file.unlink(missing_ok=True)
     words = [*row.words.split(), f"dryrun.json={file}"]
@@ -119,7 +118,7 @@ def _times(f: dict[str, Any]) -> list[str]:
 
 
 def markdown(found: Sequence[tuple[Row, dict[str, Any]]]) -> str:
-    """The tables, and how they were made."""
+    """Returns the tables, and how they were made."""
     good = [(row, f) for row, f in found if "failed" not in f]
     head = ["", "peak GB", "fits", "start GB", "launches", "GB moved", "TFLOP", "step ms", "MFU"]
     head += ["took s"]
@@ -143,7 +142,7 @@ def _origin() -> str:
 
 
 def main() -> None:
-    """Prints the tables; what happens goes to stderr."""
+    """Prints the tables; progress goes to stderr."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     only = parser.parse_args().only

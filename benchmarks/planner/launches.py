@@ -57,11 +57,8 @@ def launches(config: Config, index: int, data_rank: int = 0) -> dict[str, float]
 
 
 def _calls(rank: PipelineRank) -> int:
-    """Counts calls of the kernel in one forward of a layer's attention.
-
-    Of consecutive queries whose keys do not overlap: those of a sequence's second part, and of the
-    next one's first.
-    """
+    """Counts the kernel calls in one forward of a layer's attention. Consecutive queries whose keys
+    do not overlap are those of a sequence's second part and those of the next sequence's first."""
     blueprint = rank.blueprint
     style = blueprint.layer.cp_style
     if blueprint.layout.cp == 1 or style == "heads":
@@ -73,8 +70,8 @@ def _calls(rank: PipelineRank) -> int:
 
 
 def _split_attention(rank: PipelineRank) -> int:
-    """Counts launches around these calls of one micro-batch: copies for the other ranks and into
-    the order of positions, results that are merged, and positions."""
+    """Counts the launches around these calls in one micro-batch: copies for the other ranks and
+    into the order of positions, merging of results, and positions."""
     blueprint, style, calls = rank.blueprint, rank.blueprint.layer.cp_style, _calls(rank)
     if blueprint.layout.cp == 1:
         return 0
@@ -94,13 +91,14 @@ def _split_attention(rank: PipelineRank) -> int:
         if repeats_heads:  # the gradients of a head's copies are summed
             backward = 8 + (w.heads > blueprint.layout.cp) + several
     again = rank.recomputed_layers * repeats * (forward - kept)
-    # Positions of the shard and their cos and sin; learned ones are looked up by the embedding.
+    # Positions of the shard with their cos and sin; the embedding looks learned positions up.
     positions = 3 * len(rank.stages) * (blueprint.model.position_embedding == "rope")
     return rank.layer_count * (forward + backward) + again + positions
 
 
 def _of_layers(rank: PipelineRank, kind: str, forward: int, backward: int) -> int:
-    """Counts launches of GEMMs or attention of one micro-batch, given those of one operation."""
+    """Counts the launches of GEMMs or attention in one micro-batch, given those of one
+    operation."""
     every, again = (
         sum(op.kind == kind for op in ops) for ops in (rank.layer.ops, rank.layer.repeated)
     )
@@ -109,14 +107,15 @@ def _of_layers(rank: PipelineRank, kind: str, forward: int, backward: int) -> in
 
 
 def _blocks(rank: PipelineRank, copies: int) -> int:
-    """Counts launches of one micro-batch between GEMMs, with contiguous copies around them."""
+    """Counts the launches of one micro-batch between GEMMs, with the contiguous copies around
+    them."""
     model, layer, more = rank.blueprint.model, rank.layer, rank.recomputed_layers
     again = _forward(layer.repeated, copies)
     found = more * (_forward(layer.ops, copies) + _backward(layer.ops, copies) + again)
     plain = _forward(layer.plain, copies) + _backward(layer.plain, copies)
     found += (rank.layer_count - more) * plain
     learned, norm = _adds_positions(rank.blueprint), NORMS[model.norm]
-    last = norm.forward + norm.backward + rank.fully_sharded  # the head's norm
+    last = norm.forward + norm.backward + rank.fully_sharded  # norm of the head
     return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
 
 
@@ -129,14 +128,14 @@ def _backward(ops: Sequence[Op], copies: int) -> int:
 
 
 def _other(rank: PipelineRank, copies: int) -> int:
-    """Counts launches of batch, embedding, executor and trainer."""
+    """Counts the launches of batch, embedding, executor and trainer."""
     blueprint, learned = rank.blueprint, rank.blueprint.model.position_embedding == "learned"
     each = 3 * len(rank.stages) + 2 * rank.last + (4 if rank.first or rank.last else 1)
     each += (7 + 10 * learned * rank.first) * (blueprint.layout.cp > 1)
     if rank.first:
         each += 10 + learned + 2 * copies
     if rank.sends_slices:
-        each += rank.neighbours(1) + rank.neighbours(-1)  # each message's slice is copied
+        each += rank.neighbours(1) + rank.neighbours(-1)  # each message copies its slice
     return blueprint.microbatches * each + 10 + rank.last
 
 
@@ -150,8 +149,8 @@ def _sharding(rank: PipelineRank) -> int:
     units = layers + (ends > 0)
     gathers = 2 * count * of_layers + root if blueprint.data.zero == 3 else of_layers + root
     widened = 0 if every or count == 1 else all_of
-    # Of a V the two ends have a backward each: a tied table two gradients, and where each backward
-    # reduces there are two reductions.
+    # The two ends of a V have one backward each: a tied table gets two gradients, and if each
+    # backward reduces, there are two reductions.
     apart = rank.first and rank.last and len(rank.stages) > 1
     gradients = all_of + (apart and rank.table.tied)
     reductions = count * (units + apart) if every or count == 1 else units
@@ -159,9 +158,10 @@ def _sharding(rank: PipelineRank) -> int:
 
 
 def _optimizer(rank: PipelineRank) -> int:
-    """Counts launches that zero, sum and norm gradients, step, and write the parameters back."""
+    """Counts the launches that zero, sum and norm gradients, update, and write the parameters
+    back."""
     blueprint, segments = rank.blueprint, flat_shards(rank)
-    groups = len({segment.decays for segment in segments})  # AdamW's numbers of steps
+    groups = len({segment.decays for segment in segments})  # AdamW's step counters
     found = 8 + groups * (blueprint.optim.name == "adamw") + rank.is_tied_to_another
     found += _steps(rank, segments)
     shared = sum(s.shared > 0 for s in segments)
@@ -177,16 +177,17 @@ def _optimizer(rank: PipelineRank) -> int:
 
 
 def _steps(rank: PipelineRank, segments: Sequence[FlatShard]) -> int:
-    """Counts launches of the norm and of the update over lists of tensors."""
+    """Counts the launches of the norm and of the update over lists of tensors."""
     blueprint, found = rank.blueprint, 0
     for counts in (True, False):
         mine = [s.numel for s in segments if s.tied != counts]
-        # A list's norms, their stack and its sum of squares; the sum of none is a fill.
+        # For each list: its norms, their stack and its sum of squares; the sum of an empty list is
+        # a fill.
         found += (_over(mine, _LISTS["norm"]) + 1 + 3 * (not counts)) if mine else 0
     for decays in (True, False):
         mine = [s.numel for s in segments if s.decays == decays]
         if mine and blueprint.optim.state == "bf16":
-            # Pieces are widened, stepped and rounded, by random bits of each tensor in them.
+            # Pieces are widened, updated and rounded, with random bits for each tensor in them.
             each = 6 if blueprint.optim.name == "adamw" else 4
             cut = (_pieces(rank, segment) for segment in segments if segment.decays == decays)
             found += sum(each * pieces + chunks for pieces, chunks in cut)
@@ -201,7 +202,7 @@ def _pieces(rank: PipelineRank, segment: FlatShard) -> tuple[int, int]:
     """Counts the pieces of a segment and the chunks of full tensors in them, as
     `parameters/rounding.py` cuts them."""
     pieces, chunks, offset = 1, 0, 0
-    start: int | None = None  # of the last piece's first chunk
+    start: int | None = None  # of the first chunk of the last piece
     for p, first, count in segment.spans:
         for at, rows, columns in _chunks(p, _full_rows(rank, p), first, count):
             step = max(1, PIECE // columns)
@@ -230,7 +231,7 @@ def _full_rows(rank: PipelineRank, p: LocalParameter) -> Sequence[int]:
 def _chunks(
     p: LocalParameter, full_rows: Sequence[int], first: int, count: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yields (first element, rows, columns) of what lies in a range of a parameter: the rest of a
+    """Yields (first element, rows, columns) of the parts of a range of a parameter: the rest of a
     row, whole rows, and the beginning of a row."""
     begin, width = 0, p.columns
     for rows in full_rows:
@@ -250,5 +251,5 @@ def _over(sizes: Iterable[int], tensors_a_launch: int) -> int:
 
 
 def _adds_positions(blueprint: Blueprint) -> bool:
-    """Whether learned positions are added as they are, which with cp are looked up."""
+    """Tells whether learned positions are added without a look-up; with cp they are looked up."""
     return blueprint.model.position_embedding == "learned" and blueprint.layout.cp == 1

@@ -1,8 +1,6 @@
-"""`python -m benchmarks.planner.longest`: the longest sequence that fits a GPU.
-
-By the planner's bound of memory (`estimate/memory.py`), for a model and layout on the command line;
-`--played` runs the longest ones as dry runs too. No GPU is needed.
-"""
+"""`python -m benchmarks.planner.longest`: finds the longest sequence that fits into a GPU. It uses
+the planner's bound of memory (`estimate/memory.py`) for a model and layout given on the command
+line; with `--played` it also runs the longest ones as dry runs. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ WAYS: tuple[Keys, ...] = (
 
 
 def of_length(keys: Keys, tokens: int) -> Config:
-    """The configuration with sequences of so many tokens; 1000 layers stand for all."""
+    """Returns the configuration with sequences of `tokens`; 1000 layers stand for all."""
     config = configured(keys | {"offload_layers": None})
     away = keys.get("offload_layers") and [config.model.num_layers]
     model = replace(config.model, seq_length=tokens)
@@ -43,7 +41,8 @@ def of_length(keys: Keys, tokens: int) -> Config:
 
 
 def longest(keys: Keys, memory: float) -> int:
-    """The most tokens, a multiple of STEP, whose fullest rank needs at most `memory` bytes."""
+    """Returns the largest number of tokens, a multiple of STEP, whose fullest rank needs at most
+    `memory` bytes."""
     few, many = 0, 1
     while peak_stage(planned(of_length(keys, many * STEP)))[1].total <= memory:
         few, many = many, 2 * many

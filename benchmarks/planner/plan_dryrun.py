@@ -1,11 +1,9 @@
-"""`python -m benchmarks.planner.plan_dryrun`: the planner's figures beside those of `dryrun`.
-
-Samples presets × layouts × schedules × zero × recompute, plays one rank of each on tensors without
-values, and prints a row each: what was played, and by how much the planner's figures differ. Its
-memory (`estimate/memory.py`) is a bound, hardly ever below what is played. Models keep their widths
-and get `--layers` layers a stage, since a dry run takes as long as it launches. No GPU is needed; a
-row takes about a second of one core.
-"""
+"""`python -m benchmarks.planner.plan_dryrun`: compares the planner's figures with those of
+`dryrun`. It samples presets × layouts × schedules × zero × recompute, runs one rank of each on
+tensors without values, and prints a row for each: the figures of the dry run, and by how much the
+planner's differ. The planner's memory (`estimate/memory.py`) is a bound, hardly ever below that of
+the dry run. Models keep their widths and get `--layers` layers per stage, since the time of a dry
+run grows with its launches. No GPU is needed; a row takes about a second of one core."""
 
 from __future__ import annotations
 
@@ -43,12 +41,12 @@ LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4), (8, 2))  # tp
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
 RECOMPUTE = ("none", "selective", "full", "[norm,activation]", "[mlp]", "[norm,attention,mlp]")
 NAMES = ("memory", "launches", "bytes sent", "pinned memory")
-ROUNDED = 1e-9  # per cent, of sums of floats
+ROUNDED = 1e-9  # per cent; these are sums of floats
 Keys = dict[str, Any]
 
 
 def configured(keys: Keys) -> CommandConfig:
-    """The checked configuration of a case. Raises UserError for what cannot run."""
+    """Returns the checked configuration of a case. Raises UserError if it cannot run."""
     keys = dict(keys)
     model = preset("model", keys.pop("model"))
     model["num_layers"] = keys.pop("layers", model["num_layers"])
@@ -69,7 +67,7 @@ def configured(keys: Keys) -> CommandConfig:
 
 
 def sample(seed: int, layers: int) -> Iterator[Keys]:
-    """Cases without end, each of which can run; equal seeds give equal ones."""
+    """Yields cases without end, each of which can run; equal seeds give equal cases."""
     chance = random.Random(seed)
     while True:
         tp, pp = chance.choice(LAYOUTS)
@@ -101,7 +99,8 @@ def sample(seed: int, layers: int) -> Iterator[Keys]:
 
 
 def compare(keys: Keys) -> dict[str, tuple[float, float]]:
-    """By `NAMES`, what was played and what the planner says: bytes, launches, bytes."""
+    """Returns, by `NAMES`, the figures of the dry run and of the planner: bytes, launches,
+    bytes."""
     config = configured(keys)
     facts, layout = find_facts(config, config.dryrun.rank), layout_of(config)
     where = layout.coordinates(facts["rank"])
@@ -124,7 +123,7 @@ def _sum(groups: dict[str, dict[str, float]]) -> float:
 
 
 def off(played: float, said: float) -> float:
-    """Per cent that the planner is off."""
+    """Returns the error of the planner in per cent."""
     return 100 * (said / played - 1) if played else 0.0 if not said else float("inf")
 
 
@@ -164,7 +163,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(row, flush=True)
     table = np.array(errors)
     print()
-    even = [options.launches, 0.0, 3.0]  # of the names but memory
+    even = [options.launches, 0.0, 3.0]  # all names but memory
     limits = np.array([[-options.below, options.above], *([-n, n] for n in even)])
     least, most = (limits + np.array([-ROUNDED, ROUNDED])).T
     within = (least <= table) & (table <= most)

@@ -1,16 +1,16 @@
-r"""The plan of this machine against steps measured on it, and how good layout=auto chooses.
+r"""Compares the plan of this machine with measured steps, and rates the choices of layout=auto.
 
     parallel3d calibrate calibrate.file=here.yaml model=llama_tiny model.num_query_groups=8 \
         model.seq_length=128 global_batch_size=16
     python -m benchmarks.plan_here here.yaml [--rounds 3] [--steps 5] [--only one|steps|auto]
 
-`one`: models of several shapes on one rank; its step on the wall is of one thread and the plan's of
-all, so their work is what to look at. `steps`: twelve layouts of 2, 4 and 8 ranks, those with a
-pipeline under five schedules. `auto`: on 2, 4 and 8 ranks the best of every (tp, pp) by the plan,
-and what the plan's first choice loses to the fastest of them. Each round runs every contender once,
-so that what disturbs the machine disturbs all; the best step of each counts. Two figures: the step
-on the wall, which needs a quiet machine, and the seconds of all ranks' processes, which a neighbour
-hardly changes.
+`one`: models of several shapes on one rank. The measured step uses one thread and the plan's uses
+all, so compare their work. `steps`: twelve layouts of 2, 4 and 8 ranks, those with a pipeline under
+five schedules. `auto`: on 2, 4 and 8 ranks the best of every (tp, pp) by the plan, and what the
+plan's first choice loses to the fastest of them. Each round runs every contender once, so that a
+disturbance of the machine affects all of them; the best step of each counts. There are two figures:
+the wall time of a step, which needs a quiet machine, and the CPU seconds of all ranks' processes,
+which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WORLDS = (2, 4, 8)
 
 @dataclass
 class Same:
-    """Samples that cost nothing to make."""
+    """Samples that take no time to make."""
 
     seq_length: int
 
@@ -69,14 +69,15 @@ class Same:
 
 
 class Ran(NamedTuple):
-    """Steps of one rank: seconds on the wall, seconds of its process."""
+    """Measures steps of one rank: seconds of wall time, and CPU seconds of its process."""
 
     wall: list[float]
     work: list[float]
 
 
 class Row(NamedTuple):
-    """One contender: planned and measured seconds of a step, on the wall and of all processes."""
+    """One contender: planned and measured seconds of a step, as wall time and as CPU time of all
+    processes."""
 
     name: str
     ranks: int
@@ -87,7 +88,7 @@ class Row(NamedTuple):
 
 
 def run_steps(config: Config, steps: int) -> Ran:
-    """Runs on every rank of a pool."""
+    """Runs the contender on every rank of a pool."""
     torch.set_num_threads(1)
     keep_freed_memory()
     groups = ProcessGroups.create(layout_of(config), "cpu", 120, config.launch)
@@ -114,7 +115,7 @@ def base(file: str) -> Config:
 
 
 def contenders(file: str) -> list[Config]:
-    """Twelve layouts, those with stages under five schedules."""
+    """Returns twelve layouts, those with stages under five schedules."""
     found = []
     for tp, pp, dp in LAYOUTS:
         for name, vpp in SCHEDULES.items() if pp > 1 else (("1f1b", 1),):
@@ -126,7 +127,7 @@ def contenders(file: str) -> list[Config]:
 
 
 def alone(file: str) -> list[Config]:
-    """One rank; micro-batch, global batch and what of the model is another."""
+    """Returns models on one rank, with their micro-batch, global batch and changed model keys."""
     gpt = {"activation": "gelu", "norm": "layernorm", "position_embedding": "learned"}
     shapes: tuple[tuple[int, int, dict[str, Any]], ...] = (
         (1, 4, {}),
@@ -146,7 +147,7 @@ def alone(file: str) -> list[Config]:
 
 
 def chosen(file: str, ranks: int) -> list[Config]:
-    """The best of every (tp, pp) by the plan, the plan's choice first."""
+    """Returns the best layout of every (tp, pp) by the plan, the plan's choice first."""
     config = base(file)
     plan = searched(config, {}, ranks)
     return [
@@ -158,7 +159,7 @@ def chosen(file: str, ranks: int) -> list[Config]:
 def measure(
     configs: Sequence[Config], machine: MeasuredMachine, pool: Pool, rounds: int, steps: int
 ) -> list[Row]:
-    """Every contender once a round."""
+    """Runs every contender once per round."""
     wall: list[list[float]] = [[] for _ in configs]
     work: list[list[float]] = [[] for _ in configs]
     for _ in range(rounds):
@@ -188,7 +189,7 @@ def ranks_of(values: Sequence[float]) -> np.ndarray:
 
 
 def rho(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's."""
+    """Returns Spearman's rank correlation."""
     return float(np.corrcoef(ranks_of(a), ranks_of(b))[0, 1])
 
 

@@ -1,10 +1,10 @@
-"""Holds the planner against published runs: fits its constants, reports its errors, predicts.
+"""Compares the planner with published runs: fits its constants, reports its errors, predicts.
 
     python -m benchmarks.published CALIBRATION QUESTIONS [--out predictions.json] [--write]
 
 CALIBRATION and QUESTIONS are folders of JSON files as docs/planner.md describes. Constants are
-fitted on calibration rows alone. Errors are of groups, and choices (their number, the median regret
-and the rank correlation) of model sizes, that were left out of the fit as wholes.
+fitted on calibration rows alone. Errors are those of whole groups, and choices (their number, the
+median regret and the rank correlation) those of whole model sizes, that were left out of the fit.
 `--write` keeps the constants in parallel3d/estimate/constants.json.
 """
 
@@ -37,13 +37,14 @@ from parallel3d.estimate.fitted_cost import ENGINES, FILE, Constants
 
 Array = NDArray[np.float64]
 FOLDS = 6
-SHARE = (0.1, 0.9)  # between which a range holds 80 % of left-out rows
+SHARE = (0.1, 0.9)  # quantiles: a range covers 80 % of left-out rows
 WITH_MEMORY = ("nanotron_playbook", "bigscience_bloom_3d", "torchtitan")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the measured runs cover: values of `StepWork`, and the most GPUs by engine."""
+    """What the measured runs cover: values of `StepWork`, and the largest number of GPUs by
+    engine."""
 
     speed: list[float]
     fabric: list[float]
@@ -52,7 +53,7 @@ class Seen:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, float]]) -> Seen:
-        """Lists what `rows`, fields of `StepWork`, cover."""
+        """Lists the values of `rows`, fields of `StepWork`, that runs cover."""
         most: dict[str, float] = {}
         for row in rows:
             engine = ENGINES[int(row["engine"])]
@@ -61,8 +62,8 @@ class Seen:
         return cls(speed, fabric, hidden, most)
 
     def novelty(self, row: Mapping[str, float]) -> str:
-        """Returns "place" for a GPU, type, network or engine without a run; "size" for a model's
-        width without one, or for more GPUs than any; else "known"."""
+        """Returns "place" for a GPU, type, network or engine without a run; "size" for a width
+        without one, or for more GPUs than any run has; else "known"."""
         most = self.most_gpus.get(ENGINES[int(row["engine"])])
         if most is None or row["speed"] not in self.speed or row["fabric"] not in self.fabric:
             return "place"
@@ -82,8 +83,8 @@ def size(run: Run) -> float:
 
 
 def folds(runs: Sequence[Run], kind: Callable[[Run], float] | None = None) -> list[int]:
-    """Each run's fold. Whole groups go round in turn within their set, or whole `kind`s in all
-    sets, so that none is in two folds."""
+    """Returns the fold of each run. Whole groups are dealt out in turn within their set, or whole
+    `kind`s over all sets, so that none is in two folds."""
     keys = [("", kind(run)) if kind else (run.set, run.group) for run in runs]
     order: dict[str, list[float | str]] = {}
     for name, key in sorted(set(keys)):
@@ -93,17 +94,17 @@ def folds(runs: Sequence[Run], kind: Callable[[Run], float] | None = None) -> li
 
 @dataclass
 class Held:
-    """What is said of each run by constants that its fold had no part in."""
+    """The prediction of each run, by constants that were fitted without its fold."""
 
     seconds: Array
-    gib: Array  # as its source reports it
+    gib: Array  # as the run's source reports it
     fits: NDArray[np.bool_]
     fold: list[int]
     novel: list[str]  # key of `ranges`
 
 
 def left_out(runs: Sequence[Run], fold: list[int]) -> Held:
-    """Every run's prediction with its whole fold left out of the fit."""
+    """Predicts every run with its whole fold left out of the fit."""
     seconds, gib = (np.full(len(runs), np.nan) for _ in range(2))
     well, novel = np.zeros(len(runs), dtype=bool), ["known"] * len(runs)
     for k in sorted(set(fold)):
@@ -124,12 +125,11 @@ def left_out(runs: Sequence[Run], fold: list[int]) -> Held:
 def spreads(
     runs: Sequence[Run], held: Sequence[Held]
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """By novelty, the range of measured over predicted seconds, and the share of rows inside.
-
-    From a tenth to nine tenths of left-out rows, widened (its logarithms times a factor) until each
-    fold's rows are inside of the other folds' range in four of five cases: a fold is less like the
-    others than its rows are like each other.
-    """
+    """Returns, by novelty, the range of measured over predicted seconds, and the share of rows
+    inside. A range goes from the first to the ninth tenth of left-out rows. It is widened (its
+    logarithms are multiplied by a factor) until each fold's rows lie inside the range of the other
+    folds in four of five cases: the folds differ more from each other than the rows of one fold
+    do."""
     ok = [i for i, run in enumerate(runs) if run.seconds and run.trusted]
     ratio = np.concatenate([
         np.array([runs[i].seconds for i in ok], dtype=float) / h.seconds[ok] for h in held
@@ -137,7 +137,7 @@ def spreads(
     novel = np.array([h.novel[i] for h in held for i in ok])
     fold = np.array([h.fold[i] for h in held for i in ok])
     sets = [runs[i].set for i in ok] * len(held)
-    # Few places can be left out, so that there each set has one vote.
+    # Few places can be left out, so each set has one vote there.
     there = Counter(zip(sets, novel.tolist(), strict=True))
     votes = np.array(
         [1 / there[key] if key[1] == "place" else 1.0 for key in zip(sets, novel, strict=True)]
@@ -167,8 +167,8 @@ def _quantiles(logs: Array, votes: Array) -> Array:
 
 
 def nulls(runs: Sequence[Run], fold: list[int]) -> tuple[Array, Array]:
-    """The null model's seconds with one constant for each set, and with one for all, each from the
-    other folds."""
+    """Returns the seconds of the null model with one constant per set, and with one for all, each
+    fitted on the other folds."""
     own, planted = (np.full(len(runs), np.nan) for _ in range(2))
     plain = null(runs)
     measured = np.array([run.seconds or np.nan for run in runs])
@@ -184,7 +184,8 @@ def nulls(runs: Sequence[Run], fold: list[int]) -> tuple[Array, Array]:
 
 
 def report(runs: Sequence[Run], groups: Held, sizes: Held) -> list[str]:
-    """The table by set: errors with whole groups left out, choices with whole sizes left out."""
+    """Prints the table by set: errors with whole groups left out, choices with whole sizes left
+    out."""
     base, planted = nulls(runs, groups.fold)
     chosen = choose(runs, sizes.seconds, sizes.fits)
     head = (
@@ -212,10 +213,8 @@ def report(runs: Sequence[Run], groups: Held, sizes: Held) -> list[str]:
 
 
 def planted_line(runs: Sequence[Run], seconds: Array, one: Array) -> list[str]:
-    """The report on a model of one constant in the planner's place, scored as the planner is.
-
-    Raises SystemExit where that model is not worse: then the report would prove nothing.
-    """
+    """Reports on a model of one constant in place of the planner, scored in the same way. Raises
+    SystemExit if that model is not worse: then the report would prove nothing."""
     rows = [i for i, run in enumerate(runs) if run.seconds and run.trusted]
     measured = np.array([runs[i].seconds for i in rows], dtype=float)
     own, planted = (errors(of[rows], measured).mean() for of in (seconds, one))
@@ -225,7 +224,7 @@ def planted_line(runs: Sequence[Run], seconds: Array, one: Array) -> list[str]:
 
 
 def memory_lines(runs: Sequence[Run], held: Held) -> list[str]:
-    """How well peaks and the question of fitting are answered."""
+    """Prints how well the memory's peaks, and whether a run fits, are predicted."""
     lines = ["", "| set | memory, median error | fits, balanced accuracy |", "|---|---|---|"]
     for name in WITH_MEMORY:
         mine = [i for i, r in enumerate(runs) if r.set == name]
@@ -241,7 +240,7 @@ def memory_lines(runs: Sequence[Run], held: Held) -> list[str]:
 
 
 def fits(run: Run, gib: float, values: dict[str, float]) -> bool:
-    """Whether a run of that peak is expected to end well."""
+    """Tells whether a run with this peak is expected to end well."""
     room = run.candidates[0]["memory_bytes"] / 2**30 * values["memory.full"]
     return bool(run.runs and gib < room)
 
@@ -249,7 +248,7 @@ def fits(run: Run, gib: float, values: dict[str, float]) -> bool:
 def predictions(
     runs: Sequence[Run], values: dict[str, float], seen: Seen, ranges: dict[str, list[float]]
 ) -> dict[str, dict[str, object]]:
-    """Question id → what the planner says."""
+    """Returns question id → the planner's answer."""
     rows = Table.of(runs).with_stalls(values)
     seconds, peak = rows.seconds(Constants(values)), rows.memory(values)
     gib = rows.reported(values)
@@ -263,7 +262,7 @@ def predictions(
 
 
 def commit() -> str:
-    """The tree that is run."""
+    """Describes the commit of the source tree in use."""
     words = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(words, capture_output=True, text=True).stdout.strip()
 

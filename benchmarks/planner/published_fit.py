@@ -1,5 +1,6 @@
-"""Fits the planner's constants: damped Gauss-Newton on logarithms, guesses as priors, outliers
-weighed down. One set of constants for all rows; nothing knows which table a row stands in."""
+"""Fits the planner's constants: damped Gauss-Newton on logarithms, with guesses as priors and
+outliers weighed down. One set of constants holds for all rows; the fit does not know which table a
+row comes from."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ GUESSES: dict[str, tuple[float, float]] = {
     "gemm.small_tile": (0.85, 0.15),  # fraction of the rate for each halving of the tile
     "gemm.ragged": (0.75, 0.5),  # fraction of the rate where a side is no multiple of 64
     "gemm.gap_us": (4.0, 0.5),
-    "attention.plain": (0.5, 0.5),  # batched matmuls with scores in memory
+    "attention.plain": (0.5, 0.5),  # batched matmuls, with the scores in memory
     "attention.plain_ramp": (100.0, 0.7),
-    "attention.score_bytes": (11.0, 0.5),  # bytes moved a score forward
-    "attention.odd_head": (0.5, 0.5),  # fraction of the rate with heads of no multiple of 8
+    "attention.score_bytes": (11.0, 0.5),  # bytes moved for each score, forward
+    "attention.odd_head": (0.5, 0.5),  # fraction of the rate if a head's size is no multiple of 8
     "memory.rate": (0.75, 0.2),
     "memory.width": (1.0, 0.4),  # factor on the bytes of element-wise operations
-    "memory.compiled": (0.5, 0.4),  # of those bytes that compiled code moves
-    "head.bytes": (16.0, 0.5),  # bytes moved a logit
-    "fp8.cast_bytes": (4.0, 0.7),  # bytes moved an element that is made fp8
+    "memory.compiled": (0.5, 0.4),  # fraction of those bytes that compiled code moves
+    "head.bytes": (16.0, 0.5),  # bytes moved for each logit
+    "fp8.cast_bytes": (4.0, 0.7),  # bytes moved for each element that is converted to fp8
     "launch.power": (4.0, 0.5),  # sharpness of the maximum of host and GPU time
     "optimizer.bytes": (34.0, 0.4),
     "link.rate": (0.7, 0.3),
@@ -48,18 +49,19 @@ PER_NETWORK = {
     "rate": (0.55, 0.35),
     "latency_us": (25.0, 0.8),
     "crowd_us": (5.0, 1.5),
-    "begin_us": (200.0, 1.5),  # until a pipeline message flows to another node
+    "begin_us": (200.0, 1.5),  # time until a pipeline message arrives at another node
 }
 PER_ENGINE = {
     "launch_us": (300.0, 0.8),  # host time for a layer, forward and backward
-    "launch_tp_us": (300.0, 1.0),  # more with tp
+    "launch_tp_us": (300.0, 1.0),  # additional time with tp
     "batch_us": (1000.0, 1.0),  # for a micro-batch
     "hop_us": (200.0, 1.0),  # for a message to the next stage
     "slowest_us": (300.0, 1.0),  # for a layer at tp = 8, where the slowest host counts
     "flash": (0.45, 0.4),  # attention's fraction of a GEMM's rate over the causal half
-    "dp_hidden": (2.0, 1.0),  # odds that gradients, and zero 1's parameters, hide, with overlap
+    # Odds that gradients, and zero 1's parameters, are hidden, with overlap.
+    "dp_hidden": (2.0, 1.0),
     "dp_messages": (1.0, 1.0),  # collectives of a layer's gradients
-    "tp_hidden": (0.7, 1.0),  # odds that tp's collectives hide behind GEMMs, with overlap
+    "tp_hidden": (0.7, 1.0),  # odds that tp's collectives are hidden behind GEMMs, with overlap
 }
 PER_MEMBER = {"speed": PER_SPEED, "network": PER_NETWORK, "engine": PER_ENGINE}
 
@@ -77,7 +79,8 @@ def time_guesses() -> dict[str, tuple[float, float]]:
     return found
 
 
-# Relative error at which a row of a set counts as off: what its source says of its noise.
+# The relative error above which a row of a set counts as an outlier, by what its source says of its
+# noise.
 NOISE = {
     "nanotron_playbook": 0.12,
     "narayanan_sc21": 0.04,
@@ -86,17 +89,18 @@ NOISE = {
     "mlperf_llama405b": 0.01,
 }
 _NOISE = 0.04
-_MOST = 60.0  # rows that a set's weight grows with, so that no set outvotes all others
+_MOST = 60.0  # number of rows up to which a set's weight grows, so that no set outvotes all others
 
 
 @dataclass
 class Table:
-    """Runs as one Work; `starts` is where each run's candidates begin."""
+    """Runs as one Work; `starts` has the index of each run's first candidate."""
 
     runs: list[Run]
     work: StepWork
     starts: NDArray[np.int64]
-    peaks: Mapping[str, float] | None = None  # the memory's constants: for stalls of full GPUs
+    # Constants of the memory's fit, for stalls of full GPUs.
+    peaks: Mapping[str, float] | None = None
     held: Array = field(default_factory=lambda: np.zeros(1))
 
     @classmethod
@@ -107,23 +111,23 @@ class Table:
         return cls(list(runs), table(rows), starts)
 
     def seconds(self, c: Constants) -> Array:
-        """The planner's step time of each run: its fastest candidate's."""
+        """Returns the planner's step time of each run: that of its fastest candidate."""
         found = np.asarray(step(self.work, c).total)
         if self.peaks is not None:
             found = memory.stalled(self.work, self.peaks, self.held, found)
         return np.minimum.reduceat(found, self.starts)
 
     def with_stalls(self, values: Mapping[str, float]) -> Table:
-        """The same, with what nearly full GPUs lose by the memory's constants."""
+        """Returns the same with the time that nearly full GPUs lose, by the memory's constants."""
         self.peaks, self.held = values, memory.memory(self.work, values).total
         return self
 
     def memory(self, values: Mapping[str, float]) -> Array:
-        """Its fullest GPU's peak in GiB, of the first candidate."""
+        """Returns the peak of the fullest GPU in GiB, for the first candidate."""
         return memory.memory(self.work, values).total[self.starts] / memory.GIB
 
     def reported(self, values: Mapping[str, float]) -> Array:
-        """The peak in GiB of the GPU that the run's source looks at."""
+        """Returns the peak in GiB of the GPU that the run's source looks at."""
         found = memory.memory(self.work, values)
         first = np.array([run.reports_first for run in self.runs])
         peak = np.where(first, found.first[self.starts], found.total[self.starts]) / memory.GIB
@@ -132,7 +136,7 @@ class Table:
 
 
 def weights(runs: Sequence[Run], noise_of: Mapping[str, float] = NOISE) -> Array:
-    """One over the noise, and less for each row of a large set."""
+    """Returns the weight of each row: one over the noise, and less in a large set."""
     sets = [run.set for run in runs]
     size = {name: sets.count(name) for name in set(sets)}
     noise = np.array([noise_of.get(name, _NOISE) for name in sets])
@@ -148,7 +152,8 @@ def fit(
     start: Mapping[str, float] | None = None,
     rounds: int = 25,
 ) -> dict[str, float]:
-    """Constants whose predictions' logarithms are nearest to the target's, and near the guesses."""
+    """Finds the constants whose predictions' logarithms are nearest to the target's, and near the
+    guesses."""
     names = list(guesses)
     centre = np.log([guesses[name][0] for name in names])
     spread = np.array([guesses[name][1] for name in names])
@@ -165,14 +170,14 @@ def fit(
     damping, now = 1.0, miss(x)
     worth, live = cost(now, x), np.arange(len(x))
     for _ in range(rounds):
-        calm = 1 / np.sqrt(np.sqrt(1 + now * now))  # soft L1 by weights
+        calm = 1 / np.sqrt(np.sqrt(1 + now * now))  # soft L1, by weights
         slopes = np.zeros((len(goal), len(x)))
         for i in live:
             moved = x.copy()
             moved[i] += 1e-3
             slopes[:, i] = (miss(moved) - now) / 1e-3
         used = np.abs(slopes).sum(0) > 1e-9
-        live = np.flatnonzero(used)  # a constant of a device without a row never gets one
+        live = np.flatnonzero(used)  # the constant of a device without a row is never changed
         scaled = slopes * calm[:, None]
         hessian = scaled.T @ scaled + np.diag(1 / spread**2)
         push = scaled.T @ (now * calm) + (x - centre) / spread**2
@@ -193,10 +198,8 @@ def fit(
 def fit_times(
     runs: Sequence[Run], peaks: Mapping[str, float], start: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """The constants of `parallel3d/estimate/fitted_cost.py` from runs with a measured time.
-
-    `peaks` are the memory's constants.
-    """
+    """Fits the constants of `parallel3d/estimate/fitted_cost.py` to runs with a measured time.
+    `peaks` are the constants of memory."""
     used = [run for run in runs if run.seconds and run.trusted]
     rows = Table.of(used).with_stalls(peaks)
     target = np.array([run.seconds for run in used], dtype=float)
@@ -208,7 +211,7 @@ def fit_times(
 
 
 def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Those of `published_memory.py` from measured peaks, by their names there."""
+    """Fits the constants of `published_memory.py` to measured peaks, by their names there."""
     used = [run for run in runs if run.memory_gib]
     rows = Table.of(used)
     target = np.array([run.memory_gib for run in used], dtype=float)
@@ -218,8 +221,9 @@ def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) ->
 
 
 def fit_room(runs: Sequence[Run], values: Mapping[str, float]) -> float:
-    """The share of a GPU's memory that tells runs which ended well from others; of shares that tell
-    about equally well the least, as a layout that fails is the worst choice."""
+    """Returns the share of a GPU's memory that best separates runs that ended well from others.
+    Among shares that separate about equally well it takes the smallest, since a layout that fails
+    is the worst choice."""
     asked = [run for run in runs if run.fits is not None and run.runs]
     guess = memory.GUESSES["full"][0]
     if len({run.fits for run in asked}) < 2:

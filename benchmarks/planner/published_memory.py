@@ -1,7 +1,5 @@
-"""Peak memory of published runs by fitted formulas.
-
-Parallel3d's own is in `parallel3d/estimate/memory.py`, with nothing fitted.
-"""
+"""Fits formulas to the peak memory of published runs. The planner's own formula, with nothing
+fitted, is in `parallel3d/estimate/memory.py`."""
 
 from __future__ import annotations
 
@@ -18,21 +16,21 @@ GIB = 2.0**30
 
 # name → (guess, spread of its logarithm); fitted on measured peaks.
 GUESSES: dict[str, tuple[float, float]] = {
-    "state.gradients": (1.2, 0.3),  # of a gradient's bytes, on every data rank
+    "state.gradients": (1.2, 0.3),  # of a gradient's bytes, on every data-parallel rank
     "state.sharded": (12.0, 0.2),  # master and moments, sharded by zero 1
-    "state.gathered": (2.0, 0.7),  # buffers of zero 1, a parameter
-    "layer.whole": (4.0, 0.7),  # bytes a token and hidden element on every tensor rank
-    "layer.kept": (2.5, 0.4),  # an element that a layer's operations keep until its backward
-    "layer.selective": (0.5, 0.5),  # fraction of them kept under selective recomputation
-    "stage.whole": (4.0, 0.8),  # a token and hidden element of a micro-batch in flight
+    "state.gathered": (2.0, 0.7),  # buffers of zero 1, bytes per parameter
+    "layer.whole": (4.0, 0.7),  # bytes per token and hidden element on every tensor-parallel rank
+    "layer.kept": (2.5, 0.4),  # bytes per element that a layer's operations keep until its backward
+    "layer.selective": (0.5, 0.5),  # fraction of those kept under selective recomputation
+    "stage.whole": (4.0, 0.8),  # per token and hidden element of a micro-batch in flight
     "stage.cut": (8.0, 0.8),  # the same, sharded over tp
-    "logits": (8.0, 0.5),  # a logit of the last stage
-    "scratch": (2.0, 0.7),  # of such an element, once, while there are no logits
-    "slack": (1.05, 0.1),  # of the allocator
+    "logits": (8.0, 0.5),  # per logit of the last stage
+    "scratch": (2.0, 0.7),  # per such element, once, while there are no logits
+    "slack": (1.05, 0.1),  # overhead of the allocator
     "base_gib": (1.5, 0.5),  # communicators, workspaces
     "outside_gib": (5.0, 0.5),  # counted by the driver only: context, NCCL
     "tight": (0.85, 0.1),  # share of memory above which the allocator frees and retries
-    "stall_s": (0.5, 0.5),  # seconds of that per micro-batch of a pipeline
+    "stall_s": (0.5, 0.5),  # seconds lost so per micro-batch of a pipeline
     "full": (0.92, 0.1),  # share of a GPU's memory above which a run does not fit
 }
 
@@ -40,7 +38,7 @@ GUESSES: dict[str, tuple[float, float]] = {
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes of the fullest GPU, of its stage's state and activations, and of the first stage's GPU;
-    `stage`: 0 the first, 1 between, 2 the last."""
+    `stage`: 0 for the first, 1 for one between, 2 for the last."""
 
     total: Number
     state: Number
@@ -79,13 +77,11 @@ def memory(work: StepWork, values: Mapping[str, float]) -> MemoryEstimate:
 
 
 def stalled(work: StepWork, values: Mapping[str, float], peak: Number, seconds: Number) -> Any:
-    """Returns a step's seconds with what nanotron's pipelines lose in stalls.
-
-    They wait half a second for each micro-batch and message where a GPU is nearly full and its
-    allocator retries, and where no ZeRO shards gradients of more than two replicas or four nodes.
-    No other published set has such rows. Between surely not and surely full the price is the mean
-    of the logarithms, so that a layout that needs less memory goes first.
-    """
+    """Returns a step's seconds plus what nanotron's pipelines lose in stalls. If a GPU is nearly
+    full and its allocator retries, they wait half a second for each micro-batch and message, unless
+    ZeRO shards the gradients; this happens with more than two replicas or four nodes. No other
+    published set has such rows. If it is uncertain whether the GPU is full, the price is the mean
+    of the logarithms, so that a layout that needs less memory is preferred."""
     tight = values.get("memory.tight", GUESSES["tight"][0])
     each = values.get("memory.stall_s", GUESSES["stall_s"][0])
     waits = each * (work.microbatches + work.pp - 1) * np.minimum(work.pp - 1, 2)

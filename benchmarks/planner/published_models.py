@@ -1,4 +1,4 @@
-"""Shapes of models that published rows only name."""
+"""Shapes of models that published rows give by name only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> Shape:
 def llama(
     layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int, head_size: int = 0
 ) -> Shape:
-    """Llama's block: three MLP matrices, grouped keys, the head on its own."""
+    """Llama's block: three MLP matrices, grouped keys, an untied head."""
     return {
         "layers": layers,
         "hidden": hidden,
@@ -28,12 +28,13 @@ def llama(
 
 
 def moe(shape: Shape, experts: int, active: float) -> Shape:
-    """The same with experts of the shape's `ffn`, `active` of them for each token."""
+    """The same with experts, each with the shape's `ffn`, of which `active` are used for each
+    token."""
     return {**shape, "experts": experts, "active_experts": active}
 
 
-# As the models' own published configurations say; hybrids (Nemotron 3) as a plain decoder with
-# the printed active parameters.
+# The shapes follow the models' own published configurations; hybrids (Nemotron 3) count as a plain
+# decoder with the printed active parameters.
 MODELS: dict[str, Shape] = {
     "LLAMA2-7B": llama(32, 4096, 32, 32, 11008, 32000),
     "LLAMA2-13B": llama(40, 5120, 40, 40, 13824, 32000),
@@ -70,12 +71,13 @@ _ALIASES = {
 
 
 def named(name: str) -> Shape:
-    """The shape of a model by its name; KeyError for one that is not known."""
+    """Returns the shape of a model by its name; KeyError for an unknown one."""
     return MODELS[_ALIASES.get(name, name)]
 
 
 def unnamed(row: dict[str, object]) -> Shape:
-    """A row without its model's name: experts by how many groups they are in and the batch."""
+    """Fills in a row without its model's name: experts, by the number of their groups and the
+    batch."""
     expert = int(str(row.get("ep") or 1).split()[0]) if str(row.get("ep")) != "n/a" else 1
     gpus, batch = int(str(row["gpus"])), int(str(row["global_batch"]))
     if expert == 1:

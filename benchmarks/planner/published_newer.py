@@ -29,7 +29,7 @@ _MPT = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12),
 
 
 def playbook(row: Row) -> Run:
-    """The playbook's figure: nanotron on H100s of AWS, sequence parallel, nothing again."""
+    """The playbook's figure: nanotron on H100s of AWS, sequence parallel, without recomputation."""
     common = {**_shape(row), **_layout(row), "gated": 1, "tied": float(row["tied"]), "flash": 1}
     common.update(kv_heads=row["kv_heads"], zero=row["zero"], dropout=0, grad_bytes=4)
     common.update(sequence_parallel=float(row["tp"] > 1), overlap_tp=1, overlap_dp=1)
@@ -37,8 +37,8 @@ def playbook(row: Row) -> Run:
     made = [candidate("h100", "bf16", "efa", "nanotron", "cost", **common)]
     seconds, status = row.get("iter_s"), row.get("status")
     trusted = not row.get("suspect_slow") and not row.get("suspect_batch")
-    # What nanotron fails at: a stage without a block; a tied table on two stages whose gradients
-    # are summed without ZeRO across nodes.
+    # Cases in which nanotron fails: a stage without a block; a tied table on two stages whose
+    # gradients are summed without ZeRO across nodes.
     head = row["vocab"] / (4 * row["hidden"] + 3 * row["ffn"])
     runs = stages_by_cost(row["layers"], head, row["pp"]) == row["pp"]
     spread = row["pp"] > 1 and row["dp"] > 1 and row["nodes"] > 1
@@ -58,7 +58,7 @@ def playbook(row: Row) -> Run:
 
 
 def mpt(row: Row) -> Run:
-    """llm-foundry: FSDP alone, flash attention, per-block checkpoints where said."""
+    """llm-foundry: FSDP alone, flash attention, per-block checkpoints if the row says so."""
     layers, hidden, heads = _MPT[row["model"]]
     fp8 = row["precision"].endswith("fp8")
     device = "h100" if row["gpu"].startswith("h100") else "a100"
@@ -75,7 +75,7 @@ def mpt(row: Row) -> Run:
 
 
 def mlperf_gpt3(row: Row) -> Run:
-    """GPT-3 of MLPerf: fp8, sequence parallel, nothing computed again, all overlapped."""
+    """GPT-3 of MLPerf: fp8, sequence parallel, no recomputation, all communication overlapped."""
     common = {**_shape(row), **_layout(row), **_overlaps(1), "flash": 1, "zero": 1}
     common.update(sequence_parallel=1, scatter_gather=1, overlap_tp=float(row["tp_comm_overlap"]))
     common["compiled"] = 1
@@ -86,7 +86,8 @@ def mlperf_gpt3(row: Row) -> Run:
 
 
 def mlperf_405b(row: Row) -> Run:
-    """Llama 3.1 405B of MLPerf: fp8 or fp4, embedding and loss as a layer each of the pipeline."""
+    """Llama 3.1 405B of MLPerf: fp8 or fp4; embedding and loss count as a layer each of the
+    pipeline."""
     device = row["gpu"].removeprefix("DGX").lower()
     common = {**named("LLAMA3-405B"), "seq": 8192, **_layout(row), **_overlaps(1), "flash": 1}
     common.update(sequence_parallel=1, scatter_gather=1, zero=1, dropout=0, compiled=1)
@@ -154,7 +155,7 @@ def _first(value: object) -> float:
 
 
 def torchtitan(row: Row) -> Run:
-    """torchtitan: FSDP, with tp, pp and cp beside it, compiled or not."""
+    """torchtitan: FSDP, alone or with tp, pp and cp, compiled or not."""
     device = "h200" if row.get("gpu") == "H200" else "h100_500w"
     how = f"{row['techniques']} {row.get('precision', '')}"
     type = "fp8" if re.search("fp8|Float8", how) else "bf16"
@@ -168,7 +169,7 @@ def torchtitan(row: Row) -> Run:
     pieces = 1 if row["pp"] == 1 else row["local_batch"]
     over.update(micro_batch=row["local_batch"] / pieces, microbatches=pieces)
     made = [candidate(device, type, "ndr", "fsdp", **over)]
-    if "rowwise" in how:  # two scales a product, made in passes of their own
+    if "rowwise" in how:  # two scales per product, computed in passes of their own
         made[0]["fp8"] = 4.0
     seconds = None
     if "tps_per_gpu" in row:
@@ -189,7 +190,8 @@ def llama3(row: Row) -> Run:
 
 
 def misc(row: Row) -> Run | None:
-    """Single rows of several sources; what they leave out is their frameworks' habit."""
+    """Single rows of several sources; what they do not state follows the habit of their
+    frameworks."""
     name = row.get("model", "")
     if row.get("gpu") == "H100":
         shape = named(name)

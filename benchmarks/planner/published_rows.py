@@ -1,8 +1,6 @@
-"""Published runs as the planner's rows: one reader a file, each filling in what its text says.
-
-A row that leaves a choice open (micro-batch, chunks) becomes several candidates; the planner's
-answer is the fastest of them.
-"""
+"""Reads published runs as the planner's rows: one reader per file, each of which fills in what its
+text says. A row that leaves a choice open (micro-batch, chunks) becomes several candidates; the
+planner's answer is the fastest of them."""
 
 from __future__ import annotations
 
@@ -25,11 +23,12 @@ Row = dict[str, Any]
 
 @dataclass
 class Run:
-    """One published row: candidates as fields of `Work`, what was measured, where it belongs."""
+    """One published row: candidates as fields of `Work`, the measurement, and the set it belongs
+    to."""
 
     id: str
     set: str
-    group: str  # what is left out together
+    group: str  # rows of one group are left out of a fit together
     candidates: list[dict[str, float]]
     seconds: float | None = None
     memory_gib: float | None = None
@@ -41,14 +40,14 @@ class Run:
 
 
 def recomputed(kind: str = "none") -> Row:
-    """Fields of none, selective or full recomputation, the last to the layer's very end."""
+    """Fields of no, selective or full recomputation, the last up to the layer's very end."""
     full = float(kind.startswith("full"))
     made = dict.fromkeys(("recompute_norm", "recompute_activation", "recompute_mlp"), 0.0)
     made["recompute_attention"] = float(kind.startswith("selective"))
     return {**made, "recompute_layer": full, "recompute_end": full}
 
 
-# GB/s one way of a GPU's part of its node's network.
+# GB/s in one direction of a GPU's share of its node's network.
 FABRICS = {
     "hdr": 25.0,  # 8 × 200 Gb/s InfiniBand
     "hdr4": 12.5,  # 4 × 200 Gb/s
@@ -70,7 +69,7 @@ _DEFAULTS: dict[str, float] = {
 def candidate(
     device: str, type: str, fabric: str, engine: str = "megatron", split: str = "even", **over: Any
 ) -> dict[str, float]:
-    """All of `Work`'s fields from what a row says and what this set of runs has in common."""
+    """Fills in all fields of `Work` from a row and from what this set of runs has in common."""
     made: dict[str, Any] = {**_DEFAULTS, **over}
     made["head_size"] = made["head_size"] or made["hidden"] / made["heads"]
     made["kv_heads"] = made["kv_heads"] or made["heads"]
@@ -103,7 +102,8 @@ def table(rows: list[dict[str, float]]) -> StepWork:
 
 
 def split_evenly(layers: int, stages: int, ends: bool = False) -> list[int]:
-    """Layers by stage, the rest to the first ones; `ends`: embedding and head count as a layer."""
+    """Splits layers over stages, the rest to the first ones; `ends`: embedding and head count as a
+    layer."""
     if stages == 1:
         return [layers]
     slots = layers + 2 * ends
@@ -114,8 +114,9 @@ def split_evenly(layers: int, stages: int, ends: bool = False) -> list[int]:
 
 
 def split_by_cost(layers: int, head: float, stages: int) -> list[int]:
-    """Layers by stage of nanotron, which starts one as soon as a block ends beyond its share of all
-    costs. `head` is the head's cost in layers; stages after it are empty and left out."""
+    """Splits layers over stages as nanotron does, which starts a stage as soon as a block ends
+    beyond its share of all costs. `head` is the head's cost in layers; stages after it are empty
+    and left out."""
     share = (layers + head) / stages
     counts, stage = [0] * stages, 0
     for block in range(1, layers + 2):
@@ -126,20 +127,20 @@ def split_by_cost(layers: int, head: float, stages: int) -> list[int]:
 
 
 def stages_by_cost(layers: int, head: float, stages: int) -> int:
-    """Stages of `split_by_cost` that have something to do: one more block follows the head."""
+    """Returns the stages of `split_by_cost` that are not empty: one more block follows the head."""
     used = len(split_by_cost(layers, head, stages))
     return used + (used < stages and layers + head > (layers + head) / stages * used * (1 + 1e-9))
 
 
 def batches(total: float, ranks: float, micro: float | None) -> list[Row]:
-    """Micro-batch and their number; several where the row does not say."""
+    """Returns micro-batch and their number; several pairs if the row does not say."""
     mine = max(total / ranks, 1)
     sizes = [micro] if micro else [b for b in (1, 2, 4) if round(mine) % b == 0]
     return [{"micro_batch": b, "microbatches": max(round(mine / b), 1)} for b in sizes]
 
 
 def _layout(row: Row) -> Row:
-    """tp, pp, dp, chunks, as most files name them."""
+    """Reads tp, pp, dp and chunks by the names that most files use."""
     tp, pp, cp = row.get("tp") or 1, row.get("pp") or 1, row.get("cp") or 1
     dp = row.get("dp") or max(row["gpus"] // (tp * pp * cp), 1)
     return {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "chunks": row.get("interleave_v") or 1}
@@ -152,7 +153,8 @@ def _shape(row: Row, **over: Any) -> Row:
 
 
 def hardware_seconds(row: Row, shape: Row, rate: float, full: bool = True) -> float:
-    """The step that gave so many TFLOP/s a GPU, by SC'21's equation 3 (72: none computed again)."""
+    """Converts TFLOP/s per GPU to the seconds of a step, by SC'21's equation 3 (72: no
+    recomputation)."""
     s, h, n, v = shape["seq"], shape["hidden"], shape["layers"], shape["vocab"]
     last = 16 if full else 12
     flops = (96 if full else 72) * row["global_batch"] * s * n * h * h
@@ -181,7 +183,8 @@ def narayanan(row: Row) -> Run | None:
 
 
 def korthikanti(row: Row) -> Run | None:
-    """Selective recomputation and sequence parallelism on A100s; one layer's times are left out."""
+    """Selective recomputation and sequence parallelism on A100s; the times of single layers are
+    left out."""
     if "gpus" not in row:
         return None
     sp = float(row["sequence_parallel"])
@@ -239,7 +242,8 @@ def _overlaps(on: float) -> Row:
 
 
 def megascale(row: Row) -> Run:
-    """Megatron-LM of 2023 and MegaScale's changes to it, one after the other in its ablation."""
+    """Megatron-LM of 2023, and MegaScale's changes to it, added one after the other in its
+    ablation."""
     shape = {**gpt(96, 12288, 128, 64000), "seq": 2048, **_shape_only(row)}
     steps = ("baseline", "+parallel", "+sliding", "+TP", "+PP", "+DP", "+efficient", "+misc")
     done = next((i for i, s in enumerate(steps) if row.get("step", "?").startswith(s)), 8)
@@ -269,7 +273,8 @@ def _shape_only(row: Row) -> Row:
 
 
 def bloom(row: Row) -> Run | None:
-    """BLOOM's search: A100s, Omni-Path, ZeRO 1, full recomputation; shapes not said are 200B's."""
+    """BLOOM's search: A100s, Omni-Path, ZeRO 1, full recomputation; shapes that are not given are
+    those of 200B."""
     guess = {"layers": 80, "hidden": 14400, "heads": 96}
     known = {k: row[k] for k in guess if row.get(k)}
     size = float(re.sub(r"[^0-9.]", "", str(row.get("size", "200"))) or 200)
@@ -316,7 +321,7 @@ def vtrain(name: str) -> Callable[[Row], Run]:
 
 
 def read_folder(folder: Path, readers: dict[str, Callable[[Row], Run | None]]) -> Iterator[Run]:
-    """All runs of a folder's files; KeyError for a file that no reader knows."""
+    """Returns all runs of a folder's files; KeyError for a file without a reader."""
     for path in sorted(folder.glob("*.json")):
         for row in json.loads(path.read_text())["rows"]:
             run = readers[path.stem](row)

@@ -1,4 +1,4 @@
-"""What the published rows are scored by, and what stands beside the planner: a null model."""
+"""Scores of the planner on published rows, and a null model to compare it with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.planner.published_rows import Run, table
 
 Array = NDArray[np.float64]
 
-# What is published of others on rows of the same sets: blind, each with its own constants.
+# Published errors of others on rows of the same sets: blind, each with its own constants.
 PEERS = {
     "narayanan_sc21": "Calculon 10.7 / 10.3 (tables), 19 / 23 / 34 (figures 11, 14, 15)",
     "vtrain_single": "vTrain 8.4 with a GPU profile, Calculon 39; regression 6",
@@ -27,12 +27,12 @@ PEERS = {
 
 
 def errors(predicted: Array, measured: Array) -> Array:
-    """Relative errors, in per cent."""
+    """Returns relative errors in per cent."""
     return np.abs(predicted / measured - 1) * 100
 
 
 def null(runs: Sequence[Run]) -> Array:
-    """The null model without its constant: FLOPs of a GPU times the pipeline's bubble."""
+    """Returns the null model without its constant: FLOPs of a GPU times the pipeline's bubble."""
     work = table([run.candidates[0] for run in runs])
     matrices = (2 + work.gated) * work.ffn * work.active_experts
     matrices = work.layers * work.hidden * (matrices + 4 * work.hidden)
@@ -44,7 +44,7 @@ def null(runs: Sequence[Run]) -> Array:
 
 
 def scaled(plain: Array, known: Iterable[int], measured: Array) -> Array:
-    """A null model with its constant from the rows of `known`."""
+    """Returns a null model whose constant comes from the rows of `known`."""
     rows = list(known)
     if not rows:
         return plain * 2.0
@@ -52,7 +52,7 @@ def scaled(plain: Array, known: Iterable[int], measured: Array) -> Array:
 
 
 def rank_correlation(a: Array, b: Array) -> float:
-    """Spearman's, ties at their mean rank; NaN for fewer than three."""
+    """Returns Spearman's rank correlation, with mean ranks for ties; NaN for fewer than three."""
     if len(a) < 3:
         return float("nan")
     x, y = ((v[:, None] > v).sum(1) + (v[:, None] == v).sum(1) / 2 for v in (a, b))
@@ -63,20 +63,19 @@ def rank_correlation(a: Array, b: Array) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """What one group of layouts of the same model, GPUs and batch costs a user of the planner."""
+    """What the planner's choice in a group of layouts of the same model, GPUs and batch costs a
+    user."""
 
     set: str
-    regret: float  # per cent; infinite where the choice fails
-    correlation: float  # of the layouts that ran
+    regret: float  # per cent; infinite if the choice fails
+    correlation: float  # among the layouts that ran
 
 
 def choose(runs: Sequence[Run], seconds: Array, fits: NDArray[Any]) -> list[Choice]:
-    """Each group's choice: the least predicted time among layouts that are said to fit.
-
-    Regret is its measured time over the best measured one. A choice that failed when it was run is
-    wrong: its regret is infinite. Rows that their source flags count neither way; groups have at
-    least three measured rows.
-    """
+    """Returns the choice in each group: the smallest predicted time among layouts that are
+    predicted to fit. Its regret is its measured time relative to the best measured one. A choice
+    that failed when it was run is wrong: its regret is infinite. Rows that their source flags count
+    neither way; groups have at least three measured rows."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, run in enumerate(runs):
         if (run.seconds and run.trusted) or run.fits is False:
@@ -95,7 +94,7 @@ def choose(runs: Sequence[Run], seconds: Array, fits: NDArray[Any]) -> list[Choi
 
 
 def same_job(run: Run) -> tuple[object, ...]:
-    """What a user has before choosing: the set's machine, a model, GPUs and a batch."""
+    """What a user knows before choosing: the set's machine, a model, GPUs and a batch."""
     c = run.candidates[0]
     model = (c[key] for key in ("layers", "hidden", "ffn", "vocab", "seq", "speed"))
     gpus = c["tp"] * c["pp"] * c["dp"] * c["cp"]
@@ -103,7 +102,7 @@ def same_job(run: Run) -> tuple[object, ...]:
 
 
 def balanced(says: Sequence[bool], is_so: Sequence[bool]) -> float:
-    """Balanced accuracy: the mean of how often each of two answers is right."""
+    """Returns the balanced accuracy: the mean of how often each of two answers is right."""
     pairs = list(zip(says, is_so, strict=True))
     rates = [np.mean([s == t for s, t in pairs if t is kind]) for kind in (True, False)]
     return float(np.mean(rates))

@@ -1,12 +1,12 @@
-"""Six GPUs in three servers, tp=2 pp=3: three assignments of ranks to GPUs in one table.
+"""Compares three assignments of ranks to six GPUs in three servers, with tp=2 pp=3.
 
     python -m benchmarks.planner.six_gpus        # 20 s of CPU; Markdown for docs/topology.md
 
-Compute and memory of each stage are those of `parallel3d dryrun`, times of messages and bytes of
-wires those of `parallel3d topology` (`price_step`, `loads_of`), and both meet in the clock of the
-schedules: a micro-batch's forward takes a third of its stage's time and, in front of the next one,
-half of its tensor group's; a message to the next stage takes a hop. Nothing hides what a tensor
-group waits. The gradient of the tied table comes at the end.
+Compute and memory of each stage are those of `parallel3d dryrun`; times of messages and bytes of
+wires are those of `parallel3d topology` (`price_step`, `loads_of`). The clock of the schedules
+combines both: a micro-batch's forward takes a third of its stage's time, after half of its tensor
+group's time; a message to the next stage takes a hop. No wait of a tensor group is hidden. The
+gradient of the tied table comes at the end.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ JOB = (
     *("cluster=rails_3x2", "tp=2", "pp=3", "sp=true", "model=llama_3b", "precision=bf16"),
     *("micro_batch_size=1", "global_batch_size=24"),
 )
-THIN = "cluster.oversubscription=4"  # of the spine
+THIN = "cluster.oversubscription=4"  # GPUs of the spine
 GPUS = ("A1", "B1", "A2", "B2", "A3", "B3")  # by slot
 
 
 class Row(NamedTuple):
-    """An assignment: who sits where, seconds of a step, and what its wires carry in it."""
+    """An assignment: its placement, seconds of a step, and the traffic of its wires in a step."""
 
     name: str
     stages: str
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 def dry_run() -> list[dict]:
-    """Of each stage: seconds of compute in a step, bytes at the peak."""
+    """For each stage: seconds of compute in a step, and bytes at the peak."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "six.json"
         words = [sys.executable, "-m", "parallel3d", "dryrun", *JOB, f"dryrun.json={file}"]
@@ -60,11 +60,11 @@ def dry_run() -> list[dict]:
 
 
 def assignments(*more: str) -> tuple[parallel3d.Config, list[tuple[str, RankMapping]]]:
-    """The configuration, and the three placements, ours first."""
+    """Returns the configuration and the three placements, ours first."""
     config = parallel3d.compose(*JOB, *more, world_size=6)
     report = make_report(config, JOB, {})
     cluster, layout = report.cluster, report.layout
-    crossed = np.array([0, 1, 3, 2, 4, 5])  # the second server's GPUs change places
+    crossed = np.array([0, 1, 3, 2, 4, 5])  # the second server's GPUs swapped
     return config, [
         ("tensor groups inside, stages along rails", report.placement),
         ("the second server turned round", RankMapping(cluster, layout, crossed, "crossed")),
@@ -76,7 +76,7 @@ def measure(
     name: str, placement: RankMapping, config: parallel3d.Config, compute: list[float]
 ) -> Row:
     layout, count = placement.layout, config.num_microbatches
-    waits = []  # seconds that a tensor group of each stage takes a micro-batch
+    waits = []  # seconds of each stage's tensor group per micro-batch
     for stage in range(layout.pp):
         sent = transfers(config, layout, stage)
         waits.append(price_step(placement, sent).dims["tp"].seconds / count)

@@ -1,14 +1,14 @@
-"""Saves and loads against plain torch.save and torch.load of the same bytes, by number of ranks.
+"""Compares saves and loads with torch.save and torch.load of the same bytes, by number of ranks.
 
     python -m benchmarks.speed.checkpoint --ranks 1 2 4 8
 
-A row per number of ranks: a Llama of `--hidden` and `--layers` over dp with zero=1, so that the
-whole is the same and each rank's part shrinks. Every figure is the median of `--repeats`, of the
-slowest rank, in milliseconds. torch.save and torch.load have each rank's part in a file of its own
-(flushed to the disk, as ours), and weights_only; they neither verify nor agree on anything. "stall"
-is what an asynchronous save holds the loop up (its start, and the update's wait for the copy);
-"slower" is what the steps until it is "written" take longer altogether, copy included: on a CPU the
-writer and the training share the cores.
+There is a row per number of ranks: a Llama of `--hidden` and `--layers` over dp with zero=1, so
+that the whole stays the same and each rank's part shrinks. Every figure is the median of
+`--repeats`, of the slowest rank, in milliseconds. torch.save and torch.load have each rank's part
+in a file of its own (flushed to the disk, as ours), with weights_only; they neither verify nor
+agree on anything. "stall" is the time for which an asynchronous save stops the loop (its start, and
+the update's wait for the copy). "slower" is the additional time of all steps until the checkpoint
+is "written", copy included: on a CPU the writer and the training share the cores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLUMNS = ("torch.save", "save", "stall", "written", "slower", "torch.load", "lo
 
 
 class Noise:
-    """Random tokens."""
+    """A source of random tokens."""
 
     masks = False
 
@@ -53,7 +53,7 @@ class Noise:
 
 
 def build(args: argparse.Namespace, ranks: int, run_dir: Path) -> tuple[Trainer, Checkpoints]:
-    """A trainer that has taken a step, so that all its state is touched."""
+    """Returns a trainer that has taken a step, so that all its state exists."""
     model = ModelConfig(
         num_layers=args.layers, hidden_size=args.hidden, seq_length=64, norm="rmsnorm"
     )
@@ -77,7 +77,7 @@ def build(args: argparse.Namespace, ranks: int, run_dir: Path) -> tuple[Trainer,
 
 
 def slowest(work: Callable[[], object]) -> float:
-    """Milliseconds that `work` takes on the slowest rank; all begin together."""
+    """Returns the milliseconds that `work` takes on the slowest rank; all ranks start together."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -100,7 +100,8 @@ def plain_load(path: Path, tensors: dict[str, list[Tensor]]) -> None:
 
 
 def steps_during(trainer: Trainer, checkpoints: Checkpoints) -> tuple[float, float, float]:
-    """(stall, milliseconds until it is written, milliseconds that the steps meanwhile lost)."""
+    """Measures (stall, milliseconds until it is written, milliseconds that the steps meanwhile
+    lost)."""
     usual = statistics.median(slowest(trainer.train_step) for _ in range(3))
     begun = time.perf_counter()
     stall = slowest(lambda: checkpoints.save(trainer, wait=False))
@@ -123,7 +124,7 @@ def steps_during(trainer: Trainer, checkpoints: Checkpoints) -> tuple[float, flo
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank of one row; rank 0 prints it."""
+    """Runs one rank of one row; rank 0 prints the row."""
     torch.set_num_threads(1)
     rank, ranks = args.rank, args.ranks[0]
     store = dist.FileStore(str(args.folder / f"store-{ranks}"), ranks)
@@ -135,7 +136,7 @@ def worker(args: argparse.Namespace) -> None:
     tensors = {name: [v.clone() for _, v in t.chunks] for name, t in state.items()}
     path = args.folder / f"plain-{ranks}-{rank}.pt"
     found: dict[str, list[float]] = {name: [] for name in COLUMNS}
-    checkpoints.save(trainer)  # imports what a save needs: half a second, once
+    checkpoints.save(trainer)  # imports the modules that a save needs: half a second, once
     checkpoints.say = lambda _: None
     for _ in range(args.repeats):
         path.unlink(missing_ok=True)

@@ -1,15 +1,15 @@
-"""Two context-parallel ranks beside one process with the same sequence, and beside a plain ring.
+"""Compares two context-parallel ranks with one process on the same sequence, and with a plain ring.
 
     python -m benchmarks.speed.context_parallel steps [--tokens 16384] [--rounds 5]
     python -m benchmarks.speed.context_parallel attention [--tokens 16384] [--rounds 5]
 
-`steps`: seconds of a training step of a small Llama, a thread a rank, one process and cp=2 in every
-style in turns; the median of each run's steps after the first three, the median over the rounds,
-and how many times faster than one process.
+`steps`: seconds of a training step of a small Llama with one thread per rank; one process and cp=2
+in every style take turns. The table has the median of each run's steps after the first three, the
+median over the rounds, and how many times faster than one process it is.
 
 `attention`: forward and backward of one layer's attention on two ranks, by
 `parallel3d.context_parallel_attention`, by a ring of blocking sends and receives that is written
-here, by PyTorch's own context parallelism (or what it says), and on one process.
+here, by PyTorch's own context parallelism (or the exception it raises), and on one process.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def steps(tokens: int, rounds: int) -> None:
         print(f"| {name} | {middle:.2f} | {spread} | {one / middle:.2f} | {losses[name]:.6f} |")
 
 
-# One layer's attention
+# Attention of one layer
 
 
 def merged(out: Tensor, lse: Tensor, part: Tensor, of_part: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ def merged(out: Tensor, lse: Tensor, part: Tensor, of_part: Tensor) -> tuple[Ten
 
 
 class PlainRing(torch.autograd.Function):
-    """The ring of textbooks: contiguous halves, a blocking send and receive a block."""
+    """The textbook ring: contiguous halves, a blocking send and receive per block."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class PlainRing(torch.autograd.Function):
                     out, lse = merged(out, lse, part, of_part)
             if turn + 1 < size:
                 keys, values = passed_on(keys), passed_on(values)
-        assert out is not None  # a rank attends to its own half at least
+        assert out is not None  # a rank attends at least to its own half
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -153,7 +153,7 @@ def seconds(call: Callable[..., Tensor], inputs: list[Tensor]) -> float:
 
 
 def attention_on_ranks(tokens: int, rounds: int) -> None:
-    """On each of two ranks, under torchrun."""
+    """Measures on each of two ranks, under torchrun."""
     import parallel3d as p3d
 
     groups = p3d.init(cp=2, dp=1, device="cpu")
@@ -198,7 +198,7 @@ def attention_on_ranks(tokens: int, rounds: int) -> None:
 
 
 def torch_context_parallel(inputs: list[Tensor]) -> str:
-    """Returns the time of PyTorch's own context parallelism, or what it raises."""
+    """Returns the time of PyTorch's own context parallelism, or the exception it raises."""
     from torch.distributed.device_mesh import init_device_mesh
 
     try:
@@ -206,14 +206,14 @@ def torch_context_parallel(inputs: list[Tensor]) -> str:
 
         mesh = init_device_mesh("cpu", (2,))
         begun = time.perf_counter()
-        whole = [x.detach() for x in inputs]  # which it splits in place
+        whole = [x.detach() for x in inputs]  # PyTorch splits these buffers in place
         with context_parallel(
             mesh, buffers=whole, buffer_seq_dims=[2, 2, 2], no_restore_buffers=set(whole)
         ):
             q, k, v = (x.requires_grad_() for x in whole)
             F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
         return f"{1000 * (time.perf_counter() - begun):.0f} ms"
-    except Exception as error:  # any of them is the answer
+    except Exception as error:  # whatever it raises is the result
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 

@@ -1,14 +1,15 @@
-"""Attention within documents beside attention over the whole sample, on a CPU and real documents.
+"""Compares attention within real documents with attention over the whole sample, on a CPU.
 
     python -m benchmarks.speed.document_masks --seq 2048 8192 16384
 
 The documents are the sources of this Python's standard library, in bytes and in the tokens of a BPE
 vocabulary that is trained on them here, and their docstrings in the same tokens: many and short. An
-end of text stands behind each. Samples are windows of that stream, as `data.document_mask=true`
-cuts them. Time is CPU seconds of one thread for forward and backward of one layer's attention in
-fp32, without projections, a sample in the mean; both ways take turns. "square" is what is left to a
-perfect kernel: the sum of the squares of the documents' lengths over the square of the sample's.
-"one document": the time of a sample that is one, over that of attention without documents.
+end of text follows each. Samples are windows of that stream, as `data.document_mask=true` cuts
+them. Time is the mean CPU seconds per sample of one thread, for forward and backward of one layer's
+attention in fp32, without projections; both ways take turns. "square" is the share that remains
+with a perfect kernel: the sum of the squares of the documents' lengths over the square of the
+sample's. "one document" is the time of a sample that is one document, relative to attention without
+documents.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def texts() -> list[bytes]:
 
 
 def byte_stream(documents: list[bytes]) -> tuple[np.ndarray, int]:
-    """All tokens, and which one ends a document."""
+    """Returns all tokens, and the token that ends a document."""
     parts = [np.append(np.frombuffer(d, dtype=np.uint8).astype(np.uint16), 256) for d in documents]
     return np.concatenate(parts), 256
 
@@ -85,7 +86,7 @@ def windows(stream: np.ndarray, eot: int, length: int, count: int) -> Iterator[D
 
 
 def seconds(attention: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> float:
-    """CPU seconds of forward and backward."""
+    """Returns the CPU seconds of forward and backward."""
     start = time.process_time()
     torch.autograd.grad(attention(*inputs), inputs, grad)
     return time.process_time() - start
@@ -98,7 +99,7 @@ def row(
     inputs = [torch.randn(shape).requires_grad_() for _ in range(3)]
     grad = torch.randn(shape)
     full, masked, squares, counts = [], [], [], []
-    alone(inputs, grad, length, 1)  # memory is touched, threads are there
+    alone(inputs, grad, length, 1)  # touches memory and starts threads
     for documents in windows(stream, eot, length, args.samples):
         full.append(seconds(lambda q, k, v: attend(q, k, v, is_causal=True), inputs, grad))
         masked.append(seconds(lambda q, k, v, d=documents: attend_within(q, k, v, d), inputs, grad))
@@ -122,7 +123,7 @@ def row(
 
 
 def alone(inputs: list[Tensor], grad: Tensor, length: int, count: int) -> float:
-    """The median where the sample is one document: what the detour costs."""
+    """Returns the median for samples of one document: the cost of the masked path."""
     (documents,) = windows(np.zeros(length + 1, dtype=np.uint16), 1, length, 1)
     return statistics.median(
         seconds(lambda q, k, v: attend_within(q, k, v, documents), inputs, grad)

@@ -1,10 +1,10 @@
-"""Distance to the limit: a step on one rank over what its matrix products alone would take.
+"""Compares a step on one rank with the time that its matrix products alone would take.
 
-The limit is model FLOPs (metrics/flops.py: full attention square) over the speed of a large GEMM
-of the same type. Both run on one thread and are timed, in turns, by the CPU's seconds that they
-take: on a quiet machine those are the clock's, and on a busy one others' work is left out.
-Where the rest goes is told twice: by the step's own breakdown, and by operators (PyTorch's
-profiler over one more step): matrix products, attention, everything element-wise.
+This limit is model FLOPs (metrics/flops.py: full attention square) over the speed of a large GEMM
+of the same type. Both run on one thread, take turns, and are timed in CPU seconds: on a quiet
+machine those equal the wall time, and on a busy one the work of others is left out. The rest of the
+step is listed twice: by the step's own breakdown, and by operators (PyTorch's profiler over one
+more step): matrix products, attention, everything element-wise.
 
     python -m benchmarks.speed.limit [--precision fp32 bf16] [--compile false true] [--rounds 8]
 """
@@ -40,7 +40,8 @@ REST = "element-wise and rest"
 
 @dataclass(frozen=True)
 class Found:
-    """Of one precision, eager or compiled: medians over the rounds, and shares of a step."""
+    """Results for one precision, eager or compiled: medians over the rounds, and shares of a
+    step."""
 
     step_ms: float
     limit_ms: float
@@ -58,7 +59,8 @@ def make_trainer(precision: str, compiled: bool, layers: int) -> Trainer:
 
 
 def gemm_flops(dtype: torch.dtype) -> float:
-    """The fastest of a few large products: what these threads can do at best, FLOP/s."""
+    """Returns the fastest of a few large products, in FLOP/s: the best that these threads can
+    do."""
     a = torch.randn(GEMM_SIZE, GEMM_SIZE).to(dtype)
     out, best = torch.empty_like(a), float("inf")
     for _ in range(GEMMS_A_TURN):
@@ -69,7 +71,8 @@ def gemm_flops(dtype: torch.dtype) -> float:
 
 
 def operators(trainer: Trainer) -> dict[str, float]:
-    """Share of one step's time inside operators, by kind; Python between them is the rest."""
+    """Returns the share of one step's time inside operators, by kind; the rest is Python between
+    them."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         trainer.train_step()
     found: Counter[str] = Counter()
@@ -84,7 +87,7 @@ def operators(trainer: Trainer) -> dict[str, float]:
 def measure(precision: str, compiled: bool, rounds: int, layers: int = 8) -> Found:
     trainer = make_trainer(precision, compiled, layers)
     dtype = compute_dtype(trainer.config.precision)
-    trainer.train_step()  # the first warms up, or compiles
+    trainer.train_step()  # the first call warms up, or compiles
     times, peaks = [], []
     for _ in range(rounds):
         start = time.process_time()

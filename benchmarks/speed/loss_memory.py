@@ -1,11 +1,12 @@
-"""Peak memory and time of head and loss (forward and backward) at a large vocabulary, on the CPU.
+"""Measures peak memory and time of head and loss at a large vocabulary, on a CPU.
 
     python -m benchmarks.speed.loss_memory --tp 2 --chunks 2048 null 128
 
-A process per row. Memory is what the allocator handed out at the worst moment, beyond table, bucket
-and hidden states, over the bytes of one rank's fp32 logits of the micro-batch. Time is what rank 0
-computed, the best round: it says little of a busy machine's wall clock. The row "apart" is
-the usual form on PyTorch's own operators: linear layer, then cross_entropy on fp32 logits.
+It runs forward and backward. Each row runs in a process of its own. Memory is the most that the allocator handed out, beyond
+table, bucket and hidden states, over the bytes of one rank's fp32 logits of the micro-batch. Time
+is the CPU time of rank 0 in the best round, which says little about the wall time of a busy
+machine. The row "apart" is the usual form with PyTorch's own operators: linear layer, then
+cross_entropy on fp32 logits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most bytes that PyTorch's CPU allocator had handed out during `work`, and not before."""
+    """Returns the most bytes that PyTorch's CPU allocator had handed out during `work`, less those
+    before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     alive = peak = 0
@@ -36,7 +38,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def worker(rank: int, args: argparse.Namespace, chunk: str, dtype: str) -> None:
-    """Prints, on rank 0, one row of the table."""
+    """Prints one row of the table, on rank 0."""
     from parallel3d.blueprint.layout import Layout
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.parameters.state import state_of
@@ -117,7 +119,7 @@ def main() -> None:
 
 
 def run_row(args: argparse.Namespace, chunk: str, dtype: str) -> None:
-    """One row in processes of its own."""
+    """Runs one row in processes of its own."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,11 @@
-"""fp32 products of a CPU by oneDNN beside PyTorch's own choice, in turns.
+"""Compares fp32 products of a CPU by oneDNN with PyTorch's own choice, in turns.
 
     python -m benchmarks.speed.matmul                 # the table of docs/performance.md
     python -m benchmarks.speed.matmul --threads 1 --sizes 512x256x1376
 
-For each size, rows × inputs × outputs, the forward x·Wᵀ and the gradient of the input: microseconds
-at the median and their ratio. `parallel3d/device/matmul.py` says which are made how in training.
+For each size (rows × inputs × outputs) it times the forward x·Wᵀ and the gradient of the input: the
+median microseconds of both, and their ratio. `parallel3d/device/matmul.py` decides which library
+training uses for each product.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TURN_S = 0.02
 
 
 def in_turns(made: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
-    """Seconds of each, the median of its turns."""
+    """Returns the seconds of each, the median of its turns."""
     times: dict[str, list[float]] = {name: [] for name in made}
     for turn in range(TURNS + 1):
         for name, make in made.items():
@@ -37,13 +38,13 @@ def in_turns(made: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
             while not count or time.perf_counter() < start + TURN_S:
                 make()
                 count += 1
-            if turn:  # the first warms up
+            if turn:  # the first call warms up
                 times[name].append((time.perf_counter() - start) / count)
     return {name: statistics.median(of) for name, of in times.items()}
 
 
 def row(rows: int, inputs: int, outputs: int) -> str:
-    """A line of the table."""
+    """Prints a line of the table."""
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     grad = torch.randn(rows, outputs)
     made = {

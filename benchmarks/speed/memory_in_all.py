@@ -1,9 +1,9 @@
-"""The most memory that a command and all its processes hold together.
+"""Measures the most memory that a command and all its processes hold together.
 
     python -m benchmarks.speed.memory_in_all parallel3d train tp=2 pp=2 …
 
-Sums Pss over the process tree, in which pages that several processes share count once, every five
-seconds; prints at the end the largest sum, and what each process held then. Linux only.
+Every five seconds it sums Pss over the process tree, in which pages that several processes share
+count once. At the end it prints the largest sum, and what each process held then. Linux only.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-PERIOD_S = 5.0  # to add up the pages of a large process takes a while, and holds it up
+PERIOD_S = 5.0  # adding up the pages of a large process takes a while, and holds the process up
 
 
 def children(pid: int) -> list[int]:
-    """Those of all threads of a process."""
+    """Lists the processes that any thread of a process has started."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         found += [int(word) for word in task.read_text().split()]
@@ -26,15 +26,16 @@ def children(pid: int) -> list[int]:
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all that it started, and they."""
+    """Lists a process and all its descendants."""
     try:
         return [pid] + [p for child in children(pid) for p in tree(child)]
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return []
 
 
 def pss(pid: int) -> int:
-    """Bytes; pages shared by n processes count 1/n. 0 of a process that has ended."""
+    """Returns the bytes of a process; a page shared by n processes counts 1/n. 0 if it has
+    ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -3,8 +3,8 @@
     python -m benchmarks.speed.muon_steps
     torchrun --nproc-per-node 2 -m benchmarks.speed.muon_steps --dp 2 --zero 1
 
-With `--dp` and zero=0 a third one takes part: Muon whose replicas each do all the work, where
-Muon shares it out and sends the results.
+With `--dp` and zero=0 a third contender takes part: Muon in which each replica does all the work,
+whereas Muon usually divides it among the replicas and sends the results.
 """
 
 from __future__ import annotations

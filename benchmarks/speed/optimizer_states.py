@@ -1,6 +1,8 @@
-"""`python -m benchmarks.speed.optimizer_states`: AdamW by the type of its moments, time and memory.
+"""Measures time and memory of AdamW by the type of its moments.
 
-Steps one segment of a matrix on one thread; each row is the fastest of some steps, in turns.
+    python -m benchmarks.speed.optimizer_states
+
+Updates one segment of a matrix on one thread; each row is the fastest of some steps, in turns.
 """
 
 from __future__ import annotations

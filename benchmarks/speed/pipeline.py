@@ -1,17 +1,19 @@
-"""The pipeline's executor against its clock, and against PyTorch's schedules.
+"""Compares the pipeline's executor with its clock, and with PyTorch's schedules.
 
     python -m benchmarks.speed.pipeline idle     # layers that sleep: idle share, measured, computed
     python -m benchmarks.speed.pipeline large    # messages of 64 MiB over gloo, every schedule
-    python -m benchmarks.speed.pipeline peer     # steps beside peers/torch_native.py, in turns
+    python -m benchmarks.speed.pipeline peer     # steps next to peers/torch_native.py, in turns
 
-`idle`: a step of each schedule on stages that sleep for F, I and W, so that the number of cores
-does not matter. The share of all ranks' time in which they compute nothing, beside the clock's.
+`idle`: runs a step of each schedule on stages that sleep for F, I and W, so that the number of
+cores does not matter. It prints the share of all ranks' time without computation, next to that of
+the clock.
 
-`peer`: the same model and micro-batches under PyTorch's 1F1B, interleaved and zero-bubble schedules
-(those that run) and ours. Contenders take turns of two steps that count, the others stopped
-meanwhile. The figure is the median of all these steps, with the least and the most of a turn's; the
-ratio is that of PyTorch's fastest to ours, turn by turn (above 1: we are faster), the median of all
-turns with the least and the most. All contenders are there at once: pp processes each.
+`peer`: runs the same model and micro-batches under PyTorch's 1F1B, interleaved and zero-bubble
+schedules (those that run) and ours. Contenders take turns of two steps that count; the others are
+stopped meanwhile. The figure is the median of all these steps, with the smallest and the largest of
+a turn. The ratio compares PyTorch's fastest with ours, turn by turn (above 1: we are faster); it is
+the median of all turns with the smallest and the largest. All contenders run at the same time, with
+pp processes each.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def forms(ranks: int, microbatches: int, chunks: int = 2) -> list[Schedule]:
 
 
 def idle_share(by_rank: list[Ran]) -> float:
-    """From the first computation of any rank to the last."""
+    """Returns the seconds from the first computation of any rank to the end of the last."""
     first = min(ran.spans[0][1] for ran in by_rank)
     last = max(ran.spans[-1][2] for ran in by_rank)
     busy = sum(end - start for ran in by_rank for _, start, end in ran.spans)
@@ -43,7 +45,7 @@ def idle_share(by_rank: list[Ran]) -> float:
 
 
 def idle(pool: Pool) -> None:
-    """Prints measured and computed idle shares; worst difference last."""
+    """Prints measured and computed idle shares, then the largest difference."""
     worst = 0.0
     print("| pp | schedule | chunks | measured idle | clock | difference |")
     print("|---|---|---|---|---|---|")
@@ -65,7 +67,7 @@ def idle(pool: Pool) -> None:
 
 
 def large(pool: Pool) -> None:
-    """Every schedule with 64 MiB messages; prints the seconds of a step."""
+    """Runs every schedule with 64 MiB messages; prints the seconds of a step."""
     print("| pp | schedule | seconds |\n|---|---|---|")
     for ranks in (2, 3, 4):
         for schedule in forms(ranks, ranks + 1):

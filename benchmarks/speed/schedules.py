@@ -1,5 +1,4 @@
-"""Pipeline schedules on one clock, beside the orders of the installed PyTorch; and the checker's
-work.
+"""Compares pipeline schedules with those of the installed PyTorch on one clock; times the checker.
 
     python -m benchmarks.speed.schedules                  # p=8 m=32, hops 0, 0.1 and 0.2
     python -m benchmarks.speed.schedules --pp 16 --microbatches 64 --vpp 4
@@ -8,9 +7,9 @@ work.
     python -m benchmarks.speed.schedules --grid --every   # of all sizes
 
 PyTorch's orders are those that its schedule classes compute (torch.distributed.pipelining), without
-stages or a process group; both are timed by parallel3d's clock, which knows compute, dependencies
-and hops. Overhead is the step's time over the busiest rank's compute, less one; memory the peak of
-live activations of any rank over that of 1F1B.
+stages or a process group. parallel3d's clock, which models compute, dependencies and hops, times
+both. Overhead is the step's time over the busiest rank's compute, minus one. Memory is the peak of
+live activations of any rank relative to that of 1F1B.
 """
 
 from __future__ import annotations
@@ -102,7 +101,8 @@ def _line(where: str, row: ScheduleChoice, best: float) -> str:
 
 
 def faults(number: int, seed: int) -> None:
-    """Plant `number` faults that break a program and see that the checker names each of them."""
+    """Plants `number` faults that break a program, and checks that the checker names each of
+    them."""
     from tests.tools.schedule_faults import corrupt, is_sound
 
     rng = random.Random(seed)
@@ -131,8 +131,8 @@ def faults(number: int, seed: int) -> None:
 
 
 def grid(every: bool, processes: int) -> None:
-    """Plans made and checked at pp 1 to 16, m 1 to 64 and 1 to 8 chunks; without `every` at the
-    ends and the borders of what differs."""
+    """Makes and checks plans at pp 1 to 16, m 1 to 64 and 1 to 8 chunks; without `every` only the
+    smallest, the largest and those at which the behaviour changes."""
     sizes = []
     for ranks in range(16, 0, -1) if every else (16, 8, 5, 4, 3, 2, 1):  # the long ones first
         near = {1, 2, ranks - 1, ranks, ranks + 1, 2 * ranks + 1, 3 * ranks - 1, 64}
@@ -150,8 +150,8 @@ def grid(every: bool, processes: int) -> None:
 
 
 def _all_at(size: tuple[int, int, bool]) -> tuple[int, int, float, float]:
-    """(programs, computations, seconds of CPU to make them, and to check them)."""
-    gc.disable()  # no program holds a cycle, and the collector would visit each a dozen times
+    """Returns (programs, computations, CPU seconds to make them, CPU seconds to check them)."""
+    gc.disable()  # no program has a cycle, and the garbage collector would visit each a dozen times
     ranks, count, every = size
     programs = actions = 0
     making = checking = 0.0

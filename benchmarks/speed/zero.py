@@ -1,8 +1,8 @@
-"""zero=1 beside zero=0: optimizer memory of a rank, and the time of a step.
+"""Compares zero=1 with zero=0: optimizer memory of a rank, and the time of a step.
 
-Both trainers live in the same ranks and step in turns, so that a busy minute hurts both alike. The
-memory of each is taken in processes of its own: bytes of the tensors that the optimizer keeps
-(moments, and masters where the model computes in another type), and resident memory of rank 0.
+Both trainers live in the same ranks and step in turns, so that a busy minute slows both equally.
+The memory of each is measured in processes of its own: bytes of the tensors that the optimizer
+keeps (moments, and masters if the model computes in another type), and resident memory of rank 0.
 
     python -m benchmarks.speed.zero [--dp 1 2 4] [--rounds 6] [--precision fp32]
 """
@@ -42,7 +42,7 @@ MICROBATCHES = 8  # of 2 sequences, over all ranks: 4,096 tokens a step
 
 
 class Ramp:
-    """Any tokens do."""
+    """A source of arbitrary tokens."""
 
     seq_length = SEQUENCE
 
@@ -59,7 +59,7 @@ def make_trainer(groups: ProcessGroups, zero: int, precision: str) -> Trainer:
 
 
 def state_bytes(trainer: Trainer) -> int:
-    """Moments, and masters that are not the model's own parameters."""
+    """Returns moments, and masters that are not the model's own parameters."""
     total = 0
     for group in trainer.optimizer.groups:
         total += sum(t.nbytes for tensors in group.state.values() for t in tensors)
@@ -74,7 +74,7 @@ def resident_bytes() -> int:
 
 
 def memory(groups: ProcessGroups, zero: int, precision: str) -> tuple[int, int]:
-    """Bytes of optimizer state and of resident memory after two steps."""
+    """Returns the bytes of optimizer state and of resident memory after two steps."""
     trainer = make_trainer(groups, zero, precision)
     for _ in range(2):
         trainer.train_step()
@@ -82,7 +82,7 @@ def memory(groups: ProcessGroups, zero: int, precision: str) -> tuple[int, int]:
 
 
 def step_times(groups: ProcessGroups, rounds: int, precision: str) -> list[tuple[float, float]]:
-    """Milliseconds of a step with zero=0 and zero=1, by round."""
+    """Returns the milliseconds of a step with zero=0 and zero=1, by round."""
     trainers = [make_trainer(groups, zero, precision) for zero in (0, 1)]
     rows = []
     for number in range(rounds + 1):
@@ -92,9 +92,9 @@ def step_times(groups: ProcessGroups, rounds: int, precision: str) -> list[tuple
             start = time.perf_counter()
             for _ in range(TURN):
                 trainer.train_step()
-            trainer.data_parallel.wait_for_all_gathers()  # before the other's turn
+            trainer.data_parallel.wait_for_all_gathers()  # before the turn of the other
             row.append(1e3 * (time.perf_counter() - start) / TURN)
-        if number:  # the first warms up
+        if number:  # the first step warms up
             zero0, zero1 = row if number % 2 else reversed(row)
             rows.append((zero0, zero1))
     return rows
@@ -115,7 +115,7 @@ def _rank(index: int, size: int, port: int, job: functools.partial, result: Conn
 
 
 def on_ranks(size: int, job: functools.partial) -> Any:
-    """What `job(groups)` returns on rank 0 of `size` new processes."""
+    """Returns what `job(groups)` returns on rank 0 of `size` new processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
