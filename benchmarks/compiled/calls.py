@@ -171,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=("large", "small", "uncalled"))
     parser.add_argument("path", type=Path, help="the file to write")
-    parser.add_argument("files", nargs="*", help="of uncalled: files of calls")
+    parser.add_argument("files", nargs="*", help="for `uncalled`: files of calls")
     given = parser.parse_args()
     if given.kind == "uncalled":
         names = {name for file in given.files for name in uncalled(load(file))}

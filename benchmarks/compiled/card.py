@@ -95,7 +95,9 @@ def load_guard() -> None:
         except OSError as error:
             raise RuntimeError(f"{command[0]} cannot be run: {error.strerror}") from None
         if found.returncode:
-            raise RuntimeError(f"{command[0]} refused the device guard: {found.stderr[-2000:]}")
+            raise RuntimeError(
+                f"{command[0]} could not compile the device guard: {found.stderr[-2000:]}"
+            )
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
 
 

@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("--cards", nargs="+", default=list(CARDS), choices=list(CARDS))
     parser.add_argument("--json", type=Path, default=Path("compiled_kernels.json"))
     parser.add_argument(
-        "--folder", type=Path, help="keep the parts here, and go on from those that are there"
+        "--folder", type=Path, help="keep the parts in this folder, and reuse those that are there"
     )
     options = parser.parse_args()
     reason = missing()

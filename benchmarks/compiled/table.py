@@ -20,7 +20,7 @@ def resources(text: str) -> dict[str, int]:
     """
     found = _RESOURCES.findall(text)
     if len(found) != 1:
-        raise ValueError(f"not the resources of one function: {text!r}")
+        raise ValueError(f"these are not the resources of one function: {text!r}")
     values = {k: int(v) for k, v in (pair.split(":") for pair in found[0][1].split())}
     return {"registers": values["REG"], "spilled": values["STACK"] + values["LOCAL"]}
 

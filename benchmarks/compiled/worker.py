@@ -233,7 +233,7 @@ class Twins:
         with unset_fake_temporarily():
             if storage._cdata not in self.memory:
                 if is_read:
-                    raise RuntimeError("a kernel reads what no kernel has written")
+                    raise RuntimeError("a kernel reads a buffer that no kernel has written")
                 self.memory[storage._cdata] = torch.zeros(storage.nbytes(), dtype=torch.uint8)
                 self.kept.append(fake)
             typed = self.memory[storage._cdata].view(fake.dtype)

@@ -97,11 +97,11 @@ def compare(weights: Sequence[int], samples: int, slowly: int) -> float:
     shares, total = Shares(weights), sum(weights)
     expected = owners(tree(weights), samples).tolist()
     if list(islice(oracle(weights), slowly)) != expected[:slowly]:
-        raise SystemExit(f"the oracle does not agree with itself on {weights}")
+        raise SystemExit(f"the reference does not agree with itself for weights {weights}")
     had, worst = [0] * len(weights), 0
     for slot, owner in enumerate(expected):
         if shares.at(slot) != (owner, had[owner]):
-            raise SystemExit(f"slot {slot} of {weights}: {shares.at(slot)}, oracle {owner}")
+            raise SystemExit(f"slot {slot} of {weights}: {shares.at(slot)}, reference {owner}")
         worst = max(worst, abs(had[owner] * total - weights[owner] * slot))
         had[owner] += 1
         worst = max(worst, abs(had[owner] * total - weights[owner] * (slot + 1)))
@@ -130,7 +130,7 @@ def main() -> None:
     for slot in slots:
         shares.at(slot)
     each = (time.thread_time() - start) / len(slots)
-    print(f"whose a sample is, among {shares.owners:,} sets: {each * 1e6:.2f} us")
+    print(f"time to find the owner of a sample among {shares.owners:,} sets: {each * 1e6:.2f} us")
 
 
 if __name__ == "__main__":

@@ -207,10 +207,16 @@ def _pss(pid: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=25, help="of the input")
-    parser.add_argument("--workers", type=int, default=2, help="of ours and of datasets")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="worker processes of ours and of datasets"
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--memory", type=int, metavar="MB", help="of the input; nothing else then")
-    parser.add_argument("--byte", action="store_true", help="with --memory: bytes, which are quick")
+    parser.add_argument(
+        "--memory", type=int, metavar="MB", help="megabytes of the input; measures memory only"
+    )
+    parser.add_argument(
+        "--byte", action="store_true", help="with --memory: the byte tokenizer, which is fast"
+    )
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "p3d-tokenize")
     parser.add_argument("--only", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()

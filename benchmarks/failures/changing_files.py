@@ -49,7 +49,7 @@ from tests.tokenizers import folder as tokenizer_folder
 FIRST, BETWEEN, EVALUATION, RESUME = "first step", "two steps", "evaluation", "next start"
 MOMENTS = (FIRST, BETWEEN, EVALUATION, RESUME)
 CHANGED_BEFORE, STOPPED_AFTER = 3, 3  # steps; the evaluation is after step 3
-SAME, TOLD, SAID, ENDED = "same bits", "same bits, said", "other bits, said", "ended, and went on"
+SAME, TOLD, SAID, ENDED = "same bits", "same bits, said", "other bits, said", "ended, then resumed"
 SILENT, BAD = "SILENT", "BAD ENDING"
 OUTCOMES = (SAME, TOLD, SAID, ENDED, SILENT, BAD)
 METRICS = "runs/run/metrics.jsonl"
@@ -513,10 +513,10 @@ def table(rows: Sequence[Row]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="parts of KIND/MOMENT/HOW")
-    parser.add_argument("--every", type=int, default=1, help="each so many-th cell alone")
+    parser.add_argument("--every", type=int, default=1, help="run only every N-th case")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--starts", type=int, nargs="*", default=[1, 2], help="undisturbed")
-    parser.add_argument("--out", type=Path, help="for the rows, as JSON")
+    parser.add_argument("--out", type=Path, help="file for the rows, as JSON")
     given = parser.parse_args()
     cells = cells_of(given.only, given.every)
     shares: dict[str, list[tuple[str, str, str]]] = {}

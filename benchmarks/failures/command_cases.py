@@ -252,7 +252,7 @@ def tear_cache(folder: Path) -> None:
     (folder / "cache" / f"{tokens.stem}.left.tmp").write_bytes(b"half")
 
 
-def leave_litter(folder: Path) -> None:
+def leave_stray_files(folder: Path) -> None:
     """Adds leftovers of killed starts, and a torn configuration."""
     (folder / RUN / "config-2.yaml").write_bytes(b"")
     kept = folder / RUN / CHECKPOINTS
@@ -274,12 +274,12 @@ def cases(text: str) -> dict[str, Case]:
         "a new run, from Hydra on": Case(inside, "text", through_hydra=True),
         "a new run, the cache is there": Case(words, "cache"),
         "a new run, the cache is torn": Case(words, "cache", tear_cache),
-        "goes on": Case(words, "killed"),
-        "goes on, settings changed": Case((*words, "launch.timeout_s=120"), "killed"),
-        "goes on, saving at once": Case((*words, "checkpoint.async=false"), "killed"),
-        "goes on, the newest damaged": Case(words, "killed", damage_newest),
-        "goes on, things left lying": Case(words, "killed", leave_litter),
-        "goes on, a finished run": Case(words, "finished"),
+        "resumes": Case(words, "killed"),
+        "resumes, settings changed": Case((*words, "launch.timeout_s=120"), "killed"),
+        "resumes, saves synchronously": Case((*words, "checkpoint.async=false"), "killed"),
+        "resumes, newest damaged": Case(words, "killed", damage_newest),
+        "resumes, stray files": Case(words, "killed", leave_stray_files),
+        "resumes, finished run": Case(words, "finished"),
         "generate": Case((*generate, "prompt=9 bottles"), "finished"),
         "checkpoint verify": Case(("checkpoint", "verify", "run=run", "runs_dir=runs"), "finished"),
         "checkpoint ls": Case(("checkpoint", "ls", "runs_dir=runs"), "finished"),

@@ -63,7 +63,7 @@ def curve_of(path: Path) -> dict[tuple[int, str], tuple[Any, ...]]:
         row = json.loads(line)
         key = row["step"], "evaluation" if "eval_loss" in row else "step"
         if key in found:
-            raise ValueError(f"two lines of {key}")
+            raise ValueError(f"there are two lines of {key}")
         found[key] = tuple(row.get(name) for name in CURVE)
     return found
 
@@ -108,7 +108,7 @@ def said_well(ended: Ended) -> Iterator[str]:
     lines = [line for line in ended.err.splitlines() if line.strip()]
     is_said = lines[-1].startswith("parallel3d: ") if lines else "unreadable: " in ended.out
     if ended.code and not is_said:
-        yield f"ended with code {ended.code}, and last said {lines[-1:]}"
+        yield f"ended with code {ended.code}, and its last line is {lines[-1:]}"
 
 
 def silent(case: Case, name: str, folder: Path, ended: Ended, ref: Reference) -> Iterator[str]:
@@ -120,13 +120,13 @@ def silent(case: Case, name: str, folder: Path, ended: Ended, ref: Reference) ->
         return
     run_dir, words = folder / RUN, ended.out + ended.err
     if digest(run_dir / FINAL) != ref.weights:
-        yield "other weights, or none"
+        yield "the weights differ or are missing"
     try:
         curve = curve_of(run_dir / METRICS)
     except (OSError, ValueError) as error:
         curve = {(0, str(error)): ()}
     if curve != ref.curve and METRICS not in words:
-        yield f"other metrics: {differing(curve, ref.curve)}"
+        yield f"the metrics differ: {differing(curve, ref.curve)}"
     if status_of(run_dir) != "finished" and SUMMARY not in words:
         yield "no summary"
     if step_folder(STEPS) not in whole_ones(run_dir) and "step-" not in words:

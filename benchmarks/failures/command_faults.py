@@ -193,7 +193,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=(), help="scenarios; all by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=3, help="pairs at once")
-    parser.add_argument("--block-jobs", type=int, default=8, help="of those that block, which wait")
+    parser.add_argument(
+        "--block-jobs", type=int, default=8, help="number of pairs run at once that block and wait"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     manifest.PAUSES_S = (0.001,) * len(manifest.PAUSES_S)

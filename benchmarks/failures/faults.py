@@ -87,13 +87,13 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--kills", type=int, default=5, help="at most, of a run")
+    parser.add_argument("--kills", type=int, default=5, help="kills of a run at most")
     parser.add_argument("--launcher", choices=(*LAUNCHERS, "all"), default="ours")
-    share = "of processes that meet a fault (default 0.15)"
+    share = "share of processes that meet a fault (default 0.15)"
     parser.add_argument(
         "--failing-files", nargs="?", type=float, const=0.15, default=0.0, help=share
     )
-    parser.add_argument("--out", type=Path, help="JSON with every kill and fault")
+    parser.add_argument("--out", type=Path, help="write every kill and fault to this JSON file")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # tidies up
     names = ("ours", "torchrun", "slurm") if args.launcher == "all" else (args.launcher,)

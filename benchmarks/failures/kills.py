@@ -94,10 +94,10 @@ def one_run(command: Command, reference: Command, kills: list[Kill], steps: int)
 def disturb(command: Command, kill: Kill) -> None:
     """Waits for the moment and kills; a run that has ended before its last step is given again."""
     deadline = time.monotonic() + TIMEOUT_S
-    while is_going_on(command) and (command.last_step() < kill.step or not command.ranks()):
+    while is_running(command) and (command.last_step() < kill.step or not command.ranks()):
         check(command, deadline)
     if kill.moment == "during a save":
-        while is_going_on(command) and not command.is_saving():
+        while is_running(command) and not command.is_saving():
             check(command, deadline, pause_s=0.0005)
     else:
         time.sleep(kill.delay_s)
@@ -107,7 +107,7 @@ def disturb(command: Command, kill: Kill) -> None:
     command.kill(kill.target, kill.chosen)
 
 
-def is_going_on(command: Command) -> bool:
+def is_running(command: Command) -> bool:
     """Returns whether there are steps to come; gives a run again that has ended before them."""
     code = command.code()
     if code is not None and code != 0:
@@ -118,7 +118,7 @@ def is_going_on(command: Command) -> bool:
 def finish(command: Command) -> None:
     """Runs to the end, however many starts it takes."""
     deadline = time.monotonic() + TIMEOUT_S
-    while is_going_on(command):
+    while is_running(command):
         check(command, deadline)
 
 

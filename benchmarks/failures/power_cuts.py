@@ -32,7 +32,7 @@ from parallel3d.host.processes import born, state_letter
 from tests.e2e.namespaces import NEW_MOUNTS, PRIVATE, RECURSIVE, call
 from tests.tools.failing_files import Fault, Point
 
-SCENARIOS = ("a new run", "goes on", "goes on, settings changed", "goes on, things left lying")
+SCENARIOS = ("a new run", "resumes", "resumes, settings changed", "resumes, stray files")
 SIZE = 24 << 20
 UNKIND = "loop,data=writeback,noauto_da_alloc,commit=300"
 

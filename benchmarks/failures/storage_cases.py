@@ -125,13 +125,13 @@ def saving(run: Run, run_dir: Path, *, wait: bool = True, step: int = NEXT) -> A
     return act
 
 
-def going_on(run: Run, run_dir: Path) -> Act:
+def resume(run: Run, run_dir: Path) -> Act:
     return lambda: run.checkpoints(run_dir).restore(run.trainer)
 
 
-def going_on_beside_damage(run: Run, run_dir: Path) -> Act:
+def resume_next_to_damage(run: Run, run_dir: Path) -> Act:
     run.flip(run_dir)
-    return going_on(run, run_dir)
+    return resume(run, run_dir)
 
 
 def command(*words: str) -> Callable[[Run, Path], Act]:
@@ -146,8 +146,8 @@ SCENARIOS: dict[str, Callable[[Run, Path], Act]] = {
     "save": saving,
     "save in the background": lambda run, d: saving(run, d, wait=False),
     "save the same step again": lambda run, d: saving(run, d, step=NEW),
-    "go on": going_on,
-    "go on, the newest damaged": going_on_beside_damage,
+    "resume": resume,
+    "resume, the newest damaged": resume_next_to_damage,
     "ls": command("ls", "runs_dir=WORK"),
     "verify": command("verify", "run=run", "runs_dir=WORK"),
     "export": command("export", "run=run", "runs_dir=WORK", "to=WORK/hf"),

@@ -67,17 +67,17 @@ def try_pair(run: Run, name: str, fault: Fault | None = None, point: Point | Non
                 result = act()
         except Exception as raised:
             error = raised
-    ended = "ended by a sentence" if error is not None else "went on"
+    ended = "ended by a sentence" if error is not None else "continued"
     usual = f"run={run.config.run} resumes at step"
     if error is None and (result is False or any(not s.startswith(usual) for s in run.said)):
-        ended = "went on, and said it"
+        ended = "continued with a message"
     wrong = [f"said: {s}" for s in run.said if "\n" in s or "Traceback" in s]
     if error is not None and (not isinstance(error, (UserError, TrainingFailure))):
         wrong.append(f"raised {error!r}")
-    wrong += [f"raised more than a line: {error}"] * ("\n" in str(error))
+    wrong += [f"raised an error of several lines: {error}"] * ("\n" in str(error))
     wrong += looked_at(run, run_dir, name, result)
     if not wrong:
-        wrong += gone_on(run, run_dir, name)
+        wrong += next_start(run, run_dir, name)
     return Result(ended, wrong, calls.failed, calls.points())
 
 
@@ -89,28 +89,28 @@ def looked_at(run: Run, run_dir: Path, name: str, result: object) -> Iterator[st
         del whole[step_folder(NEW)]
         kept = [p for p in (run_dir / CHECKPOINTS).iterdir() if p.name.endswith(step_folder(NEW))]
         if not kept:
-            yield "the damaged one is gone"
+            yield "the damaged checkpoint is gone"
     is_there = name.startswith("save") and step_folder(NEXT) in there
     if is_there and result is not True:
-        yield f"{step_folder(NEXT)} is there, and its save is called failed"
+        yield f"{step_folder(NEXT)} exists, although its save was reported as failed"
     if name.startswith("save") and result is True:
         new = step_folder(NEW if "same" in name else NEXT)
         if new not in there:
-            yield f"{new} was saved and is not there"
+            yield f"{new} was saved and is missing"
         else:
             verify_checkpoint(run_dir / CHECKPOINTS / new)
         if new == step_folder(NEXT):
             whole.pop(step_folder(OLD))
     for step, files in whole.items():
         if there.get(step) != files:
-            yield f"{step} was whole before"
-    if name.startswith("go on") and isinstance(result, int):
+            yield f"{step} was whole before the fault"
+    if name.startswith("resume") and isinstance(result, int):
         newest = OLD if name.endswith("damaged") else NEW
         if result != newest + 1 or run.digest() != run.values[newest]:
             yield f"began at step {result}"
 
 
-def gone_on(run: Run, run_dir: Path, name: str) -> Iterator[str]:
+def next_start(run: Run, run_dir: Path, name: str) -> Iterator[str]:
     """Returns what is wrong with the next start, on a healthy disk."""
     run.said.clear()
     checkpoints = run.checkpoints(run_dir)
@@ -123,7 +123,7 @@ def gone_on(run: Run, run_dir: Path, name: str) -> Iterator[str]:
             yield f"the next start could not save: {run.said}"
     left = [p.name for p in (run_dir / CHECKPOINTS).iterdir() if p.name.startswith(".")]
     if left != [".claim"]:
-        yield f"the next start left {left}"
+        yield f"the next start left {left} behind"
 
 
 @contextlib.contextmanager

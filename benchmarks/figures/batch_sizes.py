@@ -4,8 +4,8 @@
     python -m benchmarks.figures.batch_sizes show --runs runs/batches --svg docs/batch_sizes.svg
 
 `run` trains the default model once for each global batch, one after another, on one CPU rank in
-bf16, with `train.noise_scale`, which predicts the batch; finished runs are kept. `show` reads their metrics.jsonl, prints a
-table in Markdown and draws the picture.
+bf16, with `train.noise_scale`, which predicts the batch; finished runs are kept. `show` reads their
+metrics.jsonl, prints a table in Markdown and draws the picture.
 
 The learning rate is 1e-3 at 16 sequences and grows with the root of the batch up to 3e-3, constant
 after two steps; it is not tuned for each batch.

@@ -73,7 +73,7 @@ def picture(
     parts = []
     x, y = Axis(4, 1500, 60, 470), Axis(2.4, 5.2, BOTTOM, TOP, is_log=False)
     parts += grid(x, y, (5, 10, 30, 100, 300, 1000), (2.5, 3, 3.5, 4, 4.5, 5), "k")
-    parts.append(text(60, 30, "loss (nats a byte) against tokens read, by global batch", 14))
+    parts.append(text(60, 30, "loss (nats per byte) against tokens read, by global batch", 14))
     for i, line in enumerate(curves):
         parts.append(path(line, x, y, COLOURS[i]))
         parts.append(
@@ -87,7 +87,7 @@ def picture(
         'fill="#ffe8cc"/>'
     )
     parts += grid(x, y, (8, 16, 32, 64, 128, 256, 512), (10, 20, 50, 100, 200, 500, 1000))
-    parts.append(text(560, 30, "thousands of tokens to a loss, by global batch", 14))
+    parts.append(text(560, 30, "thousands of tokens to reach a loss, by global batch", 14))
     parts.append(text(low + 4, TOP + 14, "noise scale seen", 11))
     for i, (line, fit) in enumerate(zip(reached, fits, strict=True)):
         colour = COLOURS[2 * i]

@@ -23,7 +23,7 @@ from benchmarks.figures.batch_sizes_picture import (
 )
 
 BOTTOM = 350
-NAMES = {"loss": "training loss, each step", "eval_loss": "held-out loss"}
+NAMES = {"loss": "training loss of each step", "eval_loss": "held-out loss"}
 
 
 def curves(metrics: Path) -> list[Line]:
@@ -42,7 +42,7 @@ def picture(train: Line, held_out: Line) -> str:
     y = Axis(1.7, 6, BOTTOM, TOP)
     marks = [steps * part / 6 for part in range(7)]
     parts = grid(x, y, marks, (2, 2.5, 3, 4, 5))
-    parts.append(text(60, 30, "loss (nats a byte) by step, tp=2 pp=2 on two CPU cores", 14))
+    parts.append(text(60, 30, "loss (nats per byte) by step, tp=2 pp=2 on two CPU cores", 14))
     for place, (line, colour) in enumerate(((train, COLOURS[0]), (held_out, COLOURS[5]))):
         parts.append(path(line, x, y, colour))
         at = TOP + 20 + 20 * place

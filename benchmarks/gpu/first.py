@@ -33,35 +33,36 @@ LINES = {
     "forked rank": Task(
         runs.forked_rank,
         45,
-        "a sweep's two runs of llama_tiny, each of a forked rank: three losses, others by seed",
+        "a sweep's two runs of llama_tiny, each on a forked rank: three losses, which differ by "
+        "seed",
         by_command=True,
     ),
     "losses": Task(
         partial(values.losses, precision="fp32"),
         20,
-        "llama_tiny, fp32, 5 steps: losses as on the CPU to 1e-4, gradient norms to 1e-3",
+        "llama_tiny, fp32, 5 steps: losses agree with the CPU's to 1e-4, gradient norms to 1e-3",
     ),
     "kernels": Task(
         values.kernels,
         100,
-        "every fused function at the 1B's shapes as in float64: to 1e-2 where it gives bf16, 1e-5 "
-        "where fp32, equal bits of dropout's hash; none left uncompiled",
+        "every fused function at the 1B's shapes agrees with float64, to 1e-2 in bf16 and 1e-5 in "
+        "fp32; dropout's hash has equal bits; every function is compiled",
     ),
     "attention values": Task(
         values.attention_values,
         30,
-        "by each kernel of SDPA, strides of the trainer, with and without GQA, also of 2,112 "
-        "tokens: output and gradients as the formula in fp32 to 1.5e-2",
+        "each kernel of SDPA, with the trainer's strides, with and without GQA, also for 2,112 "
+        "tokens: output and gradients agree with the formula in fp32 to 1.5e-2",
     ),
     "document attention": Task(
         values.document_values,
         15,
-        "the kernel for sequences of any length is taken; output and gradients to 1.5e-2",
+        "the kernel for sequences of any length is chosen; output and gradients agree to 1.5e-2",
     ),
     "losses bf16": Task(
         partial(values.losses, precision="bf16"),
         60,
-        "the same in bf16 with every kernel fused: losses and gradient norms to 1e-2",
+        "the same in bf16 with every kernel fused: losses and gradient norms agree to 1e-2",
     ),
     "train": Task(
         runs.train,
@@ -72,25 +73,31 @@ LINES = {
     "dryrun": Task(
         runs.dryrun,
         15,
-        "as `train` measured: peak memory within 5 %, seconds within 20 %",
+        "it agrees with `train`: peak memory within 5 %, seconds within 20 %",
         by_command=True,
     ),
-    "communicators": Task(runs.communicators, 10, "made, split, summed and destroyed, no hang"),
-    "save and go on": Task(
-        runs.save_and_go_on,
+    "communicators": Task(
+        runs.communicators,
+        10,
+        "groups are made, split, used for a sum and destroyed without a hang",
+    ),
+    "save and resume": Task(
+        runs.save_and_resume,
         130,
-        "two layers of the 1B, 20 steps, saved, then to 30: every loss and gradient norm equal to "
-        "a run of 30; `generate` writes text of it",
+        "two layers of the 1B, 20 steps, saved and resumed to 30: every loss and gradient norm "
+        "equals that of one run of 30; `generate` writes text",
         by_command=True,
     ),
-    "trace": Task(runs.trace, 45, "a step of the 1B: the card is busy 90 % of it, GEMMs lead"),
-    "host syncs": Task(runs.host_syncs, 10, "one a step: the host reads loss and norm together"),
+    "trace": Task(
+        runs.trace, 45, "a step of the 1B: the card is busy for 90 % of it, mostly with GEMMs"
+    ),
+    "host syncs": Task(runs.host_syncs, 10, "one per step: the host reads loss and norm together"),
     "gemm": card.ROWS["gemm"],
     "addmm": Task(
         values.weight_gradient,
         10,
-        "a weight's gradient is added in fp32 by the GEMM: an error below 1e-4, and less time "
-        "than a product and a sum",
+        "the GEMM adds a weight's gradient in fp32: an error below 1e-4, and less time than a "
+        "product and a sum",
     ),
     "attention": Task(
         kernels.attention,
@@ -114,7 +121,7 @@ CALLS = (
         *("document attention", "losses bf16", "train", "dryrun"),
     ),
     (
-        *("communicators", "save and go on", "trace", "host syncs", "gemm", "addmm"),
+        *("communicators", "save and resume", "trace", "host syncs", "gemm", "addmm"),
         *("attention", "adamw", "fp8"),
     ),
     ("train compile", "1b side by side", "shard llama3_70b", "shard gpt3_175b"),

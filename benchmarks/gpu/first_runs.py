@@ -93,7 +93,7 @@ def forked_rank(given: Given) -> Row:
     return judged(is_right, found, {"losses": losses})
 
 
-def save_and_go_on(given: Given) -> Row:
+def save_and_resume(given: Given) -> Row:
     """Compares a run that was saved, ended and resumed with one that was not; generates text from
     it.
 

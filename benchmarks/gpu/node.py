@@ -178,7 +178,7 @@ LINES = {
     ),
     **{
         f"verify {words}": Task(
-            partial(verify, words=words), 50, "eight ranks give what one process gives",
+            partial(verify, words=words), 50, "eight ranks give the results of one process",
             by_command=True,
         )
         for words in VERIFIED
@@ -186,7 +186,7 @@ LINES = {
     **{
         f"comm {words}": Task(
             partial(comm, words=words), 60,
-            f"64 MiB take at most {TIMES_PRICE:g} times the price; nobody is slow",
+            f"64 MiB take at most {TIMES_PRICE:g} times the price; no rank is slow",
             by_command=True,
         )
         for words in MEASURED
@@ -194,7 +194,7 @@ LINES = {
     **{
         f"train {words}": Task(
             partial(train, words=words), 100,
-            "the loss falls; peak memory within 5 % of `dryrun`, whose time is less",
+            "the loss falls; peak memory is within 5 % of `dryrun`, and the time above it",
             by_command=True,
         )
         for words in LAYOUTS

@@ -85,7 +85,7 @@ def reason(ended: Ended, limit_s: float) -> str:
         return f"took longer than {limit_s:g} s"
     if ended.code < 0:
         name = signal.Signals(-ended.code).name
-        return f"ended by {name}" + (" (no memory left on the host?)" if name == "SIGKILL" else "")
+        return f"ended by {name}" + (" (is the host out of memory?)" if name == "SIGKILL" else "")
     return _shortened(_said(ended.err) or f"exit code {ended.code}")
 
 

@@ -231,7 +231,7 @@ class Bench:
         if rows:
             print(f"{options.json} and {options.markdown} are written")
         if remaining:
-            print(f"No time left for: {', '.join(remaining)}. --missing goes on with them.")
+            print(f"No time left for: {', '.join(remaining)}. --missing runs them.")
         return rows
 
     def answer(self, name: str, options: argparse.Namespace, earlier: dict[str, Row]) -> Row:
@@ -301,32 +301,42 @@ class Bench:
             parser.add_argument("--group", nargs="+", choices=self.groups, help="these groups")
         if self.calls:
             numbers = range(1, len(self.calls) + 1)
-            parser.add_argument("--call", type=int, choices=numbers, help="the tasks of a call")
+            parser.add_argument(
+                "--call", type=int, choices=numbers, help="run the tasks of this call"
+            )
         parser.set_defaults(group=None, call=None)
         parser.add_argument("--only", nargs="+", choices=list(self.tasks), metavar="NAME")
-        parser.add_argument("--missing", action="store_true", help="not those that have figures")
-        parser.add_argument("--plan", action="store_true", help="print calls and seconds, ask none")
+        parser.add_argument("--missing", action="store_true", help="skip tasks that have figures")
+        parser.add_argument(
+            "--plan", action="store_true", help="print calls and seconds, run nothing"
+        )
         parser.add_argument(
             "--within",
             type=float,
             metavar="S",
-            help=f"start nothing that would end later; {WITHIN_S} with --call",
+            help=f"start no task that would end later; {WITHIN_S} with --call",
         )
         parser.add_argument(
-            "--limit", type=float, metavar="S", help="seconds a task; default: by its estimate"
+            "--limit", type=float, metavar="S", help="seconds per task; default: by its estimate"
         )
         parser.add_argument("--json", type=Path, default=Path("gpu.json"))
-        parser.add_argument("--markdown", type=Path, help="default: beside the JSON file")
-        parser.add_argument("--folder", type=Path, help="for runs and traces; default: a new one")
+        parser.add_argument("--markdown", type=Path, help="default: next to the JSON file")
+        parser.add_argument(
+            "--folder", type=Path, help="folder of runs and traces; default: a new one"
+        )
         parser.add_argument("--micro-batch", type=int, default=8, help="of the 1B runs")
-        parser.add_argument("--in-process", action="store_true", help="all tasks here, no limits")
+        parser.add_argument(
+            "--in-process",
+            action="store_true",
+            help="run all tasks in this process, without limits",
+        )
         parser.add_argument("--task", choices=[*self.tasks, MACHINE], help=argparse.SUPPRESS)
         parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
         return parser
 
     def tasks_text(self) -> str:
         """Lists the tasks in their order, with their seconds and answers."""
-        lines = ["tasks, with the seconds that they should take on one H100 (estimates):"]
+        lines = ["tasks, with their estimated seconds on one H100:"]
         for name, task in self.tasks.items():
             lines.append(f"  {name:24} {task.seconds:4}  {task.expected or task.group}".rstrip())
         return "\n".join(lines)

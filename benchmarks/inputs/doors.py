@@ -41,9 +41,11 @@ def inputs(door: str, seed: int, folder: Path) -> Iterator[Input]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=2000, help="inputs in all doors together")
+    parser.add_argument("--count", type=int, default=2000, help="number of inputs, over all doors")
     parser.add_argument("--door", nargs="*", choices=doors(), default=doors())
-    parser.add_argument("--json", type=Path, help="writes the counts and the wrong inputs here")
+    parser.add_argument(
+        "--json", type=Path, help="write the counts and the wrong inputs to this file"
+    )
     parser.add_argument("--show", action="store_true", help="prints all inputs")
     chosen = parser.parse_args()
     counts: dict[str, Counter[str]] = {}

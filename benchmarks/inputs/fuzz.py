@@ -111,7 +111,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--train", type=int, default=0, help="configurations that train two steps")
+    parser.add_argument(
+        "--train", type=int, default=0, help="number of configurations that train two steps"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     counts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -127,7 +129,7 @@ def main() -> None:
         if found.kind == BUG:
             bugs.append(("trained", " ".join(drawn.words), found.text))
         elif found.kind == REFUSED:
-            print(f"refused by a start: {found.text}")
+            print(f"refused when started: {found.text}")
     for way, kinds in counts.items():
         print(f"{way}: {kinds.total():,} tried, {kinds[TAKEN]:,} taken, {kinds[REFUSED]:,} refused")
     for way, drawn, text in bugs:

@@ -186,11 +186,11 @@ def judged(answer: Callable[[], Outcome], words: Sequence[str]) -> Outcome:
 def fault(sentence: str, words: Sequence[str]) -> str | None:
     """Returns what is wrong with a refusal, None if nothing is."""
     if not sentence.isprintable():
-        return "a terminal would obey it, or it has several lines"
+        return "it contains control characters or several lines"
     if len(sentence) > LONGEST:
         return f"has {len(sentence)} characters"
     if sentence.startswith("The configuration cannot be read"):
-        return "is Hydra's, not ours"
+        return "it is Hydra's sentence, not ours"
     names = {name for key in all_keys() for name in (key, key.rpartition(".")[2])}
     names |= {
         *sections_of(Config),
@@ -203,7 +203,7 @@ def fault(sentence: str, words: Sequence[str]) -> str | None:
     if not any(name in sentence for name in names):
         return "names no key"
     if not SAYS_WHAT_TO_DO.search(sentence):
-        return "does not say what is allowed"
+        return "it does not say what is allowed"
     return None
 
 

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--rail-mbit", type=int, default=1000)
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--budget", type=float, default=600)
-    parser.add_argument("--out", type=Path, help="where the report and its pictures go")
+    parser.add_argument("--out", type=Path, help="folder of the report and its pictures")
     given = parser.parse_args()
     if reason := why_not():
         sys.exit(reason)

@@ -76,7 +76,7 @@ def measure(ranks: int, repeats: int) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--ranks", type=int, help="one world alone, in this process")
+    parser.add_argument("--ranks", type=int, help="only this world, in this process")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.ranks is not None:

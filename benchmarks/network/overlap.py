@@ -136,9 +136,11 @@ def _on(network: Rails, shell: Shell, dp: int, given: argparse.Namespace) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dp", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--mbit", type=int, default=800, help="of every host's NIC")
+    parser.add_argument("--mbit", type=int, default=800, help="bandwidth of every host's NIC")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--sequences", type=int, default=8, help="of 256 tokens, a rank and step")
+    parser.add_argument(
+        "--sequences", type=int, default=8, help="sequences of 256 tokens per rank and step"
+    )
     parser.add_argument("--bucket-mb", type=float, default=2.0)
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)

@@ -68,7 +68,10 @@ def main() -> None:
         finally:
             network.stop()
             shell.end_all()
-    print("| chunks | step ms (quartiles) | of it waiting for tp ms | rail MB a step | against 1 |")
+    print(
+        "| chunks | step ms (quartiles) | of which waiting for tp, ms | rail MB per step | "
+        "times 1 chunk |"
+    )
     print("|---|---|---|---|---|")
     one = statistics.median(times[given.chunks[0]])
     for chunks in given.chunks:

@@ -194,7 +194,7 @@ def compare_with_peer(
                 setting = Setting(pp, count, precision, overrides, folder, corpus(folder))
                 best = _row(setting, turns, contenders)
             spent.append(_spent(setting, best))
-    print("\nWhere the time of rank 0 of our fastest went:\n", *spent, sep="\n")
+    print("\nTime of rank 0 of our fastest schedule, by kind:\n", *spent, sep="\n")
 
 
 def _row(of: Setting, turns: int, names: tuple[Sequence[str], Sequence[str]]) -> Contender:

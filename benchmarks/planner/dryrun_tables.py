@@ -144,7 +144,7 @@ def _origin() -> str:
 def main() -> None:
     """Prints the tables; progress goes to stderr."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--only", default="", help="only rows whose name contains this")
     only = parser.parse_args().only
     found = []
     with tempfile.TemporaryDirectory() as folder:

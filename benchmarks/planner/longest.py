@@ -73,7 +73,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="llama3_8b")
     for name, default in (("tp", 8), ("pp", 1), ("cp", 1), ("microbatches", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--memory", type=float, default=81.5, help="GB of a GPU for tensors")
+    parser.add_argument(
+        "--memory", type=float, default=81.5, help="GB of a GPU's memory for tensors"
+    )
     parser.add_argument("--played", action="store_true")
     options = parser.parse_args(words)
     base = {"model": options.model, "tp": options.tp, "pp": options.pp, "cp": options.cp, "dp": 1}

@@ -220,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", help="what parallel3d calibrate wrote")
+    parser.add_argument("file", help="file written by parallel3d calibrate")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", choices=("one", "steps", "auto"))

@@ -176,9 +176,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--folder", type=Path, help="where to write; a temporary folder if left out"
-    )
+    parser.add_argument("--folder", type=Path, help="folder to write to (default: a temporary one)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:

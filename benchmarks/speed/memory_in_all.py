@@ -45,7 +45,7 @@ def pss(pid: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its words")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     command = parser.parse_args().command
     if not command:
         parser.error("no command is given")

@@ -82,7 +82,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("idle", "large", "peer"))
-    parser.add_argument("--turns", type=int, default=7, help="peer: of each contender")
+    parser.add_argument(
+        "--turns", type=int, default=7, help="peer: number of turns of each contender"
+    )
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], help="peer: pp")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32])
     for side, all_of_it in (("ours", OUR_SCHEDULES), ("theirs", THEIRS)):

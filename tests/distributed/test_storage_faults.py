@@ -40,12 +40,12 @@ def test_faults_that_are_known_to_matter_are_met(tmp_path: Path) -> None:
     succeeded."""
     with without_pauses():
         run = Run(tmp_path)
-        stale = try_pair(run, "go on", Fault("ESTALE", "kind"), ("open", 3))
+        stale = try_pair(run, "resume", Fault("ESTALE", "kind"), ("open", 3))
         assert (stale.ended, stale.wrong) == ("ended by a sentence", [])
-        passing = try_pair(run, "go on", Fault("EIO"), ("read", 2))
-        assert (passing.ended, passing.wrong, passing.failed) == ("went on", [], 1)
+        passing = try_pair(run, "resume", Fault("EIO"), ("read", 2))
+        assert (passing.ended, passing.wrong, passing.failed) == ("continued", [], 1)
         housekeeping = try_pair(run, "save", Fault("EACCES", "kind"), ("rmdir", 0))
-        assert (housekeeping.ended, housekeeping.wrong) == ("went on, and said it", [])
+        assert (housekeeping.ended, housekeeping.wrong) == ("continued with a message", [])
 
 
 def save_and_be_refused(run_dir: Path) -> tuple[list[str], int, list[str]]:

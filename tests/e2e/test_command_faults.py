@@ -13,7 +13,7 @@ from tests.e2e.ready import run_code, run_module
 pytestmark = pytest.mark.more
 
 PAIRS, BLOCKS, CUTS = 4, 1, 1
-SCENARIOS = ("a new run", "goes on, settings changed")
+SCENARIOS = ("a new run", "resumes, settings changed")
 
 
 TRAIN = """

@@ -55,8 +55,8 @@ def ddp_figures(config: CommandConfig, worker: Worker) -> int:
     for key in ("tp", "pp", "cp"):
         if getattr(config, key) != 1:
             raise UserError(
-                f"{key}={getattr(config, key)} must be 1: the figures are of replicas alone; the "
-                f"nearest is {key}=1"
+                f"{key}={getattr(config, key)} must be 1, since the figures compare replicas "
+                f"only; the nearest is {key}=1"
             )
     worker.phase = "making process groups"
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)

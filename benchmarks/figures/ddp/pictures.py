@@ -80,5 +80,5 @@ def bars(title: str, rows: Mapping[str, Mapping[str, float]]) -> str:
                 canvas.text(x + width / 2, y + 16, words, size=11, anchor="middle", fill=ink)
             x += width
         y += 36
-    canvas.text(left, y + 10, "mean over the ranks; ms", size=12, fill=DARK)
+    canvas.text(left, y + 10, "mean over the ranks, ms", size=12, fill=DARK)
     return canvas.svg(title)

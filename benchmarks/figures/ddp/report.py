@@ -48,11 +48,11 @@ def write_report(figures: Mapping[str, Any], folder: Path) -> None:
 # number → title, meaning of the places, key of the places, key of the series
 FIGURES = {
     "2ab": ("All-reduce of 1 Mi parameters", "parameters a call", "parameters", "way"),
-    "2cd": ("Gradients that are ready", "parameters ready", "ready", "net"),
+    "2cd": ("Share of gradients that are ready", "parameters ready", "ready", "net"),
     "7": ("Step by bucket size", "bucket_cap_mb", "bucket_cap_mb", "way"),
     "9": ("Step by number of ranks", "ranks", "ranks", "way"),
-    "10": ("Mean step, reduced every n-th", "n", "every", "net"),
-    "12": ("Step by number of groups in turn", "groups", "groups", "net"),
+    "10": ("Mean step if every n-th step reduces", "n", "every", "net"),
+    "12": ("Step by number of groups used in turn", "groups", "groups", "net"),
 }
 
 

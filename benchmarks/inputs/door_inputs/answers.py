@@ -51,10 +51,10 @@ def outcome(given: Input) -> Outcome:
         taken = given.take()
     except UserError as error:
         if given.common:
-            return Outcome(WRONG, f"refused, though it is {given.right!r}: {error}")
+            return Outcome(WRONG, f"refused, although it is {given.right!r}: {error}")
         return Outcome(SENTENCE, str(error))
     except Exception as error:
         return Outcome(WRONG, f"{type(error).__name__}: {error}")
     if given.right is REFUSAL or taken != given.right:
-        return Outcome(WRONG, f"taken for {taken!r}, though right is {given.right!r}")
+        return Outcome(WRONG, f"read as {taken!r}, although {given.right!r} is right")
     return Outcome(RIGHT, repr(taken))

@@ -277,7 +277,7 @@ def _of_others(rng: random.Random, root: Path) -> Iterator[Input]:
         content = rng.choice([rng.randbytes(2000), _jsonl(texts, rng), _tar(b"x" * 99, "w")])
         path = root / f"a{_case(rng, end)}"
         path.write_bytes(content)
-        yield from _at_a_door(rng, path, REFUSAL, "its ending is of another format", False)
+        yield from _at_a_door(rng, path, REFUSAL, "its name ends as another format does", False)
         return
     what, content = _binary(rng, texts)
     end = rng.choice([".txt", "", ".jsonl", ".parquet", ".jsonl.gz", ".txt.zst", ".dump", ".md"])

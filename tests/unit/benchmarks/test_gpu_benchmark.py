@@ -239,7 +239,7 @@ TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\
          "ValueError: r"),
         (2, "W: slow\nparallel3d: tp=3 cannot work.\nnote\n", "parallel3d: tp=3 cannot work."),
         (3, "", "exit code 3"),
-        (-9, "warning\n", "ended by SIGKILL (no memory left on the host?)"),
+        (-9, "warning\n", "ended by SIGKILL (is the host out of memory?)"),
         (-11, "", "ended by SIGSEGV"),
     ],
 )  # fmt: skip

@@ -122,7 +122,7 @@ def test_a_run_is_saved_resumes_and_generates_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_commands, "parallel3d", run_command)
-    found = first_runs.save_and_go_on(given(tmp_path))
+    found = first_runs.save_and_resume(given(tmp_path))
     assert found["verdict"] == "PASS", found
     assert len(found["whole"]) == 4 and found["whole"] == found["parted"]
     assert found["text"].startswith("the")
@@ -156,7 +156,7 @@ def test_a_resumed_run_must_have_the_bits_of_the_other(
         return text if command == "generate" else ""
 
     monkeypatch.setattr(first_runs, "run", run)
-    assert first_runs.save_and_go_on(given(tmp_path))["verdict"] == verdict
+    assert first_runs.save_and_resume(given(tmp_path))["verdict"] == verdict
 
 
 @pytest.mark.parametrize("losses", [[[3.0, 2.0, 1.0]], [[3.0, 2.0]] * 2, [[3.0, 2.0, 1.0]] * 2])
@@ -449,7 +449,7 @@ def test_a_gpu_check_starts_only_what_fits_its_time_and_resumes_the_rest(
     tasks = {name: line(name, s) for name, s in (("a", 300), ("b", 400), ("c", 200))}
     out = called(["--call", "1"], tasks, tmp_path, capsys)
     assert ran == ["a", "c"]
-    assert "No time left for: b. --missing goes on with them." in out
+    assert "No time left for: b. --missing runs them." in out
     assert rows(tmp_path).keys() == {"a", "c"}
     out = called(["--call", "1", "--missing"], tasks, tmp_path, capsys)
     assert ran == ["a", "c", "b"] and "No time left" not in out
