@@ -5,8 +5,8 @@
 It runs forward and backward. Each row runs in a process of its own. Memory is the most that the
 allocator handed out, beyond table, bucket and hidden states, over the bytes of one rank's fp32
 logits of the micro-batch. Time is the CPU time of rank 0 in the best round, which says little about
-the wall time of a busy machine. The row "apart" is the usual form with PyTorch's own operators: linear
-layer, then cross_entropy on fp32 logits.
+the wall time of a busy machine. The row "apart" is the usual form with PyTorch's own operators:
+linear layer, then cross_entropy on fp32 logits.
 """
 
 from __future__ import annotations
