@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
 
 
-def test_the_door_opens_without_anything_heavy() -> None:
+def test_importing_the_package_imports_nothing_heavy() -> None:
     code = (
         "import sys, parallel3d; print(dir(parallel3d)); parallel3d.Layout(tp=2); "
         "print({'torch', 'numpy', 'hydra', 'omegaconf', 'wandb', 'rich'} & set(sys.modules))"
@@ -29,7 +29,7 @@ def test_the_door_opens_without_anything_heavy() -> None:
     assert heavy == "set()"
 
 
-def test_every_name_is_there_and_a_type_checker_finds_it_in_the_same_place() -> None:
+def test_every_public_name_exists_and_type_checkers_find_the_same_object() -> None:
     tree = ast.parse(Path(parallel3d.__file__).read_text(encoding="utf-8"))
     typed = {
         alias.name: node.module
@@ -45,12 +45,12 @@ def test_every_name_is_there_and_a_type_checker_finds_it_in_the_same_place() -> 
         assert getattr(parallel3d, name).__module__ == module
 
 
-def test_another_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Trainor'"):
         _ = parallel3d.Trainor
 
 
-def test_the_page_names_what_the_door_offers() -> None:
+def test_the_library_page_lists_the_public_names() -> None:
     table = "\n".join(re.findall(r"^\| (`.*?) \|", PAGE.split("\n## ")[0], re.MULTILINE))
     assert set(re.findall(r"`(\w+)", table)) == set(parallel3d.__all__) - {"__version__"}
 
@@ -62,7 +62,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 @pytest.mark.slow
-def test_composing_is_what_the_command_does() -> None:
+def test_composing_equals_the_command() -> None:
     config = parallel3d.compose("tp=2", "model=llama_tiny", "train.steps=7", world_size=4)
     assert isinstance(config, Config)
     assert (config.tp, config.dp, config.train.steps) == (2, 2, 7)
@@ -81,7 +81,7 @@ def test_composing_is_what_the_command_does() -> None:
         ("--tp=2", "without dashes"),
     ],
 )
-def test_a_word_that_cannot_work_is_one_sentence(word: str, said: str) -> None:
+def test_an_invalid_argument_is_refused_in_one_sentence(word: str, said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         parallel3d.compose(word)
 

@@ -63,7 +63,7 @@ def test_in_bf16_the_matrix_is_orthogonal_too() -> None:
     assert values.min() > 0.6 and values.max() < 1.25
 
 
-def test_a_step_is_that_of_the_dense_oracle() -> None:
+def test_a_step_equals_the_dense_oracle() -> None:
     """Tests two matrices in one parameter, with a table and a bias that AdamW steps."""
     torch.manual_seed(0)
     first = ShardSpec("layers.0.q.weight", (6, 4), (0, 0), (6, 4))
@@ -93,7 +93,7 @@ def test_a_step_is_that_of_the_dense_oracle() -> None:
     ]
 
 
-def test_homes_are_balanced_by_work_and_alike_whatever_the_order() -> None:
+def test_homes_are_balanced_by_work_and_independent_of_the_order() -> None:
     shapes = {f"layers.{i}.{n}": s for i in range(6) for n, s in
               {"q": (64, 64), "k": (16, 64), "v": (16, 64), "out": (64, 64), "gate": (172, 64),
                "up": (172, 64), "down": (64, 172)}.items()}  # fmt: skip
@@ -106,7 +106,7 @@ def test_homes_are_balanced_by_work_and_alike_whatever_the_order() -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_sends_what_is_listed_and_keeps_a_momentum_instead_of_moments() -> None:
+def test_a_dry_run_counts_muons_messages_and_its_momentum() -> None:
     keys = {"model": "llama_1b", "layers": 2, "tp": 2, "dp": 2}
     configs = [
         configured(keys | {"zero": zero, "global_batch_size": 4, "micro_batch_size": 1})
@@ -129,7 +129,7 @@ def test_a_dry_run_sends_what_is_listed_and_keeps_a_momentum_instead_of_moments(
         assert facts["parts"]["optimizer"]["flops"] > 0
 
 
-def test_plan_refuses_what_it_cannot_price() -> None:
+def test_plan_refuses_muon() -> None:
     config = configured({"model": "llama_1b"})
     config.optim.name, config.optim.momentum = "muon", 0.95
     with pytest.raises(UserError, match=r"optim\.name=muon must be .*the nearest is"):
@@ -156,7 +156,7 @@ def test_muon_without_momentum_is_refused() -> None:
         ("fp32", "bf16", torch.bfloat16),
     ],
 )
-def test_the_type_of_newton_schulz_is_the_one_that_is_asked_for(
+def test_newton_schulz_computes_in_the_given_type(
     precision: str, asked: str, wanted: torch.dtype
 ) -> None:
     small = {"model": "llama_tiny", "layers": 1, "seq_length": 32}

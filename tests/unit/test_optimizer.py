@@ -24,7 +24,7 @@ from tests.distributed.cases import preset
 
 
 @pytest.mark.parametrize(("name", "momentum"), [("adamw", 0.0), ("sgd", 0.0), ("sgd", 0.9)])
-def test_steps_are_those_of_torch_optim(name: str, momentum: float) -> None:
+def test_steps_equal_those_of_torch_optim(name: str, momentum: float) -> None:
     torch.manual_seed(0)
     params, grads = [torch.randn(100), torch.randn(50)], [torch.zeros(100), torch.zeros(50)]
     segments = [
@@ -55,7 +55,7 @@ def test_steps_are_those_of_torch_optim(name: str, momentum: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_stage_that_is_frozen_wholly_keeps_its_bits_and_has_no_norm(name: str) -> None:
+def test_a_fully_frozen_stage_keeps_its_bits_and_has_no_norm(name: str) -> None:
     shard = ShardSpec("layers.0.mlp.up.weight", (4, 5), (0, 0), (4, 5))
     spec = ParameterSpec((4, 5), (shard,), replicated=False)
     param, grad = torch.randn(20), torch.randn(20)
@@ -70,7 +70,7 @@ def test_a_stage_that_is_frozen_wholly_keeps_its_bits_and_has_no_norm(name: str)
 
 
 @pytest.mark.slow
-def test_an_eager_trainer_leaves_the_compiler_out() -> None:
+def test_an_eager_trainer_does_not_import_the_compiler() -> None:
     program = (
         "import sys, parallel3d.trainer; from parallel3d.optim.optimizer import Optimizer;"
         "from parallel3d.config.schema import OptimConfig;"
@@ -120,7 +120,7 @@ def test_gradients_in_fp64_are_not_divided_by_an_fp32_number() -> None:
     torch.testing.assert_close(param, expected, rtol=1e-14, atol=0)
 
 
-def test_an_accelerators_norm_takes_each_run_whole() -> None:
+def test_an_accelerators_norm_is_not_cut_into_pieces() -> None:
     grad = torch.randn(5 * optimizer_module.NORM_PIECE, dtype=torch.float64)
     _, optimizer = one_segment(grad)
     with patch.object(optimizer_module, "foreach_norm", wraps=torch._foreach_norm) as norms:

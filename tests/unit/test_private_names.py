@@ -315,7 +315,7 @@ BEHAVIOUR: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def test_every_name_has_its_behaviour() -> None:
+def test_every_private_name_has_a_test_of_its_behaviour() -> None:
     assert set(BEHAVIOUR) == set(NAMES)
     assert set(SINCE) <= set(NAMES)
 
@@ -336,7 +336,7 @@ def test_modules_and_operators_have_their_tables() -> None:
     assert schema.name == "aten::copy_" and schema.arguments[0].alias_info.is_write
 
 
-def test_a_local_address_is_a_path_whatever_its_name() -> None:
+def test_a_local_address_is_read_as_a_path() -> None:
     import fsspec
 
     local = fsspec.filesystem("file")
@@ -344,7 +344,7 @@ def test_a_local_address_is_a_path_whatever_its_name() -> None:
     assert names.path_in(local, "/a/b::c.gz") == "/a/b::c.gz"
 
 
-def test_a_tokenizer_reads_special_words_as_text_where_it_is_told_to() -> None:
+def test_a_tokenizer_can_read_special_tokens_as_text() -> None:
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1, "?": 2}, "?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens(["<s>"])
@@ -354,7 +354,7 @@ def test_a_tokenizer_reads_special_words_as_text_where_it_is_told_to() -> None:
 
 
 @pytest.mark.slow
-def test_torchs_own_marks_are_found_where_torch_sets_them() -> None:
+def test_marks_that_torch_sets_are_found() -> None:
     from torch.distributed.algorithms import Joinable
     from torch.distributed.algorithms.join import _JoinConfig
     from torch.distributed.fsdp._flat_param import FlatParameter
@@ -407,7 +407,7 @@ def test_the_frame_of_a_backward_has_its_name() -> None:
     assert names.BACKWARD_FRAME in in_a_backward(innermost)[0]
 
 
-def test_operators_are_called_as_the_simulated_device_knows_them() -> None:
+def test_operators_have_the_signatures_that_the_simulated_device_expects() -> None:
     words = [
         *names.WITHOUT_A_KERNEL,
         *names.OVERWRITING,
@@ -425,7 +425,7 @@ def test_pytorchs_ddp_reads_the_same_mark_of_what_it_ignores() -> None:
     assert getattr(module, names.IGNORED_BY_DDP) == ["weight"]
 
 
-def test_a_name_that_is_gone_is_a_sentence_and_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_private_name_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NAMES, "gone", "torch:_foreach_gone_")
     monkeypatch.setitem(NAMES, "moved", "torch._gone.away:tree_leaves")
     monkeypatch.setitem(NAMES, "bare", "torch:Tensor._gone()")
@@ -530,7 +530,7 @@ CAUGHT = [
 
 
 @pytest.mark.parametrize("line", CAUGHT)
-def test_a_private_name_is_seen(line: str) -> None:
+def test_the_search_finds_private_names(line: str) -> None:
     assert list(strangers(line))
 
 
@@ -538,7 +538,7 @@ def test_a_private_name_is_seen(line: str) -> None:
     "line",
     ["self._x = 1\nself._x", "row._replace(a=1)", "x.__dict__", "from parallel3d._a import b"],
 )
-def test_names_of_ones_own_are_free(line: str) -> None:
+def test_our_own_private_names_are_allowed(line: str) -> None:
     assert not list(strangers(line))
 
 

@@ -16,7 +16,7 @@ from tests.tools.pytorch_ddp import Run, names_in, read
 pytestmark = pytest.mark.more
 
 
-def test_the_file_for_a_cpu_has_no_words_of_cuda_left_in_calls() -> None:
+def test_the_file_for_a_cpu_has_no_cuda_calls_left() -> None:
     text = read()
     ast.parse(text)
     assert ".cuda(" not in text

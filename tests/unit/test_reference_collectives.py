@@ -41,7 +41,7 @@ def played(name: str, form: str, n: int, count: int, segments: int) -> list[list
 
 
 @pytest.mark.parametrize("name, form", ALL)
-def test_each_number_arrives_where_it_should_and_once(name: str, form: str) -> None:
+def test_each_number_arrives_once_at_its_destination(name: str, form: str) -> None:
     for n, segments in product(range(1, 10), (1, 3)):
         for count in (0, 1, n + 1, 19):
             held = played(name, form, n, count, segments)
@@ -63,7 +63,7 @@ def test_each_number_arrives_where_it_should_and_once(name: str, form: str) -> N
                 assert wanted is None or held[rank][i] == wanted, (n, count, segments, rank, i)
 
 
-def test_nobody_leaves_a_barrier_before_everybody_came() -> None:
+def test_no_rank_leaves_a_barrier_before_all_have_arrived() -> None:
     for form, n in product(FORMS["barrier"], range(2, 10)):
         heard = [{rank} for rank in range(n)]
         for messages in rounds_of("barrier", form, n, 0):
@@ -89,7 +89,7 @@ def test_no_rank_has_children_in_both_trees() -> None:
         assert [sorted(tree) for tree in double_tree(n)] == [list(range(1, n))] * 2
 
 
-def test_a_rank_sends_one_message_a_round_at_most_and_hears_one() -> None:
+def test_a_rank_sends_and_receives_at_most_one_message_a_round() -> None:
     for (name, form), n, segments in product(ALL, range(2, 12), (1, 5)):
         for messages in rounds_of(name, form, n, 1000, segments):
             assert len({m.source for m in messages}) == len(messages)
@@ -104,7 +104,7 @@ def test_a_double_tree_needs_two_rounds_a_piece_and_its_depth() -> None:
 
 
 @pytest.mark.parametrize("n", range(1, 9))
-def test_prices_meet_the_closed_formulas(n: int) -> None:
+def test_prices_equal_the_closed_formulas(n: int) -> None:
     formulas = {
         ("broadcast", "chain", 1): network.broadcast(n, N, LINK),
         ("broadcast", "segmented", 8): network.broadcast(n, N, LINK, 8),
@@ -142,14 +142,14 @@ def test_prices_by_hand() -> None:
         assert seconds == pytest.approx(microseconds * 1e-6), (name, form, n)
 
 
-def test_two_trees_in_many_pieces_come_near_to_the_price_of_the_ideal_one() -> None:
+def test_two_trees_in_many_segments_approach_the_ideal_price() -> None:
     fast = Link(10.0, 0.01)
     for n in range(3, 9):
         ideal = network.tree_all_reduce(n, 1e9, fast)
         assert ideal < price_of("all_reduce", "double_tree", n, 10**9, 1, fast) < 1.12 * ideal
 
 
-def test_segments_are_as_many_as_are_cheapest() -> None:
+def test_the_number_of_segments_is_the_cheapest() -> None:
     for form, n in product(("segmented", "double_tree"), (2, 3, 5, 8)):
         best = segments_of(form, n, N, 4, LINK)
         assert best == 1 or n > 2

@@ -76,7 +76,7 @@ def test_a_function_is_replaced_wherever_the_package_has_imported_it(
     assert later.attend_split is sound
 
 
-def test_a_method_is_what_it_was_after_an_error() -> None:
+def test_a_replaced_method_is_restored_after_an_error() -> None:
     owner, name, sound = found(*SHARE_OF_NORM.places)
 
     @planted(SHARE_OF_NORM)

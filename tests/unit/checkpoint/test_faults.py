@@ -129,7 +129,9 @@ def test_no_run_restarts_from_scratch_over_damaged_checkpoints(
     folder = make(tmp_path, 3)
     assert names_of_all("mine", tmp_path, alone) == [folder.name]
     folder.rename(folder.with_name("damaged-step-00000003"))
-    with pytest.raises(UserError, match=r"damaged-step-00000003 .* does not start over at step 1"):
+    with pytest.raises(
+        UserError, match=r"damaged-step-00000003 .* starting over at step 1 could overwrite"
+    ):
         names_of_all("mine", tmp_path, alone)
     monkeypatch.setattr(os, "listdir", refuse(errno.EIO))
     with pytest.raises(TrainingFailure, match="EIO"):

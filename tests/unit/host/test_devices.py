@@ -59,9 +59,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, *words: 
     return started
 
 
-def test_a_process_that_will_start_other_runs_forks_a_single_rank_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_sweep_forks_even_a_single_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The ranks of a sweep are forked, because a process that has computed cannot fork."""
     monkeypatch.setattr(local_workers, "run_alone", lambda *_: 7)
     monkeypatch.setattr(local_workers, "run_local_workers", lambda *_: 0)
@@ -85,7 +83,7 @@ def place(rank: int, local_rank: int) -> RankAssignment:
     return RankAssignment("torchrun", rank, local_rank, 4, 2, "host0", 29500)
 
 
-def test_under_torchrun_rank_0_says_what_is_used(capsys: pytest.CaptureFixture) -> None:
+def test_under_torchrun_rank_0_prints_the_device_line(capsys: pytest.CaptureFixture) -> None:
     config = check_config(Config(device="cpu"), 4)
     kinds = [
         command_line._checked_here(SUBCOMMANDS["bench comm"], config, place(r, r % 2))
@@ -114,7 +112,7 @@ def test_ranks_that_compute_on_one_gpu_are_refused_on_every_rank(
     assert f"ranks 0 and 1 of host {HOST} compute on one GPU" in sentences[0]
 
 
-def test_hosts_that_chose_otherwise_are_refused(
+def test_hosts_with_different_devices_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Rank 0's host has a GPU for each of its ranks, the other one has not."""
@@ -136,7 +134,7 @@ def test_hosts_that_chose_otherwise_are_refused(
 
 
 @pytest.mark.slow
-def test_what_is_imported_for_local_ranks_asks_for_no_gpu() -> None:
+def test_imports_for_local_ranks_do_not_touch_the_gpu() -> None:
     imports = "\n".join(f"import {module}" for module, _ in worker.APPS.values())
     planted = """
 import torch
@@ -193,7 +191,7 @@ def recorded_start(monkeypatch: pytest.MonkeyPatch) -> dict:
     return told
 
 
-def test_rank_on_a_gpu_makes_it_current_and_tells_nccl_which(
+def test_a_rank_on_a_gpu_makes_it_current_and_passes_it_to_nccl(
     recorded_start: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     module = played_cuda(8, monkeypatch)

@@ -58,7 +58,7 @@ def test_ranks_on_the_cpu_and_other_builds_get_none(
         (Config(pp=2), 9, False),
     ],
 )
-def test_kernels_start_in_order_where_an_exchange_hides_behind_a_product(
+def test_kernels_start_in_order_if_a_collective_is_hidden_behind_a_gemm(
     nvidia: None,
     monkeypatch: pytest.MonkeyPatch,
     config: Config,

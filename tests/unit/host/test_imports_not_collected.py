@@ -39,13 +39,13 @@ def test_an_import_that_fails_leaves_collections_on(
     assert frozen == []
 
 
-def test_a_later_job_of_a_sweep_sets_nothing_aside(frozen: list[bool]) -> None:
+def test_a_later_job_of_a_sweep_freezes_no_objects(frozen: list[bool]) -> None:
     with nothing_collected():
         assert gc.isenabled()
     assert frozen == []
 
 
-def test_who_has_collections_off_keeps_them_off(
+def test_garbage_collection_that_is_off_stays_off(
     monkeypatch: pytest.MonkeyPatch, frozen: list[bool]
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch")

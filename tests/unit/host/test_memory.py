@@ -36,7 +36,7 @@ def page_faults(mode: str) -> int:
     return int(answer(PROGRAM, mode))
 
 
-def test_blocks_that_come_back_cost_no_page_faults() -> None:
+def test_reused_blocks_cost_no_page_faults() -> None:
     plain, kept = page_faults("plain"), page_faults("keep")
     assert plain > 4 * (48 << 20) / (2 << 20)  # at least one per page, even if pages are huge
     assert kept < plain / 4

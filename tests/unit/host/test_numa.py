@@ -55,7 +55,9 @@ def test_rank_that_a_launcher_has_bound_is_left_alone(tmp_path: Path, allowed: s
     assert allowed == set(range(7))
 
 
-def test_nothing_is_bound_where_nodes_make_no_difference(tmp_path: Path, allowed: set[int]) -> None:
+def test_nothing_is_bound_if_numa_nodes_make_no_difference(
+    tmp_path: Path, allowed: set[int]
+) -> None:
     one = played_sys(tmp_path / "one", ["0-7", ""], GPUS, "0-7")  # the second is a GPU's memory
     two = played_sys(tmp_path / "two", ["0-3", "4-7"], GPUS, "0-7")
     assert bind_near("0000:1b:00.0", one) == set()

@@ -49,7 +49,7 @@ def answer(records: list[dict[str, object]], **environ: str) -> str:
     return asked.stdout.strip()
 
 
-def test_the_word_of_the_store_alone_kills_nothing(started: list[subprocess.Popen]) -> None:
+def test_an_entry_in_the_store_alone_kills_no_process(started: list[subprocess.Popen]) -> None:
     ours, other = sleeper(started, **JOB), sleeper(started, **JOB | {"MASTER_PORT": "4712"})
     nobodys = sleeper(started)
     away = ours | {"host": "elsewhere"}
@@ -58,7 +58,7 @@ def test_the_word_of_the_store_alone_kills_nothing(started: list[subprocess.Pope
     assert answer([ours, nobodys]) == "[]"  # a process that belongs to no job knows no peers
 
 
-def test_processes_of_other_users_are_not_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_other_users_are_never_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
     monkeypatch.setattr(processes, "_job", lambda pid: {b"MASTER_PORT": b"1"})
     assert of_this_job([me]) == [(me["pid"], me["born"])]
@@ -66,7 +66,7 @@ def test_processes_of_other_users_are_not_the_jobs(monkeypatch: pytest.MonkeyPat
     assert of_this_job([me]) == []
 
 
-def test_a_refused_kill_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_that_the_system_refuses_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = []
 
     def refuse(pid: int, number: int) -> None:
@@ -78,7 +78,7 @@ def test_a_refused_kill_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused == [os.getpid()]
 
 
-def test_kill_takes_that_very_process(started: list[subprocess.Popen]) -> None:
+def test_a_kill_hits_exactly_the_checked_process(started: list[subprocess.Popen]) -> None:
     record = sleeper(started)
     kill(record["pid"], record["born"] + 1)
     assert started[0].poll() is None

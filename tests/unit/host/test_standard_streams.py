@@ -86,19 +86,21 @@ def test_lost_output_does_not_end_the_process(
 
 
 @pytest.mark.parametrize("redirect", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_closed_streams_take_no_files_number(redirect: str, tmp_path: Path) -> None:
+def test_closed_streams_do_not_leave_their_numbers_to_other_files(
+    redirect: str, tmp_path: Path
+) -> None:
     ended = run(CLOSED, tmp_path, redirect)
     assert ended.returncode == 0
     assert (tmp_path / "data").read_text() == "data"
 
 
-def test_streams_in_memory_stay(capsys: pytest.CaptureFixture[str]) -> None:
+def test_streams_in_memory_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout, sys.stderr
     drop_failed_output()
     assert (sys.stdout, sys.stderr) == before
 
 
-def test_letters_that_a_stream_lacks_are_question_marks(tmp_path: Path) -> None:
+def test_characters_that_a_stream_cannot_encode_become_question_marks(tmp_path: Path) -> None:
     code = "from parallel3d.host.processes import *\nprepare_streams()\nprint('2 × 3 · ü…')"
     ended = run(f"import sys; sys.stdout.reconfigure(encoding='ascii')\n{code}", tmp_path)
     assert (ended.stdout, ended.stderr) == ("2 ? 3 ? ??\n", "")

@@ -56,7 +56,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_the_same_and_those_that_can_wait_do(name: str) -> None:
+def test_gradients_are_equal_and_deferred_where_possible(name: str) -> None:
     make, shape, waiting = CASES[name]
     torch.manual_seed(0)
     theirs = make().double()
@@ -80,7 +80,7 @@ def test_gradients_are_the_same_and_those_that_can_wait_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["layer", "recomputed layer", "linear", "convolution"])
-def test_the_input_of_a_stage_and_its_gradient_are_not_kept_to_w(name: str) -> None:
+def test_a_deferred_weight_gradient_does_not_keep_the_graph_of_the_input(name: str) -> None:
     """Operands of deferred weight gradients do not keep the graph that leads to the input."""
     module = nn.Conv1d(5, 5, 1) if name == "convolution" else nn.Linear(6, 6)
     queue = WeightGradients()

@@ -65,6 +65,6 @@ def test_a_script_that_ends_well_destroys_its_groups(last: str) -> None:
     assert (ended.returncode, ended.stdout) == (0, f"not flushed {GOOD[last]}"), ended.stderr
 
 
-def test_on_a_cpu_nobody_waits_in_the_destruction() -> None:
+def test_on_a_cpu_destroying_groups_does_not_wait() -> None:
     ended = run_code(SCRIPT, "sys.exit(3)", "cpu", "0")
     assert (ended.returncode, ended.stdout) == (3, "not flushed destroys\n"), ended.stderr

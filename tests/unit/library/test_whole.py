@@ -21,7 +21,7 @@ def modules_of_ranks(count: int, placement: StageAssignment) -> list[int]:
     return held
 
 
-def test_embedding_four_layers_and_head_are_three_modules_on_each_of_two_ranks() -> None:
+def test_six_modules_are_split_evenly_over_two_ranks() -> None:
     """In a V one rank holds the first stage and the last, the other one both middle ones."""
     assert modules_of_ranks(6, StageAssignment(2, 2, "v")) == [3, 3]
     # Not 2, 4 and 4, whose fullest rank is no fuller.
@@ -38,7 +38,7 @@ def test_ranks_differ_by_one_module_at_most(ranks: int, chunks: int, shape: str)
         assert max(held) - min(held) <= 1, (count, held)
 
 
-def test_surplus_modules_go_to_the_middle_stages() -> None:
+def test_additional_modules_go_to_the_middle_stages() -> None:
     stages = stages_of([nn.Identity() for _ in range(6)], StageAssignment(4), None)
     assert list(map(len, stages)) == [1, 2, 2, 1]
 

@@ -116,13 +116,13 @@ def test_a_gpu_has_a_trace_nvtx_ranges_and_the_allocators_history_of_these_steps
     assert rank.step_timer.ranges is None
 
 
-def test_a_rank_that_is_not_profiled_only_waits_with_its_watchdog_at_rest(rank: Rank) -> None:
+def test_a_rank_that_is_not_profiled_only_pauses_its_watchdog(rank: Rank) -> None:
     rank.run(rank.profiler(rank.gpu(), steps=[2, 3], ranks=[1], memory=True), range(1, 6))
     assert rank.said == ["pause", *WAITED]
     assert not rank.files
 
 
-def test_under_nsys_the_ranges_are_nvtx_alone_and_it_is_told_when(rank: Rank) -> None:
+def test_under_nsys_only_nvtx_ranges_and_profiler_start_and_stop_are_used(rank: Rank) -> None:
     rank.patch.setenv(profiling.NSYS, "1")
     rank.run(rank.profiler(rank.gpu(), steps=[2, 2], ranks="all"), range(1, 4))
     assert rank.said == [
@@ -145,7 +145,7 @@ def test_a_device_without_memory_history_is_reported_once_and_traced(
     assert "profile of rank 1" not in said
 
 
-def test_a_run_that_is_stopped_within_leaves_its_time_to_the_checkpoint_and_says_so(
+def test_a_run_stopped_while_profiling_writes_no_trace_and_says_so(
     rank: Rank, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rank.patch.setenv(profiling.NSYS, "1")  # no profiler of this process stays on
@@ -162,7 +162,7 @@ def test_a_run_that_is_stopped_within_leaves_its_time_to_the_checkpoint_and_says
     assert rank.said == before and not rank.files
 
 
-def test_a_resumed_run_profiles_what_is_left_or_says_that_nothing_is(
+def test_a_resumed_run_profiles_the_remaining_steps_or_says_there_are_none(
     rank: Rank, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rank.run(rank.profiler(steps=[2, 5], done=3), range(4, 7))
@@ -177,7 +177,7 @@ def test_a_resumed_run_profiles_what_is_left_or_says_that_nothing_is(
     assert not rank.said, "no rank waits for another"
 
 
-def test_a_full_disk_costs_the_trace_alone(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_loses_only_the_trace(rank: Rank, capsys: pytest.CaptureFixture[str]) -> None:
     def full(self: object, path: str) -> None:
         Path(path).write_bytes(b"half of it")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -210,7 +210,7 @@ class Opened:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_what_only_starts_a_communication_has_a_range_on_every_device(on_device: bool) -> None:
+def test_starting_a_collective_has_a_range_on_every_device(on_device: bool) -> None:
     """On an accelerator it is not a kind of the clock's, as it takes no time there."""
     clock, opened = StepTimer(), Opened()
     clock.times.marks_starts = not on_device
@@ -228,7 +228,7 @@ def test_what_only_starts_a_communication_has_a_range_on_every_device(on_device:
 
 
 @pytest.mark.parametrize(("recompute", "again"), [("none", False), ("full", True)])
-def test_layers_are_shown_in_the_forward_and_where_it_is_repeated(
+def test_layers_have_ranges_in_the_forward_and_in_recomputation(
     recompute: str, again: bool
 ) -> None:
     """Recomputation leaves a forward by an exception, as soon as it has what it needs."""
@@ -250,7 +250,7 @@ def test_layers_are_shown_in_the_forward_and_where_it_is_repeated(
     assert not ranges.names, "no hook stays"
 
 
-def test_the_table_is_of_operators_without_our_ranges_where_there_are_no_kernels() -> None:
+def test_without_kernels_the_table_lists_operators_and_not_our_ranges() -> None:
     with profile() as made, record_function("layers.3"):
         torch.ones(8, 8) @ torch.ones(8, 8)
     table = longest(made)

@@ -88,7 +88,7 @@ def test_a_signal_in_the_last_step_finds_a_finished_run(tmp_path: Path) -> None:
     assert said[-1] == "a after 2" and not run.worker.stopped
 
 
-def test_a_run_that_saves_nothing_saves_nothing_where_it_is_stopped(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_saves_nothing_when_stopped(tmp_path: Path) -> None:
     for every in (0, 5):
         run, _ = run_of(tmp_path, 1, 9, stop_after=2, checkpoint=CheckpointConfig(every=every))
         run.trainer.step_timer = Mock(
@@ -99,7 +99,7 @@ def test_a_run_that_saves_nothing_saves_nothing_where_it_is_stopped(tmp_path: Pa
         assert run.checkpoints.save.call_count == bool(every)
 
 
-def test_files_are_looked_at_where_something_is_written(
+def test_data_files_are_checked_whenever_something_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second step is evaluated, step 3 is saved, and the run ends with step 5."""

@@ -22,7 +22,7 @@ from parallel3d.schedules.walk import Costs, time_orders
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zbv", 2)])
-def test_a_step_without_hops_is_the_clock_s_own(name: str, chunks: int) -> None:
+def test_a_measured_step_without_hops_equals_the_clock(name: str, chunks: int) -> None:
     made = make(name, 3, 5, chunks)
     stages = made.assignment.stages
     costs = Costs(*(tuple(c + 0.1 * s for s in range(stages)) for c in (1.0, 1.2, 1.2)))
@@ -42,7 +42,7 @@ def test_a_step_without_hops_is_the_clock_s_own(name: str, chunks: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved_zb", 2), ("zbv", 2)])
-def test_the_keys_that_are_said_are_those_of_an_average_rank(name: str, chunks: int) -> None:
+def test_the_printed_costs_are_those_of_an_average_rank(name: str, chunks: int) -> None:
     """There are three layers per rank; the last stage, which also has the head, is not read."""
     made = make(name, 2, 4, chunks)
     split = (
@@ -65,7 +65,7 @@ def test_the_keys_that_are_said_are_those_of_an_average_rank(name: str, chunks: 
     )
 
 
-def test_a_disk_that_fails_costs_the_picture_alone(
+def test_a_failing_disk_loses_only_the_picture(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def full(path: Path, content: bytes) -> None:

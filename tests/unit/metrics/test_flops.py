@@ -81,7 +81,7 @@ def test_flops_of_wide_heads_by_hand() -> None:
     assert flops_per_token(small(head_dim=6), 16) == 3 * 2 * forward
 
 
-def test_swiglu_with_biases_has_one_for_the_gate_too() -> None:
+def test_swiglu_with_biases_has_a_bias_for_the_gate_too() -> None:
     plain, gated = small(), small(activation="swiglu")
     assert parameter_count(gated) - parameter_count(plain) == 2 * (8 * 24 + 24)
 
@@ -110,6 +110,6 @@ def test_flops_do_not_depend_on_tying_positions_or_padding() -> None:
     assert flops_per_token(small(max_position_embeddings=4096), 16) == base
 
 
-def test_flops_grow_with_the_sequence_by_attention_alone() -> None:
+def test_only_attention_flops_grow_with_the_sequence() -> None:
     model = small()
     assert flops_per_token(model, 32) - flops_per_token(model, 16) == 12 * 2 * 8 * 16

@@ -124,7 +124,7 @@ def test_steps_that_change_nothing_or_are_rolled_back_are_lost(tmp_path: Path) -
     assert (found["steps_s"], found["lost_s"], found["between_s"]) == (8.0, 6.0, 9.0)
 
 
-def test_starts_from_before_accounts(tmp_path: Path) -> None:
+def test_goodput_of_starts_by_older_versions(tmp_path: Path) -> None:
     old = {"first_step": 1, "last_step": 9, "started": "2026-11-27T17:00:00+00:00", "host": "a"}
     path = tmp_path / "starts.jsonl"
     path.write_text(f"{json.dumps(old)}\n{{torn\n[]\n")

@@ -39,7 +39,7 @@ def test_every_line_survives_sigkill(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_stay_valid_json_and_come_back(
+def test_infinite_and_nan_values_survive_a_round_trip_as_valid_json(
     tmp_path: Path, odd: float
 ) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
@@ -59,7 +59,7 @@ def test_finite_rows_get_no_note() -> None:
     assert finite({"step": 1, "loss": 2.0}) == {"step": 1, "loss": 2.0}
 
 
-def test_resume_drops_what_will_run_again_and_keeps_the_old_file(tmp_path: Path) -> None:
+def test_resume_drops_rows_of_repeated_steps_and_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
         for step in (1, 2, 3, 4):
@@ -120,7 +120,7 @@ def die_in(call: str, after: bool) -> None:
 
 
 @pytest.mark.parametrize("call", ["link", "replace", "fsync"])
-def test_going_on_that_is_killed_half_way_loses_no_row(tmp_path: Path, call: str) -> None:
+def test_a_resume_killed_half_way_loses_no_row(tmp_path: Path, call: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(rows(1, 2, 3, 4))
     for after in (False, True):
@@ -253,7 +253,7 @@ def test_lines_that_are_lost_at_the_end_are_counted(tmp_path: Path) -> None:
     ("there", "first_step", "missing"),
     [((1, 2, 3), 5, 1), ((2, 2, 6), 10, 7), ((), 3, 2)],
 )
-def test_steps_without_a_line_are_said_at_each_going_on(
+def test_steps_without_a_line_are_reported_at_each_resume(
     tmp_path: Path, there: tuple[int, ...], first_step: int, missing: int
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -265,7 +265,7 @@ def test_steps_without_a_line_are_said_at_each_going_on(
         assert len(said) == 1 and lacks in said[0]
 
 
-def test_lines_that_are_lost_are_counted_though_the_file_cannot_be_closed(tmp_path: Path) -> None:
+def test_lost_lines_are_counted_even_if_the_file_cannot_be_closed(tmp_path: Path) -> None:
     said: list[str] = []
     fault, path = Fault("ESTALE", "all"), tmp_path / "metrics.jsonl"
     with (
@@ -278,7 +278,7 @@ def test_lines_that_are_lost_are_counted_though_the_file_cannot_be_closed(tmp_pa
 
 
 @limits_are_lifted()
-def test_lines_that_waited_come_back_once_and_in_order(tmp_path: Path) -> None:
+def test_delayed_lines_are_written_once_and_in_order(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
     limited(40)  # in the middle of the second line

@@ -73,7 +73,7 @@ def test_datasheet_gives_each_device_its_own_dense_peak(
         ("Tesla T4", "fp16"),
     ],
 )
-def test_what_the_table_does_not_hold_is_not_guessed(name: str, dtype: str) -> None:
+def test_a_device_missing_in_the_table_is_not_guessed(name: str, dtype: str) -> None:
     assert datasheet_peak(name, dtype) is None
 
 
@@ -97,7 +97,7 @@ GIB = 1 << 30
         ("NVIDIA L4", 58, 22, True),
     ],
 )
-def test_a_slice_with_the_whole_name_has_not_the_whole_peak(
+def test_a_slice_does_not_have_the_whole_cards_peak(
     name: str, units: int, gib: int, known: bool
 ) -> None:
     assert (datasheet_peak(name, "bf16", units, gib * GIB) is not None) is known
@@ -128,7 +128,7 @@ def test_a_cpu_is_measured_and_divided_among_its_ranks(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_measuring_leaves_the_random_numbers_alone() -> None:
+def test_measuring_does_not_change_the_random_state() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     device_peak_flops(CPU, "fp32")
@@ -162,7 +162,7 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Chip:
     return made
 
 
-def test_an_accelerator_of_the_table_has_its_datasheets_peak(chip: Chip) -> None:
+def test_an_accelerator_in_the_table_has_its_datasheets_peak(chip: Chip) -> None:
     chip.name = "NVIDIA H200"
     peak = device_peak_flops(torch.device("cuda:0"), "bf16")
     assert peak.flops == pytest.approx(989.4e12)
@@ -170,7 +170,7 @@ def test_an_accelerator_of_the_table_has_its_datasheets_peak(chip: Chip) -> None
 
 
 @pytest.mark.parametrize(("flops", "size"), [(1e15, 8192), (2e13, 4096), (1e9, 1024)])
-def test_another_is_measured_at_a_size_that_fits_its_speed(
+def test_an_unknown_accelerator_is_measured_at_a_size_that_fits_its_speed(
     flops: float, size: int, chip: Chip, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chip.name = "New Chip"
@@ -188,7 +188,7 @@ def test_another_is_measured_at_a_size_that_fits_its_speed(
     assert max(sizes) == size
 
 
-def test_memory_is_the_accelerators_and_there_is_none_of_a_cpu(
+def test_peak_memory_is_the_accelerators_and_none_on_a_cpu(
     request: pytest.FixtureRequest,
 ) -> None:
     assert peak_memory(CPU) is None

@@ -91,7 +91,7 @@ def test_a_profiled_step_is_marked_and_not_counted_in_the_throughput(tmp_path: P
     assert rows[4]["profiled"] is True and rows[4]["step_time_s"] == 100.0
 
 
-def test_summary_states_what_mfu_is_made_of_and_leaves_the_warm_up_out(tmp_path: Path) -> None:
+def test_summary_explains_mfu_and_leaves_out_the_warm_up(tmp_path: Path) -> None:
     recorder, _ = make_recorder(tmp_path, make_config(6))
     with recorder:
         recorder.start({})
@@ -149,7 +149,7 @@ def test_a_start_that_fails_shows_its_own_error(tmp_path: Path) -> None:
         recorder.start({})
 
 
-def test_the_end_of_the_block_finishes_once(tmp_path: Path) -> None:
+def test_the_recorder_finishes_once(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config(2))
     with recorder:
         recorder.start({})
@@ -160,7 +160,7 @@ def test_the_end_of_the_block_finishes_once(tmp_path: Path) -> None:
     assert screen.getvalue().count("stopped after 2 steps") == 1
 
 
-def test_a_loss_that_is_not_a_number_is_recorded_and_shown(tmp_path: Path) -> None:
+def test_a_nan_loss_is_recorded_and_shown(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config(4))
     with recorder:
         recorder.start({})
@@ -194,7 +194,7 @@ def test_resume_continues_tokens_curve_and_best_evaluation(tmp_path: Path) -> No
     assert (summary["best_eval_loss"], summary["eval_loss"]) == (1.0, 2.0)
 
 
-def test_a_step_without_a_line_counts_its_tokens_all_the_same(tmp_path: Path) -> None:
+def test_tokens_of_a_step_without_a_line_count_too(tmp_path: Path) -> None:
     first, _ = make_recorder(tmp_path, make_config(4))
     with first:
         first.start({})
@@ -253,7 +253,7 @@ def test_a_redirected_output_is_no_terminal_whatever_the_environment_says(
     assert not make_console().is_terminal
 
 
-def test_an_ascii_log_gets_ascii(tmp_path: Path) -> None:
+def test_a_log_in_ascii_gets_only_ascii(tmp_path: Path) -> None:
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii", errors="replace"), width=80)
     with Recorder(make_config(5), tmp_path, 1000.0, PEAK, console=console) as recorder:
@@ -265,7 +265,7 @@ def test_an_ascii_log_gets_ascii(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_header_and_summary_fit_the_screen_and_say_what_matters(tmp_path: Path, width: int) -> None:
+def test_header_and_summary_fit_the_screen_and_are_complete(tmp_path: Path, width: int) -> None:
     screen = io.StringIO()
     console = Console(file=screen, width=width, force_terminal=False, highlight=False)
     with Recorder(make_config(), tmp_path, 1e6, PEAK, console=console) as recorder:
@@ -325,7 +325,7 @@ def test_time_by_rank_is_in_the_panel_and_the_summary(tmp_path: Path) -> None:
     assert ["│", "rank", "2", "100", "200", "2.00", "50.0", "352", "│"] in lines
 
 
-def test_more_ranks_than_rows_are_least_mean_and_most(tmp_path: Path) -> None:
+def test_many_ranks_are_summarised_as_minimum_mean_and_maximum(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config(1))
     with recorder:
         recorder.start({})
@@ -355,7 +355,7 @@ def test_the_noise_scale_is_in_the_lines_the_summary_and_on_the_screen(tmp_path:
     assert "noise" not in first and "noise 12.3  left" in second
 
 
-def test_steps_without_a_token_to_learn_have_no_loss_and_are_said_once(tmp_path: Path) -> None:
+def test_steps_without_labels_have_no_loss_and_are_reported_once(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config(40))
     with recorder:
         recorder.start({})
@@ -389,7 +389,7 @@ def test_steps_without_a_token_to_learn_have_no_loss_and_are_said_once(tmp_path:
     assert "3 such steps so far" in plain and "loss none" in plain
 
 
-def test_skipped_steps_are_shown_counted_and_recalled(tmp_path: Path) -> None:
+def test_skipped_steps_are_shown_counted_and_summarised(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config(40))
     with recorder:
         recorder.start({})
@@ -459,7 +459,7 @@ def test_a_cpu_run_says_nothing_of_memory(tmp_path: Path) -> None:
     assert "memory" not in screen.getvalue()
 
 
-def test_before_a_checkpoint_lines_are_flushed_to_the_disk_or_go_along(tmp_path: Path) -> None:
+def test_before_a_checkpoint_lines_are_flushed_or_stored_in_it(tmp_path: Path) -> None:
     fault, path = Fault("EIO", "kind"), tmp_path / "metrics.jsonl"
     with FailingFiles(path, fault, ("write", 3)) as calls:
         recorder, _ = make_recorder(tmp_path, make_config(5))
@@ -472,7 +472,7 @@ def test_before_a_checkpoint_lines_are_flushed_to_the_disk_or_go_along(tmp_path:
         assert [json.loads(line)["step"] for line in recorder.waiting()] == [4, 5]
 
 
-def test_a_full_disk_at_the_end_is_logged_and_no_failure(tmp_path: Path) -> None:
+def test_a_full_disk_at_the_end_is_logged_and_does_not_fail_the_run(tmp_path: Path) -> None:
     recorder, screen = make_recorder(tmp_path, make_config(2))
 
     def full(path: Path, content: bytes) -> None:
@@ -488,7 +488,7 @@ def test_a_full_disk_at_the_end_is_logged_and_no_failure(tmp_path: Path) -> None
     assert "summary.json cannot be written (No space left on device)" in text
 
 
-def test_rows_that_lack_figures_are_not_taken_up(tmp_path: Path) -> None:
+def test_rows_with_missing_figures_are_ignored_on_resume(tmp_path: Path) -> None:
     figures = (1, 2.0, 0.5, 1e-3, 4096, 1.0, 0.1, 0.1)
     good = dict(zip(STEP, figures, strict=True))
     odd = [{"step": 2}, good | {"step": 2, "loss": "x"}, good | {"step": 2, "nonfinite": 3}]

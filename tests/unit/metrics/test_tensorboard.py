@@ -110,7 +110,7 @@ def test_without_the_purge_a_step_would_be_twice(
 
 
 @pytest.mark.slow
-def test_a_start_over_and_a_logger_that_comes_late_have_every_step_once(tmp_path: Path) -> None:
+def test_a_restart_from_step_1_and_a_late_logger_have_every_step_once(tmp_path: Path) -> None:
     session(tmp_path, 1, 3, name="none").finish()
     session(tmp_path, 4, 5).finish()
     assert sorted(curves(tmp_path)["train/loss"]) == [1, 2, 3, 4, 5]
@@ -155,7 +155,7 @@ def test_loggers_are_a_word_or_a_list() -> None:
     assert without_alias("logger=wandb") == "logger=wandb"
 
 
-def test_figures_have_names_in_their_sections_and_nulls_have_none() -> None:
+def test_figures_are_named_by_section_and_nulls_are_left_out() -> None:
     figures = {"loss": None, "perplexity": 3.0, "tokens": 7, "nonfinite": {"loss": "inf"}}
     line = {"step": 5, "eval_loss": None, "tokens": 9, "valid": {"web": figures}}
     found = {"valid/web/loss": math.inf, "valid/web/perplexity": 3.0, "valid/web/tokens": 7}

@@ -122,7 +122,7 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     assert several == f"wandb sync {run_dir / 'wandb'}/offline-run-*"
 
 
-def test_wandbs_variables_win_over_what_nobody_typed(
+def test_wandbs_variables_set_keys_that_are_not_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep's agent gives the id: otherwise the run would be another one outside of the sweep."""
@@ -172,7 +172,7 @@ def test_wandb_mode_disabled_leaves_nothing_of_wandb(
     assert "disabled by WANDB_MODE" in capfd.readouterr().out
 
 
-def test_a_mistake_of_ours_is_no_failure_of_wandb_and_fails_the_run_there_too(
+def test_an_error_of_the_run_also_fails_the_wandb_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes = []
@@ -392,7 +392,7 @@ def test_wandbs_own_resume_and_steps_do_not_keep_rows_whole(tmp_path: Path, logg
         assert [step for step, count in times.items() if count > 1]
 
 
-def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
+def test_the_later_last_step_of_server_and_file_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
@@ -420,7 +420,7 @@ def test_the_servers_last_step_counts_where_it_is_further_than_the_files(
     assert [row["step"] for row in logged] == [3]
 
 
-def test_a_wandb_file_that_cannot_be_read_makes_a_run_of_its_own_rather_than_log_twice(
+def test_an_unreadable_wandb_file_leads_to_a_separate_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"

@@ -115,7 +115,7 @@ def test_a_compiled_block_has_the_kernel_in_its_graphs(attend: Attend) -> None:
         torch.testing.assert_close(found, usual, rtol=1e-12, atol=1e-12)
 
 
-def test_flags_are_those_of_the_kernel_inside_and_of_before_outside() -> None:
+def test_kernel_flags_are_set_inside_and_restored_outside() -> None:
     flags = torch.backends.cuda
     with allowed(NOT_CUDNN):
         assert flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled()
@@ -148,7 +148,7 @@ def test_layers_are_built_with_the_chosen_kernel() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["flash", "math", "cudnn", "fa3"])
-def test_verify_asks_for_it_in_the_runs_own_precision_alone(kernel: str) -> None:
+def test_verify_uses_the_kernel_only_in_the_runs_precision(kernel: str) -> None:
     kernels = {
         made.precision.name: made.attention_kernel for made, _ in variants(config(kernel), 2)
     }
@@ -195,7 +195,7 @@ def test_auto_leaves_out_cudnn_where_it_is_reported_to_be_wrong(
     assert choose_kernel(Blueprint.of(made), CUDA) == "auto"
 
 
-def test_a_start_says_so_in_a_line(
+def test_a_start_logs_that_cudnn_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     groups = ProcessGroups.single()
@@ -206,7 +206,7 @@ def test_a_start_says_so_in_a_line(
         assert said.count("\n") == said.count("attention_kernel=auto excludes cuDNN") == lines
 
 
-def test_cudnn_by_name_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_by_name_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     shows(monkeypatch, (10, 0))
     monkeypatch.setattr(attention, "_try", lambda *_: None)
     assert choose_kernel(Blueprint.of(config("cudnn")), CUDA) == "cudnn"
@@ -230,7 +230,7 @@ def test_a_kernel_that_does_not_run_here_is_refused_in_a_sentence() -> None:
     assert "this CPU" in sentence and "attention_kernel=auto" in sentence
 
 
-def test_one_whose_backward_fails_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_whose_backward_fails_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
     class Forward(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def test_one_whose_backward_fails_is_refused_too(monkeypatch: pytest.MonkeyPatch
         assert "(no execution plan);" in refusal(config("flash"))
 
 
-def test_what_is_tried_has_the_heads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_has_the_number_of_heads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple] = []
 
     def attend(qkv: Tensor, *how: Any, kernel: str) -> Tensor:

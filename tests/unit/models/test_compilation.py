@@ -16,7 +16,7 @@ from tests.unit.models.test_recompute import NOTHING, hidden, middle_stage
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_accelerator", [False, True])
-def test_ranks_take_turns_on_a_cpu_alone(
+def test_ranks_take_turns_to_compile_on_a_cpu_only(
     on_accelerator: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Puts the locks in `tmp_path`; the compiler itself keeps its cache, and so its headers."""

@@ -18,7 +18,7 @@ def samples(*numbers: int) -> Tensor:
     return torch.tensor(numbers)
 
 
-def test_masks_are_those_of_the_formula() -> None:
+def test_masks_follow_the_formula() -> None:
     numbers = (0, 7, 2**33 + 5)
     hidden, probabilities = torch.randn(3, 5, 40).double(), torch.rand(3, 2, 5, 5).double() + 1
     for x in (hidden, probabilities):
@@ -36,7 +36,7 @@ def test_a_probability_next_to_1_drops_everything(p: float) -> None:
     assert not Dropout(1, "a", p)(x, samples(0, 1)).any()
 
 
-def test_parts_have_the_masks_of_the_whole() -> None:
+def test_a_parts_mask_is_a_part_of_the_whole_mask() -> None:
     x, numbers = torch.ones(4, 8, 6, 10), samples(4, 5, 6, 7)
     whole = Dropout(1, "a", 0.4)(x, numbers)
     heads = Dropout(1, "a", 0.4, first_head=4)(x[:, 4:], numbers)
@@ -67,14 +67,14 @@ def test_seed_site_and_sample_change_the_mask() -> None:
     assert 0.4 < (Dropout(1, "a", 0.5)(x, samples(4)) == base).float().mean() < 0.6
 
 
-def test_the_gradient_has_the_mask_of_the_value() -> None:
+def test_the_gradient_has_the_same_mask_as_the_value() -> None:
     x = torch.randn(2, 8, 16, requires_grad=True)
     y = Dropout(1, "a", 0.3)(x, samples(0, 1))
     (grad,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(grad, y.detach() / x.detach())
 
 
-def test_without_samples_nothing_is_dropped() -> None:
+def test_without_sample_indices_nothing_is_dropped() -> None:
     x = torch.randn(2, 8, 16)
     assert Dropout(1, "a", 0.3)(x, None) is x
     qkv = torch.randn(2, 8, 3 * 16).double()

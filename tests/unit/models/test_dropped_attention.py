@@ -64,7 +64,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, apart: bool) -> Tensor:
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, LENGTH])
-def test_values_and_gradients_are_the_formula_s(rows: int, apart: bool) -> None:
+def test_values_and_gradients_follow_the_formula(rows: int, apart: bool) -> None:
     inputs = leaves(2, 3, LENGTH, 4)
     grad = torch.randn(2, 3, LENGTH, 4, dtype=torch.float64)
     results = []
@@ -101,7 +101,7 @@ def test_gradients_are_finite_differences() -> None:
 
 
 @pytest.mark.slow
-def test_the_compiler_s_operator_has_the_same_bits() -> None:
+def test_the_compilers_operator_has_the_same_bits() -> None:
     inputs, drop = leaves(2, 3, LENGTH, 4), Dropout(7, SITE, P, first_head=1)
     where = (documents().starts, None, torch.tensor(NUMBERS), drop.site, 1, P)
     y, operated = ours(*inputs, True), torch.ops.parallel3d.dropped_attention(*inputs, *where)

@@ -32,7 +32,7 @@ def test_rms_norm_is_pytorchs() -> None:
     assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3), (x, w))
 
 
-def test_a_sum_with_its_norm_is_both_apart() -> None:
+def test_the_fused_sum_and_norm_equal_separate_ones() -> None:
     x, y, w = leaf(2, 3, 8), leaf(3, 2, 8).detach().view(2, 3, 8).requires_grad_(), leaf(8)
     expected = x + y, F.rms_norm(x + y, (8,), w, 1e-3)
     torch.testing.assert_close(add_rms_norm(x, y, w, 1e-3), expected)
@@ -134,7 +134,7 @@ def test_attention_gradients_are_finite_differences(heads: int, kv_heads: int) -
     )
 
 
-def test_attention_takes_half_precision() -> None:
+def test_attention_works_in_half_precision() -> None:
     qkv = leaf(2, 9, (4 + 2 * 2) * 4)
     ours = causal_attention(qkv.bfloat16(), 4, 2, 4, None)
     assert ours.dtype == torch.bfloat16

@@ -90,12 +90,12 @@ KEPT = {
 
 
 @pytest.mark.parametrize("way", KEPT)
-def test_each_part_leaves_out_what_it_says(way: str) -> None:
+def test_each_recomputed_part_is_not_kept(way: str) -> None:
     assert kept_bytes(middle_stage(way)) == KEPT[way] * INPUTS
 
 
 @pytest.mark.parametrize("way", ["[norm,attention]", "full"])
-def test_some_layers_recompute_and_the_others_keep_what_they_kept(way: str) -> None:
+def test_some_layers_recompute_and_the_others_keep_everything(way: str) -> None:
     none, full = (kept_bytes(middle_stage(how)) for how in ("none", way))
     for first in range(LAYERS + 1):
         kept = kept_bytes(middle_stage(way, first=first))
@@ -111,7 +111,7 @@ def test_how_many_layers_of_a_stage_recompute(given: tuple[int, ...], counts: li
 
 
 @pytest.mark.slow
-def test_compiled_blocks_keep_as_little_and_run_no_more_again() -> None:
+def test_compiled_blocks_keep_as_little_and_repeat_as_little() -> None:
     """Tests a graph of two layers, recomputed in parts and as a whole."""
     stage, calls = middle_stage("[norm,attention,mlp]", layers=2), Counter()
     stage.layers["1"] = middle_stage("full", layers=2).layers["1"]
@@ -141,7 +141,7 @@ def gradients(stage: Stage) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recompute", [*KEPT][1:])
-def test_gradients_are_those_without_it_bit_for_bit(recompute: str) -> None:
+def test_gradients_with_recomputation_are_bit_equal(recompute: str) -> None:
     plain, again = gradients(middle_stage()), gradients(middle_stage(recompute))
     assert plain.keys() == again.keys()
     for name, grad in plain.items():

@@ -62,7 +62,7 @@ def padded(tp: int) -> ParameterSpec:
         (norm_of_heads, False, 12),
     ],
 )
-def test_copies_are_numbered_once_each_and_one_is_the_first(
+def test_each_copy_has_its_own_number_and_one_is_the_first(
     spec_of: object, is_tied: bool, holders: int
 ) -> None:
     found: dict[object, list[Copies]] = defaultdict(list)
@@ -80,13 +80,13 @@ def test_copies_are_numbered_once_each_and_one_is_the_first(
         assert sum(c.is_first for c in copies) == 1
 
 
-def test_what_is_stepped_in_shards_has_no_copies_over_data() -> None:
+def test_sharded_parameters_have_no_copies_over_dp() -> None:
     tp = Group("tp", (0, 1), 1, None)
     assert CopyGroups(SINGLE, tp).of(split(1), shard(2, 2)) == Copies(0, 1)
     assert CopyGroups(SINGLE, tp).of(replicated(1), shard(8, 0)) == Copies(1, 2)
 
 
-def test_a_run_ends_where_copies_change_and_padding_goes_with_it() -> None:
+def test_a_run_ends_where_copies_change_and_includes_padding() -> None:
     spec = ParameterSpec(
         (6, 4),
         (shard(2, 2), ShardSpec("y", (2, 4), (0, 0), (2, 4), row=2, tp_replicas=2)),

@@ -62,7 +62,7 @@ def test_seed_and_name_change_the_values_and_rows_differ() -> None:
             assert (a == b).float().mean() < 0.01
 
 
-def test_values_have_the_asked_deviation() -> None:
+def test_values_have_the_given_deviation() -> None:
     values = draw(3, "w", (1024, 1024), (0, 0), (1024, 1024))
     assert values.mean().abs() < 1e-4
     assert values.std().item() == pytest.approx(0.02, rel=0.01)
@@ -174,7 +174,7 @@ def fused() -> ParameterSpec:
 
 
 @pytest.mark.parametrize(("first", "rows"), [(0, 305), (0, 0), (270, 35), (299, 2), (301, 4)])
-def test_rows_of_a_parameter_are_those_of_the_whole(first: int, rows: int) -> None:
+def test_rows_of_a_parameter_equal_those_of_the_full_one(first: int, rows: int) -> None:
     init, spec = Initializer(3, torch.float64, CPU), fused()
     whole = init.values(spec)
     assert whole[:300].ne(0).all() and whole[302:].eq(0).all()
@@ -203,7 +203,7 @@ def add_rounded(out: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
-def test_an_accelerators_products_reach_fp32_unrounded(
+def test_an_accelerators_gemm_adds_in_fp32_without_rounding(
     kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stands in for `torch.addmm(out_dtype=…)`, which no CPU has, with the same result."""
@@ -249,7 +249,7 @@ def test_a_product_beyond_fp16_is_finite_in_fp32(monkeypatch: pytest.MonkeyPatch
     assert (wide == 160000.0).all()
 
 
-def test_where_the_kernel_is_missing_products_are_added_as_they_come(
+def test_without_the_kernel_rounded_products_are_added(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grad, x = factors(torch.bfloat16)

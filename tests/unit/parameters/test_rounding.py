@@ -59,7 +59,7 @@ def test_rounding_has_no_bias_and_leaves_bf16_as_it_is() -> None:
     assert torch.equal(stored(exact.double(), noise), exact)
 
 
-def test_bits_and_rounding_are_those_of_the_reference() -> None:
+def test_bits_and_rounding_equal_the_reference() -> None:
     """Holds also for tiny numbers, whose neighbours are equally far, and for fp64."""
     generator = torch.Generator().manual_seed(0)
     shape = (40, 30)
@@ -92,7 +92,7 @@ def test_bits_follow_the_element_wherever_a_shard_begins() -> None:
     assert not stored(torch.zeros(20), padding).any()
 
 
-def test_large_matrices_are_cut_into_pieces_of_equal_bits() -> None:
+def test_cutting_large_matrices_into_pieces_does_not_change_bits() -> None:
     rows = 3 * AT_ONCE // 64
     shard = ShardSpec("w", (rows, 64), (0, 0), (rows, 64))
     spec = ParameterSpec((rows, 64), (shard,), replicated=False)
@@ -106,7 +106,7 @@ def test_large_matrices_are_cut_into_pieces_of_equal_bits() -> None:
     assert not torch.equal(first, bits_of(segment, 1, 1))
 
 
-def test_a_small_second_moment_still_grows_and_the_update_is_of_unrounded_states() -> None:
+def test_a_small_second_moment_grows_and_the_update_uses_unrounded_states() -> None:
     """0.999 of a moment is nearer to it than to its neighbour: rounding to the nearest would not
     change it."""
     shape = (64, 100)

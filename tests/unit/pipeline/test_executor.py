@@ -63,7 +63,7 @@ PLANS = [make("interleaved", 1, MICROBATCHES, 3), make("interleaved_zb", 1, MICR
 
 
 @pytest.mark.parametrize("schedule", PLANS, ids=lambda schedule: schedule.name)
-def test_modules_in_a_row_have_the_gradients_of_one_module(schedule: Any) -> None:
+def test_stages_in_a_row_have_the_gradients_of_one_module(schedule: Any) -> None:
     executor, stages = made()
     total = executor.train_step(schedule.program()[0], batch, torch.tensor(0.5))
     mine = [p.grad for p in stages[0].parameters()]
@@ -100,7 +100,7 @@ def test_outputs_of_another_shape_than_the_message_are_refused() -> None:
         made("shape")[0].train_step(PLANS[0].program()[0], batch, torch.tensor(0.5))
 
 
-def test_a_message_holds_the_tensors_and_a_single_one_as_it_is() -> None:
+def test_a_message_packs_several_tensors_and_sends_a_single_one_directly() -> None:
     several = StageOutputs(((2, 3), (), (4,)), torch.float)
     tensors = torch.randn(2, 3), torch.randn(()), torch.randn(4)
     message = several.message(tensors)
@@ -123,7 +123,7 @@ def test_a_micro_batch_is_loaded_once_for_all_stages_of_a_rank() -> None:
     assert not batches.held, "what the last chunk has read is kept no longer"
 
 
-def test_the_next_micro_batch_is_loaded_ahead_where_that_is_asked_for() -> None:
+def test_the_next_micro_batch_is_loaded_ahead_if_asked_for() -> None:
     loaded: list[int] = []
     batches = MicroBatches(lambda m: loaded.append(m) or (m,), [2, 0, 1])
     assert batches.take() == (2,)

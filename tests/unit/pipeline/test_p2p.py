@@ -53,7 +53,7 @@ def test_a_group_of_messages_is_one_batch_whose_handle_all_share(
     assert batches.works[0].waits == 2
 
 
-def test_gradients_have_a_communicator_and_a_batch_of_their_own(
+def test_gradients_have_a_separate_communicator_and_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An activation that waits for a late reader does not delay a gradient that has arrived."""
@@ -72,7 +72,9 @@ def test_gradients_have_a_communicator_and_a_batch_of_their_own(
     assert [work.waits for work in batches.works] == [2, 1]
 
 
-def test_the_baseline_latency_is_measured_as_messages_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_baseline_latency_is_measured_with_the_same_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batches = Batches(monkeypatch)
     for first, ways in ((True, [dist.isend, dist.irecv]), (False, [dist.irecv, dist.isend])):
         batches.said.clear()

@@ -87,7 +87,7 @@ def test_a_run_from_before_a_key_was_removed_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_of_the_same_second_do_not_meet(tmp_path: Path) -> None:
+def test_runs_of_the_same_second_have_different_names(tmp_path: Path) -> None:
     names = {make_run_directory(config(tmp_path))[1].name for _ in range(5)}
     assert len(names) == 5
 
@@ -147,7 +147,7 @@ def test_a_run_resumes_with_another_layout_and_keeps_every_configuration(tmp_pat
 
 
 @pytest.mark.slow
-def test_run_that_cannot_go_on_is_refused_with_the_differing_keys(tmp_path: Path) -> None:
+def test_a_run_that_cannot_resume_is_refused_with_the_differing_keys(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     _, directory = make_run_directory(mine)
     (directory / "checkpoints" / "step-00000004").mkdir(parents=True)  # otherwise nothing binds it
@@ -163,7 +163,7 @@ def test_run_that_cannot_go_on_is_refused_with_the_differing_keys(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_run_that_is_over_and_has_no_checkpoint_is_not_done_again(tmp_path: Path) -> None:
+def test_a_finished_run_without_a_checkpoint_is_not_repeated(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     for ending in ("failed", "stopped"):
         (directory / "summary.json").write_text(json.dumps({"status": ending}))
@@ -211,9 +211,7 @@ def test_directory_with_results_is_never_discarded(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("torn", ["", "tp: 2\nmodel: {", "ru", "\0" * 64, "tp: two"])
-def test_torn_newest_configuration_is_passed_over_for_an_older_one(
-    tmp_path: Path, torn: str
-) -> None:
+def test_a_torn_newest_configuration_is_skipped_for_an_older_one(tmp_path: Path, torn: str) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     (directory / "config-2.yaml").write_text(torn)
     changed = dataclasses.replace(mine, tp=1)
@@ -228,7 +226,7 @@ def test_torn_newest_configuration_is_passed_over_for_an_older_one(
 
 
 @pytest.mark.slow
-def test_torn_configuration_is_passed_over_for_a_checkpoints(tmp_path: Path) -> None:
+def test_a_torn_configuration_is_skipped_for_a_checkpoints(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     folder = directory / "checkpoints" / "step-00000004"
     folder.mkdir(parents=True)
@@ -300,7 +298,7 @@ def test_second_start_under_torchrun_leaves_the_first_ones_folder(tmp_path: Path
     os.close(lock)
 
 
-def test_rank_0_alone_reports_a_refusal_and_other_ranks_stop_asking(
+def test_only_rank_0_reports_a_refusal_and_other_ranks_stop_asking(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If a store is gone, torch itself prints whole pages."""
@@ -317,7 +315,7 @@ def test_rank_0_alone_reports_a_refusal_and_other_ranks_stop_asking(
         assert capsys.readouterr().err.count("is not a run directory") == says
 
 
-def test_ranks_take_the_source_of_rank_0_and_other_keys_are_refused(tmp_path: Path) -> None:
+def test_ranks_use_rank_0s_source_and_refuse_other_differences(tmp_path: Path) -> None:
     """A source that still trains may have saved in between; a host may not see the run's folder."""
     mine, inner = config(tmp_path, run="mine", dp=3, init_from="old@3"), HashStore()
     deeper = dataclasses.replace(mine.model, num_layers=9)
@@ -357,7 +355,7 @@ def test_run_folder_of_another_user_is_refused(
             attempt(mine, may_resume=True)
 
 
-def test_run_folder_is_ours_where_the_file_system_gives_all_files_another_owner(
+def test_a_run_folder_is_accepted_on_a_file_system_with_one_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, _ = make_run_directory(config(tmp_path, run="mine"))
@@ -381,7 +379,7 @@ def test_links_in_a_run_folder_are_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torn_summary_says_nothing(tmp_path: Path) -> None:
+def test_a_torn_summary_is_ignored(tmp_path: Path) -> None:
     mine, directory = make_run_directory(config(tmp_path, run="mine"))
     for torn in ('{"status": "fin', "[]", "\0\0", ""):
         (directory / "summary.json").write_text(torn)
@@ -431,7 +429,7 @@ def test_killed_or_failed_start_leaves_the_name_free(
     assert run_names(directory.parent) == ["mine"]
 
 
-def test_of_two_starts_in_one_instant_the_loser_is_told_of_the_other(
+def test_the_later_of_two_simultaneous_starts_is_refused_with_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = config(tmp_path, run="mine")

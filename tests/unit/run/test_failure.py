@@ -49,17 +49,17 @@ def caught(run) -> Exception:
         "RuntimeError: Timed out waiting 1000ms for recv operation to complete",
     ],
 )
-def test_echo_is_not_the_cause_though_it_was_first(echo: str) -> None:
+def test_a_consequence_is_not_the_cause_even_if_it_came_first(echo: str) -> None:
     assert root_cause([error(0, echo, 1.0), error(3, "ValueError: boom", 2.0)]).rank == 3
 
 
-def test_echo_says_that_it_is_one() -> None:
+def test_a_consequence_is_reported_as_one() -> None:
     gloo = "[/gloo/tcp/pair.cc:5] Connection closed by peer [::1]:7. This is typically caused by x"
     said = from_exception(CONFIG, worker(0), RuntimeError(gloo)).sentence()
     assert said.endswith("RuntimeError: Connection closed by peer [::1]:7; another rank went first")
 
 
-def test_out_of_memory_names_what_needs_less() -> None:
+def test_out_of_memory_names_settings_that_need_less() -> None:
     said = (
         "CUDA out of memory. Tried to allocate 960.00 MiB. GPU 0 has a total capacity of 139.80 "
         "GiB of which 709.12 MiB is free. If reserved but unallocated memory is large try setting "
@@ -78,7 +78,7 @@ def test_out_of_memory_names_what_needs_less() -> None:
     assert "needs less" not in sentence(8, phase="generating"), "which has no micro-batches"
 
 
-def test_first_of_equals_is_the_cause() -> None:
+def test_the_first_of_equal_failures_is_the_cause() -> None:
     assert root_cause([error(1, "ValueError: b", 2.0), error(2, "ValueError: a", 1.0)]).rank == 2
 
 
@@ -100,7 +100,7 @@ def test_sentence_names_rank_coordinates_host_phase_and_place() -> None:
     assert "TypeError" in words
 
 
-def test_killed_rank_is_said_by_the_signals_name() -> None:
+def test_a_killed_rank_is_reported_with_the_signals_name() -> None:
     assert "rank 2 (pp 0, dp 1, tp 0) on " in from_exit(LAYOUT, 2, -9).sentence()
     assert "was killed by SIGKILL" in from_exit(LAYOUT, 2, -9).sentence()
     assert "was killed by SIGSEGV" in from_exit(LAYOUT, 2, -11).sentence()
@@ -142,7 +142,7 @@ def test_record_is_read_back_with_its_traceback(tmp_path: Path) -> None:
     assert "in closest" in Path(written.traceback_file).read_text()
 
 
-def test_torchrun_is_told_in_its_own_format(tmp_path: Path) -> None:
+def test_torchrun_gets_the_failure_in_its_own_format(tmp_path: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     file = tmp_path / "error.json"
@@ -223,13 +223,13 @@ def test_a_launcher_does_not_wait_for_a_dead_disk(
     assert cause.rank == 1 and "was killed by SIGKILL" in cause.error
 
 
-def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
+def test_file_names_that_are_no_text_are_reported(tmp_path: Path) -> None:
     odd = from_exception(CONFIG, worker(0), OSError("no file \udcff"))
     failure.write(odd, OSError("no file \udcff"), tmp_path)
     assert failure.read_all(tmp_path)[0].error == "OSError: no file \\udcff"
 
 
-def test_a_folder_that_was_removed_is_not_made_again(
+def test_a_removed_run_folder_is_not_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rank 0 removes the folder of a run that never began; its peers' failures make no run."""

@@ -64,7 +64,7 @@ def test_generate_says_that_checkpoints_cannot_be_listed(
 
 
 @pytest.mark.parametrize("call", ["list_checkpoints", "keep_failures"])
-def test_no_restart_on_a_disk_that_cannot_be_used(
+def test_no_restart_on_an_unusable_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
@@ -74,7 +74,7 @@ def test_no_restart_on_a_disk_that_cannot_be_used(
     assert said == [f"no restart, as {tmp_path} cannot be used (ESTALE: Stale file handle)"]
 
 
-def test_folder_that_cannot_be_looked_at_is_not_discarded_and_raises_nothing(
+def test_an_unreadable_folder_is_not_discarded_and_raises_nothing(
     run: Config, tmp_path: Path
 ) -> None:
     with FailingFiles(tmp_path, Fault("EIO", "all"), ("listdir", 0)) as calls:
@@ -94,7 +94,7 @@ def test_errors_of_the_launcher_are_sentences_without_a_traceback(
     assert said == "parallel3d: /data/runs cannot be used: EIO: Input/output error.\n"
 
 
-def test_ls_says_what_it_could_not_read(
+def test_ls_reports_unreadable_files(
     run: Config, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "run" / "metrics.jsonl").touch()
@@ -117,7 +117,7 @@ def test_leftovers_of_killed_starts_are_removed_after_a_day(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("lasts", ["once", "kind"])
-def test_line_whose_write_was_done_and_called_failed_is_there_once(
+def test_a_line_that_was_written_but_reported_as_failed_is_there_once(
     tmp_path: Path, lasts: str
 ) -> None:
     said: list[str] = []
@@ -130,7 +130,7 @@ def test_line_whose_write_was_done_and_called_failed_is_there_once(
     assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_place_of_a_stack_asks_no_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finding_the_place_of_a_stack_reads_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames without a file would be looked up in the working directory, which may not answer."""
     for call in ("stat", "lstat", "readlink"):
         monkeypatch.setattr(os, call, refuse)
@@ -139,7 +139,7 @@ def test_place_of_a_stack_asks_no_file_system(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_start_that_gets_no_answer_ends_with_a_sentence() -> None:
+def test_a_start_on_a_hanging_disk_ends_with_a_sentence() -> None:
     with or_end(30, "no answer"):
         pass
     code = "import time; from parallel3d.run.launch import or_end\nwith or_end(0.2, 'no answer'):"

@@ -62,7 +62,7 @@ def begun(run_dir: Path) -> None:
     ],
     ids=["start", "start the ranks again", "find the cause", "remove an unused run"],
 )
-def test_every_call_that_fails_is_a_users_error_or_none(
+def test_every_failing_call_is_a_user_error_or_ignored(
     config: Config, is_begun: bool, act: Callable[[Config, Path], object]
 ) -> None:
     """Existing files stay or are removed whole: the next start finds a run's folder or none."""
@@ -97,7 +97,7 @@ def test_every_call_that_fails_is_a_users_error_or_none(
         os.close(lock)
 
 
-def test_a_lock_that_fails_is_no_second_start(
+def test_a_failing_lock_is_not_read_as_a_second_start(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, run_dir = make_run_directory(config)
@@ -115,7 +115,7 @@ def test_a_lock_that_fails_is_no_second_start(
     os.close(lock)
 
 
-def test_a_cache_folder_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_cache_folder_is_refused(tmp_path: Path) -> None:
     book, folder = tmp_path / "book.txt", tmp_path / "cache"
     book.write_text("one bottle of beer on the wall, " * 99)
     folder.mkdir()
@@ -128,7 +128,7 @@ def test_a_cache_folder_that_cannot_be_looked_at_is_refused(tmp_path: Path) -> N
         check_data(data, 32)
 
 
-def test_a_claim_alone_does_not_keep_an_unused_run(config: Config) -> None:
+def test_an_unused_run_with_only_a_claim_is_removed(config: Config) -> None:
     _, run_dir = make_run_directory(config)
     assert Lease(run_dir, "a").take() == []
     discard_unused(run_dir)

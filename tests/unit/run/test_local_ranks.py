@@ -31,7 +31,7 @@ def sleep_for_long(rank: int, starts: int) -> int:
 
 
 @pytest.mark.slow
-def test_ranks_that_do_well_are_no_failures() -> None:
+def test_successful_ranks_are_no_failures() -> None:
     assert LocalRanks(3, lambda rank, starts: 0).run() == {}
 
 
@@ -56,7 +56,7 @@ def test_a_start_is_reported_once_all_ranks_have_joined() -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_rank_ends_the_others_and_is_alone_to_blame() -> None:
+def test_a_failed_rank_ends_the_others_and_is_the_only_failure() -> None:
     ranks = LocalRanks(3, lambda rank, starts: 5 if rank == 1 else sleep_for_long(rank, starts))
     assert ranks.run() == {1: 5}
     assert [process.exitcode for process in ranks.ranks] == [-END_SIGNAL, 5, -END_SIGNAL]
@@ -77,7 +77,7 @@ def test_a_rank_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_ranks_are_started_again_as_often_as_is_decided(tmp_path: Path) -> None:
+def test_ranks_are_restarted_as_often_as_decided(tmp_path: Path) -> None:
     def live(rank: int, starts: int) -> int:
         (tmp_path / f"{rank}.{starts}").touch()
         return 7 if rank == 0 and starts < 2 else 0
@@ -114,7 +114,7 @@ def test_a_signal_ends_ranks_that_cannot_stop(tmp_path: Path) -> None:
     assert ranks.ranks[0].exitcode == -END_SIGNAL
 
 
-def test_a_signal_asks_ranks_that_can_stop_and_a_restart_does_not_follow(tmp_path: Path) -> None:
+def test_ranks_that_can_stop_are_asked_to_and_not_restarted(tmp_path: Path) -> None:
     def live(rank: int, starts: int) -> int:
         stop = StopSignals()
         stop.install()
@@ -128,7 +128,7 @@ def test_a_signal_asks_ranks_that_can_stop_and_a_restart_does_not_follow(tmp_pat
     assert ranks.asked == signal.SIGUSR1
 
 
-def test_ranks_that_were_asked_and_do_not_stop_in_time_are_ended(tmp_path: Path) -> None:
+def test_ranks_that_do_not_stop_in_time_are_killed(tmp_path: Path) -> None:
     def live(rank: int, starts: int) -> int:
         StopSignals().install()
         (tmp_path / "there").touch()

@@ -38,7 +38,7 @@ def test_without_a_checkpoint_the_run_ends(tmp_path: Path) -> None:
     assert not Restarts(tmp_path, 2, print).decide(KILLED)
 
 
-def test_same_error_at_the_same_step_is_not_tried_a_third_time(restarts: Restarts) -> None:
+def test_the_same_error_at_the_same_step_is_not_retried_a_third_time(restarts: Restarts) -> None:
     assert restarts.decide(failed("ValueError: odd"))
     assert not restarts.decide(failed("ValueError: odd"))
     assert restarts.decide(failed("ValueError: odd", phase="train step 8"))

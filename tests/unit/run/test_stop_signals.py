@@ -30,18 +30,18 @@ def sent(*numbers: signal.Signals) -> StopSignals:
     return stop
 
 
-def test_a_lost_terminal_asks_as_a_preemption_does() -> None:
+def test_a_lost_terminal_acts_like_a_preemption() -> None:
     stop = sent(HUP)
     assert (stop.number, stop.requeues, stop.name) == (HUP, True, "SIGHUP")
 
 
-def test_nohup_stays() -> None:
+def test_nohup_is_respected() -> None:
     signal.signal(HUP, signal.SIG_IGN)
     assert sent(HUP).number is None
     assert signal.getsignal(HUP) == signal.SIG_IGN
 
 
-def test_one_interrupt_after_another_signal_is_the_first() -> None:
+def test_an_interrupt_after_another_signal_counts_as_the_first_interrupt() -> None:
     stop = sent(TERM, INT)
     assert stop.number == TERM
     with pytest.raises(KeyboardInterrupt):
@@ -66,7 +66,7 @@ def test_launcher_has_its_ranks_save_before_they_end(launcher: LocalRanks) -> No
     assert (launcher.asked, launcher.handed_on) == (HUP, [HUP])
 
 
-def test_launcher_counts_interrupts_alone(launcher: LocalRanks) -> None:
+def test_the_launcher_counts_only_interrupts(launcher: LocalRanks) -> None:
     launcher._ask_to_stop(TERM, None)
     launcher._ask_to_stop(INT, None)
     with pytest.raises(Stopped):
@@ -74,6 +74,6 @@ def test_launcher_counts_interrupts_alone(launcher: LocalRanks) -> None:
     assert launcher.handed_on == [TERM, INT]
 
 
-def test_an_evaluation_alone_ends_at_once() -> None:
+def test_a_run_that_only_evaluates_ends_at_once() -> None:
     assert has_steps("train", TrainConfig())
     assert not has_steps("train", TrainConfig(eval_only=True))

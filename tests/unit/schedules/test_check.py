@@ -44,7 +44,7 @@ def split_groups(program: PipelineProgram, sends_first: Callable[[int], bool]) -
 
 @pytest.mark.parametrize("name", IN_ORDER)
 @pytest.mark.parametrize("stages", range(1, 9))
-def test_every_schedule_is_sound_and_costs_what_theory_says(name: str, stages: int) -> None:
+def test_every_schedule_is_valid_and_costs_as_much_as_theory(name: str, stages: int) -> None:
     for microbatches in range(1, 17):
         report = check(make(name, stages, microbatches).program(), microbatches)
         assert report.messages == 2 * (stages - 1) * microbatches
@@ -165,7 +165,7 @@ def test_wrong_order_on_a_rank_is_caught(ranks: tuple[str, ...], sentence: str) 
         (("F0.1 B0",), "rank 0 has F0.1, but chunks are 0 to 0"),
     ],
 )
-def test_actions_alien_to_their_rank_are_caught(ranks: tuple[str, ...], sentence: str) -> None:
+def test_actions_on_the_wrong_rank_are_caught(ranks: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(ScheduleError, match=sentence):
         check(plan_of(*ranks))
 
@@ -200,14 +200,14 @@ def test_both_receiving_first_deadlocks(stages: int) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
-def test_mirrored_order_is_no_deadlock(stages: int) -> None:
+def test_a_mirrored_order_is_no_deadlock(stages: int) -> None:
     """Even ranks send first and odd ones receive first, which the checker must accept."""
     check(
         split_groups(make("1f1b", stages, 16).program(), sends_first=lambda rank: rank % 2 == 0), 16
     )
 
 
-def test_message_held_back_over_a_group_deadlocks() -> None:
+def test_a_message_held_back_while_its_receivers_group_waits_deadlocks() -> None:
     """Rank 0 needs its first gradient before it sends what the gradient depends on."""
     program = plan_of("F0 F1 SF0 RB0 B0 SF1 RB1 B1", "RF0+RF1 F0 B0 SB0 F1 B1 SB1")
     with pytest.raises(ScheduleError, match=r"rank 1 is in group .RF0 RF1. and waits to get RF1"):

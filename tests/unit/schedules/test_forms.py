@@ -41,7 +41,7 @@ def test_loops_and_vs_hold_each_stage_once() -> None:
 
 
 @pytest.mark.parametrize("name", NAMED_SCHEDULES)
-def test_every_form_is_sound_at_any_size(name: str) -> None:
+def test_every_schedule_is_valid_at_any_size(name: str) -> None:
     for ranks, chunks in product((1, 2, 3, 4, 7), chunks_of(name)):
         for count in sorted({1, 2, ranks - 1, ranks, ranks + 1, 3 * ranks - 1} - {0}):
             made = make(name, ranks, count, chunks)
@@ -118,7 +118,7 @@ def test_activations_are_those_of_the_papers(ranks: int) -> None:
     assert overhead(make("v_half", ranks, 4 * ranks, 2), 1, 1, 1) < most
 
 
-def test_two_ranks_with_chunks_carry_both_flows_on_one_pair() -> None:
+def test_two_ranks_with_chunks_exchange_both_directions() -> None:
     made = make("interleaved", 2, 3, 2)
     program = made.program()
     kinds = {m.kind for step in program[0] if isinstance(step, tuple) for m in step}
@@ -135,7 +135,7 @@ def test_two_ranks_with_chunks_carry_both_flows_on_one_pair() -> None:
 
 
 @pytest.mark.slow
-def test_random_faults_are_rejected_and_nothing_else() -> None:
+def test_exactly_the_harmful_random_faults_are_rejected() -> None:
     """The judge runs each program; benchmarks/speed/schedules.py plants ten thousand faults."""
     rng = random.Random(13)
     sizes = ((2, 3), (3, 4), (4, 5))
@@ -170,13 +170,13 @@ def test_random_faults_are_rejected_and_nothing_else() -> None:
         ("F0 I0.1 W0", "rank 0 has I0.1, but chunks are 0 to 0"),
     ],
 )
-def test_split_backwards_that_do_not_add_up(words: str, sentence: str) -> None:
+def test_incomplete_split_backwards_are_rejected(words: str, sentence: str) -> None:
     from_text = [[Action.parse(word) for word in words.split()]]
     with pytest.raises(ScheduleError, match=sentence):
         check(from_text, 1)
 
 
-def test_whole_and_split_backwards_mix() -> None:
+def test_whole_and_split_backwards_may_be_mixed() -> None:
     made = make("zb_h1", 3, 4)
     whole = [
         [Action(Kind.B, s.microbatch) if s.kind == Kind.I and s.microbatch == 1 else s
@@ -196,7 +196,7 @@ def test_orders_that_wait_for_each_other_are_named() -> None:
         time_orders(stuck, made.assignment, Costs.even(made.assignment))
 
 
-def test_messages_that_wait_to_be_read_by_hand() -> None:
+def test_unread_messages_counted_by_hand() -> None:
     """1F1B's ranks ask for a message when they read it."""
     made = make("1f1b", 3, 6)
     assert peak_unread(made.program(), made.assignment) == dict.fromkeys(
@@ -210,7 +210,7 @@ def test_messages_that_wait_to_be_read_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", NAMED_SCHEDULES)
-def test_a_group_has_one_send_and_that_first(name: str) -> None:
+def test_a_group_has_one_send_which_comes_first(name: str) -> None:
     """As many slots as messages wait to be read are enough (`peak_unread`)."""
     made = make(name, 4, 6, chunks_of(name)[-1])
     for step in chain.from_iterable(made.program()):
@@ -218,7 +218,7 @@ def test_a_group_has_one_send_and_that_first(name: str) -> None:
             assert not any(message.kind.is_send for message in step[1:])
 
 
-def test_hops_cost_by_hand() -> None:
+def test_costs_of_hops_by_hand() -> None:
     """With two ranks of two chunks and one micro-batch, messages go both ways. A V's turn stays on
     its rank."""
     order = [Action.parse(word) for word in ("F0", "F0.1", "B0.1", "B0")]
@@ -254,12 +254,12 @@ def test_memory_below_one_microbatch_is_the_users_error() -> None:
     ("name", "chunks", "sentence"),
     [("zbv", 1, "vpp=1 must be 2"), ("v_half", 4, "must be 2"), ("1f1b", 2, "vpp=1, or")],
 )
-def test_chunks_that_a_schedule_does_not_have(name: str, chunks: int, sentence: str) -> None:
+def test_invalid_numbers_of_chunks_are_refused(name: str, chunks: int, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         make(name, 4, 8, chunks)
 
 
-def test_stages_that_weigh_unequally_by_hand() -> None:
+def test_stages_of_unequal_cost_by_hand() -> None:
     """Two ranks, the second with a third of the layers and a head that costs a forward and a half
     of them.
 

@@ -47,7 +47,7 @@ def test_each_stage_of_the_choice_has_a_layer() -> None:
     assert [len(stage.layers) for stage in Blueprint.of(made).stages] == [2, 2, 2, 1]
 
 
-def test_layers_as_given_decide_how_many_stages_there_are() -> None:
+def test_given_layers_per_stage_decide_the_number_of_stages() -> None:
     made = config(8, layers_per_stage=[2, 2, 3, 1])
     assert Blueprint.of(made).pipeline.schedule().assignment == StageAssignment(4)
     assert [len(stage.layers) for stage in Blueprint.of(made).stages] == [2, 2, 3, 1]
@@ -62,14 +62,14 @@ def test_layers_as_given_decide_how_many_stages_there_are() -> None:
         (8, [2, 2, 2, 3], "adds up to 9 layers"),
     ],
 )
-def test_what_no_schedule_can_lay_out_is_refused(
+def test_a_model_that_no_schedule_can_split_is_refused(
     layers: int, given: list[int] | None, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
         config(layers, layers_per_stage=given)
 
 
-def test_recomputation_belongs_to_the_input_gradients_time() -> None:
+def test_recomputation_counts_in_the_input_gradients_time() -> None:
     """Among the first stages' layers, as many as given recompute; norms and the like are no
     FLOPs."""
     model, assignment = config(8).model, StageAssignment(4)
@@ -93,7 +93,7 @@ def test_recomputation_belongs_to_the_input_gradients_time() -> None:
         assert plainly.recompute_forwards() == pytest.approx(more)
 
 
-def test_flops_made_again_are_those_that_dry_runs_count() -> None:
+def test_recomputed_flops_equal_those_of_dry_runs() -> None:
     """Compares with docs/dryrun.md: in a step of Llama 3 8B, a rank runs sixteen sequences in 32
     layers."""
     model = ModelConfig(

@@ -33,7 +33,7 @@ def test_action_text_round_trip() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "F", "3", "FF1", "S1", "f1", "F-1", "F1.", "F1 ", "F1.2.3"])
-def test_text_that_is_no_action_is_refused(text: str) -> None:
+def test_invalid_action_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a pipeline action"):
         Action.parse(text)
 

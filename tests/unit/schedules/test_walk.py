@@ -82,7 +82,7 @@ def test_every_action_waits_for_its_rank_and_its_inputs(name: str) -> None:
             free = span.end
 
 
-def test_a_program_with_messages_holds_what_its_orders_hold() -> None:
+def test_a_program_with_messages_holds_as_many_activations_as_its_orders() -> None:
     made = make("1f1b", 4, 6)
     bare, found = (
         walk(made.orders, made.assignment),

@@ -11,7 +11,7 @@ from parallel3d.simulated_device.machine import _Syncs
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_waits_leave_the_same_vectors_as_pytorchs(seed: int) -> None:
+def test_waits_give_the_same_vector_clocks_as_pytorch(seed: int) -> None:
     chance = random.Random(seed)
     plain, ours = sanitizer.StreamSynchronizations(), _Syncs()
     streams, events = [0], []

@@ -39,7 +39,7 @@ def gradient(group: Group, sp: bool, bucket: bool) -> tuple[list[str], Tensor]:
 @pytest.mark.parametrize(
     ("group", "sp", "alike"), [(PAIR, False, True), (PAIR, True, False), (SINGLE, False, False)]
 )
-def test_ranks_that_nothing_makes_equal_add_in_a_fixed_order(
+def test_ranks_whose_gradients_are_not_synchronised_add_in_a_fixed_order(
     group: Group, sp: bool, alike: bool, bucket: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On accelerators `index_add_` adds by atomics and `index_put_` sorts."""

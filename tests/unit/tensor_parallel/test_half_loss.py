@@ -30,7 +30,7 @@ def in_steps_of_half(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return (log_sum.double() - at_label.double()).half(), powers / total.unsqueeze(1)
 
 
-def test_each_step_of_the_loss_is_in_half() -> None:
+def test_each_step_of_the_loss_is_rounded_to_half() -> None:
     logits, labels = logits_and_labels()
     chunk = ChunkLoss(logits.clone(), labels, 0, Objective(VOCAB, half=True))
     statistics = chunk.statistics()
@@ -46,7 +46,7 @@ def test_each_step_of_the_loss_is_in_half() -> None:
     assert off < 3e-3 * (8 * softmax.double())[away].norm()
 
 
-def test_the_error_is_that_of_half_and_fp32_has_a_thousandth_of_it() -> None:
+def test_the_error_is_that_of_half_and_a_thousand_times_that_of_fp32() -> None:
     logits, labels = logits_and_labels()
     exact = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none")
     worst = {}
@@ -69,7 +69,7 @@ def test_held_out_losses_stay_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_products_are_rounded_once(dtype: torch.dtype) -> None:
+def test_half_products_are_rounded_once(dtype: torch.dtype) -> None:
     """Computes fp16 by way of fp32 on a CPU, and other dtypes like PyTorch."""
     x, weight, bias = (torch.randn(*s).to(dtype) for s in ((2, 5, 300), (7, 300), (7,)))
     exact = x.double() @ weight.double().t()

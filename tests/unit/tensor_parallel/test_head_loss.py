@@ -51,7 +51,7 @@ def test_padded_rows_get_no_gradient_and_masked_tokens_none() -> None:
     assert not by_x[0, 1].any() and by_x[0, [0, 2]].all()
 
 
-def test_huge_logits_are_survived() -> None:
+def test_huge_logits_give_finite_losses() -> None:
     x = torch.tensor([[[1e4, -1e4, 0.0]]])
     head = HeadLoss(Objective(3))
     assert head.evaluate(x, torch.eye(3), torch.tensor([[0]]), torch.ones(1, 1)) == 0.0
@@ -101,7 +101,7 @@ def test_statistics_are_fp32_whatever_the_compute_type(
         assert (ours - theirs).norm() < 2 * torch.finfo(dtype).eps * theirs.norm()
 
 
-def test_a_backward_from_another_scale_is_refused() -> None:
+def test_a_backward_with_another_scale_is_refused() -> None:
     x, table, labels = leaf(1, 3, 5), leaf(8, 5), torch.tensor([[0, 4, 2]])
     loss = HeadLoss(Objective(8)).train(x, table, labels, torch.ones(1, 3), 2 * ONE)
     with pytest.raises(RuntimeError, match=r"from 3\.0, but its gradients were made for 2\.0"):
@@ -135,7 +135,7 @@ def train(head: HeadLoss, x: Tensor, table: Tensor, labels: Tensor, mask: Tensor
 
 
 @pytest.mark.parametrize(("chunk", "chunks"), [(None, 1), (64, 2)])
-def test_three_matrix_products_a_chunk(chunk: int | None, chunks: int) -> None:
+def test_a_chunk_runs_three_gemms(chunk: int | None, chunks: int) -> None:
     """There are as many GEMMs as in a separate head and loss: logits, their gradient times the
     table, and the table's own."""
     head = HeadLoss(Objective(257), chunk_tokens=chunk)

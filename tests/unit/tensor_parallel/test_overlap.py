@@ -114,7 +114,7 @@ def run(made: torch.nn.Module, x: Tensor, compiled: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("sp", [False, True], ids=["no sp", "sp"])
-def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(
+def test_the_input_gradient_is_reduced_while_the_weight_gradient_is_computed(
     notes: Notes, sp: bool, compiled: bool
 ) -> None:
     made = layer(ColumnParallelLinear, sp)
@@ -135,9 +135,7 @@ def test_the_kept_shard_is_gathered_while_the_input_gradient_is_computed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_piece_travels_while_the_gemm_of_the_one_before_runs(
-    notes: Notes, compiled: bool
-) -> None:
+def test_a_piece_is_gathered_while_the_previous_gemm_runs(notes: Notes, compiled: bool) -> None:
     run(layer(ColumnParallelLinear, sp=True, chunks=3), torch.ones(2, 6, 6), compiled)
     assert notes.lines[:9] == [
         *("start gather 1", "wait gather 1", "start gather 2"),
@@ -153,9 +151,7 @@ def test_a_piece_travels_while_the_gemm_of_the_one_before_runs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_piece_is_summed_while_the_gemm_of_the_next_one_runs(
-    notes: Notes, compiled: bool
-) -> None:
+def test_a_piece_is_reduced_while_the_next_gemm_runs(notes: Notes, compiled: bool) -> None:
     run(layer(RowParallelLinear, sp=True, chunks=3), torch.ones(2, 12, 6), compiled)
     assert notes.lines[:9] == [
         *("GEMM", "start scatter 1"),
@@ -169,7 +165,7 @@ def test_a_piece_is_summed_while_the_gemm_of_the_next_one_runs(
     ]
 
 
-def test_pieces_hold_a_run_of_every_rank() -> None:
+def test_pieces_hold_consecutive_tokens_of_every_rank() -> None:
     whole = torch.arange(8).view(1, 2, 2, 2, 1)  # two ranks, two pieces, runs of two tokens
     assert linear_ops._take(whole, 1).flatten().tolist() == [2, 3, 6, 7]
     back = torch.zeros_like(whole)
@@ -188,7 +184,7 @@ def config(**changes: object) -> Config:
 @pytest.mark.parametrize(
     ("sp", "group", "pieces"), [(True, PAIR, 3), (True, SINGLE, None), (False, PAIR, None)]
 )
-def test_pieces_are_of_a_sequence_that_is_split(sp: bool, group: Group, pieces: int | None) -> None:
+def test_pieces_need_sequence_parallelism(sp: bool, group: Group, pieces: int | None) -> None:
     init = Initializer(1, torch.float32, CPU)
     blueprint = Blueprint.of(config(sp=sp, chunks=3))
     ctx = BuildContext.of_run(blueprint, init, group)
@@ -196,7 +192,7 @@ def test_pieces_are_of_a_sequence_that_is_split(sp: bool, group: Group, pieces: 
     assert made.sp == pieces
 
 
-def test_pieces_come_out_even() -> None:
+def test_pieces_have_equal_size() -> None:
     check_config(config(chunks=4), 2)
     with pytest.raises(UserError, match=r"chunks=5 must divide .* = 12; .*chunks=4\.$"):
         check_config(config(chunks=5), 2)

@@ -66,7 +66,7 @@ def test_domains_and_rails_of_real_machines(name: str, domains: list[int], rails
     assert read.rails() == (None if rails is None else tuple(rails))
 
 
-def test_the_head_of_older_drivers_names_the_nics():
+def test_older_drivers_name_the_nics_in_the_header():
     older = "\tGPU0\tmlx5_0\tCPU Affinity\nGPU0\t X \tPHB\t0-9\nmlx5_0\tPHB\t X \n"
     assert parse_gpu_matrix(older) == GpuMatrix((("X",),), (("PHB",),))
 
@@ -78,7 +78,7 @@ def test_a_nic_for_two_gpus_is_one_rail_for_both():
     assert read.rails() == (0, 0, 1, 1)
 
 
-def test_near_nics_are_not_taken_by_gpus_that_have_none():
+def test_gpus_without_a_nic_do_not_take_near_ones():
     cells = "GPU0 X NV4 NODE NODE\nGPU1 NV4 X PIX NODE\n"
     assert parse_gpu_matrix("GPU0 GPU1 NIC0 NIC1\n" + cells).rails() == (1, 0)
 
@@ -108,7 +108,7 @@ GOOD = "GPU0 GPU1 NIC0 CPU Affinity\nGPU0 X NV18 PIX 0-9\nGPU1 NV18 X SYS 0-9\n"
         (GOOD.replace("GPU0 GPU1 NIC0", "GPU0 GPU1 NIC0 NIC0"), "does not count the GPUs"),
     ],
 )
-def test_matrices_that_are_none_are_refused_in_a_sentence(text: str, said: str):
+def test_invalid_matrices_are_refused_in_a_sentence(text: str, said: str):
     with pytest.raises(UserError) as raised:
         parse_gpu_matrix(text)
     assert said in str(raised.value)
@@ -117,13 +117,13 @@ def test_matrices_that_are_none_are_refused_in_a_sentence(text: str, said: str):
 # --- the cluster -----------------------------------------------------------------------------
 
 
-def test_one_box_becomes_a_cluster():
+def test_one_host_becomes_a_cluster():
     made = found("topo_dgx_a100", rail_gb_per_s=25)
     assert (made.nodes, made.size, made.domain_gpus, made.rails) == (1, 8, 8, 8)
     assert (made.rail.gb_per_s, made.rail_of.tolist()) == (25, list(range(8)))
 
 
-def test_boxes_wired_otherwise_keep_their_rails_and_domains():
+def test_hosts_with_other_wiring_keep_their_rails_and_domains():
     reversed_nics = found("topo_h100_reversed", nodes=2)
     assert reversed_nics.rail_of.tolist() == [7, 6, 5, 4, 3, 2, 1, 0] * 2
     one_off = found("topo_b200_gpu2_off", nodes=2)
@@ -156,13 +156,13 @@ def test_visible_devices_choose_and_order_the_gpus():
         ("topo_gb200", {"rails": 5}, "nearest is cluster.rails=4"),
     ],
 )
-def test_sizes_that_contradict_the_box_are_refused(topo: str, keys: dict[str, Any], said: str):
+def test_sizes_that_contradict_the_host_are_refused(topo: str, keys: dict[str, Any], said: str):
     with pytest.raises(UserError) as raised:
         found(topo, **keys)
     assert said in str(raised.value)
 
 
-def test_discover_makes_as_many_boxes_as_the_ranks_need():
+def test_discovery_makes_as_many_hosts_as_the_ranks_need():
     run = machine(fixture("topo_gb200"))
     config = ClusterConfig(source="local")
     assert discover(config, {}, run, world_size=9).nodes == 3
@@ -221,7 +221,7 @@ def own_gpus(
     return with_own_gpus(config.cluster, environ, lambda command: answers[tuple(command)])
 
 
-def test_this_machines_gpus_are_those_of_its_driver() -> None:
+def test_this_machines_gpus_are_read_from_its_driver() -> None:
     found = own_gpus("NVIDIA H200, 143771\n" * 4)
     assert (found.gpu, found.gpus_per_node, found.gpu_memory_gb_per_s) == ("NVIDIA H200", 4, 4800)
     assert found.gpu_memory_gb == pytest.approx(150.75, abs=0.01)

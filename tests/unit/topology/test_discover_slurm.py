@@ -65,7 +65,7 @@ def test_node_lists_expand_as_slurm_expands_them(text: str, names: str):
     assert expand_hostlist(text) == names.split()
 
 
-def test_names_may_go_on_after_brackets_and_be_addresses():
+def test_names_may_continue_after_brackets_and_be_addresses():
     assert expand_hostlist("n[1-2]-ib") == ["n1-ib", "n2-ib"]
     assert expand_hostlist("10.140.71.103,10.0.0.1") == ["10.140.71.103", "10.0.0.1"]
 
@@ -84,7 +84,7 @@ BAD_LISTS += [
 
 
 @pytest.mark.parametrize("text", BAD_LISTS)
-def test_node_lists_that_are_none_are_refused_in_a_sentence(text: str):
+def test_invalid_node_lists_are_refused_in_a_sentence(text: str):
     with pytest.raises(UserError, match="cannot be read"):
         expand_hostlist(text)
 
@@ -137,7 +137,7 @@ def test_addresses_that_contradict_their_pattern_are_refused(address: str, patte
         parse_address(address, pattern)
 
 
-def test_a_tree_as_scontrol_prints_it():
+def test_a_tree_printed_by_scontrol_is_read():
     tree = parse_topology(fixture("scontrol_tree.txt"), "scontrol")
     assert tree.unit == {"node1": "leaf1", "node2": "leaf1", "node3": "leaf2", "node4": "leaf2"}
     assert tree.block == {}
@@ -146,7 +146,7 @@ def test_a_tree_as_scontrol_prints_it():
     assert len(spartan.unit) == 14 + 39 + 20 + 9 + 5
 
 
-def test_blocks_as_scontrol_prints_them():
+def test_blocks_printed_by_scontrol_are_read():
     blocks = parse_topology(fixture("scontrol_block.txt"), "scontrol")
     assert (blocks.block["node0018"], blocks.block["node0019"]) == ("block01", "block02")
     aggregated = parse_topology(fixture("scontrol_aggregated.txt"), "scontrol")
@@ -181,7 +181,7 @@ def test_topology_conf_of_either_form_and_of_both():
         ("RingName=a Nodes=n1", "cannot be read"),
     ],
 )
-def test_topologies_that_are_none_are_refused_in_a_sentence(text: str, said: str):
+def test_invalid_topologies_are_refused_in_a_sentence(text: str, said: str):
     with pytest.raises(UserError, match=r"topology\.conf") as raised:
         parse_topology(text, "topology.conf")
     assert said in str(raised.value)
@@ -228,7 +228,7 @@ def test_addresses_that_the_ranks_gathered_give_the_same_units():
     )
 
 
-def test_a_step_that_is_smaller_than_its_job_counts_not_the_shell_of_salloc():
+def test_a_steps_size_counts_but_not_that_of_sallocs_shell():
     job = environment("n[1-4]", "8(x4)")
     step = {"SLURM_STEP_NODELIST": "n2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     assert job_nodes(job | step | {"SLURM_STEP_ID": "3"}) == (["n2"], [2])
@@ -283,7 +283,7 @@ def test_blocks_are_domains_over_nodes_in_any_order_and_not_complete():
     assert made.sorted_slots()[:12].tolist() == list(range(8, 20))
 
 
-def test_blocks_are_units_where_the_configuration_says_that_nvlink_ends_at_the_node():
+def test_blocks_are_units_if_nvlink_ends_at_the_node():
     made = found("node[0017-0021]", "4(x5)", fixture("scontrol_block.txt"), domain_gpus=4)
     assert made.node_unit == (0, 0, 1, 1, 1)
     assert made.domain.tolist() == [n for n in range(5) for _ in range(4)]
@@ -294,12 +294,12 @@ def test_blocks_and_switches_together():
     assert (made.node_unit, made.node_domain) == ((0, 0, 0), (0, 1, 1))
 
 
-def test_nodes_that_slurm_does_not_place_stand_alone():
+def test_nodes_without_a_place_in_the_topology_are_units_of_one():
     made = found("node[1-5]", "2(x5)", fixture("scontrol_tree.txt"))
     assert made.node_unit == (0, 0, 1, 1, 2)
 
 
-def test_without_switches_the_sizes_of_the_configuration_count_through_the_nodes():
+def test_without_switches_units_follow_the_configured_sizes():
     environ = environment("n[1-4]", "4(x4)", SLURM_TOPOLOGY_ADDR_PATTERN="node")
     config = ClusterConfig(domain_gpus=8, unit_nodes=3, rails=2)
     made = slurm_cluster(config, environ, refuse_to_run)
@@ -351,7 +351,7 @@ def test_a_block_larger_than_the_configured_domain_is_refused():
         found("node[0001-0018]", "4(x18)", fixture("scontrol_block.txt"), domain_gpus=36)
 
 
-def test_discover_asks_by_source_and_wants_enough_gpus():
+def test_discovery_asks_the_named_source_and_needs_enough_gpus():
     config = ClusterConfig(source="slurm")
     environ = environment("node[1-2]", "4(x2)")
     tree = fixture("scontrol_tree.txt")

@@ -62,7 +62,7 @@ def test_the_price_covers_all_traffic_of_the_ranks(name: str, pp: int, vpp: int)
 
 
 @pipelines
-def test_the_last_rank_is_a_neighbour_of_the_first_in_loops(name: str, pp: int, vpp: int) -> None:
+def test_in_loops_the_last_rank_is_a_neighbour_of_the_first(name: str, pp: int, vpp: int) -> None:
     layout = Blueprint.of(config_of(name, pp, vpp)).looped_layout
     flows = flows_of("pp", a_cluster(pp, gpus=1), members(layout, "pp"), layout.loops).ring
     pairs = [set(ends) for ends in zip(flows.here.tolist(), flows.there.tolist(), strict=True)]
@@ -123,7 +123,7 @@ def report_and_text(name: str, vpp: int) -> tuple[TopologyReport, str]:
     return report, out.getvalue()
 
 
-def test_the_report_says_what_a_pipeline_of_chunks_moves() -> None:
+def test_the_report_shows_the_bytes_of_a_pipeline_with_chunks() -> None:
     once, _ = report_and_text("1f1b", 1)
     for name, boundaries in (("interleaved", 3 * 2 + 1), ("zbv", 2 * 3)):
         report, text = report_and_text(name, 2)
@@ -133,7 +133,7 @@ def test_the_report_says_what_a_pipeline_of_chunks_moves() -> None:
         assert sum(report.links["pp"].pairs.values()) == 8 * (4 if name == "interleaved" else 3)
 
 
-def test_a_layout_goes_round_at_least_once() -> None:
+def test_a_layout_needs_at_least_one_loop() -> None:
     with pytest.raises(ValueError, match="loops=0"):
         Layout(pp=2, loops=0)
     assert not Layout(pp=2, loops=2).wraps

@@ -86,7 +86,7 @@ def of_class(root: ElementTree.Element, name: str) -> list[ElementTree.Element]:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_marks_are_the_groups_of_the_rank(name: str) -> None:
+def test_highlighted_gpus_are_the_groups_of_the_rank(name: str) -> None:
     layout = EVERY[name].layout
     for rank in {r % layout.world_size for r in RANKS}:
         marked = marks(layout, rank)
@@ -96,7 +96,7 @@ def test_marks_are_the_groups_of_the_rank(name: str) -> None:
             assert {r for r, d in marked.items() if d == dim} == group
 
 
-def test_shown_nodes_hold_the_model_group_of_the_rank() -> None:
+def test_shown_nodes_hold_the_ranks_replica() -> None:
     placement = LARGE["H100 pod"]
     for rank in (0, 4321, 8191):
         shown = shown_nodes(placement, rank, 20)
@@ -217,7 +217,7 @@ def boxes(root: ElementTree.Element) -> list[tuple[str, float, float, float, flo
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_svg_texts_are_inside_and_apart(name: str) -> None:
+def test_svg_texts_are_inside_and_do_not_overlap(name: str) -> None:
     root = drawn(EVERY[name])
     x, y, width, height = map(float, root.get("viewBox", "").split())
     found = boxes(root)
@@ -245,7 +245,7 @@ def test_svg_shapes_are_inside(name: str) -> None:
             assert float(x) <= width and float(y) <= height
 
 
-def test_svg_stands_alone_on_a_background_of_its_own() -> None:
+def test_svg_has_its_own_background() -> None:
     root = drawn(SMALL["six GPUs"])
     tags = {element.tag.removeprefix(SVG) for element in root.iter()}
     assert tags <= {"svg", "title", "style", "rect", "line", "path", "text"}
@@ -304,7 +304,7 @@ def random_placement(seed: int) -> RankMapping:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_cluster_is_drawn_whole_inside_and_apart(seed: int) -> None:
+def test_any_cluster_is_drawn_completely_and_without_overlaps(seed: int) -> None:
     placement = random_placement(seed)
     on, layout = placement.cluster, placement.layout
     rank = seed % layout.world_size

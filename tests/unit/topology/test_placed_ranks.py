@@ -63,7 +63,7 @@ def test_numbers_in_host_names_count_as_numbers() -> None:
     assert sorted(names, key=natural) == ["b", "node9", "node9b", "node10"]
 
 
-def test_hosts_under_one_switch_stand_together_whatever_their_names() -> None:
+def test_hosts_under_one_switch_are_adjacent_whatever_their_names() -> None:
     address = {"n1": "core.leaf2.n1", "n2": "core.leaf1.n2", "n3": "core.leaf2.n3"}
     processes = [Process(host, 0, address[host]) for host in ("n3", "n2", "n1")]
     assert hosts_in_order(processes) == ["n2", "n1", "n3"]
@@ -90,7 +90,7 @@ def test_nodes_of_unequal_size_keep_every_process_on_its_own_gpu() -> None:
     assert note is None
 
 
-def test_more_ranks_on_a_host_than_it_has_gpus_are_taken_in_launch_order_and_said() -> None:
+def test_more_ranks_than_gpus_on_a_host_are_reported() -> None:
     made_up, slots, note = slots_of(cluster(3, 2), launched("laptop", gpus=6))
     assert slots.tolist() == [0, 1, 2, 3, 4, 5]
     assert made_up.node_name(0) == "node0"
@@ -99,7 +99,7 @@ def test_more_ranks_on_a_host_than_it_has_gpus_are_taken_in_launch_order_and_sai
     )
 
 
-def test_a_host_that_the_cluster_does_not_have_is_said() -> None:
+def test_a_host_outside_the_cluster_is_reported() -> None:
     _, slots, note = slots_of(cluster(2, 2, node_names=("a", "b")), launched("a", "z"))
     assert slots.tolist() == [0, 1, 2, 3]
     assert note is not None and note.startswith("z is not one of the 2 nodes of the cluster")
@@ -119,7 +119,7 @@ def test_default_is_the_launchers_order_and_needs_no_cluster() -> None:
 
 
 @pytest.mark.parametrize("placement", ["tp-cp-dp-pp", "tp-cp-pp-dp", "dp-tp-pp", "dp2-tp2-pp2"])
-def test_ranks_sit_where_the_order_says_though_hosts_come_scrambled(placement: str) -> None:
+def test_ranks_follow_the_order_even_if_hosts_come_shuffled(placement: str) -> None:
     layout = Layout(tp=2, pp=2, dp=2)
     hosts = ["h1", "h4", "h2", "h3"]
     processes = launched(*hosts)
@@ -129,7 +129,7 @@ def test_ranks_sit_where_the_order_says_though_hosts_come_scrambled(placement: s
         assert process == Process(f"h{slot // 2 + 1}", slot % 2)
 
 
-def test_launch_rank_0_is_rank_0_wherever_its_host_stands() -> None:
+def test_launch_rank_0_is_rank_0_on_any_host() -> None:
     for hosts in itertools.permutations(["h1", "h2", "h3", "h4"]):
         placed = place_processes(
             config("tp-cp-pp-dp", tp=2, pp=2, dp=2), launched(*hosts), cluster(4, 2)
@@ -154,7 +154,7 @@ def neighbours(placement: RankMapping, dim: str) -> set[frozenset[int]]:
     return pairs
 
 
-def test_turning_rank_0_to_a_slot_keeps_every_group_and_every_ring() -> None:
+def test_moving_rank_0_to_a_slot_keeps_every_group_and_ring() -> None:
     layout = Layout(tp=2, pp=3, dp=4)
     start = RankMapping.tiled(cluster(6, 4), layout, Tiling.parse("tp-dp-pp", layout))
     for slot in range(24):
@@ -165,7 +165,7 @@ def test_turning_rank_0_to_a_slot_keeps_every_group_and_every_ring() -> None:
             assert neighbours(turned, dim) == neighbours(start, dim)
 
 
-def test_a_pipeline_whose_last_stage_must_come_first_is_turned_round() -> None:
+def test_a_pipeline_whose_last_stage_must_come_first_is_reversed() -> None:
     layout = Layout(pp=4)
     start = RankMapping.tiled(cluster(4, 1), layout, Tiling.parse("pp", layout))
     assert with_rank_0_at(start, 3).slots.tolist() == [3, 2, 1, 0]
@@ -221,7 +221,7 @@ def test_the_map_survives_the_store_and_the_disk(tmp_path: Path) -> None:
         assert rank_of_launch(path, launch) == rank
 
 
-def test_without_a_map_a_launch_rank_is_the_rank(tmp_path: Path) -> None:
+def test_without_a_map_the_rank_is_the_launch_rank(tmp_path: Path) -> None:
     assert rank_of_launch(tmp_path / "placement.json", 5) == 5
 
 
@@ -288,7 +288,7 @@ def test_localhost_is_the_only_host() -> None:
         launch_ranks_by_file("0 localhost 0", "f", PROCESSES)
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_rank_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read: No such file"):
         place_processes(config("file", tmp_path / "none", dp=4), PROCESSES, None)
 
@@ -360,7 +360,7 @@ def take_ranks(
     return workers, errors
 
 
-def test_the_default_costs_a_word_from_each_and_a_short_answer(tmp_path: Path) -> None:
+def test_the_default_placement_needs_one_message_from_each_rank(tmp_path: Path) -> None:
     store = Store()
     workers, errors = take_ranks(config(tp=2, pp=2, dp=2), store, tmp_path)
     assert errors == []
@@ -372,7 +372,7 @@ def test_the_default_costs_a_word_from_each_and_a_short_answer(tmp_path: Path) -
     assert [row["launch_rank"] for row in saved["ranks"]] == list(range(8))
 
 
-def test_one_rank_has_nowhere_to_go(tmp_path: Path) -> None:
+def test_a_single_rank_needs_no_placement(tmp_path: Path) -> None:
     store = Store()
     assign_rank(config(), Worker(0, 0, 1, 1, tmp_path, "local"), store, {}, "train")
     assert store.calls == 0
@@ -395,7 +395,7 @@ def test_slurms_arbitrary_node_order_is_sorted_by_its_switches(tmp_path: Path) -
         assert len({leaf[host] for host in hosts}) == 1
 
 
-def test_every_process_hears_why_the_placement_is_refused(tmp_path: Path) -> None:
+def test_every_process_gets_the_reason_of_a_refused_placement(tmp_path: Path) -> None:
     file = tmp_path / "ranks"
     file.write_text("0 n4 0\n1 n9 0\n")
     store = Store()
@@ -409,7 +409,7 @@ def test_every_process_hears_why_the_placement_is_refused(tmp_path: Path) -> Non
     assert not (tmp_path / "placement.json").exists()
 
 
-def test_every_process_hears_that_one_of_them_refuses(tmp_path: Path) -> None:
+def test_every_process_learns_that_another_one_refuses(tmp_path: Path) -> None:
     class Refused(Store):
         def set(self, key: str, value: str | bytes) -> None:
             if key != f"{PROCESS_KEY}/5" or key not in self.held:
@@ -442,7 +442,7 @@ def test_a_placement_that_does_not_fit_is_reported_once(
     assert said[0].startswith("parallel3d: n4 runs 2 ranks but has 1 GPU: GPUs of cluster")
 
 
-def test_two_hosts_of_one_name_are_refused() -> None:
+def test_two_hosts_with_the_same_name_are_refused() -> None:
     """Tests clones of a virtual machine."""
     clones = [Process("ubuntu", local) for local in (0, 1, 0, 1)]
     with pytest.raises(UserError, match="2 ranks are number 0 of a host named ubuntu"):

@@ -90,7 +90,7 @@ def test_unknown_dimension_is_refused() -> None:
         members(Layout(tp=2), "ep")
 
 
-def test_tiling_reads_and_writes_itself() -> None:
+def test_a_tiling_survives_a_round_trip_through_text() -> None:
     layout = Layout(tp=4, dp=8, pp=2)
     for text in ("tp4-dp2-pp2-dp4", "pp2-dp8-tp4", "tp4-dp2-dp4-pp2-snake"):
         assert str(Tiling.parse(text, layout)) == text

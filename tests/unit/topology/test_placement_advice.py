@@ -63,14 +63,14 @@ def test_nvl72_names_the_order_and_the_segment() -> None:
     assert whole.startswith("each replica of 64 GPUs is in one NVLink domain")
 
 
-def test_nvl72_with_more_replicas_than_whole_ones_fit_says_how_many_do() -> None:
+def test_nvl72_reports_how_many_whole_replicas_fit() -> None:
     # 16 of 72 GPUs: 4 whole replicas per rack.
     torn = said(a_cluster(36, 4, 72), Layout(tp=4, pp=4, dp=9))
     assert any("dp=8 would keep replicas whole" in sentence for sentence in torn)
 
 
 @pytest.mark.slow
-def test_rail_only_refuses_tp_outside_of_the_domain_and_says_what_works() -> None:
+def test_rail_only_refuses_tp_outside_of_the_domain_with_a_layout_that_works() -> None:
     cluster, layout = a_cluster(4, oversubscription=None), Layout(tp=16, dp=2)
     with pytest.raises(UserError) as refused:
         said(cluster, layout)
@@ -94,7 +94,7 @@ def test_rail_only_names_an_order_that_has_paths() -> None:
     assert auto.how == "tp4-dp2-dp4-snake"
 
 
-def test_a_pair_without_a_wire_is_named_behind_many_that_only_leave_their_domain() -> None:
+def test_a_pair_without_a_wire_is_found_among_many_that_only_leave_their_domain() -> None:
     cluster, layout = a_cluster(10, 2, oversubscription=None), Layout(tp=2, dp=5)
     slots = np.array([0, 2, 4, 6, 8, 10, 12, 14, 16, 19])  # the last pair changes rail
     placement = RankMapping(cluster, layout, slots, "by hand")

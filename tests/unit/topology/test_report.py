@@ -138,7 +138,7 @@ def test_the_cluster_is_described_by_its_sizes(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("width", [40, 80, 160])
-def test_sentences_hold_the_width(name: str, width: int) -> None:
+def test_sentences_are_wrapped_to_the_width(name: str, width: int) -> None:
     report = made(name)
     lines = [line for part in (heading, route_lines, warning_lines) for line in part(report, width)]
     assert len(lines) > 4 and max(map(len, lines)) <= width
@@ -233,7 +233,7 @@ def test_without_a_spine_forwarding_is_the_only_route() -> None:
     assert list(ways(made("rails only"))) == [("nvlink", "rail")]
 
 
-def test_warnings_are_said() -> None:
+def test_warnings_are_printed() -> None:
     report = made("h100 tp4")
     assert report.warnings
     said = " ".join(text_of(report).split())
@@ -255,7 +255,7 @@ def test_the_assumed_model_and_batch_fill_the_pipeline() -> None:
     assert more == "global_batch_size=96 (32 micro-batches a replica)"
 
 
-def test_what_the_user_chose_stays() -> None:
+def test_keys_given_by_the_user_are_kept() -> None:
     own = Config(tp=2, micro_batch_size=2, global_batch_size=6)
     words = ("micro_batch_size=2", "global_batch_size=6")
     kept, told = assume_model(own, words)
@@ -265,7 +265,7 @@ def test_what_the_user_chose_stays() -> None:
     assert chosen_keys(["+model=a", "~tp", "cluster@x=b"]) == {"model", "tp", "cluster"}
 
 
-def test_a_caller_with_a_configuration_of_its_own_gets_that() -> None:
+def test_a_callers_own_configuration_is_used() -> None:
     case = config(preset("dgx_h100"), tp=8, global_batch_size=8)
     report = make_report(case, None, {}, case.topology)
     assert report.assumed == []
@@ -298,7 +298,7 @@ def test_impossible_input_is_refused_in_one_sentence(case: Config, words: tuple[
     assert "\n" not in str(caught.value)
 
 
-def test_a_given_dp_that_leaves_gpus_over_is_taken() -> None:
+def test_a_given_dp_that_leaves_gpus_idle_is_accepted() -> None:
     report = make_report(config(preset("dgx_h100", nodes=4), tp=8, dp=3), TYPED, {})
     assert (report.layout.dp, report.layout.world_size, report.cluster.size) == (3, 24, 32)
 
@@ -353,13 +353,15 @@ def test_own_files_are_replaced_and_others_are_not(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("where", "word"), [("", "is a folder"), ("none/map.svg", "exist")])
-def test_a_place_that_holds_no_file_is_refused(where: str, word: str, tmp_path: Path) -> None:
+def test_an_output_path_that_cannot_be_a_file_is_refused(
+    where: str, word: str, tmp_path: Path
+) -> None:
     shown = TopologyConfig(svg=str(tmp_path / where))
     with pytest.raises(UserError, match=word):
         topology(dataclasses.replace(CASES["six"], topology=shown), TYPED)
 
 
-def test_a_dangling_link_is_refused_and_stays(tmp_path: Path) -> None:
+def test_a_dangling_link_is_refused_and_kept(tmp_path: Path) -> None:
     link = tmp_path / "map.svg"
     link.symlink_to("gone.svg")
     shown = TopologyConfig(svg=str(link))
@@ -372,7 +374,7 @@ def test_a_dangling_link_is_refused_and_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_way_imports_no_torch() -> None:
+def test_the_command_imports_no_torch() -> None:
     code = (
         "import sys\n"
         "from parallel3d.cli.command_line import main\n"
