@@ -73,7 +73,7 @@ def test_each_value_runs_its_kernel(simulated: SimulatedPool) -> None:
     simulated.run(1, kernels_of_each_value)
 
 
-def test_half_precisions_kernels_are_refused_in_wider_types(simulated: SimulatedPool) -> None:
+def test_kernels_of_half_precision_are_refused_in_other_types(simulated: SimulatedPool) -> None:
     simulated.run(1, refused_in_wide_types)
 
 
@@ -99,7 +99,7 @@ def run_and_tell(sizes: Sizes, cases: Sequence[Case]) -> list[tuple[Outcome, lis
     return list(zip(run_cases(sizes, cases, listening), told, strict=True))
 
 
-def test_training_with_a_kernel_by_name_is_the_references(
+def test_training_with_a_named_kernel_equals_the_reference(
     simulated: SimulatedPool, references: References
 ) -> None:
     by_rank = simulated.run(2, run_and_tell, (2, 1, 1), CASES, timeout_s=900)

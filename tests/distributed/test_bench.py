@@ -168,7 +168,7 @@ def own_rows_without_shared_memory() -> list:
     return found
 
 
-def test_without_shared_memory_training_takes_the_backend(pool: Pool) -> None:
+def test_without_shared_memory_training_uses_the_backend(pool: Pool) -> None:
     assert pool.run(4, own_rows_without_shared_memory) == [[]] * 4
 
 
@@ -180,7 +180,7 @@ def priced_links(cluster: ClusterConfig) -> dict[str, tuple]:
     return {row["dim"]: (row["link"], row["priced_s"]) for row in done}
 
 
-def test_the_price_is_that_of_the_wires_the_group_crosses(pool: Pool) -> None:
+def test_the_price_uses_the_links_that_the_group_crosses(pool: Pool) -> None:
     cluster = ClusterConfig(
         **{"nodes": 2, "gpus_per_node": 2, "nvlink_gb_per_s": 1.0, "nvlink_latency_us": 1.0},
         **{"rail_gb_per_s": 0.5, "rail_latency_us": 10.0},
@@ -206,7 +206,7 @@ def without_average() -> tuple[set[str | None], dict[str, str]]:
     return {row.operation.reduction for row in rows}, left_out
 
 
-def test_what_the_backend_does_not_offer_is_left_out_with_a_reason(pool: Pool) -> None:
+def test_unsupported_collectives_are_left_out_with_a_reason(pool: Pool) -> None:
     for reductions, left_out in pool.run(4, without_average):
         assert reductions == {"sum", "max", "min", None}
         assert "has no AVG" in left_out["avg"]
@@ -224,7 +224,7 @@ def in_a_hurry() -> list[tuple[list[int], int]]:
     return found
 
 
-def test_a_small_budget_cuts_calls_and_no_row(pool: Pool) -> None:
+def test_a_small_budget_reduces_calls_and_keeps_every_row(pool: Pool) -> None:
     (full, _), (short, cut) = pool.run(4, in_a_hurry)[0]
     assert full == [3] * 12
     assert (short, cut) == ([1] * 12, 12)
@@ -339,7 +339,7 @@ def probed(
     return [[list(finding.ranks) for finding in findings] for findings in found]
 
 
-def test_a_slowed_rank_is_named_and_no_other(pool: Pool) -> None:
+def test_only_the_slowed_rank_is_named(pool: Pool) -> None:
     """Asserts that all ranks agree."""
     assert pool.run(4, probed, 2, 1, 2, 3, None, 1) == [[[[3]]]] * 4
 
@@ -349,7 +349,7 @@ def test_a_slow_pair_is_named_as_a_pair(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 2), (1, 1, 3)])
-def test_a_healthy_run_names_nobody(pool: Pool, layout: tuple[int, int, int]) -> None:
+def test_without_a_slow_rank_none_is_named(pool: Pool, layout: tuple[int, int, int]) -> None:
     tp, pp, dp = layout
     found = pool.run(tp * pp * dp, probed, tp, pp, dp, -1, None, 3, outlier_here(), timeout_s=900)
     assert found[0] == [[]] * 3
@@ -370,7 +370,7 @@ def whole_bench(run_dir: str, slow_rank: int) -> int:
         return bench_comm(CommandConfig(tp=2, pp=1, dp=2, bench=bench), worker)
 
 
-def test_bench_comm_reports_the_slowed_rank_by_host_and_rail_and_ends_well(
+def test_bench_comm_reports_the_slowed_rank_with_host_and_rail_and_exits_with_0(
     pool: Pool, tmp_path: Path
 ) -> None:
     assert pool.run(4, whole_bench, str(tmp_path), 2, timeout_s=900) == [0] * 4
@@ -396,7 +396,7 @@ def flown(run_dir: str, slow_rank: int, outlier: float = OUTLIER) -> list[str]:
     return said
 
 
-def test_preflight_warns_once_and_writes_what_it_saw(pool: Pool, tmp_path: Path) -> None:
+def test_preflight_warns_once_and_writes_its_measurements(pool: Pool, tmp_path: Path) -> None:
     """Accepts one undisturbed flight out of a few, because a busy machine slows other ranks,
     too."""
     for _ in range(6):
@@ -420,7 +420,7 @@ def test_preflight_warns_once_and_writes_what_it_saw(pool: Pool, tmp_path: Path)
     assert all(g["times_the_price"] == g["seconds"] / g["priced_s"] for g in report["groups"])
 
 
-def test_preflight_of_a_healthy_run_says_nothing(pool: Pool, tmp_path: Path) -> None:
+def test_preflight_without_a_slow_rank_prints_nothing(pool: Pool, tmp_path: Path) -> None:
     """Accepts one undisturbed flight out of a few, because a busy machine slows ranks at random."""
     flights = (pool.run(4, flown, str(tmp_path), -1, outlier_here()) for _ in range(6))
     assert any(said == [[]] * 4 for said in flights)

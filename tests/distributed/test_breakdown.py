@@ -47,7 +47,9 @@ def timed_steps(sizes: tuple[int, int, int], case: Case) -> tuple[list[float], l
     ],
     ids=str,
 )
-def test_the_kinds_add_up_to_the_step(sizes: tuple[int, int, int], case: Case, pool: Pool) -> None:
+def test_the_kinds_of_time_add_up_to_the_step(
+    sizes: tuple[int, int, int], case: Case, pool: Pool
+) -> None:
     tp, pp, dp = sizes
     here = {"forward", "backward", "optimizer", "data", "model" if tp * pp * dp > 1 else "data"}
     here |= {k for k, size in (("tp", tp), ("pp", pp), ("dp", dp)) if size > 1}
@@ -117,7 +119,7 @@ TCP = (("launch.shared_memory", False),)
     ],
     ids=str,
 )
-def test_who_waits_for_a_slow_rank_says_for_what(
+def test_a_wait_for_a_slow_rank_is_counted_under_its_cause(
     sizes: tuple[int, int, int], where: str, keys: tuple, rank: int, kind: str, pool: Pool
 ) -> None:
     late_s = LATE_S * pace()  # far above the waits that a busy machine causes otherwise

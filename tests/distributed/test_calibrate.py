@@ -40,7 +40,7 @@ def step(machine: MeasuredMachine, dp: int = 1, **sizes: int) -> float:
     return step_time(check_config(config, dp, own_samples=True), machine).core
 
 
-def test_two_ranks_measure_a_file_that_prices_steps(pool: Pool, tmp_path: Path) -> None:
+def test_the_file_of_two_ranks_prices_steps(pool: Pool, tmp_path: Path) -> None:
     file = tmp_path / "here.yaml"
     assert pool.run(2, be_rank, str(tmp_path), str(file), timeout_s=240) == [0, 0]
     machine = read(str(file))

@@ -216,9 +216,7 @@ def save_with_a_slow_copy(run_dir: Path) -> tuple[dict[str, np.ndarray], list[st
     return weights, order
 
 
-def test_update_waits_for_the_copy_and_the_copy_is_what_is_saved(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_the_update_waits_for_the_copy_and_the_copy_is_saved(pool: Pool, tmp_path: Path) -> None:
     ((weights, order),) = pool.run(1, save_with_a_slow_copy, tmp_path)
     assert order == ["copy", "update", "update"]
     saved = read_full(list_checkpoints(tmp_path)[-1])

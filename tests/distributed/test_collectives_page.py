@@ -51,7 +51,7 @@ def run_examples(blocks: list[tuple[int, str]]) -> list[str]:
     return printed
 
 
-def test_every_example_prints_what_stands_under_it(pool: Pool) -> None:
+def test_every_example_prints_the_output_below_it(pool: Pool) -> None:
     page = examples()
     assert len(page) >= 6, "the blocks of the page are not found"
     by_rank = pool.run(RANKS, run_examples, [(e.line, e.code) for e in page])
@@ -115,11 +115,11 @@ def milliseconds(row: str) -> float:
         ("barrier", lambda link: network.collective_time("barrier", 8, 0, link)),
     ],
 )
-def test_worked_numbers_of_the_table(row: str, seconds: Any) -> None:
+def test_numbers_of_the_table_follow_the_model(row: str, seconds: Any) -> None:
     assert milliseconds(row) == pytest.approx(seconds(Link(48, 5)) * 1e3, rel=0.003)
 
 
-def test_worked_numbers_of_the_text() -> None:
+def test_numbers_of_the_text_follow_the_model() -> None:
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     nic, nvlink = Link(48, 5), Link(370.8, 2)
     for words, seconds in (

@@ -83,7 +83,7 @@ def test_bf16_rounds_each_contribution_and_the_sum(pool: Pool) -> None:
 
 
 @pytest.mark.more
-def test_sums_in_bf16_are_told_apart(pool: Pool) -> None:
+def test_other_ways_to_sum_in_bf16_are_detected(pool: Pool) -> None:
     found = pool.run(4, bf16_sums, rounded_twice)
     assert not any(same[0] for of_rank in found for same in of_rank), found
 

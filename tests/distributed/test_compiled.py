@@ -67,7 +67,7 @@ PUT_OFF = Problem("llama_tiny", "adamw", False, layers=4, steps=2, batch=18)
     ],
     ids=["documents and pieces", "weight gradients put off"],
 )
-def test_kernels_of_the_compiler_are_the_reference(
+def test_training_with_compiled_kernels_equals_the_reference(
     sizes: Sizes, case: Case, pool: Pool, references: References
 ) -> None:
     check_cases(sizes, [case], pool, references)
@@ -170,14 +170,16 @@ def test_nothing_compiles_after_the_first_step(first_steps: list[FirstSteps]) ->
         assert seen.names == ["layers.0-1", "layers.2-3", "layers.4"]
 
 
-def test_buckets_leave_early_and_the_breakdown_adds_up(first_steps: list[FirstSteps]) -> None:
+def test_compiled_steps_reduce_buckets_early_and_the_breakdown_adds_up(
+    first_steps: list[FirstSteps],
+) -> None:
     """Profiled layers have the same ranges as without a compiler."""
     for seen in first_steps:
         assert seen.early > 1
         assert abs(statistics.median(seen.left_out)) < 0.01
 
 
-def test_ranks_of_a_host_compile_each_graph_once_between_them(
+def test_ranks_of_a_host_share_each_compiled_graph(
     first_steps: list[FirstSteps], locks: Path
 ) -> None:
     by_rank = [(seen.lowered, seen.found) for seen in first_steps]

@@ -113,7 +113,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("size", WAYS)
-def test_styles_attend_alike_and_send_what_their_formula_says(size: int, pool: Pool) -> None:
+def test_styles_attend_equally_and_send_the_bytes_of_their_formula(size: int, pool: Pool) -> None:
     for rank in pool.run(size, attended, size):
         for style, error, bytes in rank:
             assert error < 1e-12, (style, error)
@@ -173,7 +173,7 @@ def of_a_model_of_ones_own(size: int) -> tuple[float, list[str]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_model_of_ones_own_attends_as_pytorch_does(size: int, pool: Pool) -> None:
+def test_a_users_model_attends_like_pytorch(size: int, pool: Pool) -> None:
     for error, said in pool.run(size, of_a_model_of_ones_own, size):
         assert error < 1e-12
         begins = [

@@ -119,12 +119,12 @@ def errors(
     return found
 
 
-def test_two_ranks_train_as_one_process(pool: Pool) -> None:
+def test_two_ranks_train_like_one_process(pool: Pool) -> None:
     for found in pool.run(2, errors, list(CASES)):
         assert max(found.values()) < 1e-9, found
 
 
-def test_three_ranks_train_as_one_process(pool: Pool) -> None:
+def test_three_ranks_train_like_one_process(pool: Pool) -> None:
     names = ["cnn, several buckets", "cnn, backend", "cnn, uneven", "unused", "checkpointed"]
     for found in pool.run(3, errors, names):
         assert max(found.values()) < 1e-9, found
@@ -143,9 +143,7 @@ def late(index: int) -> AbstractContextManager[None]:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_rank_that_is_late_takes_what_it_lacks_before_it_is_overwritten(
-    pool: Pool, index: int
-) -> None:
+def test_a_late_rank_reads_gradients_before_they_are_overwritten(pool: Pool, index: int) -> None:
     for found in pool.run(2, errors, ["unused"], partial(late, index)):
         assert max(found.values()) < 1e-9, found
 
@@ -235,7 +233,7 @@ MUTATIONS = {
 
 def mutated() -> dict[str, float]:
     """Returns, by mutation, what its case finds; the sound case is
-    `test_two_ranks_train_as_one_process`."""
+    `test_two_ranks_train_like_one_process`."""
     found = {}
     for mutation, name in MUTATIONS.items():
         (found[mutation.__name__],) = errors([name], mutation, steps=5).values()

@@ -55,7 +55,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_the_arguments_stand_in_pytorchs_order_with_its_defaults() -> None:
+def test_the_arguments_have_pytorchs_order_and_defaults() -> None:
     ours = inspect.signature(DistributedDataParallel.__init__).parameters
     assert [*ours][: len(THEIRS)] == [*THEIRS]
     # None, which warns of nothing, also means True; before torch 2.13 the default was True.
@@ -124,7 +124,7 @@ def calls() -> dict[str, str]:
     }
 
 
-def test_arguments_are_taken_or_refused_in_a_sentence(by_rank: Found) -> None:
+def test_arguments_are_accepted_or_refused_in_a_sentence(by_rank: Found) -> None:
     for said in (found["calls"] for found in by_rank):
         for name in NOT_BUILT:
             assert said[name].startswith(f"ValueError: {name}="), said[name]
@@ -153,7 +153,7 @@ def warned() -> list[list[str]]:
     return found
 
 
-def test_arguments_that_pytorch_gives_up_are_warned_of(by_rank: Found) -> None:
+def test_arguments_that_pytorch_deprecates_give_a_warning(by_rank: Found) -> None:
     given = [[], [], ["broadcast_buffers"], ["broadcast_buffers"], ["check_reduction"]]
     assert [found["warned"] for found in by_rank] == [given, given]
 
@@ -198,7 +198,7 @@ def copies() -> dict[str, Any]:
     return found
 
 
-def test_copies_and_files_train_as_the_first_one(by_rank: Found) -> None:
+def test_copies_and_loaded_files_train_like_the_original(by_rank: Found) -> None:
     for found in (of_rank["copies"] for of_rank in by_rank):
         assert found["own"].startswith("RuntimeError: a DistributedDataParallel over 1 of 2 ranks")
 
@@ -287,5 +287,5 @@ def listed() -> None:
             DistributedDataParallel(Layers(), bucket_cap_mb_list=wrong)
 
 
-def test_each_bucket_may_have_a_size_of_its_own(pool: Pool) -> None:
+def test_each_bucket_may_have_its_own_size(pool: Pool) -> None:
     pool.run(2, listed)

@@ -115,7 +115,7 @@ def test_every_figure_has_its_rows_and_its_picture(pool: Pool, tmp_path: Path) -
     check_report(tmp_path, {"backend", "shared memory"})
 
 
-def test_a_step_on_ranks_that_are_not_there() -> None:
+def test_the_price_of_a_step_on_more_ranks() -> None:
     parts = {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}
     link = Link(gb_per_s=1.0, latency_us=0.0)
     gigabyte = 10**9  # two ranks exchange it in a second

@@ -142,7 +142,7 @@ def each_buffers() -> list[dict[str, object]]:
     return [buffers(own_group) for own_group in (False, True)]
 
 
-def test_buffers_are_those_of_the_first_rank(pool: Pool) -> None:
+def test_buffers_are_broadcast_from_the_first_rank(pool: Pool) -> None:
     for first, second in zip(*pool.run(2, each_buffers), strict=True):
         assert first["before"] != second["before"]
         assert (first["mean"], first["calls"]) == (second["mean"], second["calls"])
@@ -338,7 +338,7 @@ SENTENCES = {
 }
 
 
-def test_every_rank_says_what_is_wrong(pool: Pool) -> None:
+def test_every_rank_raises_the_same_error(pool: Pool) -> None:
     first, second = pool.run(2, bad_inputs, timeout_s=30)
     assert first == second
     assert first.keys() == SENTENCES.keys()
@@ -393,7 +393,7 @@ def one_backward_less() -> tuple[list[float], str]:
     return found, said
 
 
-def test_a_rank_that_leaves_a_backward_out_is_noticed_at_its_end(pool: Pool) -> None:
+def test_a_rank_with_a_missing_backward_is_noticed_when_it_ends(pool: Pool) -> None:
     (found, said), (others, silent) = pool.run(2, one_backward_less, timeout_s=30)
     assert (len(found), said) == (2, "member 1 of the group has ended")
     assert (len(others), silent) == (2, "")

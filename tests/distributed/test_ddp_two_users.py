@@ -256,7 +256,7 @@ def refusals() -> list[str]:
     return found
 
 
-def test_what_two_users_would_spoil_is_refused(pool: Pool) -> None:
+def test_uses_that_would_corrupt_shared_gradients_are_refused(pool: Pool) -> None:
     for found in pool.run(2, refusals):
         for sentence in found[:3]:
             assert "parameter 0.weight is already in another DistributedDataParallel" in sentence
@@ -284,5 +284,5 @@ def tensor_parallel() -> float:
     return off(grads_of(net), wanted)
 
 
-def test_around_tensor_parallel_layers(pool: Pool) -> None:
+def test_ddp_around_tensor_parallel_layers(pool: Pool) -> None:
     assert max(pool.run(4, tensor_parallel)) < 1e-12

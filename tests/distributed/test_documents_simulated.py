@@ -130,7 +130,7 @@ def test_half_precision_is_one_kernel(
     [(torch.float64, 4, 8), (torch.float32, 4, 4), (torch.bfloat16, 2, 4)],
     ids=str,
 )
-def test_other_types_are_a_call_for_each_document(
+def test_other_types_need_a_call_for_each_document(
     dtype: torch.dtype, kv_heads: int, head_dim: int, simulated: SimulatedPool
 ) -> None:
     simulated.run(1, other_types_are_a_call_for_each_document, dtype, kv_heads, head_dim)
@@ -154,7 +154,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("sizes", RUNS, ids=["tp", "cp"])
-def test_trains_as_the_reference_does_without_a_wait(
+def test_training_equals_the_reference_without_a_wait(
     sizes: Sizes, simulated: SimulatedPool, references: References
 ) -> None:
     check_cases(sizes, RUNS[sizes], simulated, references, run=run_on_own_device)

@@ -88,7 +88,7 @@ def by_the_reference(run: Path, request: Request) -> Likelihood:
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("llama", "fp64"), ("gpt2", "fp32")])
-def test_likelihoods_are_those_of_another_program(
+def test_likelihoods_equal_those_of_another_program(
     kind: str, precision: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compares with transformers, which computes norms in fp32, and in fp64 with the tests'

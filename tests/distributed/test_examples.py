@@ -68,7 +68,7 @@ TOGETHER = {
 }
 
 
-def test_scripts_learn_the_same_on_one_rank_and_on_several(pool) -> None:
+def test_scripts_train_equally_on_one_rank_and_on_several(pool) -> None:
     (first,) = pool.run(1, on_every_rank, ALONE)
     alone = {words[0]: result for words, result in zip(ALONE, first, strict=True)}
     for losses, _ in alone.values():

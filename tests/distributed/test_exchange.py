@@ -39,7 +39,7 @@ def told() -> dict[str, Any]:
     return found
 
 
-def test_every_member_hears_what_the_others_say(pool: Pool) -> None:
+def test_every_member_gets_the_messages_of_the_others(pool: Pool) -> None:
     for rank, found in enumerate(pool.run(4, told)):
         of_pair = AS_JSON[:2] if rank < 2 else AS_JSON[2:]
         assert found["all"] == AS_JSON
@@ -82,7 +82,7 @@ def boxes_in_messages(trainer: Trainer, groups: ProcessGroups, message_bytes: in
     return [(rank, piece.name, box.flatten()[:2].tolist()) for rank, piece, box in boxes]
 
 
-def test_boxes_come_whole_whatever_the_messages(pool: Pool) -> None:
+def test_boxes_arrive_whole_in_messages_of_any_size(pool: Pool) -> None:
     (at_once, in_many), *others = pool.run(4, boxes_of_all)
     assert others == [[[], []]] * 3
     assert [rank for rank, *_ in at_once] == sorted(rank for rank, *_ in at_once)
@@ -104,12 +104,12 @@ def mixed_types() -> list[tuple[str, int]]:
     return [(str(box.dtype), int(box.sum())) for _, _, box in found]
 
 
-def test_boxes_of_any_type_keep_it(pool: Pool) -> None:
+def test_boxes_keep_their_dtype(pool: Pool) -> None:
     names = [f"torch.{name}" for name in ("uint8", "bfloat16", "float64")]
     assert pool.run(2, mixed_types)[0] == [(n, 3) for n in names] + [(n, 6) for n in names]
 
 
-def test_small_boxes_travel_together_and_large_ones_alone() -> None:
+def test_small_boxes_share_a_message_and_large_ones_do_not() -> None:
     spans = [list(span) for span in exchange.messages([4, 6, 1, 30, 2, 8, 1], 10)]
     assert spans == [[0, 1], [2], [3], [4, 5], [6]]
     assert list(exchange.messages([], 10)) == []

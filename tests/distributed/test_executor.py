@@ -58,7 +58,7 @@ def test_a_late_stage_changes_no_result(pool: Pool) -> None:
         is_right(list(ran), schedule)
 
 
-def test_messages_larger_than_every_buffer_block_nobody_for_ever(pool: Pool) -> None:
+def test_messages_larger_than_every_buffer_do_not_deadlock(pool: Pool) -> None:
     """Sends 16 MiB each: a send ends when the other end has received it."""
     schedules = [make("interleaved", 2, 2, 2), make("zbv", 2, 2, 2)]
     by_rank = pool.run(2, run_all, schedules, {"shape": LARGE})

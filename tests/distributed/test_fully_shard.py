@@ -107,7 +107,7 @@ def test_stages_of_a_pipeline_are_sharded_over_dp(pool: Pool) -> None:
         assert max(found.values()) <= TOLERANCE, found
 
 
-def test_all_dimensions_together(pool: Pool) -> None:
+def test_fully_shard_with_tp_pp_and_dp_together(pool: Pool) -> None:
     sizes, options = {"tp": 2, "pp": 2, "dp": 2}, {"num_microbatches": 4}
     assert max(pool.run(8, pipelined, sizes, options, False)) <= TOLERANCE
 
@@ -129,7 +129,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_averaging_an_average_is_refused(pool: Pool) -> None:
+def test_averaging_gradients_twice_is_refused(pool: Pool) -> None:
     first, second = pool.run(2, refusals)
     assert first == second
     pipeline, ddp = first

@@ -58,7 +58,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("sizes", CASES, ids=lambda s: "tp{}-pp{}-dp{}".format(*s))
-def test_sharded_training_is_the_reference(
+def test_sharded_training_equals_the_reference(
     sizes: tuple[int, int, int], pool: Pool, references: References
 ) -> None:
     check_cases(sizes, CASES[sizes], pool, references)
@@ -72,7 +72,7 @@ def test_groups_of_copies_and_replicas() -> None:
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(8, 4), (5, 4), (3, 4), (1, 2), (7, 3)])
-def test_shards_are_those_of_chunk(rows: int, ranks: int) -> None:
+def test_shards_equal_torch_chunk(rows: int, ranks: int) -> None:
     starts = [first_row(rows, ranks, rank) for rank in range(ranks + 1)]
     lengths = [len(chunk) for chunk in torch.arange(rows).chunk(ranks)]
     assert [b - a for a, b in pairwise(starts)] == [

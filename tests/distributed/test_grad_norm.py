@@ -207,7 +207,7 @@ def test_a_planted_bug_is_found(name: str, pool: Pool) -> None:
 
 
 @pytest.mark.more
-def test_a_norm_over_data_parallelism_alone_is_found(pool: Pool) -> None:
+def test_a_norm_summed_over_dp_without_need_is_refused(pool: Pool) -> None:
     found = pool.run(4, over_dp_alone)
     assert max(errors[0][0] for errors in found) > 1e-3
 
@@ -317,7 +317,7 @@ def partial_under_fsdp() -> list[str]:
     return found
 
 
-def test_a_partial_gradient_under_fully_shard_is_found(pool: Pool) -> None:
+def test_a_partial_gradient_under_fully_shard_is_refused(pool: Pool) -> None:
     for clipped, summed, mended in pool.run(4, partial_under_fsdp):
         assert "whose gradients must be equal on all ranks and differ" in clipped
         assert "sum_gradients_over: weight must not be under fully_shard" in summed
@@ -358,7 +358,7 @@ def test_groups_of_the_caller_are_summed(by_rank: list[dict[Callable, Any]]) -> 
         assert found[own_layers] == pytest.approx([0.0, 0.0], abs=TOLERANCE)
 
 
-def test_a_module_beside_a_pipeline_counts_once(by_rank: list[dict[Callable, Any]]) -> None:
+def test_a_module_outside_of_a_pipeline_counts_once(by_rank: list[dict[Callable, Any]]) -> None:
     for found in by_rank:
         assert found[beside_plain_modules] == pytest.approx(0.0, abs=TOLERANCE)
 
@@ -430,7 +430,7 @@ def test_a_norm_that_would_be_wrong_is_refused_on_every_rank(pool: Pool) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf"), 3.0])
-def test_one_process_is_pytorch(dtype: torch.dtype, norm_type: float) -> None:
+def test_one_process_equals_pytorch(dtype: torch.dtype, norm_type: float) -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Linear(50, 40, dtype=dtype), nn.Linear(50, 40)
     ours.weight.grad = 30 * torch.randn(40, 50).to(dtype)
@@ -442,7 +442,7 @@ def test_one_process_is_pytorch(dtype: torch.dtype, norm_type: float) -> None:
     torch.testing.assert_close(clipped, theirs.weight.grad, rtol=rtol, atol=1e-6)
 
 
-def test_a_parameter_counts_once_and_one_without_gradient_not_at_all() -> None:
+def test_a_shared_parameter_counts_once_and_one_without_gradient_not_at_all() -> None:
     layer = nn.Linear(3, 4)
     assert float(p3d.clip_grad_norm_([], 1.0)) == 0.0
     assert float(p3d.clip_grad_norm_(layer.bias, 1.0)) == 0.0

@@ -68,7 +68,7 @@ def everything_works() -> dict[str, object]:
     return found
 
 
-def test_every_collective_message_and_the_mesh_work_on_chosen_interfaces(pool: Pool) -> None:
+def test_collectives_messages_and_the_mesh_work_on_chosen_interfaces(pool: Pool) -> None:
     for found in pool.run(8, everything_works):
         assert found == {"tp": GLOO_ON, "dp": GLOO_ON, "pp": GLOO_ON, "world": "gloo"}
 
@@ -113,5 +113,5 @@ def shared_in_each() -> list[list[bool]]:
     return [shared_where(list(hostnames), launch) for hostnames, launch, _ in HOSTS]
 
 
-def test_memory_is_shared_by_ranks_of_one_host_name_alone_and_can_be_turned_off(pool: Pool) -> None:
+def test_only_ranks_with_one_host_name_share_memory_and_it_can_be_turned_off(pool: Pool) -> None:
     assert pool.run(4, shared_in_each) == [[expected for _, _, expected in HOSTS]] * 4

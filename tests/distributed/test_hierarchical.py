@@ -47,7 +47,7 @@ def test_levels_are_domains_and_rails() -> None:
     ],
     ids=str,
 )
-def test_no_levels_where_there_are_no_two_or_ranks_run_against_the_rails(
+def test_without_two_levels_or_with_ranks_across_rails_the_sum_is_flat(
     layout: Layout, tiling: str
 ) -> None:
     assert two_levels(placed(layout, tiling), "dp") is None
@@ -74,7 +74,7 @@ def sums(layouts: list[tuple[Layout, int]]) -> list[bool]:
     return found
 
 
-def test_two_levels_are_the_sum_and_send_a_shard_between_domains(pool: Pool) -> None:
+def test_two_levels_give_the_sum_and_send_only_a_shard_between_domains(pool: Pool) -> None:
     """`matrix` tests that trainings with such sums equal the reference's."""
     layouts = [(Layout(dp=8), elements) for elements in (64, 67, 3)]
     layouts += [(Layout(tp=2, dp=4), 67), (Layout(dp=2, cp=4), 67)]

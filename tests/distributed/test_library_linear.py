@@ -243,7 +243,7 @@ def nets_and_refusals() -> list[str]:
     return refused()
 
 
-def test_layers_train_as_pytorchs_do_and_what_cannot_be_split_is_said_on_every_rank(pool) -> None:
+def test_layers_train_like_pytorchs_and_impossible_splits_are_refused_on_every_rank(pool) -> None:
     for said in pool.run(4, nets_and_refusals):
         for (_, wanted), sentence in zip(BAD, said[:-1], strict=True):
             assert wanted in sentence
@@ -292,7 +292,7 @@ def test_a_compiled_net_has_the_same_gradients(pool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 6), (2, 3, 2, 6)])
-def test_takes_inputs_of_any_dimensions(shape: tuple[int, ...]) -> None:
+def test_layers_take_inputs_of_any_dimensions(shape: tuple[int, ...]) -> None:
     """Tests a single rank, where a layer is PyTorch's."""
     torch.manual_seed(1)
     theirs = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))

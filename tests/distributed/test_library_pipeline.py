@@ -129,7 +129,7 @@ def every_schedule(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_every_schedule_trains_as_one_process_does(ranks: int, pool) -> None:
+def test_every_schedule_trains_like_one_process(ranks: int, pool) -> None:
     pool.run(ranks, every_schedule, ranks)
 
 
@@ -184,7 +184,7 @@ def replicas_and_shapes() -> None:
     assert abs(evaluated.item() - F.cross_entropy(images, labels).item()) < TOLERANCE
 
 
-def test_replicas_average_and_states_are_those_of_all_modules(pool) -> None:
+def test_replicas_average_and_state_dicts_hold_all_modules(pool) -> None:
     pool.run(4, replicas_and_shapes)
 
 
@@ -318,7 +318,7 @@ def one_replica_fails() -> list[str]:
     return said
 
 
-def test_a_replica_that_fails_leaves_no_other_waiting(pool) -> None:
+def test_if_a_replica_fails_no_other_waits_for_ever(pool) -> None:
     other = "RuntimeError: another replica of the pipeline failed in this step"
     good, bad = pool.run(2, one_replica_fails)
     assert good == [other, other, "nothing"]

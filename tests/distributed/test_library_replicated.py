@@ -88,7 +88,7 @@ def beside_one_process(tp: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world", "tp"), [(4, 2), (4, 4)], ids=str)
-def test_norms_of_heads_learn_as_in_one_process(world: int, tp: int, pool: Pool) -> None:
+def test_norms_of_heads_train_like_one_process(world: int, tp: int, pool: Pool) -> None:
     for found in pool.run(world, beside_one_process, tp):
         assert found.keys() == {"summed True", "summed False", "drift False"}
         assert found["summed True"] <= 1e-12
@@ -114,7 +114,7 @@ def deferred() -> float:
     return float((layer.weight.grad - 9).abs().max())
 
 
-def test_a_gradient_that_a_schedule_would_put_off_is_summed(pool: Pool) -> None:
+def test_a_deferred_gradient_is_summed_too(pool: Pool) -> None:
     assert pool.run(2, deferred) == [0.0, 0.0]
 
 
@@ -158,7 +158,7 @@ def refusals() -> list[str]:
     return found
 
 
-def test_what_is_whole_or_summed_already_is_refused(pool: Pool) -> None:
+def test_parameters_with_complete_gradients_are_refused(pool: Pool) -> None:
     first, second = pool.run(2, refusals)
     assert first == second
     again, whole, none, nan = first

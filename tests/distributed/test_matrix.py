@@ -34,12 +34,12 @@ SELDOM = [
 
 
 @pytest.mark.parametrize("levels", [*OFTEN, *SELDOM], ids=matrix.name_of)
-def test_trains_as_the_reference_does(levels: Levels, pool: Pool, references: References) -> None:
+def test_training_equals_the_reference(levels: Levels, pool: Pool, references: References) -> None:
     sizes, groups = matrix.layout(levels), matrix.groups_of(levels)
     check_cases(sizes, [matrix.case(levels)], pool, references, of_matrix, groups)
 
 
-def test_every_allowed_pair_is_there_and_the_spine() -> None:
+def test_the_matrix_holds_every_allowed_pair_and_the_spine() -> None:
     assert matrix.chosen().uncovered() == []
     assert all(matrix.allowed(levels) for levels in FOUND)
     for cell in matrix.SPINE:
@@ -56,7 +56,7 @@ def refused(levels: Levels) -> str | None:
     return None
 
 
-def test_the_rules_refuse_what_the_check_refuses_and_nothing_else() -> None:
+def test_the_rules_refuse_exactly_what_the_check_refuses() -> None:
     """Returns combinations that differ from the cases in one to three levels, idle ones
     included."""
     rng = random.Random(0)

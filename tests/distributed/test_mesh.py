@@ -73,7 +73,7 @@ def one_rank_asks() -> int:
     return size
 
 
-def test_a_rank_alone_gets_its_mesh(pool: Pool) -> None:
+def test_a_single_rank_may_ask_for_its_mesh(pool: Pool) -> None:
     assert pool.run(2, one_rank_asks) == [2, 0]
 
 
@@ -155,7 +155,7 @@ def every_kind_of_group() -> None:
         raise AssertionError("a square mesh was taken")
 
 
-def test_every_part_takes_a_mesh_a_process_group_or_ours(pool: Pool) -> None:
+def test_every_part_accepts_a_mesh_a_process_group_or_our_group(pool: Pool) -> None:
     pool.run(2, every_kind_of_group)
 
 

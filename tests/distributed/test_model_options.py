@@ -40,7 +40,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("sizes", "cases"), CASES, ids=["tp{}-pp{}-dp{}".format(*sizes) for sizes, _ in CASES]
 )
-def test_options_train_as_the_reference_does(
+def test_model_options_train_like_the_reference(
     sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References
 ) -> None:
     check_cases(sizes, cases, pool, references)
@@ -67,7 +67,7 @@ def trained_and_saved(sizes: tuple[int, int, int]) -> tuple[Counter[str], bool]:
     return saved, equal
 
 
-def test_shared_heads_are_saved_once_and_gathered_ones_change_nothing(pool: Pool) -> None:
+def test_shared_heads_are_saved_once_and_gather_qk_changes_no_bit(pool: Pool) -> None:
     sizes = (4, 1, 1)
     saved: Counter[str] = Counter()
     for found, equal in pool.run(4, trained_and_saved, sizes, timeout_s=900):

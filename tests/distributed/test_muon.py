@@ -48,7 +48,7 @@ def sharded(problem: Problem, zero: int, **way: Any) -> Case:
     ],
     ids=["tp-and-dp", "tp"],
 )
-def test_sharded_matrices_step_as_whole_ones(
+def test_sharded_matrices_step_like_whole_ones(
     sizes: tuple[int, ...], cases: list[Case], pool: Pool, references: References
 ) -> None:
     outcomes = check_cases(sizes, cases, pool, references)

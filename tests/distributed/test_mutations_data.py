@@ -250,6 +250,8 @@ def test_a_planted_bug_of_data_parallelism_is_caught(
     assert found.keys() == told_by, found
 
 
-def test_gradients_that_another_chunk_left_are_missed(pool: Pool, references: References) -> None:
+def test_unreduced_gradients_of_another_chunk_are_detected(
+    pool: Pool, references: References
+) -> None:
     case = chunked(2, "interleaved")
     check_caught(other_chunks_not_reduced, (1, 2, 2), case, ALL_NUMBERS, pool, references)

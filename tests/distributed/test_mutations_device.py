@@ -174,7 +174,7 @@ HARMLESS = {sums_over_copies_may_be_overwritten: (2, 15)}
 
 
 @pytest.mark.parametrize("mutation", RACES, ids=lambda mutation: mutation.__name__)
-def test_accesses_that_nothing_orders(mutation: Mutation, simulated: SimulatedPool) -> None:
+def test_unordered_accesses_are_caught(mutation: Mutation, simulated: SimulatedPool) -> None:
     sizes, keys = RACES[mutation]
     harms = parts(torch.__version__) < HARMLESS.get(mutation, (99,))
     race = pytest.raises(WorkerFailure, match=r"Race: .* nothing orders the two")
@@ -258,7 +258,9 @@ AFTER_BACKWARD = {a_bucket_more_on_one_rank: (("ddp.overlap", False),)}
 
 
 @pytest.mark.parametrize("mutation", REFUSED, ids=lambda mutation: mutation.__name__)
-def test_bugs_that_a_communicator_refuses(mutation: Mutation, simulated: SimulatedPool) -> None:
+def test_bugs_of_collectives_are_refused_by_the_communicator(
+    mutation: Mutation, simulated: SimulatedPool
+) -> None:
     sizes, words = REFUSED[mutation]
     with pytest.raises(WorkerFailure, match=words):
         keys = AFTER_BACKWARD.get(mutation, ())
@@ -291,7 +293,9 @@ def waits_with(sizes: Sizes, case: Case, mutation: Mutation) -> list[list[str]]:
 @pytest.mark.parametrize(
     "mutation", [the_loss_is_read_after_each_forward, a_mask_is_made_of_a_number_of_the_host]
 )
-def test_waits_of_the_host(mutation: Mutation, simulated: SimulatedPool) -> None:
+def test_unnecessary_waits_of_the_host_are_caught(
+    mutation: Mutation, simulated: SimulatedPool
+) -> None:
     case = Case(DROPS, microbatches=3)
     for steps in simulated.run(2, waits_with, (1, 2, 1), case, mutation):
         assert all(len(waits) > case.microbatches for waits in steps)
@@ -310,7 +314,7 @@ def one_pinned_buffer_for_all_batches() -> Iterator[None]:
         yield
 
 
-def test_pinned_memory_that_is_used_again_too_early(simulated: SimulatedPool) -> None:
+def test_pinned_memory_that_is_reused_too_early_is_caught(simulated: SimulatedPool) -> None:
     with pytest.raises(WorkerFailure, match="pinned memory was overwritten before its copy"):
         simulated.run(1, train, (1, 1, 1), (), one_pinned_buffer_for_all_batches, 2)
 
@@ -393,7 +397,7 @@ def kernels_of_a_step(mutation: Mutation) -> list[tuple[str, int, int]]:
     ]
 
 
-def test_weight_gradients_are_added_by_the_product_itself(simulated: SimulatedPool) -> None:
+def test_weight_gradients_are_added_by_the_gemm_itself(simulated: SimulatedPool) -> None:
     """A product that is rounded first would be a matrix of its own, followed by an addition."""
     weights = 32 * 32  # the smallest matrix to which a product is added
     for mutation, is_sound in ((sound, True), (products_are_rounded_before_they_are_added, False)):
@@ -404,7 +408,7 @@ def test_weight_gradients_are_added_by_the_product_itself(simulated: SimulatedPo
         assert (not additions) is is_sound
 
 
-def test_the_loss_moves_few_bytes_a_logit(simulated: SimulatedPool) -> None:
+def test_the_loss_moves_few_bytes_for_each_logit(simulated: SimulatedPool) -> None:
     """One pass over the logits forward and one backward, not counting GEMMs."""
     problem_tokens = Problem("gpt_tiny", "sgd", True).tokens
     logits = 4000 * problem_tokens

@@ -99,7 +99,7 @@ def expected(case: Case, sizes: tuple[int, ...], weights: dict) -> tuple[float, 
 
 
 @pytest.mark.parametrize("sizes", CASES, ids=str)
-def test_norms_of_parts_and_whole_are_those_of_the_reference(
+def test_norms_of_small_and_large_batches_equal_the_reference(
     sizes: tuple[int, ...], pool: Pool
 ) -> None:
     cases = CASES[sizes]
@@ -119,7 +119,7 @@ class ByReplicas(PartialNorms):
 
 
 @pytest.mark.parametrize("by_replicas", [True, False])
-def test_the_estimate_is_that_of_gradients_whose_noise_is_known(by_replicas: bool) -> None:
+def test_the_estimate_recovers_a_known_noise(by_replicas: bool) -> None:
     """Draws gradients with |G|² = 3 and tr(Σ) = 60 in 400 dimensions of unequal noise; batches of
     12, in 4 parts."""
     rng, batch, parts = np.random.default_rng(0), 12, 4
@@ -144,7 +144,7 @@ def test_the_estimate_is_that_of_gradients_whose_noise_is_known(by_replicas: boo
     assert mean == pytest.approx(20, rel=0.1)
 
 
-def test_a_step_that_is_not_finite_leaves_the_means_alone_and_a_run_goes_on_from_them() -> None:
+def test_a_nonfinite_step_keeps_the_means_and_a_resume_continues_them() -> None:
     noise = NoiseScale(8, 2, ByReplicas(True))
     noise.update([3.0, 4.0])
     before = noise.last, noise.progress()
@@ -159,7 +159,7 @@ def test_a_step_that_is_not_finite_leaves_the_means_alone_and_a_run_goes_on_from
     assert noise.progress() == {"noise_trace": 0.0, "noise_signal": 0.0}
 
 
-def test_what_is_not_measured_sends_and_keeps_nothing() -> None:
+def test_without_the_noise_scale_nothing_is_sent_or_kept() -> None:
     off = NoiseScale(8, 2, None)
     off.update(())
     sent = off.squares(None, torch.zeros((), dtype=torch.float64))  # asks no engine

@@ -64,7 +64,7 @@ def masked_run(
     return seen, loss
 
 
-def test_a_step_without_a_token_is_no_update_on_any_layout(pool: Pool) -> None:
+def test_a_step_without_labels_is_no_update_under_any_layout(pool: Pool) -> None:
     expected, _ = pool.run(1, masked_run, (1, 1, 1))[0]
     assert [step[2:] for step in expected] == [
         (False, False, 1), (False, False, 2), (True, True, 2), (False, False, 3)
@@ -81,7 +81,7 @@ def test_a_step_without_a_token_is_no_update_on_any_layout(pool: Pool) -> None:
                     assert found[:2] == pytest.approx(wanted[:2], rel=1e-9)
 
 
-def test_a_step_without_a_token_does_not_move_the_loss_scale(pool: Pool) -> None:
+def test_a_step_without_labels_does_not_change_the_loss_scale(pool: Pool) -> None:
     for seen, evaluation in pool.run(2, masked_run, (1, 2, 1), 0, "fp16"):
         assert evaluation is None
         assert [step[0] is None for step in seen] == [step == EMPTY for step in range(STEPS)]

@@ -108,7 +108,7 @@ def named(runs: list[tuple[Sizes, list[tuple[Case, list[int]]]]]) -> list[str]:
 
 
 @pytest.mark.parametrize(("sizes", "cases"), CASES, ids=named(CASES))
-def test_bits_are_those_without_offload(
+def test_bits_equal_a_run_without_offload(
     sizes: Sizes, cases: list[tuple[Case, list[int]]], pool: Pool
 ) -> None:
     check(pool.run(math.prod(sizes), run_both, sizes, cases, timeout_s=900))
@@ -239,7 +239,7 @@ def views_forget_where_they_begin() -> Iterator[None]:
 @pytest.mark.parametrize(
     "mutation", [slabs_are_freed_with_the_copy_to_them, views_forget_where_they_begin]
 )
-def test_mistakes_that_change_bits(mutation: Mutation, pool: Pool) -> None:
+def test_planted_bugs_that_change_bits_are_caught(mutation: Mutation, pool: Pool) -> None:
     ((found,),) = pool.run(1, run_both, (1, 1, 1), [(Case(GPT), [3])], mutation)
     assert found[0].steps != found[1].steps and found[0].weights != found[1].weights
 
@@ -253,6 +253,6 @@ def test_mistakes_that_change_bits(mutation: Mutation, pool: Pool) -> None:
         copies_do_not_wait_for_what_they_copy,
     ],
 )
-def test_mistakes_that_race(mutation: Mutation, simulated: SimulatedPool) -> None:
+def test_planted_races_are_caught(mutation: Mutation, simulated: SimulatedPool) -> None:
     with pytest.raises(WorkerFailure, match=r"Race: .* nothing orders the two"):
         simulated.run(1, run_both, (1, 1, 1), [(Case(GPT), [3])], mutation)

@@ -45,5 +45,5 @@ def all_ways_agree() -> None:
         ways_agree(layout, shared_memory)
 
 
-def test_all_ways_give_the_same_bits(pool: Pool) -> None:
+def test_all_transports_in_pieces_give_the_same_bits(pool: Pool) -> None:
     pool.run(4, all_ways_agree)

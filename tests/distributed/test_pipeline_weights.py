@@ -100,7 +100,7 @@ def trained(replicas: int) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_the_mean_is_that_of_all_targets_that_count(replicas: int, pool: Pool) -> None:
+def test_the_mean_is_over_all_unmasked_targets(replicas: int, pool: Pool) -> None:
     pool.run(2 * replicas, trained, replicas)
 
 
@@ -182,7 +182,7 @@ def over_replicas() -> tuple[str, str]:
     return masked, said(pipe, *batch(dist.get_rank(), kept))
 
 
-def test_replicas_do_not_know_of_each_others_targets(pool: Pool) -> None:
+def test_replicas_with_different_numbers_of_targets_are_weighted(pool: Pool) -> None:
     for masked, weighted in pool.run(4, over_replicas):
         assert masked.startswith("targets hold -100, which the loss leaves out, 2, 2, 2, 2 times")
         assert weighted == ""

@@ -140,7 +140,7 @@ def test_losses_norms_and_weights_are_the_same_bits_under_every_placement(
     assert permuted >= len(PLACEMENTS[layout]) - ("auto" in PLACEMENTS[layout])
 
 
-def test_the_network_gives_the_bits_of_shared_memory(runs: Runs) -> None:
+def test_the_network_gives_the_same_bits_as_shared_memory(runs: Runs) -> None:
     """With two members per group, both ways add the same two numbers."""
     of = ("tp=1 pp=2 dp=2", "sgd", "file")
     by_memory, by_network = runs(*of), runs(*of, shared_memory=False)
@@ -148,7 +148,7 @@ def test_the_network_gives_the_bits_of_shared_memory(runs: Runs) -> None:
     assert by_network["bits"] == by_memory["bits"]
 
 
-def test_the_saved_map_tells_host_and_coordinates_of_every_rank(runs: Runs) -> None:
+def test_the_saved_map_has_host_and_coordinates_of_every_rank(runs: Runs) -> None:
     saved = runs("tp=2 pp=2 dp=2", "adamw", "pp-dp-tp")["placement"]
     layout = Layout(tp=2, pp=2, dp=2)
     assert saved["how"] == "pp2-dp2-tp2"

@@ -54,7 +54,7 @@ def overflowing_run(sizes: tuple[int, int, int]) -> tuple[list, list, float, boo
     return seen, losses, loss, untouched
 
 
-def test_loss_scale_overflows_and_recovers_alike_on_all_layouts(pool: Pool) -> None:
+def test_the_loss_scale_overflows_and_recovers_equally_under_all_layouts(pool: Pool) -> None:
     runs = {sizes: pool.run(math.prod(sizes), overflowing_run, sizes) for sizes in LAYOUTS}
     expected, _, loss, _ = runs[1, 1, 1][0]
     skipped = [step[0] for step in expected]

@@ -51,7 +51,7 @@ def names_of_a_step(sizes: tuple[int, int, int], case: Case) -> Counter[str]:
     ],
     ids=["a backward in two", "zero=1"],
 )
-def test_parts_have_names(
+def test_parts_of_a_step_have_names_in_a_profile(
     sizes: tuple[int, int, int], case: Case, names: dict[str, int], pool: Pool
 ) -> None:
     for found in pool.run(2, names_of_a_step, sizes, case):

@@ -92,7 +92,7 @@ def trained(pool: Pool) -> dict[str, list[Trained]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_small_form_trains_as_the_reference(
+def test_a_recipes_small_form_trains_like_the_reference(
     name: str, trained: dict[str, list[Trained]]
 ) -> None:
     first, *others = trained[name]

@@ -146,7 +146,7 @@ def compare(seed: int) -> list[str]:
     return wrong
 
 
-def test_a_hundred_sizes_give_the_backends_results_by_the_messages_of_the_formula(
+def test_a_hundred_sizes_give_the_backends_results_with_the_expected_messages(
     pool: Pool,
 ) -> None:
     assert len(ALL) * (RANKS - 1) >= 3 * 100
@@ -175,7 +175,7 @@ def check_barriers(pool: Pool | SimulatedPool) -> None:
         assert min(left for _, left in (times[form] for times in by_rank)) >= by_rank[3][form][0]
 
 
-def test_nobody_leaves_a_barrier_before_the_last_has_come(pool: Pool) -> None:
+def test_no_rank_leaves_a_barrier_before_the_last_has_arrived(pool: Pool) -> None:
     check_barriers(pool)
 
 
@@ -201,7 +201,7 @@ def test_the_example_times_every_form_and_counts_what_it_sends(pool: Pool) -> No
         assert words in printed
 
 
-def test_the_cheaper_form_is_counted_as_faster_only_where_it_is() -> None:
+def test_a_cheaper_form_counts_as_faster_only_if_it_is() -> None:
     def row(form: str, seconds: float, priced: float, name: str = "reduce") -> Row:
         return Row(name, form, 1, 1, seconds, priced)
 
@@ -249,7 +249,7 @@ def refused() -> list[str]:
     return said
 
 
-def test_bad_calls_are_one_sentence_on_every_rank_and_no_message(pool: Pool) -> None:
+def test_invalid_calls_are_refused_on_every_rank_without_a_message(pool: Pool) -> None:
     first, second = pool.run(2, refused)
     assert first == second
     for line, words in zip(first, ("'star'", "'product'", "(2, 4)", "(8,)", "int64"), strict=True):

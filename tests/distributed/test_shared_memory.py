@@ -106,7 +106,7 @@ def missing_peer(size: int) -> str:
     return answer
 
 
-def test_a_peer_that_does_not_come_is_named_after_the_timeout(pool: Pool) -> None:
+def test_a_missing_peer_is_named_after_the_timeout(pool: Pool) -> None:
     answers = pool.run(2, missing_peer, 2)
     assert answers[0] == "member 1 of the group has sent no signal for 0.3 s"
 
@@ -159,7 +159,7 @@ def several_large_sums(size: int) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(tensors, sums, strict=True)]
 
 
-def test_sums_beyond_a_slot_go_through_in_pieces(pool: Pool) -> None:
+def test_sums_larger_than_a_slot_are_sent_in_pieces(pool: Pool) -> None:
     assert pool.run(4, several_large_sums, 4) == [[True] * 3] * 4
 
 
@@ -175,7 +175,7 @@ def without_room(size: int) -> tuple[bool, float]:
     return group.shared is None, collectives.all_reduce(torch.ones(1), group).item()
 
 
-def test_ranks_that_cannot_share_memory_do_without(pool: Pool) -> None:
+def test_ranks_that_cannot_share_memory_use_the_network(pool: Pool) -> None:
     assert pool.run(4, without_room, 4) == [(True, 4.0)] * 4
 
 
@@ -223,7 +223,7 @@ def other_file(size: int) -> bool:
         shared_memory._attach = attach
 
 
-def test_another_file_in_its_place_is_not_taken(pool: Pool) -> None:
+def test_another_file_in_its_place_is_not_used(pool: Pool) -> None:
     assert pool.run(2, other_file, 2) == [True, True]
 
 
@@ -245,7 +245,7 @@ def wait_with_the_clock_set_back(size: int) -> float:
     return answer
 
 
-def test_a_clock_that_is_set_moves_no_deadline(pool: Pool) -> None:
+def test_setting_the_clock_moves_no_deadline(pool: Pool) -> None:
     assert in_time(pool.run(2, wait_with_the_clock_set_back, 2)[0], 3)
 
 

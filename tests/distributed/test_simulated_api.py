@@ -30,7 +30,7 @@ def mesh() -> list[str]:
     return [group.description for group in world.ended]
 
 
-def test_the_mesh_splits_one_communicator_more(simulated: SimulatedPool) -> None:
+def test_the_mesh_makes_one_more_communicator(simulated: SimulatedPool) -> None:
     assert simulated.run(4, mesh) == [["tp", "dp", "alone"]] * 4
 
 
@@ -83,5 +83,7 @@ def saved_and_loaded(folder: str) -> None:
     assert fresh.param_groups[0]["lr"] == 0.1
 
 
-def test_a_checkpoint_of_device_memory_comes_back(simulated: SimulatedPool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_device_memory_is_loaded_again(
+    simulated: SimulatedPool, tmp_path: Path
+) -> None:
     simulated.run(2, saved_and_loaded, str(tmp_path))

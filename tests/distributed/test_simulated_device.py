@@ -249,5 +249,7 @@ ON_ONE_RANK = (
 
 
 @pytest.mark.parametrize("check", ON_ONE_RANK, ids=lambda check: check.__name__)
-def test_on_one_rank(check: Callable[[], None], simulated: SimulatedPool) -> None:
+def test_behaviour_of_the_simulated_device_on_one_rank(
+    check: Callable[[], None], simulated: SimulatedPool
+) -> None:
     simulated.run(1, check)

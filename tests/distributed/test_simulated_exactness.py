@@ -41,7 +41,7 @@ ON_STREAMS = [
 
 
 @pytest.mark.parametrize("levels", ON_STREAMS)
-def test_trains_as_the_reference_does(
+def test_training_equals_the_reference(
     levels: Levels, simulated: SimulatedPool, references: References
 ) -> None:
     check_cases(
@@ -69,7 +69,7 @@ COPIES = Case(
 )
 
 
-def test_copies_of_sharded_weights_train_as_the_reference_does(
+def test_copies_of_sharded_weights_train_like_the_reference(
     simulated: SimulatedPool, references: References
 ) -> None:
     check_cases(
@@ -96,7 +96,7 @@ RESIDUALS = [
 ]
 
 
-def test_residuals_added_by_the_norms_train_as_the_reference_does(
+def test_residuals_added_in_the_norms_train_like_the_reference(
     simulated: SimulatedPool, references: References
 ) -> None:
     check_cases((2, 1, 1), RESIDUALS, simulated, references, run=run_on_own_device)
@@ -111,7 +111,7 @@ def test_a_residual_without_its_gradient_is_found(
     assert "weights" in differences(outcomes, references.of(case.problem), case.problem)
 
 
-def test_pytorchs_debug_mode_sees_one_wait_a_step(simulated: SimulatedPool) -> None:
+def test_pytorchs_sync_debug_mode_sees_one_wait_a_step(simulated: SimulatedPool) -> None:
     """Counts like `benchmarks.gpu.first` on a card."""
     (said,) = simulated.run(1, warned_of_a_step, Case(DROPS, microbatches=2))
     assert said == ["trainer.py: called a synchronizing CUDA operation"]

@@ -49,7 +49,7 @@ def what_was_made(layout: Layout, launch: LaunchConfig) -> tuple[dict[str, Any],
     return found, [group.description for group in world.ended]
 
 
-def test_options_reach_their_kind_and_groups_close_as_they_were_made(
+def test_options_reach_their_kind_and_groups_close_in_order(
     simulated: SimulatedPool,
 ) -> None:
     launch = LaunchConfig(nccl_settings=["dp.max_ctas:8"])
@@ -76,7 +76,7 @@ def told() -> list[Any]:
     ]
 
 
-def test_ranks_hear_each_other(simulated: SimulatedPool) -> None:
+def test_ranks_exchange_messages(simulated: SimulatedPool) -> None:
     for found in simulated.run(4, told):
         assert found == [AS_JSON, AS_JSON[0]]
 
@@ -125,7 +125,7 @@ def clocked_steps(sizes: tuple[int, int, int], keys: tuple, steps: int) -> dict[
 
 
 @pytest.mark.parametrize(("sizes", "kind", "steps"), [((2, 1, 1), "tp", 12), ((1, 2, 1), "pp", 3)])
-def test_some_steps_are_told_one_step_later(
+def test_some_steps_times_are_reported_one_step_later(
     sizes: tuple[int, int, int], kind: str, steps: int, simulated: SimulatedPool
 ) -> None:
     for found in simulated.run(2, clocked_steps, sizes, (), steps):
@@ -138,7 +138,7 @@ def test_some_steps_are_told_one_step_later(
         assert found["memory"]["allocated"] > 0
 
 
-def test_what_fsdp2_does_on_its_streams_is_no_time_of_the_compute_stream(
+def test_work_on_fsdp2s_streams_is_not_time_of_the_compute_stream(
     simulated: SimulatedPool,
 ) -> None:
     for found in simulated.run(2, clocked_steps, (1, 1, 2), (("zero", 3),), 3):
@@ -178,7 +178,7 @@ def saves_beside_the_training(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_save_beside_the_training_is_of_its_step_and_touches_its_own_device_alone(
+def test_a_background_save_holds_its_step_and_uses_only_its_device(
     simulated: SimulatedPool, tmp_path: Path
 ) -> None:
     by_rank = simulated.run(2, saves_beside_the_training, tmp_path)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.more
 RUNS = [("cnn_pipeline.py", "zb_h1"), ("all_three.py", "2", "1")]  # layouts that use all parts
 
 
-def test_examples_learn_the_same_on_one_device_and_on_two(simulated: SimulatedPool) -> None:
+def test_examples_train_equally_on_one_device_and_on_two(simulated: SimulatedPool) -> None:
     (alone,) = simulated.run(1, on_every_rank, [(name,) for name, *_ in RUNS])
     for found in simulated.run(2, on_every_rank, RUNS):
         for words, (_, ours), (losses, theirs) in zip(RUNS, found, alone, strict=True):
@@ -39,7 +39,9 @@ def page(folder: Path) -> tuple[str, str]:
     return said.getvalue(), taken
 
 
-def test_the_page_trains_and_proves(simulated: SimulatedPool, tmp_path: Path) -> None:
+def test_the_library_pages_script_trains_and_verifies(
+    simulated: SimulatedPool, tmp_path: Path
+) -> None:
     (tmp_path / "book.txt").write_text(PAGE * 4, encoding="utf-8")
     (said, first), (_, second) = simulated.run(2, page, tmp_path)
     assert (first, second) == ("simulated:0", "simulated:1")

@@ -171,7 +171,9 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("check", SOUND, ids=lambda check: check.__name__)
-def test_two_ranks(check: Callable[[], None], simulated: SimulatedPool) -> None:
+def test_behaviour_of_the_simulated_backend_on_two_ranks(
+    check: Callable[[], None], simulated: SimulatedPool
+) -> None:
     simulated.run(2, check)
 
 
@@ -199,7 +201,9 @@ BAD_ENDS = {
 
 
 @pytest.mark.parametrize("check", BAD_ENDS, ids=lambda check: check.__name__)
-def test_ends_that_differ_are_named(check: Callable[[], None], simulated: SimulatedPool) -> None:
+def test_different_ends_of_ranks_are_named(
+    check: Callable[[], None], simulated: SimulatedPool
+) -> None:
     with pytest.raises(WorkerFailure, match=BAD_ENDS[check]):
         simulated.run(2, check)
 

@@ -115,7 +115,7 @@ def same(ours: list[list[float] | None], theirs: list[list[float] | None]) -> No
 
 
 @pytest.mark.parametrize("uses", [[True, True], [True, False], [False, False]], ids=str)
-def test_a_backward_of_replicas_copies_nothing_that_waits(
+def test_a_backward_of_ddp_makes_no_copy_that_waits(
     uses: list[bool], simulated: SimulatedPool
 ) -> None:
     """It waits for the flags of the previous backward, and, if a gradient is missing, for the ranks

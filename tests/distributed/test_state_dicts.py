@@ -117,7 +117,7 @@ def in_turn(splits: dict[str, dict[str, int]], last: str, folder: Path) -> None:
         last = name
 
 
-def test_dcp_loads_into_another_split(pool: Pool, tmp_path: Path) -> None:
+def test_dcp_loads_a_state_dict_into_another_split(pool: Pool, tmp_path: Path) -> None:
     last = ""
     for ranks, splits in SPLITS.items():
         pool.run(ranks, in_turn, splits, last, tmp_path)
@@ -155,7 +155,7 @@ def refusals() -> list[str]:
     return said
 
 
-def test_what_would_be_lost_is_refused_on_every_rank(pool: Pool) -> None:
+def test_state_that_would_be_lost_is_refused_on_every_rank(pool: Pool) -> None:
     first, second = pool.run(2, refusals)
     assert first == second
     second_stage, inside, first_stage = first
@@ -176,7 +176,7 @@ def wrapped() -> None:
         p3d.sharded_state_dict(inner)
 
 
-def test_wrapped_modules_and_a_rank_alone(pool: Pool) -> None:
+def test_state_dicts_of_wrapped_modules_and_on_a_single_rank(pool: Pool) -> None:
     pool.run(4, wrapped)
 
 

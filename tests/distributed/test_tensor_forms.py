@@ -91,7 +91,7 @@ def counted(log: OperationLog, ranks: int) -> Calls:
     ]
 
 
-def test_every_form_computes_the_same_and_sends_what_is_listed(pool) -> None:
+def test_every_form_computes_the_same_and_sends_the_listed_bytes(pool) -> None:
     for ranks in (2, 4):
         sizes = PAGE["Sizes"](B, S, H, HEADS, ranks, 8)
         for sent in pool.run(ranks, each_form):
@@ -104,7 +104,7 @@ def test_every_form_computes_the_same_and_sends_what_is_listed(pool) -> None:
     assert listed - set(FORMS) == {("embedding", "a table on every rank")}
 
 
-def test_ours_is_what_the_planner_counts_of_a_layer() -> None:
+def test_our_form_sends_the_bytes_that_the_planner_counts() -> None:
     for sp, name in ((False, "columns, then rows"), (True, "the same, sequence split")):
         config = p3d.compose("tp=2", f"sp={sp}", world_size=2)
         model = config.model
@@ -119,7 +119,7 @@ def test_ours_is_what_the_planner_counts_of_a_layer() -> None:
         assert planned == layer * model.num_layers * config.num_microbatches
 
 
-def test_the_page_shows_the_tables_and_pictures_as_they_are_made() -> None:
+def test_the_page_has_the_generated_tables_and_pictures() -> None:
     page = (DOCS / "tensor_parallel.md").read_text("utf-8")
     for line in PAGE["tables"]().splitlines():
         assert line in page, "run: python docs/tensor_forms.py"

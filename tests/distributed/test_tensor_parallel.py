@@ -53,7 +53,7 @@ def run_collectives(tp: Group) -> list[float]:
     return collectives.all_reduce(big, tp).unique().tolist()
 
 
-def test_collectives_compute_what_they_say(pool: Pool) -> None:
+def test_collectives_compute_the_right_values(pool: Pool) -> None:
     sums = [[size * (size + 1) / 2] for size in SIZES]
     assert pool.run(4, of_each_size, run_collectives) == [sums] * 4
 
@@ -136,7 +136,7 @@ def split_loss(tp: Group, vocab: int, padded: int, sp: bool) -> list[tuple[Tenso
     return pairs
 
 
-def test_split_head_and_loss_are_the_whole_ones(pool: Pool) -> None:
+def test_split_head_and_loss_equal_the_whole_ones(pool: Pool) -> None:
     """Whole tables, padded ones, and one of which a rank only has padding."""
     for found in pool.run(4, of_each_size, split_losses):
         for ours, theirs in (pair for pairs in found for pair in pairs):

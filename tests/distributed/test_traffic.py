@@ -336,7 +336,7 @@ def parameters_of_stages(configs: list[Config]) -> tuple[int, list[list[tuple[in
     return groups.pp.index, found
 
 
-def test_parameters_of_a_stage_are_those_of_the_model(pool: Pool) -> None:
+def test_the_counted_parameters_of_a_stage_are_the_models(pool: Pool) -> None:
     layout = Layout(tp=2, pp=2)
     configs = [config_of(layout, {**model, "layers_per_stage": [1, 2]}) for model in MODELS]
     layers = (range(0, 1), range(1, 3))

@@ -155,7 +155,7 @@ def the_newest_or_a_step(folder: str) -> None:
         assert bool((layer.weight == wanted).all())
 
 
-def test_the_newest_checkpoint_is_loaded_or_that_of_a_step(pool: Pool, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_or_that_of_a_step_is_loaded(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, the_newest_or_a_step, str(tmp_path))
 
 
@@ -217,7 +217,9 @@ def refusals(folder: str) -> list[str]:
     return found
 
 
-def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+def test_state_that_cannot_be_saved_or_loaded_is_refused_on_every_rank(
+    pool: Pool, tmp_path: Path
+) -> None:
     first, second = pool.run(2, refusals, str(tmp_path))
     assert first == second
     wanted = (
@@ -274,7 +276,7 @@ def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
     assert torch.equal(twin.weight, layer.weight)
 
 
-def test_a_file_that_rank_0_does_not_see_makes_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_that_hosts_do_not_share_makes_no_checkpoint(tmp_path: Path) -> None:
     """Tests a folder that hosts do not share, with the trainer's own check."""
     layer = nn.Linear(3, 2)
     write = saver.write_state

@@ -112,7 +112,7 @@ FLAGS = ("--cfg job", "--cfg all", "--cfg hydra --resolve", "--info config")
     ("added", "flags"),
     [("+new.key=1", FLAGS), ("+model.foo=1", FLAGS[:1]), ("+new=${tp}", FLAGS[:1])],
 )
-def test_what_a_run_does_not_know_is_not_shown(
+def test_a_configuration_with_unknown_keys_is_not_shown(
     shell: Shell, capfd: pytest.CaptureFixture[str], added: str, flags: tuple[str, ...]
 ) -> None:
     """`--cfg` and `--info config` refuse a key with the run's sentence."""
@@ -122,7 +122,7 @@ def test_what_a_run_does_not_know_is_not_shown(
         assert_refused(answer(shell, capfd, "train", added, *flag.split()), *ran.errors)
 
 
-def test_what_waits_for_a_sweep_is_shown(shell: Shell, capfd: pytest.CaptureFixture[str]) -> None:
+def test_values_of_a_sweep_are_shown(shell: Shell, capfd: pytest.CaptureFixture[str]) -> None:
     shown = answer(shell, capfd, "train", "run=x-${hydra:job.num}", "--cfg", "job")
     assert (shown.code, shown.errors) == (0, [])
     assert "run: x-${hydra:job.num}" in shown.out

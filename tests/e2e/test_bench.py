@@ -68,7 +68,7 @@ def test_four_ranks_give_every_row_in_under_a_minute(four: tuple[str, Path]) -> 
     assert len(report["pairs"]) == 6  # all four ranks
 
 
-def test_what_was_measured_can_be_given_to_the_cluster(
+def test_the_measured_speeds_are_valid_keys_of_the_cluster(
     four: tuple[str, Path], shell: Shell
 ) -> None:
     lines = four[0].splitlines()
@@ -99,7 +99,7 @@ def test_what_was_measured_can_be_given_to_the_cluster(
         (("dp=2", "bench.outlier=1"), "bench.outlier=1"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(
+def test_impossible_measurements_are_refused_in_one_line(
     shell: Shell, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], sentence: str
 ) -> None:
     assert_refused(answer(shell, capfd, "bench", "comm", "device=cpu", *words), sentence)

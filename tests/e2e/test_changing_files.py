@@ -28,7 +28,7 @@ CELLS = {
 }
 
 
-def test_a_change_is_refused_or_said_or_has_no_effect(tmp_path: Path) -> None:
+def test_a_change_is_refused_reported_or_without_effect(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     words = ("--jobs", "1", "--out", str(out), "--starts", "1", "--only", *CELLS)
     ended = run_module("benchmarks.changing_files", *words)

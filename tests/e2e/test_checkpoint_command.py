@@ -134,7 +134,7 @@ def test_diff_names_what_differs(runs: Path, capsys: pytest.CaptureFixture[str])
         checkpoint(["diff", "mine", "twin"])
 
 
-def test_export_and_import_bring_the_run_back(
+def test_export_and_import_give_the_same_weights(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert checkpoint(["export", "run=mine", "to=hf", "step=10"]) == 0
@@ -203,7 +203,7 @@ def test_average_is_the_mean_of_the_last_weights(
     assert sorted(p.name for p in runs.iterdir()) == ["mine", "mine-average", "one", "twice"]
 
 
-def test_an_imported_run_trains_on_under_another_layout(
+def test_an_imported_run_trains_under_another_layout(
     trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command that import prints works unchanged; its first loss is the exported model's."""
@@ -232,7 +232,7 @@ def test_an_imported_run_trains_on_under_another_layout(
     assert on[1] == pytest.approx(mine[20], abs=0.5)
 
 
-def test_bytes_are_a_tokenizer_for_everybody_else(
+def test_a_byte_tokenizer_is_exported_for_transformers(
     trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """transformers reads bytes like we do and continues in the same way; imported again, they are
@@ -282,7 +282,7 @@ def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> Non
     assert list(trained.scratch.iterdir()) == []
 
 
-def test_generate_passes_over_a_damaged_checkpoint(trained: Shell, runs: Path) -> None:
+def test_generate_skips_a_damaged_checkpoint(trained: Shell, runs: Path) -> None:
     flip_a_bit(newest(runs))
     words = ("run=mine", f"runs_dir={runs}", "generate.max_tokens=3", "device=cpu")
     with at_once(trained, "generate", *words, "generate.step=20") as (other, _):
@@ -295,7 +295,7 @@ def test_generate_passes_over_a_damaged_checkpoint(trained: Shell, runs: Path) -
     assert "no intact checkpoint" in refused.errors[-1]
 
 
-def test_generate_refuses_what_cannot_be(
+def test_generate_refuses_invalid_arguments(
     trained: Shell, runs: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*words: str) -> str:

@@ -30,7 +30,7 @@ with FailingFiles(Path("runs/run/metrics.jsonl").absolute(), Fault("EIO", "kind"
 """
 
 
-def test_lines_that_the_disk_did_not_take_come_back_with_the_checkpoint(tmp_path: Path) -> None:
+def test_lines_lost_to_a_full_disk_are_restored_from_the_checkpoint(tmp_path: Path) -> None:
     for disk, steps, found in (("ill", 4, [1, 2]), ("well", 6, [1, 2, 3, 3, 4, 4, 5, 6, 6])):
         ended = run_code(TRAIN, disk, f"train.steps={steps}", cwd=tmp_path)
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
@@ -40,7 +40,7 @@ def test_lines_that_the_disk_did_not_take_come_back_with_the_checkpoint(tmp_path
         assert (lost in ended.stdout) == (disk == "ill")
 
 
-def test_command_on_an_ill_disk_loses_nothing_and_ends_with_a_sentence(tmp_path: Path) -> None:
+def test_a_command_on_a_failing_disk_loses_nothing_and_ends_with_a_sentence(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     counts = {"pairs": PAIRS, "blocks": BLOCKS, "cuts": CUTS if can_mount() else 0}
     words = [word for name, count in counts.items() for word in (f"--{name}", str(count))]

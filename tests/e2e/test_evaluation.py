@@ -26,7 +26,7 @@ def digests(run: Path) -> dict[str, str]:
     return {str(path): hashlib.blake2b(path.read_bytes()).hexdigest() for path in files}
 
 
-def test_sets_are_evaluated_in_a_run_and_of_its_checkpoint(shell: Shell) -> None:
+def test_validation_sets_are_evaluated_in_a_run_and_from_its_checkpoint(shell: Shell) -> None:
     text = shell.cwd / "other.txt"
     text.write_text("It was the best of times, it was the worst of times. " * 9)
     pair(shell.cwd / "pair", 1)
@@ -89,7 +89,7 @@ def test_sets_are_evaluated_in_a_run_and_of_its_checkpoint(shell: Shell) -> None
     assert [row["step"] for row in rows if "valid" in row] == [0, 2, 3, 4]
 
 
-def test_only_a_checkpoint_is_evaluated_alone(shell: Shell) -> None:
+def test_eval_only_needs_a_checkpoint(shell: Shell) -> None:
     ended = train(shell, "run=none", "train.eval_only=true", ranks=1)
     assert ended.code == 2 and not (shell.cwd / "runs").exists()
     assert "needs a run with a checkpoint" in ended.err, ended

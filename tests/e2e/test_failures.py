@@ -53,7 +53,7 @@ def start_training(shell: Shell, *more: str, pp: int = 2) -> subprocess.Popen[st
         (("pp=3", "model.num_layers=3"), "stop:0:3,raise:1:3"),
     ],
 )
-def test_rank_that_raises_takes_all_down_and_is_named(
+def test_a_rank_that_raises_ends_all_and_is_named(
     shell: Shell, layout: tuple[str, ...], fault: str
 ) -> None:
     rank = len(layout) - 1
@@ -268,7 +268,7 @@ def test_failing_rank_takes_its_peers_down_under_slurm(shell: Shell) -> None:
     assert failed_ranks(ended.errors) == ["0"]
 
 
-def test_rank_with_another_line_ends_all_with_one_sentence(shell: Shell) -> None:
+def test_a_rank_with_other_arguments_ends_all_with_one_sentence(shell: Shell) -> None:
     port = f"launch.master_port={free_port()}"
     other = [words(shell, "tp=2", f"optim.lr=0.{rank + 1}", port) for rank in (0, 1)]
     started = time.monotonic()

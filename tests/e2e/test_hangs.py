@@ -73,7 +73,7 @@ def test_stopped_rank_that_keeps_the_store_is_named_by_its_peer(shell: Shell) ->
 
 
 @pytest.mark.parametrize("way", ["launch.shared_memory=true", "launch.shared_memory=false"])
-def test_a_run_folder_that_does_not_answer_keeps_no_hang_alive(shell: Shell, way: str) -> None:
+def test_a_hang_ends_even_if_the_run_folder_does_not_answer(shell: Shell, way: str) -> None:
     """Processes that write or read in it wait for ever, like on a file system whose server is
     gone."""
     shell.environ = shell.failing(STOPPED)

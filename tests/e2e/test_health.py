@@ -32,7 +32,7 @@ def test_too_many_skipped_steps_end_the_run_and_name_the_gradient(shell: Shell) 
     assert [r["step"] for r in rows if r.get("skipped")] == [5, 6, 7]
 
 
-def test_run_goes_back_over_bad_steps_and_a_drifted_replica_is_named(shell: Shell) -> None:
+def test_a_run_rolls_back_bad_steps_and_names_a_drifted_replica(shell: Shell) -> None:
     more = ("recovery.after_skipped=rollback", "recovery.drift_every=1", "train.steps=12")
     shell.environ = shell.failing("nan:1:5,flip:1:10")
     ended = shell.run(*PARALLEL3D, *words(shell, "cp=2", *SETTINGS, *more))

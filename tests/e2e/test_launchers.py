@@ -85,7 +85,7 @@ def test_a_rank_that_waits_ends_on_a_signal(shell: Shell, rank: int) -> None:
     assert not (shell.cwd / "runs" / "w").exists()
 
 
-def test_a_rank_of_another_step_is_refused_alone(shell: Shell) -> None:
+def test_only_a_rank_of_another_step_is_refused(shell: Shell) -> None:
     """Both use one port, as if their numbers had led to it."""
     port = f"launch.master_port={free_port()}"
     first = start(shell, task(0), "run=a", port)
@@ -97,7 +97,7 @@ def test_a_rank_of_another_step_is_refused_alone(shell: Shell) -> None:
     assert (ended(first).code, second.code) == (0, 0)
 
 
-def test_another_run_by_hand_is_refused_alone(shell: Shell) -> None:
+def test_only_ranks_of_another_run_are_refused(shell: Shell) -> None:
     port = free_port()
     first = start(shell, by_hand(0, port), "run=a")
     wait_until(lambda: listens(port))
@@ -126,7 +126,7 @@ def test_ranks_of_mpirun_are_one_run(shell: Shell) -> None:
     assert len(list((shell.cwd / "runs").iterdir())) == 1
 
 
-def test_a_batch_script_of_many_tasks_is_told_of_srun(shell: Shell) -> None:
+def test_a_batch_script_of_many_tasks_is_refused_with_srun_as_the_remedy(shell: Shell) -> None:
     batch = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "16"}
     end = ended(start(shell, batch))
     assert end.code == 2 and "16 tasks" in end.err and "put srun before the command" in end.err

@@ -21,7 +21,7 @@ from tests.pace import in_time
 pytestmark = pytest.mark.at_once(2)
 
 
-def test_no_listener_of_a_proof_is_off_the_loopback(shell: Shell) -> None:
+def test_verify_listens_on_the_loopback_only(shell: Shell) -> None:
     words = ("verify", *TINY, *shell.text(), "tp=1", "dp=2", "zero=1", "verify.steps=2")
     words += ("launch.shared_memory=false", "optim.state=bf16", "optim.ema_decay=0.9")
     with Watched(shell) as watched:

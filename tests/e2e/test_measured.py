@@ -98,7 +98,7 @@ def test_a_calibration_of_another_device_is_refused(
     assert re.search(f"cluster={FILE} must be of this device, cpu .*is a new file", ended.err)
 
 
-def test_auto_says_what_it_takes_and_trains_it(shell: Shell) -> None:
+def test_layout_auto_prints_its_choice_and_trains_it(shell: Shell) -> None:
     """Tests a launcher's two ranks; typed keys are kept."""
     measured(shell.cwd)
     forked = Forked(shell)

@@ -79,12 +79,12 @@ def run(copy: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_it_is_at_most_five_files() -> None:
+def test_a_new_norm_changes_at_most_five_files() -> None:
     assert len(re.findall(r"^\+\+\+ ", documented_diff(), re.M)) <= 5
 
 
 @pytest.mark.slow
-def test_it_is_the_references_norm_and_trains_is_exported_and_priced(copy: Path) -> None:
+def test_a_new_norm_equals_the_reference_and_is_trained_exported_and_priced(copy: Path) -> None:
     words = [
         ["train", *TRAINED],
         ["checkpoint", "export", "run=option", "to=hf"],
@@ -97,7 +97,7 @@ def test_it_is_the_references_norm_and_trains_is_exported_and_priced(copy: Path)
 
 
 @pytest.mark.slow
-def test_it_is_verified_under_a_layout(copy: Path) -> None:
+def test_a_new_norm_is_verified_under_a_layout(copy: Path) -> None:
     # In fp32, rounding may change the sign of a number near zero, and the gradient is this sign.
     words = (*SMALL, "tp=2", "verify.steps=2", "precision=fp64")
     told = run(copy, "-m", "parallel3d", "verify", *words)
@@ -105,7 +105,7 @@ def test_it_is_verified_under_a_layout(copy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_operations_are_those_of_the_dry_run(copy: Path) -> None:
+def test_a_new_norms_operations_equal_the_dry_run(copy: Path) -> None:
     """Launches and bytes are equal, and memory is within the bound's promise."""
     common = {"model": "llama3_8b", "norm": "l1norm", "layers": 2, "dp": 1, "micro_batch_size": 1}
     cases = [json.dumps(common | {"global_batch_size": 4} | case) for case in PLAYED]

@@ -73,7 +73,7 @@ def ran(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_its_range_and_its_conflict_are_refused_in_a_sentence(copy: Path) -> None:
+def test_a_new_keys_range_and_conflict_are_refused_in_a_sentence(copy: Path) -> None:
     train = ("-m", "parallel3d", "train", "dp=2")
     done = ran(copy, *train, "zero=2", "ddp.send_every=4")
     assert done.returncode == 2
@@ -87,7 +87,7 @@ def test_its_range_and_its_conflict_are_refused_in_a_sentence(copy: Path) -> Non
     assert done.returncode == 2 and "the nearest is ddp.send_every" in done.stderr
 
 
-def test_pages_help_completion_and_resume_know_it(copy: Path) -> None:
+def test_pages_help_completion_and_resume_know_a_new_key(copy: Path) -> None:
     done = ran(copy, "-c", ASKED)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -102,7 +102,7 @@ def test_pages_help_completion_and_resume_know_it(copy: Path) -> None:
         assert row in done.stdout and "ddp.send_every" in done.stdout
 
 
-def test_the_configuration_of_a_run_has_it(copy: Path) -> None:
+def test_the_configuration_of_a_run_has_a_new_key(copy: Path) -> None:
     done = ran(copy, "-m", "parallel3d", "train", "--cfg", "job", "ddp.send_every=4")
     assert done.returncode == 0, done.stderr
     assert "  send_every: 4\n" in done.stdout

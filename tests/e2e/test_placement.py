@@ -26,7 +26,7 @@ def saved(shell: Shell) -> dict:
     return json.loads((shell.cwd / "runs" / "mine" / "placement.json").read_text())
 
 
-def test_a_killed_process_is_named_by_the_rank_that_it_was_given(shell: Shell) -> None:
+def test_a_killed_process_is_named_by_its_placed_rank(shell: Shell) -> None:
     words = (*FOUR, *shell.text(), "placement=pp-tp", "train.steps=100000")
     process = shell.start(*PARALLEL3D, "train", *words)
     metrics = shell.cwd / "runs" / "mine" / "metrics.jsonl"
@@ -41,7 +41,7 @@ def test_a_killed_process_is_named_by_the_rank_that_it_was_given(shell: Shell) -
     )
 
 
-def test_four_ranks_by_a_rank_file_say_once_what_does_not_fit_and_save_the_map(
+def test_four_ranks_by_a_rank_file_report_problems_once_and_save_the_map(
     shell: Shell,
 ) -> None:
     lines = [f"{rank} {HOST} {local}" for rank, local in enumerate([0, 3, 1, 2])]

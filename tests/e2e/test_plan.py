@@ -18,7 +18,9 @@ USUAL = {
 }
 
 
-def test_ten_layouts_and_what_to_type(shell: Shell, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_ten_layouts_and_the_keys_to_use(
+    shell: Shell, capfd: pytest.CaptureFixture[str]
+) -> None:
     ended = answer(shell, capfd, "plan", "model=llama3_70b", "cluster=dgx_h100", "cluster.nodes=16",
                    "global_batch_size=256", "plan.confirm=0")  # fmt: skip
     progress = re.compile(r"plan: layout \d+ of \d+ …\n")  # every 10 s, on a slow machine

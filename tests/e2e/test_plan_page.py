@@ -63,7 +63,7 @@ def page(asked: Shell, capfd: pytest.CaptureFixture[str]) -> str:
     return file.read_text()
 
 
-def test_one_page_that_needs_nothing_else(asked: Shell, page: str) -> None:
+def test_the_page_is_one_file_that_needs_nothing_else(asked: Shell, page: str) -> None:
     html, printed = page, (asked.cwd / "printed.txt").read_text()
     reader = Reader()
     reader.feed(html)
@@ -83,7 +83,7 @@ def test_one_page_that_needs_nothing_else(asked: Shell, page: str) -> None:
     assert sum(widths) == pytest.approx(100, abs=0.2)
 
 
-def test_a_page_of_its_own_is_written_anew_and_no_other_file(
+def test_only_its_own_page_is_overwritten(
     asked: Shell, capfd: pytest.CaptureFixture[str], page: str
 ) -> None:
     again = answer(asked, capfd, "plan", *ASKED, "plan.html=plan.html")
@@ -108,7 +108,7 @@ document.body.dataset.cut = Math.max(...wide.map((node) => node.scrollWidth - no
 
 
 @pytest.mark.more
-def test_a_browser_reads_it_as_it_is_written(page: str, tmp_path: Path) -> None:
+def test_a_browser_renders_the_page(page: str, tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium here, which .ci/run installs")

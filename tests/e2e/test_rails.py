@@ -116,7 +116,7 @@ def priced_bytes(folder: Path) -> dict[LinkClass, float]:
     return sums
 
 
-def test_a_scrambled_launch_is_placed_on_nvlink_and_rails(runs: Runs) -> None:
+def test_a_shuffled_launch_is_placed_on_nvlink_and_rails(runs: Runs) -> None:
     rows = runs.placed.placed
     assert rows[0]["launch_rank"] == 0
     for first in range(0, 8, 2):  # the two ranks of a tensor group share a host
@@ -153,7 +153,7 @@ def test_switches_count_the_priced_bytes(runs: Runs, which: str) -> None:
         assert ran.on(kind) == pytest.approx(nbytes, rel=0.1, abs=0.002 * ran.on("rail"))
 
 
-def test_a_thin_spine_costs_the_naive_order_several_times_the_step(runs: Runs) -> None:
+def test_with_a_thin_spine_the_launchers_order_is_several_times_slower(runs: Runs) -> None:
     placed, naive = (statistics.median(r.step_times_s[1:]) for r in (runs.placed, runs.naive))
     print(f"\nstep: placed {placed:.3f} s, naive {naive:.3f} s, ratio {naive / placed:.1f}")
     assert naive > 1.5 * placed

@@ -29,7 +29,7 @@ def test_the_key_of_earlier_versions_is_refused_with_the_examples_command(
     assert "torchrun --nproc-per-node 4 -m examples.collectives.compare" in line
 
 
-def test_the_example_runs_as_its_page_has_it(shell: Shell) -> None:
+def test_the_example_prints_what_its_page_shows(shell: Shell) -> None:
     """Runs the example on four ranks under torchrun."""
     words = ("examples.collectives.compare", "--bytes", "4096", "--calls", "1")
     done = run_forked(shell, "-c", MODULE, *words, ranks=4)
@@ -56,7 +56,7 @@ REASON = why_no_latency()
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_on_rails_with_a_latency_no_form_is_right_sooner_than_its_price(tmp_path: Path) -> None:
+def test_on_rails_with_a_latency_no_form_is_faster_than_its_price(tmp_path: Path) -> None:
     # The additional time depends on this machine: docs/collectives.md gives it for a hundred cases.
     rows = tmp_path / "rows.json"
     words = ("--cases", "8", "--repeats", "1", "--latency-us", "2000", "--rail-mbit", "400")

@@ -167,7 +167,7 @@ def test_a_browser_shows_curves_restarts_and_what_differs(
     assert set(found["cut"]) == {0}
 
 
-def test_the_page_shows_a_resumed_run_and_spares_foreign_files(
+def test_the_page_shows_a_resumed_run_and_overwrites_no_other_file(
     shell: Shell, capfd: pytest.CaptureFixture[str], runs: Path
 ) -> None:
     with (runs / "resumed" / "config.yaml").open() as file:
@@ -204,7 +204,7 @@ def test_the_page_shows_a_resumed_run_and_spares_foreign_files(
     ],
     ids=["steps", "tokens", "epochs", "epochs of an older run"],
 )
-def test_the_length_of_a_run_is_told_whatever_key_gives_it(
+def test_the_length_of_a_run_is_shown_whichever_key_gives_it(
     tmp_path: Path, length: TrainConfig, notes: bool, shown: str
 ) -> None:
     config = Config(runs_dir=str(tmp_path), train=length, run="mine", dp=1)
@@ -227,7 +227,7 @@ def test_a_long_curve_keeps_its_spikes_and_its_nans() -> None:
     json.dumps(curve, allow_nan=False)
 
 
-def test_a_run_whose_starts_are_lost_and_one_without_a_line(runs: Path) -> None:
+def test_the_page_of_a_run_without_starts_and_of_one_without_a_line(runs: Path) -> None:
     (runs / "<whole>" / "starts.jsonl").unlink()
     old = read_run(runs, "<whole>")
     assert (old.state, old.starts) == ("finished", [])

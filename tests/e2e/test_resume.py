@@ -142,7 +142,7 @@ def test_a_run_resumes(shell: Shell) -> None:
     assert {path.name for path in (runs / "mine").glob("config*")} == kept
 
 
-def test_blend_goes_on_under_another_layout(shell: Shell) -> None:
+def test_a_blend_resumes_under_another_layout(shell: Shell) -> None:
     """The samples of a blend of packs do not depend on the layout; its past is unchanged."""
     a, b, c = (str(pair(shell.cwd / name, seed)) for seed, name in enumerate("abc"))
     blend = f"data.blend={{{a}:0.7,{b}:0.3}}"
@@ -209,7 +209,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_nothing_is_imported_within_a_save(shell: Shell) -> None:
+def test_a_save_imports_no_module(shell: Shell) -> None:
     """Resuming may take minutes on a cold file system, in a preempted run's grace time and under
     its watchdog."""
     words = (*TINY, *shell.text(), "checkpoint.every=2", "checkpoint.async_save=false")
@@ -258,7 +258,7 @@ def test_a_killed_run_resumes_with_another_batch_and_trains_all_its_tokens(shell
     assert over.code == 0 and f"is finished: {done + to_go} steps are done" in over.err
 
 
-def test_a_start_that_saved_nothing_binds_no_later_one(shell: Shell) -> None:
+def test_a_start_that_saved_nothing_does_not_bind_later_ones(shell: Shell) -> None:
     """The source of the weights continued and removed its checkpoint; other keys were wrong."""
     base = {word.split("=")[0]: word for word in (*TINY, *shell.text())}
 

@@ -125,17 +125,17 @@ def test_every_launcher_leaves_one_private_directory_with_the_same_files(
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_no_listener_of_a_local_run_is_off_the_loopback(runs: Folders) -> None:
+def test_a_local_run_listens_on_the_loopback_only(runs: Folders) -> None:
     assert runs.watched["local"].seen
     assert [watched.elsewhere for watched in runs.watched.values()] == [[], []]
 
 
-def test_preflight_leaves_its_file(runs: Folders) -> None:
+def test_preflight_writes_its_file(runs: Folders) -> None:
     report = json.loads((runs["torchrun"] / "preflight.json").read_text())
     assert [group["ranks"] for group in report["groups"]] == [[0, 1]]
 
 
-def test_made_names_say_the_model_the_layout_and_the_job(runs: Folders) -> None:
+def test_generated_run_names_have_model_layout_and_job(runs: Folders) -> None:
     assert runs["alone"].name.endswith("-gpt_tiny-tp1pp1dp1")
     assert runs["torchrun"].name.endswith("-gpt_tiny-tp2pp1dp1")
     assert runs["slurm"].name.endswith("-gpt_tiny-tp2pp1dp1-job4711")
@@ -165,7 +165,7 @@ def test_every_step_is_written_once(runs: Folders) -> None:
         assert steps == [1, 2, 3]
 
 
-def test_saved_config_runs_again_and_differs_in_its_name_alone(runs: Folders) -> None:
+def test_a_saved_config_can_be_run_again_with_only_another_name(runs: Folders) -> None:
     texts = {name: (folder / "config.yaml").read_text() for name, folder in runs.items()}
     assert "dp: 1" in texts["torchrun"]  # derived from the world size
     assert f"run: {runs['torchrun'].name}" in texts["torchrun"]

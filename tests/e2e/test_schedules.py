@@ -53,7 +53,7 @@ def test_a_runs_timeline_is_drawn_and_it_resumes_under_another_schedule(shell: S
     assert text.code == 0, text
 
 
-def test_auto_says_what_it_chose(shell: Shell) -> None:
+def test_schedule_auto_prints_its_choice(shell: Shell) -> None:
     ended = train(shell, "pp=2", "vpp=2", "schedule=auto", "schedule.memory=2", "train.steps=1")
     assert ended.code == 0, ended
     (said,) = [line for line in ended.errors if "schedule=auto" in line]

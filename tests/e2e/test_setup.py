@@ -75,7 +75,7 @@ def test_training_installs_no_extra_and_tests_add_theirs(clone: Clone) -> None:
         assert clone.noted() == [seen]
 
 
-def test_what_tests_need_is_enough_for_training(clone: Clone) -> None:
+def test_the_tests_environment_is_enough_for_training(clone: Clone) -> None:
     assert clone.run("test.sh").code == 0
     assert clone.noted() == ["pip ROOT[test]", "pytest"]
     assert clone.run("local.sh").code == 0
@@ -92,7 +92,7 @@ def test_other_dependencies_are_installed_for_each_set(clone: Clone) -> None:
     assert clone.noted() == ["pip ROOT", "parallel3d train", "pip ROOT[test]", "pytest"]
 
 
-def test_set_that_is_none_is_refused(clone: Clone) -> None:
+def test_an_unknown_set_is_refused(clone: Clone) -> None:
     ended = clone.run("setup.sh", "docs")
     assert ended.code == 2
     assert ended.errors == ["setup: docs is no set of packages: train or test"]
@@ -110,7 +110,7 @@ def test_set_that_is_none_is_refused(clone: Clone) -> None:
         ("", True),
     ],
 )
-def test_download_of_cuda_is_told_before_it_begins(
+def test_a_download_of_cuda_is_announced_before_it_begins(
     clone: Clone, torches: str, is_said: bool
 ) -> None:
     ended = clone.run("local.sh", torches=torches)
@@ -123,7 +123,7 @@ def test_download_of_cuda_is_told_before_it_begins(
         assert "CUDA" not in clone.run("test.sh", torches=torches).err  # torch is installed
 
 
-def test_constraints_pin_the_torch_that_the_script_looks_for() -> None:
+def test_constraints_pin_the_torch_that_the_script_checks() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     (pinned,) = (line for line in lines if line.startswith("torch=="))
     assert "+" not in pinned

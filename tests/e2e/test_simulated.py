@@ -93,7 +93,7 @@ def test_a_run_with_a_kernel_of_half_precision_generates_in_fp32(shell: Shell) -
     assert refused.code == 2 and "cannot use flash_attn_interface here" in refused.err, refused
 
 
-def test_a_proof_is_the_cpus(shell: Shell) -> None:
+def test_verify_on_the_simulated_device_equals_the_cpu(shell: Shell) -> None:
     words = given(shell, "tp=2", "sp=true", "verify.steps=1", "device=simulated")
     ended = run_forked(shell, "verify", *words)
     assert ended.code == 0 and "does not change the" in ended.out, ended
@@ -110,7 +110,7 @@ sys.exit(main())
 """
 
 
-def test_two_ranks_measure(shell: Shell) -> None:
+def test_bench_comm_runs_on_two_simulated_devices(shell: Shell) -> None:
     words = ("bench.budget_s=0.1", "bench.sizes=[4096]", "bench.iterations=1", "bench.warmup=0")
     bench = run_forked(shell, "bench", "comm", "dp=2", "device=simulated", *words, ranks=2)
     assert bench.code == 0 and "simulated_nccl" in bench.out, bench

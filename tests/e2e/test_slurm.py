@@ -225,7 +225,7 @@ def run_of(job: Job) -> str:
 
 
 @pytest.mark.parametrize("name", ["preempt", "crash", "array_1", "array_2"])
-def test_a_disturbed_job_goes_on_by_itself_to_the_undisturbed_result(
+def test_a_disturbed_job_resumes_by_itself_to_the_undisturbed_result(
     story: Story, name: str
 ) -> None:
     job = story.of(name)
@@ -239,13 +239,13 @@ def test_a_disturbed_job_goes_on_by_itself_to_the_undisturbed_result(
     assert story.weights(run) == story.weights(undisturbed)
 
 
-def test_a_preempted_job_saves_and_makes_way(story: Story) -> None:
+def test_a_preempted_job_saves_and_ends(story: Story) -> None:
     assert story.of("urgent").state == "COMPLETED"
     assert "stopped by SIGUSR1 after step " in story.output("preempt")
     assert "the job is queued again" in story.output("preempt")
 
 
-def test_a_job_over_its_time_limit_saves_before_it(story: Story) -> None:
+def test_a_job_saves_before_its_time_limit(story: Story) -> None:
     assert "stopped by SIGUSR1 after step " in story.output("array_2")
     assert "DUE TO TIME LIMIT" not in story.output("array_2")
 
@@ -267,7 +267,7 @@ def test_array_elements_train_their_lines_and_resume_after_a_disturbance(
     assert story.weights("undisturbed-0") != story.weights("undisturbed-1")
 
 
-def test_hydras_submitit_launcher_runs_a_sweep_and_brings_failures_home(story: Story) -> None:
+def test_hydras_submitit_launcher_runs_a_sweep_and_reports_failures(story: Story) -> None:
     assert story.weights("submitted-0") == story.weights("undisturbed-0")
     assert not story.run_dir("submitted-1").exists()  # tp=3 does not divide four heads
     assert story.submitted.code == 2, story.submitted.err
@@ -281,7 +281,7 @@ def test_a_cancelled_job_stays_cancelled(story: Story) -> None:
     assert "queued again" not in story.output("cancel")
 
 
-def test_a_configuration_that_cannot_work_is_not_tried_again(story: Story) -> None:
+def test_an_invalid_configuration_is_not_retried(story: Story) -> None:
     assert (story.of("wrong").state, story.of("wrong").restarts) == ("FAILED", 0)
     assert "tp=3" in story.output("wrong")
     assert "starting them again" not in story.output("wrong")

@@ -101,7 +101,7 @@ def test_a_folder_of_logs_that_others_may_write_is_refused(
     assert calls(shell, "srun") == []
 
 
-def test_words_where_numbers_were_counted_are_not_run(shell: Shell, tools: Path) -> None:
+def test_text_in_counter_files_is_not_executed(shell: Shell, tools: Path) -> None:
     logs = shell.cwd / "logs" / "5"
     logs.mkdir(parents=True, mode=0o700)
     logs.chmod(0o700)
@@ -114,7 +114,7 @@ def test_words_where_numbers_were_counted_are_not_run(shell: Shell, tools: Path)
     assert (logs / "starts").read_text() == "2 2 \n"
 
 
-def test_a_preempted_job_is_queued_again_wherever_its_runs_are(shell: Shell, tools: Path) -> None:
+def test_a_preempted_job_is_requeued_wherever_its_runs_are(shell: Shell, tools: Path) -> None:
     """A value may be interpolated, have blanks or quotes, or be longer than the width at which YAML
     folds."""
     deep = shell.cwd / ("long and " * 12 + "'quoted'")
@@ -148,7 +148,7 @@ def test_a_squeue_that_does_not_answer_is_logged(shell: Shell, tools: Path) -> N
     assert "squeue does not answer; scontrol requeue 5 queues the job again" in ended.err
 
 
-def test_a_job_of_any_name_names_a_run(shell: Shell, tools: Path) -> None:
+def test_any_job_name_becomes_a_valid_run_name(shell: Shell, tools: Path) -> None:
     name = "llama(1), 'a'=[b]/{c}$d é"
     marker = str(shell.cwd / "runs" / "llama_1____a___b___c__d__-5" / "requeue")
     environ = {"SLURM_JOB_NAME": name, "MARKER": marker, "LC_ALL": "C.UTF-8"}
@@ -179,7 +179,9 @@ def lines(shell: Shell, second: str) -> None:
     (shell.cwd / "runs.txt").write_text(f"# a sweep\nseed=1\n\n{second}\n")
 
 
-def test_a_folder_with_a_blank_and_words_with_quotes(shell: Shell, tools: Path) -> None:
+def test_a_sweep_works_with_blanks_in_folders_and_quotes_in_words(
+    shell: Shell, tools: Path
+) -> None:
     folder = shell.scratch / "my dir" / "slurm"
     shutil.copytree(TRAIN.parent, folder)
     lines(shell, "seed=2 data.path='my books/*' \"logger.project=it's\"")
@@ -189,7 +191,7 @@ def test_a_folder_with_a_blank_and_words_with_quotes(shell: Shell, tools: Path) 
     assert words_of_ranks(shell) == ["parallel3d", "train", *words]
 
 
-def test_a_quote_without_its_other_half_is_refused(shell: Shell, tools: Path) -> None:
+def test_an_unclosed_quote_is_refused(shell: Shell, tools: Path) -> None:
     lines(shell, "optim.lr=1e-3 data.path=/d/tom's.txt")
     ended = element(shell, tools, TRAIN.parent)
     assert (ended.code, calls(shell, "srun")) == (2, [])
@@ -200,7 +202,7 @@ def test_a_quote_without_its_other_half_is_refused(shell: Shell, tools: Path) ->
 @pytest.mark.parametrize(
     "submitted", ["", "/nowhere/sweep.sbatch runs.txt", "wrapped/sweep.sbatch"]
 )
-def test_no_other_train_sbatch_is_run(shell: Shell, tools: Path, submitted: str) -> None:
+def test_only_the_right_train_sbatch_is_run(shell: Shell, tools: Path, submitted: str) -> None:
     for folder in (shell.cwd, shell.cwd / "wrapped"):
         folder.mkdir(exist_ok=True)
         (folder / "train.sbatch").write_text("touch PLANTED\n")

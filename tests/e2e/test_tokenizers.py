@@ -37,7 +37,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     shell.end_all()
 
 
-def test_a_run_speaks_and_is_exported_with_its_own_tokenizer(
+def test_a_run_generates_and_is_exported_with_its_own_tokenizer(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers generates the same text, and so does the run that is made from the export."""
@@ -79,7 +79,7 @@ def test_a_run_resumes_with_its_own_tokenizer_only(
     assert "step 4/4" in ended.out
 
 
-def test_a_vocabulary_that_the_model_has_not_is_refused_at_once(
+def test_a_vocabulary_larger_than_the_models_is_refused_at_once(
     shell: Shell, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = open_tokenizer(str(shell.cwd / "gone")).vocab_size

@@ -28,7 +28,7 @@ SLURM = {
 }
 
 
-def test_h100_groups_bytes_and_routes(shell: Shell) -> None:
+def test_topology_shows_groups_bytes_and_routes_of_h100(shell: Shell) -> None:
     ended = shell.run(*TOPOLOGY, *H100)
     assert (ended.code, ended.err) == (0, "")
     assert "dgx_h100: 16 nodes of 8 GPUs = 128" in ended.out
@@ -44,7 +44,7 @@ def test_h100_groups_bytes_and_routes(shell: Shell) -> None:
     assert list(shell.cwd.iterdir()) == []
 
 
-def test_nvl72_with_its_picture(shell: Shell, capfd: pytest.CaptureFixture[str]) -> None:
+def test_topology_draws_nvl72(shell: Shell, capfd: pytest.CaptureFixture[str]) -> None:
     asked = ("topology", *NVL72)
     ended = answer(shell, capfd, *asked, "topology.svg=map.svg", "topology.json=map.json")
     assert (ended.code, ended.err) == (0, "")
@@ -61,7 +61,9 @@ def test_nvl72_with_its_picture(shell: Shell, capfd: pytest.CaptureFixture[str])
     assert best["seconds"] == pytest.approx(facts["search"][0]["seconds"])
 
 
-def test_slurm_says_what_the_job_has(shell: Shell, capfd: pytest.CaptureFixture[str]) -> None:
+def test_topology_describes_the_nodes_of_a_slurm_job(
+    shell: Shell, capfd: pytest.CaptureFixture[str]
+) -> None:
     where = {"SLURM_TOPOLOGY_ADDR": "n1", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}
     ended = answer(shell, capfd, "topology", "cluster=slurm", "tp=8", **SLURM, **where)
     assert (ended.code, ended.err) == (0, "")
@@ -137,7 +139,7 @@ def assert_refused(ended: Ended, shell: Shell, parts: list[str]) -> None:
     assert list(shell.cwd.iterdir()) == []
 
 
-def test_a_drawing_of_the_user_is_not_overwritten(
+def test_a_users_drawing_is_not_overwritten(
     shell: Shell, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (shell.cwd / "map.svg").write_text("<svg/>")
