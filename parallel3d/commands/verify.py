@@ -4,6 +4,10 @@ The layout and a single process start from the same weights, read the same sampl
 after every step: loss, gradient norm, and every shard of every rank (replicas and tied copies too).
 They run in fp64, where only a mistake makes a difference, and in the run's own precision; with SGD,
 because Adam hides a wrong gradient scale, and with AdamW.
+
+With experts, the choices of both are compared as well. Below fp64 rounding decides between scores
+that are close, so the layout runs twice: freely, where the flips are counted and only the loss is
+checked coarsely, and with the choices of the single process, where the usual bounds hold.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from parallel3d.config.values import HALF_PRECISION, in_other_precision
 from parallel3d.data.corpus import Blend, Corpus, open_corpus
 from parallel3d.data.loader import with_length
 from parallel3d.estimate.search import with_style
+from parallel3d.experts.watch import CLOSE, Choices, Flips, flips
 from parallel3d.metrics.jsonl import write_json
 from parallel3d.parameters.gather import gather_shards
 from parallel3d.parameters.spec import ShardSpec
@@ -58,6 +63,11 @@ ROUNDED_ADAM = Tolerance(1e-5, 1e-4, None)
 # The layout decides which partial sums are rounded to 8 (bf16) or 11 (fp16) bits.
 COARSE = Tolerance(1e-2, 1e-1, None)
 
+# A flipped choice sends a token through another expert, which changes its loss, and the gradients
+# of both experts.
+FLIPPED = Tolerance(1e-2, math.inf, None)
+UNDECIDED = 1e-9  # scores that are closer have no order in fp64 that every layout must keep
+
 SGD = OptimConfig(name="sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0, lr_decay_style="constant")
 
 
@@ -70,6 +80,16 @@ class ShardDifference(NamedTuple):
 
 
 class Comparison(NamedTuple):
+    """One step of the layout and of the single process.
+
+    Attributes:
+        worst: the shard that differs most.
+        failure: what differs beyond the tolerance, as a sentence; None: nothing.
+        flips: how the choices of experts differ; None without experts.
+        replays: the layout used the choices of the single process.
+        is_undecided: `failure` is a choice of experts that rounding decides.
+    """
+
     precision: str
     optimizer: str
     step: int
@@ -77,6 +97,17 @@ class Comparison(NamedTuple):
     single: StepResult
     worst: ShardDifference
     failure: str | None
+    flips: Flips | None = None
+    replays: bool = False
+    is_undecided: bool = False
+
+
+class Variant(NamedTuple):
+    """A training to compare; `replays`: the layout uses the single process's choices of experts."""
+
+    config: Config
+    tolerance: Tolerance
+    replays: bool = False
 
 
 def verify_command(config: CommandConfig, worker: Worker) -> int:
@@ -99,15 +130,18 @@ def verify(config: Config, worker: Worker, steps: int = VerifyConfig().steps) ->
     failure: str | None = None
     everything: list[Comparison] = []
     if console:
-        sizes = ("tp", "pp", *(("cp",) if config.cp > 1 else ()), "dp", "sp", "schedule.name")
+        experts = ("ep",) if config.model.num_experts else ()
+        more = (*(("cp",) if config.cp > 1 else ()), "dp", *experts)
+        sizes = ("tp", "pp", *more, "sp", "schedule.name")
         layout_keys = " ".join(spell(name, attrgetter(name)(config)) for name in sizes)
         console.print(
             f"Verifying {config.model.name} under {layout_keys} against one process, "
             f"{steps} steps each"
         )
-    for variant, tolerance in variants(config, steps):
-        worker.phase = f"verifying {variant.precision.name} {variant.optim.name}"
-        rows = list(compare(variant, tolerance, groups, device, corpus))
+    for variant in variants(config, steps):
+        of = variant.config
+        worker.phase = f"verifying {of.precision.name} {of.optim.name}"
+        rows = list(compare(variant, groups, device, corpus))
         failure = next((row.failure for row in rows if row.failure), None)
         everything += rows
         if console:
@@ -119,7 +153,9 @@ def verify(config: Config, worker: Worker, steps: int = VerifyConfig().steps) ->
         return 0
     write_json(worker.run_dir / "verify.json", report(layout, config.sp, everything, failure))
     verdict = "[bold green]The layout does not change the model.[/]"
-    if failure:
+    if any(row.is_undecided for row in everything):
+        verdict = f"[bold yellow]Undecided[/]: {failure}."
+    elif failure:
         verdict = f"[bold red]The layout changes the model[/]: {failure}."
     console.print(verdict, f"{worker.run_dir}/verify.json", sep="\n", soft_wrap=True)
     return 1 if failure else 0
@@ -131,16 +167,28 @@ def broadcast_flag(flag: bool, groups: ProcessGroups, device: torch.device) -> b
 
 
 def report(layout: Layout, sp: bool, rows: list[Comparison], failure: str | None) -> dict:
-    steps = [
-        row._asdict() | {k: getattr(row, k)._asdict() for k in ("layout", "single", "worst")}
-        for row in rows
-    ]
-    keys = {name: layout.size(name) for name in ("tp", "pp", "dp", "cp")} | {"sp": sp}
+    steps = []
+    for row in rows:
+        step = row._asdict() | {k: getattr(row, k)._asdict() for k in ("layout", "single", "worst")}
+        for name in ("layout", "single"):
+            figures = step[name].pop("experts")
+            if figures is not None:
+                step[name]["experts"] = figures._asdict()
+        if row.flips is None:
+            del step["flips"], step["replays"]
+        else:
+            step["flips"] = dataclasses.asdict(row.flips)
+            if math.isinf(row.flips.margin):  # every token uses every expert
+                step["flips"]["margin"] = None
+        steps.append(step)
+    dims = ("tp", "pp", "dp", "cp", *(("ep",) if layout.ep else ()))
+    keys = {name: layout.size(name) for name in dims} | {"sp": sp}
     return {"layout": keys, "exact": failure is None, "failure": failure, "steps": steps}
 
 
-def variants(config: Config, steps: int) -> Iterator[tuple[Config, Tolerance]]:
-    """Yields the config in fp64 and in its own precision, with SGD and with AdamW."""
+def variants(config: Config, steps: int) -> Iterator[Variant]:
+    """Yields the config in fp64 and in its own precision, with SGD and with AdamW; with experts
+    below fp64 twice, with free and with replayed choices."""
     own = dataclasses.replace(  # keeps the learning rates of the real run's first steps
         config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train_steps
     )
@@ -152,19 +200,21 @@ def variants(config: Config, steps: int) -> Iterator[tuple[Config, Tolerance]]:
         "attention_kernel": in_other_precision(config.attention_kernel),
     }
     for optim in optimizers.values():
-        yield with_values(config, in_fp64 | {"optim": optim}), EXACT
+        yield Variant(with_values(config, in_fp64 | {"optim": optim}), EXACT)
     if config.precision.name == "fp64":
         return
     for name, optim in optimizers.items():
         # Muon uses AdamW for other parameters.
         tolerance = ROUNDED if name == "sgd" else ROUNDED_ADAM
         tolerance = COARSE if config.precision.name in HALF_PRECISION else tolerance
-        yield dataclasses.replace(config, optim=optim), tolerance
+        own_precision = dataclasses.replace(config, optim=optim)
+        if config.model.num_experts:
+            yield Variant(own_precision, FLIPPED)
+        yield Variant(own_precision, tolerance, replays=config.model.num_experts > 0)
 
 
 def compare(
-    config: Config,
-    tolerance: Tolerance,
+    variant: Variant,
     groups: ProcessGroups,
     device: torch.device,
     corpus: Corpus | Blend,
@@ -173,27 +223,83 @@ def compare(
 
     Yields the comparisons on rank 0; collective.
     """
+    config, tolerance, replays = variant
     trainer = Trainer(config, groups, device, corpus)
     single = None
     if groups.rank == 0:
         single = Trainer(single_process(config), ProcessGroups.single(), device, corpus)
     for step in range(config.train_steps + 1):
-        result = trainer.train_step() if step else StepResult(0, 0.0, 0.0, 0.0, 0)
+        expected = result = StepResult(0, 0.0, 0.0, 0.0, 0)
+        found_flips = None
+        if step:
+            theirs = _watched(trainer)
+            if single is not None:
+                theirs = _watched(single)
+                expected = single.train_step()
+            ours = _watched(trainer)
+            if ours is not None and theirs is not None and replays:
+                ours.given = collectives.broadcast(theirs.experts, 0, groups.world)
+            result = trainer.train_step()
+            if ours is not None and theirs is not None:
+                of_all_ranks = ours.gathered(groups.world)
+                found_flips = None if single is None else flips(of_all_ranks, theirs)
         trainer.data_parallel.wait_for_all_gathers()  # zero=1 overlaps these with the next forward
         shards = gather_shards(trainer.parameters.values(), groups)
         differs = False
         if single is not None:
-            expected = single.train_step() if step else result
             found = differences(shards, single.full_parameters(), config.model.init_std)
             worst = max(found)
             limits = tolerance if step else EXACT
             failure = judge(step, result, expected, found, limits, groups.layout)
+            undecided = None
+            if found_flips is not None and tolerance == EXACT:
+                undecided = _undecided(step, found_flips)
+                failure = undecided or _judged_choices(step, found_flips, failure)
             differs = failure is not None
             name = (config.precision.name, config.optim.name)
             if step or failure:
-                yield Comparison(*name, step, result, expected, worst, failure)
+                row = Comparison(*name, step, result, expected, worst, failure)
+                is_undecided = undecided is not None
+                yield row._replace(flips=found_flips, replays=replays, is_undecided=is_undecided)
         if broadcast_flag(differs, groups, device):
             return
+
+
+def _watched(trainer: Trainer) -> Choices | None:
+    """Returns what records the choices of the trainer's next step; None without experts."""
+    balance, config = trainer.balance, trainer.config
+    if balance is None:
+        return None
+    shape = (
+        config.batch_sizes.at(trainer.consumed_samples),
+        config.model.seq_length,
+        config.model.experts_per_token,
+    )
+    watch = Choices.empty(balance.layers, trainer.consumed_samples, shape, trainer.device)
+    balance.watch = watch
+    return watch
+
+
+def _undecided(step: int, found: Flips) -> str | None:
+    """Returns the sentence on choices that differ in fp64 only where scores are equal but for
+    rounding; None if none do, or others too."""
+    if found.first is None or found.first[3] >= UNDECIDED:
+        return None
+    layer, sample, position, margin = found.first
+    return (
+        f"after step {step}, layer {layer} chooses other experts for token {position} of sample "
+        f"{sample}, as two scores are only {margin:.1e} apart; another seed= decides"
+    )
+
+
+def _judged_choices(step: int, found: Flips, failure: str | None) -> str | None:
+    """Returns what differs in fp64, given the differences of choices and of everything else."""
+    if found.first is None:
+        return failure
+    layer, sample, position, margin = found.first
+    where = f"layer {layer}, sample {sample}, token {position}"
+    chosen = f"{found.count} tokens choose other experts, as in {where}, where scores are"
+    return f"after step {step}, {chosen} {margin:.1e} apart{'; ' + failure if failure else ''}"
 
 
 def differences(
@@ -249,7 +355,10 @@ def judge(
 
 def table(rows: list[Comparison], layout: Layout) -> Table:
     first = rows[0]
-    result = Table(title=f"{first.precision} · {first.optimizer}", title_justify="left", box=SIMPLE)
+    title = f"{first.precision} · {first.optimizer}"
+    if first.replays:
+        title += " · choices of the single process"
+    result = Table(title=title, title_justify="left", box=SIMPLE)
     one = "one\nprocess"
     for column in ("step", "loss", one, "Δ", "grad\nnorm", one, "Δ", "weights\nΔ"):
         result.add_column(column, justify="right", no_wrap=True)
@@ -263,6 +372,27 @@ def table(rows: list[Comparison], layout: Layout) -> Table:
         result.add_row(*cells, style="bold red" if row.failure else None)
     worst = max((row.worst for row in rows), key=lambda w: w.difference)
     where = layout.named(worst.rank)
-    result.caption = f"worst: {worst.name} on rank {worst.rank} ({where})" if worst.name else None
+    lines = [f"worst: {worst.name} on rank {worst.rank} ({where})"] if worst.name else []
+    result.caption = "\n".join([*lines, *_captions(rows)]) or None
     result.caption_justify = "left"
     return result
+
+
+def _captions(rows: list[Comparison]) -> list[str]:
+    """Returns lines on the choices of experts in these steps."""
+    found = [row.flips for row in rows if row.flips is not None]
+    if not found:
+        return []
+    total = sum(each.tokens * len(each.by_layer) for each in found)
+    count, close = sum(each.count for each in found), sum(each.close for each in found)
+    margin = min(each.margin for each in found)
+    lines = [
+        f"choices: {count:,} of {total:,} tokens in layers differ ({100 * count / total:.2g} %); "
+        f"smallest margin {margin:.1e}, {close:,} below {CLOSE:g}"
+    ]
+    if count:
+        layers = {layer: sum(each.by_layer[layer] for each in found) for layer in found[0].by_layer}
+        tokens = sum(each.tokens for each in found)
+        shares = ", ".join(f"{n}: {100 * of / tokens:.2g} %" for n, of in layers.items())
+        lines.append(f"by layer: {shares}")
+    return lines

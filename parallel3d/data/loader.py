@@ -138,7 +138,7 @@ class Batches:
             documents = whole_samples(len(indices), self._device, self._split)
         if documents is not None and documents.shard is not None:
             self._imbalances[m] = documents.shard.imbalance
-        balance = self._balance(samples, documents) if self._routes else None
+        balance = self._balance(numbers, samples, documents) if self._routes else None
         if not self._needs_batch:
             return MicroBatch(None, None, None, numbers, documents, balance)
         whole = np.stack([s.tokens for s in samples])
@@ -148,7 +148,9 @@ class Batches:
         tokens, labels, mask = (self._moved(torch.from_numpy(p.copy(order="C"))) for p in parts)
         return MicroBatch(tokens, labels, mask, numbers, documents, balance)
 
-    def _balance(self, samples: Sequence[Sample], documents: Documents | None) -> Balance:
+    def _balance(
+        self, numbers: torch.Tensor, samples: Sequence[Sample], documents: Documents | None
+    ) -> Balance:
         """Returns which tokens of a micro-batch's samples are no padding."""
         length = self.source.seq_length
         lengths = [length if s.used is None else s.used for s in samples]
@@ -160,7 +162,9 @@ class Batches:
             mask = np.arange(length) < np.array(lengths)[:, None]
             mask = mask if shard is None else shard.take(mask)
             used = self._moved(torch.from_numpy(mask.copy(order="C")))
-        return Balance(used, self._moved(torch.tensor(lengths, dtype=torch.float64)))
+        on_device = self._moved(torch.tensor(lengths, dtype=torch.float64))
+        positions = None if shard is None else shard.positions
+        return Balance(numbers, positions, used, on_device)
 
     def routed_count(self, first: int) -> int:
         """Counts the tokens of this rank's share of the global batch that are no padding."""

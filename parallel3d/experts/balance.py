@@ -23,25 +23,49 @@ class Balance:
     """What a layer's balancing losses need of a micro-batch of b samples.
 
     Attributes:
-        used: (b, n) bool, which of this rank's n tokens of each sample are no padding; None: all.
+        samples: (b,) int64, their numbers in the run.
+        positions: (b, n) int64, the places of this rank's n tokens in each sample; None: 0, 1, 2 …
+        used: (b, n) bool, which of these tokens are no padding; None: all.
         lengths: (b,) float64, the tokens of each whole sample that are no padding.
         aux_scale, z_scale: scalars, the factors of a sequence's auxiliary loss and of a token's
             z-loss in what the backward differentiates; None: the loss is not used.
         sequence: the groups over which the tokens of a sequence are split.
+        watch: sees every choice of experts, and may replace it.
     """
 
+    samples: Tensor
+    positions: Tensor | None
     used: Tensor | None
     lengths: Tensor
     aux_scale: Tensor | None = None
     z_scale: Tensor | None = None
     sequence: tuple[Group, ...] = ()
+    watch: Watch | None = None
 
-    def at(self, index: int, ranks: int) -> Balance:
-        """Returns the balance of part `index` of `ranks` parts of the tokens."""
-        if self.used is None or ranks == 1:
+    def at(self, index: int, ranks: int, tokens: int) -> Balance:
+        """Returns the balance of part `index` of `ranks` parts of the tokens, `tokens` each."""
+        if ranks == 1:
             return self
-        used = self.used.chunk(ranks, dim=1)[index]
-        return Balance(used, self.lengths, self.aux_scale, self.z_scale, self.sequence)
+        positions = self.positions
+        if positions is None:
+            every = torch.arange(ranks * tokens, device=self.samples.device)
+            positions = every.expand(len(self.samples), -1)
+        positions = positions.chunk(ranks, dim=1)[index]
+        used = None if self.used is None else self.used.chunk(ranks, dim=1)[index]
+        return replace(self, positions=positions, used=used)
+
+
+class Watch(Protocol):
+    """Sees the choices of all layers; verification compares and replays them."""
+
+    def chosen(self, layer: int, balance: Balance, experts: Tensor, margins: Tensor) -> Tensor:
+        """Returns the experts that the tokens of a micro-batch use.
+
+        Args:
+            experts: (n, k) of the router's own choice.
+            margins: (n,) how far the last chosen value is from the first that was not chosen.
+        """
+        ...
 
 
 class Tally:
@@ -198,6 +222,7 @@ class BalanceOfRun:
         self.experts = experts
         self.chosen = chosen
         self.sequence = tuple(group for group in sequence if group.size > 1)
+        self.watch: Watch | None = None
 
     @property
     def states(self) -> dict[str, Tensor]:
@@ -224,6 +249,7 @@ class BalanceOfRun:
             aux_scale=like.new_tensor(aux * loss_scale / batch) if aux else None,
             z_scale=z * loss_scale / routed.clamp(min=1.0) if z else None,
             sequence=self.sequence,
+            watch=self.watch,
         )
 
     def take(self, like: Tensor) -> Tensor:

@@ -65,6 +65,35 @@ def choose(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Ten
     `bias` changes the choice alone. With groups, experts outside of a token's best groups are not
     chosen (DeepSeek-V3 report, §2.1.2).
     """
+    values, _ = _values(scores, bias, settings)
+    return ranked(values, settings.chosen)
+
+
+def margins_of(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Tensor:
+    """Returns how far each token's choice is from another one: (n, experts) → (n,).
+
+    It is the gap between the last chosen value and the next one, and between the last group that is
+    kept and the next one if that is smaller.
+    """
+    values, of_groups = _values(scores, bias, settings)
+    gaps = [_gap(values, settings.chosen)]
+    if of_groups is not None:
+        gaps.append(_gap(of_groups, settings.top_groups))
+    return torch.stack(gaps).amin(0)
+
+
+def _gap(values: Tensor, count: int) -> Tensor:
+    if count == values.shape[-1]:
+        return torch.full_like(values[..., 0], torch.inf)
+    best = values.sort(dim=-1, descending=True).values
+    return best[..., count - 1] - best[..., count]
+
+
+def _values(
+    scores: Tensor, bias: Tensor | None, settings: RouterSettings
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the values by which experts are chosen, and those of their groups, if there are
+    groups to choose."""
     values = scores.detach()
     if bias is not None:
         values = values + bias
@@ -76,8 +105,8 @@ def choose(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Ten
             of_groups = scores.detach().unflatten(-1, (settings.groups, -1)).amax(-1)
         kept = torch.zeros_like(of_groups, dtype=torch.bool)
         kept.scatter_(-1, ranked(of_groups, settings.top_groups), True)
-        values = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
-    return ranked(values, settings.chosen)
+        return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2), of_groups
+    return values, None
 
 
 def weights_of(scores: Tensor, experts: Tensor, settings: RouterSettings) -> Tensor:
@@ -100,9 +129,10 @@ class Router(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, name: str, model: ModelConfig, init: Initializer) -> None:
+    def __init__(self, layer: int, model: ModelConfig, init: Initializer) -> None:
         super().__init__()
-        self.name = name
+        self.layer = layer
+        self.name = name = f"layers.{layer}.mlp.router"
         self.settings = RouterSettings.of(model)
         shape = (model.num_experts, model.hidden_size)
         shard = ShardSpec(f"{name}.weight", shape, (0, 0), shape, std=model.init_std)
@@ -127,6 +157,10 @@ class Router(nn.Module):
         is_first = choice.experts is None
         if choice.experts is None:
             choice.experts = choose(scores, self.bias, self.settings)
+            if balance is not None and balance.watch is not None:
+                margins = margins_of(scores, self.bias, self.settings)
+                given = (self.layer, balance, choice.experts, margins)
+                choice.experts = balance.watch.chosen(*given)
         weights = weights_of(scores, choice.experts, self.settings)
         if balance is not None:
             losses = BalanceLosses.of(logits, scores, choice.experts, balance, choice.counts)

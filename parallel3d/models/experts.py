@@ -77,7 +77,7 @@ class MixtureOfExperts(nn.Module):
         self.ep = ctx.ep
         self.total = model.num_experts
         self.way = chosen_way(ctx.dispatch, self.total, model.experts_per_token, ctx.ep.size)
-        self.router = Router(f"{prefix}.router", model, ctx.init)
+        self.router = Router(layer, model, ctx.init)
         self.experts = Experts(f"{prefix}.experts", model, ctx)
         self.shared = self.shared_gate = None
         if model.shared_expert_size:
@@ -107,7 +107,7 @@ class MixtureOfExperts(nn.Module):
 
     def inner(self, x: Tensor, choice: Choice, balance: Balance | None) -> Tensor:
         if balance is not None and self.sp:
-            balance = balance.at(self.tp.index, self.tp.size)
+            balance = balance.at(self.tp.index, self.tp.size, x.shape[1])
         routing = self.router(x, choice, balance)
         tokens = x.flatten(0, -2)
         given = (tokens, routing, choice, self.total, self.ep, self.way, self.experts)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 from parallel3d.blueprint.layout import Layout
@@ -87,6 +87,15 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "dropout": (0.0, 0.2),
         "loss": ("plain", "smoothed"),
     },
+    "experts": {
+        "experts": (0, 8, 16),
+        "ep": (1, 2, 4, 8),
+        "dispatch": ("gather", "all_to_all"),
+        "router": ("softmax", "unnormalised", "sigmoid", "groups"),
+        "balancing": ("none", "auxiliary", "both losses"),
+        "shared expert": ("none", "plain", "gated"),
+        "expert layers": ("all", "some"),
+    },
     "optimizer": {
         "optimizer": ("sgd", "momentum", "adamw", "muon"),
         "treatment": ("plain", "averaged", "by name", "scheduled"),
@@ -139,6 +148,15 @@ def _splits_tokens(tp: int, cp: int, sp: str, length: int) -> bool:
 
 def _has_two_parts(dp: int, pp: int, count: str, batches: str, noisy: bool) -> bool:
     return not noisy or dp > 1 or min(batch_sizes(microbatches(pp, count), batches)) > 1
+
+
+def _without_experts(name: str, off: Any) -> Rule:
+    """Returns the rule by which the check refuses another level of a factor with experts."""
+    return Rule(
+        f"experts have no other {name}",
+        ("experts", name),
+        lambda experts, level: not experts or level == off,
+    )
 
 
 # The configuration's own check refuses combinations that break one of these, and no others: see
@@ -212,6 +230,35 @@ REFUSED = (
         ("dp", "pp", "micro-batches", "batches", "noise scale"),
         _has_two_parts,
     ),
+    Rule(
+        "experts need each token on one rank",
+        ("tp", "sp", "experts"),
+        lambda tp, sp, experts: not experts or tp == 1 or sp != "no",
+    ),
+    Rule(
+        "experts have no biases",
+        ("bias", "experts"),
+        lambda bias, experts: not experts or bias != "all",
+    ),
+    Rule(
+        "groups of experts divide the ranks of a stage",
+        ("tp", "dp", "cp", "ep"),
+        lambda tp, dp, cp, ep: tp * dp * cp % ep == 0,
+    ),
+    Rule(
+        "only experts are divided",
+        ("experts", "ep"),
+        lambda experts, ep: ep == 1 or (experts > 0 and experts % ep == 0),
+    ),
+    _without_experts("MLP", "whole"),
+    _without_experts("compile", False),
+    _without_experts("copies", "one"),
+    _without_experts("noise scale", False),
+    Rule(
+        "experts are not summed in two levels",
+        ("experts", "sums"),
+        lambda experts, sums: not experts or sums != "hierarchical",
+    ),
 )
 
 # The check refuses this too; a narrower rule of `IDLE` keeps the search from trying it.
@@ -243,8 +290,23 @@ def _only_with_replicas(*names: str) -> Iterator[Rule]:
         )
 
 
+def _only_with_experts(*names: str) -> Iterator[Rule]:
+    for name in names:
+        yield Rule(
+            f"{name} is idle without experts",
+            ("experts", name),
+            lambda experts, level, name=name: experts > 0 or level == FACTORS[name][0],
+        )
+
+
 # Allowed combinations that compute the same as another one.
 IDLE = (
+    *_only_with_experts("dispatch", "router", "balancing", "shared expert", "expert layers"),
+    Rule(
+        "experts on one rank are not dispatched",
+        ("ep", "dispatch"),
+        lambda ep, dispatch: ep > 1 or dispatch == "gather",
+    ),
     *_only_split("tp", "sp", "attention", "table", "logits", "slices"),
     *_only_split("pp", "schedule", "chunks", "stages", "slices"),
     *_only_split("cp", "style", "balance"),
@@ -292,6 +354,11 @@ COMPILED = ("1f1b", "interleaved", "zb_h1", "zbv")  # both whole and split backw
 LEFT_OUT = (
     Rule("at most eight ranks", SIZES, lambda *sizes: math.prod(sizes) <= RANKS),
     Rule(
+        "rounding changes the choice of experts",
+        ("experts", "precision"),
+        lambda experts, precision: not experts or precision == "fp64",
+    ),
+    Rule(
         "rounded sums are near the reference where all is rounded",
         ("sums", "precision"),
         lambda sums, precision: sums != "bf16" or precision == "bf16",
@@ -315,6 +382,13 @@ def allowed(levels: Levels) -> bool:
     return allowed_by(levels, RULES)
 
 
+# Sizes of tp, pp, dp, cp and ep in which the groups of experts cross the other groups in every way.
+EXPERT_LAYOUTS = (
+    *((1, 1, 4, 1, 1), (2, 1, 1, 2, 1), (2, 2, 1, 1, 1)),
+    *((1, 1, 4, 1, 2), (1, 2, 2, 1, 2), (2, 1, 2, 1, 2), (4, 1, 1, 1, 2)),
+    *((2, 1, 4, 1, 4), (2, 1, 2, 2, 4), (4, 1, 1, 1, 4), (1, 2, 2, 2, 4)),
+    *((2, 1, 4, 1, 8), (2, 1, 2, 2, 8)),
+)
 # Every layout with both plain schedules, layouts with split sequences, and every schedule with
 # every number of stages and chunks.
 SPINE: list[Levels] = [
@@ -330,11 +404,20 @@ SPINE: list[Levels] = [
         if tp * pp * dp * cp <= RANKS
     ),
     *(
+        {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "experts": experts, **EXACT}
+        for (tp, pp, dp, cp, ep), experts in zip(EXPERT_LAYOUTS, cycle((8, 16)), strict=False)
+    ),
+    *(
         {"pp": pp, "schedule": schedule, "chunks": chunks, **EXACT}
         for pp, schedule, chunks in product((2, 3, 4), FACTORS["schedule"], FACTORS["chunks"])
         if _has_chunks(schedule, chunks)
     ),
 ]
+
+
+def ranks_of(levels: Levels) -> int:
+    """Returns the number of ranks of a combination."""
+    return math.prod(levels[name] for name in SIZES)
 
 
 def cost(levels: Levels) -> float:
@@ -344,8 +427,9 @@ def cost(levels: Levels) -> float:
     reference takes about as long as a rank.
     """
     visits = levels["chunks"] * microbatches(levels["pp"], levels["micro-batches"])
-    ranks = math.prod(levels[name] for name in SIZES)
-    return math.sqrt(2 + ranks * (1 + visits / 4 + (levels["zero"] > 1) + 10 * levels["compile"]))
+    return math.sqrt(
+        2 + ranks_of(levels) * (1 + visits / 4 + (levels["zero"] > 1) + 10 * levels["compile"])
+    )
 
 
 @functools.cache
@@ -358,7 +442,7 @@ def chosen() -> Cover:
         cost,
         spine=SPINE,
         usual=EXACT,
-        early=SIZES,
+        early=(*SIZES, "experts", "ep", "sp"),
         rounded=[*low, ("sums", "bf16")],
         tries=8,
     )
@@ -377,7 +461,9 @@ def on_streams() -> list[Levels]:
     small = {
         at: frozenset((name, levels[name]) for name in ON_STREAMS)
         for at, levels in enumerate(chosen().found)
-        if math.prod(layout(levels)) <= 4 and not levels["compile"] and levels["kernel"] != "flash"
+        if math.prod(layout(levels)[:4]) <= 4
+        and not levels["compile"]
+        and levels["kernel"] != "flash"
     }
     return [chosen().found[at] for at in cover(small)]
 
@@ -452,12 +538,32 @@ TREATMENTS: Mapping[str, dict[str, Any]] = {
         **{"beta1": 0.8, "beta2": 0.9},
     },
 }
+EIGHT = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 24}
+# Their width is that of the residual stream.
+SIXTEEN = {"num_experts": 16, "experts_per_token": 4, "expert_ffn_size": 32}
+ROUTERS: Mapping[str, dict[str, Any]] = {
+    "softmax": {},
+    "unnormalised": {"router_normalize": False, "router_scale": 1.5},
+    "sigmoid": {"router_score": "sigmoid", "router_bias": True},
+    "groups": {
+        **{"router_score": "sigmoid", "router_bias": True, "router_scale": 2.5},
+        **{"router_groups": 4, "router_top_groups": 2},
+    },
+}
+BALANCING: Mapping[str, tuple[tuple[str, float], ...]] = {
+    "none": (),
+    "auxiliary": (("aux_loss", 0.1), ("bias_update_rate", 0.05)),
+    "both losses": (("aux_loss", 0.1), ("z_loss", 0.01), ("bias_update_rate", 0.05)),
+}
+EXPERTS_FROZEN = ("layers.0.attention.k.weight", "layers.0.mlp.experts.1.*")
 SMOOTHED = (("label_smoothing", 0.1), ("z_loss", 0.01))
 
 
 def layout(levels: Levels) -> Sizes:
-    """Returns (tp, pp, dp), with cp if sequences are split."""
+    """Returns (tp, pp, dp), with cp if sequences are split, and with ep if there are experts."""
     tp, pp, dp, cp = (levels[name] for name in SIZES)
+    if levels["experts"]:
+        return (tp, pp, dp, cp, levels["ep"])
     return (tp, pp, dp) if cp == 1 else (tp, pp, dp, cp)
 
 
@@ -480,6 +586,14 @@ def _model(levels: Levels) -> dict[str, Any]:
         model["attention_bias"] = "qkv"
     if levels["dropout"]:
         model["dropout"] = levels["dropout"]
+    if levels["experts"]:
+        model |= EIGHT if levels["experts"] == 8 else SIXTEEN
+        model |= ROUTERS[levels["router"]]
+        if levels["shared expert"] != "none":
+            model |= {"shared_expert_size": 16}
+            model |= {"shared_expert_gate": True} if levels["shared expert"] == "gated" else {}
+        if levels["expert layers"] == "some":
+            model["dense_layers"] = (1,)
     return model
 
 
@@ -494,6 +608,8 @@ def problem(levels: Levels) -> Problem:
         batches = tuple(zip(begins, sizes, strict=True))
     optimizer = "sgd" if levels["optimizer"] == "momentum" else levels["optimizer"]
     optim = OPTIM[optimizer] | OPTIMIZERS[levels["optimizer"]] | TREATMENTS[levels["treatment"]]
+    if levels["experts"] and levels["treatment"] == "by name":
+        optim["freeze"] = EXPERTS_FROZEN
     if levels["treatment"] == "scheduled":  # whose rates are lower in all steps but one
         optim["lr"] *= 2
     if optimizer == "sgd" and levels["precision"] != "fp64":
@@ -510,6 +626,7 @@ def problem(levels: Levels) -> Problem:
         # Each further layer is a further graph to compile.
         layers=pp * levels["chunks"] + (not levels["compile"] or levels["stages"] == "uneven"),
         loss=SMOOTHED if levels["loss"] == "smoothed" else (),
+        moe=BALANCING[levels["balancing"]],
         # The second step reads what the first has left.
         steps=max(2, len(sizes)),
         batch=sizes[-1],
@@ -524,6 +641,7 @@ def _keys(levels: Levels) -> Iterator[tuple[str, Any]]:
     zero, sums = levels["zero"], levels["sums"]
     some = [1 - stage % 2 for stage in range(levels["pp"] * levels["chunks"])]  # for each stage
     yield "vpp", levels["chunks"]
+    yield "moe.dispatch", levels["dispatch"] if levels["ep"] > 1 else "auto"
     yield "zero", zero
     yield "recompute", levels["recompute"]
     yield "recompute_layers", some if levels["recomputed layers"] == "some" else None
@@ -574,6 +692,8 @@ def name_of(levels: Levels) -> str:
     """Returns a short name, the layout first; the case shows the rest."""
     sizes = "-".join(f"{name}{levels[name]}" for name in SIZES if levels[name] > 1) or "one rank"
     words = [sizes]
+    if levels["experts"]:
+        words.append(f"{levels['experts']} experts ep{levels['ep']}")
     if levels["pp"] > 1:
         chunks = f" x{levels['chunks']}" if levels["chunks"] > 1 else ""
         words.append(f"{levels['schedule']}{chunks}")
@@ -591,7 +711,7 @@ def summary() -> str:
         f"- {subject}: {', '.join(f'{name} ({len(levels)})' for name, levels in factors.items())}"
         for subject, factors in SUBJECTS.items()
     ]
-    ranks = sum(math.prod(layout(levels)) for levels in chosen().found)
+    ranks = sum(map(ranks_of, chosen().found))
     return "\n".join(
         [
             f"{len(FACTORS)} factors with {sum(map(len, FACTORS.values()))} levels:",
