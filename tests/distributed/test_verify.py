@@ -25,7 +25,7 @@ def failures_of_verify(case: Case) -> list[str | None]:
         return Trainer(config, groups, device, train_source=source)
 
     with patch.object(verify, "Trainer", trainer):
-        compared = verify.compare(config, verify.EXACT, groups, groups.device, None)  # type: ignore[arg-type]
+        compared = verify.compare(verify.Variant(config, verify.EXACT), groups, groups.device, None)  # type: ignore[arg-type]
         found = [row.failure for row in compared]
     groups.close()
     return found
