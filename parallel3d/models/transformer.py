@@ -314,6 +314,8 @@ class Stage(nn.Module):
         """
         if loss_scale is None or not self.uses_dropout:
             samples = None
+        if loss_scale is None:
+            balance = None  # an evaluation between two steps is in no count of theirs
         x, rotary = hidden, self.rotary
         if rotary is not None and documents is not None:
             cos, sin = rotary

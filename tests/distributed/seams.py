@@ -139,6 +139,26 @@ LOSS = Seam("tensor_parallel.loss:ChunkLoss.statistics")
 RECOMPUTED = Seam("models.recompute:recomputed")
 COMPILED = Seam("models.transformer:compile_blocks")
 
+# Experts
+ROUTER = Seam("experts.router:Router.forward")
+SCORES = Seam("experts.router:scores_of")
+CHOSEN = Seam("experts.router:choose")
+CHOICE_WEIGHTS = Seam("experts.router:weights_of")
+EXPERTS = Seam("experts.grouped:run_experts")
+EXPERT_GRADIENT = Seam("parameters.gradients:add_grouped_gradient")
+SUMMED_SLOTS = Seam("experts.choice:sum_of_slots")
+LAYER_OF_EXPERTS = Seam("models.experts:MixtureOfExperts.inner")
+ACTIVATION = Seam("models.mlp:activate")
+ATTACHED_LOSSES = Seam("experts.balance:BalanceLosses.through")
+PART_OF_TOKENS = Seam("experts.balance:Balance.at")
+TALLY = Seam("experts.balance:Tally.add")
+BALANCE_SCALES = Seam("experts.balance:BalanceOfRun.scaled")
+LAYER_SUMS = Seam("experts.balance:BalanceOfRun.take")
+BIAS_UPDATE = Seam("experts.balance:BalanceOfRun.update")
+UPDATED_BIAS = Seam("experts.balance:updated_bias")
+ROUTED_TOKENS = Seam("data.loader:Batches.routed_count")
+MATRICES_OF_TP = Seam("optim.muon:Muon.gather_over_tp")
+
 # Gradients, summed over the ranks
 ENGINE = Seam("models.parallelize:data_parallel_engine")
 START_STEP = Seam(
