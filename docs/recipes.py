@@ -47,7 +47,7 @@ def line(cells: list[str]) -> str:
 
 
 def table() -> Iterator[str]:
-    """Returns the lines of the table."""
+    """Yields the lines of the table."""
     yield line(list(HEAD))
     yield line(["---"] * len(HEAD))
     for name in for_gpus():

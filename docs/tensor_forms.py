@@ -114,7 +114,7 @@ def seconds(call: Call, sizes: Sizes, link: Link) -> float:
 
 
 def table(sizes: Sizes) -> Iterator[str]:
-    """Returns a Markdown table: a row per form, forward and backward together."""
+    """Yields a Markdown table: a row per form, forward and backward together."""
     yield "| part | form | forward | backward | MiB a rank sends | messages | NVLink | network |"
     yield "|---|---|---|---|---|---|---|---|"
     for part, forms in FORMS.items():

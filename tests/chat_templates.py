@@ -279,7 +279,7 @@ TOKENS = {
 
 
 def home(path: Path, name: str) -> Path:
-    """A folder with the tokenizer and one of TEMPLATES."""
+    """Writes a folder with the tokenizer and one of TEMPLATES."""
     begin, end = TOKENS.get(name, (END, "<|im_end|>"))
     return folder(path, CONTENT, bos_token=begin, eos_token=end, chat_template=TEMPLATES[name])
 
@@ -319,7 +319,7 @@ def said(
     thinking: bool | None = None,
     learned: list[bool] | None = None,
 ) -> list[str] | None:
-    """What is learned of a conversation; None if its template cannot show all of it.
+    """Returns what is learned of a conversation; None if its template cannot show all of it.
 
     messages: role and content as text, tool_calls, reasoning_content. thinking: enable_thinking.
     """

@@ -213,7 +213,7 @@ def dump(cubin: bytes) -> str:
 
 
 class Twins:
-    """Holds values of fake tensors on the CPU, one memory for all tensors that share one."""
+    """Holds values of fake tensors on the CPU, where tensors that share memory share it as well."""
 
     def __init__(self) -> None:
         self.memory: dict[int, Tensor] = {}

@@ -123,7 +123,10 @@ def main() -> None:
         worst = max(worst, off)
         if seed % 10 == 9:
             print(f"{seed + 1} of {args.sets}: prefixes off by {worst:.3f} at most", flush=True)
-    print(f"{args.sets} sets of weights x {args.samples:,} samples equal; worst prefix {worst:.3f}")
+    print(
+        f"{args.sets} sets of weights x {args.samples:,} samples equal; largest error of a "
+        f"prefix {worst:.3f}"
+    )
     shares, random = Shares(random_weights(Random(5), 4000)[:2000]), Random(6)
     slots = [random.randrange(10**12) for _ in range(20_000)]
     start = time.thread_time()

@@ -188,7 +188,7 @@ def memory(text: Path, tokenizer: Path | str, workers: int) -> None:
 
 
 def _family(pid: int) -> list[int]:
-    """Yields a process and its children, without those that have ended meanwhile."""
+    """Returns a process and its children, without those that have ended meanwhile."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:

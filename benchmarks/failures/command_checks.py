@@ -95,7 +95,7 @@ def lost(before: set[str], run_dir: Path) -> list[str]:
 
 
 def said_well(ended: Ended) -> Iterator[str]:
-    """Returns what is wrong with a command's end and its last lines."""
+    """Yields what is wrong with a command's end and its last lines."""
     if ended.code is None:
         yield f"hung: no end after {ended.seconds:.0f} s"
         return
@@ -112,7 +112,7 @@ def said_well(ended: Ended) -> Iterator[str]:
 
 
 def silent(case: Case, name: str, folder: Path, ended: Ended, ref: Reference) -> Iterator[str]:
-    """Returns what is wrong after an end with code 0, and was not reported."""
+    """Yields what is wrong after an end with code 0, and was not reported."""
     if not case.trains:
         is_said = ended.err.strip() != ref.errs[name].strip() or "unreadable: " in ended.out
         if timeless(ended.out) != timeless(ref.outs[name]) and not is_said:
@@ -165,7 +165,7 @@ def given_again(case: Case, name: str, stage: Stage, ref: Reference) -> Iterator
 def as_undisturbed(
     case: Case, name: str, stage: Stage, ended: Ended, ref: Reference
 ) -> Iterator[str]:
-    """Returns how a run that has ended well differs from the undisturbed one."""
+    """Yields how a run that has ended well differs from the undisturbed one."""
     # No message excuses a difference.
     ended = replace(ended, out="" if case.trains else ended.out, err=ref.errs[name])
     yield from silent(case, name, stage.folder, ended, ref)
@@ -186,7 +186,7 @@ def as_undisturbed(
 
 
 def wrongly_aside(run_dir: Path) -> Iterator[str]:
-    """Returns checkpoints that were set aside and are not damaged."""
+    """Yields checkpoints that were set aside and are not damaged."""
     for folder in list_damaged(run_dir):
         named = folder.parent.parent / "looked-at" / folder.name.removeprefix(DAMAGED).split(".")[0]
         shutil.rmtree(named.parent, ignore_errors=True)

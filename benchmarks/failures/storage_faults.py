@@ -82,7 +82,7 @@ def try_pair(run: Run, name: str, fault: Fault | None = None, point: Point | Non
 
 
 def looked_at(run: Run, run_dir: Path, name: str, result: object) -> Iterator[str]:
-    """Returns what is wrong with a run's checkpoints after a fault."""
+    """Yields what is wrong with a run's checkpoints after a fault."""
     there = digests(run_dir)
     whole = dict(run.before)
     if name.endswith("damaged"):
@@ -111,7 +111,7 @@ def looked_at(run: Run, run_dir: Path, name: str, result: object) -> Iterator[st
 
 
 def next_start(run: Run, run_dir: Path, name: str) -> Iterator[str]:
-    """Returns what is wrong with the next start, on a healthy disk."""
+    """Yields what is wrong with the next start, on a healthy disk."""
     run.said.clear()
     checkpoints = run.checkpoints(run_dir)
     with limited():

@@ -18,7 +18,7 @@ MARK = "<!-- Written by benchmarks/gpu, which writes over what is changed here. 
 
 
 class NotOurs(Exception):
-    """Raised if a file of another origin is where a result should go."""
+    """Raised if a result's path holds a file that was not written here."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def summary_of(row: Row) -> str:
 
 
 def machine(device: torch.device) -> Row:
-    """What distinguishes one section of the results from another."""
+    """Returns what distinguishes one section of the results from another."""
     here: Row = {"python": platform.python_version(), "torch": torch.__version__}
     if not accelerator.is_accelerator(device):
         return here | {"device": f"CPU, {torch.get_num_threads()} threads"}

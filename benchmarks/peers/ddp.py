@@ -34,7 +34,7 @@ VOCAB, LENGTH = 1000, 32
 
 
 def mlp() -> nn.Module:
-    """A multi-layer perceptron: 1.8 million parameters in six tensors."""
+    """Builds a multi-layer perceptron: 1.8 million parameters in six tensors."""
     return nn.Sequential(
         nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 256)
     )
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 def cnn() -> nn.Module:
-    """A deep network: 0.95 million parameters in 41 tensors, and 27 buffers."""
+    """Builds a deep network: 0.95 million parameters in 41 tensors, and 27 buffers."""
     layers: list[nn.Module] = []
     width = 3
     for wider in (32, 64, 128):

@@ -36,7 +36,7 @@ def configured(cluster: str, model: str, length: int, gpus: int, tokens: int) ->
 
 
 def cells(plan: Plan, cp: int) -> Iterator[str]:
-    """Returns the row of a plan's best layout, without the length."""
+    """Yields the row of a plan's best layout, without the length."""
     choice, best = plan.priced.choices[plan.rows[0]], plan.rows[0]
     config = configure(plan.config, choice)
     work = works([choice], plan.sizes, config.global_batch_size)

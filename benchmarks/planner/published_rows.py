@@ -321,7 +321,7 @@ def vtrain(name: str) -> Callable[[Row], Run]:
 
 
 def read_folder(folder: Path, readers: dict[str, Callable[[Row], Run | None]]) -> Iterator[Run]:
-    """Returns all runs of a folder's files; KeyError for a file without a reader."""
+    """Yields all runs of a folder's files; KeyError for a file without a reader."""
     for path in sorted(folder.glob("*.json")):
         for row in json.loads(path.read_text())["rows"]:
             run = readers[path.stem](row)

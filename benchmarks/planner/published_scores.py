@@ -94,7 +94,7 @@ def choose(runs: Sequence[Run], seconds: Array, fits: NDArray[Any]) -> list[Choi
 
 
 def same_job(run: Run) -> tuple[object, ...]:
-    """What a user knows before choosing: the set's machine, a model, GPUs and a batch."""
+    """Returns what a user knows before choosing: the set's machine, a model, GPUs and a batch."""
     c = run.candidates[0]
     model = (c[key] for key in ("layers", "hidden", "ffn", "vocab", "seq", "speed"))
     gpus = c["tp"] * c["pp"] * c["dp"] * c["cp"]

@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 def dry_run() -> list[dict]:
-    """For each stage: seconds of compute in a step, and bytes at the peak."""
+    """Returns, for each stage, the seconds of compute in a step, and the bytes at the peak."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "six.json"
         words = [sys.executable, "-m", "parallel3d", "dryrun", *JOB, f"dryrun.json={file}"]

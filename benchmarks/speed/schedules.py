@@ -46,7 +46,7 @@ THEIR_KINDS = {
 
 
 def theirs(name: str, ranks: int, count: int, chunks: int) -> Schedule:
-    """The compute order of PyTorch's class Schedule{name}."""
+    """Returns the compute order of PyTorch's class Schedule{name}."""
     from torch.distributed.pipelining import schedules
 
     cls = getattr(schedules, f"Schedule{name}")

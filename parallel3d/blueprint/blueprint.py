@@ -322,9 +322,9 @@ class Blueprint:
         return [again / part for part, _, again in weights(self.assignment) or ()]
 
     def sends_slices(self, on_accelerator: bool) -> bool:
-        """Whether each tensor rank sends only its slice of the hidden states to the next stage:
-        Megatron's scatter_gather_tensors_in_pipeline (Narayanan et al. 2021 §4.1). It needs equal
-        states, so no `sp`."""
+        """Returns whether each tensor rank sends only its slice of the hidden states to the next
+        stage:         Megatron's scatter_gather_tensors_in_pipeline (Narayanan et al. 2021 §4.1).
+        The states must be equal, so `sp` excludes it."""
         tp, pp = self.layout.tp, self.layout.pp
         if self.layer.sp or tp == 1 or pp == 1 or self.model.seq_length % tp:
             return False

@@ -69,8 +69,8 @@ LOOKUP_TOKENS = 1 << 16
 
 
 def is_hidden(name: str, dims: int) -> bool:
-    """Whether Muon steps a tensor: it steps the matrices of the layers, but no router, no table
-    and no head."""
+    """Returns whether Muon steps a tensor: it steps the matrices of the layers, but not routers,
+    tables and the head."""
     return dims == 2 and name.startswith("layers.") and not name.endswith(".router.weight")
 
 

@@ -25,7 +25,7 @@ def heads_at_once(heads: int, of_head: float) -> int:
 
 
 def splits_heads(heads: Number, kv_heads: Number, cp: Number) -> Any:
-    """Whether style=heads can divide the heads of a tensor rank over cp ranks."""
+    """Returns whether style=heads can divide the heads of a tensor rank over cp ranks."""
     even = (np.mod(kv_heads, cp) == 0) | (np.mod(cp, kv_heads) == 0)
     return (np.mod(heads, cp) == 0) & even
 

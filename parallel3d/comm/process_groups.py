@@ -307,8 +307,8 @@ class GroupMaker:
         return made
 
     def _settings(self, kind: str) -> Hashable:
-        """Returns settings that need groups of their own next to others of the same ranks, or
-        None."""
+        """Returns the settings for which a kind cannot share a group of the same ranks; None: it
+        can share."""
         if self.splits is not None:
             settings = nccl_settings(kind, self.launch)
             # These run next to operations of the same ranks: gradients are sent back, and are

@@ -77,7 +77,7 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
 
 def _groups(counts: npt.NDArray[np.integer], capacity: int) -> Iterator[tuple[int, Content]]:
     """Yields numbers of equal packs, and their content."""
-    # Numbers of equal packs and their content, by free space.
+    # Packs with room left, as (number of equal packs, content), by free space.
     begun: dict[int, list[tuple[int, Content | None]]] = {}
     free_bits = 0  # the keys of `begun` as a bit set
     for length in np.flatnonzero(counts)[::-1].tolist():

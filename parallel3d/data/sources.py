@@ -495,8 +495,8 @@ def blocks_of(document: Document) -> Iterator[bytes]:
                 file.close()
     except OSError as error:
         raise UserError(
-            f"data file {document.path} cannot be read ({error.strerror}): give text that you may "
-            f"read in data.path"
+            f"data file {document.path} cannot be read ({error.strerror}): set data.path to text "
+            "that you have permission to read"
         ) from error
     check_unchanged(document, status, complete=not left)
 

@@ -359,7 +359,7 @@ class _Moments:
         return rank.item * float(rank.layer_numel * layers + rank.end_numel)
 
     def _ties(self, stage: StageBlueprint) -> bool:
-        """Whether the stage uses a tied table twice, so that two gradients are summed."""
+        """Returns whether the stage uses a tied table twice, so that two gradients are summed."""
         return stage.first and stage.last and self.rank.table.tied
 
     def _forward(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
@@ -451,7 +451,7 @@ def _moved(stage: StageBlueprint, layer: LayerBytes, turns: bool = False) -> lis
 
 
 def turns_around(rank: PipelineRank, stage: StageBlueprint) -> bool:
-    """Whether a micro-batch's backward on the stage follows its forward."""
+    """Returns whether a micro-batch's backward on the stage follows its forward."""
     return stage.last and rank.blueprint.pipeline.name != "gpipe"
 
 

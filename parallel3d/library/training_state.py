@@ -365,7 +365,7 @@ def _chosen(folder: Path, step: int | None) -> Path | None:
 # The state to load
 
 
-Moments = dict[nn.Parameter, dict[str, Any]]  # a parameter's optimizer states of its shape
+Moments = dict[nn.Parameter, dict[str, Any]]  # the optimizer states that have the parameter's shape
 
 
 def _check_names(path: Path, here: list[str], shapes: Mapping[str, tuple[int, ...]]) -> None:

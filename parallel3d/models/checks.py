@@ -37,8 +37,8 @@ def check_model(model: ModelConfig) -> None:
         # It is rounded up, so that its product with head_dim is not just below 2.
         least = f"model.rotary_percent={math.ceil(2 / model.head_size * 1e4) / 1e4:g}"
         raise UserError(
-            f"model.rotary_percent={show(model.rotary_percent)} leaves RoPE, which rotates pairs, "
-            f"fewer than 2 of the {model.head_size} dimensions of a head; the nearest is "
+            f"model.rotary_percent={show(model.rotary_percent)} leaves fewer than 2 of the "
+            f"{model.head_size} dimensions of a head to RoPE, which rotates pairs; the nearest is "
             f"{least if model.head_size > 1 else 'model.head_dim=2'}."
         )
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor

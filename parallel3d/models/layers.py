@@ -113,7 +113,7 @@ class Norm(nn.Module):
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
     def is_fused_with_sum(self, x: Tensor) -> bool:
-        """Whether `add` is one kernel, forward and backward; a compiler fuses by itself."""
+        """Returns whether `add` is one kernel, forward and backward; a compiler fuses by itself."""
         fuses = self.kind == "rmsnorm" and is_on_accelerator(x)
         return fuses and not torch.compiler.is_compiling()
 

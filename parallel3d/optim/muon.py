@@ -145,7 +145,7 @@ class Muon:
         self.gathers = any(len(each) < dp.size for each in self.holders.values())
 
     def takes(self, shard: ShardSpec) -> bool:
-        """Whether it makes the updates of this full tensor; it does so for hidden matrices
+        """Returns whether it makes the updates of this full tensor; it does so for hidden matrices
         alone."""
         return is_hidden_shard(shard)
 
@@ -243,7 +243,7 @@ class MuonByKind:
         self.parts = {True: experts, False: others}
 
     def takes(self, shard: ShardSpec) -> bool:
-        """Whether it makes the updates of this full tensor: only of hidden matrices."""
+        """Returns whether it makes the updates of this full tensor: only of hidden matrices."""
         return is_hidden_shard(shard)
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:

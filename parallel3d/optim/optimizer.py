@@ -74,7 +74,7 @@ class MatrixUpdates(Protocol):
     """Makes the updates of some parameters from their momentum (`muon.Muon`)."""
 
     def takes(self, shard: ShardSpec) -> bool:
-        """Whether it makes the updates of this full tensor."""
+        """Returns whether it makes the updates of this full tensor."""
         ...
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:

@@ -123,7 +123,7 @@ def add_matmul(out: Tensor, grad: Tensor, x: Tensor) -> None:
 
 @functools.cache
 def supports_wide_addmm(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether a GEMM of `narrow` matrices on `device` can add to a `wide` one.
+    """Returns whether a GEMM of `narrow` matrices on `device` can add to a `wide` one.
 
     PyTorch supports it since 2.10, but not on every device, so it is tried once.
     """

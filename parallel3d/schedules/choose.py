@@ -66,7 +66,10 @@ def wanted(
 def chosen(
     ranks: int, microbatches: int, chunks: int, work: RankWork, memory: float
 ) -> ScheduleChoice:
-    """Checks and chooses, cached: a run asks several times for a search that takes seconds."""
+    """Checks and chooses.
+
+    The result is cached, since a run asks several times and a search takes seconds.
+    """
     check_search(ranks, microbatches, chunks, memory)
     return choose(ranks, microbatches, chunks, work, memory)
 

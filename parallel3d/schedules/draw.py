@@ -95,7 +95,7 @@ def _overview_line(spans: Sequence[Span], makespan: float, columns: int) -> str:
 
 
 def _kinds(timeline: Timeline) -> list[Kind]:
-    """The kinds that occur, in the order of _KINDS."""
+    """Returns the kinds that occur, in the order of _KINDS."""
     found = {span.action.kind for spans in timeline.spans for span in spans}
     return [kind for kind in _KINDS if kind in found]
 

@@ -75,7 +75,7 @@ _Place = tuple[int, int]
 
 
 def gpipe(ranks: int, microbatches: int) -> ComputeSchedule:
-    """All forwards, then all backwards, both in the order of micro-batches.
+    """Orders all forwards, then all backwards, both by micro-batch.
 
     Backwards in reverse order would free no more memory. In this order gradients are summed as
     under 1F1B and in a single process, so the sums are bit-identical. The last micro-batch's
@@ -86,7 +86,8 @@ def gpipe(ranks: int, microbatches: int) -> ComputeSchedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> ComputeSchedule:
-    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
+    """Orders warm-up forwards, then one forward and one backward in turn, then the remaining
+    backwards.
 
     A rank holds at most ranks - rank micro-batches, as many as keep it busy until its first
     gradient.
@@ -201,7 +202,7 @@ def _by_group(kind: Kind, groups: Sequence[int], chunks: int) -> list[Action]:
 
 
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then a forward and a backward in turn, then the other backwards."""
+    """Orders `warmup` forwards, then a forward and a backward in turn, then the other backwards."""
     ahead, backs = min(warmup, len(forwards)), iter(backwards)
     order = list(forwards[:ahead])
     order += chain.from_iterable(zip(forwards[ahead:], backs, strict=False))

@@ -61,7 +61,7 @@ class RankWork:
     weights: Callable[[StageAssignment], Weights | None] | None = None
 
     def fits(self, assignment: StageAssignment) -> bool:
-        """Whether the model has costs for this stage assignment."""
+        """Returns whether the model has costs for this stage assignment."""
         return self.weights is None or self.weights(assignment) is not None
 
     def costs(self, assignment: StageAssignment) -> Costs:

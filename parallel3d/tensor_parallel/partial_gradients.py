@@ -13,7 +13,7 @@ from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
 
 def is_partial(spec: ParameterSpec, shard: ShardSpec, sp: bool) -> bool:
-    """Whether ranks that hold copies of a shard have only a part each of its gradient.
+    """Returns whether ranks that hold copies of a shard have only a part each of its gradient.
 
     `sp`: sequence parallelism is on, over several ranks.
     """

@@ -118,7 +118,7 @@ def beside_pytorch() -> None:
 
 
 def of_layers_that_are_there() -> None:
-    """Replaces every layer of a net of PyTorch's by its shard: the training is the same."""
+    """Replaces every layer of a PyTorch network by its shard, and trains the same."""
     losses, last = trained(make())
     for tp in (2, 4):
         group, net = p3d.init(tp=tp).tp, make()

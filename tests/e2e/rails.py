@@ -61,7 +61,7 @@ class Rails:
         return self.run(forked, slots, "train", *words)
 
     def run(self, forked: Forked, slots: list[str], *words: str, timeout_s: float = 120) -> Ran:
-        """Does the same for any subcommand."""
+        """Runs any subcommand in the same way."""
         before = self.bytes_so_far()
         spaces = json.loads((self.state / "railnet.json").read_text())["spaces"]
         for launch_rank, slot in enumerate(slots):

@@ -23,7 +23,7 @@ SIZES = (4096, 65536)
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Returns the output of the bench on four ranks, and its directory."""
+    """Yields the output of the bench on four ranks, and its directory."""
     shell = Shell(tmp_path_factory.mktemp("four"), tmp_path_factory.mktemp("scratch"))
     forked = Forked(shell)
     # Neither the batch nor the data would be valid for training: they are not checked.

@@ -26,7 +26,7 @@ SMALLER = {
 
 
 def blocks() -> Iterator[str]:
-    """Returns the commands and code of the section, in order, made smaller."""
+    """Yields the commands and code of the section, in order, made smaller."""
     section = SECTION
     for large, small in SMALLER.items():
         assert large in section

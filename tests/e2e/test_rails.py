@@ -96,7 +96,7 @@ def runs(shell: Shell, forked: Forked) -> Iterator[Runs]:
 
 
 def priced_bytes(folder: Path) -> dict[LinkClass, float]:
-    """Returns the bytes that the run's groups send in all steps by the price, by link class.
+    """Returns the predicted bytes that the run's groups send in all steps, by link class.
 
     At the start neighbouring stages time round trips of a message: LATENCY_TRIES of the step's own
     messages, each of one micro-batch.

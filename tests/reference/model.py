@@ -219,7 +219,7 @@ class Attention(nn.Module):
 
 
 def has_experts(shape: ModelShape, layer: int) -> bool:
-    """Whether a layer, counted from 0, has experts instead of an ordinary MLP."""
+    """Returns whether a layer, counted from 0, has experts instead of an ordinary MLP."""
     # A configuration of before there were experts lacks the key.
     return getattr(shape, "num_experts", 0) > 0 and layer not in shape.dense_layers
 

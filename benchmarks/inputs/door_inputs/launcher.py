@@ -202,7 +202,7 @@ def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:
 
 
 def _true(rng: random.Random) -> Input:
-    """Yields a start as it is, with other usual variables of an environment."""
+    """Returns a start as it is, with other usual variables of an environment."""
     name = rng.choice(list(LAUNCHERS))
     start = drawn(rng)
     environ = LAUNCHERS[name](start)
@@ -216,7 +216,7 @@ def _true(rng: random.Random) -> Input:
 
 
 def _alone(rng: random.Random) -> Input:
-    """Yields a single process, however it was started."""
+    """Returns a single process, however it was started."""
     one = Start((1,), 0, 0, rng.randrange(1, 90_000), 0)
     cpus = {"SLURM_TASKS_PER_NODE": "64", "SLURM_JOB_CPUS_PER_NODE": "64"}
     asked = {k: v for k, v in batch(one).items() if k not in ("SLURM_NTASKS", "SLURM_NPROCS")}
@@ -303,8 +303,8 @@ PLATFORMS = (
 
 
 def _platform(rng: random.Random) -> Input:
-    """Yields one process on each host of a platform, without torchrun: with one host it is
-    alone."""
+    """Returns one process on each host of a platform, without torchrun; with one host it is the
+    only rank."""
     hosts, words = rng.choice((1, 1, 2, 8, 100)), rng.choice(PLATFORMS)
     environ = dict(word.split("=") for word in words.format(hosts).split())
     environ |= {k: STRAY[k] for k in rng.sample(list(STRAY), 2)}
@@ -313,7 +313,7 @@ def _platform(rng: random.Random) -> Input:
 
 
 def _left_out(rng: random.Random) -> Input:
-    """Yields a batch script or shell of several tasks without srun."""
+    """Returns a batch script or shell of several tasks without srun."""
     environ = batch(drawn(rng))
     for name in rng.sample(("SLURM_NPROCS", "SLURM_JOB_CPUS_PER_NODE", "SLURM_PROCID"), 2):
         environ.pop(name)
@@ -321,7 +321,7 @@ def _left_out(rng: random.Random) -> Input:
 
 
 def _hosts(rng: random.Random) -> Input:
-    """Yields numbers that count hosts."""
+    """Returns numbers that count hosts."""
     hosts, ranks = rng.randint(2, 7), rng.choice((2, 4, 8))
     host = rng.randrange(1, hosts)
     environ = torch(Start((1,) * hosts, host, 0, 1, 0))
@@ -337,7 +337,7 @@ def _hosts(rng: random.Random) -> Input:
 
 
 def _uncounted(rng: random.Random) -> Input:
-    """Yields RANK, WORLD_SIZE and LOCAL_RANK alone: the ranks of a host must be counted, not
+    """Returns RANK, WORLD_SIZE and LOCAL_RANK alone: the ranks of a host must be counted, not
     guessed."""
     start = drawn(rng)
     right = (*answer(start)[:3], 0, "n1")

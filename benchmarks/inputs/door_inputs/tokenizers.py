@@ -61,7 +61,7 @@ def content(special: tuple[str, ...], post: tuple[tuple[str, ...], tuple[str, ..
 
 
 def folder_of(rng: random.Random, path: Path, which: int) -> Input:
-    """Yields a folder whose files name the end of text in one way, several, none or a wrong one."""
+    """Returns a folder whose files name the end of text in one way, several, none or wrongly."""
     special = tuple(rng.sample(USUAL, rng.choice((0, 1, 1, 1, 2)))) + tuple(
         rng.sample(OTHERS, rng.randint(0, 4))
     )
@@ -127,8 +127,8 @@ SPECIAL = ("<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
 
 def pair_of(rng: random.Random, path: Path, which: int) -> Input:
-    """Yields a foreign pair: the labels that count, and the messages about its ends, beginnings and
-    tokens."""
+    """Returns a foreign pair with the labels that count, and the messages about its ends,
+    beginnings and tokens."""
     begins = rng.random() < 0.3
     where = path / f"own{which}"
     where.mkdir()
@@ -182,7 +182,7 @@ def pair_of(rng: random.Random, path: Path, which: int) -> Input:
 
 
 def typed_of(rng: random.Random, path: Path, which: int) -> Input:
-    """Yields a tokenizer typed next to weights: the same, with more tokens, another end, another
+    """Returns a tokenizer typed next to weights: the same, with more tokens, another end, another
     order."""
     kind = rng.choice(("same", "end", "more", "order", "renamed", "byte"))
     base = tuple(rng.sample((*USUAL, *OTHERS), 4))
@@ -214,7 +214,7 @@ def typed_of(rng: random.Random, path: Path, which: int) -> Input:
 
 
 def roles_of(rng: random.Random, path: Path, which: int) -> Input:
-    """Yields a run's tokenizer: how prompts begin, where generations end, and what an export
+    """Returns a run's tokenizer: how prompts begin, where generations end, and what an export
     writes."""
     where = path / f"run{which}"
     (where / "tok").mkdir(parents=True)
@@ -257,7 +257,7 @@ def roles_of(rng: random.Random, path: Path, which: int) -> Input:
 
 
 def sample_of(rng: random.Random, path: Path, which: int) -> Input:
-    """Yields a sample of a user's own source, with one thing changed."""
+    """Returns a sample of a user's own source, with one thing changed."""
     length, vocabulary = rng.randint(2, 20), rng.choice((10, 300))
     tokens: Any = np.array([rng.randrange(vocabulary) for _ in range(length + 1)])
     mask: Any = np.array([rng.random() < 0.7 for _ in range(length)])

@@ -429,7 +429,7 @@ def dry_step(
             config = dataclasses.replace(config, train=train, compile=False)
             zeros = Zeros(config.model.seq_length)
             device = torch.device(TYPE, 0)
-            # No name here keeps the trainer beyond its step.
+            # No local variable keeps the trainer alive after its step.
             return _step(Trainer(config, groups, device, train_source=zeros), counter, memory_only)
     finally:
         machine.observers.remove(counter)

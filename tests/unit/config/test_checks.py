@@ -316,7 +316,7 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
     (
         ROPE | {"model.hidden_size": 8},
         None,
-        ["leaves RoPE, which rotates pairs", "nearest is model.head_dim=2"],
+        ["of a head to RoPE, which rotates pairs", "nearest is model.head_dim=2"],
     ),
     # tensor parallelism
     (

@@ -307,7 +307,8 @@ def test_a_held_out_part_without_assistant_words_is_refused(tmp_path: Path) -> N
     given = data(tmp_path, ROWS, packing="concat")
     with pytest.raises(UserError, match=r"held-out conversations have .* give data.packing=padded"):
         open_corpus(given, 1000)
-    # In packs a first token is no label, and this answer has no other token in its piece.
+    # In packs the first token of a piece is never a label, and the piece has no other token of this
+    # answer.
     given = data(tmp_path, ROWS, cut_documents=True)
     with (
         patch("parallel3d.data.corpus.learned", lambda _, starts, __: starts < 0),

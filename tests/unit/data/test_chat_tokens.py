@@ -65,7 +65,8 @@ WORDS = [
 
 
 def byte_level(inner: Tokenizer) -> tuple[Any, Any]:
-    """Like Llama 3: a beginning that the template writes, too, and offsets without blanks."""
+    """Sets up a tokenizer like Llama 3's: its BOS is also written by the template, and its offsets
+    leave out blanks."""
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     begins = processors.TemplateProcessing(f"{BEGIN} $A", special_tokens=[(BEGIN, 1)])
@@ -75,13 +76,13 @@ def byte_level(inner: Tokenizer) -> tuple[Any, Any]:
 
 
 def normalized(inner: Tokenizer) -> tuple[Any, Any]:
-    """Letters are decomposed and lowercased, so that lengths change."""
+    """Decomposes and lowercases letters, so that lengths change."""
     inner.normalizer = norm.Sequence([norm.NFD(), norm.Lowercase()])
     return byte_level(inner)
 
 
 def metaspace(inner: Tokenizer, scheme: str) -> tuple[Any, Any]:
-    """Like Mistral's tokenizer and SentencePiece."""
+    """Sets up a tokenizer like Mistral's and SentencePiece."""
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     return models.BPE(unk_token=UNKNOWN), trainers.BpeTrainer
 
@@ -97,14 +98,14 @@ def llama2(inner: Tokenizer) -> tuple[Any, Any]:
 
 
 def wordpiece(inner: Tokenizer) -> tuple[Any, Any]:
-    """Like Bert's: blanks and accents are dropped, and letters lowercased."""
+    """Sets up a tokenizer like Bert's: blanks and accents are dropped, and letters lowercased."""
     inner.normalizer = norm.BertNormalizer(lowercase=True)
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return models.WordPiece(unk_token=UNKNOWN), trainers.WordPieceTrainer
 
 
 def unigram(inner: Tokenizer) -> tuple[Any, Any]:
-    """Like T5's."""
+    """Sets up a tokenizer like T5's."""
     inner.normalizer = norm.Sequence([norm.Nmt(), norm.NFKC()])
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     return models.Unigram(), functools.partial(trainers.UnigramTrainer, unk_token=UNKNOWN)

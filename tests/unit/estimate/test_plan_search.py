@@ -41,7 +41,8 @@ def price(choices: list[LayoutChoice], batch: int, held: NDArray[np.float64]) ->
 
 
 def priced_of(gpus: int, batch: int, choices: list[LayoutChoice] | None = None) -> Priced:
-    """Prices with the memory of the fitted formulas' guesses; any other memory would do."""
+    """Prices layouts; memory comes from the initial guesses of the fitted formulas, and any other
+    would do."""
     choices = choices or list(layouts(SIZES, gpus, 8, batch, {}))
     return price(choices, batch, memory(works(choices, SIZES, batch), {}).total)
 
