@@ -1,4 +1,4 @@
-"""Writes pairs of random bytes to train on, like those of `data tokenize`."""
+"""Writes corpora of random bytes to train on, as pairs of files like those of `data tokenize`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def pair(
     facts: bool = True,
     **said: object,
 ) -> Path:
-    """Writes a pair of `documents` of 1 … `longest` tokens, each ended by 256, and its facts `said`
-    in a JSON file."""
+    """Writes a pair of `documents` of 1 … `longest` tokens, each ended by 256, and `said`, its
+    description, in a JSON file."""
     random = np.random.default_rng(seed)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with IndexedWriter(prefix, np.dtype("<u2")) as writer:

@@ -12,6 +12,7 @@ ALLOCATIONS = 50_000
 
 
 def collect_seldom() -> None:
-    """Existing objects are never searched again, and later ones seldom. Forks inherit both."""
+    """Excludes existing objects from later searches, and makes searches rare. Forks inherit
+    both."""
     gc.freeze()
     gc.set_threshold(ALLOCATIONS)

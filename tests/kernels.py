@@ -1,4 +1,4 @@
-"""Compiles graphs without kernels of their own, for tests of who compiles what, and when."""
+"""Compiles graphs without kernels of their own, for tests of which rank compiles what, and when."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Measures how slow this machine is at the moment. No test's verdict may depend on that.
 
-A claim about speed ("answered in a second") is a figure of a quiet core of today, times `pace`.
+A limit of speed ("answered in a second") is the time on an idle current core, times `pace`.
 `in_time` measures the pace, which takes a fifth of a second itself, only if it decides. A wait that
-only a hang makes long lasts `PATIENCE` times its duration on that core.
+is long only in a hang lasts up to `PATIENCE` times its duration on that core.
 """
 
 from __future__ import annotations

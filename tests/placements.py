@@ -17,7 +17,8 @@ NVLINK, RAIL, SPINE = Link(450.0, 2.0), Link(50.0, 5.0), Link(50.0, 8.0)
 
 
 def a_cluster(nodes: int, gpus: int = 8, domain: int | None = None, **other: object) -> Cluster:
-    """A cluster with H100-like speeds; one NIC and rail per GPU unless `rails` says otherwise."""
+    """Returns a cluster with H100-like speeds; one NIC and rail per GPU unless `rails` says
+    otherwise."""
     given = {"rails": gpus, "oversubscription": 1.0, **other}
     return Cluster(
         "test", nodes, gpus, domain or gpus, nvlink=NVLINK, rail=RAIL, spine=SPINE, **given
@@ -25,7 +26,8 @@ def a_cluster(nodes: int, gpus: int = 8, domain: int | None = None, **other: obj
 
 
 def random_cluster(rng: random.Random, most_nodes: int = 12) -> Cluster:
-    """A random cluster, even or uneven; domains are a part of a node, a node, or several nodes."""
+    """Returns a random cluster, even or uneven; domains are a part of a node, a node, or several
+    nodes."""
     nodes, gpus = rng.randint(1, most_nodes), rng.choice([1, 2, 3, 4, 6, 8])
     parts = [d for d in range(1, gpus + 1) if gpus % d == 0]
     domain = rng.choice([*parts, gpus, gpus, 2 * gpus, 3 * gpus])
@@ -48,7 +50,7 @@ def random_cluster(rng: random.Random, most_nodes: int = 12) -> Cluster:
 
 
 def random_layout(rng: random.Random, at_most: int) -> Layout:
-    """Any layout of up to `at_most` ranks."""
+    """Returns a random layout of up to `at_most` ranks."""
     sizes = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}
     for dim in rng.sample(list(sizes), 4):
         room = at_most // _product(sizes)
@@ -61,7 +63,8 @@ def _product(sizes: dict[str, int]) -> int:
 
 
 def some_traffic(layout: Layout, rng: random.Random | None = None) -> list[Transfer]:
-    """The traffic of a step of a model of 13e9 parameters; with `rng`, in random proportions."""
+    """Returns the traffic of a step of a model of 13e9 parameters; with `rng`, in random
+    proportions."""
     scale = {d: 10 ** rng.uniform(-3, 1) if rng else 1.0 for d in ("tp", "cp", "dp", "pp")}
     hidden = 4096 * 5120 * 2
     shard = int(13e9 * 4 / layout.tp / layout.pp)

@@ -1,8 +1,8 @@
 """Records how long each test took, on the clock and in CPU seconds of all its processes.
 
-A plugin of pytest. A run writes `.pytest_cache/v/parallel3d/times` (JSON; tests and files, dearest
-first) and prints the ten files that took the most CPU time. A test that starts a pool of ranks, or
-waits for one to end, carries that time.
+A plugin of pytest. A run writes `.pytest_cache/v/parallel3d/times` (JSON; tests and files, the most
+expensive first) and prints the ten files that took the most CPU time. A test that starts a pool of
+ranks, or waits for one to end, carries that time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Times:
 
     Attributes:
         tests: (seconds, CPU seconds) by the name of the test.
-        cache: where the run leaves them; None in a process of xdist, which only measures.
+        cache: where the run writes them; None in a process of xdist, which only measures.
     """
 
     BEFORE = pytest.StashKey[float]()

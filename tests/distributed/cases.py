@@ -19,12 +19,12 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.data.sampler import Sample
 
-STEPS = 3  # the second reads what the first has left, and the third what a layer like it has left
+STEPS = 3  # the second reads leftovers of the first, and the third those of an equal layer
 GLOBAL_BATCH = 24  # a multiple of dp × micro-batches for 1, 2, 3, 4 and 6 of them
 # A global batch that is half as large from the second step on: by samples read
 # (`train.batch_schedule`).
 HALVED = ((0, GLOBAL_BATCH), (1, GLOBAL_BATCH // 2), (GLOBAL_BATCH + 1, GLOBAL_BATCH))
-# The precision in which the reference computes, which stays in fp32 if the case is below that.
+# The precision in which the reference computes: never below fp32.
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -73,7 +73,7 @@ class Problem:
     steps: int = STEPS
     batch: int = GLOBAL_BATCH
     batches: tuple[tuple[int, int], ...] = ()  # train.batch_schedule
-    moe: tuple[tuple[str, Any], ...] = ()  # the balance of experts
+    moe: tuple[tuple[str, Any], ...] = ()  # configuration of the balance of experts
     documents: bool = False  # samples are packs of documents, each of which attends only to itself
     # Number of ranks over which samples are split; their documents and masks depend on it.
     ranks: int = 1
@@ -228,10 +228,10 @@ def _sample(vocab_size: int, seq_length: int, i: int) -> Sample:
     """Caches the samples: every case of a worker reads these few several times per step."""
     rng = np.random.default_rng([20, i])
     tokens = rng.integers(0, vocab_size, seq_length + 1)
-    if i % 8 == 3:  # nearly all tokens are masked
+    if i % 8 == 3:  # masks nearly all tokens
         mask = np.zeros(seq_length, dtype=bool)
         mask[rng.integers(seq_length)] = True
-    # All tokens are masked: with micro-batches of one sample, a micro-batch has no loss at all.
+    # Masks all tokens: with micro-batches of one sample, a micro-batch then has no loss at all.
     elif i % 16 == 6:
         mask = np.zeros(seq_length, dtype=bool)
     else:

@@ -23,7 +23,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="package")
 def simulated() -> Iterator[SimulatedPool]:
-    """Is like `pool`, on the simulated accelerator: these workers have no other device."""
+    """Does the same as `pool` on the simulated accelerator: these workers have no other device."""
     with Pool() as own:
         yield SimulatedPool(own)
 

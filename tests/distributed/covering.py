@@ -56,7 +56,7 @@ class Cover:
         usual: levels that a combination has unless it is made for others.
         early: factors that are decided first, since most rules read them.
         rounded: levels that hide others: a combination with one shows its pairs with these alone.
-        tries: how many combinations are compared before one is taken.
+        tries: number of combinations that are compared before one is taken.
 
     Attributes:
         found: the combinations.

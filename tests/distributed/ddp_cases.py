@@ -68,7 +68,7 @@ class Unused(nn.Module):
 
 
 class Frozen(Shared):
-    """The same; the first matrix is frozen."""
+    """The same with the first matrix frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(rank: int, step: int) -> Batch:
-    """This rank's inputs of a step; the shifts of ranks differ."""
+    """Returns this rank's inputs of a step; ranks have different shifts."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     images = torch.randn(2, 3, 6, 6, generator=generator)
     labels = torch.randint(CLASSES, (2,), generator=generator)
@@ -132,8 +132,8 @@ class Case:
 
     Attributes:
         micro: backwards of a step, all but the last under no_sync.
-        steps_of: how many steps' inputs a rank has.
-        to_none: of zero_grad.
+        steps_of: number of steps for which a rank has inputs.
+        to_none: argument of zero_grad.
     """
 
     make: Callable[[], nn.Module]

@@ -64,13 +64,13 @@ class Outcome:
     """The results of one case on one rank; weights are world rank 0's, by full name."""
 
     steps: list[Step]
-    evaluation: float | None = 0.0  # of the validation set, after the last step
+    evaluation: float | None = 0.0  # results of the validation set, after the last step
     initial: dict[str, str] = field(default_factory=dict)  # digests
     final: dict[str, np.ndarray] = field(default_factory=dict)
     average: dict[str, np.ndarray] = field(default_factory=dict)  # of the weights, with ema_decay
-    # The largest distance of any rank's shard from `final`, and its name.
+    # The largest distance of a shard on any rank from `final`, and the name of its parameter.
     replicas: tuple[float, str] = (0.0, "")
-    biases: dict[str, np.ndarray] = field(default_factory=dict)  # of this rank's routers
+    biases: dict[str, np.ndarray] = field(default_factory=dict)  # biases of this rank's routers
 
 
 def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
@@ -112,7 +112,7 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
     """Returns, on one rank, the full initial weights of a problem and the learning rate of each
     step.
 
-    A constant rate is known without training.
+    A constant rate needs no training.
     """
     experts = dict(problem.model).get("num_experts", 0) > 0
     groups = ProcessGroups.create(Layout(ep=int(experts)), "cpu", timeout_s=300)
@@ -219,7 +219,7 @@ class References:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._known: dict[Problem, Expected] = {}
-        self.sound: set[tuple[Pool, Sizes, Case]] = set()  # agreed with them
+        self.sound: set[tuple[Pool, Sizes, Case]] = set()  # the cases agree with them
 
     def of(self, problem: Problem) -> Expected:
         """Returns the reference's run, and asserts that all weights change."""

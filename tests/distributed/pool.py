@@ -120,7 +120,7 @@ def gloo_groups(pid: int) -> int:
     sockets."""
     found = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        # The process may just be ending.
+        # The process may be ending at this moment.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found += (task / "comm").read_text() == "gloo_tcp_loop\n"
     return found
@@ -157,9 +157,9 @@ class Pool:
         *args: Any,
         timeout_s: float = 60.0 * PATIENCE,
     ) -> list[Any]:
-        """Call `function(*args)` on ranks 0 … world_size - 1 at once; return the results by rank.
+        """Calls `function(*args)` on ranks 0 … world_size - 1 at once; returns the results by rank.
 
-        `torch.distributed` is initialised (gloo, one thread a rank) while the function runs.
+        `torch.distributed` is initialised (gloo, one thread per rank) while the function runs.
         `function` must be a module-level function; arguments and results must pickle. A function
         that needs its rank asks `torch.distributed.get_rank()`. Raises WorkerFailure for the first
         rank that raises or dies, or when `timeout_s` seconds pass; the workers are then replaced.

@@ -11,7 +11,7 @@ A bug is a function of what it replaces, called with the same arguments:
     def loss_not_divided_by_microbatches(sound: Any, trainer: Trainer, tokens: Tensor) -> Tensor:
         return sound(trainer, tokens) * trainer.schedule.microbatches
 
-A seam that no run passes changes nothing, so the test of its bug fails: nothing tells.
+A seam that no run passes changes nothing, so the test of its bug fails, since no quantity differs.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def check_one_wait(found: list[str]) -> None:
 
 @contextmanager
 def one_wait_a_step() -> Iterator[None]:
-    """Makes every step of a trainer except the first fail unless the host waits exactly once in
+    """Makes each step of a trainer, except the first, fail unless the host waits exactly once in
     it."""
     plain = Trainer.train_step
 

@@ -45,8 +45,7 @@ OUTLIER = 1.5
 
 
 def outlier_here() -> float:
-    """The factor above which a healthy rank may be called slow, as a busy machine slows any
-    rank."""
+    """Returns a factor that no healthy rank reaches here, since a busy machine slows any rank."""
     return OUTLIER * max(1.0, pace() / 1.5)  # the factor on a quiet machine
 
 
@@ -359,7 +358,7 @@ def test_two_ranks_are_not_compared_with_each_other(pool: Pool) -> None:
     assert pool.run(2, probed, 2, 1, 1, 1, None, 1) == [[[]]] * 2
 
 
-# --- the whole of it -------------------------------------------------------------------------
+# --- the whole command -------------------------------------------------------------------------
 
 
 def whole_bench(run_dir: str, slow_rank: int) -> int:

@@ -109,7 +109,7 @@ TCP = (("launch.shared_memory", False),)
 @pytest.mark.parametrize(
     ("sizes", "where", "keys", "rank", "kind"),
     [
-        # (layout, what is slow, settings, who waits for it, under which name)
+        # (layout, the slow part, settings, the ranks that wait for it, the name of their wait)
         ((2, 1, 1), "forward", (), 0, "tp"),
         ((1, 1, 2), "backward", (), 0, "dp"),
         ((1, 2, 1), "first stage", (), 1, "idle"),
@@ -122,7 +122,7 @@ TCP = (("launch.shared_memory", False),)
 def test_a_wait_for_a_slow_rank_is_counted_under_its_cause(
     sizes: tuple[int, int, int], where: str, keys: tuple, rank: int, kind: str, pool: Pool
 ) -> None:
-    late_s = LATE_S * pace()  # far above the waits that a busy machine causes otherwise
+    late_s = LATE_S * pace()  # far above the waits that a busy machine causes
     by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], with_delay, sizes, where, keys, late_s)
     waiting = by_rank[rank]
     # With two micro-batches, the neighbour waits for at least one forward, and for the last

@@ -63,13 +63,13 @@ LAYOUTS: dict[str, tuple[Sizes, dict[str, object]]] = {
     ),
     "tp2-dp2-zero3": ((2, 1, 2), {"keys": (("zero", 3),), "microbatches": 1}),
 }
-# With frozen parameters of both kinds of optimizer, and rates by group.
+# The problems have frozen parameters for both kinds of optimizer, and rates by group.
 TREATED = (
     ("freeze", ("layers.0.attention.k.weight", "embedding.position.weight")),
     ("groups", (("embedding.*", (("lr_mult", 0.5),)), ("layers.1.*", (("wd_mult", 3.0),)))),
 )
 TIED = Problem("gpt_tiny", "muon", True, optim=TREATED)
-# With moments in bf16 and averaged weights.
+# These have moments in bf16 and averaged weights.
 UNTIED = Problem("llama_tiny", "adamw", False, optim=(("state", "bf16"), ("ema_decay", 0.6)))
 IN_FP32 = [
     replace(problem, optimizer="adamw", precision="fp32", optim=(), steps=SAVED + 2)
@@ -145,7 +145,8 @@ def differences(
 
 
 def matrix(pool: Pool, references: References, folder: Path, pairs: dict) -> None:
-    """Saves under every layout what `pairs` needs, then resumes each from `pairs[layout]`."""
+    """Saves under every layout the checkpoints that `pairs` needs, then resumes each from
+    `pairs[layout]`."""
     failures = []
     for layout, (sizes, _) in LAYOUTS.items():
         world = sizes[0] * sizes[1] * sizes[2]

@@ -100,7 +100,7 @@ def test_training_with_bf16_buckets_stays_near_the_reference(
     outcomes = [rank[0] for rank in pool.run(4, run_cases, (1, 2, 2), [case])]
     expected = references.of(problem)
     found = differences(outcomes, expected, problem)
-    # Without "replicas".
+    # The quantity "replicas" is not among them.
     assert found.keys() == {"loss", "grad norm", "evaluation", "weights"}, found
     for step, loss in zip(outcomes[0].steps, expected.run.losses, strict=True):
         assert relative(step.loss, loss) < 5e-3

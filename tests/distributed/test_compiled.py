@@ -75,7 +75,7 @@ def test_training_with_compiled_kernels_equals_the_reference(
 
 @dataclass
 class FirstSteps:
-    """What one rank saw in the first steps of a compiled model."""
+    """The observations of one rank in the first steps of a compiled model."""
 
     graphs: list[int]  # after each step
     early: int  # buckets that the last backward reduced before it ended
@@ -158,7 +158,7 @@ def locks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first_steps(pool: Pool, locks: Path) -> list[FirstSteps]:
-    """Returns what two ranks saw."""
+    """Returns the observations of two ranks."""
     return pool.run(2, run_first_steps, str(locks), timeout_s=900)
 
 

@@ -39,7 +39,8 @@ def size_of(operation: LoggedOperation) -> int:
 
 
 def sent(operation: LoggedOperation, size: int) -> float:
-    """Returns the bytes that a rank sends: of the whole tensor or, in a ring, of its own."""
+    """Returns the bytes that a rank sends: those of the whole tensor or, in a ring, of its own
+    part."""
     if operation.name == "ring_shift":
         return size_of(operation)
     assert operation.name in ("all_gather", "reduce_scatter", "all_to_all")
@@ -103,8 +104,8 @@ def attended_by(style: str, group: Group, again: bool) -> tuple[float, float]:
     return error, sum(sent(operation, group.size) for operation in log.latest(1000)) / formula
 
 
-# By number of ranks: whether memory is shared, from how many bytes on all heads are gathered at
-# once, and whether the forward is recomputed. Among four ranks, some share a key-value head.
+# By number of ranks: whether memory is shared, the bytes that are gathered together (1: head by
+# head), and whether the forward is recomputed. Among four ranks, some share a key-value head.
 WAYS = {
     2: [(True, 1, False), (False, 1 << 30, True)],
     3: [(True, 1 << 30, True)],
@@ -142,7 +143,7 @@ def of_a_model_of_ones_own(size: int) -> tuple[float, list[str]]:
         how = {"documents": split, "style": style}
         out = p3d.context_parallel_attention(*parts, groups.cp, **how).transpose(1, 2)
         real = split.take(torch.ones(2, 41))[:, :, None, None]
-        out = out * real  # whatever the padding attends to
+        out = out * real  # the padding may attend to anything
         grads = torch.autograd.grad(out, whole, split.take(grad), retain_graph=True)
         ours = [out, *(all_reduce(x.contiguous(), groups.cp) for x in grads)]
         off = [(a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)]

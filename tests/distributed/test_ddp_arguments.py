@@ -204,7 +204,7 @@ def test_copies_and_loaded_files_train_like_the_original(by_rank: Found) -> None
 
 
 class Ignoring(nn.Module):
-    """A layer and a buffer that each rank has for itself."""
+    """Has a layer and a buffer that are not shared by the ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -120,9 +120,9 @@ def test_the_price_of_a_step_on_more_ranks() -> None:
     link = Link(gb_per_s=1.0, latency_us=0.0)
     gigabyte = 10**9  # two ranks exchange it in a second
     assert priced_step(parts, [(0.5, 0), (1.0, 0)], 2, link) == pytest.approx(3.5)
-    # One is ready at 2 and sent by 3, the other ready at 3 and sent by 3.5.
+    # One bucket is ready at 2 and sent by 3, the other is ready at 3 and sent by 3.5.
     assert priced_step(parts, [(0.5, gigabyte), (1.0, gigabyte // 2)], 2, link) == pytest.approx(4)
-    # The second waits for the first, which ends at 4.
+    # The second bucket waits for the first, which ends at 4.
     assert priced_step(parts, [(0.5, 2 * gigabyte), (1.0, gigabyte)], 2, link) == pytest.approx(5.5)
 
 

@@ -101,7 +101,7 @@ def test_hooks_of_the_user_and_of_pytorch(pool: Pool) -> None:
 
 
 class Normed(nn.Module):
-    """A BatchNorm, and buffers that a forward replaces."""
+    """Has a BatchNorm, and buffers that a forward replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_buffers_are_broadcast_from_the_first_rank(pool: Pool) -> None:
 
 
 def names() -> None:
-    """Wraps a module like scripts do: alone, in a list, from PyTorch's file, in a larger one."""
+    """Wraps a module as scripts do: alone, in a list, loaded by PyTorch, inside a larger module."""
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     wanted = list(module.state_dict())
     net = DistributedDataParallel(module)
@@ -215,7 +215,7 @@ def refused(call: Callable[[], object], kind: type[Exception]) -> str:
 
 
 class Deeper(nn.Module):
-    """A layer that one of the ranks runs more often than before, in backwards of its own."""
+    """Has a layer that one of the ranks runs more often than before, in separate backwards."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def bad_inputs() -> dict[str, str]:
     changed[0].adapter = nn.Linear(4, 4).requires_grad_(False)
     net(torch.ones(2, 4))  # frozen parameters need no mean
     given = {"module.0.weight": torch.zeros(4, 4, requires_grad=True)}
-    functional_call(net, given, torch.ones(2, 4))  # for this forward alone
+    functional_call(net, given, torch.ones(2, 4))  # only for this forward
     changed[0].adapter.requires_grad_(True)
     found["added"] = refused(lambda: net(torch.ones(2, 4)), RuntimeError)
     with torch.no_grad():
@@ -373,7 +373,7 @@ def ends() -> dict[str, object]:
     return found
 
 
-STEPS_OF_RANKS = ((0, 1, 2), (10, 12))  # seeds; the second one skips a backward
+STEPS_OF_RANKS = ((0, 1, 2), (10, 12))  # seeds of the samples; the second one skips a backward
 
 
 def one_backward_less() -> tuple[list[float], str]:

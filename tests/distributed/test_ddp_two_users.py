@@ -24,7 +24,7 @@ Way = Callable[[Wrap, int], "Found"]
 
 
 class Found(NamedTuple):
-    """The result of a way: gradients after the backward, and those that a hook saw during it."""
+    """A result: the gradients after the backward, and those that a hook saw during it."""
 
     grads: list[Tensor | None]
     seen: Sequence[Tensor] = ()
@@ -123,7 +123,7 @@ def accumulated(wrap: Wrap, rank: int) -> Found:
 
 
 def encoder_of_two(wrap: Wrap, rank: int) -> Found:
-    """Uses one of the two in a backward, then both in one."""
+    """Uses one of the two wrappers in a backward, then both in one."""
     whole = made()
     heads = [nn.Linear(6, n).double() for n in (2, 3)]
     nets = [wrap(nn.Sequential(*whole[:2], head)) for head in heads]
@@ -134,7 +134,7 @@ def encoder_of_two(wrap: Wrap, rank: int) -> Found:
 
 
 def encoder_of_two_accumulated(wrap: Wrap, rank: int) -> Found:
-    """The first accumulates alone while the second reduces."""
+    """The first wrapper accumulates alone while the second reduces."""
     whole = made()
     nets = [wrap(nn.Sequential(*whole[:2], nn.Linear(6, 2).double())) for _ in range(2)]
     with nets[0].no_sync() if hasattr(nets[0], "no_sync") else nullcontext():
@@ -152,7 +152,7 @@ def wrapped_in_a_wrapper(wrap: Wrap, rank: int) -> Found:
 
 
 def wrapped_again(wrap: Wrap, rank: int) -> Found:
-    """Both are used, and the first wrapper stays alive."""
+    """Both wrappers are used, and the first one stays alive."""
     net = made()
     first = wrap(net)
     loss_of(first, rank).backward()

@@ -1,4 +1,4 @@
-"""Tests that documents which do not attend to each other change what is learned, from text on.
+"""Tests, from text on, that training changes if documents do not attend to each other.
 
 `matrix` tests that every layout separates them like the reference.
 """
@@ -39,7 +39,7 @@ def trained_on_packed_text(masks: bool) -> tuple[list[float], float, int]:
     words = (rng.integers(1, 61, rng.integers(1, 10)) for _ in range(200))
     stream = np.concatenate([np.append(word, 0) for word in words]).astype("<u2")
     corpus = Corpus(stream[:-100], stream[-100:], "", config.model.vocab_size, eot=0)
-    config.model.vocab_size = 257  # the vocabulary of bytes, which the corpus has
+    config.model.vocab_size = 257  # the vocabulary of the corpus, which has bytes
     trainer = Trainer(config, groups, torch.device("cpu"), corpus)
     steps = [trainer.train_step().loss for _ in range(2)]
     documents = trainer.train_batches.micro_batch(0, 0).documents

@@ -96,7 +96,7 @@ def other_types_are_a_call_for_each_document(
     close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
     for a, b in zip(ours, explicit(dtype, kv_heads, head_dim), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=close, atol=close)
-    # Neighbours of equal length are one call; no kernel makes the gradients.
+    # Neighbours of equal length share one call; their backward has no kernel of its own.
     calls = sum(len(list(groupby(lengths))) for lengths in LENGTHS)
     assert kernels == [FLASH] * calls and not waited
 

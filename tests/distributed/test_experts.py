@@ -1,4 +1,5 @@
-"""A mixture of experts trains the same model in every layout, with the same counts and biases."""
+"""Tests that a mixture of experts trains the same model in every layout, with the same counts and
+biases."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def slices_of_a_run(stage: int, steps: int) -> list[Any]:
 
     other = make_trainer(case, groups)
     other.train_step()
-    other.evaluate()  # leaves gathered parameters behind
+    other.evaluate()  # an evaluation leaves gathered parameters behind
     by_name = {(name, start): values for name, start, values, _, _ in saved}
     for s in other.parameter_slices():
         for key, value in s.values.items():

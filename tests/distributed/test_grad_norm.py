@@ -391,8 +391,9 @@ def refusals() -> list[str]:
         said(clip, parameters, 1.0, groups="tp"),
         said(clip, module[1].norm.parameters(), 1.0, groups=groups.tp),
     ]
-    found.append(said(clip, parameters, 1.0, groups=groups.tp))  # known already, so correct
-    module[1].norm.weight.grad *= 1 + 10 * rank  # like without `sum_gradients_over`
+    # The group is known, so the norm is correct.
+    found.append(said(clip, parameters, 1.0, groups=groups.tp))
+    module[1].norm.weight.grad *= 1 + 10 * rank  # equals a call without `sum_gradients_over`
     found.append(said(clip, parameters, 1.0))
     module[1].norm.weight.grad.fill_(float("nan") if rank else 1.0)
     found.append(said(clip, parameters, 1.0, error_if_nonfinite=True))

@@ -100,7 +100,7 @@ def shared_where(hostnames: list[str], launch: LaunchConfig) -> list[bool]:
 
 
 ON, OFF = LaunchConfig(), LaunchConfig(shared_memory=False)
-# Host names and settings, and whether memory is shared over tp and over dp.
+# Names and settings of the hosts, and whether memory is shared over tp and over dp.
 HOSTS = [
     ("aaaa", ON, [True, True]),
     ("aabb", ON, [True, False]),

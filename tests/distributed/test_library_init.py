@@ -8,7 +8,7 @@ import torch.distributed as dist
 import parallel3d as p3d
 from parallel3d.comm.collectives import all_reduce
 
-# Where rank 1 asks for something other than the others, its arguments come second.
+# If rank 1 asks for something else than the other ranks, its arguments come second.
 BAD = (
     ({"tp": 3}, {}, "init(tp=3) must divide the world's 4 ranks; the nearest is tp=2"),
     ({"pp": 2, "tp": 4}, {}, "init(tp=4) must divide the world's 2 ranks of each of 2 parts; "),

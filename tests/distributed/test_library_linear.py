@@ -14,7 +14,7 @@ from torch import nn
 
 import parallel3d as p3d
 
-TOLERANCE = 1e-12  # fp64: sums in another order
+TOLERANCE = 1e-12  # fp64; sums are in another order
 BAD = (
     (lambda: p3d.ColumnParallelLinear(6, 9), "(out_features=9) must be a multiple of the 4 "),
     (lambda: p3d.RowParallelLinear(6, 8), "(in_features=6) must be a multiple of the 4 ranks"),
@@ -40,7 +40,8 @@ BAD = (
 
 
 class Net(nn.Module):
-    """Words, an MLP and a head: tensor-parallel layers if a group is given, else PyTorch's."""
+    """Has an embedding, an MLP and a head: tensor-parallel layers if a group is given, else
+    PyTorch's."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ def test_a_table_that_cannot_be_split_is_refused(given: dict[str, Any]) -> None:
 
 
 class Grouped(nn.Module):
-    """Words, a norm, eight queries with two keys and values in one GEMM, and a head.
+    """Has an embedding, a norm, eight queries with two keys and values in one GEMM, and a head.
 
     If a group is given, they are split along the sequence; among four ranks, two share each
     key-value head.
@@ -287,7 +288,7 @@ def compiled() -> None:
 
 
 def test_a_compiled_net_has_the_same_gradients(pool) -> None:
-    """A user's net has no operators of compiled blocks, whose gradients bypass autograd."""
+    """A user's network has no operators of compiled blocks, whose gradients bypass autograd."""
     pool.run(1, compiled)
 
 

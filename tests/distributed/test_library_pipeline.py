@@ -174,7 +174,7 @@ def replicas_and_shapes() -> None:
             torch.testing.assert_close(out, wanted, rtol=0, atol=TOLERANCE)
         else:
             assert out is None
-    assert len(fresh.connections) == 2  # one for each shape
+    assert len(fresh.connections) == 2  # one message buffer for each shape
     assert torch.equal(torch.get_rng_state(), random)
     pipe.eval()
     evaluated = pipe.evaluate(*batch(9))
@@ -223,7 +223,7 @@ def batch_of(*fives: int, samples: int = 8) -> Tensor:
 
 
 GOOD = torch.zeros(8, dtype=torch.int64)
-STEPS = (  # how stage 1 misbehaves, inputs, targets, who raises what
+STEPS = (  # the misbehaviour of stage 1, inputs, targets, the ranks that raise and their errors
     ("", batch_of(samples=7), GOOD, "inputs with 7 samples must be tensors of a length that num_"),
     ("", [batch_of(samples=2)] * 3 + [batch_of(samples=1)], GOOD, "micro-batch 3 of inputs has"),
     ("", [batch_of()] * 3, GOOD, "inputs is a list of 3 micro-batches, which must be num_microb"),

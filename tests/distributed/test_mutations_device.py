@@ -208,7 +208,7 @@ def one_stage_sends_in_another_order(
 
 
 def other(action: Action) -> Action:
-    """The same for the other one of two micro-batches."""
+    """Does the same for the other one of two micro-batches."""
     return Action(action.kind, action.microbatch ^ 1, action.chunk)
 
 
@@ -219,7 +219,7 @@ def one_rank_leaves_out_a_group(sound: Any, maker: Any, kind: str, *ranks: Any) 
 
 @planted(CLOSED_GROUPS)
 def groups_are_closed_in_another_order(_: Any, groups: ProcessGroups) -> None:
-    """Their order is that of addresses, which differ between ranks."""
+    """They are closed in the order of addresses, which differ between ranks."""
     handles = [g.handle for g in (groups.tp, groups.dp) if g.handle is not None]
     for handle in handles if groups.rank else handles[::-1]:
         dist.destroy_process_group(handle)

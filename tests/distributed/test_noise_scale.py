@@ -155,12 +155,12 @@ def test_a_nonfinite_step_keeps_the_means_and_a_resume_continues_them() -> None:
     again.update([5.0, 6.0])
     noise.update([5.0, 6.0])
     assert again.last == noise.last
-    noise.restore({"steps": 3})  # from a run that did not measure
+    noise.restore({"steps": 3})  # from a run without measurements
     assert noise.progress() == {"noise_trace": 0.0, "noise_signal": 0.0}
 
 
 def test_without_the_noise_scale_nothing_is_sent_or_kept() -> None:
     off = NoiseScale(8, 2, None)
     off.update(())
-    sent = off.squares(None, torch.zeros((), dtype=torch.float64))  # asks no engine
+    sent = off.squares(None, torch.zeros((), dtype=torch.float64))  # needs no engine
     assert (sent.numel(), off.progress(), off.last) == (0, {}, None)

@@ -22,7 +22,7 @@ SIZES = {0: [(2, 1, 1)], 1: [(1, 2, 2), (1, 1, 1, 2)]}  # by stage of ZeRO
 
 
 class Masked:
-    """Samples of which those from `first` to `last` are all masked."""
+    """Has samples of which those from `first` to `last` are all masked."""
 
     def __init__(self, source: UnequalMasks, first: int, last: int) -> None:
         self.source, self.first, self.last = source, first, last

@@ -79,7 +79,7 @@ def check(by_rank: list[list[tuple[Run, Run]]]) -> None:
         assert offloaded.steps == plain.steps
         assert offloaded.weights == plain.weights
         assert offloaded.slabs[0] == offloaded.slabs[1]
-    # The first stage's layers always wait for a backward, or for the layers after them.
+    # The layers of the first stage always wait for a backward, or for the layers after them.
     assert all(offloaded.slabs[0] > 0 for _, offloaded in by_rank[0])
 
 

@@ -18,7 +18,7 @@ from tests.distributed.pool import Pool
 
 
 def ways_agree(layout: Layout, shared_memory: bool) -> None:
-    """Every transport of gathering and scattering gives the bits of the one in one piece.
+    """Asserts that each transport, in pieces, gives the bits of a gather or scatter in one piece.
 
     The weight is the unit matrix, so that a GEMM only copies, and bits show the order of sums.
     """

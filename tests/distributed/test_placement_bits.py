@@ -1,4 +1,4 @@
-"""Tests that training gives the same bits whichever process is which rank.
+"""Tests that training gives the same bits however ranks are assigned to processes.
 
 Processes take their ranks like in a real launch (`assign_rank` through a store, gloo started with
 the permuted ranks, the whole training loop); only the launcher is the tests' pool.
@@ -43,7 +43,7 @@ OPTIM = {
 def train_as_placed(config: Config, run_dir: str, port: int) -> int:
     """Runs one launched process from its launch rank to the end of training. Returns its rank."""
     launch_rank, world = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # all are connected: none sees another one leave too early
+    dist.barrier()  # all are connected, so none sees another one leave too early
     dist.destroy_process_group()  # the pool's own group: ours starts anew with the permuted ranks
     store = dist.TCPStore(
         "localhost", port, world, is_master=launch_rank == 0, wait_for_workers=True

@@ -36,7 +36,7 @@ def overflowing_run(sizes: tuple[int, int, int]) -> tuple[list, list, float, boo
         ("train.steps", 8),
         ("zero", int(sizes[2] > 1)),
     )
-    # Micro-batches of one size, because overflow depends on the number of tokens that a GEMM adds
+    # Micro-batches have one size, because overflow depends on the number of tokens that a GEMM adds
     # up.
     case = Case(replace(GPT, precision="fp16"), microbatches=6 // sizes[2], keys=keys)
     trainer = make_trainer(case, groups)

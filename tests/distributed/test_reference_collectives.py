@@ -34,7 +34,8 @@ pytestmark = pytest.mark.more
 RANKS = 8
 COUNT = 1500
 ALL = [(name, form) for name, forms in formulas.FORMS.items() for form in forms]
-LINK = Link(gb_per_s=0.001, latency_us=500.0)  # segments of half a kilobyte and more
+# At this price, segments have half a kilobyte or more.
+LINK = Link(gb_per_s=0.001, latency_us=500.0)
 OPS = {
     "sum": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
@@ -154,8 +155,8 @@ def test_a_hundred_sizes_give_the_backends_results_with_the_expected_messages(
 
 
 def left_barriers(late_rank: int, seconds: float) -> dict[str, tuple[float, float]]:
-    """Returns form → when this rank came to the barrier and when it left, on the machine's one
-    clock."""
+    """Returns form → the times at which this rank came to the barrier and left it, on a clock that
+    all ranks share."""
     times = {}
     for form in FORMS["barrier"]:
         dist.barrier()

@@ -18,7 +18,7 @@ from tests.distributed.pool import Pool
 def test_schedules_that_add_in_the_same_order_have_the_same_bits(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """Gradients are added by micro-batch, so a rank's work in between affects no bit."""
+    """Gradients are added in the order of micro-batches, so a rank's other work changes no bit."""
     problem = Problem("gpt_tiny", "adamw", True, layers=4, steps=2, batch=10)
     own = tmp_path / "own.csv"
     own.write_text(write_table(make("interleaved_zb", 2, 5, 2)))

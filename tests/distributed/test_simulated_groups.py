@@ -34,8 +34,8 @@ SMALL = Problem("gpt_tiny", "adamw", True, layers=2, batch=6)
 
 
 def what_was_made(layout: Layout, launch: LaunchConfig) -> tuple[dict[str, Any], list[str]]:
-    """Returns (kind → None for the world's own group, else priority and most CTAs; kinds in the
-    order of closing)."""
+    """Returns (kind → None for the world's own group, else priority and the largest number of CTAs;
+    kinds in the order of closing)."""
     groups = ProcessGroups.create(layout, here().type, 60.0, launch)
     found: dict[str, Any] = {}
     for group in (groups.tp, groups.dp, groups.pp, groups.world):
@@ -65,7 +65,7 @@ def test_options_reach_their_kind_and_groups_close_in_order(
         assert (found, closed) == ({"dp": None, "world": None}, [])
 
 
-# --- words and boxes --------------------------------------------------------------------------
+# --- exchanges --------------------------------------------------------------------------
 
 
 def told() -> list[Any]:

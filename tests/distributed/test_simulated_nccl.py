@@ -209,5 +209,5 @@ def test_different_ends_of_ranks_are_named(
 
 
 def test_textbook_barriers_wait(simulated: SimulatedPool) -> None:
-    """They are made of messages without data."""
+    """Tests barriers, which are made of messages without data."""
     check_barriers(simulated)

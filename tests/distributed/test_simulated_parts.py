@@ -20,7 +20,7 @@ from tests.distributed.test_ddp_figures import check_report, measured
 
 
 class Net(nn.Module):
-    """Two layers, and one that `uses` reaches."""
+    """Has two layers, and one that takes part only with `uses`."""
 
     def __init__(self) -> None:
         super().__init__()

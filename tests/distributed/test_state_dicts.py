@@ -21,7 +21,7 @@ WORDS, WIDTH = 16, 12
 
 
 class Block(nn.Module):
-    """Plain and tensor-parallel layers, and buffers of two dtypes."""
+    """Has plain and tensor-parallel layers, and buffers of two dtypes."""
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def test_one_process_has_no_shards() -> None:
 
 
 class Tied(nn.Module):
-    """A table that looks up words and scores them."""
+    """Has a table that looks up words and scores them."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()

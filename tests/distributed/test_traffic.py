@@ -40,7 +40,7 @@ RAW = (
 
 
 class Ramp:
-    """Samples that differ; all tokens count."""
+    """Has different samples; all tokens count."""
 
     def sample(self, i: int) -> Sample:
         tokens = (np.arange(9) * (i + 1)) % 30

@@ -31,7 +31,7 @@ SPLITS: dict[int, dict[str, dict[str, int]]] = {
     4: {"fsdp": {"dp": 4}, "pp and dp": {"pp": 2, "dp": 2}},
     8: {"tp, pp and fsdp": {"tp": 2, "pp": 2, "dp": 2}},
 }
-# The other optimizer's state only differs in its kinds, so few splits suffice.
+# The states of the other optimizer only differ in their kinds, so few splits suffice.
 MOST_RANKS = {"adamw": 8, "sgd": 2}
 OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95)),
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, Callable[[list], torch.optim.Optimizer]] = {
 
 
 class Training:
-    """A net in some split, with two parameter groups, a schedule, and a number of its own."""
+    """A split network with two parameter groups, a schedule, and a number that the user saves."""
 
     def __init__(self, split: str, sizes: dict[str, int], optimizer: str) -> None:
         self.groups = groups = p3d.init(**sizes)

@@ -38,7 +38,7 @@ TINY = (
     "train.eval_every=0",
     "train.eval_batches=1",
     "checkpoint.every=0",
-    "launch.peak_tflops=0.1",  # otherwise the start would measure it
+    "launch.peak_tflops=0.1",  # given, so that the start does not measure it
     "launch.timeout_s=60",
     "device=cpu",
 )

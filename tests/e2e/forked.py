@@ -19,7 +19,7 @@ AFTER_FAILURE_S = 20 * PATIENCE
 
 @dataclass(frozen=True)
 class Job:
-    """A process to start: its words, and its own environment."""
+    """A process to start: its arguments and its environment."""
 
     words: tuple[str, ...]
     shell: Shell

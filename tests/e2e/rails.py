@@ -56,7 +56,7 @@ class Rails:
         return json.loads(_railnet(self.state, "counters"))
 
     def train(self, forked: Forked, slots: list[str], *words: str) -> Ran:
-        """Runs a run: a process on every slot (`h2g1`), which the launcher numbers in this
+        """Trains with a process on every slot (`h2g1`), which the launcher numbers in this
         order."""
         return self.run(forked, slots, "train", *words)
 
@@ -78,7 +78,7 @@ class Rails:
                 LOCAL_WORLD_SIZE=str(self.gpus),
                 MASTER_ADDR=slots[0].split("g")[0],
                 MASTER_PORT="29511",
-                # The network of the rendezvous; the groups have their own.
+                # The network of the rendezvous; the groups use other ones.
                 GLOO_SOCKET_IFNAME="eth0",
             )
         forked.start()

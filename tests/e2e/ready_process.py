@@ -4,7 +4,7 @@
 
 Each connection that the socket FD takes has one request, {"words", "cwd", "environ", "slot"}, with
 the streams of a new process. The reply has the pid and, once the process has ended, its status and
-the CPU seconds that it and the processes that it waited for took.
+its CPU seconds, with those of the processes that it waited for.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     sys.argv = request["words"] if is_code(request["words"]) else ["parallel3d", *request["words"]]
     for folder in request["environ"].get("PYTHONPATH", "").split(os.pathsep):
         hook = Path(folder) / "sitecustomize.py"
-        if hook.exists():  # what Python does when it starts
+        if hook.exists():  # Python does the same when it starts
             exec(compile(hook.read_text(), hook, "exec"), {"__name__": "sitecustomize"})
 
 

@@ -58,7 +58,7 @@ def assert_refusal(shell: Shell, words: tuple[str, ...], *parts: str, **environ:
     ],
 )
 def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> None:
-    shell.anew = words == "tp=3"  # for one of them the time may include the start
+    shell.anew = words == "tp=3"  # for one of them, whose time may include the start
     assert_refusal(shell, ("train", *words.split()), *parts)
 
 

@@ -108,7 +108,7 @@ def test_verify_reads_every_byte(runs: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in out] == ["step-00000020  whole", "step-00000010  whole"]
     flip_a_bit(newest(runs))
-    assert checkpoint(["ls"]) == 0  # a quick look: sizes are right
+    assert checkpoint(["ls"]) == 0  # a quick check: sizes are right
     assert "damaged" not in capsys.readouterr().out
     assert checkpoint(["verify", "run=mine"]) == 1
     assert "step-00000020  damaged: " in capsys.readouterr().out
@@ -235,8 +235,8 @@ def test_an_imported_run_trains_under_another_layout(
 def test_a_byte_tokenizer_is_exported_for_transformers(
     trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers reads bytes like we do and continues in the same way; imported again, they are
-    bytes.
+    """transformers reads bytes as we do and continues in the same way; a second import has bytes
+    again.
 
     The average of the weights is exported, and gives another text than the weights.
     """

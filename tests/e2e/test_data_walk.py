@@ -36,7 +36,7 @@ def blocks() -> Iterator[str]:
 
 
 def test_from_jsonl_to_the_text_that_transformers_writes(shell: Shell) -> None:
-    """Replaces the network's texts: no network is used, and both texts have the same characters."""
+    """Replaces the texts from the network by local ones with the same characters."""
     shell.environ["HF_HUB_OFFLINE"] = "1"
     sources, commands, theirs = blocks()
     assert run_forked(shell, "-c", sources).code == 0

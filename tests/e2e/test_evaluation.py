@@ -43,7 +43,7 @@ def test_validation_sets_are_evaluated_in_a_run_and_from_its_checkpoint(shell: S
     assert all(row["eval_loss"] > 0 for row in evaluations)
     last = evaluations[-1]["valid"]
     assert list(last) == ["web", "noise", "web/ema", "noise/ema"]
-    # The average lags behind what three steps have learned.
+    # The average lags behind the weights after three steps.
     assert evaluations[0]["valid"]["web"]["loss"] > last["web/ema"]["loss"] > last["web"]["loss"]
     # Tokens: 478 with the end of the text, without the first one.
     assert last["web"]["tokens"] == 53 * 9

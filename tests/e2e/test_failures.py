@@ -85,7 +85,7 @@ def test_interrupt_of_the_launcher_stops_all_at_a_step(shell: Shell) -> None:
 
 
 def assert_stopped_and_saved(shell: Shell, ended: Ended, number: signal.Signals) -> None:
-    """The last reported step is in metrics.jsonl, and has a checkpoint."""
+    """Asserts that the last reported step is in metrics.jsonl, and has a checkpoint."""
     last = (
         rf"parallel3d: stopped by {number.name} after step (\d+) of 100000; "
         "saved: run=mine continues there"

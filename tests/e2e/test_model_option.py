@@ -39,7 +39,7 @@ theirs = make_norm(SimpleNamespace(norm="l1norm", hidden_size=64, norm_eps=model
 x = torch.randn(2, 3, 64, dtype=torch.float64)
 torch.testing.assert_close(ours(x), theirs(x))
 """
-# Command lines one after another, in a process that imports the package once.
+# Runs command lines one after another, in a process that imports the package once.
 COMMANDS = """
 import json
 import sys

@@ -100,7 +100,7 @@ def test_only_its_own_page_is_overwritten(
     assert (asked.cwd / "mine.html").read_text() == "<p>mine</p>"
 
 
-# How far the widest table extends beyond the page.
+# Measures by how much the widest table extends beyond the page.
 CUT_TABLES = """<script>
 const wide = [...document.querySelectorAll(".wide")];
 document.body.dataset.cut = Math.max(...wide.map((node) => node.scrollWidth - node.clientWidth));

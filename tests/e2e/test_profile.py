@@ -18,7 +18,7 @@ STEPS, MICROBATCHES = (2, 3), 3
 
 
 def train(shell: Shell, *words: str) -> list[Ended]:
-    """Four steps of tp=2 pp=2, on every rank."""
+    """Trains four steps of tp=2 pp=2, on every rank."""
     layout = ("tp=2", "pp=2", "global_batch_size=6", "train.steps=4", "train.eval_batches=0")
     given = {word.split("=")[0]: word for word in (*TINY, *shell.text(), *layout, *words)}
     forked = Forked(shell)

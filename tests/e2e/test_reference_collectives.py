@@ -42,8 +42,9 @@ TUN = "/dev/net/tun"
 
 
 def why_no_latency() -> str | None:
-    """CI has a network of rails, and must not pass by skipping; a kernel may lack the module that
-    adds a wire's latency, which no setup installs."""
+    """Returns why no latency can be set here. CI has a network of rails, and must not pass by
+    skipping; but a kernel may lack the module that adds a wire's latency, which no setup
+    installs."""
     reason = None if os.environ.get("CI") else why_not()
     try:
         os.close(os.open(TUN, os.O_RDWR))

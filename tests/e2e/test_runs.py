@@ -118,8 +118,9 @@ def test_every_launcher_leaves_one_private_directory_with_the_same_files(
     runs: Folders,
 ) -> None:
     for name, folder in runs.items():
-        more = set() if name == "alone" else {"placement.json"}  # one rank has no peer to send to
-        if name == "torchrun":  # the only one for which it was asked
+        # A single rank has no peer to send to.
+        more = set() if name == "alone" else {"placement.json"}
+        if name == "torchrun":  # the only run that asked for it
             more.add("preflight.json")
         assert {path.name for path in folder.iterdir()} == FILES | more
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -151,7 +152,7 @@ def test_initial_weights_are_bit_identical_over_launchers_and_layouts(
 
 
 def test_launchers_train_to_the_same_bits(runs: Folders) -> None:
-    """Results over gloo equal those over shared memory, and those after a preflight."""
+    """Tests that results over gloo equal those over shared memory, and those after a preflight."""
     expected = weights(runs["local"] / "weights-final.safetensors")
     assert expected != weights(runs["local"] / "weights-initial.safetensors")
     for name in ("torchrun", "slurm"):

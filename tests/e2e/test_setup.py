@@ -1,5 +1,5 @@
-"""Tests the environment that launch/*.sh make: which packages, once, and the message before a
-download.
+"""Tests the environment that launch/*.sh make: its packages, that it is made once, and the message
+before a download.
 
 Python is a script here that makes folders, records what pip is asked for, and installs nothing.
 """

@@ -70,7 +70,7 @@ def run_script(shell: Shell, last: str) -> list[Ended]:
 
 
 def test_a_script_that_fails_on_one_rank_ends_at_once(shell: Shell) -> None:
-    """Its peer, which waits for it, is not asked to destroy a group: its connection breaks."""
+    """The peer that waits does not destroy a group with it: the connection breaks."""
     failed, waiting = run_script(shell, "raise ValueError('wrong')")
     assert failed.code == 1 and failed.err.endswith("ValueError: wrong\n"), failed
     assert waiting.code == 1 and "calls destroy" not in waiting.err, waiting
@@ -80,8 +80,8 @@ def test_a_script_that_fails_on_one_rank_ends_at_once(shell: Shell) -> None:
 
 
 def test_a_run_with_a_kernel_of_half_precision_generates_in_fp32(shell: Shell) -> None:
-    """Flash attention has no kernel for this size on accelerators: text comes from the usual
-    kernel."""
+    """Tests a size for which flash attention has no kernel on accelerators: the usual kernel
+    generates the text."""
     kernel = ("run=f", "precision=bf16", "attention_kernel=flash", "device=simulated")
     words = given(shell, *kernel, "train.steps=1", "checkpoint.every=1")
     ended = run_forked(shell, "train", *words)

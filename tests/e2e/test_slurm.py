@@ -59,8 +59,9 @@ class Story:
 
     shell: Shell
     numbers: dict[str, str] = field(default_factory=dict)  # name → job
-    disturbed: dict[str, Job] = field(default_factory=dict)  # "crash" → the job before the crash
-    ended: dict[str, Job] = field(default_factory=dict)  # number → the job at the end
+    # "crash" → the state of the job before the crash.
+    disturbed: dict[str, Job] = field(default_factory=dict)
+    ended: dict[str, Job] = field(default_factory=dict)  # number → the state of the job at the end
     submitted: Ended | None = None  # the sweep by Hydra's launcher
 
     def run_dir(self, run: str) -> Path:

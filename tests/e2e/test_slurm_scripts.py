@@ -109,7 +109,7 @@ def test_text_in_counter_files_is_not_executed(shell: Shell, tools: Path) -> Non
     assert job(shell, tools, TRAIN, "run=r").code == 0
     assert not (shell.cwd / "PLANTED").exists()
     assert (logs / "starts").read_text() == "1 1 \n"
-    # The script counts on from the number that it wrote itself.
+    # The script counts onwards from the number that it wrote.
     assert job(shell, tools, TRAIN, "run=r").code == 0
     assert (logs / "starts").read_text() == "2 2 \n"
 
@@ -124,7 +124,7 @@ def test_a_preempted_job_is_requeued_wherever_its_runs_are(shell: Shell, tools: 
     (deep / "runs" / "custom-7" / "checkpoints" / "step-00000020").mkdir(parents=True)
     logs.mkdir(parents=True)
     logs.chmod(0o700)
-    # Like after four starts without progress, except that there is a checkpoint now.
+    # The state is that after four starts without progress, but there is a checkpoint now.
     (logs / "starts").write_text("4 4 step-00000010\n")
     ended = job(shell, tools, TRAIN, *words, PARALLEL3D=REAL, **environ)
     assert (ended.code, calls(shell, "scontrol")) == (0, ["requeue 5"]), ended.err

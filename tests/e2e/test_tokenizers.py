@@ -51,7 +51,7 @@ def test_a_run_generates_and_is_exported_with_its_own_tokenizer(
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert tokenizer.chat_template == "{{ messages }}"
     assert model.config.eos_token_id == tokenizer.eos_token_id == 0
-    prompt = [0, *tokenizer("def é")["input_ids"]]  # a text begins after the end of another one
+    prompt = [0, *tokenizer("def é")["input_ids"]]  # an end of text precedes every text
     made = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
     assert tokenizer.decode(made[0], skip_special_tokens=True) == ended.out.removesuffix("\n")
 

@@ -86,7 +86,7 @@ def test_slurm_task_other_than_the_first_is_silent(
 
 
 def test_a_pipe_gets_the_columns_asked_for(shell: Shell) -> None:
-    """The first test has the 80 columns of a terminal that gives no width."""
+    """The first test has 80 columns, the default without a width."""
     ended = shell.run(*TOPOLOGY, *NVL72, COLUMNS="200")
     assert ended.code == 0
     assert 120 < max(map(len, ended.out.splitlines())) <= 200

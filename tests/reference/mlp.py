@@ -50,19 +50,20 @@ class MLP(nn.Module):
 
 
 class Routing(NamedTuple):
-    """What the router of one layer decided for a batch."""
+    """The decisions of one layer's router for a batch."""
 
     logits: Tensor  # (batch, sequence, experts)
     scores: Tensor  # (batch, sequence, experts): their softmax or sigmoid, without the bias
     chosen: Tensor  # int64 (batch, sequence, k), the first choice first
-    weights: Tensor  # (batch, sequence, k): what the answers of the chosen are multiplied with
+    weights: Tensor  # (batch, sequence, k): factors of the chosen experts' outputs
     margin: float  # the smallest gap between the last that was taken and the first that was not
 
 
 def best(values: Sequence[float], count: int) -> tuple[list[int], float]:
-    """The places of the `count` largest values, the largest first, of equal ones the lower place.
+    """Returns the places of the `count` largest values, the largest first; of equal values, the
+    lower place comes first.
 
-    Also the gap between the last of them and the next one, inf where there is no other.
+    Also returns the gap between the last of them and the next one, or inf if there is none.
     """
     order = sorted(range(len(values)), key=lambda place: (-values[place], place))
     taken, left = order[:count], order[count:]
@@ -73,8 +74,8 @@ class Router(nn.Module):
     """Scores of the experts, softmax(W x) or sigmoid(W x), and the choice of k experts by them.
 
     The bias b of the choice (DeepSeek-V3, arXiv 2412.19437) has no gradient and no part in the
-    weights. With groups the experts of the best groups alone can be chosen: a group counts by the
-    sum of its two largest s + b with sigmoid (DeepSeek-V3), by its largest s with softmax (V2).
+    weights. With groups, only experts of the best groups can be chosen: a group is rated by the sum
+    of its two largest s + b with sigmoid (DeepSeek-V3), by its largest s with softmax (V2).
     """
 
     def __init__(self, shape: ModelShape) -> None:
@@ -88,7 +89,7 @@ class Router(nn.Module):
             self.register_buffer("bias", torch.zeros(shape.num_experts))
 
     def forward(self, x: Tensor) -> Routing:
-        """Of `x` (batch, sequence, hidden)."""
+        """Scores the experts for `x` (batch, sequence, hidden)."""
         logits = x @ self.weight.T
         softmax = self.shape.router_score == "softmax"
         assert softmax or self.shape.router_score == "sigmoid", self.shape.router_score
@@ -101,7 +102,8 @@ class Router(nn.Module):
         return Routing(logits, scores, chosen, weights * self.shape.router_scale, margin)
 
     def choice(self, scores: Tensor) -> tuple[Tensor, float]:
-        """The chosen experts (batch, sequence, k) by scores (batch, sequence, experts); the margin.
+        """Returns the chosen experts (batch, sequence, k) by scores (batch, sequence, experts), and
+        the margin.
 
         The margin is over all tokens, of the choice of groups and of that of experts.
         """
@@ -143,7 +145,8 @@ class Experts(nn.Module):
                 self.shared_gate = nn.Linear(shape.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """The sum for `x` (batch, sequence, hidden), in its shape, and how it was routed."""
+        """Returns the sum for `x` (batch, sequence, hidden), in its shape, and how it was
+        routed."""
         routing = self.router(x)
         tokens, chosen = x.flatten(0, 1), routing.chosen.flatten(0, 1)
         answers = tokens.new_zeros(*chosen.shape, x.shape[-1])
@@ -173,7 +176,7 @@ class Balance(NamedTuple):
 
 
 def balance(routed: Mapping[int, Routing], used: Sequence[int | None]) -> Balance:
-    """What the routings by layer add to the loss.
+    """Computes what the routings by layer add to the loss.
 
     `used` has the tokens of each sequence before its padding (None: all). A sequence of padding
     alone counts as one without auxiliary loss.

@@ -76,7 +76,8 @@ NO_DROPOUT = Dropping(0.0, 0, ())
 
 @dataclass(frozen=True)
 class Packing:
-    """Which tokens of a batch may attend to each other, and their positions in their documents.
+    """States which tokens of a batch may attend to each other, and their positions in their
+    documents.
 
     `unseen[i, q, k]`, a plain square for each sample: query q does not read key k. `positions[i,
     p]` counts the tokens of p's document before p.
@@ -87,7 +88,7 @@ class Packing:
 
     @classmethod
     def of(cls, starts: Sequence[Sequence[int] | None], length: int) -> Packing:
-        """Makes it from the position at which each token's document begins; None: one document."""
+        """Makes it from the positions at which the tokens' documents begin; None: one document."""
         unseen, positions = [], []
         for begins in starts:
             of_token = [0] * length if begins is None else [int(begin) for begin in begins]
@@ -188,7 +189,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, shape.norm_eps)
 
     def split_heads(self, x: Tensor, heads: int) -> Tensor:
-        """(batch, sequence, heads·head_dim) to (batch, heads, sequence, head_dim)."""
+        """Turns (batch, sequence, heads·head_dim) into (batch, heads, sequence, head_dim)."""
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
     def forward(
@@ -220,7 +221,7 @@ class Attention(nn.Module):
 
 def has_experts(shape: ModelShape, layer: int) -> bool:
     """Returns whether a layer, counted from 0, has experts instead of an ordinary MLP."""
-    # A configuration of before there were experts lacks the key.
+    # Configurations that are older than experts lack the key.
     return getattr(shape, "num_experts", 0) > 0 and layer not in shape.dense_layers
 
 
@@ -238,7 +239,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, drop: Dropping, packing: Packing, routed: dict[int, Routing]
     ) -> Tensor:
-        """Notes in `routed` how its experts were chosen, if it has any."""
+        """Records in `routed` how its experts were chosen, if it has any."""
         name = f"layers.{self.number}"
         attended = self.attention(self.input_norm(x), drop, f"{name}.attention", packing)
         x = x + drop(attended, f"{name}.attention")
@@ -286,7 +287,7 @@ class ReferenceModel(nn.Module):
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each token in nats.
+    """Returns the cross-entropy of each token in nats.
 
     Logits (batch, sequence, vocab); labels and result (batch, sequence).
     """

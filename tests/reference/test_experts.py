@@ -1,4 +1,4 @@
-"""The judge of experts is judged: transformers' blocks, choices by hand, finite differences."""
+"""Tests the reference's experts: transformers' blocks, choices by hand, finite differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: a test needs no network
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.dots1 import modeling_dots1 as dots1
@@ -52,7 +52,7 @@ DEEPSEEK = {
 
 
 def sparse(**changes: object) -> SimpleNamespace:
-    """A Llama with experts as Qwen3-MoE has them."""
+    """Returns a Llama with experts as in Qwen3-MoE."""
     return llama(**(PLAIN | changes))
 
 
@@ -60,7 +60,7 @@ def sparse(**changes: object) -> SimpleNamespace:
 
 
 class Family(NamedTuple):
-    """A block of transformers, its configuration, and the same in keys of the reference."""
+    """A block of transformers, its configuration, and the equal configuration of the reference."""
 
     module: object
     block: str
@@ -123,7 +123,7 @@ FAMILIES = {
 
 
 def drawn(module: nn.Module, seed: int = 3) -> dict[str, Tensor]:
-    """Random values for parameters and buffers, in fp64."""
+    """Draws random values for parameters and buffers, in fp64."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(values.shape, generator=generator, dtype=torch.float64) * 0.4
@@ -132,7 +132,7 @@ def drawn(module: nn.Module, seed: int = 3) -> dict[str, Tensor]:
 
 
 def named_as_ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of one of transformers' blocks under the names of ours."""
+    """Returns the tensors of one of transformers' blocks under our names."""
     found = {}
     for name, values in theirs.items():
         if name == "experts.gate_up_proj":
@@ -155,7 +155,7 @@ def named_as_ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 def test_output_and_gradients_are_those_of_transformers(family: Family) -> None:
-    """Its scores are in fp32; a margin beyond that says that both choose the same experts."""
+    """The scores of transformers are in fp32; with a larger margin both choose the same experts."""
     sizes = {"hidden_size": 16, "moe_intermediate_size": 12, "num_experts_per_tok": 3}
     sizes["num_attention_heads"] = 4
     if family.block.startswith(("Mixtral", "Olmoe")):
@@ -198,7 +198,7 @@ def test_the_best_of_equal_ones_is_the_lower_place() -> None:
 
 
 def decided(logits: list[list[float]], **keys: object) -> Routing:
-    """One sequence whose tokens have these logits."""
+    """Routes one sequence whose tokens have these logits."""
     experts = len(logits[0])
     shape = sparse(num_experts=experts, hidden_size=experts, **keys)
     router = Router(shape).double()
@@ -210,7 +210,7 @@ def decided(logits: list[list[float]], **keys: object) -> Routing:
 
 
 def of_chances(*chances: float) -> list[float]:
-    """Logits whose sigmoid these are."""
+    """Returns the logits of which these are the sigmoid."""
     return [math.log(p / (1 - p)) for p in chances]
 
 
@@ -309,7 +309,7 @@ SHAPES = {
 
 
 def settings(shape: SimpleNamespace, **changes: object) -> SimpleNamespace:
-    """A configuration with large losses of the router; `changes` by name of the key."""
+    """Returns a configuration with large losses of the router; `changes`: by name of the key."""
     optim = {
         "name": "sgd",
         "lr": 0.05,
@@ -348,7 +348,8 @@ def trained(
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_first_gradients_are_those_of_finite_differences(shape: SimpleNamespace) -> None:
-    """Of the loss with both losses of the router, which is smooth while no choice changes."""
+    """Compares gradients of the loss with both losses of the router, which is smooth while no
+    choice changes."""
     weights, run = drawn(ReferenceModel(shape)), trained(shape)
     assert run.margin > 1e-4
     parts = ("router.weight", "experts.0.up", "experts.5.down", "shared", "0.attention.q.weight")
@@ -371,7 +372,8 @@ def test_first_gradients_are_those_of_finite_differences(shape: SimpleNamespace)
 def in_numpy(
     routed: dict[int, Routing], used: list[int | None]
 ) -> tuple[dict[int, list[int]], float, float]:
-    """Counts, auxiliary and z-loss by loops over sequences, experts and tokens, from the logits."""
+    """Computes counts, auxiliary and z-loss from the logits by loops over sequences, experts and
+    tokens."""
     counts, aux, z = {}, 0.0, 0.0
     for layer, routing in routed.items():
         logits, chosen = routing.logits.detach().numpy(), routing.chosen.numpy()
@@ -429,7 +431,8 @@ def test_equal_scores_of_all_experts_have_an_auxiliary_loss_of_one() -> None:
 
 
 def test_padding_is_routed_and_nothing_of_it_is_seen() -> None:
-    """Other tokens as padding: other choices there, and the same losses, counts and gradients."""
+    """Changes the tokens of the padding: choices differ there; losses, counts and gradients are the
+    same."""
     shape = SHAPES["sigmoid_groups"]
     first, second = (trained(shape, padding=token, aux_loss=1.0, z_loss=1.0) for token in (0, 5))
     for figures in ("losses", "aux", "z"):
@@ -472,7 +475,8 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero_and_decays(name: str) -
 
 
 def test_muon_takes_each_experts_matrix_and_not_the_routers() -> None:
-    """The change of a matrix is the one that its gradient alone makes; AdamW's is ± lr at first."""
+    """Compares the change of a matrix with the one that its gradient alone makes; AdamW's is ± lr
+    at first."""
     shape = SHAPES["sigmoid_groups"]
     weights = drawn(ReferenceModel(shape))
     run = trained(shape, name="muon", weight_decay=0.0)

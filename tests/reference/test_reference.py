@@ -23,7 +23,7 @@ from tests.reference.train import batch_loss, train_reference
 
 
 def gpt(**changes: object) -> SimpleNamespace:
-    """A GPT small enough for finite differences."""
+    """Returns a GPT small enough for finite differences."""
     shape = {
         "num_layers": 2,
         "hidden_size": 8,
@@ -55,7 +55,7 @@ def gpt(**changes: object) -> SimpleNamespace:
 
 
 def llama(**changes: object) -> SimpleNamespace:
-    """A Llama with grouped queries."""
+    """Returns a Llama with grouped queries."""
     kind = {
         "norm": "rmsnorm",
         "position_embedding": "rope",

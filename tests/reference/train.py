@@ -64,7 +64,7 @@ class RunSettings(Protocol):
     model: Any
     optim: Any
     loss: Any
-    moe: Any  # read with experts alone
+    moe: Any  # only read with experts
     train: Any
     seed: int
     global_batch_size: int
@@ -82,7 +82,7 @@ class ReferenceRun(NamedTuple):
     aux: list[float]  # a step's auxiliary loss without its coefficient, summed over the layers
     z: list[float]  # the routers' z-loss, as `aux`
     biases: dict[str, Tensor]  # of the routers' choices, after the last step
-    margin: float  # the smallest of any choice; inf without experts
+    margin: float  # the smallest margin of any choice; inf without experts
 
 
 def build(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ReferenceModel:
@@ -125,12 +125,12 @@ def batch_loss(
 
 
 def used_tokens(source: Source, samples: Sequence[int]) -> list[int | None]:
-    """The tokens of each sample before its padding; None: all."""
+    """Returns the number of tokens of each sample before its padding; None: all."""
     return [getattr(source.sample(i), "used", None) for i in samples]
 
 
 class Stored:
-    """How optimizer states are kept between steps: unchanged, or in bf16."""
+    """Keeps optimizer states between steps: unchanged, or in bf16."""
 
     def __init__(self, settings: OptimSettings, seed: int) -> None:
         self.rounds, self.seed, self.update = settings.state == "bf16", seed, 0
@@ -161,7 +161,8 @@ def matches(pattern: str, name: str) -> bool:
 
 
 class AdamW:
-    """Loshchilov and Hutter 2019, algorithm 2, with bias correction; decay on matrices only."""
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with bias correction; decay on matrices
+    only."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], settings: OptimSettings, seed: int = 0
@@ -218,7 +219,7 @@ class SGD:
 
 
 class Muon:
-    """Jordan et al. 2024 on each whole matrix of the layers, by its name; AdamW on the rest.
+    """Muon (Jordan et al. 2024) on each whole matrix of the layers, by its name; AdamW on the rest.
 
     Routers are among the rest: their rows are the experts' embeddings.
 

@@ -1,7 +1,6 @@
 """A file system that fails on purpose: Python's calls to the system below one folder, made to fail.
 
-    with FailingFiles(folder) as calls:                      # counts: nothing fails
-        save()
+    with FailingFiles(folder) as calls:                      # counts calls; nothing fails save()
     for point in calls.points():                             # ("fsync", 2): the third fsync
         with FailingFiles(folder, Fault("EIO"), point):
             save()
@@ -42,7 +41,7 @@ KINDS = {
     **{name: name for name in ("truncate", "link", "symlink", "readlink", "chmod", "utime")},
 }
 SHORT, SLOW, LOST, BLOCK = "short", "slow", "lost answer", "blocks for ever"
-# A call whose second path counts as well.
+# Calls whose second path counts as well.
 _TWO_PATHS = ("rename", "replace", "link", "symlink")
 
 
@@ -193,7 +192,7 @@ class FailingFiles:
 
 
 class _FailingIO(io.FileIO):
-    """A file of Python's, whose calls count like those of `os`."""
+    """A file object whose calls count like those of `os`."""
 
     def __init__(
         self, files: FailingFiles, path: str, file: Any, mode: str, closefd: bool, opener: Any
@@ -227,7 +226,7 @@ class _FailingIO(io.FileIO):
 
 def _shortened(kind: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Returns the arguments of a read or write for half of its bytes, but at least one."""
-    if kind not in ("read", "write") or not args:  # none: all bytes, in as many reads as needed
+    if kind not in ("read", "write") or not args:  # no limit: all bytes, in as many reads as needed
         return args
     place = 1 if isinstance(args[0], int) and len(args) > 1 else 0
     value = args[place]

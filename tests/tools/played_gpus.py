@@ -107,13 +107,13 @@ class Driver:
 
 @dataclass(frozen=True)
 class Host:
-    """A host that is played.
+    """A simulated host.
 
     Attributes:
         build: of torch: cuda, hip or cpu.
         driver: NVIDIA's library; None: there is none.
         rocm: what torch for ROCm answers, or the error that it raises.
-        files: below /, empty, as in dev/nvidia0; `texts`: with text.
+        files: below /, empty, as in dev/nvidia0; `texts`: files with text.
         smi: the exit code and output of nvidia-smi; None: it is not installed.
         environ: all variables of the process.
     """

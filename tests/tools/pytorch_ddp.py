@@ -1,11 +1,11 @@
-"""PyTorch's own tests of DistributedDataParallel, with its class and with this project's.
+"""Runs PyTorch's own tests of DistributedDataParallel, with its class and with this project's.
 
     python -m tests.tools.pytorch_ddp [--only WORD] [--limit 120] [--jobs 1]
 
-Takes `torch/testing/_internal/distributed/distributed_test.py` of the installed torch, puts the
-CPU's words in the place of CUDA's and removes the skips of what wants GPUs, in memory. Each test
-that reaches DistributedDataParallel runs on two forked gloo ranks: first with PyTorch's class, and
-if that passes on a CPU, with ours. Prints a table; nothing is written to the working tree.
+Takes `torch/testing/_internal/distributed/distributed_test.py` of the installed torch, replaces
+CUDA's names by the CPU's and removes the skips of tests that need GPUs, in memory. Each test that
+reaches DistributedDataParallel runs on two forked gloo ranks: first with PyTorch's class, and if
+that passes on a CPU, with ours. Prints a table; nothing is written to the working tree.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ init_multigpu_helper = lambda world_size, _: {rank: [rank] for rank in range(int
 
 
 def read() -> str:
-    """Returns the file, changed for a CPU."""
+    """Returns the text of the file, changed for a CPU."""
     path = Path(find_spec("torch").submodule_search_locations[0]).parent
     text = path.joinpath(*SOURCE.split(".")).with_suffix(".py").read_text(encoding="utf-8")
     for pattern, instead in WORDS:

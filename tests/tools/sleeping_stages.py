@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Activations:
-    """How many of them a rank holds, and the most that it held at once."""
+    """Counts the tensors that a rank holds, and the most that it held at once."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -106,11 +106,12 @@ def run(
     late: Sequence[float] = (),
     steps: int = 1,
 ) -> Ran:
-    """On every rank of a world that is one pipeline: the last of some steps of `schedule`.
+    """Runs some steps of `schedule` on every rank of a world that is one pipeline; returns the
+    last.
 
     Args:
         costs: seconds of a whole rank's F, I and W, spread over its chunks.
-        late: by rank, how much longer its stages take for everything.
+        late: by rank, the factor by which its stages are slower.
     """
     rank, assignment = dist.get_rank(), schedule.assignment
     pp = Group("pp", tuple(range(assignment.ranks)), rank, dist.group.WORLD)

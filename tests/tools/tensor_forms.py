@@ -1,4 +1,5 @@
-"""The forms of tensor parallelism that docs/tensor_parallel.md compares, in few lines each.
+"""Implements the forms of tensor parallelism that docs/tensor_parallel.md compares, in few lines
+each.
 
 Every rank has the whole weights and takes its part of them, so the sum over the ranks of the whole
 weights' gradients equals one process's gradients. x is (b, s, h), equal on all ranks.
@@ -80,7 +81,7 @@ def mlp_pair(x: Tensor, weights: Weights, group: Group) -> Tensor:
 
 
 def mlp_sequence(x: Tensor, weights: Weights, group: Group) -> Tensor:
-    """x and the result are this rank's part of the sequence."""
+    """Computes an MLP; x and the result are this rank's part of the sequence."""
     return _mlp(x, weights, group, 1)
 
 
@@ -99,7 +100,7 @@ def mlp_rows_first(x: Tensor, weights: Weights, group: Group) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    """Causal attention over (b, s, heads · d)."""
+    """Computes causal attention over (b, s, heads · d)."""
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 

@@ -2,7 +2,7 @@
 
 FAIL=how:rank:step, with how one of raise, stop (SIGSTOP to itself), hang; several are joined by
 commas. Two more spoil the step's sum over the world: skip (the rank continues without it) and shape
-(it sends a longer tensor). away hangs where attention over split sequences gathers; nan makes an
+(it sends a longer tensor). away hangs in the gather of attention over split sequences; nan makes an
 element of the gradients of three steps NaN; flip changes a bit of a parameter. The moment is
 written to FAILED_AT. parallel3d itself does not know about this: its trainer is patched when it is
 imported.
@@ -72,7 +72,7 @@ def _fail(how: str, module: ModuleType, trainer) -> None:
 
 
 def _spoil(how: str, collectives: ModuleType) -> None:
-    """The next sum over the world, or its tensor, differs from the other ranks'."""
+    """Skips the next sum over the world, or changes its tensor, on this rank alone."""
     name = "all_reduce_few" if hasattr(collectives, "all_reduce_few") else "all_reduce"
     right = getattr(collectives, name)
 
@@ -90,7 +90,7 @@ def _stay_away(*_):
 
 
 def _spoil_gradients(trainer, steps: int) -> None:
-    """One element of this rank's last gradients is NaN, for that many steps."""
+    """Makes one element of this rank's last gradients NaN, for that many steps."""
     right, last = trainer.data_parallel.finish_step, trainer.steps_done + steps
 
     def wrong():

@@ -66,7 +66,7 @@ def test_every_decorated_function_is_in_the_list() -> None:
 def test_training_steps_call_every_function(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The steps run in another process, which has the simulated device."""
+    """Runs the steps in another process, which has the simulated device."""
     calls, out = str(tmp_path / "calls.pt"), tmp_path / "uncalled.json"
     ended = run_module("benchmarks.compiled.calls", kind, calls)
     assert ended.returncode == 0, ended.stderr

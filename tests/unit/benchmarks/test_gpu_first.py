@@ -63,7 +63,7 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["losses"]["off"] == {"loss": 0.0, "grad_norm": 0.0}
     assert len(found["kernels"]["functions"]) == 18
-    assert found["addmm"]["two_steps_error"] > 1e-4  # which one step must stay below
+    assert found["addmm"]["two_steps_error"] > 1e-4  # upper bound of one step
     assert found["adamw"]["writes_gradient"] is True
     assert len(found["attention"]["cases"]) == 2
     errors = next(iter(found["attention values"]["errors"].values()))
@@ -77,8 +77,7 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_lines_on_the_simulated_device(tmp_path: Path) -> None:
-    """Runs in its own process, as it changes torch, and there in one, with a run of a forked
-    rank."""
+    """Runs in a process of its own, because it changes torch; there it forks a rank for a run."""
     names = [*HERE, "forked rank", "train compile"]
     words = ["--size", "tiny", "--device", "simulated", "--in-process"]
     words += ["--json", str(tmp_path / "first.json"), "--folder", str(tmp_path / "runs")]
@@ -111,7 +110,7 @@ def test_the_lines_that_run_parallel3d(tmp_path: Path, monkeypatch: pytest.Monke
     (metrics,) = tmp_path.glob("runs/*/train/metrics.jsonl")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     took = [step["step_time_s"] for step in steps]
-    # Two sequences of 64 tokens per step; both are medians over steps, each over other steps.
+    # Two sequences of 64 tokens per step; both are medians, over different steps.
     for seconds in (figures["seconds"], 2 * 64 / figures["tokens_per_s"]):
         assert 0.999 * min(took) <= seconds <= 1.001 * max(took)
     assert figures["losses"] == [step["loss"] for step in steps]
@@ -178,7 +177,7 @@ def test_forked_ranks_must_be_two_with_three_losses_of_their_own(
 def test_the_configurations_of_full_size_are_valid(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines that only a card runs; the first command of each."""
+    """Tests lines that only a card runs: the first command of each."""
     seen = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -243,7 +242,7 @@ class Planted:
         (ops, "split_heads_forward", lambda y: (y[0], y[2], y[1]), "split_heads"),
         (ops, "swiglu_forward", lambda y: y.float(), "swiglu inf"),
         (dropout, "row_keys", lambda y: (y[0], y[1] ^ 1), "dropout's keys"),
-        # The kept elements are right, but elements of the smallest size are dropped, too.
+        # The elements that stay are right, but too many are dropped: those of the smallest size.
         (dropout, "drop", lambda y: y.masked_fill(y.abs() < 1e-2, 0.0), "dropout inf"),
     ],
 )  # fmt: skip
@@ -434,7 +433,8 @@ def called(
 def test_a_gpu_check_starts_only_what_fits_its_time_and_resumes_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 560 s, 300 fit, then 400 do not, and 200 do. The clock only advances in the lines."""
+    """Of 560 s, a task of 300 s fits, then one of 400 s does not, and one of 200 s does. The clock
+    only advances in the tasks."""
     now, ran = [1000.0], []
     monkeypatch.setattr(gpu_tasks.time, "monotonic", lambda: now[0])
 

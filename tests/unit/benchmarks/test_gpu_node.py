@@ -53,7 +53,7 @@ def test_each_kind_of_line_with_two_ranks(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_configurations_for_eight_ranks_are_valid(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines that only a node runs; the first command of each."""
+    """Tests lines that only a node runs: the first command of each."""
     seen = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ def cluster(nodes: int, gpus: int, domain: int, rails: int | None = None, **more
 
 
 def random_cluster(rng: random.Random) -> Cluster:
-    """Returns any mixture of missing GPUs, scattered units and domains."""
+    """Returns a random mixture of missing GPUs, scattered units and domains."""
     nodes, gpus = rng.randint(1, 9), rng.choice((1, 2, 4, 8))
     more: dict[str, object] = {}
     if rng.random() < 0.5:
