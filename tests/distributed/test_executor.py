@@ -25,7 +25,7 @@ def forms(ranks: int, microbatches: int) -> list[Schedule]:
 
 
 def is_right(by_rank: list[Ran], schedule: Schedule) -> None:
-    """Every stage added 1 both ways, once for each micro-batch, and kept nothing."""
+    """Asserts that every stage added 1 both ways, once per micro-batch, and kept nothing."""
     stages, count = schedule.assignment.stages, schedule.microbatches
     assert sum(ran.loss for ran in by_rank) == stages * count
     for ran in by_rank:
@@ -59,7 +59,7 @@ def test_a_late_stage_changes_no_result(pool: Pool) -> None:
 
 
 def test_messages_larger_than_every_buffer_do_not_deadlock(pool: Pool) -> None:
-    """Sends 16 MiB each: a send ends when the other end has received it."""
+    """Sends messages of 16 MiB: a send ends only when its receiver has the message."""
     schedules = [make("interleaved", 2, 2, 2), make("zbv", 2, 2, 2)]
     by_rank = pool.run(2, run_all, schedules, {"shape": LARGE})
     for schedule, ran in zip(schedules, zip(*by_rank, strict=True), strict=True):

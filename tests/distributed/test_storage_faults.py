@@ -36,7 +36,7 @@ def test_calls_that_fail_lose_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_faults_that_once_mattered_lose_nothing(tmp_path: Path) -> None:
-    """Errors that once set good checkpoints aside, or were reported for a save that had
+    """Tests errors that once set good checkpoints aside, or were reported for a save that had
     succeeded."""
     with without_pauses():
         run = Run(tmp_path)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.at_once(2)
 HOST = re.escape(socket.gethostname())
 WHO = rf"rank 1 \(pp 0, dp 1, tp 0\) on {HOST}"
 WORLD = r"all_reduce \d+ of world \(float64\[4\]\)"
-STOPPED = "stop:1:3"  # cannot report itself, unlike in test_watchdog
+STOPPED = "stop:1:3"  # it cannot report itself, unlike in test_watchdog
 AWAY = "away:1:3"  # in the middle of a step, with context parallelism
 HANGS = {
     STOPPED: rf"hang: {WHO} is stopped \(SIGSTOP\): "
@@ -31,8 +31,8 @@ HANGS = {
     "skip:1:3": rf"hang: {WHO} left out all_reduce of world \(float64\[4\]\) and waits in "
     r"all_reduce \d+ of dp \(float64\[\]\) in train step 4: "
     rf"rank 0 waits in {WORLD} in train step 3, for \d+ s",
-    # gloo aborts a process that is sent more than it asked for; its peer reports the cause, whether
-    # it notices in this step or has continued.
+    # gloo aborts a process that receives more than it asked for; its peer reports the cause,
+    # whether it notices this in the same step or later.
     "shape:1:3": rf"{WHO} failed in train step [34] at \S+: called all_reduce \d+ of world "
     r"\(float64\[12\]\), where an earlier step had float64\[4\]; .*",
 }
@@ -74,8 +74,8 @@ def test_stopped_rank_that_keeps_the_store_is_named_by_its_peer(shell: Shell) ->
 
 @pytest.mark.parametrize("way", ["launch.shared_memory=true", "launch.shared_memory=false"])
 def test_a_hang_ends_even_if_the_run_folder_does_not_answer(shell: Shell, way: str) -> None:
-    """Processes that write or read in it wait for ever, like on a file system whose server is
-    gone."""
+    """Replaces files by FIFOs, on which processes wait for ever, as on a file system whose server
+    is gone."""
     shell.environ = shell.failing(STOPPED)
     seconds = WATCHDOG_S * pace()  # a rank that is only slow must not be called a hang
     watchdog = f"recovery.watchdog_s={seconds:.1f}"

@@ -73,7 +73,7 @@ def test_a_rank_that_waits_ends_on_a_signal(shell: Shell, rank: int) -> None:
         wait_until(lambda: listens(port))
     else:
         status = Path(f"/proc/{process.pid}/status")
-        bit = 1 << (number - 1)  # blocked, for the thread that looks for it
+        bit = 1 << (number - 1)  # blocked, so that a thread waits for the signal
         wait_until(lambda: int(status.read_text().split("SigBlk:")[1].split()[0], 16) & bit)
     os.kill(process.pid, number)
     sent = time.monotonic()
@@ -86,7 +86,7 @@ def test_a_rank_that_waits_ends_on_a_signal(shell: Shell, rank: int) -> None:
 
 
 def test_only_a_rank_of_another_step_is_refused(shell: Shell) -> None:
-    """Both use one port, as if their numbers had led to it."""
+    """Both runs use one port, as if their job numbers had led to it."""
     port = f"launch.master_port={free_port()}"
     first = start(shell, task(0), "run=a", port)
     wait_until(lambda: listens(int(port.partition("=")[2])))

@@ -143,7 +143,8 @@ def test_a_run_resumes(shell: Shell) -> None:
 
 
 def test_a_blend_resumes_under_another_layout(shell: Shell) -> None:
-    """The samples of a blend of packs do not depend on the layout; its past is unchanged."""
+    """Tests that samples of a blend of packs do not depend on the layout, and that its past is
+    kept."""
     a, b, c = (str(pair(shell.cwd / name, seed)) for seed, name in enumerate("abc"))
     blend = f"data.blend={{{a}:0.7,{b}:0.3}}"
     data = ("data=blend", blend, "data.packing=best_fit", "data.cut_documents=true")
@@ -176,7 +177,7 @@ def test_a_blend_resumes_under_another_layout(shell: Shell) -> None:
 
 
 def test_a_full_disk_is_reported_and_training_continues(shell: Shell) -> None:
-    """No file may grow beyond 100 KiB, but a checkpoint does: steps continue, and the end reports
+    """Limits files to 100 KiB, which a checkpoint exceeds: steps continue, and the end reports
     it."""
     words = (*TINY, *shell.text(), "run=full", "checkpoint.every=1", "checkpoint.async_save=false")
     limited = ("bash", "-c", 'ulimit -f 100; exec "$@"', "-", *PARALLEL3D, "train")
@@ -210,8 +211,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_save_imports_no_module(shell: Shell) -> None:
-    """Resuming may take minutes on a cold file system, in a preempted run's grace time and under
-    its watchdog."""
+    """Tests that resuming may take minutes on a cold file system, although a grace time and a
+    watchdog run."""
     words = (*TINY, *shell.text(), "checkpoint.every=2", "checkpoint.async_save=false")
     given = {word.split("=")[0]: word for word in words}  # a key may be typed once
     ended = shell.run(PARALLEL3D[0], "-c", IMPORTS, "train", *given.values())
@@ -259,7 +260,8 @@ def test_a_killed_run_resumes_with_another_batch_and_trains_all_its_tokens(shell
 
 
 def test_a_start_that_saved_nothing_does_not_bind_later_ones(shell: Shell) -> None:
-    """The source of the weights continued and removed its checkpoint; other keys were wrong."""
+    """Resumes after the source of the weights has trained further and removed its checkpoint, and
+    after refused keys."""
     base = {word.split("=")[0]: word for word in (*TINY, *shell.text())}
 
     def start(*words: str) -> Ended:
