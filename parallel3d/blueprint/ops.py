@@ -55,7 +55,8 @@ class Widths(NamedTuple):
     gated: Number = 0  # the MLP's first GEMM has two outputs of `ffn`
     share: Number = 1  # ranks that divide the residual stream: tp under sequence parallelism
     norm: NormCost = NORMS["rmsnorm"]
-    head_norms: Number = 0  # q and k are normalised head by head
+    head_norms: Number = 0  # q and k are normalised
+    full_norms: Number = 0  # all heads of q, and of k, as one vector
     rope: Number = 0
     qkv_bias: Number = 0
     out_bias: Number = 0
@@ -78,6 +79,7 @@ def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
         share=tp if sp else 1,
         norm=NORMS[model.norm],
         head_norms=int(model.qk_norm),
+        full_norms=int(model.qk_norm_width == "full"),
         rope=int(model.position_embedding == "rope"),
         qkv_bias=int(model.qkv_bias),
         out_bias=int(model.out_bias),
@@ -129,6 +131,8 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
     norm |= {"parts": ("norm", "layer"), "keeps": w.norm.keeps * stream}
     norm |= {"statistics": w.norm.statistics / w.share}
     norm |= {"forward": w.norm.forward, "backward": w.norm.backward}
+    # Of all heads: a sum over the ranks is between two kernels.
+    norms, kernels = (2, 2) if w.full_norms else (w.heads + w.key_heads, 1)
     column, row = {"kind": "gemm", "split": "column"}, {"kind": "gemm", "split": "row"}
     attention = ("attention", "layer")
     inner = ("activation", "mlp", "layer")
@@ -145,7 +149,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
             bias=w.qkv_bias,
             **column,
         ),
-        Op("attention.qk_norm", "norm", qkv, qkv, attention, qkv, w.heads + w.key_heads, 1, 1),
+        Op("attention.qk_norm", "norm", qkv, qkv, attention, qkv, norms, kernels, kernels),
         Op("attention.rotary", "elementwise", qkv, qkv, attention, 0, 0, w.rope, 1),
         Op("attention", "attention", qkv, w.queries, attention, w.queries, w.heads),
         Op(

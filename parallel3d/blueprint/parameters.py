@@ -80,6 +80,10 @@ def _layer(w: Widths, tp: int, kv_heads: int) -> tuple[LocalParameter, ...]:
                 whole, name = tp == 1 or not sharded, f"{op.name}.bias"
                 size = op.outputs if sharded else w.hidden
                 found.append(LocalParameter(name, size, whole, 1, rows, kv_heads))
+        elif op.name.endswith("qk_norm") and w.full_norms:
+            shared = w.keys if tp > kv_heads else 0
+            found.append(LocalParameter(f"{op.name}.q", w.queries, tp == 1))
+            found.append(LocalParameter(f"{op.name}.k", w.keys, tp == 1, 1, shared, kv_heads))
         elif op.name.endswith("qk_norm"):
             size = int(w.queries / w.heads)
             shared = size if tp > 1 else 0

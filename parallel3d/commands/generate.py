@@ -23,8 +23,10 @@ from parallel3d.commands.from_run import checkpoints_of
 from parallel3d.commands.options import CommandConfig, EvalConfig, GenerateConfig
 from parallel3d.data.tokenizer import BYTE, Decoding, begun, open_tokenizer
 from parallel3d.errors import UserError, print_line
+from parallel3d.experts.router import Router
 from parallel3d.models.transformer import Decoder, Stage, blank_stage
 from parallel3d.parameters.segments import Chunk
+from parallel3d.parameters.slices import STATE
 from parallel3d.parameters.state import spec_of
 from parallel3d.run.launch import Worker
 
@@ -103,7 +105,8 @@ def load_newest(
 
 
 def state_of(stage: Stage, weights: str = "model") -> dict[str, TensorChunks]:
-    """Returns the chunks of a stage's parameters, to be filled in place; see `KINDS`."""
+    """Returns the chunks of a stage's parameters and routers' biases, to be filled in place; see
+    `KINDS`."""
     state: dict[str, TensorChunks] = {}
     for parameter in stage.parameters():
         for shard in spec_of(parameter).shards:
@@ -112,6 +115,9 @@ def state_of(stage: Stage, weights: str = "model") -> dict[str, TensorChunks]:
             )
             chunk = Chunk(shard.start, shard.shape)
             tensor.chunks.append((chunk, shard.of_local(parameter.detach())))
+    for router in stage.modules():
+        if isinstance(router, Router) and router.bias is not None:
+            state[f"{STATE}/{router.name}.bias"] = TensorChunks.whole(router.bias)
     return state
 
 

@@ -247,6 +247,8 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
         differs = check_same_tokens(there, here, where)
         words = "" if differs is None else f"; {differs}"
     config = dataclasses.replace(config, init_from=source.name, model=model, data=data)
+    if source.hf is not None:
+        words += "".join(f"; {sentence}" for sentence in source.hf.notices)
     return config, f"{where} gives model {model.name}, {model.num_layers} layers{words}"
 
 
@@ -328,9 +330,9 @@ def _read_hugging_face(
     """Fills the chunks of `state` from a Hugging Face folder. Raises UserError."""
     from parallel3d.checkpoint.hf.folder import tensors_of
 
-    wanted = {name.partition("/")[2] for name in state}
+    chunks_of = {name.partition("/")[2]: tensor.chunks for name, tensor in state.items()}
     with _as_init_from():
-        tensors = tensors_of(folder, model, hf.kind, wanted=wanted)
+        tensors = tensors_of(folder, model, hf.kind, wanted=chunks_of.keys(), mtp=hf.mtp)
         for name, full in tensors:
-            for chunk, values in state[f"{PARAMETER}/{name}"].chunks:
+            for chunk, values in chunks_of[name]:
                 values.copy_(chunk.of(full))

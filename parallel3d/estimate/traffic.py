@@ -24,6 +24,7 @@ from parallel3d.estimate.search import planned
 from parallel3d.schedules.orders import StageAssignment
 
 SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
+STATISTIC_BYTES = 4  # norms' statistics are fp32 or better
 
 
 def group_size(dim: str, layout: Layout) -> int:
@@ -57,6 +58,10 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
         twice = recomputed * any(op.name == "attention.qkv" for op in rank.layer.repeated)
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
         yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
+    if rank.blueprint.model.qk_norm_width == "full":
+        sums = 2 * rank.tokens * max(rank.item, STATISTIC_BYTES)  # of q and of k, for each token
+        twice = recomputed * any(op.name == "attention.qk_norm" for op in rank.layer.repeated)
+        yield Transfer("tp", "all_reduce", sums, 2 * layers + twice, "norms of q and k")
     cut = rank.mlp_chunks
     apart = recomputed if cut > 1 else 0  # MLPs whose two GEMMs communicate in chunks
     if not rank.sp:

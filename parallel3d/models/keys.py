@@ -99,6 +99,12 @@ class TransformerKeys:
         False,
         "RMSNorm of each head of q and k before RoPE (Qwen3)",
     )
+    qk_norm_width: str = key(
+        "head",
+        "what model.qk_norm normalises: each head by itself, or all heads of q, and of k, as one "
+        "vector (OLMoE, MiniMax-M2)",
+        choices=("head", "full"),
+    )
     activation: str = key(
         "gelu",
         "the MLP's non-linearity; gelu_tanh: the approximation that GPT-2's weights were made with",
@@ -232,6 +238,14 @@ def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def states_of(model: ModelConfig) -> frozenset[str]:
+    """Returns the names of the full tensors that training keeps but does not step: the biases of
+    routers."""
+    if not model.router_bias:
+        return frozenset()
+    return frozenset(f"layers.{layer}.mlp.router.bias" for layer in model.expert_layers)
+
+
 def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden = model.hidden_size
     queries, keys = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
@@ -246,8 +260,9 @@ def _attention_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         if bias:
             found[f"attention.{part}.bias"] = (rows,)
     if model.qk_norm:
-        for part in ("q", "k"):
-            found[f"attention.{part}_norm.weight"] = (model.head_size,)
+        full = model.qk_norm_width == "full"
+        for part, width in (("q", queries), ("k", keys)):
+            found[f"attention.{part}_norm.weight"] = (width if full else model.head_size,)
     return found
 
 
@@ -346,6 +361,16 @@ def _is_none(recompute: Any) -> bool:
 
 
 CONFLICTS = (
+    Conflict(
+        {"model.qk_norm_width": Is("full"), "model.qk_norm": Is(False)},
+        "{model.qk_norm_width} is the width of norms, but {model.qk_norm}",
+        (("model.qk_norm", True), ("model.qk_norm_width", "head")),
+    ),
+    Conflict(
+        {"model.qk_norm_width": Is("full"), "compile": Other(False)},
+        "{model.qk_norm_width} does not work with {compile} yet",
+        (("compile", False), ("model.qk_norm_width", "head")),
+    ),
     Conflict(
         {"mlp_chunk_tokens": Other(None), "recompute": Where(_leaves_mlp, "none")},
         "{mlp_chunk_tokens} cuts an MLP that the backward computes again, and needs mlp in "

@@ -36,6 +36,7 @@ from parallel3d.models.attention import (
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
 from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.full_norm import FullQKNorm
 from parallel3d.models.layers import BuildContext, Norm, QKNorm, output_std, rotary_tables
 from parallel3d.models.mlp import MLP
 from parallel3d.models.ops import Rotary, split_heads
@@ -94,7 +95,8 @@ class Attention(nn.Module):
             **ctx.linear_arguments,
         )
         heads = (self.heads, self.kv_heads)
-        self.qk_norm = QKNorm(prefix, model, heads, ctx) if model.qk_norm else None
+        kind = FullQKNorm if model.qk_norm_width == "full" else QKNorm
+        self.qk_norm = kind(prefix, model, heads, ctx) if model.qk_norm else None
         self.out = RowParallelLinear(
             q_rows,
             model.hidden_size,

@@ -12,7 +12,7 @@ import torch
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.storage import chunks_by_name
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, check_cases, make_trainer, plain_groups
+from tests.distributed.harness import References, Sizes, check_cases, make_trainer, plain_groups
 from tests.distributed.pool import Pool
 
 LLAMA = Problem("llama_tiny", "adamw", tied=False)
@@ -25,23 +25,39 @@ MLP_CHUNKS = (("mlp_chunk_tokens", 50),)  # sizes that do not divide what they c
 # Like models that people import: heads of 6 although hidden_size / heads is 4; and biases in
 # attention alone, including its output's.
 QK_NORM = (("qk_norm", True), ("head_dim", 6))
+# Norms over all heads, whose sums of squares tensor parallelism divides (OLMoE).
+FULL_NORM = (*QK_NORM, ("qk_norm_width", "full"))
+FULL_ONE_HEAD = replace(ONE_HEAD, model=(*FULL_NORM, *ONE_HEAD.model))
+FULL_PAIRS = replace(PAIRS, model=(*PAIRS.model, ("qk_norm", True), ("qk_norm_width", "full")))
 QWEN3_ONE_HEAD = replace(ONE_HEAD, model=(*QK_NORM, *ONE_HEAD.model, ("attention_bias", "all")))
 
 # The matrix has all other options, each with every layout.
 CASES = [
-    ((4, 1, 1), [Case(QWEN3_ONE_HEAD, sp=True, keys=GATHER_QK)]),
+    (
+        (4, 1, 1),
+        [
+            Case(QWEN3_ONE_HEAD, sp=True, keys=GATHER_QK),
+            Case(FULL_PAIRS, sp=True, keys=(("recompute", "[attention]"),)),
+            Case(FULL_ONE_HEAD, keys=GATHER_QK),
+        ],
+    ),
     (
         (2, 1, 2),
-        [Case(QWEN3_ONE_HEAD, keys=(*ZERO3, ("recompute", "[norm,mlp]"), *MLP_CHUNKS))],
+        [
+            Case(QWEN3_ONE_HEAD, keys=(*ZERO3, ("recompute", "[norm,mlp]"), *MLP_CHUNKS)),
+            Case(FULL_ONE_HEAD, sp=True, keys=(*ZERO3, ("recompute", "full"))),
+        ],
     ),
+    ((2, 2, 1), [Case(FULL_ONE_HEAD, schedule="zb_h1")]),
+    ((2, 1, 1, 2), [Case(FULL_PAIRS, keys=ZERO1)]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "cases"), CASES, ids=["tp{}-pp{}-dp{}".format(*sizes) for sizes, _ in CASES]
+    ("sizes", "cases"), CASES, ids=["-".join(map(str, sizes)) for sizes, _ in CASES]
 )
 def test_model_options_train_like_the_reference(
-    sizes: tuple[int, int, int], cases: list[Case], pool: Pool, references: References
+    sizes: Sizes, cases: list[Case], pool: Pool, references: References
 ) -> None:
     check_cases(sizes, cases, pool, references)
 

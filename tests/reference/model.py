@@ -41,6 +41,7 @@ class ModelShape(Protocol):
     rope_high_freq_factor: float
     rope_original_length: int
     qk_norm: bool
+    qk_norm_width: str
     activation: str
     bias: bool
     attention_bias: str | None
@@ -184,9 +185,12 @@ class Attention(nn.Module):
         self.k = nn.Linear(shape.hidden_size, kv_size, bias=inner)
         self.v = nn.Linear(shape.hidden_size, kv_size, bias=inner)
         self.out = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=outer)
+        self.norm_width = getattr(shape, "qk_norm_width", "head")  # older ones lack the key
         if shape.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, shape.norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, shape.norm_eps)
+            full = self.norm_width == "full"
+            heads, kv_heads = (self.heads, self.kv_heads) if full else (1, 1)
+            self.q_norm = RMSNorm(heads * self.head_dim, shape.norm_eps)
+            self.k_norm = RMSNorm(kv_heads * self.head_dim, shape.norm_eps)
 
     def split_heads(self, x: Tensor, heads: int) -> Tensor:
         """Turns (batch, sequence, heads·head_dim) into (batch, heads, sequence, head_dim)."""
@@ -200,10 +204,13 @@ class Attention(nn.Module):
         packing: Packing | None = None,
     ) -> Tensor:
         packing = packing or Packing.of([None] * x.shape[0], x.shape[1])
-        q = self.split_heads(self.q(x), self.heads)
-        k = self.split_heads(self.k(x), self.kv_heads)
+        q, k = self.q(x), self.k(x)
+        if self.shape.qk_norm and self.norm_width == "full":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = self.split_heads(q, self.heads)
+        k = self.split_heads(k, self.kv_heads)
         v = self.split_heads(self.v(x), self.kv_heads)
-        if self.shape.qk_norm:
+        if self.shape.qk_norm and self.norm_width == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if self.shape.position_embedding == "rope":
             q, k = (rotate(x, self.shape, packing.positions) for x in (q, k))

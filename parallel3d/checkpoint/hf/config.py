@@ -6,27 +6,40 @@ transformers' configuration classes. Keys without a counterpart are refused in o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parallel3d.checkpoint.hf.experts import (
+    MTP,
+    modules_of,
+    read_experts,
+    wanted_experts,
+    written_experts,
+)
+from parallel3d.checkpoint.hf.families import (
+    DOTS1,
+    FAMILIES,
+    GLM4_MOE,
+    GPT2,
+    LLAMA,
+    MINIMAX_M2,
+    MIXTRAL,
+    OLMOE,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    Family,
+)
+from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.config.fields import show
-from parallel3d.config.schema import ModelConfig, full_shapes_of
+from parallel3d.config.schema import ModelConfig, full_shapes_of, states_of
 from parallel3d.errors import UserError, nearest_hint
 
-LLAMA = "llama"
-QWEN2 = "qwen2"
-QWEN3 = "qwen3"
-GPT2 = "gpt2"
-TITLES = {LLAMA: "Llama", QWEN2: "Qwen2", QWEN3: "Qwen3", GPT2: "GPT-2"}
-ARCHITECTURES = {
-    LLAMA: "LlamaForCausalLM",
-    QWEN2: "Qwen2ForCausalLM",
-    QWEN3: "Qwen3ForCausalLM",
-    GPT2: "GPT2LMHeadModel",
-}
 HEAD = "lm_head.weight"
-EMBEDDINGS = dict.fromkeys((LLAMA, QWEN2, QWEN3), "model.embed_tokens.weight")
+ROUTER = "mlp.router"
+EMBEDDINGS = dict.fromkeys(FAMILIES, "model.embed_tokens.weight")
 EMBEDDINGS[GPT2] = "transformer.wte.weight"
 # Their module → ours, before the layers, in each layer, and after them.
 _LLAMA = (
@@ -58,25 +71,24 @@ _GPT2 = (
     },
     {"transformer.ln_f": "final_norm"},
 )
-# Our key; the key of Llama and Qwen, and of GPT-2; transformers' defaults for Llama, Qwen, GPT-2.
-_KEYS: tuple[tuple[str, str, str, Any, Any, Any], ...] = (
-    ("hidden_size", "hidden_size", "n_embd", 4096, 4096, 768),
-    ("num_layers", "num_hidden_layers", "n_layer", 32, 32, 12),
-    ("num_attention_heads", "num_attention_heads", "n_head", 32, 32, 12),
-    ("seq_length", "max_position_embeddings", "n_positions", 2048, 32768, 1024),
-    ("vocab_size", "vocab_size", "vocab_size", 32000, 151936, 50257),
-    ("norm_eps", "rms_norm_eps", "layer_norm_epsilon", 1e-6, 1e-6, 1e-5),
-    ("tie_embeddings", "tie_word_embeddings", "tie_word_embeddings", False, False, True),
-    ("init_std", "initializer_range", "initializer_range", 0.02, 0.02, 0.02),
+# Our key; the key of Llama and its relatives; the key of GPT-2.
+_KEYS = (
+    ("hidden_size", "hidden_size", "n_embd"),
+    ("num_layers", "num_hidden_layers", "n_layer"),
+    ("num_attention_heads", "num_attention_heads", "n_head"),
+    ("seq_length", "max_position_embeddings", "n_positions"),
+    ("vocab_size", "vocab_size", "vocab_size"),
+    ("norm_eps", "rms_norm_eps", "layer_norm_epsilon"),
+    ("tie_embeddings", "tie_word_embeddings", "tie_word_embeddings"),
+    ("init_std", "initializer_range", "initializer_range"),
 )
-# transformers' GPT2Config.attribute_map: sizes under Llama's names, which GPT-2 may use as well.
-_GPT2_ALIASES = {llama: gpt2 for _, llama, gpt2, *_ in _KEYS[:4]}
 # model.activation ↔ GPT-2's activation_function. Llama only has SwiGLU, under the name silu.
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 # Other names of the tanh approximation, equal up to rounding.
 SPELLINGS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 # Keys of rope_type=llama3 → our keys.
 ORIGINAL = "original_max_position_embeddings"
+PART, ROTARY_DIM = "partial_rotary_factor", "rotary_dim"
 SCALING = {
     "factor": "rope_scaling_factor",
     "low_freq_factor": "rope_low_freq_factor",
@@ -131,74 +143,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "attn_implementation": ATTENTION,
     "_attn_implementation": ATTENTION,
 }
-SHOWN = 100  # characters shown of a refused value
-WORDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a word",
-    dict: "an object",
-    list: "a list",
-}
-_REFUSED = object()
-
-
-class Keys:
-    """Reads a config.json, or an object in it; each key once, and `finish` refuses the others."""
-
-    def __init__(
-        self,
-        content: Mapping[str, Any],
-        where: str = "config.json",
-        aliases: Mapping[str, str] | None = None,
-    ) -> None:
-        """`aliases`: other name → key. If both are present, transformers takes the alias."""
-        self.where = where
-        self._left = dict(content)
-        for alias, key in (aliases or {}).items():
-            if alias in self._left:
-                self._left[key] = self._left.pop(alias)
-
-    def get(self, key: str, default: Any, kind: type, *, null: Any = _REFUSED) -> Any:
-        """Returns a value. Raises UserError unless it is of `kind`; whole numbers count as
-        floats."""
-        value = self._left.pop(key, _REFUSED)
-        if value is _REFUSED:
-            return default
-        if value is None and (null is not _REFUSED or default is None):
-            return default if null is _REFUSED else null
-        if type(value) is kind or (kind is float and type(value) is int):
-            return value
-        raise self._error(key, value, f"it must be {WORDS[kind]}")
-
-    def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        value = self._left.pop(key, default)
-        if value not in allowed:
-            choices = " or ".join(show(choice) for choice in allowed)
-            raise self._error(key, value, f"it must be {choices}")
-        return value
-
-    def has(self, key: str) -> bool:
-        return key in self._left
-
-    def finish(self, harmless: Collection[str] = ()) -> None:
-        """Raises UserError for a key that was not read and is not `harmless`."""
-        for key, value in self._left.items():
-            if key not in harmless:
-                raise UserError(
-                    f"{self.where} has {key}={_brief(value)}, which parallel3d does not know and "
-                    "which may change the model's results: remove it if it does not"
-                )
-
-    def _error(self, key: str, value: Any, must: str) -> UserError:
-        return UserError(
-            f"{self.where} has {key}={_brief(value)}, which our model cannot express: {must}"
-        )
-
-
-def _brief(value: Any) -> str:
-    text = show(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 @dataclass(frozen=True)
@@ -210,54 +154,72 @@ class HFTensor:
         parts: our tensors, concatenated along dimension 0.
         shape: shape of the tensor in the file.
         transposed: the file holds the transpose of the joined parts.
+        wide: an export writes it in fp32 or better, whatever the dtype of the others: a router's
+            bias, whose differences bf16 would erase.
     """
 
     name: str
     parts: tuple[str, ...]
     shape: tuple[int, ...]
     transposed: bool = False
+    wide: bool = False
 
 
 def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
     """Returns every tensor of `model` in the format `kind`, in the order of the layers.
 
-    Llama (`LlamaForCausalLM`), Qwen2 and Qwen3 have the same names, with separate q, k and v, as
-    here. GPT-2 (`GPT2LMHeadModel`) joins and transposes them: its layers are `Conv1D`, whose weight
-    is (inputs, outputs). Rotary dimensions are paired (d, d + r/2) there as here, so rows stay in
-    place. A tied head is left out, as in transformers.
+    All but GPT-2 have Llama's names, with separate q, k and v, as here. GPT-2 (`GPT2LMHeadModel`)
+    joins and transposes them: its layers are `Conv1D`, whose weight is (inputs, outputs). Rotary
+    dimensions are paired (d, d + r/2) there as here, so rows stay in place. A tied head is left
+    out, as in transformers.
     """
-    shapes, tensors = full_shapes_of(model), []
-    for theirs, ours, in_layer in _modules(model, _GPT2 if kind == GPT2 else _LLAMA):
-        for part in ("weight", "bias"):
-            parts = tuple(f"{module}.{part}" for module in ours)
-            if parts[0] not in shapes:
-                continue
-            shape = (sum(shapes[name][0] for name in parts), *shapes[parts[0]][1:])
-            transposed = kind == GPT2 and in_layer and len(shape) == 2
-            shape = shape[::-1] if transposed else shape
-            tensors.append(HFTensor(f"{theirs}.{part}", parts, shape, transposed))
+    shapes, states, tensors = full_shapes_of(model), states_of(model), []
+    for theirs, parts, in_layer in _pairs(model, kind):
+        if parts[0] not in shapes:
+            continue
+        shape = (sum(shapes[name][0] for name in parts), *shapes[parts[0]][1:])
+        transposed = kind == GPT2 and in_layer and len(shape) == 2
+        shape = shape[::-1] if transposed else shape
+        tensors.append(HFTensor(theirs, parts, shape, transposed, parts[0] in states))
     if not model.tie_embeddings:
         shape = (model.vocab_size, model.hidden_size)
         tensors.append(HFTensor(HEAD, ("head.weight",), shape))
     return tensors
 
 
-def _modules(
-    model: ModelConfig, names: tuple[dict[str, str], dict[str, str], dict[str, str]]
-) -> Iterator[tuple[str, list[str], bool]]:
-    """Yields their module, our modules, and whether they are in a layer."""
-    before, in_layer, after = names
+def _pairs(model: ModelConfig, kind: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    """Yields their tensor, our tensors, and whether they are in a layer, whether or not the model
+    has them."""
+    before, in_layer, after = _GPT2 if kind == GPT2 else _LLAMA
+    names = FAMILIES[kind].experts
+    if names is not None:
+        in_layer = in_layer | modules_of(names, model.num_experts)
     for theirs, ours in before.items():
-        yield theirs, [ours], False
+        yield from _tensors_of(theirs, [ours], False)
     for layer in range(model.num_layers):
         for theirs, ours in in_layer.items():
-            yield theirs.format(layer), [f"layers.{layer}.{o}" for o in ours.split()], True
+            mine = [f"layers.{layer}.{part}" for part in ours.split()]
+            if ours != ROUTER:
+                yield from _tensors_of(theirs.format(layer), mine, True)
+                continue
+            assert names is not None
+            yield f"{theirs.format(layer)}.weight", (f"{mine[0]}.weight",), True
+            if names.choice_bias is not None:
+                block = f"model.layers.{layer}.{names.block}"
+                yield f"{block}.{names.choice_bias}", (f"{mine[0]}.bias",), True
     for theirs, ours in after.items():
-        yield theirs, [ours], False
+        yield from _tensors_of(theirs, [ours], False)
+
+
+def _tensors_of(
+    theirs: str, ours: list[str], in_layer: bool
+) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    for part in ("weight", "bias"):
+        yield f"{theirs}.{part}", tuple(f"{module}.{part}" for module in ours), in_layer
 
 
 def hf_kind(model: ModelConfig) -> str:
-    """Returns "llama", "qwen2", "qwen3" or "gpt2". Raises UserError, with the key, if none fits."""
+    """Returns "llama", "qwen3_moe" … Raises UserError, with the key, if none fits."""
     position = model.position_embedding
     if position == "none":
         raise UserError(
@@ -265,30 +227,51 @@ def hf_kind(model: ModelConfig) -> str:
             "formats; models with rope (Llama) or learned (GPT-2) can be exported"
         )
     kind, by = GPT2, f"model.position_embedding={position}"
-    if position == "rope" and model.qk_norm:
+    if position == "rope" and model.num_experts:
+        kind, by = _kind_with_experts(model)
+    elif position == "rope" and model.qk_norm:
         kind, by = QWEN3, "model.qk_norm=true"
     elif position == "rope":
         kind = LLAMA
         if model.qkv_bias != model.out_bias:
             kind, by = QWEN2, f"model.attention_bias={model.attention_bias}"
+    title = FAMILIES[kind].title
     for key, value, allowed in _wanted(model, kind):
         if value not in allowed:
             raise UserError(
-                f"model.{key}={show(value)} has no counterpart in Hugging Face's "
-                f"{TITLES[kind]} format, which {by} selects: there it must be "
-                f"{' or '.join(show(a) for a in allowed)}"
+                f"model.{key}={show(value)} has no counterpart in Hugging Face's {title} format, "
+                f"which {by} selects: there it must be {' or '.join(show(a) for a in allowed)}"
             )
-    if kind != GPT2 and model.head_size % 2:
+    rotated = model.head_size * (model.rotary_percent if FAMILIES[kind].rotary else 1)
+    if kind != GPT2 and int(rotated) % 2:
         raise UserError(
             f"model.num_attention_heads={model.num_attention_heads} gives heads of "
-            f"{model.head_size}: Hugging Face's {TITLES[kind]} format only rotates even heads"
+            f"{model.head_size}: Hugging Face's {title} format only rotates even heads"
         )
     return kind
 
 
+def _kind_with_experts(model: ModelConfig) -> tuple[str, str]:
+    """Returns the format of a model with experts, and the key that selects it."""
+    sigmoid, full = model.router_score == "sigmoid", model.qk_norm_width == "full"
+    if sigmoid and full:
+        return MINIMAX_M2, "model.qk_norm_width=full"
+    if sigmoid:
+        whole = model.rotary_percent == 1 and model.qkv_bias == model.out_bias
+        kind = DOTS1 if model.qk_norm and whole else GLM4_MOE
+        return kind, "model.router_score=sigmoid"
+    if full:
+        return OLMOE, "model.qk_norm_width=full"
+    if model.qk_norm:
+        return QWEN3_MOE, f"model.num_experts={model.num_experts} with model.qk_norm=true"
+    if model.shared_expert_size:
+        return QWEN2_MOE, f"model.shared_expert_size={model.shared_expert_size}"
+    return MIXTRAL, f"model.num_experts={model.num_experts}"
+
+
 def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ...]]]:
     """Returns (key, value, values that the format knows) for all keys that the format fixes."""
-    heads = model.num_attention_heads
+    heads, family = model.num_attention_heads, FAMILIES[kind]
     if kind == GPT2:
         return [
             ("norm", model.norm, ("layernorm",)),
@@ -298,28 +281,38 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
             ("num_query_groups", model.kv_heads, (heads,)),
             ("head_dim", model.head_dim, (None, model.hidden_size // heads)),
             ("qk_norm", model.qk_norm, (False,)),
+            ("num_experts", model.num_experts, (0,)),
         ]
     wanted: list[tuple[str, Any, tuple[Any, ...]]] = [
         ("norm", model.norm, ("rmsnorm",)),
         ("activation", model.activation, ("swiglu",)),
-        ("rotary_percent", model.rotary_percent, (1.0,)),
     ]
+    if family.rotary is None:
+        wanted.append(("rotary_percent", model.rotary_percent, (1.0,)))
+    if family.norm_of_heads is not None:
+        wanted.append(("qk_norm_width", model.qk_norm_width, (family.norm_of_heads or "head",)))
     if kind == LLAMA:  # transformers refuses other sizes
         multiple = max(1, model.hidden_size // heads) * heads
         return [*wanted, ("hidden_size", model.hidden_size, (multiple,))]
-    if kind == QWEN3:
-        wanted.append(("attention_bias", model.attention_bias, (None, "none", "all")))
+    if family.norm_of_heads != "":
+        wanted.append(("qk_norm", model.qk_norm, (family.norm_of_heads is not None,)))
+    if family.bias_key is not None or family.biases is None:
+        choices = (None, "none", *([] if family.biases is None else [family.biases]))
+        wanted.append(("attention_bias", model.attention_bias, choices))
+    if kind == OLMOE:
+        wanted.append(("head_dim", model.head_size, (model.hidden_size // heads,)))
+    if family.experts is not None:
+        wanted += wanted_experts(model, family.experts)
     return [*wanted, ("bias", model.bias, (False,))]
 
 
 def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
     """Returns config.json without tokens; `dtype` is "fp32", "bf16" …. Raises UserError."""
     kind = hf_kind(model)
-    sizes = {
-        gpt2 if kind == GPT2 else llama: getattr(model, ours) for ours, llama, gpt2, *_ in _KEYS
-    }
+    family = FAMILIES[kind]
+    sizes = {gpt2 if kind == GPT2 else llama: getattr(model, ours) for ours, llama, gpt2 in _KEYS}
     common = sizes | {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": [family.architecture],
         "model_type": kind,
         # transformers before version 5 reads torch_dtype and rope_theta, later versions dtype and
         # rope_parameters; each ignores the other's keys.
@@ -332,26 +325,46 @@ def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
         activation = GPT2_ACTIVATIONS[model.activation]
         own = {"n_positions": model.max_positions, "n_inner": model.ffn_size}
         return common | dropout | own | {"activation_function": activation}
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if model.rope_scaling_factor > 1:
-        scaling = {theirs: getattr(model, ours) for theirs, ours in SCALING.items()}
-        rope = {"rope_type": "llama3"} | scaling
     keys = common | {
         "intermediate_size": model.ffn_size,
         "num_key_value_heads": model.kv_heads,
         "hidden_act": "silu",
-        "rope_theta": model.rotary_base,
-        "rope_parameters": {"rope_theta": model.rotary_base} | rope,
         "attention_dropout": model.dropout,
+        **_written_rope(model, family),
     }
+    usual = kind == OLMOE or (
+        kind in (QWEN2, QWEN2_MOE)
+        and model.head_size * model.num_attention_heads == model.hidden_size
+    )
+    if not usual:
+        keys["head_dim"] = model.head_size
+    if family.bias_key is not None:
+        keys[family.bias_key] = model.qkv_bias
+    if kind == LLAMA:
+        keys["mlp_bias"] = model.bias
+    if family.norm_of_heads == "":
+        keys["use_qk_norm"] = model.qk_norm
+    if family.window == "switch":
+        keys["use_sliding_window"] = False
+    elif family.window == "late":
+        keys["sliding_window"] = None
+    return keys if family.experts is None else keys | written_experts(model, family)
+
+
+def _written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if model.rope_scaling_factor > 1:
+        scaling = {theirs: getattr(model, ours) for theirs, ours in SCALING.items()}
+        rope = {"rope_type": "llama3"} | scaling
+    keys: dict[str, Any] = {"rope_theta": model.rotary_base}
     if rope["rope_type"] != "default":  # for transformers before version 5
         keys["rope_scaling"] = rope
-    if kind != QWEN2 or model.head_size * model.num_attention_heads != model.hidden_size:
-        keys["head_dim"] = model.head_size
-    if kind == LLAMA:
-        return keys | {"attention_bias": model.qkv_bias, "mlp_bias": model.bias}
-    keys["use_sliding_window"] = False
-    return keys | {"attention_bias": model.qkv_bias} if kind == QWEN3 else keys
+    if family.rotary is not None:
+        rope = rope | {PART: model.rotary_percent}
+        keys[PART] = model.rotary_percent
+    if family.has_rotary_dim:
+        keys[ROTARY_DIM] = int(model.head_size * model.rotary_percent)
+    return keys | {"rope_parameters": {"rope_theta": model.rotary_base} | rope}
 
 
 def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,22 +382,24 @@ def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns format and `model` section. Raises UserError for an unknown or unsupported key."""
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        hint = nearest_hint(str(kind), ARCHITECTURES)
+    if kind not in FAMILIES:
+        hint = nearest_hint(str(kind), FAMILIES)
         raise UserError(
             f"config.json has model_type={show(kind)}: it must be one of "
-            f"{', '.join(ARCHITECTURES)}{hint}"
+            f"{', '.join(FAMILIES)}{hint}"
         )
-    keys = Keys(config, aliases=_GPT2_ALIASES if kind == GPT2 else None)
-    for key, allowed in FIXED.items():
+    family = FAMILIES[kind]
+    keys = Keys(config, aliases=family.aliases)
+    for key, allowed in (FIXED | dict(family.fixed)).items():
         keys.require(key, allowed, allowed[0])
     found: dict[str, Any] = {"name": f"hf_{kind}"}
-    for ours, llama, gpt2, *defaults in _KEYS:
-        default = defaults[{LLAMA: 0, GPT2: 2}.get(kind, 1)]
-        value = keys.get(gpt2 if kind == GPT2 else llama, default, type(default))
+    for ours, llama, gpt2 in _KEYS:
+        theirs = gpt2 if kind == GPT2 else llama
+        default = family.defaults[theirs]
+        value = keys.get(theirs, default, type(default))
         found[ours] = float(value) if isinstance(default, float) else value
     found |= _from_gpt2(keys, found) if kind == GPT2 else _from_llama(keys, kind, found)
-    keys.finish(HARMLESS | {"model_type"})
+    keys.finish(HARMLESS | {"model_type", *family.harmless.split()})
     return kind, found
 
 
@@ -405,46 +420,61 @@ def _from_gpt2(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_llama(keys: Keys, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    hidden, heads, family = sizes["hidden_size"], sizes["num_attention_heads"], FAMILIES[kind]
     width = _head_dim(keys, kind, hidden, heads)
     keys.require("hidden_act", ("silu", "swish"), "silu")
-    _check_layer_types(keys, kind, sizes["num_layers"])
-    groups, ffn = (heads, 11008) if kind == LLAMA else (32, 22016)
-    return {
+    _check_windows(keys, family, sizes["num_layers"])
+    groups = family.defaults["num_key_value_heads"] or heads
+    found = {
         "num_query_groups": keys.get("num_key_value_heads", groups, int, null=heads),
         "head_dim": None if hidden % heads == 0 and width == hidden // heads else width,
-        "ffn_hidden_size": keys.get("intermediate_size", ffn, int),
+        "ffn_hidden_size": keys.get("intermediate_size", family.defaults["intermediate_size"], int),
         "norm": "rmsnorm",
         "position_embedding": "rope",
-        **_rope(keys, sizes["seq_length"]),
+        **_rope(keys, family, sizes["seq_length"], width),
         "activation": "swiglu",
         **_attention(keys, kind),
     }
+    if family.experts is None:
+        return found
+    if MTP in family.aliases.values():
+        keys.get(MTP, 0, int)  # see `mtp_layers`
+    return found | read_experts(keys, family, sizes["num_layers"])
 
 
 def _head_dim(keys: Keys, kind: str, hidden: int, heads: int) -> int:
     """Returns the size of a head, which RoPE needs to be even."""
-    if kind == LLAMA and hidden % heads:
+    if kind in (LLAMA, OLMOE) and hidden % heads:
         raise UserError(
             f"config.json has hidden_size={hidden}, which is not a multiple of "
             f"num_attention_heads={heads}: transformers refuses it as well"
         )
     usual = hidden // heads
-    null = {"null": usual} if kind == LLAMA else {}
-    width = keys.get("head_dim", 128 if kind == QWEN3 else usual, int, **null)
+    null = {"null": usual} if kind in (LLAMA, MIXTRAL) else {}
+    width = keys.get("head_dim", FAMILIES[kind].head_dim or usual, int, **null)
     if width % 2:
         raise UserError(f"config.json has heads of {width}: RoPE turns pairs of dimensions")
+    if kind == OLMOE and width != usual:
+        raise keys.error("head_dim", width, f"its norms need heads of {usual}")
     return width
 
 
-def _check_layer_types(keys: Keys, kind: str, layers: int) -> None:
+def _check_windows(keys: Keys, family: Family, layers: int) -> None:
     """Raises UserError unless every layer attends to all earlier tokens."""
     keys.require("use_sliding_window", (False,), False)
-    if kind == LLAMA:
-        keys.require("sliding_window", (None,), None)
-    else:
-        keys.get("sliding_window", None, int)
     types = keys.get("layer_types", None, list)
+    if family.window == "off":
+        keys.require("sliding_window", (None,), None)
+    elif family.window == "switch":
+        keys.get("sliding_window", None, int)
+    else:
+        window = keys.get("sliding_window", family.defaults["sliding_window"], int, null=None)
+        first = keys.get("max_window_layers", family.defaults["max_window_layers"], int)
+        if window is not None and first < layers and types is None:
+            raise keys.error("sliding_window", window, "it must be null")
+    kinds = keys.get("attn_type_list", None, list)  # MiniMax: 1 is attention to all tokens
+    if kinds is not None and any(one != 1 for one in kinds):
+        raise keys.error("attn_type_list", kinds, "every layer must be 1")
     if types is None:
         return
     for layer_type in types:
@@ -456,19 +486,33 @@ def _check_layer_types(keys: Keys, kind: str, layers: int) -> None:
 
 
 def _attention(keys: Keys, kind: str) -> dict[str, Any]:
-    if kind != LLAMA:
-        keys.require("mlp_bias", (False,), False)
+    family = FAMILIES[kind]
+    norm = family.norm_of_heads
+    if norm == "":
+        norm = "head" if keys.get("use_qk_norm", False, bool) else None
+    found: dict[str, Any] = {"qk_norm": norm is not None}
+    if norm == "full":
+        found["qk_norm_width"] = norm
+    if kind == LLAMA:
+        attention = keys.get("attention_bias", False, bool)
+        mlp = keys.get("mlp_bias", False, bool)
+        differs = None if attention == mlp else "all" if attention else "none"
+        return found | {"bias": mlp, "attention_bias": differs}
+    keys.require("mlp_bias", (False,), False)
+    found["bias"] = False
     if kind == QWEN2:
         keys.require("attention_bias", (True,), True)
-        return {"bias": False, "attention_bias": "qkv"}
-    attention = keys.get("attention_bias", False, bool)
-    mlp = keys.get("mlp_bias", False, bool)
-    differs = None if attention == mlp else "all" if attention else "none"
-    return {"bias": mlp, "attention_bias": differs, "qk_norm": kind == QWEN3}
+        return found | {"attention_bias": family.biases}
+    if family.bias_key is None:
+        keys.require("attention_bias", (False,), False)
+        return found
+    usual = family.defaults.get(family.bias_key, False)
+    biased = keys.get(family.bias_key, usual, bool)
+    return found | {"attention_bias": family.biases if biased else None}
 
 
-def _rope(keys: Keys, positions: int) -> dict[str, Any]:
-    """Returns base and scaling, in both spellings, by transformers' precedence.
+def _rope(keys: Keys, family: Family, positions: int, width: int) -> dict[str, Any]:
+    """Returns base, scaling and share of the dimensions, by transformers' precedence.
 
     `rope_scaling` wins over `rope_parameters`, as a whole. The base in it wins over the top-level
     one, but the top-level `original_max_position_embeddings` wins over the one in it; the default
@@ -486,16 +530,32 @@ def _rope(keys: Keys, positions: int) -> dict[str, Any]:
     rope = Keys(content, "rope_parameters of config.json")
     old_name = rope.get("type", "default", str)
     kind = rope.require("rope_type", ("default", "llama3"), old_name)
-    top = keys.get("rope_theta", 10000.0, float)
+    top = keys.get("rope_theta", family.base, float)
     found = {"rotary_base": float(rope.get("rope_theta", top, float))}
-    for place in (rope, keys):
-        place.require("partial_rotary_factor", (1.0,), 1.0)
+    if family.rotary is None:
+        for place in (rope, keys):
+            place.require(PART, (1.0,), 1.0)
+    else:
+        found["rotary_percent"] = _rotary_percent(keys, rope, family, width)
     if kind == "llama3":
         found |= _scaling(keys, rope, positions)
     else:
         keys.get(ORIGINAL, 0, int)  # has no effect
     rope.finish()
     return found
+
+
+def _rotary_percent(keys: Keys, rope: Keys, family: Family, width: int) -> float:
+    """Returns the share of a head that RoPE turns: the one in `rope`, at the top, of MiniMax's
+    rotary_dim, or the family's."""
+    share = family.rotary
+    if family.has_rotary_dim:
+        rotated = keys.get(ROTARY_DIM, None, int)
+        share = share if rotated is None else rotated / width
+    share = float(rope.get(PART, keys.get(PART, share, float), float))
+    if int(width * share) % 2:
+        raise keys.error(PART, share, f"it must turn an even part of the {width} dimensions")
+    return share
 
 
 def _scaling(keys: Keys, rope: Keys, positions: int) -> dict[str, Any]:

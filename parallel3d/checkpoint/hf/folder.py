@@ -34,11 +34,14 @@ from parallel3d.checkpoint.hf.config import (
     kept_keys,
     to_hf,
 )
+from parallel3d.checkpoint.hf.experts import mtp_layers, notices_of
+from parallel3d.checkpoint.hf.families import FAMILIES
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import CONFIG, GENERATION, read_json
 from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
+from parallel3d.experts.checks import check_experts
 from parallel3d.files import new_folder, open_regular, plain
 
 WEIGHTS = "model.safetensors"
@@ -48,7 +51,9 @@ SHARD_BYTES = 5 * 10**9  # transformers starts a new file at this size as well
 NO_WEIGHTS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
-LARGEST_HEADER = 4 << 20  # bytes: some 40,000 tensors, while 126 layers have 1,137
+# Bytes: some 140,000 tensors, while 94 layers of 128 experts have 36,946.
+LARGEST_HEADER = 16 << 20
+LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")
 BASE_PREFIX = re.compile(r"^(model|transformer)\.")
 
 Read = Callable[[Iterable[str]], dict[str, Tensor]]
@@ -90,7 +95,7 @@ def export_hf(
     texts = _configs(model, dtype, end_of_text, begin, kept or {}, ends) | dict(beside or {})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder: choose another")
-    shards = _shards(tensors, torch.finfo(COMPUTE[dtype]).bits // 8, shard_bytes)
+    shards = _shards(tensors, dtype, shard_bytes)
     try:
         with new_folder(folder) as partial:
             files: dict[str, str] = {}
@@ -100,7 +105,7 @@ def export_hf(
                 save_file(content, partial / name, metadata={"format": "pt"})
                 files |= dict.fromkeys(content, name)
             if len(shards) > 1:
-                size = sum(prod(t.shape) for t in tensors) * torch.finfo(COMPUTE[dtype]).bits // 8
+                size = sum(prod(t.shape) * _dtype(t, dtype).itemsize for t in tensors)
                 texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": files})
             for name, text in texts.items():
                 (partial / name).parent.mkdir(exist_ok=True)
@@ -111,12 +116,18 @@ def export_hf(
     return sorted(folder.iterdir())
 
 
-def _shards(tensors: list[HFTensor], itemsize: int, shard_bytes: int) -> dict[str, list[HFTensor]]:
+def _dtype(tensor: HFTensor, dtype: str) -> torch.dtype:
+    """Returns the dtype of a tensor in a file of weights in `dtype`."""
+    narrow = COMPUTE[dtype]
+    return torch.promote_types(narrow, torch.float32) if tensor.wide else narrow
+
+
+def _shards(tensors: list[HFTensor], dtype: str, shard_bytes: int) -> dict[str, list[HFTensor]]:
     """Returns file name → tensors, in order; only a single tensor may exceed `shard_bytes`."""
     groups: list[list[HFTensor]] = [[]]
     held = 0
     for tensor in tensors:
-        size = prod(tensor.shape) * itemsize
+        size = prod(tensor.shape) * _dtype(tensor, dtype).itemsize
         if groups[-1] and held + size > shard_bytes:
             groups.append([])
             held = 0
@@ -132,7 +143,7 @@ def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
     """Returns a tensor in the file's form; raises UserError unless it is finite there."""
     whole = torch.cat([parts[name] for name in tensor.parts])
     whole = whole.t() if tensor.transposed else whole
-    made = whole.to(COMPUTE[dtype]).contiguous()
+    made = whole.to(_dtype(tensor, dtype)).contiguous()
     if not all_finite(made):
         why = "NaN or inf"
         if all_finite(whole):
@@ -151,12 +162,16 @@ class HFFolder:
         keys: keys of our `model` section.
         untied: config.json ties the head to the embedding, but the files hold another head.
         kept: see `kept_keys`.
+        mtp: layers of multi-token prediction, which may lie there behind the model's own.
+        notices: sentences on what an import leaves out.
     """
 
     kind: str
     keys: dict[str, Any]
     untied: bool
     kept: dict[str, Any]
+    mtp: int = 0
+    notices: tuple[str, ...] = ()
 
 
 def read_hf_config(folder: Path) -> HFFolder:
@@ -169,8 +184,11 @@ def read_hf_config(folder: Path) -> HFFolder:
         )
     try:
         kind, keys = from_hf(config)
-        check_fields(dataclasses.replace(Config(), model=ModelConfig(**keys)))
-        kept = kept_keys(config)
+        model = ModelConfig(**keys)
+        check_fields(dataclasses.replace(Config(), model=model))
+        check_experts(model)
+        kept, family = kept_keys(config), FAMILIES[kind]
+        mtp, notices = mtp_layers(config, family), notices_of(config, family)
     except UserError as error:
         raise UserError(f"from={folder}: {plain(str(error))}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
@@ -180,7 +198,7 @@ def read_hf_config(folder: Path) -> HFFolder:
     untied = keys["tie_embeddings"] and _has_own_head(folder, kind)
     if untied:
         keys["tie_embeddings"] = False
-    return HFFolder(kind, keys, untied, kept)
+    return HFFolder(kind, keys, untied, kept, mtp, notices)
 
 
 def _has_own_head(folder: Path, kind: str) -> bool:
@@ -209,12 +227,14 @@ def tensors_of(
     *,
     dtype: torch.dtype | None = None,
     wanted: Set[str] | None = None,
+    mtp: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields our tensors one by one, (name, full tensor).
 
     Args:
         dtype: dtype of the tensors; None: the files' dtype.
         wanted: names of our tensors; None: all.
+        mtp: layers of multi-token prediction that may lie there too, and are left out.
 
     Raises:
         UserError: before the first tensor, no safetensors, or a tensor that is missing, of another
@@ -224,7 +244,8 @@ def tensors_of(
         where = _tensors(folder, stack)
         check_layers(model, len(where), f"from={folder}: {CONFIG}")
         tensors = hf_tensors(model, kind)
-        keys = _match(folder, tensors, where, kind, tied=model.tie_embeddings)
+        left_out = range(model.num_layers, model.num_layers + mtp)
+        keys = _match(folder, tensors, where, kind, left_out, tied=model.tie_embeddings)
         for tensor in tensors:
             if wanted is not None and not wanted & {*tensor.parts}:
                 continue
@@ -317,9 +338,18 @@ def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
 
 
 def _match(
-    folder: Path, tensors: list[HFTensor], where: dict[str, Any], kind: str, *, tied: bool
+    folder: Path,
+    tensors: list[HFTensor],
+    where: dict[str, Any],
+    kind: str,
+    left_out: range,
+    *,
+    tied: bool,
 ) -> dict[str, str]:
-    """Returns transformers' name → key in the files, perhaps without prefix or tied embedding."""
+    """Returns transformers' name → key in the files, perhaps without prefix or tied embedding.
+
+    Tensors of the layers `left_out` are not the model's.
+    """
     keys = {}
     for tensor in tensors:
         # Keys of a bare `LlamaModel` or `GPT2Model`, such as the first GPT-2, have no prefix.
@@ -341,7 +371,13 @@ def _match(
             )
         keys[tensor.name] = key
     known = set(keys.values()) | ({HEAD} if tied else set())
-    unknown = [k for k in where if k not in known and not NO_WEIGHTS.search(k)]
+    unknown = [
+        k
+        for k in where
+        if k not in known
+        and not NO_WEIGHTS.search(k)
+        and not ((layer := LAYER.match(k)) and int(layer[1]) in left_out)
+    ]
     if unknown:
         raise UserError(
             f"from={folder}: our model has no place for the tensor {plain(sorted(unknown)[0])} "

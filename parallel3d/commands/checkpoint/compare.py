@@ -20,8 +20,9 @@ from parallel3d.commands.checkpoint import listing
 from parallel3d.config.identity import flat
 from parallel3d.errors import UserError
 from parallel3d.files import plain
+from parallel3d.parameters.slices import STATE
 
-KINDS = ("parameter", "ema", "exp_avg", "exp_avg_sq", "momentum")
+KINDS = ("parameter", STATE, "ema", "exp_avg", "exp_avg_sq", "momentum")
 SHOWN = 20  # rows of differing tensors that are printed
 
 

@@ -27,7 +27,7 @@ from parallel3d.commands.init_from import Source, model_from, model_of
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import spell
 from parallel3d.config.overrides import composed
-from parallel3d.config.schema import Config, DataConfig, ModelConfig, full_shapes_of
+from parallel3d.config.schema import Config, DataConfig, ModelConfig, full_shapes_of, states_of
 from parallel3d.data.corpus import check_vocabulary
 from parallel3d.data.their_tokens import unlike_theirs
 from parallel3d.data.tokenizer import (
@@ -48,6 +48,7 @@ from parallel3d.files import plain, read_bounded, write_durably
 from parallel3d.host.quotas import available_memory
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Blank, Stage
+from parallel3d.parameters.slices import STATE
 from parallel3d.run.directory import KEPT_FILE
 from parallel3d.versions import TRIED, newer, parts
 
@@ -264,11 +265,14 @@ def export_run(
         about = NO_TOKENIZER if tokenizer is None else BYTES
         if isinstance(tokenizer, FileTokenizer):
             about = f"its tokenizer is {tokenizer.name}"
-        shapes, wide = full_shapes_of(model), COMPUTE[own]
+        shapes, states, wide = full_shapes_of(model), states_of(model), COMPUTE[own]
 
         def read(names: Iterable[str]) -> dict[str, Tensor]:
             full = {name: torch.empty(shapes[name], dtype=wide) for name in names}
-            state = {f"{KINDS[weights]}/{n}": TensorChunks.whole(t) for n, t in full.items()}
+            state = {
+                f"{STATE if n in states else KINDS[weights]}/{n}": TensorChunks.whole(t)
+                for n, t in full.items()
+            }
             read_state(folder, state)
             return full
 
@@ -320,7 +324,8 @@ def import_run(
     if prove and unproven:
         raise UserError(f"prove=true: {unproven}")
     tokenizer = tokenizer_to_import(folder, config.data.tokenizer, config.model.vocab_size)
-    tensors = tensors_of(folder, config.model, source.kind, dtype=master_dtype(config.precision))
+    dtype = master_dtype(config.precision)
+    tensors = tensors_of(folder, config.model, source.kind, dtype=dtype, mtp=source.mtp)
     first = next(tensors)  # every name, shape and type has been checked
     with new_run(config) as run_dir:
         if isinstance(tokenizer, FileTokenizer):
@@ -330,10 +335,10 @@ def import_run(
         save_first(config, run_dir, chain([first], tensors))
         proof = f"not proven: {unproven}"
         if not unproven:
-            proof = _prove(folder, config.model, master_dtype(config.precision), run_dir)
+            proof = _prove(folder, config.model, dtype, run_dir)
     print_line(f"run={run} begins with {parameter_count(config.model):,} parameters of {folder}")
-    if source.untied:
-        print_line(UNTIED)
+    for sentence in (*([UNTIED] if source.untied else []), *source.notices):
+        print_line(sentence)
     print_line(proof)
     if isinstance(tokenizer, FileTokenizer):
         unlike = None if prove is False else unlike_theirs(tokenizer, run_dir / FOLDER)

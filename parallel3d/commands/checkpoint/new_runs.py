@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,13 +45,14 @@ from parallel3d.commands.checkpoint.listing import (
     read_with_config,
     title,
 )
-from parallel3d.config.schema import Config, DataConfig
+from parallel3d.config.schema import Config, DataConfig, states_of
 from parallel3d.data.tokenizer import FOLDER
 from parallel3d.device.precision import LossScale, master_dtype
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import flush_folder, write_durably
 from parallel3d.metrics.jsonl import rows_of
 from parallel3d.metrics.provenance import versions
+from parallel3d.parameters.slices import STATE
 from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import KEPT_FILE, check_run, filled_directory
 
@@ -181,10 +182,11 @@ def _chosen(runs_dir: Path, run: str, last: int | None, steps: list[int] | None)
 
 
 def _means(folders: list[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and mean of each full parameter."""
+    """Yields name and mean of each full parameter, and of states that are not stepped."""
     with damage_refused(title(folders[0])):
         found = stored_shapes(folders[0])
-    left = [(name, shape) for name, shape in found.items() if name.startswith(f"{PARAMETER}/")]
+    kept = (f"{PARAMETER}/", f"{STATE}/")
+    left = [(name, shape) for name, shape in found.items() if name.startswith(kept)]
     while left:
         some = dict([left.pop()])
         while left and sum(map(math.prod, (*some.values(), left[-1][1]))) <= AT_ONCE:
@@ -197,14 +199,15 @@ def _means(folders: list[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tenso
             for name, values in full.items():
                 total[name] += values
         for name, values in total.items():
-            yield name.removeprefix(f"{PARAMETER}/"), (values / len(folders)).to(dtype)
+            yield name.partition("/")[2], (values / len(folders)).to(dtype)
 
 
-def _some_at_a_time(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[State]:
+def _some_at_a_time(tensors: Iterable[tuple[str, Tensor]], states: Set[str]) -> Iterator[State]:
     state: State = {}
     elements = 0
     for name, tensor in tensors:
-        state[f"{PARAMETER}/{name}"] = TensorChunks.whole(tensor)
+        kind = STATE if name in states else PARAMETER
+        state[f"{kind}/{name}"] = TensorChunks.whole(tensor)
         elements += tensor.numel()
         if elements >= AT_ONCE:
             yield state
@@ -221,7 +224,7 @@ def save_first(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tenso
         made.mkdir(mode=0o700)
     files = tuple(
         write_state(folder / f"rank-{number:05d}.safetensors", state)
-        for number, state in enumerate(_some_at_a_time(tensors))
+        for number, state in enumerate(_some_at_a_time(tensors, states_of(config.model)))
     )
     scale = LossScale(config.precision).scale
     progress: dict[str, int | float | bool] = {**dict.fromkeys(COUNTS, 0), "loss_scale": scale}

@@ -20,8 +20,7 @@ from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_o
 from parallel3d.commands.checkpoint import huggingface
 from parallel3d.config.schema import ModelConfig, full_shapes_of
 from parallel3d.errors import UserError
-from parallel3d.parameters.state import spec_of
-from tests.huggingface import GROUPED, save_model
+from tests.huggingface import GROUPED, fill, save_model
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +54,49 @@ SCALED = replace(
     rope_original_length=64,
 )
 QWEN3 = replace(LLAMA, qk_norm=True, head_dim=12)
+MIXTRAL = replace(LLAMA, num_experts=5, experts_per_token=2)
+QWEN3_MOE = replace(QWEN3, num_experts=6, experts_per_token=3, expert_ffn_size=20, dense_layers=[1])
+QWEN2_MOE = replace(
+    LLAMA,
+    attention_bias="qkv",
+    num_experts=5,
+    experts_per_token=2,
+    expert_ffn_size=20,
+    shared_expert_size=28,
+    shared_expert_gate=True,
+    router_normalize=False,
+)
+OLMOE = replace(
+    LLAMA,
+    qk_norm=True,
+    qk_norm_width="full",
+    num_experts=8,
+    experts_per_token=3,
+    router_normalize=False,
+)
+SIGMOID = {"router_score": "sigmoid", "router_bias": True}
+DOTS1 = replace(
+    QWEN3,
+    num_experts=8,
+    experts_per_token=3,
+    expert_ffn_size=20,
+    shared_expert_size=40,
+    router_scale=2.5,
+    dense_layers=[0],
+    **SIGMOID,
+)
+GLM = replace(
+    DOTS1,
+    qk_norm=False,
+    attention_bias="qkv",
+    rotary_percent=0.5,
+    router_groups=4,
+    router_top_groups=2,
+    head_dim=16,
+)
+MINIMAX = replace(
+    OLMOE, num_experts=6, router_normalize=True, head_dim=12, rotary_percent=0.5, **SIGMOID
+)
 MODELS = {
     "gpt2": GPT,
     "gpt2_tanh_positions": replace(GPT, activation="gelu_tanh", max_position_embeddings=30),
@@ -69,6 +111,20 @@ MODELS = {
     ),
     "qwen3": QWEN3,
     "qwen3_tied_bias": replace(QWEN3, tie_embeddings=True, attention_bias="all"),
+    "mixtral": MIXTRAL,
+    "mixtral_wide_heads": replace(MIXTRAL, head_dim=12, expert_ffn_size=20),
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe_tied_scaled": replace(
+        QWEN3_MOE, tie_embeddings=True, rope_scaling_factor=8.0, rope_original_length=64
+    ),
+    "qwen2_moe": QWEN2_MOE,
+    "olmoe": OLMOE,
+    "olmoe_one_key_head": replace(OLMOE, num_query_groups=1, attention_bias="all"),
+    "dots1": DOTS1,
+    "dots1_groups": replace(DOTS1, router_groups=4, router_top_groups=2, router_normalize=False),
+    "glm4_moe": GLM,
+    "glm4_moe_norms": replace(GLM, qk_norm=True, attention_bias="none"),
+    "minimax_m2": MINIMAX,
 }
 
 
@@ -84,12 +140,7 @@ def random_weights(model: ModelConfig) -> dict[str, Tensor]:
 def our_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """Returns (b, s, vocab_size) of our own layers on one rank."""
     stage = huggingface.blank_model(model)
-    held = set()
-    for parameter in stage.parameters():
-        for piece in spec_of(parameter).shards:
-            piece.of_local(parameter.detach()).copy_(piece.of_full(weights[piece.name]))
-            held.add(piece.name)
-    assert held == weights.keys()
+    fill(stage, weights)
     return huggingface.our_logits(stage, model, tokens)
 
 
@@ -131,6 +182,15 @@ def test_exported_model_has_our_logits_in_transformers(name: str, tmp_path: Path
     torch.testing.assert_close(their_logits(tmp_path / "hf", tokens), ours, rtol=0, atol=1e-5)
 
 
+DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    **GROUPED,
+}
 THEIRS = {
     "llama": {"model_type": "llama", **GROUPED},
     "llama_tied": {
@@ -158,6 +218,43 @@ THEIRS = {
     },
     "qwen2": {"model_type": "qwen2", "sliding_window": 8, **GROUPED},
     "qwen3": {"model_type": "qwen3", "head_dim": 12, **GROUPED},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, **GROUPED},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+        **GROUPED,
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "decoder_sparse_step": 2,
+        **GROUPED,
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, **GROUPED},
+    "dots1": {"model_type": "dots1", "first_k_dense_replace": 1, **DEEPSEEK},
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "head_dim": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        **DEEPSEEK,
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 12,
+        "rotary_dim": 6,
+        **GROUPED,
+    },
     "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True, **GROUPED},
     "gpt2": {"model_type": "gpt2"},  # gelu_new, as published
     "gpt2_exact_gelu": {"model_type": "gpt2", "activation_function": "gelu", "n_inner": 40},

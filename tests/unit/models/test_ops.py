@@ -13,6 +13,7 @@ from parallel3d.comm.group import SINGLE
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models import attention, ops
 from parallel3d.models.attention import causal_attention
+from parallel3d.models.full_norm import FullQKNorm
 from parallel3d.models.layers import BuildContext, QKNorm
 from parallel3d.models.ops import add_rms_norm, rms_norm, split_heads, swiglu
 from parallel3d.parameters.initializer import Initializer
@@ -49,6 +50,21 @@ def test_norms_of_heads_are_pytorchs_norm_of_each_head() -> None:
     q, k = (F.rms_norm(x, (8,), weights[n], 1e-3) for x, n in ((q, "q"), (k, "k")))
     expected = torch.cat((q, k, v), 2).flatten(2)
     torch.testing.assert_close(functional_call(norm, weights, qkv), expected)
+
+    def of(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return functional_call(norm, {"q": q, "k": k}, x)
+
+    assert gradcheck(of, (qkv, *weights.values()))
+
+
+def test_a_full_norm_is_pytorchs_norm_of_all_heads() -> None:
+    model = ModelConfig(hidden_size=24, num_attention_heads=3, num_query_groups=1, norm_eps=1e-3)
+    init = Initializer(0, torch.float64, torch.device("cpu"))
+    norm = FullQKNorm("attention", model, (3, 1), BuildContext(init, SINGLE, sp=False))
+    qkv, weights = leaf(2, 5, (3 + 2 * 1) * 8), {"q": leaf(24), "k": leaf(8) + 1}
+    q, k, v = qkv.split((24, 8, 8), 2)
+    q, k = (F.rms_norm(x, w.shape, w, 1e-3) for x, w in ((q, weights["q"]), (k, weights["k"])))
+    torch.testing.assert_close(functional_call(norm, weights, qkv), torch.cat((q, k, v), 2))
 
     def of(x: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return functional_call(norm, {"q": q, "k": k}, x)

@@ -1,0 +1,180 @@
+"""Maps mixtures of experts of Hugging Face models to ours: names in a layer, and keys.
+
+On disk each expert is apart, as here. It uses no torch and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parallel3d.checkpoint.hf.families import ExpertNames, Family
+from parallel3d.checkpoint.hf.read_keys import Keys
+from parallel3d.config.schema import ModelConfig
+
+CHOSEN, NORMALIZES = "num_experts_per_tok", "norm_topk_prob"
+LISTED, STEP = "mlp_only_layers", "decoder_sparse_step"
+AUX = "router_aux_loss_coef"
+MTP = "num_nextn_predict_layers"
+PARTS = ("gate", "up", "down")
+
+
+def modules_of(names: ExpertNames, count: int) -> dict[str, str]:
+    """Returns their module → ours, of one layer with `count` experts; {} is the layer's number."""
+    block = f"model.layers.{{}}.{names.block}"
+    found = {f"{block}.gate": "mlp.router"}
+    if names.shared is not None:
+        for theirs, ours in zip(names.parts, PARTS, strict=True):
+            found[f"{block}.{names.shared}.{theirs}"] = f"mlp.shared.{ours}"
+        if names.gated:
+            found[f"{block}.{names.shared}_gate"] = "mlp.shared_gate"
+    for number in range(count):
+        for theirs, ours in zip(names.parts, PARTS, strict=True):
+            found[f"{block}.experts.{number}.{theirs}"] = f"mlp.experts.{number}.{ours}"
+    return found
+
+
+def read_experts(keys: Keys, family: Family, layers: int) -> dict[str, Any]:
+    """Returns our keys of the experts. Raises UserError for what our model cannot express."""
+    names, defaults = family.experts, family.defaults
+    assert names is not None
+
+    def number(key: str) -> int:
+        value = keys.get(key, defaults.get(key), int)
+        if value is None:
+            raise keys.error(key, None, "it must be a whole number")
+        return int(value)
+
+    normalizes = names.normalizes
+    if normalizes is None:
+        normalizes = keys.get(NORMALIZES, defaults.get(NORMALIZES, False), bool)
+    found: dict[str, Any] = {
+        "num_experts": number(names.count),
+        "experts_per_token": number(CHOSEN),
+        "router_score": names.score,
+        "router_normalize": normalizes,
+        "router_bias": names.choice_bias is not None,
+        "dense_layers": _dense_layers(keys, family, layers),
+    }
+    if found["num_experts"] < 1:
+        raise keys.error(names.count, found["num_experts"], "it must be at least 1")
+    width = None
+    if names.width != "intermediate_size":
+        width = found["expert_ffn_size"] = number(names.width)
+    if names.shared is not None:
+        shared = number(names.shared_width)
+        if shared < 1:
+            raise keys.error(names.shared_width, shared, "it must be at least 1")
+        found["shared_expert_size"] = shared * (width or 1) if names.shared_in_experts else shared
+        found["shared_expert_gate"] = names.gated
+    if names.grouped:
+        found["router_groups"], found["router_top_groups"] = number("n_group"), number("topk_group")
+        scale = keys.get("routed_scaling_factor", defaults["routed_scaling_factor"], float)
+        found["router_scale"] = float(scale)
+    keys.get("output_router_logits", False, bool)
+    keys.get(AUX, 0.0, float)
+    return found
+
+
+def _dense_layers(keys: Keys, family: Family, layers: int) -> list[int]:
+    names = family.experts
+    assert names is not None
+    if names.dense is None:
+        return []
+    if names.dense != LISTED:
+        first = keys.get(names.dense, family.defaults[names.dense], int)
+        return list(range(min(first, layers)))
+    listed = keys.get(LISTED, [], list, null=[])
+    if any(type(layer) is not int for layer in listed):
+        raise keys.error(LISTED, listed, "it must be a list of whole numbers")
+    step = keys.get(STEP, 1, int)
+    if step < 1:
+        raise keys.error(STEP, step, "it must be at least 1")
+    dense = {*listed}
+    return [layer for layer in range(layers) if layer in dense or (layer + 1) % step]
+
+
+def written_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """Returns the keys of a model's experts for config.json."""
+    names = family.experts
+    assert names is not None
+    keys: dict[str, Any] = {
+        names.count: model.num_experts,
+        CHOSEN: model.experts_per_token,
+        names.width: model.expert_size,
+        "output_router_logits": False,
+    }
+    if names.normalizes is None:
+        keys[NORMALIZES] = model.router_normalize
+    if names.shared is not None:
+        shared = model.shared_expert_size
+        keys[names.shared_width] = (
+            shared // model.expert_size if names.shared_in_experts else shared
+        )
+    if names.dense == LISTED:
+        keys |= {LISTED: sorted(model.dense_layers), STEP: 1}
+    elif names.dense is not None:
+        keys[names.dense] = len(model.dense_layers)
+    if names.grouped:
+        keys |= {"n_group": model.router_groups, "topk_group": model.router_top_groups}
+        keys["routed_scaling_factor"] = model.router_scale
+    if MTP in family.aliases.values():  # an export has no layers of multi-token prediction
+        keys[MTP] = 0
+    if "router_jitter_noise" in family.fixed:
+        keys["router_jitter_noise"] = 0.0
+    return keys
+
+
+def wanted_experts(
+    model: ModelConfig, names: ExpertNames
+) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """Returns (key, value, values that the family knows) for the keys that the family fixes."""
+    dense, shared = sorted(model.dense_layers), model.shared_expert_size
+    biased = names.choice_bias is not None
+    known: list[tuple[str, tuple[Any, ...]]] = [
+        ("router_score", (names.score,)),
+        ("router_bias", (biased,)),
+        ("shared_expert_gate", (names.gated,)),
+    ]
+    if names.normalizes is not None:
+        known.append(("router_normalize", (names.normalizes,)))
+    if not names.grouped:
+        known += [("router_scale", (1.0,)), ("router_groups", (1,))]
+    wanted = [(key, getattr(model, key), values) for key, values in known]
+    if names.dense is None:
+        wanted.append(("dense_layers", dense, ([],)))
+    elif names.dense != LISTED:
+        wanted.append(("dense_layers", dense, (list(range(len(dense))),)))
+    if names.shared is None:
+        wanted.append(("shared_expert_size", shared, (0,)))
+    elif names.shared_in_experts:
+        whole = max(1, shared // model.expert_size) * model.expert_size
+        wanted.append(("shared_expert_size", shared, (whole,)))
+    elif not shared:
+        wanted.append(("shared_expert_size", shared, (model.expert_size,)))
+    return wanted
+
+
+def mtp_layers(config: Mapping[str, Any], family: Family) -> int:
+    """Returns how many layers of multi-token prediction may follow the model's own layers."""
+    known = MTP in family.aliases.values()
+    return Keys(config, aliases=family.aliases).get(MTP, 0, int) if known else 0
+
+
+def notices_of(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    """Returns sentences on what an import of this config.json leaves out."""
+    found = []
+    if family.experts is None:
+        return ()
+    if (aux := Keys(config).get(AUX, 0.0, float)) > 0:
+        found.append(
+            f"config.json has {AUX}={aux:g}: transformers' auxiliary loss counts a micro-batch and "
+            "all layers together, so that it depends on the layout; it is left out, and "
+            "moe.aux_loss=… adds the loss of each sequence"
+        )
+    if (later := mtp_layers(config, family)) > 0:
+        found.append(
+            f"config.json has {MTP}={later}: layers of multi-token prediction are left out, as "
+            "transformers leaves them out of the model"
+        )
+    return tuple(found)

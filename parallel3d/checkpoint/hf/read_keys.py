@@ -1,0 +1,78 @@
+"""Reads a config.json key by key: a key that is not understood is refused in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from parallel3d.config.fields import show
+from parallel3d.errors import UserError
+
+SHOWN = 100  # characters shown of a refused value
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+    dict: "an object",
+    list: "a list",
+}
+_REFUSED = object()
+
+
+class Keys:
+    """Reads a config.json, or an object in it; each key once, and `finish` refuses the others."""
+
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        where: str = "config.json",
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        """`aliases`: other name → key. If both are present, transformers takes the alias."""
+        self.where = where
+        self._left = dict(content)
+        for alias, key in (aliases or {}).items():
+            if alias in self._left:
+                self._left[key] = self._left.pop(alias)
+
+    def get(self, key: str, default: Any, kind: type, *, null: Any = _REFUSED) -> Any:
+        """Returns a value. Raises UserError unless it is of `kind`; whole numbers count as
+        floats."""
+        value = self._left.pop(key, _REFUSED)
+        if value is _REFUSED:
+            return default
+        if value is None and (null is not _REFUSED or default is None):
+            return default if null is _REFUSED else null
+        if type(value) is kind or (kind is float and type(value) is int):
+            return value
+        raise self.error(key, value, f"it must be {WORDS[kind]}")
+
+    def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> Any:
+        value = self._left.pop(key, default)
+        if value not in allowed:
+            choices = " or ".join(show(choice) for choice in allowed)
+            raise self.error(key, value, f"it must be {choices}")
+        return value
+
+    def has(self, key: str) -> bool:
+        return key in self._left
+
+    def finish(self, harmless: Collection[str] = ()) -> None:
+        """Raises UserError for a key that was not read and is not `harmless`."""
+        for key, value in self._left.items():
+            if key not in harmless:
+                raise UserError(
+                    f"{self.where} has {key}={_brief(value)}, which parallel3d does not know and "
+                    "which may change the model's results: remove it if it does not"
+                )
+
+    def error(self, key: str, value: Any, must: str) -> UserError:
+        return UserError(
+            f"{self.where} has {key}={_brief(value)}, which our model cannot express: {must}"
+        )
+
+
+def _brief(value: Any) -> str:
+    text = show(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -1,0 +1,155 @@
+"""RMSNorm over all heads of q, and of k, as one vector (OLMoE, MiniMax-M2).
+
+Tensor parallelism splits the heads, so the ranks add their sums of squares: one all-reduce of two
+numbers per token in the forward, and one in the backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm import collectives
+from parallel3d.comm.group import Group
+from parallel3d.config.schema import ModelConfig
+from parallel3d.device.fused import fused
+from parallel3d.models.layers import BuildContext
+from parallel3d.models.ops import Heads, heads_of
+from parallel3d.parameters.spec import ParameterSpec, ShardSpec
+
+
+class FullQKNorm(nn.Module):
+    """Applies RMSNorm to q and to k before RoPE, each over all heads of the model.
+
+    A rank holds the weights of its own heads. Key-value heads that are on several ranks count once
+    in the mean; each rank has the gradient of its own query heads alone.
+
+    Shapes: (b, s, (heads + 2 · kv_heads) · head_dim) → the same.
+    """
+
+    def __init__(
+        self, prefix: str, model: ModelConfig, heads: tuple[int, int], ctx: BuildContext
+    ) -> None:
+        super().__init__()
+        self.shape = (*heads, model.head_size)
+        self.eps = model.norm_eps
+        self.tp = ctx.tp
+        replicas = max(1, ctx.tp.size // model.kv_heads)
+        queries, keys = (n * model.head_size for n in (model.num_attention_heads, model.kv_heads))
+        # Sums over the ranks count every copy of a key-value head.
+        self.widths = (queries, keys * replicas)
+
+        def weight(part: str, count: int, width: int, replicas: int) -> nn.Parameter:
+            size, full = (count * model.head_size,), (width,)
+            start = (ctx.tp.index // replicas * size[0],)
+            name = f"{prefix}.{part}_norm.weight"
+            shard = ShardSpec(name, full, start, size, fill=1.0, tp_replicas=replicas)
+            return ctx.init.parameter(ParameterSpec(size, (shard,), replicated=ctx.tp.size == 1))
+
+        self.q = weight("q", heads[0], queries, 1)
+        self.k = weight("k", heads[1], keys, replicas)
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        return _FullNorm.apply(qkv, self.q, self.k, self.widths, self.shape, self.eps, self.tp)
+
+
+class _FullNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        widths: tuple[int, int],
+        shape: Heads,
+        eps: float,
+        tp: Group,
+    ) -> Tensor:
+        squares = _summed(sums_of_squares(qkv, widths, shape), tp)
+        out, scales = scaled_heads(qkv, q_weight, k_weight, squares, shape, eps)
+        ctx.save_for_backward(qkv, q_weight, k_weight, scales)
+        ctx.widths, ctx.shape, ctx.tp = widths, shape, tp
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        qkv, *norms = ctx.saved_tensors
+        shared = *norms, ctx.widths, ctx.shape
+        along, *weights = full_norm_sums(grad, qkv, *shared)
+        # The copies of a key-value head have parts of its gradient, whose sum is the gradient. So
+        # each copy subtracts its part of the mean, which is divided by the copies as well.
+        shared = *norms, _summed(along, ctx.tp), ctx.shape
+        return full_norm_backward(grad, qkv, *shared), *weights, *[None] * 4
+
+
+def _summed(x: Tensor, tp: Group) -> Tensor:
+    return collectives.all_reduce(x, tp) if tp.size > 1 else x
+
+
+def _parts(qkv: Tensor, shape: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k and v, (b, s, width) each; q and k in fp32 or better."""
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    q, k, v = (part.flatten(2) for part in heads_of(qkv, shape))
+    return q.to(wide), k.to(wide), v
+
+
+@fused
+def sums_of_squares(qkv: Tensor, widths: tuple[int, int], shape: Heads) -> Tensor:
+    """Returns this rank's part of the mean squares of q and of k, (b, s, 2)."""
+    q, k, _ = _parts(qkv, shape)
+    return torch.stack((q.square().sum(-1) / widths[0], k.square().sum(-1) / widths[1]), -1)
+
+
+@fused
+def scaled_heads(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, squares: Tensor, shape: Heads, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the result, and the scales (b, s, 2) of q and k."""
+    q, k, v = _parts(qkv, shape)
+    scales = torch.rsqrt(squares + eps)
+    q = (q * scales[..., :1] * q_weight).to(qkv.dtype)
+    k = (k * scales[..., 1:] * k_weight).to(qkv.dtype)
+    return torch.cat((q, k, v), -1), scales
+
+
+@fused
+def full_norm_sums(
+    grad: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    scales: Tensor,
+    widths: tuple[int, int],
+    shape: Heads,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns this rank's part of the means of grad · weight · normalised, (b, s, 2), and the
+    weights' gradients."""
+    q, k, _ = _parts(qkv, shape)
+    grad_q, grad_k, _ = _parts(grad, shape)
+    by_q, by_k = grad_q * q * scales[..., :1], grad_k * k * scales[..., 1:]
+    of_heads = (by_q * q_weight).sum(-1) / widths[0], (by_k * k_weight).sum(-1) / widths[1]
+    along = torch.stack(of_heads, -1)
+    of_q, of_k = (part.flatten(0, -2).sum(0) for part in (by_q, by_k))
+    return along, of_q.to(q_weight.dtype), of_k.to(k_weight.dtype)
+
+
+@fused
+def full_norm_backward(
+    grad: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    scales: Tensor,
+    along: Tensor,
+    shape: Heads,
+) -> Tensor:
+    """Returns scale · (grad · weight − normalised · along) of q and k, and v's gradient as it
+    is."""
+    q, k, _ = _parts(qkv, shape)
+    grad_q, grad_k, grad_v = _parts(grad, shape)
+    q_scale, k_scale = scales[..., :1], scales[..., 1:]
+    of_q = (grad_q * q_weight - q * q_scale * along[..., :1]) * q_scale
+    of_k = (grad_k * k_weight - k * k_scale * along[..., 1:]) * k_scale
+    return torch.cat((of_q.to(qkv.dtype), of_k.to(qkv.dtype), grad_v), -1)
