@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes .venv beside this folder and installs parallel3d into it; quick when done.
+# Makes .venv next to this folder and installs parallel3d into it; quick if that is done already.
 #
-#   ./launch/setup.sh             what training needs
-#   ./launch/setup.sh test        also what tests and docs need (the extra `test` of pyproject.toml)
+#   ./launch/setup.sh             packages for training
+#   ./launch/setup.sh test        also packages for tests and docs (the extra `test` of pyproject.toml)
 #   source launch/setup.sh SET    one of the two, train or test; $VENV names the environment afterwards
 #
 # Needs bash and Python >= 3.11 with venv, nothing else. PYTHON picks another interpreter.
@@ -14,7 +14,7 @@ VENV="$_p3d_root/.venv"
 
 _p3d_say() { printf 'setup: %s\n' "$*" >&2; }
 
-# The first Python that is new enough, or a sentence.
+# Finds the first Python that is new enough, or ends with a sentence.
 _p3d_python() {
   local candidate
   for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python; do
@@ -29,8 +29,8 @@ _p3d_python() {
   return 1
 }
 
-# What the environment was made from. The stamp of a finished set-up holds the same line behind the
-# name of its set.
+# Describes what the environment was made from. The stamp of a finished set-up has the same line
+# after the name of its set.
 _p3d_fingerprint() {
   local python=$1
   {
@@ -40,7 +40,7 @@ _p3d_fingerprint() {
   } | cksum
 }
 
-# pip, quiet but for what matters: its own errors, and on failure all that it said.
+# Runs pip quietly: it only shows pip's own errors, and on failure all of pip's output.
 _p3d_pip() {
   local log status=0
   log=$(mktemp)
@@ -50,15 +50,15 @@ _p3d_pip() {
   return "$status"
 }
 
-# Whether an environment is there that this Python made in this very place.
+# Tests whether this Python has made an environment in this very place.
 _p3d_usable() {
   local version='import sys; print(sys.version)'
   grep -q -F -- "$VENV" "$VENV/bin/activate" 2>/dev/null &&
     [[ "$("$VENV/bin/python" -c "$version" 2>/dev/null)" == "$("$1" -c "$version")" ]]
 }
 
-# Says that there is a CPU build, where pip is about to fetch torch with CUDA's libraries: on Linux,
-# unless the newest build of the pinned version that pip finds, which it takes, is one for the CPU.
+# Says that there is a CPU build if pip is about to fetch torch with CUDA's libraries: on Linux,
+# unless the build that pip takes, the newest of the pinned version, is one for the CPU.
 _p3d_warn_of_cuda() {
   local pinned builds
   [[ $(uname -s) == Linux ]] || return 0
@@ -100,7 +100,7 @@ _p3d_setup() {
   fi
   python=$(_p3d_python) || return
   fingerprint=$(_p3d_fingerprint "$python")
-  # With what tests need, all that training needs is there.
+  # An environment for tests also has everything for training.
   _p3d_done() {
     case $(cat "$VENV/.parallel3d-stamp" 2>/dev/null) in
     "$set $fingerprint" | "test $fingerprint") ;;
@@ -108,7 +108,7 @@ _p3d_setup() {
     esac
   }
   _p3d_done && return
-  # Two scripts at once: one installs, the other waits and finds it done.
+  # If two scripts run at once, one installs, the other waits and finds it done.
   (
     if command -v flock >/dev/null; then
       flock -n 9 || { _p3d_say "another set-up is at work; waiting for it" && flock 9; }

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Runs the tests, in three sets (CONTRIBUTING.md says when to run which):
 #   ./launch/test.sh fast    unit tests of less than a fifth of a second each: a minute on two cores
-#   ./launch/test.sh         all that a change of the package can break
+#   ./launch/test.sh         everything that a change of the package can break
 #   ./launch/test.sh more    planted bugs, tests of benchmarks, pages, Slurm, rails, browser, types
-# Or those that pytest's arguments choose, of whatever set: ./launch/test.sh tests/unit -k layout
+# Or tests that pytest's arguments select, from any set: ./launch/test.sh tests/unit -k layout
 # A set is shared by two or three processes, file by file; a choice runs in one.
-# The first start makes .venv beside this folder. Works from any directory.
+# The first start makes .venv next to this folder. It works from any directory.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh" test
 cd "$(dirname -- "${BASH_SOURCE[0]}")/.."
-# Some images set it: each of the hundreds of processes would compile the package for itself.
+# Some images set it, and then each of the hundreds of processes would compile the package itself.
 unset PYTHONDONTWRITEBYTECODE
 case "${1:-} $*" in
 "fast "*) set -- -n 2 -m "not slow and not more" tests/unit "${@:2}" ;;

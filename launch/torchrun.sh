@@ -6,9 +6,9 @@
 # NODES: hosts (default 1); RANKS: ranks on each host (default: its GPUs, or its cores without);
 # MASTER: host 0 and a port of it (default: this host and a free port, for NODES=1);
 # NODE_RANK: 0 on that host, 1, 2, … on the others. Without it torchrun numbers the hosts by a
-# meeting that unpickles what anybody who reaches the port has put there: trusted networks alone.
+# rendezvous that unpickles whatever reaches its port: use that in trusted networks only.
 # PARALLEL3D_SECRET: the same long random word on every host (default: a new one, for NODES=1).
-# In a checkout it makes .venv first; a copy that `parallel3d init slurm` wrote takes the Python on
+# In a checkout it makes .venv first. A copy that `parallel3d init slurm` wrote uses the Python on
 # the PATH, or PYTHON, in which parallel3d is installed.
 set -euo pipefail
 setup="$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
