@@ -1,1 +1,1 @@
-"""Scripts that use parallel3d as a library, and programs that teach."""
+"""Scripts that use parallel3d as a library, and programs for teaching."""

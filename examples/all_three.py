@@ -3,7 +3,7 @@
     python examples/all_three.py
     torchrun --nproc-per-node 8 examples/all_three.py 2 2     # tp=2 pp=2, so dp=2
 
-The losses are the same, whatever the layout.
+The losses are the same under every layout.
 """
 
 import sys
@@ -53,9 +53,9 @@ for step in range(20):
     mine = words.chunk(groups.dp.size)[groups.dp.index].to(groups.device)  # this replica's samples
     optimizer.zero_grad()
     loss = pipe.step(mine[:, :-1], mine[:, 1:])
-    p3d.clip_grad_norm_(pipe.parameters(), 1.0)  # of the whole model, in place of PyTorch's
+    p3d.clip_grad_norm_(pipe.parameters(), 1.0)  # by the whole model's norm
     optimizer.step()
-    if groups.dp.size > 1:  # of all replicas, to print
+    if groups.dp.size > 1:  # adds up the replicas' losses, to print them
         dist.all_reduce(loss, group=groups.dp.handle)
     losses.append(loss.item() / groups.dp.size)
     if groups.rank == 0:

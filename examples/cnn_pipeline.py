@@ -1,10 +1,10 @@
-"""A small convolutional net whose layers lie on the ranks of a pipeline.
+"""A small convolutional net whose layers are spread over the ranks of a pipeline.
 
     python examples/cnn_pipeline.py
     torchrun --nproc-per-node 2 examples/cnn_pipeline.py zb_h1
 
-The losses are the same, whatever the number of ranks (1 to 3) and the schedule (one that has two
-stages a rank needs as many blocks).
+The losses are the same for 1 to 3 ranks and every schedule. (A schedule with two stages a rank
+needs a block for each stage.)
 """
 
 import sys
@@ -19,7 +19,7 @@ torch.set_default_dtype(torch.float64)
 
 
 def batch(step, size=32):
-    """Bright corners: images (size, 1, 8, 8), and which corner it is."""
+    """Returns images (size, 1, 8, 8) with a bright corner, and the corner's number."""
     random = torch.Generator().manual_seed(step)
     corners = torch.randint(4, (size,), generator=random)
     images = torch.randn(size, 1, 8, 8, generator=random)

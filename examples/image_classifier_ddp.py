@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 def batch(step, size=32):
-    """Stripes of one of four directions in noise: (size, 1, 16, 16), and which it is."""
+    """Returns noisy stripes (size, 1, 16, 16) in one of four directions, and its number."""
     random = torch.Generator().manual_seed(step)
     kinds = torch.randint(4, (size,), generator=random)
     y, x = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")

@@ -3,7 +3,7 @@
     python examples/long_sequence.py
     torchrun --nproc-per-node 2 examples/long_sequence.py ring     # or gather, heads
 
-The losses are the same, whatever the number of ranks (1, 2, 3 …).
+The losses are the same for any number of ranks (1, 2, 3 …).
 """
 
 import sys

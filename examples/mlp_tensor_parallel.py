@@ -3,7 +3,7 @@
     python examples/mlp_tensor_parallel.py
     torchrun --nproc-per-node 2 examples/mlp_tensor_parallel.py
 
-The losses are the same, whatever the number of ranks (1, 2, 4 …).
+The losses are the same for any number of ranks (1, 2, 4 …).
 """
 
 import torch
@@ -15,7 +15,7 @@ import parallel3d as p3d
 torch.set_default_dtype(torch.float64)
 
 groups = p3d.init(tp=None, dp=1)  # all ranks in one tensor-parallel group
-torch.manual_seed(0)  # alike on all ranks: each keeps its part of the same weights
+torch.manual_seed(0)  # the same on all ranks: each keeps its part of the same weights
 net = nn.Sequential(
     p3d.ColumnParallelLinear(16, 64, groups.tp),
     nn.GELU(),
@@ -25,7 +25,7 @@ net = nn.Sequential(
 ).to(groups.device)
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
 for step in range(20):
-    random = torch.Generator().manual_seed(step)  # alike on all ranks, too
+    random = torch.Generator().manual_seed(step)  # the same on all ranks, too
     x = torch.randn(32, 16, generator=random).to(groups.device)
     loss = F.mse_loss(net(x), torch.sin(x.sum(1, keepdim=True)))
     optimizer.zero_grad()

@@ -1,11 +1,11 @@
-"""Times every collective in all its textbook forms on your own ranks, beside their prices.
+"""Times every collective in all its textbook forms on your own ranks, and compares their prices.
 
     torchrun --nproc-per-node 4 -m examples.collectives.compare [--bytes 262144] [--calls 5]
 
-Each form is checked first. A line a form: messages and bytes of the busiest rank, the median time
-of the slowest rank, and the price of that list of messages on a link of --gb-per-s and --latency-us
-(`parallel3d bench comm` measures them). At the end: how often the cheaper of two forms was the
-faster. CPU ranks use gloo and GPUs NCCL.
+Each form is checked first. Its line has messages and bytes of the busiest rank, the median time of
+the slowest rank, and the price of that list of messages on a link of --gb-per-s and --latency-us
+(`parallel3d bench comm` measures them). The last line says how often the cheaper of two forms was
+the faster one. CPU ranks use gloo, GPUs use NCCL.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from examples.collectives.run import run
 from parallel3d.blueprint.cluster import Link
 
 ITEM = 4  # bytes of an fp32
-APART = 1.2  # forms whose prices differ by less are not expected in an order
+APART = 1.2  # forms whose prices differ by less need not be in order
 
 
 class WrongResult(RuntimeError):
-    """A form left something else than the sum or the parts that it should."""
+    """A form left wrong numbers on a rank."""
 
 
 class Row(NamedTuple):
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 def is_right(collective: str, buffer: Tensor, rank: int, n: int) -> bool:
-    """Whether a rank that began with `rank + 1` everywhere holds what it should."""
+    """Returns whether a rank that began with `rank + 1` everywhere has the right result."""
     every = torch.arange(1.0, n + 1)
     blocks = [own_block(r, n, buffer.numel()) for r in range(n)]
     held, mine = buffer.cpu(), blocks[rank]
@@ -69,7 +69,7 @@ def check(collective: str, form: str, count: int, link: Link, device: torch.devi
 
 
 def median_seconds(collective: str, form: str, buffer: Tensor, link: Link, calls: int) -> float:
-    """Median over the calls of the time of each call's slowest rank; the same on every rank."""
+    """Returns the median over calls of each call's slowest rank; the same on every rank."""
     seconds = []
     for _ in range(calls):
         dist.barrier()
@@ -84,7 +84,7 @@ def median_seconds(collective: str, form: str, buffer: Tensor, link: Link, calls
 
 
 def compare(count: int, calls: int, link: Link, device: torch.device) -> list[Row]:
-    """Every form of every collective on `count` elements, checked, timed and priced."""
+    """Checks, times and prices every form of every collective on `count` elements."""
     n, rows = dist.get_world_size(), []
     for collective, forms in FORMS.items():
         for form in forms:
@@ -102,7 +102,7 @@ def compare(count: int, calls: int, link: Link, device: torch.device) -> list[Ro
 
 
 def orders(rows: list[Row]) -> tuple[int, int]:
-    """(pairs of forms priced `APART` or more, those of them whose cheaper form was the faster)."""
+    """Counts pairs of forms priced `APART` or more, and those whose cheaper form was faster."""
     apart = kept = 0
     for pair in combinations(rows, 2):
         low, high = sorted(pair, key=lambda row: row.priced)
@@ -113,7 +113,7 @@ def orders(rows: list[Row]) -> tuple[int, int]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as text, one a line."""
+    """Returns the rows as text, one a line."""
     heads = f"{'messages':>8} {'bytes':>12} {'time, µs':>10} {'priced':>9}"
     lines = [f"{'collective':15} {'form':19} {heads}"]
     for row in rows:

@@ -1,14 +1,14 @@
-"""Every collective in every form: the parts put together, by name.
+"""Every collective in every form, built from the parts, by name.
 
-| form               | what it is                                                                |
+| form               | algorithm                                                                 |
 |--------------------|---------------------------------------------------------------------------|
-| naive              | one rank talks to each in turn; an all-reduce reduces so, then broadcasts |
-| chain              | 0 → 1 → … → n − 1, whole; a reduction runs back                           |
-| segmented          | a chain in S pieces that follow each other, S where it is cheapest        |
+| naive              | one rank talks to each in turn; all-reduce: such a reduce, then broadcast |
+| chain              | 0 → 1 → … → n − 1, whole; a reduction runs backwards                      |
+| segmented          | a chain in S pieces that follow each other, with the cheapest S           |
 | tree               | binomial tree                                                             |
-| double_tree        | two binary trees with half of the buffer each, in S pieces                |
-| ring               | blocks go round; a broadcast scatters (tree) and gathers by the ring      |
-| recursive_doubling | partners 2ᵏ apart swap what they have; a barrier signals 2ᵏ further on    |
+| double_tree        | two binary trees, each with half of the buffer, in S pieces               |
+| ring               | blocks go round; broadcast: a tree scatters, the ring gathers             |
+| recursive_doubling | partners 2ᵏ apart swap all they have; a barrier signals 2ᵏ further on     |
 | recursive_halving  | all-reduce: doubling backwards (reduce-scatter), then doubling            |
 """
 
@@ -41,7 +41,7 @@ FORMS = {
     "barrier": OF_ALL,
 }
 IN_SEGMENTS = (SEGMENTED, DOUBLE_TREE)
-# Beyond, what a rank does for each message outweighs what one more saves.
+# With more segments, the cost of a message outweighs what it saves.
 MOST_SEGMENTS = {SEGMENTED: 1024, DOUBLE_TREE: 64}
 
 _SCATTERS: dict[str, Callable[[int, int], Rounds]] = {
@@ -52,13 +52,13 @@ _SCATTERS: dict[str, Callable[[int, int], Rounds]] = {
 
 
 def check_form(collective: str, form: str) -> None:
-    """Raises ValueError, which names the nearest, for a collective or a form that is not there."""
+    """Raises ValueError with the nearest name for an unknown collective or form."""
     check_name("collective", collective, tuple(FORMS))
     check_name(f"form of {collective}", form, FORMS[collective])
 
 
 def check_name(what: str, name: str, known: tuple[str, ...]) -> None:
-    """Raises ValueError, with the nearest, where `name` is none of the `known` ones."""
+    """Raises ValueError with the nearest name if `name` is not among the `known` ones."""
     if name not in known:
         likely = nearest(str(name), known) or known[0]
         raise ValueError(
@@ -67,9 +67,9 @@ def check_name(what: str, name: str, known: tuple[str, ...]) -> None:
 
 
 def rounds_of(collective: str, form: str, n: int, count: int, segments: int = 1) -> Rounds:
-    """The messages of a collective of n ranks on a buffer of `count` elements; root is rank 0.
+    """Returns the messages of a collective of n ranks on `count` elements; the root is rank 0.
 
-    `segments`: of the forms `IN_SEGMENTS`; a double tree sends so many of each half. Raises
+    Only the forms `IN_SEGMENTS` use `segments`; a double tree sends that many of each half. Raises
     ValueError for an unknown name, fewer than one rank or segment, or a negative count.
     """
     check_form(collective, form)
@@ -101,7 +101,7 @@ def _rounds(collective: str, form: str, n: int, count: int, segments: int) -> Ro
     if form in (RING, HALVING):
         half = RING if form == RING else DOUBLING
         return _reduce_scatter(half, n, count) + _all_gather(half, n, count)
-    # An all-reduce or, of nothing, a barrier: reduce to rank 0, then tell all.
+    # An all-reduce reduces to rank 0 and then tells all; a barrier does so without data.
     count = 0 if collective == "barrier" else count
     return _reduce(form, n, count, segments) + _broadcast(form, n, count, segments)
 
@@ -118,7 +118,7 @@ def _broadcast(form: str, n: int, count: int, segments: int) -> Rounds:
 
 
 def _reduce(form: str, n: int, count: int, segments: int) -> Rounds:
-    if form in (RING, DOUBLING):  # sums of blocks, which rank 0 collects
+    if form in (RING, DOUBLING):  # rank 0 collects the sums of blocks
         collecting = backwards(parts.tree_scatter(n, count), adds=False)
         return _reduce_scatter(form, n, count) + collecting
     return backwards(_broadcast(form, n, count, segments), adds=True)
@@ -141,17 +141,17 @@ def _reduce_scatter(form: str, n: int, count: int) -> Rounds:
 
 
 def own_block(rank: int, n: int, count: int) -> slice:
-    """Which elements are `rank`'s in a scatter, a gather and what is made of them."""
+    """Returns the elements of `rank` in a scatter, a gather and collectives built from them."""
     cuts = edges(count, n)
     return slice(cuts[rank], cuts[rank + 1])
 
 
 @lru_cache(maxsize=4096)
 def segments_of(form: str, n: int, count: int, itemsize: int, link: Link | None) -> int:
-    """The number of segments that is cheapest, at most `MOST_SEGMENTS`; 1 of the other forms.
+    """Returns the cheapest number of segments, at most `MOST_SEGMENTS`; 1 for other forms.
 
-    Of a chain by its formula; of a double tree the best of 1, 2, 4, … A reduction has those of the
-    broadcast that it runs backwards.
+    A chain's follows from a formula, a double tree's is the best of 1, 2, 4, … A reduction has the
+    number of the broadcast that it runs backwards.
     """
     if form not in IN_SEGMENTS or link is None or count == 0 or n <= 2:
         return 1
@@ -166,6 +166,6 @@ def segments_of(form: str, n: int, count: int, itemsize: int, link: Link | None)
 
 
 def price_of(collective: str, form: str, n: int, count: int, itemsize: int, link: Link) -> float:
-    """Seconds by the α–β model, in the best number of segments; arguments as `rounds_of`."""
+    """Returns seconds by the α–β model with the best number of segments; see `rounds_of`."""
     segments = segments_of(form, n, count, itemsize, link)
     return price(rounds_of(collective, form, n, count, segments), n, itemsize, link)

@@ -1,10 +1,10 @@
-"""A collective as rounds of messages: what is counted, priced, drawn and run is this one list.
+"""A collective as rounds of messages: this one list is counted, priced, drawn and run.
 
 Every rank holds the whole buffer, `count` elements; block r of n is [r·count/n, (r + 1)·count/n),
 rounded down. A message carries a slice of the sender's buffer to the same place of the receiver's,
-where it is added or takes the place of what was there. In a round a rank sends what it held when
-the round began; it enters the next round when its own messages of this one have come and gone, and
-waits for nobody else.
+where it is added or replaces the old values. In a round a rank sends the values that it held when
+the round began. It enters the next round when its own messages of this round have been sent and
+received, and waits for no other rank.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from parallel3d.blueprint.cluster import Link
 
 
 class Message(NamedTuple):
-    """Elements [start, stop) of `source`'s buffer, on their way to `target`'s."""
+    """Elements [start, stop) of `source`'s buffer, sent to `target`."""
 
     source: int
     target: int
     start: int
     stop: int
-    adds: bool = False  # reduced with what the target holds; else it takes its place
+    adds: bool = False  # reduced with the target's values; else it replaces them
 
     @property
     def count(self) -> int:
@@ -32,23 +32,23 @@ Rounds = list[list[Message]]
 
 
 class Sent(NamedTuple):
-    """What a rank sends in a collective."""
+    """The messages and elements that a rank sends in a collective."""
 
     messages: int
     elements: int
 
 
 def edges(count: int, parts: int) -> list[int]:
-    """(parts + 1,): where each of `parts` nearly equal parts begins, and where the last ends."""
+    """Returns (parts + 1,) borders of `parts` nearly equal parts."""
     return [i * count // parts for i in range(parts + 1)]
 
 
 def backwards(rounds: Rounds, adds: bool) -> Rounds:
-    """Every message returned, the last first.
+    """Returns every message reversed, the last one first.
 
-    What hands parts out then collects them (`adds` false: scatter → gather) or sums them up (true:
-    broadcast → reduce, all-gather → reduce-scatter). A sum is right only if nobody was told what it
-    had: it would return it, and count twice.
+    Rounds that distribute parts then collect them (`adds` false: scatter → gather) or sum them
+    (true: broadcast → reduce, all-gather → reduce-scatter). A sum is right only if no rank was sent
+    data that it had already: it would return the data, and they would count twice.
     """
     return [
         [m._replace(source=m.target, target=m.source, adds=adds) for m in messages]
@@ -57,7 +57,7 @@ def backwards(rounds: Rounds, adds: bool) -> Rounds:
 
 
 def sent(rounds: Rounds, n: int) -> list[Sent]:
-    """(n,): messages and elements that each rank sends."""
+    """Returns (n,) the messages and elements that each rank sends."""
     found = [Sent(0, 0)] * n
     for messages in rounds:
         for m in messages:
@@ -67,7 +67,7 @@ def sent(rounds: Rounds, n: int) -> list[Sent]:
 
 
 def price(rounds: Rounds, n: int, itemsize: int, link: Link) -> float:
-    """Seconds by the α–β model: the critical path through the rounds.
+    """Returns seconds by the α–β model: the critical path through the rounds.
 
     A message of x bytes begins when both ends have come to its round and takes α + x/B; in a round
     a rank sends one at most and receives one at most, through ports that do both at once (Hockney

@@ -1,7 +1,7 @@
-"""The ways by which one rank's data reach all others, and all ranks' data each other.
+"""The ways to send one rank's data to all others, and all ranks' data to each other.
 
-Each function gives rounds for n ranks and `count` elements. Rank 0 is the root; what reduces and
-gathers is one of these run backwards (`messages.backwards`).
+Each function returns rounds for n ranks and `count` elements. Rank 0 is the root. Reductions and
+gathers are these run backwards (`messages.backwards`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def naive_broadcast(n: int, count: int) -> Rounds:
 
 
 def tree_broadcast(n: int, count: int) -> Rounds:
-    """Binomial tree: whoever knows tells one more in each round, ⌈log₂ n⌉ of them."""
+    """Binomial tree: in each of ⌈log₂ n⌉ rounds every rank with the data sends it to one more."""
     steps = [1 << k for k in reversed(range((n - 1).bit_length()))]
     return [
         [Message(r, r + step, 0, count) for r in range(0, n - step, 2 * step)] for step in steps
@@ -41,10 +41,10 @@ def chain_broadcast(n: int, count: int, segments: int = 1) -> Rounds:
 
 
 def in_order_parent(label: int, n: int) -> int:
-    """The node above `label` in the binary tree whose in-order walk is 1 … n − 1; 0 above its root.
+    """Returns `label`'s parent in the binary tree with in-order walk 1 … n − 1; 0 above its root.
 
-    With 2ᵏ the lowest bit of the label, the node has height k: leaves are odd, and the parent is
-    2ᵏ to that side where the sum has its next bit set, or to the left if there is none to the right
+    With 2ᵏ the lowest bit of the label, the node has height k: leaves are odd, and the parent is 2ᵏ
+    to the side on which the sum has its next bit set, or to the left if there is none to the right
     (Sanders, Speck and Träff 2009, section 4).
     """
     low = label & -label
@@ -53,9 +53,9 @@ def in_order_parent(label: int, n: int) -> int:
 
 
 def double_tree(n: int) -> tuple[dict[int, int], dict[int, int]]:
-    """(child → parent) of two binary trees on ranks 1 … n − 1, both under rank 0.
+    """Returns (child → parent) of two binary trees on ranks 1 … n − 1, both under rank 0.
 
-    The second one is the first, mirrored (n odd) or turned by one (n even), so that no rank has
+    The second tree is the first, mirrored (n odd) or rotated by one (n even), so that no rank has
     children in both: Sanders, Speck and Träff 2009.
     """
     first = {r: in_order_parent(r, n) for r in range(1, n)}
@@ -64,7 +64,7 @@ def double_tree(n: int) -> tuple[dict[int, int], dict[int, int]]:
 
 
 class Edge(NamedTuple):
-    """From a rank to its child, in the first or the second of two trees."""
+    """An edge from a rank to its child, in the first or the second of two trees."""
 
     up: int
     down: int
@@ -72,10 +72,10 @@ class Edge(NamedTuple):
 
 
 def two_colours(all_edges: list[Edge]) -> dict[Edge, int]:
-    """0 or 1 for each, unlike where edges leave one rank or enter one: they take turns there.
+    """Returns 0 or 1 for each edge, different for edges that leave or enter the same rank.
 
-    A rank has at most two children in all and hears from two parents, so it can be done: the edges
-    form paths and even cycles.
+    Such edges take turns. This is possible because a rank has at most two children and two parents
+    in all, so the edges form paths and even cycles.
     """
     colours: dict[Edge, int] = {}
     for first in all_edges:
@@ -93,10 +93,10 @@ def two_colours(all_edges: list[Edge]) -> dict[Edge, int]:
 
 
 def double_tree_broadcast(n: int, count: int, segments: int = 1) -> Rounds:
-    """Each of two trees carries half of the buffer, in `segments` pieces.
+    """Sends half of the buffer through each of two trees, in `segments` pieces.
 
-    Even rounds are of one colour and odd ones of the other, so that a rank sends and receives at
-    most once in each, and a piece moves on every two: 2S rounds and twice the depth, about.
+    Even rounds have one colour and odd rounds the other, so that a rank sends and receives at most
+    once in each, and a piece moves every two rounds: about 2S rounds plus twice the depth.
     """
     trees = [
         [Edge(up, down, tree) for down, up in parents.items()]
@@ -106,7 +106,7 @@ def double_tree_broadcast(n: int, count: int, segments: int = 1) -> Rounds:
     begins: dict[Edge, int] = {}
 
     def begin(edge: Edge) -> int:
-        """The round of the edge's first piece: the next of its colour when its parent has it."""
+        """Returns the round of the edge's first piece: its colour's next once the parent has it."""
         if edge not in begins:
             above = [e for e in trees[edge.tree] if e.down == edge.up]
             ready = begin(above[0]) + 1 if above else 0
@@ -133,7 +133,7 @@ def naive_scatter(n: int, count: int) -> Rounds:
 
 
 def tree_scatter(n: int, count: int) -> Rounds:
-    """Binomial tree: each message is all blocks of the part of the tree that it goes to."""
+    """Binomial tree: each message holds all blocks of the receiving subtree."""
     cuts = edges(count, n)
     steps = [1 << k for k in reversed(range((n - 1).bit_length()))]
     return [
@@ -155,9 +155,9 @@ def chain_scatter(n: int, count: int) -> Rounds:
 
 
 def ring_all_gather(n: int, count: int) -> Rounds:
-    """To the left neighbour goes what came from the right: n − 1 rounds, all ports busy.
+    """Each rank passes blocks from its right neighbour to the left: n − 1 rounds, all ports busy.
 
-    Run backwards it is the reduce-scatter, which goes to the right.
+    The reduce-scatter is the same run backwards, to the right.
     """
     cuts = edges(count, n)
     return [
@@ -167,9 +167,9 @@ def ring_all_gather(n: int, count: int) -> Rounds:
 
 
 def folded(n: int) -> list[tuple[int, int]]:
-    """Ranks [first, end) that stand for one each where a power of two is needed, in order.
+    """Returns ranks [first, end) that act as one rank each if a power of two is needed, in order.
 
-    Of n = 2ᵏ + m ranks the first 2m pair up; the first of each pair speaks for both.
+    With n = 2ᵏ + m the first 2m ranks form pairs, and the first rank of each pair acts for both.
     """
     power = 1 << (n.bit_length() - 1)
     pairs = n - power
@@ -177,10 +177,10 @@ def folded(n: int) -> list[tuple[int, int]]:
 
 
 def doubling_all_gather(n: int, count: int) -> Rounds:
-    """In round k partners 2ᵏ apart swap all they have: ⌈log₂ n⌉ rounds where n is a power of two.
+    """In round k partners 2ᵏ apart swap all they have: ⌈log₂ n⌉ rounds if n is a power of two.
 
-    Else the second of each pair hands its block in before, and has the whole after. Source: Thakur,
-    Rabenseifner and Gropp 2005 (sections 4.1 and 4.5).
+    Otherwise the second of each pair first sends its block, and gets the whole in the end. See
+    Thakur, Rabenseifner and Gropp 2005 (sections 4.1 and 4.5).
     """
     cuts, team = edges(count, n), folded(n)
     pairs = [(first, first + 1) for first, end in team if end - first == 2]
@@ -202,7 +202,7 @@ def doubling_all_gather(n: int, count: int) -> Rounds:
 def halving_reduce_scatter(n: int, count: int) -> Rounds:
     """`doubling_all_gather` backwards: halves of ever smaller parts are swapped and summed."""
     rounds = backwards(doubling_all_gather(n, count), adds=True)
-    if n & (n - 1):  # what the second of a pair is handed is the whole sum, its own part in it
+    if n & (n - 1):  # the second of a pair gets the whole sum, its own part included
         rounds[-1] = [m._replace(adds=False) for m in rounds[-1]]
     return rounds
 
@@ -210,8 +210,8 @@ def halving_reduce_scatter(n: int, count: int) -> Rounds:
 def doubling_all_reduce(n: int, count: int) -> Rounds:
     """In round k partners 2ᵏ apart swap their sums, whole: few rounds, many bytes.
 
-    Where n is no power of two the second of each pair hands its numbers in before, and is told the
-    sum after.
+    If n is not a power of two, the second of each pair first sends its numbers, and gets the sum in
+    the end.
     """
     team = folded(n)
     pairs = [(first, first + 1) for first, end in team if end - first == 2]
@@ -228,7 +228,7 @@ def doubling_all_reduce(n: int, count: int) -> Rounds:
 
 
 def dissemination(n: int, count: int = 0) -> Rounds:
-    """A barrier: in round k each signals the one 2ᵏ further on: Hensgen, Finkel and Manber 1988."""
+    """A barrier: in round k each rank signals the one 2ᵏ after it (Hensgen et al. 1988)."""
     return [
         [Message(r, (r + (1 << k)) % n, 0, count) for r in range(n)]
         for k in range((n - 1).bit_length())

@@ -4,8 +4,8 @@
 
 writes docs/collectives_shapes.svg, collectives_rounds.svg and collectives_barrier.svg.
 
-The barrier is run, by three processes of which one comes at once, one after a second and one after
-two; its times are printed.
+Three processes run the barrier: one reaches it at once, one after a second and one after two. Their
+times are printed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from examples.collectives.messages import Message, Rounds
 from examples.collectives.run import run
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-LATE_S = (0.0, 1.0, 2.0)  # when each rank comes to the barrier
-COUNT = 64  # elements of what is drawn
+LATE_S = (0.0, 1.0, 2.0)  # when each rank reaches the barrier
+COUNT = 64  # elements of the drawn buffer
 STYLE = """
 svg { --ground: #fff; --ink: #1f2328; --pale: #656d76; --rule: #d5dae0; --even: #1864ab;
   --odd: #d9480f; --node: #f3f5f7; --work: #2b8a3e; --wait: #e9c46a }
@@ -67,7 +67,7 @@ def kind_of(turn: int) -> str:
 
 
 def arrow(a: Point, b: Point, gap: float, turn: int, label: str = "") -> str:
-    """From near `a` to near `b`, in the colour of the round, with its number beside it."""
+    """Draws an arrow from `a` to `b` in the colour of the round, with its number next to it."""
     long = math.dist(a, b)
     dx, dy = (b.x - a.x) / long, (b.y - a.y) / long
     kind = kind_of(turn)
@@ -85,7 +85,7 @@ def arrow(a: Point, b: Point, gap: float, turn: int, label: str = "") -> str:
 
 
 def first_rounds(rounds: Rounds) -> dict[tuple[int, int], int]:
-    """(from, to) → the first round in which a message goes that way."""
+    """Returns (from, to) → the first round with a message in that direction."""
     found: dict[tuple[int, int], int] = {}
     for turn, messages in enumerate(rounds):
         for m in messages:
@@ -101,7 +101,7 @@ def circle(n: int, corner: Point, size: float) -> list[Point]:
 
 
 def tree(links: dict[tuple[int, int], int], n: int, corner: Point, size: float) -> list[Point]:
-    """Rank 0 on top, those it tells below it; leaves side by side."""
+    """Places rank 0 on top, its receivers below it, and leaves side by side."""
     children = {r: [b for a, b in links if a == r] for r in range(n)}
     column: dict[int, float] = {}
     depth = {0: 0}
@@ -126,7 +126,7 @@ def tree(links: dict[tuple[int, int], int], n: int, corner: Point, size: float) 
 
 
 def shape(title: str, words: str, rounds: Rounds, corner: Point, size: float = 170) -> list[str]:
-    """Ranks as circles, ways as arrows with the number of their first round."""
+    """Draws ranks as circles, and messages as arrows with the number of their first round."""
     links = first_rounds(rounds)
     n = 1 + max(max(pair) for pair in links)
     top = Point(corner.x, corner.y + 44)
@@ -147,7 +147,7 @@ def shape(title: str, words: str, rounds: Rounds, corner: Point, size: float = 1
 
 
 def half_of(rounds: Rounds, second: bool) -> Rounds:
-    """What carries the first or the second half of the buffer."""
+    """Returns the messages that carry the first or the second half of the buffer."""
     return [[m for m in turn if (m.start >= COUNT // 2) == second] for turn in rounds]
 
 
@@ -171,7 +171,7 @@ def shapes() -> str:
 
 
 def panel(title: str, words: str, rounds: Rounds, corner: Point) -> tuple[list[str], float]:
-    """A line a rank, a column a round; and how wide it is."""
+    """Draws a line for each rank and a column for each round; returns the width, too."""
     n = 1 + max(max(m.source, m.target) for turn in rounds for m in turn)
     step, row = 34.0, 20.0
     top, left = corner.y + 50, corner.x + 20
@@ -220,7 +220,7 @@ def by_round() -> str:
 
 
 def come_late(rank: int, store: str, found: multiprocessing.Queue) -> None:
-    """One rank: meets the others, comes to the barrier late and says when it came and left."""
+    """Runs one rank: joins the others, reaches the barrier late, reports when it came and left."""
     n = len(LATE_S)
     dist.init_process_group(
         "gloo",
@@ -229,7 +229,7 @@ def come_late(rank: int, store: str, found: multiprocessing.Queue) -> None:
         world_size=n,
         timeout=timedelta(seconds=60),
     )
-    run("barrier", "tree", torch.ones(1))  # from here on they count
+    run("barrier", "tree", torch.ones(1))  # times count from here on
     begun = time.monotonic()
     time.sleep(LATE_S[rank])
     came = time.monotonic() - begun
@@ -239,7 +239,7 @@ def come_late(rank: int, store: str, found: multiprocessing.Queue) -> None:
 
 
 def measured_barrier() -> list[tuple[int, float, float]]:
-    """(rank, came, left) in seconds."""
+    """Returns (rank, came, left) in seconds."""
     context = multiprocessing.get_context("fork")
     found = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -29,16 +29,17 @@ def run(
     group: dist.ProcessGroup | None = None,
     link: Link | None = None,
 ) -> Sent:
-    """One collective on `buffer` (count,), in place, by every rank of the group; its first is root.
+    """Runs a collective in place on `buffer` (count,), on every rank; the group's first is root.
 
-    Before, rank r's own data are in the whole buffer (broadcast: of the root; reductions) or in
-    block r (gathers; of a scatter all are the root's); after, so are the results. What else is in
-    the buffer is lost to partial sums. A barrier takes any buffer and leaves it. `link`: what the
-    segmented forms choose their segments for; without it they send whole.
+    Before the call rank r's data fill the whole buffer (broadcast: the root's; reductions) or are
+    in block r (gathers; for a scatter all blocks are in the root's buffer). After it the results
+    are in the same places; the rest of the buffer may hold partial sums. A barrier leaves its
+    buffer as it is. The segmented forms choose their number of segments for `link`; without it they
+    use one.
 
-    Returns what this rank sent. Raises ValueError for a name that is not there, a buffer that is
-    not one contiguous dimension, or a mean of whole numbers: on every rank, before anything is
-    sent. Buffers of unlike length are an error of the backend's.
+    Returns what this rank sent. Raises ValueError for an unknown name, a buffer that is not one
+    contiguous dimension, or a mean of whole numbers: on every rank, before anything is sent. The
+    backend raises an error if the buffers' lengths differ.
     """
     check_form(collective, form)
     check_name("reduction", reduction, tuple(REDUCTIONS))
@@ -59,7 +60,7 @@ def run(
 
 
 def is_reduced(collective: str, rank: int) -> bool:
-    """Whether the rank holds what was reduced afterwards (of a reduce-scatter: in its block)."""
+    """Returns whether the rank holds the reduced result (for a reduce-scatter: in its block)."""
     return collective in ("all_reduce", "reduce_scatter") or (collective == "reduce" and rank == 0)
 
 
@@ -69,11 +70,11 @@ def run_rounds(
     reduce: Callable[[Tensor, Tensor], object],
     group: dist.ProcessGroup | None = None,
 ) -> Sent:
-    """Any rounds, on this rank: returns the messages and elements that it sent.
+    """Runs any rounds on this rank; returns the messages and elements that it sent.
 
-    All messages of a round are posted together, which NCCL needs and gloo allows. What is to be
-    reduced comes into memory of its own, what takes a place comes there at once. On an accelerator
-    a message of no elements, of which barriers are made, takes one: NCCL may skip an empty one.
+    All messages of a round are posted together, which NCCL needs and gloo allows. Data to be
+    reduced is received into separate memory, other data directly into its place. On an accelerator
+    the empty messages of barriers get one element, since NCCL may skip empty ones.
     """
     group = group or dist.group.WORLD
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
