@@ -21,7 +21,7 @@ def wandb_records(path: Path) -> dict[str, list[dict[str, Any]]]:
 
     kept = os.dup(1)
     with tempfile.TemporaryFile() as out:
-        os.dup2(out.fileno(), 1)  # its own process writes there
+        os.dup2(out.fileno(), 1)  # W&B's own process writes there
         try:
             with pytest.raises(SystemExit) as ended:
                 leet(["inspect", "--json", str(path)])

@@ -105,7 +105,7 @@ def test_a_circle_of_files_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_no_module_imports_a_public_name_from_the_package_itself() -> None:
-    """The layers do not follow these names to the modules that define them."""
+    """The contract of layers does not follow these names to the modules that define them."""
     names = set(parallel3d.__all__) - {"__version__"}
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):

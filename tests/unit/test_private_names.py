@@ -1,5 +1,5 @@
-"""Tests names that dependencies call private: they are in one file alone, and each does what
-parallel3d needs.
+"""Tests private names of dependencies: each is used in only one file, and does what parallel3d
+needs.
 
 These tests also run with the newest versions, as docs/versions.md says.
 """
@@ -447,12 +447,12 @@ def test_a_missing_private_name_ends_in_a_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(vars(names), "gone")
 
 
-# --- And it stands in one file ----------------------------------------------------------------
+# --- Each is in one file ----------------------------------------------------------------
 
 FOREIGN = ("torch", "hydra", "omegaconf", "wandb", "tokenizers", "numpy", "fsspec")
 # Documented names, although they begin with an underscore.
 DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_current_frames"}
-DOCUMENTED |= {"_DummyThread"}  # of Python's own
+DOCUMENTED |= {"_DummyThread"}  # names of Python itself
 TYPES_ALONE = {"_typeshed"}
 
 

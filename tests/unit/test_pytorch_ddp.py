@@ -28,7 +28,7 @@ def test_the_file_for_a_cpu_has_no_cuda_calls_left() -> None:
 
 
 class Cases:
-    """Stands for the class of torch's tests."""
+    """Stands in for the class of torch's tests."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -99,7 +99,7 @@ def test_a_rank_sends_and_receives_at_most_one_message_a_round() -> None:
 def test_a_double_tree_needs_two_rounds_a_piece_and_its_depth() -> None:
     for n, segments in product(range(3, 34), (1, 8)):
         rounds = len(rounds_of("broadcast", "double_tree", n, 1000, segments))
-        depth = (n - 1).bit_length()  # of one tree under rank 0
+        depth = (n - 1).bit_length()  # those of one tree under rank 0
         assert 2 * segments <= rounds <= 2 * segments + 2 * depth
 
 
@@ -122,7 +122,7 @@ def test_prices_equal_the_closed_formulas(n: int) -> None:
 
 
 def test_prices_by_hand() -> None:
-    # 1,000,000 bytes take 100 µs by B, and each message takes 5.
+    # By B, 1,000,000 bytes take 100 µs, and each message takes another 5 µs.
     whole = 105.0
     for name, form, n, microseconds in (
         ("broadcast", "naive", 8, 7 * whole),

@@ -195,7 +195,7 @@ def test_leftovers_that_cannot_be_removed_are_logged_and_stop_no_start(
 
 
 def test_a_save_never_replaces_an_existing_checkpoint_of_its_step(tmp_path: Path) -> None:
-    """A start that has not seen it was killed at any byte, and has replaced nothing."""
+    """A start that does not see the checkpoint, and is killed at any byte, has replaced nothing."""
     first, second = one_rank(tmp_path), one_rank(tmp_path)
     assert save(first, 3) == SaveResult()
     (before,) = list_checkpoints(tmp_path)
@@ -209,7 +209,7 @@ def test_a_save_never_replaces_an_existing_checkpoint_of_its_step(tmp_path: Path
 def test_a_full_disk_loses_one_checkpoint_and_logs_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next try succeeds even if nothing half-written could be removed."""
+    """Tests that the next try succeeds even if half-written files could not be removed."""
     saver = one_rank(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", refuse(errno.ENOSPC))
@@ -282,7 +282,7 @@ def test_with_locks_a_claim_that_fails_is_logged_and_stops_no_start(
         third, said = started(tmp_path, "c")
     assert "ENOSPC" in said[0]
     assert save(third, 6) == SaveResult()
-    assert Lease(tmp_path, "late").lost_to() is not None  # it saw no folder when it started
+    assert Lease(tmp_path, "late").lost_to() is not None  # there was no folder when it started
 
 
 def test_everything_of_a_checkpoint_is_private_whatever_the_umask(tmp_path: Path) -> None:

@@ -43,18 +43,18 @@ from parallel3d.config.schema import CheckpointConfig
 KINDS = ("parameter", "exp_avg")
 DATA = {"fingerprint": "f", "train_tokens": 9}
 SHAPES = {"w": (9, 7), "v": (5,), "table": (6, 4)}
-ROWS = {"w": (4, 9), "v": (5, 5), "table": (1, 6)}  # ends of rank 0's rows and of rank 1's
+ROWS = {"w": (4, 9), "v": (5, 5), "table": (1, 6)}  # ends of the rows of rank 0 and of rank 1
 
 
 def full(name: str, kind: str, step: int) -> torch.Tensor:
-    """Returns the whole of a tensor at a step."""
+    """Returns a whole tensor as it is at a step."""
     number = sorted(SHAPES).index(name) * 2 + KINDS.index(kind)
     generator = torch.Generator().manual_seed(100 * step + number)
     return torch.randn(SHAPES[name], generator=generator)
 
 
 def state(step: int, rank: int) -> dict[str, TensorChunks]:
-    """Returns what one of two ranks holds: rows."""
+    """Returns the rows that one of two ranks holds."""
     tensors = {}
     for name, shape in SHAPES.items():
         first, end = ((0, ROWS[name][0]), ROWS[name])[rank]
@@ -207,8 +207,7 @@ DAMAGES: tuple[Callable[[Path, Path, random.Random], None], ...] = (
 
 @pytest.mark.slow
 def test_a_thousand_random_damages_are_a_thousand_refusals(tmp_path: Path) -> None:
-    """The damage is found by the very read that fills the parameters, before a step could be
-    taken."""
+    """The read that fills the parameters finds the damage, before a step could be taken."""
     good, other = make(tmp_path / "a", 3), make(tmp_path / "b", 4)
     load(good)
     draw, undetected = random.Random(11), []
@@ -227,7 +226,7 @@ def test_a_thousand_random_damages_are_a_thousand_refusals(tmp_path: Path) -> No
 
 
 class Payload:
-    """Leaves a file if it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -237,7 +236,7 @@ class Payload:
 
 
 def test_planted_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
-    """Adds it as a file of its own, as DCP's metadata, and as a rank's file with matching
+    """Adds the pickle as a file of its own, as DCP's metadata, and as a rank's file with matching
     digests."""
     ran = tmp_path / "ran"
     payload = pickle.dumps(Payload(ran))

@@ -50,7 +50,7 @@ SCALED = replace(
     rope_scaling_factor=8.0,
     rope_low_freq_factor=1.0,
     rope_high_freq_factor=4.0,
-    # So that among four pairs some stay, some slow down, and one is in between.
+    # With these values, some of four pairs stay, some slow down, and one is in between.
     rope_original_length=64,
 )
 QWEN3 = replace(LLAMA, qk_norm=True, head_dim=12)
@@ -313,7 +313,7 @@ def test_nan_and_inf_weights_are_not_exported(value: float, tmp_path: Path) -> N
 
 
 def test_names_without_prefix_and_masks_are_understood(tmp_path: Path) -> None:
-    """Saves it like the first published GPT-2."""
+    """Saves a folder like that of the first published GPT-2."""
     weights = export(GPT, tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     bare = {k.removeprefix("transformer."): t for k, t in load_file(file).items()}

@@ -44,7 +44,8 @@ HEAD = "lm_head.weight"
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # it takes seconds on a busy disk
+    # The default takes seconds on a busy disk.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def make(kind: str = "llama", **changes: Any) -> dict[str, Tensor]:
@@ -121,7 +122,7 @@ def test_a_tied_head_of_another_shape_is_refused() -> None:
 
 @pytest.mark.parametrize("renamed", [True, False])
 def test_generic_names_of_gpt2s_sizes_take_precedence(renamed: bool) -> None:
-    """The number of heads is no tensor's size: a wrong one would go unnoticed."""
+    """No tensor's shape depends on the number of heads: a wrong number would go unnoticed."""
     make("gpt2", tie_word_embeddings=True)
     names = ("n_head", "n_embd", "n_layer", "n_positions") if renamed else ()
     general = ("num_attention_heads", "hidden_size", "num_hidden_layers", "max_position_embeddings")
@@ -259,7 +260,7 @@ def test_files_that_transformers_would_read_instead_are_refused(name: str, said:
 def test_a_comparison_is_reported_with_its_numbers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Imports also if the system does not report its free memory."""
+    """Tests an import on a system that does not report its free memory."""
     make()
     monkeypatch.setattr(proof, "available_memory", lambda: math.inf)
     assert checkpoint(["import", "from=hf", "run=t"]) == 0

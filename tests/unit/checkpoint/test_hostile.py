@@ -38,7 +38,7 @@ from tests.pace import in_cpu_time
 from tests.unit.checkpoint.test_files import load, make
 
 LIMIT_S = 5.0  # seconds of the processor
-LIMIT_MB = 400  # growth by one refusal; parsing a nesting of 200,000 alone takes tens
+LIMIT_MB = 400  # growth of one refusal; parsing a nesting of 200,000 alone takes tens of MB
 DEEP = 200_000
 NESTED = "[" * DEEP + "]" * DEEP
 

@@ -42,7 +42,7 @@ class Time:
 
 
 class Event:
-    """Happens when the GPU's clock reaches the time at which it was recorded."""
+    """An event, which happens when the GPU's clock reaches the time at which it was recorded."""
 
     def __init__(self, told: Time) -> None:
         self.told = told
@@ -71,8 +71,8 @@ def clock_time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def a_step(clock: StepTimer, told: Time) -> None:
-    """A step of 14 s: 1 before, a forward of 2 + 2 around 3 of tp, 4 of pp with a baseline of 1.5,
-    2."""
+    """Runs a step of 14 s: 1 s of optimizer, a forward of 2 + 2 s around 3 s of tp, 4 s of pp with
+    a baseline of 1.5 s, and 2 s more."""
     clock.start_step()
     told.now += 1
     with clock.within("forward"):

@@ -57,7 +57,7 @@ def test_buckets_are_gathered_and_scattered_in_place(
     (scatter, mine, whole), (gather, every, given) = backend
     assert (scatter, gather) == ("reduce_scatter", "all_gather")
     assert whole is bucket and every is bucket
-    for own in (mine, given):  # where NCCL needs it: rank · count elements after the first
+    for own in (mine, given):  # at the place that NCCL needs: rank · count elements after the first
         assert own.data_ptr() == bucket.data_ptr() + 4 * 2 * 16 and own.numel() == 16
     assert set(ran.names) <= {"split", "detach", "alias"}, "nothing is copied or allocated"
 

@@ -251,8 +251,8 @@ def test_a_backend_that_does_not_split_gets_its_groups_one_by_one(
         # Gradients of the same ranks do not wait for keys that are being gathered.
         (Layout(cp=8), LaunchConfig(), ["cp", "dp_cp"]),
         (Layout(tp=2, cp=4), LaunchConfig(nccl_high_priority=[]), ["tp", "cp", "dp_cp"]),
-        # With two stages the two ends are the pipeline: one communicator suffices, unless they have
-        # settings.
+        # With two stages the embedding group is the pipeline: one communicator suffices, unless
+        # they have settings.
         (Layout(pp=2, dp=4), LaunchConfig(), ["dp", "pp", "pp_backward"]),
         (
             Layout(pp=2, dp=4),
@@ -272,7 +272,8 @@ def test_settings_of_a_kind_apply_even_if_its_ranks_are_the_world(
         options = said["pg_options"]
         kind = said["group_desc"].removesuffix("_backward")
         assert options.is_high_priority_stream == (kind in launch.nccl_high_priority)
-    assert groups.world.handle is dist.group.WORLD  # the loss's sums do not use the limited ones
+    # The sums of the loss do not use the limited communicators.
+    assert groups.world.handle is dist.group.WORLD
     whole = groups.tp if layout.tp > 1 else groups.dp
     if whole.size == 8 and not made:
         assert whole.handle is dist.group.WORLD
@@ -282,12 +283,13 @@ def test_settings_of_a_kind_apply_even_if_its_ranks_are_the_world(
 def test_groups_are_destroyed_in_the_order_in_which_they_were_made(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Members of an NCCL group destroy it together: another order on another rank is a deadlock."""
+    """Members of an NCCL group destroy it together: different orders on two ranks would
+    deadlock."""
     recorded = Recorded(monkeypatch, ranks=16, rank=rank)
     handles = {}
 
     class Handle:
-        """Its hash is its address, like a process group's: a set's order differs by rank."""
+        """Has its address as hash, like a process group: the order of a set differs by rank."""
 
     def split_group(**said: Any) -> object:
         return handles.setdefault(said["group_desc"], Handle())

@@ -110,7 +110,8 @@ def test_rank_0_listens_on_the_address_of_master_addr_alone(launcher: str) -> No
 def test_rank_0_listens_everywhere_if_its_name_has_no_usable_address(
     master: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """On Debian a host's name resolves to 127.0.1.1; or the address is a proxy's."""
+    """The name resolves to 127.0.1.1, as a host's own name does on Debian; or the address is a
+    proxy's."""
     real, port = socket.getaddrinfo, free_port()
 
     def resolved(host: str, *rest: object, **more: object) -> object:
@@ -149,7 +150,7 @@ def test_taken_port_of_rank_0_names_its_key() -> None:
 def test_a_restart_does_not_see_an_earlier_nccl_failure(
     agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 comes first, and proceeds only after the key is gone."""
+    """Starts rank 1 first: it proceeds only after the key is gone."""
     listening = listen_here(0)
     port = listening.getsockname()[1]
     store = job_store.serve("127.0.0.1", listening)
@@ -194,7 +195,7 @@ def test_two_jobs_at_one_store_do_not_see_each_other(
 def test_entries_with_another_signature_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys can be listed, but their finder still cannot write where the ranks read."""
+    """Somebody who lists the keys still cannot write to the keys that ranks read."""
     monkeypatch.setenv(SECRET, "ours")
     store = dist.PrefixStore("attempt0", dist.HashStore())
     word = {"run": "mine", "run_dir": str(tmp_path), "device": "cpu"}

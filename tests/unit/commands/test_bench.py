@@ -160,7 +160,7 @@ def test_a_noisy_fit_prices_neither_too_high_nor_too_low() -> None:
 
 def test_a_fit_needs_two_sizes_and_gives_possible_values() -> None:
     assert fit([MeasuredOperation("all_reduce", 2, 4096, 1e-3)] * 5) is None
-    # Large messages are cheaper than small ones: no α and B ≥ 0 explain that.
+    # Large messages are cheaper than small ones, which no α ≥ 0 and B ≥ 0 explain.
     odd = fit(
         [
             MeasuredOperation("send_recv", 2, 4096, 2e-3),
@@ -270,8 +270,9 @@ def test_preflight_compares_each_group_with_its_price() -> None:
     assert judge(even, 1.5, 1e-4) == []
     slow = [*even[:3], dataclasses.replace(even[3], seconds=2e-3)]
     assert [slow.ranks for slow, _ in judge(slow, 1.5, 1e-4)] == [(3, 7)]
-    assert judge(slow[2:], 1.5, 1e-4) == []  # with two there is no usual one
-    assert judge([group("dp", (0, 1), 1.0, None)] * 3, 1.5, 1e-4) == []  # no wire, no price
+    assert judge(slow[2:], 1.5, 1e-4) == []  # of two rows, none is the usual one
+    # A path without a wire has no price.
+    assert judge([group("dp", (0, 1), 1.0, None)] * 3, 1.5, 1e-4) == []
 
 
 def test_on_gpus_a_dimension_far_off_its_price_is_reported() -> None:

@@ -63,8 +63,8 @@ def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None
 
 @pytest.mark.slow
 def test_a_time_is_the_lower_quartile_of_all_runs() -> None:
-    """The result is not the minimum, which catches a moment at which the processor was faster than
-    it stays."""
+    """The result is not the minimum, which may be of a moment at which the processor was faster
+    than usual."""
     config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)
     config.calibrate.passes = 2
     run = (8.0, 3.0, 5.0, 1.0)

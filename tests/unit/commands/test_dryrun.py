@@ -179,9 +179,9 @@ KINDS = ("parameters", "gradients", "masters", "optimizer", "activations", "logi
 
 
 def test_activations_of_a_layer_are_those_of_a_hand_count(facts) -> None:
-    """Counts in bf16, in units of a hidden state: input, its norm, q, k, v, attention's output, the
-    residual, its norm, gate and up, their product; at the end the last hidden state, its norm and
-    its gradient."""
+    """Counts the kept tensors in bf16, in units of a hidden state: input, its norm, q, k, v,
+    attention's output, the residual, its norm, gate and up, their product; at the end the last
+    hidden state, its norm and its gradient."""
     tokens, hidden, ffn = 2 * 512, 256, 512
     unit = 2 * tokens * hidden
     layer = 1 + 1 + (1 + 2 * 4 / 8) + 1 + 1 + 1 + 2 * ffn / hidden + ffn / hidden
@@ -222,7 +222,7 @@ def test_document_masks_are_one_kernel_and_no_wait(facts) -> None:
 
 
 def test_many_micro_batches_are_as_many_times_one(facts) -> None:
-    """A step of 32 micro-batches, 2 of which ran, is compared with 2 that all ran."""
+    """Compares a step of 32 micro-batches, of which 2 ran, with a step of 2 that both ran."""
     many, two = facts["many"], facts["one"]
     for what in ("flops", "launches", "bytes"):
         once = two["parts"]["optimizer"][what]
@@ -290,7 +290,7 @@ def test_the_bubble_of_loops_is_the_simulators(facts) -> None:
     found = facts["loops"]
     slowest = max(row["seconds"] for row in found["rows"])
     over = found["step_seconds"] / slowest - 1
-    assert 0.8 / 32 < over <= 1 / 32 * (1 + 1e-9)  # the optimizer does not repeat in the bubble
+    assert 0.8 / 32 < over <= 1 / 32 * (1 + 1e-9)  # the optimizer is not repeated in the bubble
 
 
 def test_a_row_for_the_first_a_middle_and_the_last_stage(facts) -> None:
@@ -305,17 +305,17 @@ def test_experts_get_equally_many_rows_and_are_called_total_and_active(facts) ->
     one, gathered, sent = (facts[name] for name in ("experts", "gathered", "sent"))
     unused = 2 * 6 * 3 * 128 * 256  # layers, experts, matrices
     assert one["parameters"] - one["active_parameters"] == unused
-    expected = 3 * (2 * 2 * 3 * 128 * 256) * 2  # of a token in 2 layers: 2 rows, both passes
+    expected = 3 * (2 * 2 * 3 * 128 * 256) * 2  # rows of a token in 2 layers: 2 rows, both passes
     for found in (one, gathered, sent):
         dense = found["parts"]["gemm_layers"]["flops"] / 2048 - expected
         attention = 2 * 3 * 2 * 256 * (256 + 2 * 128 + 256)
-        assert dense == attention + 2 * 3 * 2 * 256 * 8  # and the router's
+        assert dense == attention + 2 * 3 * 2 * 256 * 8  # and those of the router
     waits = [f["host_waits"] for f in (one, gathered, sent)]
     assert [sum(n for why, n in w.items() if "experts/" in why) for w in waits] == [4, 4, 8]
 
 
 def test_every_file_by_which_the_counter_sorts_is_there() -> None:
-    """A file that moved would silently count as a part of the blocks."""
+    """If a file were moved, its time would silently count as a part of the blocks."""
     done = run_code(
         "import json; from parallel3d.commands.dryrun.counting import _FRAMES; "
         "print(json.dumps(sorted({row[0] for row in _FRAMES})))"
@@ -360,7 +360,7 @@ def test_the_page_and_its_file(tmp_path: Path) -> None:
     keys += ["peak_bytes", "launches", "bytes", "flops", "host_syncs", "seconds", "fits"]
     assert not [key for key in (*keys, "groups", "parts", "rows", "made_by") if key not in found]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["facts.json"]
-    # The second one's file, over the first one's.
+    # the file of the second command, which replaced that of the first
     assert "does not fit" in other and found["fits"] is False
 
 

@@ -101,7 +101,7 @@ def test_tokens_are_split_as_the_harness_splits_them(with_bos: bool, tmp_path: P
         (TEXT[:14], TEXT[14:]),
         (TEXT[:15], TEXT[15:]),  # the context ends with a blank, which the continuation takes
         (f"{TEXT} \n ", "and words"),
-        ("and", "words"),  # one token may span both
+        ("and", "words"),  # a token may span both
     ):
         tokens, first = encode_pair(tokenizer, context, continuation)
         bare = context.rstrip()
@@ -110,7 +110,8 @@ def test_tokens_are_split_as_the_harness_splits_them(with_bos: bool, tmp_path: P
     alone = theirs.encode(TEXT, add_special_tokens=False).ids
     assert encode_pair(tokenizer, "", TEXT) == ([tokenizer.eot, *alone], 1)
     blank = theirs.encode("  and", add_special_tokens=False).ids
-    assert encode_pair(tokenizer, "  ", "and") == ([tokenizer.eot, *blank], 1)  # nothing before it
+    # Nothing precedes it.
+    assert encode_pair(tokenizer, "  ", "and") == ([tokenizer.eot, *blank], 1)
     assert encode_pair(tokenizer, "", f"<|endoftext|>{TEXT}") == ([tokenizer.eot, *alone], 1)
 
 
@@ -134,7 +135,7 @@ def test_figures() -> None:
     likelihoods = [Likelihood(-2.0, 2, False), Likelihood(-3.0, 4, True), Likelihood(-1.9, 1, True)]
     alone = TaskRow("t", "x", ("ab",), None, "")
     found = figures_of([(row, likelihoods), (alone, [Likelihood(-1.0, 1, True)])])
-    # The third is the likeliest but, with its two bytes, not the likeliest per byte.
+    # The third choice is the likeliest but, with its two bytes, not the likeliest per byte.
     assert found == {
         "rows": 2,
         "acc": 0.5,

@@ -77,7 +77,7 @@ def test_cached_logits_are_those_of_the_whole_sequence_in_view(
     for length in range(prompt, len(tokens) + 1):
         logits = decoder.logits(tokens[:length])
         view = tokens[decoder.start : length]
-        # Never more than the training length, never less than half of it.
+        # The window never exceeds the training length, and is never below half of it.
         assert min(length, model.seq_length // 2) <= len(view) <= model.seq_length
         assert length > model.seq_length or decoder.start == 0
         torch.testing.assert_close(logits, whole_forward(stage, view), rtol=1e-9, atol=1e-9)
@@ -107,7 +107,8 @@ def test_draws_follow_the_softmax_and_the_seed() -> None:
     assert some == draws(1, logits, 4000, temperature=0.5)
     assert some != draws(2, logits, 4000, temperature=0.5)
     noise = 1e-7 * torch.randn(4, generator=torch.Generator().manual_seed(3))
-    assert some == draws(1, logits + noise, 4000, temperature=0.5)  # rounding of another layout
+    # Another layout rounds differently.
+    assert some == draws(1, logits + noise, 4000, temperature=0.5)
 
 
 def test_top_k_and_temperature_zero_leave_out_the_rest() -> None:

@@ -39,7 +39,8 @@ Peaks = dict[LayoutChoice, float | UserError]
 
 
 def plays(patch: pytest.MonkeyPatch, peaks: Peaks, usual: float = 50 * GB) -> list[LayoutChoice]:
-    """Runs nothing: layouts need `peaks`, or `usual`. Returns the layouts that were asked for."""
+    """Replaces dry runs: layouts need `peaks`, else `usual`. Returns the list of layouts that were
+    asked for."""
     asked: list[LayoutChoice] = []
 
     def play(found: Plan, choice: LayoutChoice) -> dict[int, dict[str, Any]]:
@@ -61,7 +62,7 @@ def test_the_best_rows_have_the_dry_runs_memory(
     seen = confirmed(found, 3, {}, math.inf)
     assert asked == best == [seen.priced.choices[i] for i in seen.rows[:3]]
     assert [seen.by(i) for i in seen.rows[:4]] == [DRY_RUN] * 3 + [BOUND]
-    # With the reserve that tensors cannot use.
+    # These include the reserve that tensors cannot use.
     assert all(seen.priced.memory[i] == (41 + 4) * GB for i in seen.rows[:3])
     assert seen.priced.memory[seen.rows[3]] == found.priced.memory[seen.rows[3]]
     rows = re.findall(r"^ +\d+ .* (dry run|bound)  ", seen.table(), re.M)
@@ -75,7 +76,7 @@ def test_the_next_row_replaces_one_that_does_not_fit_or_is_refused(
     asked = plays(monkeypatch, {first: 82 * GB, second: UserError("tp=2 is not allowed")})
     seen = confirmed(found, 2, {}, math.inf)
     left = [seen.priced.choices[i] for i in seen.rows]
-    # The next one may be another variant of the same tp, cp and pp.
+    # The next layout may be another variant of the same tp, cp and pp.
     assert {first, second} <= {*asked} and not {first, second} & {*left}
     assert len(seen.priced.order) == len(found.priced.order) - 2
     assert [seen.by(i) for i in seen.rows[:3]] == [DRY_RUN, DRY_RUN, BOUND]

@@ -58,10 +58,8 @@ def test_timeline_table_and_files(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_stages_cost_as_much_as_the_models(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The head with its loss makes the last stage's forward longer.
-
-    More layers are then on the other stages, and the overhead is relative to the busiest rank's own
-    compute.
+    """The head with its loss makes the last stage's forward longer, so the other stages get more
+    layers. The overhead is relative to the compute of the busiest rank.
     """
     words = ["pp=2", "num_microbatches=4", "schedule=1f1b", "model.num_layers=8"]
     sizes = ["model.hidden_size=64", "model.num_attention_heads=4", "model.ffn_hidden_size=256"]
@@ -123,8 +121,8 @@ def bounded() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
 def test_tables_are_read_in_bounds(tmp_path: Path, kind: str) -> None:
-    """Runs in a process of its own, with limits of memory and time, which it would otherwise
-    exhaust."""
+    """Runs in a process of its own with limits of memory and time, which reading without bounds
+    would exceed."""
     table = tmp_path / "table.csv"
     if kind == "pipe":
         os.mkfifo(table)

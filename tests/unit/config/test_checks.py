@@ -624,7 +624,8 @@ def test_a_table_that_cannot_run_is_refused_by_rank_action_and_reason(
 
 @pytest.mark.slow
 def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
-    """Each single change that a sentence proposes must lead to a configuration that passes."""
+    """Tests that each single change that a sentence proposes leads to a configuration that
+    passes."""
     followed = 0
     for changes, world_size, _ in BAD:
         sentence = sentence_of(config(**changes), world_size)
@@ -634,7 +635,7 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
         for name, value in re.findall(r"([a-z_][\w.]*)=(1f1b|[\d.]+\d|\d|[a-z]\w*)", advice):
             key = all_keys()[name if name in all_keys() else f"{name}.name"]
             if key.name == "data.name" or "schedule.file" in changes:
-                continue  # already given as well, or another file
+                continue  # it is given as well, or another file is
             typed = None
             if value != "null":
                 typed = value == "true" if key.kind is bool else key.kind(value)
@@ -645,7 +646,8 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
 
 
 def _random_config(rng: random.Random) -> Config:
-    """Values are mostly plausible, sometimes absurd: each key may be drawn from any range."""
+    """Draws values that are mostly plausible and sometimes absurd: each key may be drawn from any
+    range."""
     small = [1, 1, 1, 2, 2, 3, 4, 8]
     made = config(
         tp=rng.choice(small),

@@ -30,7 +30,7 @@ class Windows:
 def test_tokens_are_steps_of_the_batch_schedule() -> None:
     config = run_of(tokens=64 * 100)
     config.train.batch_schedule = {0: 4, "40.0": 16}  # 4e1 in a manifest
-    assert check_config(config).train_steps == 14  # ten of 4, four of 16
+    assert check_config(config).train_steps == 14  # ten steps of 4, then four of 16
     assert config.batch_sizes.samples(14) == 104
     short = dataclasses.replace(run_of(steps=1), global_batch_size=4)
     assert length_words(short.model.seq_length, Length.of_run(short)) == "1 steps · 256 tokens"
@@ -54,7 +54,7 @@ def run_of(**length: float) -> Config:
         ({"tokens": 16 * 64 * 5 + 1}, 6),
         ({"tokens": 1}, 1),
         ({"tokens": 2e12}, 1_953_125_000),
-        ({"epochs": 1.6}, 1),  # 16 samples of ten, exactly a step
+        ({"epochs": 1.6}, 1),  # 16 samples of ten tokens, exactly a step
         ({"epochs": 1.61}, 2),
         ({"epochs": 1.1}, 1),  # 1.1 · 10 is above 11 in floating point
     ],

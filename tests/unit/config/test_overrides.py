@@ -114,7 +114,7 @@ def test_every_preset_of_every_group_composes_and_checks(group: str) -> None:
     assert presets(group)
     for preset in presets(group):
         if (group, preset) == ("schedule", "file"):
-            continue  # without its table there is none
+            continue  # without a table there is no such key
         needs = {name: "data.path=a" for name in ("text", "corpus", "chat")}
         needs["blend"] = "data.blend={a:1}"
         extra = [needs[preset]] if group == "data" and preset in needs else []

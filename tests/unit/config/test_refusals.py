@@ -1,7 +1,6 @@
-"""300 bad configurations are refused with the keys, values and remedies that they always had.
-
-`refusals.json` has them, with the settings that the sentence of an earlier version named. Better
-words are fine, but no key, value or nearest choice may disappear.
+"""Tests that 300 bad configurations are refused with the same keys, values and remedies as in
+earlier versions. `refusals.json` has them, with the settings that an earlier sentence named. The
+words may change, but no key, value or nearest choice may disappear.
 """
 
 from __future__ import annotations

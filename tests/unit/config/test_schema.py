@@ -87,7 +87,8 @@ def test_the_packages_own_conf_folder_wins_over_the_checkouts(
 
 
 def test_a_runs_keys_are_frozen() -> None:
-    """A key is a promise: old runs have it for ever. A new one is added to this file deliberately.
+    """Keys are permanent, since old runs have them for ever. A new key must be added to this file
+    deliberately.
 
     python -c "from parallel3d.config.fields import *; print(*all_keys(), sep='\n')" prints the
     list.

@@ -1,5 +1,5 @@
-"""Tests that the merged queries of each rank by blocks of keys equal explicit attention under a
-square mask."""
+"""Tests that attention of each rank's queries, merged over blocks of keys, equals explicit
+attention under a square mask."""
 
 from __future__ import annotations
 

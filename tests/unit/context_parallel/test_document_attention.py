@@ -74,7 +74,7 @@ def test_a_token_attends_only_within_its_document(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [7, 256])
 def test_gradients_without_a_kernel_are_the_same(rows: int) -> None:
-    """The formula, used on a GPU in fp32, does not depend on the number of rows of scores per
+    """Tests that the formula, used on a GPU in fp32, does not depend on the rows of scores per
     block."""
     inputs, found = leaves(len(PACKS), 3, LENGTH, 8), documents()
     grad, results = torch.randn(len(PACKS), 3, LENGTH, 8, dtype=torch.float64), []
@@ -91,7 +91,8 @@ def test_gradients_are_finite_differences() -> None:
 
 
 def test_one_document_has_the_bits_of_attention_without_documents() -> None:
-    """The detour computes the same: the first sample of a pack equals that sample, cut there."""
+    """The code for documents computes the same: the first part of a packed sample equals that part
+    alone."""
     qkv = torch.randn(2, LENGTH, 3 * 16, dtype=torch.float32)
     plain = causal_attention(qkv, 2, 2, 8, None)
     assert torch.equal(causal_attention(qkv, 2, 2, 8, None, documents=documents([(), ()])), plain)

@@ -160,7 +160,7 @@ def test_past_samples_are_fixed_and_future_samples_may_change(corpora: Path) -> 
     assert answer(usual, blend_of({"books": 10, "code": 20, "web": 70})) is None
     late = {100 * SEQ: {"math": 0.5, "web": 0.5}}
     assert answer(usual, blend_of(WEIGHTS, late)) is None
-    assert answer(blend_of(WEIGHTS, late), usual) is None  # not begun when it was saved
+    assert answer(blend_of(WEIGHTS, late), usual) is None  # the part had not begun at the save
     began = answer(blend_of(WEIGHTS, late), usual, samples=104)
     early = answer(usual, blend_of(WEIGHTS, {99 * SEQ: {"math": 1}}))
     other = answer(usual, blend_of(WEIGHTS | {"web": 0.6}))

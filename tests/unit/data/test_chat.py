@@ -41,7 +41,7 @@ TEMPLATES = {
     "words": "{% for m in messages %}{% if m.role == 'user' %}{{ 'Q: ' + m.content + '\n' }}"
     "{% else %}A:{% generation %}{{ ' ' + m.content + eos_token }}{% endgeneration %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
-    # A turn is spelled differently once it is not the last one.
+    # A turn that is not the last one is spelled differently.
     "thinking": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% generation %}{% if loop.last %}<think>\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>"
     "{% endgeneration %}\n{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
@@ -100,7 +100,7 @@ def test_without_tags_the_same_tokens_are_learned(
 
 
 def test_blanks_after_the_end_of_a_turn_are_not_learned(tmp_path: Path) -> None:
-    """Templates do not mark this: nothing follows the token that ends a turn."""
+    """Tests a token that ends a turn and that nothing follows, which templates do not mark."""
     path = home(tmp_path, bare("chatml"))
     found = reader(path).read(row(TALKS[1]))
     tokenizer = open_tokenizer(str(path))

@@ -39,7 +39,7 @@ def expected(folder: Path) -> Counter[Learned]:
 
 
 def found(source: SampleSource, count: int) -> Counter[Learned]:
-    """Returns the same for `count` samples, without their padding if it is not learned."""
+    """Returns the tokens and masks of `count` samples, without padding that is not learned."""
     learned: Counter[Learned] = Counter()
     for number in range(count):
         sample = source.sample(number)
@@ -67,7 +67,8 @@ def reading(change: Callable[[Conversation], np.ndarray]) -> Iterator[None]:
 
 
 def masking(change: Callable[[Sample, np.ndarray], np.ndarray]) -> Iterator[None]:
-    """Samples have the mask that `change` makes from a marked sample and its spoken tokens."""
+    """Replaces the masks of samples by the result of `change` for a marked sample and its spoken
+    tokens."""
 
     def sample(self: ChatSamples, i: int) -> Sample:
         marked = self._marked.sample(i)
@@ -134,7 +135,7 @@ PLANTED = [
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
 @pytest.mark.parametrize("planted", [nullcontext, *PLANTED])
 def test_a_planted_bug_of_chat_is_caught(planted: Callable, packing: str, tmp_path: Path) -> None:
-    """Without a bug everything equals transformers."""
+    """Tests that without a bug everything equals transformers."""
     given = data(tmp_path, ROWS, packing=packing, document_mask=packing == "best_fit")
     read: Counter[Learned] = Counter()
     with planted():

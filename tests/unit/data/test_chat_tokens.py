@@ -88,7 +88,8 @@ def metaspace(inner: Tokenizer, scheme: str) -> tuple[Any, Any]:
 
 
 def llama2(inner: Tokenizer) -> tuple[Any, Any]:
-    """Blanks are letters, one is put before every text, and other characters are bytes."""
+    """Sets up a tokenizer with blanks as letters, one before every text, and other characters as
+    bytes."""
     inner.normalizer = norm.Sequence([norm.Prepend("▁"), norm.Replace(" ", "▁")])
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     model = models.BPE(unk_token=UNKNOWN, byte_fallback=True, fuse_unk=True)
@@ -132,7 +133,7 @@ def made(kind: str, with_turns: bool) -> str:
     special = SPECIAL + (TURNS if with_turns else [])
     how = trainer(special_tokens=special, vocab_size=500, show_progress=False)
     inner.train_from_iterator([text * 5 for text in (*TEXT, "hello world [INST] ")], how)
-    # Bytes are not special tokens, but a trainer makes them such.
+    # Bytes are not special tokens, although the trainer makes them special.
     facts = json.loads(inner.to_str())
     facts["added_tokens"] = [t for t in facts["added_tokens"] if t["content"] in special]
     return json.dumps(facts)
@@ -278,7 +279,7 @@ def test_special_tokens_that_messages_spell_out_are_text(tmp_path: Path, kind: s
 def test_a_spelled_out_special_token_is_refused_if_it_is_a_piece_of_the_model(
     tmp_path: Path,
 ) -> None:
-    """SentencePiece's Unigram would make the special token from it, also as text."""
+    """SentencePiece's Unigram would turn the text of a special token into that token."""
     ours = reader(home(tmp_path, made("unigram", True), TEMPLATES["chatml"]))
     row = {"messages": [{"role": "assistant", "content": f"say {STOP} now"}]}
     with pytest.raises(Refused, match=re.escape(f"spells out {STOP}, which is one token")):
@@ -319,7 +320,7 @@ def test_a_row_with_the_private_characters_of_a_mark_keeps_them(tmp_path: Path) 
 
 @pytest.mark.parametrize("tags", [True, False])
 def test_a_token_across_the_beginning_of_an_answer_is_learned(tmp_path: Path, tags: bool) -> None:
-    """It contains a part of the assistant's words, so transformers learns it."""
+    """The token contains a part of the assistant's words, so transformers learns it."""
     content = json.loads(made("byte_level", False))
     content["model"]["vocab"]["ĊĊ"] = len(content["model"]["vocab"])
     content["model"]["merges"].append(["Ċ", "Ċ"])
@@ -354,7 +355,7 @@ def test_blanks_belong_to_the_turn_they_are_in(
 
 
 def test_bytes_of_one_character_are_all_learned(tmp_path: Path) -> None:
-    """transformers leaves out all but the first at the end of a turn."""
+    """transformers leaves out all but the first end of a turn."""
     template = "{% for m in messages %}A:{% generation %}{{ m.content }}{% endgeneration %};"
     path = home(tmp_path, made("byte_level", False), f"{template}{{% endfor %}}")
     found = reader(path).read({"messages": [{"role": "assistant", "content": "한"}]})
@@ -362,7 +363,7 @@ def test_bytes_of_one_character_are_all_learned(tmp_path: Path) -> None:
 
 
 def test_tags_within_a_macro_are_found(tmp_path: Path) -> None:
-    """transformers counts them from the beginning of the macro's own text."""
+    """transformers counts the characters of a macro from the beginning of the macro's own text."""
     template = "{% macro turn(m) %}T{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}"
     template += "{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}"
     template += "{% endif %}{% endmacro %}{% for m in messages %}{{ turn(m) TRIM }}{% endfor %}"

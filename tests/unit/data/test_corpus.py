@@ -30,7 +30,7 @@ from tests.tools.privileges import give_up_capabilities
 
 EOT = 256
 KEPT = [".bin", ".idx", ".json", ".lock"]
-SPAWN = multiprocessing.get_context("spawn")  # the suite's own process may have torch's threads
+SPAWN = multiprocessing.get_context("spawn")  # the process of the suite may have torch's threads
 
 
 def text(tmp_path: Path, path: str | Path, **kwargs: object) -> DataConfig:
@@ -238,7 +238,7 @@ def build_slowly(data: DataConfig, results: multiprocessing.Queue, start: object
 
     def report(sentence: str) -> None:
         if "building the" in sentence and "another" not in sentence:
-            time.sleep(0.5)  # the other one arrives meanwhile, unless something holds it back
+            time.sleep(0.5)  # the other process arrives meanwhile, unless something holds it back
 
     start.wait()
     with heard(report) as reports:
@@ -387,7 +387,7 @@ def test_a_cache_is_accepted_on_a_file_system_without_owners_and_modes(
     data = text(tmp_path, write(tmp_path / "t.txt", b"abc" * 100))
     open_corpus(data, 20)
     cache_file(tmp_path).chmod(0o777)
-    everything = cache_file(tmp_path).stat()  # what CIFS reports for any file
+    everything = cache_file(tmp_path).stat()  # CIFS reports this for any file
     monkeypatch.setattr(files, "status_of_new_file", lambda folder: everything)
     with heard() as reports:
         open_corpus(data, 20)
@@ -563,7 +563,7 @@ def test_unreadable_text_and_unwritable_cache_are_refused(tmp_path: Path, what: 
     sentences = results.get(timeout=300)
     process.join(60)
     locked.chmod(0o755)
-    if what != "cache":  # `data tokenize` reads them, too
+    if what != "cache":  # `data tokenize` reads these files, too
         tokenized = sentences.pop()
         assert f"input={tmp_path}/t" in tokenized and "(Permission denied)" in tokenized
     key = f"data.cache_dir={cache_dir}" if what == "cache" else f"data.path={tmp_path}/t"

@@ -1,4 +1,4 @@
-"""Tests streamed text, token by token: complete at the end, and never a part of a character."""
+"""Tests text streamed token by token: it is complete at the end, and never cuts a character."""
 
 from __future__ import annotations
 

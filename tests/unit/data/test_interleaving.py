@@ -1,5 +1,5 @@
-"""Tests weighted interleaving: each data set has its share after any sample, to within 2, as
-defined."""
+"""Tests weighted interleaving: after any sample each data set has its share, to within 2
+samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from benchmarks.data.blends import oracle, owners, random_weights, tree
 from parallel3d.data.blend import Shares, whole_weights
 
-# One heavy set and many equal light ones: the case in which the rule without a tree fails.
+# One heavy set and many equal light ones, for which the rule without a tree fails.
 HEAVY = [1000, *[1] * 1000]
 WEIGHTS = [
     [1],
@@ -86,7 +86,8 @@ def test_weights_without_any_share_are_refused(weights: list[int]) -> None:
 
 
 def cumulatively(weights: list[int], slots: int) -> list[int]:
-    """Counts by the rounded sum of all weights up to one, less that up to the preceding one."""
+    """Counts a set's samples as the rounded sum of all weights up to its own, less that up to the
+    preceding one."""
     ends = [sum(weights[: k + 1]) * slots for k in range(len(weights))]
     rounded = [(2 * end + sum(weights)) // (2 * sum(weights)) for end in ends]
     return [end - before for before, end in zip([0, *rounded], rounded, strict=False)]
@@ -100,7 +101,8 @@ def by_time(weights: list[int], slots: int) -> list[int]:
 
 
 def test_the_oracle_and_the_bound_tell_other_roundings_apart() -> None:
-    """With cumulative rounding a set's count may decrease; by time, light sets wait."""
+    """Shows the faults of other rules: with cumulative rounding a set's count may decrease; in the
+    order of time, light sets wait."""
     weights = [3, 1, 1, 2]
     rounded = [cumulatively(weights, slots) for slots in range(200)]
     assert any(after[k] < before[k] for before, after in pairwise(rounded) for k in range(4))

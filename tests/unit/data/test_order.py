@@ -18,13 +18,13 @@ from tests.unit.data.test_chat import ROWS, samples
 from tests.unit.data.test_chat import data as chat
 
 SEQ, BATCH, STEPS = 16, 12, 9
-LONGEST = 200  # tokens of a sample of chat
+LONGEST = 200  # tokens per sample of chat
 LAYOUTS = [(1, 1), (1, 4), (2, 3), (3, 2), (4, 3), (3, 4), (2, 6), (4, 1)]  # dp, micro-batch size
 
 
 @pytest.fixture(params=["concat", "best_fit", "chat padded", "chat best_fit"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> SampleSource:
-    """A blend, or conversations, that are read several times."""
+    """Returns a blend, or conversations, that are read several times."""
     if request.param.startswith("chat"):
         given = chat(tmp_path, ROWS, packing=request.param.split()[1], document_mask=True)
         train, _ = samples(given, LONGEST)
@@ -34,7 +34,8 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> SampleSource:
 
 
 def blend(tmp_path: Path, packing: str) -> SampleSource:
-    """A blend whose weights change in the middle of a step, and whose parts are read again."""
+    """Returns a blend whose weights change in the middle of a step, and whose parts are read
+    again."""
     names = [str(pair(tmp_path / name, seed)) for seed, name in enumerate(("a", "b", "c"))]
     data = DataConfig(
         name="blend",

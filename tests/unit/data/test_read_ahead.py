@@ -1,5 +1,5 @@
-"""Tests that samples read ahead are the ones asked for, by whatever thread, after whatever
-error."""
+"""Tests that samples read ahead are those asked for, whatever thread reads them and whatever errors
+occurred."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 60
 
 
 class Numbered:
-    """Sample i is made from i; it records what was read and by which thread, and can fail or
+    """A source that makes sample i from i, records reads and their threads, and can fail or
     wait."""
 
     seq_length, masks = SEQ, True

@@ -31,8 +31,8 @@ SEQ, BLOCK = 16, 1000
 
 
 class Served:
-    """The files at the addresses, and the pieces that were requested; the first request may
-    fail."""
+    """Holds the files at the addresses, and records the pieces that were requested; the first
+    request may fail."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []

@@ -196,7 +196,7 @@ def test_a_changed_remote_pair_is_verified_at_the_next_start_or_reported(home: P
             assert compare(open_corpus(data, SEQ).watched, marks) == (None, None)
             edit(home, "web.bin", 3000)
             after = open_corpus(data, SEQ)
-            assert after.fingerprint == before.fingerprint  # by eight places
+            assert after.fingerprint == before.fingerprint  # verified at eight places
             refusal, note = compare(after.watched, marks)
         if facts:  # a small file is verified by its digest
             assert "web.bin was changed since the last checkpoint: restore the pair" in refusal

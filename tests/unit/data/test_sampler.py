@@ -104,7 +104,7 @@ def test_mask_is_false_exactly_where_the_input_is_end_of_text() -> None:
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_a_document_begins_after_each_end_of_text(masks: bool) -> None:
-    """Holds also if it ends at once, or begins with the sample's last input."""
+    """Includes documents that end at once, or begin with the sample's last input."""
     rng = np.random.default_rng(3)
     for tokens in (
         np.array([1, EOT, 2, 3, EOT, EOT, 4], dtype="<u2"),

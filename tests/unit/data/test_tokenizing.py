@@ -296,7 +296,7 @@ def test_more_bad_rows_than_the_stated_share_are_refused(
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_document_on_which_the_tokenizer_fails_is_a_bad_row(tmp_path: Path, workers: int) -> None:
-    """The library panics, which is not an Exception."""
+    """The library panics, and a panic is not an Exception."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_bytes(b"\n\n" + lines(["x", PANIC, "y"]))
     tokenizer = str(folder(tmp_path / "odd", panicking()))

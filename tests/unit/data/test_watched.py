@@ -187,7 +187,7 @@ def test_a_moved_or_restored_pair_is_reported_once_and_not_refused(
     data.path = str(tmp_path / "copy")
     there = opened(data).watched
     compared = compare(there, marks)
-    assert compared.refusal is None  # their digest verifies the tokens,
+    assert compared.refusal is None  # their digest verifies the tokens
     assert compared.note.startswith(f"{data.path}.idx may have changed since the last checkp")
     assert compare(there, marks_of(there)) == Compared()
 

@@ -1,4 +1,5 @@
-"""Tests that one module asks for the kind of device, and uses no name that torch.cuda lacks."""
+"""Tests that only one module asks for the kind of device, and that it uses no name that torch.cuda
+lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import parallel3d
 from parallel3d.device import accelerator
 
 PACKAGE = Path(parallel3d.__file__).parent
-# ROCm has no driver library to ask at less cost: its build of torch counts and describes its GPUs.
+# ROCm has no driver library that could be asked more cheaply: its build of torch counts and
+# describes its GPUs.
 ALLOWED = {
     "host/gpus.py": {
         "if torch is not None and torch.cuda.is_initialized():",

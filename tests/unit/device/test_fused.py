@@ -1,7 +1,7 @@
 """Tests functions that run as one kernel on an accelerator: the same values, and one kernel each.
 
 Their graphs call PyTorch's operations: the package's own part is that graphs can be made, and what
-they compute. Besides, TorchInductor writes C++ kernels of a norm and of a loss.
+they compute. In addition, TorchInductor writes C++ kernels of a norm and of a loss.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def dropped_attention(x: Tensor) -> Tensor:
     """Returns documents: the second sample has two."""
     q, k, v = x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)[:, :6].chunk(3, 1)
     starts = torch.tensor([[0] * SEQUENCE, [0, 0, *[2] * (SEQUENCE - 2)]], dtype=torch.int32)
-    # Entries that are not read.
+    # These entries are not read.
     documents = Documents(starts, AttentionBlocks(starts, starts, starts))
     numbers = torch.tensor((5, 2**33))
     return attend_dropping(q, k, v, Dropout(7, "a", 0.3), numbers, documents)
@@ -375,7 +375,7 @@ def test_uncompilable_parts_run_eagerly(
 
     @fused.fused
     def total(x: Tensor) -> Tensor:
-        return x * 3 if x.sum() > 2 else x  # no compiler continues after such a question
+        return x * 3 if x.sum() > 2 else x  # a compiler cannot continue after such a question
 
     compiled(monkeypatch)
     with monkeypatch.context() as patch:

@@ -61,13 +61,13 @@ def test_unsupported_calls_are_left_to_pytorch() -> None:
         linear(x.double(), weight.double())
         linear(x[:, ::2], weight)  # with gaps
         linear(x[:1].contiguous(), weight, bias)  # small
-        linear(x, wanted).sum().backward()  # which has no gradient
+        linear(x, wanted).sum().backward()  # the input has no gradient
     assert NAME not in operators.names
     torch.testing.assert_close(wanted.grad, x.flatten(0, 1).sum(0).expand(OUTPUTS, INPUTS))
 
 
 def test_layers_train_with_it() -> None:
-    """Functions whose gradients are their own node's."""
+    """Functions with an autograd node of our own."""
     x, weight, bias = factors()
     x.requires_grad_()
     parameters = nn.Parameter(weight), nn.Parameter(bias)

@@ -98,7 +98,7 @@ def test_labels_at_borders_are_masked_by_the_index(
         counted = sum(int(sample.loss_mask.sum()) for sample in samples)
         borders = len([b for b in range(LENGTH, len(windows) * SEQ + 1, LENGTH)])
         assert counted == len(windows) * SEQ - masks * borders
-    if end == 0:  # as by the token, if there is one
+    if end == 0:  # as with the token, if there is one
         by_token = Sampler(corpus.train, SEQ, 1, False, 0, True, document_mask=True)
         by_index = Sampler(corpus.train, SEQ, 1, False, 0, True, True, corpus.starts(False))
         for i in range(by_index.windows):
@@ -112,7 +112,7 @@ def test_labels_at_borders_are_masked_by_the_index(
 def test_the_index_and_the_end_token_give_the_same_borders(
     tmp_path: Path, lengths: tuple[int, ...], held_out: bool
 ) -> None:
-    """Holds also for documents that are only an end, in the last window and in a part cut within a
+    """Includes documents that are only an end, in the last window and in a part cut within a
     document."""
     rng = np.random.default_rng(0)
     stream = [[*rng.integers(1, 9, length - 1).tolist(), 0] for length in lengths]
@@ -214,7 +214,7 @@ def test_tokens_of_another_tokenizer_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_documents_of_a_corpus_begin_as_its_json_says(tmp_path: Path, add_bos: bool) -> None:
-    """Writes them by `data tokenize`, and by data=text."""
+    """Writes documents by `data tokenize`, and by data=text."""
     path = str(made(tmp_path / "tok", LLAMA_ROW))
     (tmp_path / "a.txt").write_text(WORDS * 9)
     inputs = tuple(find_inputs(str(tmp_path / "a.txt"), None))

@@ -548,7 +548,8 @@ def test_documents_and_options_reach_a_template_that_reads_them(tmp_path: Path) 
 
 
 def test_words_after_a_special_token_of_a_turn_are_learned(tmp_path: Path) -> None:
-    """Here the last special token of a turn comes before its words, and none ends it."""
+    """Tests a template whose last special token of a turn precedes its words, so that none ends
+    it."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}[INST]"
         "{% endif %}{{ m.content }}{% endfor %}"

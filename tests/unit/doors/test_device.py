@@ -1,5 +1,5 @@
-"""Tests what a host shows of GPUs: used, "there is none", or a sentence; the same for every
-caller."""
+"""Tests how a host's GPUs are detected: they are used, absent, or refused in a sentence, the same
+for every caller."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
         1,
         "cpu",
     ),
-    # A GPU is intended, and there is none.
+    # A GPU is intended, but there is none.
     "a CPU wheel beside a card": (
         Host("cpu", files=NVIDIA0),
         1,
@@ -390,7 +390,7 @@ def test_a_process_that_has_used_cuda_asks_the_driver_itself(tmp_path: Path) -> 
         assert driver.started == [os.getpid()]
 
 
-# Variables that override every program
+# Variables that take precedence over every program
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""Tests files as people have them, at the five doors that read files: recognised, or one sentence.
-
-A new row is one line.
+"""Tests common files at the five doors that read files: they are recognised, or refused in one
+sentence. A new case is one line.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from tests.http_files import ETAG, Server, use_some_http
 
 TEXTS = ["one wörd", "two 漢字 words\nand a line"]
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-# A row that each door can read: a text, a conversation, a question.
+# A row that each door can read: it has a text, a conversation and a question.
 ROWS = [
     {"text": text, "messages": MESSAGES, "context": text, "continuation": " so"} for text in TEXTS
 ]

@@ -3,7 +3,7 @@ refused.
 
 A row is the environment of one process of a real start, reduced to what launchers set, and the
 result: (rank, ranks, rank on the host, ranks of the host, address, port); or ALONE; or a part of
-the sentence. "?" as ranks of the host: the ranks count them. None as port: one of ours.
+the sentence. "?" as ranks of the host: the ranks count them. None as port: we choose one.
 """
 
 from __future__ import annotations

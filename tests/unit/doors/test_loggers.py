@@ -1,5 +1,4 @@
-"""Tests in which W&B run a start continues, and which rows it has there; W&B itself is not
-started."""
+"""Tests which W&B run a start continues, and which rows it sends; W&B itself is not started."""
 
 from __future__ import annotations
 
@@ -184,7 +183,8 @@ def test_rows_that_a_changed_resume_replaces(
 
 
 def test_keys_changed_and_restored_keep_earlier_rows(tmp_path: Path, tool: Tool) -> None:
-    """Keys that change for one start and change back would replace other rows each time."""
+    """Tests keys that change for one start and change back, which would replace other rows each
+    time."""
     run_dir = tmp_path / "a"
     ids = [session(run_dir, config_of(), Row(246, False), stamp="20260101_000000")]
     ids += [session(run_dir, config_of(lr=1e-4), Row(230, False), 201, stamp="20260101_000001")]
@@ -213,7 +213,7 @@ def test_the_id_of_a_first_start(
     assert begun.id == taken if taken else begun.id != environ.get("WANDB_RUN_ID")
     assert len(begun.lines) == (words is not None)
     assert words is None or (words in begun.lines[0] and begun.id in begun.lines[0])
-    # The run keeps it, whatever is exported later.
+    # The run keeps its id, whatever is exported later.
     assert begin(run_dir, 1, KEYS, {"WANDB_RUN_ID": "other"}) == (begun.id, None, False, ())
 
 
@@ -237,7 +237,7 @@ def test_a_copied_folder_is_a_separate_run(tmp_path: Path) -> None:
     assert session(b, config_of(), Row(12, False), 10, stamp="20260101_000001") == begun.id
     assert begin(b, 13, KEYS, {}) == (begun.id, Row(12, False), False, ())
     assert name_of_id(b, begun.id) == "b" and name_of_id(b, "another") == "b-2"
-    # The copy's command does not upload the other run's sessions again.
+    # The command for the copy does not upload the sessions of the other run again.
     newest = max((b / "wandb").iterdir())
     assert sync_command(newest) == f"wandb sync {b}/wandb/offline-run-*-{begun.id}"
     assert sync_command(max((a / "wandb").iterdir())).endswith(
@@ -337,7 +337,7 @@ def test_a_start_with_unknown_rows_becomes_a_separate_run(
 
 
 def test_a_session_that_ended_well_needs_no_file(tmp_path: Path) -> None:
-    """The files are as after `wandb sync --clean`."""
+    """Tests files as they are after `wandb sync --clean`."""
     run_dir = tmp_path / "a"
     made = session(run_dir, config_of(), Row(9, True))
     shutil.rmtree(run_dir / "wandb")

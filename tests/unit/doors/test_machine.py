@@ -16,7 +16,7 @@ from parallel3d.host import quotas
 from parallel3d.host.quotas import available_cores, available_memory, memory_in_all
 from parallel3d.run import worker
 
-CORES = 64  # of the machine
+CORES = 64  # cores of the machine
 GIB = 1 << 30
 MEMINFO = f"MemTotal:       {512 << 20} kB\nMemFree: 3 kB\nMemAvailable:   {500 << 20} kB\n"
 V2 = "41 31 0:38 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"

@@ -102,7 +102,7 @@ CASES = [
     Case(T, ((GROWS, 1200),), 4, COSINE),
     Case(T, ((GROWS, 1700),), 32, WSD),
     Case(T, ((8, 745),), {0: 8, 8000: 16, 12000: 32}, COSINE),
-    Case(T, ((8, 745),), {0: 4, 100: 16}, COSINE),  # its past was different
+    Case(T, ((8, 745),), {0: 4, 100: 16}, COSINE),  # the earlier steps were different
     Case(T, ((GROWS, 500),), {0: 4, 4000: 8, 9000: 32}, COSINE),
     Case(T, ((GROWS, 500), (16, 600)), 8, WSD),
     Case("tokens=1e6", ((8, 745),), 16, COSINE),
@@ -149,7 +149,7 @@ class Life(NamedTuple):
 
 
 def lived(case: Case) -> Life:
-    """Goes through the starts like the trainer, with the clock in a checkpoint's JSON."""
+    """Goes through the starts as the trainer does, with the clock in a checkpoint's JSON."""
     samples, rates, read, clock = [], [], 0, None
     for batch, until in [*case.starts, (case.last, None)]:
         config = config_of(case, batch)
@@ -165,7 +165,7 @@ def lived(case: Case) -> Life:
 
 
 def planned(case: Case) -> Life:
-    """Returns the life that the first start would have had until its end."""
+    """Returns the life of the run if its first start had not ended."""
     first = case.starts[0][0] if case.starts else case.last
     return lived(case._replace(starts=(), last=first))
 
@@ -213,8 +213,7 @@ def test_a_checkpoint_without_a_clock_resumes() -> None:
     there = dataclasses.asdict(config_of(CASES[0], 8))
     clock = clock_of(progress, there)
     assert clock is not None and clock.place(745 * 8) == 745
-    # Its batch had changed: the batches of its earlier steps are unknown, but its rate does not
-    # jump.
+    # The batch had changed and those of the earlier steps are unknown, but the rate does not jump.
     changed = clock_of(progress | {"consumed_samples": 9999}, there)
     assert changed is not None and changed.place(9999) == 745
     assert clock_of({"steps": 0, "consumed_samples": 0}, there) is None
@@ -256,7 +255,7 @@ def test_a_run_without_a_checkpoint_may_start_over_with_any_keys(tmp_path: Path)
 @pytest.mark.parametrize(
     ("has_begun", "typed", "taken"),
     [
-        (True, {"init_from": "old"}, "old@175"),  # the step that was chosen once
+        (True, {"init_from": "old"}, "old@175"),  # the step that was chosen at first
         (False, {"init_from": "old"}, "old"),  # chosen anew
         (False, {}, "old@175"),
         (True, {"init_from": "old@9"}, "old@9"),  # refused later

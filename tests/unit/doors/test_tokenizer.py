@@ -1,4 +1,4 @@
-"""Tests folders of tokenizers, each with its beginning and ends, or the sentence."""
+"""Tests folders of tokenizers: each gives its beginning and ends, or a refusal."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_folder_gives_begin_and_end_tokens_or_is_refused(tmp_path: Path, row: 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [r for r in ROWS if not r.words], ids=lambda row: row.name)
 def test_prompts_and_ends_are_those_of_transformers(tmp_path: Path, row: Row) -> None:
-    """Holds also for the folder that a run exports."""
+    """Tests the folder that a run exports, too."""
     transformers.utils.logging.set_verbosity_error()
     path = made(tmp_path / "tok", row)
     tokenizer = open_tokenizer(str(path))
@@ -321,7 +321,7 @@ def test_prompts_begin_like_the_documents_of_the_run(
         kept = open_tokenizer(str(tmp_path / FOLDER))
         assert isinstance(kept, FileTokenizer) and kept.prefix == begin
     first = begin or [kept.eot]
-    # Documents that are yet to be made begin as usual.
+    # Documents that are made later begin as usual.
     assert kept.begin == first and kept.bos == [0]
     assert encode_pair(kept, "", "ab")[0][: len(first)] == first
     context, _ = encode_pair(kept, "def", " f")
@@ -361,7 +361,7 @@ def test_the_end_of_learned_turns_stops_generate_and_an_export(
     assert isinstance(kept, FileTokenizer) and kept.ends >= {0, *learned}
     generation = json.loads(kept.to_export()[GENERATION])
     assert generation == {"eos_token_id": exported, "top_k": 20}
-    assert kept.all_ends(told) == exported  # of config.json
+    assert kept.all_ends(told) == exported  # that of config.json
 
 
 def test_roles_that_are_damaged_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests that text stays as it was typed or written, by every way in; `~` is a home; a key is given
+"""Tests that text is kept as typed or written, wherever it enters; `~` is a home; a key is given
 once."""
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def test_a_refusal_gives_the_reason(words: list[str], parts: list[str]) -> None:
 
 @pytest.mark.parametrize("run", ["exp-$SLURM_JOB_ID", "$USER", "${USER}-1"])
 def test_a_run_that_is_named_by_a_variable_is_refused(run: str) -> None:
-    """All jobs with a file that has `run: exp-$SLURM_JOB_ID` would be one run."""
+    """With `run: exp-$SLURM_JOB_ID` in a file, all jobs would be one run."""
     with pytest.raises(UserError, match=r"which nothing here expands.*\$\{oc\.env:(SLURM|USER)"):
         check_run_name(run, "runs")
 

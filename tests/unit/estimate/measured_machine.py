@@ -24,7 +24,7 @@ LATENCY = 20e-6
 TP = (1.0, 2.0, 4.0, 8.0)
 RECOMPUTED = {"norm": 0.05, "activation": 0.1, "attention": 0.2, "mlp": 0.4, "layer": 0.9}
 MODEL = ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=256)
-BLOCK_FLOPS = layer_flops(MODEL)  # of a forward of one token
+BLOCK_FLOPS = layer_flops(MODEL)  # seconds of a forward of one token
 MADE = CalibrationSource("cpu", "test", 2, "fp32", "host", "2", "0", "2026-01-01T00:00:00+00:00")
 
 

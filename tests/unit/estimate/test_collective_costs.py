@@ -89,9 +89,9 @@ def test_no_other_number_of_segments_is_faster_than_the_best(n: int, nbytes: int
 def test_the_best_number_of_segments_by_hand() -> None:
     # √((n − 2)·N/(α·B)): 1 MB takes 100 µs, α is 5 µs: √(2·20) = 6.3 for four ranks
     assert best_segments(4, 1e6, LINK) == 6
-    assert best_segments(2, 1e6, LINK) == 1  # no rank forwards
+    assert best_segments(2, 1e6, LINK) == 1  # no rank passes a message on
     assert best_segments(4, 0, LINK) == 1
-    assert best_segments(4, 1000, FREE) == 1000  # without a cost per message, a byte each
+    assert best_segments(4, 1000, FREE) == 1000  # without a cost per message, segments of a byte
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

@@ -85,7 +85,7 @@ def test_on_one_core_a_pipeline_takes_the_sum_of_its_work() -> None:
     alone = shared_clock(
         schedule.orders, schedule.assignment, costs, 2, lambda busy: 1 / busy, ends
     )
-    # of two replicas; a message has two ends, and 3 boundaries are crossed both ways
+    # for two replicas; a message has two ends, and crosses 3 boundaries both ways
     assert alone == pytest.approx(2 * (4 * 8 * 3 + 8 * 3 * 2 * 0.5 + sum(ends)))
 
 
@@ -109,7 +109,7 @@ def test_ranks_that_wait_for_each_other_are_no_time() -> None:
 
 
 def blocks_alone(name: str, at: tuple[float, ...]) -> float:
-    """All other pieces of the machine take next to no time."""
+    """Returns a machine on which all other pieces take almost no time."""
     plain = name.startswith(("block", "head", "together", "threads"))
     return seconds(name, at) if plain else 1e-12
 

@@ -55,7 +55,7 @@ PLAYED = (
      "recompute": "full", "micro_batch_size": 1, "global_batch_size": 48},
 )  # fmt: skip
 
-# Cases that rarely show a change: the same kinds in other combinations.
+# The same kinds in other combinations, which rarely show more.
 FURTHER = (
     {"model": "llama3_70b", "layers": 8, "pp": 2, "vpp": 2, "dp": 1, "schedule": "interleaved",
      "tp": 8, "sp": True, "micro_batch_size": 1, "global_batch_size": 4, "cp": 4, "style": "ring",
@@ -170,7 +170,7 @@ def test_launches_grow_by_a_micro_batch_as_the_first_ones_do() -> None:
 
 def test_a_step_on_an_h100_is_priced_as_it_was_timed() -> None:
     """Compares with docs/gpu.md: llama_1b, 8 sequences of 4,096 tokens at once, 509 ms; other GPUs
-    only have others' rates."""
+    only have other rates."""
     fixed = {"micro_batch_size": 8, "recompute": "none", "zero": 0}
     seconds = []
     for gpu in ("dgx_h100", "dgx_a100"):
@@ -201,7 +201,7 @@ def test_the_longest_sequences_of_the_page() -> None:
 
 
 def test_a_wrong_formula_is_detected() -> None:
-    """The comparison of the first test can fail: it does for a layer that keeps nothing."""
+    """Tests that the comparison can fail, as it does for a layer that keeps nothing."""
     config = configured(PIPELINE)
     layers = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=28))
     assert abs(off(peak_memory(config, 0).total, peak_memory(layers, 0).total)) > 3

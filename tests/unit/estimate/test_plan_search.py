@@ -113,7 +113,7 @@ def test_divisors(n: int) -> None:
 
 
 def test_sixteen_thousand_gpus_take_no_time() -> None:
-    """The promise is 30 s; a search that prices layouts one by one would take minutes."""
+    """Tests the promise of 30 s; a search that prices layouts one by one would take minutes."""
     began = time.process_time()
     priced_of(16384, 16384)
     assert time.process_time() - began < 20
@@ -137,7 +137,8 @@ def test_split_sequences_share_gradients_with_the_replicas() -> None:
         step(work(dp=dp, cp=cp, zero=1, microbatches=8), load()) for dp, cp in ((2, 4), (8, 1))
     )
     assert split.optimizer == whole.optimizer
-    assert split.gradients == pytest.approx(whole.gradients, rel=0.3)  # less backward hides them
+    # A shorter backward hides them.
+    assert split.gradients == pytest.approx(whole.gradients, rel=0.3)
 
 
 @pytest.mark.parametrize("style", range(3))

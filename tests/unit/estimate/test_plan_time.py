@@ -76,7 +76,7 @@ def test_a_product_is_faster_than_its_peak_never_and_near_it_when_large() -> Non
 
 def test_a_last_wave_with_idle_units_costs() -> None:
     w, c = work(), constants(**{"gemm.wave": 1.0})
-    rows = 256 * 11  # with twelve columns of tiles one for each of 132 units
+    rows = 256 * 11  # with twelve columns of tiles, there is one tile for each of 132 units
     full, over = (gemm(w, c, m, 128 * 12, 1024) for m in (rows, rows + 256))
     assert over > 1.25 * full  # splitting k into parts cannot save all of it
 

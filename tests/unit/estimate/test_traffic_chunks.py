@@ -16,7 +16,7 @@ from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
 
 MICROBATCHES = 6
-# Which rank holds which stage, in the order of the model.
+# The rank of each stage, in the order of the model.
 LOOPS = {
     (2, 2): [0, 1, 0, 1],
     (3, 2): [0, 1, 2, 0, 1, 2],
@@ -139,7 +139,7 @@ def test_each_chunk_begins_with_a_small_bucket() -> None:
     config.model.hidden_size = 256  # 3 MiB per layer, of which a GEMM's gradient reaches 1 MiB
     buckets = [t for t in transfers(config, layout, 1) if t.what == "gradient buckets"]
     small = 4 * (256 * 1024 + 256)  # the last matrix of a layer, and its bias
-    # The other one has head and norm.
+    # The other bucket has head and norm.
     assert sum(t.count for t in buckets if t.nbytes == small) == 1
 
 

@@ -63,7 +63,7 @@ def test_groups_are_called_as_we_call_them() -> None:
 
 
 def test_messages_of_a_batch_share_the_state_of_its_own_entry() -> None:
-    """The entries of the messages themselves stay as they were when they were queued."""
+    """The entries of single messages stay as they were when they were queued."""
     batches = [
         entry("3c", name, 2, state, [[4]] if "<" in name or ">" in name else [], p2p=number)
         for number, state in ((1, "completed"), (2, "started"))

@@ -103,7 +103,7 @@ def test_rank_behind_in_a_pipeline_is_found_over_the_one_between() -> None:
 
 
 def test_messages_count_in_a_hosts_group() -> None:
-    """Rank 1 has continued to messages of the ring; rank 0 has not come."""
+    """Rank 1 has continued to messages of the ring, which rank 0 has not reached."""
     ring = {"cp": (0, 1, 2)}
     states = {
         0: state(0, None, {"cp": 3}, ranks=ring),
@@ -190,7 +190,7 @@ def test_wait_is_noted_until_it_ends() -> None:
     try:
         LoggedWork(log, note, Failing()).wait()
     except RuntimeError:
-        assert log.waiting is not None  # a failure says in what
+        assert log.waiting is not None  # a failure names the operation
 
 
 def test_what_reads_off_the_device_is_a_wait_for_the_groups_newest_operation() -> None:
@@ -203,7 +203,7 @@ def test_what_reads_off_the_device_is_a_wait_for_the_groups_newest_operation() -
     with pytest.raises(RuntimeError), blocking(Group(log)):
         raise RuntimeError("device-side assert")
     assert log.waiting is None
-    with blocking(Group(OperationLog())):  # nothing was exchanged yet
+    with blocking(Group(OperationLog())):  # no operation has run yet
         pass
     with blocking(Group(None)):
         pass

@@ -33,7 +33,8 @@ def test_rank_that_never_queued_an_operation_of_its_group_is_at_fault() -> None:
     usual = (done(operation(8)), open_(operation(9)), open_(LAST))
     states = {rank: on_device(rank, *usual, waited_s=9.0) for rank in range(4)}
     states[2] = on_device(2, done(operation(8)), open_(LAST))
-    # Its sum over the world waits for the others, whose devices are still in dp's ninth operation.
+    # The sum over the world waits for the others, whose devices are still in the ninth operation of
+    # dp.
     for longest in range(4):
         states[longest] = replace(states[longest], waited_s=10.0 + longest)
         verdict = diagnose(states, {})
@@ -146,7 +147,7 @@ def test_message_of_a_batch_is_met_by_the_peers_batch_and_not_by_a_later_one() -
     # Rank 2 has met its peer, rank 1 not all of its peers.
     assert diagnose(states, {}).ranks == (0,)
     states[0] = on_device(0, message("send", 4, 1), ranks=pp)
-    assert diagnose(states, {}).kind == "unknown"  # all ends are in it
+    assert diagnose(states, {}).kind == "unknown"  # all members have entered it
 
 
 def test_all_in_one_operation_is_nobodys_fault_that_we_know_of() -> None:

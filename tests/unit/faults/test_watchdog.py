@@ -60,7 +60,7 @@ time.sleep(600)
 
 
 def started(run_dir: Path, what: str, streams: int) -> ReadyPopen:
-    """A process that hangs under a watchdog, after `what` was broken."""
+    """Starts a process that hangs under a watchdog, after `what` was broken."""
     return ReadyPopen(
         ("-c", WATCHED, str(run_dir), what),
         cwd=ROOT,
@@ -111,7 +111,7 @@ def test_whatever_fails_or_stays_in_the_report_ends_with_the_process(
 
 @pytest.mark.slow
 def test_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> None:
-    """A dead file system: whoever writes there waits for ever."""
+    """Makes a dead file system, on which every write waits for ever."""
     what = "failure.write_record = watchdog.dump_stacks = stays; watchdog.DUMP_S = 0.5"
     code, said = end_of(tmp_path, f"{what}; watchdog.RECORD_FILE_S = 0.5; watchdog.END_S = 3000")
     assert code == 1
@@ -120,7 +120,8 @@ def test_a_record_that_cannot_be_written_leaves_the_verdict(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_streams_that_nobody_reads_keep_no_run_alive(tmp_path: Path) -> None:
-    """The last exit must not write to them: a log may be on the dead file system."""
+    """Tests that the last exit does not write to the streams: a log may be on the dead file
+    system."""
     what = "watchdog.work_stack = stays_and_holds_the_interpreter; watchdog.END_S = 1.0"
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
@@ -231,7 +232,7 @@ def test_resting_watchdog_lets_a_save_take_its_time(
     watchdog.resume()
     assert reported.wait(5 * PATIENCE)
     watchdog.stop()
-    # A disk that never answers is noticed in the end: nothing is computed for a long time.
+    # A disk that never answers is noticed at last, since nothing is computed for a long time.
     reported.clear()
     monkeypatch.setattr("parallel3d.faults.watchdog.PAUSED_TIMEOUTS", 3.0)
     paused = Watchdog(Layout(), Worker(0, 0, 1, 1, tmp_path, "local"), None, 0.2, 0.5)
@@ -301,7 +302,8 @@ def test_stack_of_the_work_goes_on_in_autograds_thread_during_a_backward(
             assert names.index("_engine_run_backward") < names.index("within")
 
         def found(real):
-            """Returns the main thread's stack as it was when this one asks, cut at the backward."""
+            """Returns the stack of the main thread at the moment of the call, cut at the
+            backward."""
 
             def cut(frame):
                 stack = real(frame)

@@ -72,7 +72,7 @@ def test_a_sweep_forks_even_a_single_rank(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_more_ranks_than_gpus_are_refused_before_anything_starts(
     one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """device=auto would compute on the CPU for days while a GPU is idle."""
+    """device=auto would otherwise compute on the CPU for days while a GPU is idle."""
     assert run_cli(monkeypatch, tmp_path, 2, "tp=2", "pp=2") == []
     assert "4 ranks need 4 GPUs, but host" in capsys.readouterr().err
     assert run_cli(monkeypatch, tmp_path, 0, "tp=2", "pp=2", "device=cpu") == [("train", 4, "cpu")]
@@ -96,7 +96,7 @@ def test_under_torchrun_rank_0_prints_the_device_line(capsys: pytest.CaptureFixt
 def test_ranks_that_compute_on_one_gpu_are_refused_on_every_rank(
     one_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each rank may be shown its own GPU: only all together know that it is the same one."""
+    """Each rank may see only one GPU: only all ranks together know that it is the same one."""
     store, sentences = dist.HashStore(), []
     monkeypatch.setattr(rendezvous, "READ_S", 0.0)
     config = check_config(Config(runs_dir=str(tmp_path)), 2)
@@ -167,14 +167,14 @@ def test_every_rank_has_a_device_with_an_index(monkeypatch: pytest.MonkeyPatch) 
     assert device_of_rank("cuda", 0) == "cuda:0"
     assert device_of_rank("cuda", 7) == "cuda:7"
     played_cuda(1, monkeypatch)
-    assert device_of_rank("cuda", 7) == "cuda:0"  # srun shows each task its own
+    assert device_of_rank("cuda", 7) == "cuda:0"  # srun shows each task its own GPU
     played_cuda(0, monkeypatch)
     with pytest.raises(HostError, match="torch finds no device of type cuda"):
         device_of_rank("cuda", 0)
 
 
 class Started(Exception):
-    """Raised when torch.distributed would be initialised."""
+    """Raised in place of initialising torch.distributed."""
 
 
 @pytest.fixture

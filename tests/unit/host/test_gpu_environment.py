@@ -7,7 +7,7 @@ import pytest
 from parallel3d.config.schema import ClusterConfig, Config
 from parallel3d.host import devices as gpu_environment
 
-OLD_NCCL = "TORCH_DIST_USE_NCCL2"  # 0: groups of the class that torch before 2.15 made
+OLD_NCCL = "TORCH_DIST_USE_NCCL2"  # 0 selects the class of groups of torch before 2.15
 
 
 @pytest.fixture

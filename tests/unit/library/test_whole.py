@@ -24,7 +24,7 @@ def modules_of_ranks(count: int, placement: StageAssignment) -> list[int]:
 def test_six_modules_are_split_evenly_over_two_ranks() -> None:
     """In a V one rank holds the first stage and the last, the other one both middle ones."""
     assert modules_of_ranks(6, StageAssignment(2, 2, "v")) == [3, 3]
-    # Not 2, 4 and 4, whose fullest rank is no fuller.
+    # The split is not 2, 4 and 4, although its fullest rank is no fuller.
     assert sorted(modules_of_ranks(10, StageAssignment(3, 2, "v"))) == [3, 3, 4]
 
 

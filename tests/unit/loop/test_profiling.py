@@ -1,5 +1,5 @@
 """Tests what a profiled rank starts, marks, writes and prints, on a GPU simulated by a list of
-words."""
+calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Rank:
         return lambda *args: self.said.append(" ".join((*words, *map(str, args))))
 
     def gpu(self, name: str = "cuda:0") -> torch.device:
-        """Gives the device of that name what `torch.cuda` has."""
+        """Gives the device of that name the functions of `torch.cuda`."""
 
         def history(enabled: str | None = "all", **how: Any) -> None:
             self.said.append("history off" if enabled is None else "history on")
@@ -83,7 +83,7 @@ class Rank:
         return {path.name for path in self.run_dir.glob("profile/*")}
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The ranges of a trace."""
+        """Returns the ranges of a trace."""
         with gzip.open(self.run_dir / "profile" / f"{name}.json.gz") as file:
             events = json.load(file)["traceEvents"]
         return [event for event in events if event.get("cat") == "user_annotation"]
@@ -211,7 +211,7 @@ class Opened:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_starting_a_collective_has_a_range_on_every_device(on_device: bool) -> None:
-    """On an accelerator it is not a kind of the clock's, as it takes no time there."""
+    """On an accelerator the range is no kind of the breakdown, as it takes no time there."""
     clock, opened = StepTimer(), Opened()
     clock.times.marks_starts = not on_device
     clock.ranges = opened

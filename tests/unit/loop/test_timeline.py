@@ -27,7 +27,7 @@ def test_a_measured_step_without_hops_equals_the_clock(name: str, chunks: int) -
     stages = made.assignment.stages
     costs = Costs(*(tuple(c + 0.1 * s for s in range(stages)) for c in (1.0, 1.2, 1.2)))
     exact = time_orders(made.orders, made.assignment, costs)
-    late = 7.0  # the time of a rank's clock when the first of them begins
+    late = 7.0  # the time on a rank's clock when the first action begins
     spans = [[(str(s.action), s.start + late, s.end + late) for s in row] for row in exact.spans]
     measured = timeline_of(spans)
     again = simulated_timeline(measured, made)

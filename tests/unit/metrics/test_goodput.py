@@ -1,4 +1,4 @@
-"""Tests goodput, how the wall time of a run's starts was spent, by clocks that the test sets."""
+"""Tests goodput (how the wall time of a run's starts was spent) with clocks that the test sets."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def rows(*steps: int) -> bytes:
 
 
 def die_in(call: str, after: bool) -> None:
-    """Ends this process at its next call of this function of os, before or after it."""
+    """Ends this process at its next call of a function of `os`, before or after the call."""
     real = getattr(os, call)
 
     def dying(*words: object) -> None:

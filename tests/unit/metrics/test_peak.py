@@ -58,7 +58,7 @@ def test_datasheet_gives_each_device_its_own_dense_peak(
     [
         ("NVIDIA H20", "bf16"),  # not an H200
         ("NVIDIA GH200 480GB", "bf16"),
-        ("NVIDIA H800", "bf16"),  # no datasheet is known, as for the A800
+        ("NVIDIA H800", "bf16"),  # a GPU without a known datasheet, such as the A800
         ("NVIDIA A800-SXM4-80GB", "bf16"),
         ("NVIDIA B300 SXM6 AC", "fp64"),  # nearly no memory
         ("NVIDIA GeForce RTX 4090 D", "bf16"),
@@ -110,7 +110,7 @@ def test_override_wins_and_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_cpu_is_measured_and_divided_among_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Every second call is slow.
+    # every second call is slow
     clock = itertools.accumulate(itertools.cycle([0.0, 0.02, 0.0, 0.04]))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(peak_module, "available_cores", lambda: 1)

@@ -401,7 +401,7 @@ def test_skipped_steps_are_shown_counted_and_summarised(tmp_path: Path) -> None:
             )  # fmt: skip
         assert recorder.finish("stopped")["skipped_steps"] == 2
     lines = [line for line in screen.getvalue().splitlines() if line.startswith("step")]
-    # The first one, and skipped ones, although only every tenth is due.
+    # The first step and skipped ones are recorded, although only every tenth is due.
     assert [line.split()[1] for line in lines] == ["1/40", "2/40", "3/40"]
     assert re.search("scale 16384  left .*  SKIPPED: gradients not finite$", lines[1])
     assert "SKIPPED" not in lines[0]

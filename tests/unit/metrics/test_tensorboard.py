@@ -52,7 +52,7 @@ def killed(run_dir: Path, first: int, last: int) -> None:
 
 
 def age(run_dir: Path) -> None:
-    """Makes the files of all sessions so far a few seconds old, like between real starts."""
+    """Makes the files of all sessions so far a few seconds older, as between real starts."""
     for file in (run_dir / "tensorboard").iterdir():
         head, second, *rest = file.name.rsplit(".", 4)
         file.rename(file.with_name(".".join([head, f"{int(second) - 10:010d}", *rest])))
@@ -115,7 +115,7 @@ def test_a_restart_from_step_1_and_a_late_logger_have_every_step_once(tmp_path: 
     session(tmp_path, 4, 5).finish()
     assert sorted(curves(tmp_path)["train/loss"]) == [1, 2, 3, 4, 5]
     age(tmp_path)
-    session(tmp_path, 1, 2, scale=5.0).finish()  # without a checkpoint a run begins again
+    session(tmp_path, 1, 2, scale=5.0).finish()  # without a checkpoint, the run starts over
     assert curves(tmp_path)["train/loss"] == {1: 5.0, 2: 2.5}
 
 

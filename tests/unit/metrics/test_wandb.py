@@ -32,7 +32,7 @@ SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home without keys."""
+    """Sets a home without keys."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
@@ -75,13 +75,13 @@ def inspect(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
 def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It logs no figures of the host, for which there would be time, because they were not asked
-    for."""
+    """No figures of the host are logged, although there would be time, because nobody asked for
+    them."""
     monkeypatch.setenv("WANDB__STATS_SAMPLING_INTERVAL", "0.1")
     run_dir = tmp_path / "my-run"
     run_dir.mkdir()
     config = make_config()
-    config.logger.name = ["wandb", "tensorboard"]  # it has a test of its own
+    config.logger.name = ["wandb", "tensorboard"]  # this has a test of its own
     summary = train(config, run_dir, wait_s=0.5)
     records = inspect(run_dir)
     assert "stats" not in records
@@ -213,7 +213,7 @@ def test_no_key_is_offline_and_a_key_is_online(
 def test_no_network_at_the_start_falls_back_to_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The existing key is nowhere in the run directory or on the screen."""
+    """Tests that the key is found nowhere in the run directory or on the screen."""
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     real = wandb.init
 
@@ -378,9 +378,10 @@ for asked in sys.argv[3:]:
 @pytest.mark.more
 @pytest.mark.parametrize("logged", ["new", "all"])
 def test_wandbs_own_resume_and_steps_do_not_keep_rows_whole(tmp_path: Path, logged: str) -> None:
-    """Shows why `wandb_ledger` reads the files of killed sessions. It may stop if this fails."""
+    """Shows why `wandb_ledger` reads the files of killed sessions. If this fails, it need not read
+    them any more."""
     own = {name: text for name, text in os.environ.items() if not name.startswith("WANDB_")}
-    sessions = ("1-300-kill", "291-310-kill", "301-320-end")  # each from a checkpoint on
+    sessions = ("1-300-kill", "291-310-kill", "301-320-end")  # each starts from a checkpoint
     command = (sys.executable, "-c", ONLY_WANDB, str(tmp_path), logged, *sessions)
     subprocess.run(command, capture_output=True, env=own, check=True)
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))

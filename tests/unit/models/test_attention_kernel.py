@@ -54,7 +54,7 @@ def packed(qkv: Tensor, kernel: str) -> Tensor:
 
 
 def again(qkv: Tensor, kernel: str) -> Tensor:
-    """Attention is recomputed in the backward, when nothing outside of it selects a kernel any
+    """Runs attention that is recomputed in the backward, when no outer context selects a kernel any
     more."""
     return recomputed(whole, qkv, kernel)
 
@@ -92,8 +92,8 @@ def test_the_kernel_asked_for_runs_and_gives_the_same_values(attend: Attend) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("attend", [whole, packed, again])
 def test_a_compiled_block_has_the_kernel_in_its_graphs(attend: Attend) -> None:
-    """The kernel is not that of an earlier value. Documents are one operator, which is told the
-    kernel."""
+    """Tests that the kernel is not that of an earlier value. Documents are one operator, which gets
+    the kernel as an argument."""
     from functorch.compile import make_boxed_func  # these two take seconds
     from torch._dynamo.backends.common import aot_autograd
 
@@ -190,7 +190,7 @@ def test_auto_leaves_out_cudnn_where_it_is_reported_to_be_wrong(
     assert choose_kernel(Blueprint.of(made), CUDA) == expected
     assert avoids_cudnn(Blueprint.of(made), CUDA) == (expected == NOT_CUDNN)
     assert choose_kernel(Blueprint.of(made), CPU) == "auto"
-    # Its compute capabilities are numbered differently.
+    # ROCm numbers compute capabilities differently.
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert choose_kernel(Blueprint.of(made), CUDA) == "auto"
 
@@ -241,7 +241,7 @@ def test_a_kernel_whose_backward_fails_is_refused_too(monkeypatch: pytest.Monkey
             raise RuntimeError("no execution plan.\nand a long explanation")
 
     monkeypatch.setattr(attention, "causal_attention", lambda x, *_, **__: Forward.apply(x))
-    with torch.no_grad():  # generation tries it, too
+    with torch.no_grad():  # generation tries the kernel, too
         assert "(no execution plan);" in refusal(config("flash"))
 
 
@@ -299,7 +299,7 @@ def test_a_dry_run_activates_nothing(activated: list[str], monkeypatch: pytest.M
 
 
 def test_a_package_that_is_not_installed_is_refused() -> None:
-    """Activates it by torch's own entry, which imports it."""
+    """Activates the package by torch's own entry point, which imports it."""
     sentence = refusal(config("fa3"))
     assert "cannot use flash_attn_interface here" in sentence
     assert "No module named 'flash_attn_interface'" in sentence

@@ -31,7 +31,7 @@ def test_masks_follow_the_formula() -> None:
 
 @pytest.mark.parametrize("p", [1 - 2**-31, 1 - 2**-33, 1 - 2**-53])
 def test_a_probability_next_to_1_drops_everything(p: float) -> None:
-    """2³¹, the number of compared values, is not an int32."""
+    """The number of compared values, 2³¹, does not fit into an int32."""
     x = torch.ones(2, 8, 64, dtype=torch.float64)
     assert not Dropout(1, "a", p)(x, samples(0, 1)).any()
 
@@ -104,12 +104,12 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_host_copies_nothing_to_the_device(compiled: bool) -> None:
-    """The site's number is a kernel's argument: a copy would make the host wait."""
+    """The number of the site is an argument of the kernel: a copy would make the host wait."""
     drop = Dropout(1, "a", 0.3)
     x = torch.empty(2, 8, 16, device="meta")
     numbers = torch.empty(2, dtype=torch.int64, device="meta")
     with Copies() as copies:
-        if compiled:  # what a compiled block calls
+        if compiled:  # the function that a compiled block calls
             y = torch.ops.parallel3d.dropout(x, numbers, drop.site, None, 0, 0, 0.3)
         else:
             y = drop(x, numbers)

@@ -103,7 +103,8 @@ def rotary_of(sequence: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
 def explicit_attention(
     qkv: torch.Tensor, heads: int, kv_heads: int, rotary: tuple[torch.Tensor, torch.Tensor] | None
 ) -> torch.Tensor:
-    """Softmax attention written out, by autograd; rotation pairs (d, d + r/2)."""
+    """Computes softmax attention written out, with autograd's gradients; rotation pairs (d, d +
+    r/2)."""
     size = qkv.shape[-1] // (heads + 2 * kv_heads)
     parts = qkv.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), 2)
     q, k, v = (t.transpose(1, 2) for t in parts)
@@ -186,8 +187,8 @@ def test_compiled_operations_equal_eager_ones() -> None:
 def test_on_an_accelerator_kernels_read_shared_heads_as_they_are(
     kind: torch.dtype, rotated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shared heads are read as they are in half precision alone: in fp32 the kernel would write out
-    the scores.
+    """Only half precision reads shared heads without a copy: in fp32 the kernel would write out the
+    scores.
 
     Heads of a token are adjacent, so that an output in the layout of q is joined without a copy.
     """

@@ -61,7 +61,7 @@ def kept_bytes(stage: Stage) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = stage(hidden(), *NOTHING)  # keeps them alive, so that no storage is used twice
+        out = stage(hidden(), *NOTHING)  # keeps the tensors alive, so that no storage is used twice
     kept = sum(sizes.values())
     del out
     return kept
@@ -194,7 +194,7 @@ def test_recomputation_repeats_only_what_the_backward_needs(
         "norm": norms * LAYERS,
     }
     linears = [name for name, p in stage.named_parameters() if p.dim() == 2]
-    assert told == Counter(linears)  # each bucket gets each weight's gradient once
+    assert told == Counter(linears)  # each bucket gets the gradient of each weight once
 
 
 def test_evaluation_keeps_nothing() -> None:

@@ -16,7 +16,7 @@ LAYOUT = Layout(tp=4, pp=2, dp=3)
 
 
 def groups_of_rank(rank: int) -> ProcessGroups:
-    """The groups of a rank, none of which can communicate."""
+    """Returns the groups of a rank, none of which can communicate."""
     found = {}
     for kind, dim in {"tp": "tp", "pp": "pp", "dp_cp": "dp"}.items():
         ranks = tuple(LAYOUT.group_of(rank, dim))
@@ -47,7 +47,8 @@ def norm_of_heads(tp: int) -> ParameterSpec:
 
 
 def padded(tp: int) -> ParameterSpec:
-    """With a table of eight rows over four ranks of four, the last two only hold padding."""
+    """Returns a table of eight rows over four ranks of four rows: the last two only hold
+    padding."""
     return ParameterSpec((4, 4), (shard(4, 4 * tp),) if tp < 2 else (), replicated=False)
 
 

@@ -165,7 +165,7 @@ def test_a_matrix_reaches_its_device_in_one_copy_a_band() -> None:
 
 
 def fused() -> ParameterSpec:
-    """Two matrices in one parameter, with rows from the middle of both, and three rows of
+    """Returns two matrices in one parameter, with rows from the middle of both, and three rows of
     padding."""
     q = ShardSpec("q", (700, 300), (90, 20), (280, 260), 0, std=0.02)
     k = ShardSpec("k", (700, 300), (400, 20), (20, 260), 280, std=0.02)
@@ -197,7 +197,7 @@ def factors(kind: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def add_rounded(out: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Tests a device that has no kernel for it, and products of fp16."""
+    """Tests a device without a kernel for the sum, and products of fp16."""
     with patch.object(gradients, "is_widened", lambda tensor: False):
         add_matmul(out, grad, x)
 
@@ -224,7 +224,7 @@ def test_an_accelerators_gemm_adds_in_fp32_without_rounding(
     supports_wide_addmm.cache_clear()
     add_matmul(wide, grad, x)
     how = {"out_dtype": torch.float32, "in_place": True, "kind": kind}
-    assert [{k: c[k] for k in how} for c in calls] == [how, how]  # tried once, and then used
+    assert [{k: c[k] for k in how} for c in calls] == [how, how]  # it is tried once, and then used
     assert calls[-1]["out"] is wide
     # A product of about 8 is rounded to the precision of its factors' dtype, or not at all.
     assert (plain - exact).abs().max() > 0.2 * 8 * torch.finfo(kind).eps

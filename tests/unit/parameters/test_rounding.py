@@ -60,7 +60,7 @@ def test_rounding_has_no_bias_and_leaves_bf16_as_it_is() -> None:
 
 
 def test_bits_and_rounding_equal_the_reference() -> None:
-    """Holds also for tiny numbers, whose neighbours are equally far, and for fp64."""
+    """Includes tiny numbers, whose neighbours are equally far, and fp64."""
     generator = torch.Generator().manual_seed(0)
     shape = (40, 30)
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -107,8 +107,8 @@ def test_cutting_large_matrices_into_pieces_does_not_change_bits() -> None:
 
 
 def test_a_small_second_moment_grows_and_the_update_uses_unrounded_states() -> None:
-    """0.999 of a moment is nearer to it than to its neighbour: rounding to the nearest would not
-    change it."""
+    """0.999 times a moment is nearer to the moment than to its neighbour: rounding to the nearest
+    would not change it."""
     shape = (64, 100)
     spec = ParameterSpec(shape, (ShardSpec("w", shape, (0, 0), shape),), replicated=False)
     means = {}

@@ -30,7 +30,7 @@ class First(nn.Module):
 
 
 class Middle(nn.Module):
-    """Returns one of its inputs unchanged, and reads no other."""
+    """A stage that returns one of its inputs unchanged, and reads no other."""
 
     def __init__(self, wrong: str = "") -> None:
         super().__init__()
@@ -139,8 +139,8 @@ def test_the_next_micro_batch_is_loaded_ahead_if_asked_for() -> None:
 def test_an_accelerator_computes_while_the_next_micro_batch_is_loaded(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks ahead before the host queues the backward; a CPU has finished the forward by
-    then."""
+    """The executor looks ahead before the host queues the backward; a CPU has finished the forward
+    by then."""
     monkeypatch.setattr(accelerator, "is_accelerator", lambda _: kind == "accelerator")
     events: list[str] = []
 

@@ -56,7 +56,8 @@ def test_a_group_of_messages_is_one_batch_whose_handle_all_share(
 def test_gradients_have_a_separate_communicator_and_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An activation that waits for a late reader does not delay a gradient that has arrived."""
+    """Tests that an activation that waits for a late reader does not delay a gradient that has
+    arrived."""
     batches, groups = Batches(monkeypatch), []
     monkeypatch.setattr(dist, "P2POp", lambda op, tensor, peer, group, _: groups.append(group))
     there, back = (Group("pp", PP.ranks, 1, name) for name in ("there", "back"))

@@ -79,7 +79,7 @@ def test_a_run_from_before_a_key_was_removed_resumes(tmp_path: Path) -> None:
     older = file.read_text()
     assert "\ntensor_parallel:\n" in older
     older = older.replace("\ntensor_parallel:\n", "\ntensor_parallel:\n  symmetric_memory: true\n")
-    # Options of subcommands were part of every run.
+    # Earlier versions wrote options of subcommands into every run.
     older += "bench:\n  algorithms: false\n  sizes: [4]\ntopology:\n  width: null\nprompt: x\n"
     file.write_text(older)
     assert load_config(directory) == mine
@@ -150,7 +150,8 @@ def test_a_run_resumes_with_another_layout_and_keeps_every_configuration(tmp_pat
 def test_a_run_that_cannot_resume_is_refused_with_the_differing_keys(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     _, directory = make_run_directory(mine)
-    (directory / "checkpoints" / "step-00000004").mkdir(parents=True)  # otherwise nothing binds it
+    # Otherwise nothing binds the run to it.
+    (directory / "checkpoints" / "step-00000004").mkdir(parents=True)
     model = dataclasses.replace(mine.model, hidden_size=96)
     other = dataclasses.replace(mine, seed=5, model=model, tp=1)
     keys = "model.hidden_size is 128 there, now 96, seed is 1234 there, now 5; choose another run="
@@ -304,7 +305,7 @@ def test_only_rank_0_reports_a_refusal_and_other_ranks_stop_asking(
     """If a store is gone, torch itself prints whole pages."""
     mine, inner = config(tmp_path, run="mine", dp=2), HashStore()
     (Path(mine.runs_dir) / "mine").mkdir(parents=True)
-    PrefixStore("0", inner).add(seen_key(RUN_KEY), 1)  # the other one has read why
+    PrefixStore("0", inner).add(seen_key(RUN_KEY), 1)  # the other process has read the reason
     for rank, says in ((0, 1), (1, 0)):
         place = RankAssignment("slurm", rank, rank, 2, 2, "127.0.0.1", 0)
         worker, store = Worker(rank, rank, 2, 2, Path(), "slurm"), PrefixStore("0", inner)
@@ -316,7 +317,7 @@ def test_only_rank_0_reports_a_refusal_and_other_ranks_stop_asking(
 
 
 def test_ranks_use_rank_0s_source_and_refuse_other_differences(tmp_path: Path) -> None:
-    """A source that still trains may have saved in between; a host may not see the run's folder."""
+    """The source may still train and have saved in between; a host may not see the run's folder."""
     mine, inner = config(tmp_path, run="mine", dp=3, init_from="old@3"), HashStore()
     deeper = dataclasses.replace(mine.model, num_layers=9)
     sees = [

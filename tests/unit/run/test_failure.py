@@ -190,7 +190,7 @@ def test_a_record_is_never_half_written_and_follows_no_link(tmp_path: Path) -> N
 
 
 def test_records_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
-    """A rank is often ended while it writes."""
+    """Ranks are often ended while they write."""
     failure.write_record(error(1, "ValueError: boom", 2.0), "", tmp_path)
     records = tmp_path / "failures"
     whole = (records / "rank-1.json").read_text()

@@ -38,7 +38,7 @@ def refuse(*_: object, **__: object) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Config:
-    """Makes a run with a checkpoint's name in it."""
+    """Makes a run whose folder has the name of a checkpoint."""
     config, folder = make_run_directory(Config(dp=1, run="run", runs_dir=str(tmp_path)))
     (folder / manifest.CHECKPOINTS / "step-00000005").mkdir(parents=True)
     return config

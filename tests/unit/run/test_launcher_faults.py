@@ -65,7 +65,8 @@ def begun(run_dir: Path) -> None:
 def test_every_failing_call_is_a_user_error_or_ignored(
     config: Config, is_begun: bool, act: Callable[[Config, Path], object]
 ) -> None:
-    """Existing files stay or are removed whole: the next start finds a run's folder or none."""
+    """Tests that files stay or are removed completely: the next start finds a run's folder or
+    none."""
     _, run_dir = make_run_directory(config)
     if is_begun:
         begun(run_dir)

@@ -37,7 +37,8 @@ def test_successful_ranks_are_no_failures() -> None:
 
 @pytest.mark.parametrize("wanted", [{"OMP_NUM_THREADS": "3"}, {}])
 def test_a_rank_has_the_threads_of_its_own_job(wanted: dict[str, str]) -> None:
-    """The number is set although torch has read the variable for another job of the sweep."""
+    """Tests that the number is set although torch has read the variable for another job of the
+    sweep."""
 
     def live(rank: int, starts: int) -> int:
         local_workers._set_threads(wanted)

@@ -59,7 +59,7 @@ def test_a_plan_written_by_hand_is_accepted() -> None:
 
 
 def test_swapped_receives_before_their_use_are_caught_by_position() -> None:
-    """Every rank's own order is sound here; only the two neighbours' orders differ."""
+    """Tests orders that are sound by themselves, but differ between two neighbours."""
     good = plan_of(
         "F0 F1 SF0+SF1 RB0 B0 RB1 B1",
         "RF0+RF1 F0 B0 SB0 F1 B1 SB1",
@@ -208,7 +208,8 @@ def test_a_mirrored_order_is_no_deadlock(stages: int) -> None:
 
 
 def test_a_message_held_back_while_its_receivers_group_waits_deadlocks() -> None:
-    """Rank 0 needs its first gradient before it sends what the gradient depends on."""
+    """Rank 0 needs its first gradient before it sends the activation on which the gradient
+    depends."""
     program = plan_of("F0 F1 SF0 RB0 B0 SF1 RB1 B1", "RF0+RF1 F0 B0 SB0 F1 B1 SB1")
     with pytest.raises(ScheduleError, match=r"rank 1 is in group .RF0 RF1. and waits to get RF1"):
         check(program)

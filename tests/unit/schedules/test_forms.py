@@ -1,4 +1,5 @@
-"""Tests every schedule by name: sound at any size, and as long and as large as its paper says."""
+"""Tests every schedule by name: it is sound at any size, and its time and memory are those of its
+paper."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ def test_backwards_of_a_chunk_run_in_microbatch_order(name: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 13])
 def test_bubbles_are_those_of_the_papers(ranks: int) -> None:
     """Compares the bubble with the ideal time: GPipe and 1F1B (p-1)/m with any m, interleaved that
-    over v if p divides m; ZB-H1 (p-1)(F+I-W)/(m(F+I+W)) from m = p on, also over v. It holds for W
-    of at most F."""
+    over v if p divides m; ZB-H1 (p-1)(F+I-W)/(m(F+I+W)) from m = p on, also over v. These figures
+    hold if W is at most F."""
     counts = {1, 2, ranks, ranks + 1, 2 * ranks - 1, 3 * ranks, 3 * ranks + 2}
     for count, costs in product(counts, ((1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (2.0, 2.5, 1.75))):
         forward, input, weight = costs
@@ -91,8 +92,8 @@ def test_bubbles_are_those_of_the_papers(ranks: int) -> None:
 def test_zero_bubble_v_idles_only_before_and_after(ranks: int) -> None:
     """With F = I = W and m of at least 2p-1, no rank waits between its first action and its last.
 
-    The rest of the bubble is that ranks start late, (p-1)/(6m), which counts because of the global
-    norm.
+    The rest of the bubble comes from ranks that start late, (p-1)/(6m), which counts because of the
+    global norm.
     """
     for count in (2 * ranks - 1, 2 * ranks, 3 * ranks, 5 * ranks + 1):
         made = make("zbv", ranks, count, 2)
@@ -113,7 +114,7 @@ def test_activations_are_those_of_the_papers(ranks: int) -> None:
     assert peak("gpipe") == 4
     assert peak("interleaved", 4) == 1 + (ranks - 1) / (4 * ranks)
     assert peak("v_half", 2) <= 0.6
-    # About half of 1F1B's bubble if a pattern without idle units holds that little.
+    # The bubble is about half of 1F1B's if a pattern without idle units needs that little memory.
     most = 0.67 * (ranks - 1) / (4 * ranks) if ranks > 3 else 0.45
     assert overhead(make("v_half", ranks, 4 * ranks, 2), 1, 1, 1) < most
 
@@ -197,7 +198,7 @@ def test_orders_that_wait_for_each_other_are_named() -> None:
 
 
 def test_unread_messages_counted_by_hand() -> None:
-    """1F1B's ranks ask for a message when they read it."""
+    """Ranks of 1F1B receive a message only when they read it."""
     made = make("1f1b", 3, 6)
     assert peak_unread(made.program(), made.assignment) == dict.fromkeys(
         [(0, 1), (1, 2), (2, 1), (1, 0)], 1

@@ -14,7 +14,7 @@ from parallel3d.schedules.walk import Costs, Timeline, time_orders
 
 
 def timeline_of(name: str, stages: int, microbatches: int) -> Timeline:
-    """A backward takes twice as long as a forward."""
+    """Returns a timeline in which a backward takes twice as long as a forward."""
     made = make(name, stages, microbatches)
     return time_orders(made.orders, made.assignment, Costs.even(made.assignment))
 

@@ -87,7 +87,8 @@ def test_recomputation_counts_in_the_input_gradients_time() -> None:
         costs = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made)).costs(assignment)
         share = products / whole
         more = [b - a for a, b in zip(plain.input, costs.input, strict=True)]
-        assert more == pytest.approx([share, share / 2, 0, 0])  # of the forward of two layers, 1.0
+        # Of the forward of two layers, which is 1.0.
+        assert more == pytest.approx([share, share / 2, 0, 0])
         assert (costs.forward, costs.weight) == (plain.forward, plain.weight)
         plainly = Blueprint.of(replace(made, vpp=1, schedule=ScheduleConfig()))
         assert plainly.recompute_forwards() == pytest.approx(more)

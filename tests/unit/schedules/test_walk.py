@@ -75,7 +75,7 @@ def test_every_action_waits_for_its_rank_and_its_inputs(name: str) -> None:
                 inputs.append(ends[rank, Action(Kind.F, m)])
                 if rank < stages - 1:
                     inputs.append(ends[rank + 1, Action(Kind.B, m)] + hop)
-            # As early as possible, and not earlier.
+            # Each action begins as early as possible, and not earlier.
             assert span.start == max(inputs)
             cost = forward[rank] if span.action.kind == Kind.F else backward[rank]
             assert span.end == span.start + cost

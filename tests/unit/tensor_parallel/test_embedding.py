@@ -1,4 +1,4 @@
-"""Tests the gradient of a word table that every tensor rank computes for itself."""
+"""Tests the gradient of an embedding that every tensor rank computes for itself."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_held_out_losses_stay_in_fp32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_half_products_are_rounded_once(dtype: torch.dtype) -> None:
-    """Computes fp16 by way of fp32 on a CPU, and other dtypes like PyTorch."""
+    """Computes fp16 via fp32 on a CPU, and other dtypes like PyTorch."""
     x, weight, bias = (torch.randn(*s).to(dtype) for s in ((2, 5, 300), (7, 300), (7,)))
     exact = x.double() @ weight.double().t()
     half_step = torch.finfo(dtype).eps / 2

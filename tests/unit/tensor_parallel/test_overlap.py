@@ -104,8 +104,8 @@ def layer(kind: type, sp: bool, chunks: int = 1) -> ColumnParallelLinear | RowPa
 
 def run(made: torch.nn.Module, x: Tensor, compiled: bool) -> None:
     if compiled:
-        # One graph, traced without code generation: what runs are the operators that TorchInductor
-        # would call, in the order of the graph.
+        # One graph, traced without code generation: it runs the operators that TorchInductor would
+        # call, in the order of the graph.
         made.handle = register(made)
         made = torch.compile(made, backend="aot_eager", fullgraph=True, dynamic=False)
     made(x.requires_grad_()).sum().backward()

@@ -1,4 +1,4 @@
-"""Tests clusters from nvidia-smi's output: of real machines, and mangled."""
+"""Tests clusters from the output of nvidia-smi: that of real machines, and mangled output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests clusters from Slurm's output: recorded, and mangled."""
+"""Tests clusters from recorded and mangled output of Slurm."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_one_task_a_node_with_several_gpus_is_a_launcher():
 
 
 def test_gpus_of_a_node_are_not_guessed():
-    """With salloc without GPUs, one GPU per node would describe another machine."""
+    """Under salloc without GPUs, one GPU per node would describe another machine."""
     for environ in (environment("n[1-2]", "1(x2)"), {"SLURM_JOB_NODELIST": "n[1-2]"}):
         with pytest.raises(UserError, match=r"says how many GPUs a node has: ask Slurm for them"):
             job_nodes(environ)

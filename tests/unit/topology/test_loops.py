@@ -1,4 +1,4 @@
-"""Tests topology if a rank holds several stages: the chain of a pipeline closes, or turns like a
+"""Tests topology with several stages per rank: the chain of a pipeline closes, or turns as in a
 V."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def placed(cluster, config: Config, text: str = "tp-cp-dp-pp") -> RankMapping:
 
 
 def pp_bytes(config: Config, layout: Layout, rank: int) -> int:
-    """Returns what one rank sends along pp by its own list."""
+    """Returns the messages that one rank sends along pp, from its own list."""
     return sum(t.nbytes * t.count for t in transfers(config, layout, rank) if t.dim == "pp")
 
 
@@ -90,7 +90,7 @@ def test_the_way_back_to_the_first_rank_is_priced_and_shown() -> None:
             {LinkClass.RAIL: 2, LinkClass.SPINE: 1 + (config is loops)}
         )
     assert kinds[0] == {LinkClass.RAIL: 2, LinkClass.SPINE: 1}
-    # With two rounds each neighbour sends twice as much, and the way back is used once.
+    # With two loops each neighbour sends twice as much, and the way back is used once.
     assert kinds[1] == {LinkClass.RAIL: 4, LinkClass.SPINE: 3}
     assert seconds[1] == pytest.approx(2 * seconds[0])
 

@@ -1,4 +1,4 @@
-"""Tests the picture of a cluster: everything is there, once, and inside."""
+"""Tests the picture of a cluster: everything is drawn once, and inside the picture."""
 
 from __future__ import annotations
 

@@ -340,7 +340,8 @@ def take_ranks(
     at the end."""
     workers = [Worker(n, n % 2, 8, 2, folder, "slurm") for n in range(8)]
     errors = []
-    for repeat in (False, True):  # the others wait for launch rank 0: here they are called twice
+    # The others would wait for launch rank 0, so they are called twice here.
+    for repeat in (False, True):
         for me in reversed(workers):
             me.rank = workers.index(me)
             if repeat and me.rank == 0:
@@ -443,8 +444,8 @@ def test_a_placement_that_does_not_fit_is_reported_once(
 
 
 def test_two_hosts_with_the_same_name_are_refused() -> None:
-    """Tests clones of a virtual machine."""
+    """Tests clones of a virtual machine, which share a name."""
     clones = [Process("ubuntu", local) for local in (0, 1, 0, 1)]
     with pytest.raises(UserError, match="2 ranks are number 0 of a host named ubuntu"):
         place_processes(config("auto", dp=4), clones, cluster(2, 2))
-    place_processes(config("default", dp=4), clones, None)  # where names are not needed
+    place_processes(config("default", dp=4), clones, None)  # this case needs no names

@@ -55,7 +55,7 @@ def test_classification_equals_a_slow_one_on_random_placements() -> None:
             wanted = NVLINK if dim in ("tp", "cp") else RAIL
             assert bool(found.offending) == (found.worst > wanted)
             seen.update(found.pairs)
-    assert seen == {NVLINK, RAIL, SPINE, NONE}  # the random cases reach every class
+    assert seen == {NVLINK, RAIL, SPINE, NONE}  # the random cases include every class
 
 
 def test_h100_tp8_gives_pure_rails_to_pp_and_dp() -> None:
@@ -89,7 +89,8 @@ def test_nvl72_with_dp_outermost_has_one_replica_a_domain() -> None:
         assert set(links[dim].pairs) == {NVLINK}
     assert links["dp"].pairs == {RAIL: 128} and links["dp"].on_rail == 64
     packed = classify(placed(cluster, layout, "tp-cp-pp-dp"))
-    assert packed["pp"].in_domain < packed["pp"].groups  # without segments the second one is split
+    # Without segments, the second replica is split.
+    assert packed["pp"].in_domain < packed["pp"].groups
 
 
 def test_units_turn_one_rail_into_the_spine() -> None:
@@ -128,12 +129,12 @@ def test_over_pcie_and_sockets_nothing_is_forwarded() -> None:
     config = ClusterConfig(nodes=2, gpus_per_node=2, nvlink_gb_per_s=31.5)
     plain = cluster_from_config(config)
     fast = routes(plain, 0, 3, 1e6)
-    assert {len(route.hops) for route in fast} == {1, 2}  # over the spine, or by the neighbour
+    assert {len(route.hops) for route in fast} == {1, 2}  # over the spine, or through the neighbour
     for change in ({"intra": "pcie"}, {"network": "socket"}):
         cluster = cluster_from_config(replace(config, **change))
         assert routes(cluster, 0, 3, 1e6) == [r for r in fast if len(r.hops) == 1]
     pcie = cluster_from_config(replace(config, intra="pcie"))
     assert [pcie.label(kind) for kind in LinkClass] == ["self", "pcie", "rail", "spine", "none"]
     assert plain.label(LinkClass.NVLINK) == "nvlink"
-    # Priced by its own bandwidth.
+    # The transfer is priced by its own bandwidth.
     assert pcie.link(LinkClass.NVLINK) == plain.link(LinkClass.NVLINK)

@@ -109,7 +109,8 @@ def test_routes_price_the_spine_and_the_forwarding() -> None:
     assert [r.seconds for r in found] == pytest.approx([forwarded, spine])
     assert (found[0].slots, found[0].hops) == ((0, 1, 3), (LinkClass.NVLINK, LinkClass.RAIL))
     full = a_cluster(3, 2)
-    assert [len(r.hops) for r in routes(full, 0, 3, GB)] == [1, 2]  # a full spine is cheaper
+    # A spine with full bandwidth is cheaper.
+    assert [len(r.hops) for r in routes(full, 0, 3, GB)] == [1, 2]
     assert [r.hops for r in routes(full, 0, 2, GB)] == [(LinkClass.RAIL,)]
     assert [r.hops for r in routes(full, 0, 1, GB)] == [(LinkClass.NVLINK,)]
     no_spine = routes(a_cluster(3, 2, oversubscription=None), 0, 3, GB)

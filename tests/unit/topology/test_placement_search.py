@@ -88,7 +88,7 @@ def test_search_never_loses_to_the_default_order() -> None:
         assert found[0].seconds == cost(found[0].placement, traffic)
         assert found[0].is_default or found[0].seconds < default
         won += found[0].seconds < 0.99 * default
-    assert won > 12  # it does find something, too
+    assert won > 12  # it does find better placements, too
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_nvl72_search_finds_one_replica_a_domain() -> None:
     default = default_cost(cluster, layout, traffic)
     assert cost(known, traffic) < 0.75 * default
     assert search(cluster, layout, traffic)[0].seconds <= cost(known, traffic)
-    # The gradients of those runs are hidden by the backward pass; if a fifth of them is exposed:
+    # The gradients of those runs are hidden by the backward pass; here a fifth of them is exposed
     seen = [replace(t, nbytes=t.nbytes // 5) if t.dim == "dp" else t for t in traffic]
     best = search(cluster, layout, seen)[0]
     assert (best.placement.slots == known.slots).all()

@@ -39,7 +39,7 @@ from parallel3d.topology.report import (
     write_report,
 )
 
-TYPED = ("tp=8",)  # a command line that chose neither model nor batch
+TYPED = ("tp=8",)  # the command line gave neither model nor batch
 
 
 def preset(name: str, **more) -> ClusterConfig:
@@ -80,7 +80,7 @@ def one_line(report: TopologyReport) -> str:
     return " ".join(text_of(report).split())
 
 
-# --- what is said ----------------------------------------------------------------------------
+# --- the text ----------------------------------------------------------------------------
 
 
 def test_context_parallel_groups_are_shown_with_what_they_send() -> None:
@@ -241,7 +241,7 @@ def test_warnings_are_printed() -> None:
         assert f"warning: {' '.join(warning.split())}" in said
 
 
-# --- what is assumed -------------------------------------------------------------------------
+# --- assumptions -------------------------------------------------------------------------
 
 
 def test_the_assumed_model_and_batch_fill_the_pipeline() -> None:
@@ -272,7 +272,7 @@ def test_a_callers_own_configuration_is_used() -> None:
     assert report.blueprint.model.name == case.model.name
 
 
-# --- what is refused -------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
