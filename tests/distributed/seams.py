@@ -142,6 +142,7 @@ COMPILED = Seam("models.transformer:compile_blocks")
 # Experts
 ROUTER = Seam("experts.router:Router.forward")
 SCORES = Seam("experts.router:scores_of")
+RANKED = Seam("experts.router:ranked")
 CHOSEN = Seam("experts.router:choose")
 CHOICE_WEIGHTS = Seam("experts.router:weights_of")
 EXPERTS = Seam("experts.grouped:run_experts")

@@ -304,13 +304,15 @@ def padding_counted(sound: Any, batches: Batches, *which: int) -> MicroBatch:
     """Every token counts."""
     batch = sound(batches, *which)
     lengths = torch.full_like(batch.balance.lengths, batches.source.seq_length)
-    return batch._replace(balance=Balance(None, lengths))
+    return batch._replace(balance=dataclasses.replace(batch.balance, used=None, lengths=lengths))
 
 
 @planted(PART_OF_TOKENS)
-def padding_of_another_part(sound: Any, balance: Balance, index: int, ranks: int) -> Balance:
+def padding_of_another_part(
+    sound: Any, balance: Balance, index: int, ranks: int, tokens: int
+) -> Balance:
     """Each tensor-parallel rank reads which tokens of the next one's part are padding."""
-    return sound(balance, (index + 1) % ranks, ranks)
+    return sound(balance, (index + 1) % ranks, ranks, tokens)
 
 
 # Biases

@@ -17,7 +17,12 @@ from tests.distributed import seams
 from tests.distributed.seams import ATTENTION, SHARE_OF_NORM, Seam, found, planted
 
 FOLDER = Path(seams.__file__).parent
-FILES = [*FOLDER.glob("test_mutations*.py"), FOLDER / "test_frozen.py"]
+FILES = [
+    *FOLDER.glob("test_mutations*.py"),
+    *FOLDER.glob("test_experts_*.py"),
+    FOLDER / "test_frozen.py",
+    Path(__file__).parent / "experts" / "test_router.py",
+]
 PLANTED = {path.name: ast.parse(path.read_text()) for path in FILES}
 SEAMS = {name: seam for name, seam in vars(seams).items() if isinstance(seam, Seam)}
 

@@ -1,0 +1,139 @@
+"""Tests one rank's experts, in memory that is never zero by chance, and the order of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d.experts.choice import Rows, sum_of_slots
+from parallel3d.experts.grouped import run_experts
+from parallel3d.models.mlp import activate
+from parallel3d.parameters.state import state_of
+from tests.distributed.seams import EXPERT_GRADIENT, SUMMED_SLOTS, Mutation, planted
+
+HIDDEN, WIDTH, EXPERTS = 6, 5, 4
+# Experts of tokens by slot; EXPERTS stands for an expert of another rank.
+CHOICES = {
+    "all-chosen": [[0, 1], [3, 2], [1, 0], [2, 3]],
+    "some-without-tokens": [[1, 3], [3, 1], [1, 3]],
+    "all-to-one": [[2, EXPERTS], [2, EXPERTS], [EXPERTS, 2]],
+    "none-here": [[EXPERTS, EXPERTS]] * 3,
+    "no-tokens": [],
+}
+
+
+@contextmanager
+def uninitialised_is_nan() -> Iterator[None]:
+    """Fills with NaN what PyTorch leaves uninitialised."""
+    with (
+        patch("torch.Tensor.new_empty", lambda x, *size, **how: x.new_full(_size(size), torch.nan)),
+        patch("torch.empty", lambda *size, **how: torch.full(_size(size), torch.nan, **how)),
+        patch("torch.empty_like", lambda x, **how: torch.full_like(x, torch.nan, **how)),
+    ):
+        yield
+
+
+def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(size[0]) if size and not isinstance(size[0], int) else size
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rows_of(chosen: Tensor) -> Rows:
+    return Rows.of(chosen, EXPERTS, chosen.numel())
+
+
+def expected_of(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, experts: Tensor) -> Tensor:
+    """Returns the weighed sums, one token and one slot after the other."""
+    ups, downs = up.view(EXPERTS, 2 * WIDTH, HIDDEN), down.view(EXPERTS, HIDDEN, WIDTH)
+    out = []
+    for token, chosen, weight in zip(x, experts.tolist(), weights, strict=True):
+        total = token * 0.0
+        for slot, expert in enumerate(chosen):
+            if expert < EXPERTS:
+                gate, inner = (ups[expert] @ token).chunk(2)
+                total = total + weight[slot] * (downs[expert] @ (gate * gate.sigmoid() * inner))
+        out.append(total)
+    return torch.stack(out) if out else x * 0.0
+
+
+def check(experts: list[list[int]], main_grads: bool) -> None:
+    """Compares results and gradients with a loop, in memory that is NaN before it is written."""
+    chosen = torch.tensor(experts, dtype=torch.int64).view(-1, 2)
+    values = (
+        *(drawn(len(chosen), HIDDEN, seed=1), drawn(len(chosen), 2, seed=2)),
+        *(drawn(EXPERTS * 2 * WIDTH, HIDDEN, seed=3), drawn(EXPERTS * HIDDEN, WIDTH, seed=4)),
+    )
+    leaves = [value.clone().requires_grad_() for value in values]
+    theirs = expected_of(*leaves, chosen)
+    grad = drawn(len(chosen), HIDDEN, seed=5)
+    wanted = torch.autograd.grad(theirs, leaves, grad, allow_unused=True)
+    given = [value.clone().requires_grad_() for value in values]
+    if main_grads:
+        for weight in given[2:]:
+            state_of(weight).main_grad = torch.zeros_like(weight)
+    with uninitialised_is_nan():
+        ours = run_experts(*given, rows_of(chosen), partial(activate, "swiglu"))
+        ours.backward(grad)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    for leaf, gradient in zip(given, wanted, strict=True):
+        found = state_of(leaf).main_grad if state_of(leaf).main_grad is not None else leaf.grad
+        expected = torch.zeros_like(leaf) if gradient is None else gradient
+        assert found is not None  # zero and not missing: AdamW decays unused experts too
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("main_grads", [False, True])
+@pytest.mark.parametrize("experts", CHOICES.values(), ids=CHOICES.keys())
+def test_experts_are_a_loop_over_tokens(experts: list[list[int]], main_grads: bool) -> None:
+    check(experts, main_grads)
+
+
+@planted(SUMMED_SLOTS)
+def nothing_behind_the_last_row(sound: Any, rows: Tensor, places: Tensor) -> Tensor:
+    """The row behind the last one is not written."""
+    padded = torch.cat((rows, rows.new_empty(1, rows.shape[1])))
+    return sum(padded.index_select(0, places[:, slot]) for slot in range(places.shape[1]))
+
+
+@planted(EXPERT_GRADIENT)
+def gradients_of_used_experts_alone(
+    sound: Any, weight: Tensor, grad: Callable[[], Tensor], x: Callable[[], Tensor], counts: Any
+) -> Tensor:
+    """A grouped GEMM writes no gradient for an expert without rows."""
+    out = torch.empty_like(weight)
+    pairs = zip(grad().split(list(counts)), x().split(list(counts)), strict=True)
+    for matrix, (g, rows) in zip(out.unflatten(0, (len(counts), -1)), pairs, strict=True):
+        if len(rows):
+            matrix.copy_(g.t() @ rows)
+    return out
+
+
+@pytest.mark.parametrize("bug", [nothing_behind_the_last_row, gradients_of_used_experts_alone])
+def test_memory_that_is_not_written_is_told(bug: Mutation) -> None:
+    with bug(), pytest.raises(AssertionError):
+        check(CHOICES["all-to-one"], main_grads=False)
+
+
+def test_rows_are_in_the_order_of_experts_and_tokens() -> None:
+    rows = rows_of(torch.tensor([[1, 3], [3, 1], [EXPERTS, 0]]))
+    assert rows.counts == (1, 2, 0, 2)
+    assert rows.tokens.tolist() == [2, 0, 1, 0, 1]
+    assert rows.slots.tolist() == [5, 0, 3, 1, 2]
+    assert rows.places.tolist() == [[1, 3], [4, 2], [5, 0]]
+
+
+def test_a_token_sums_its_rows_in_the_order_of_its_slots() -> None:
+    """1e8 + 1 is 1e8 in fp32, so that another order has another result."""
+    rows = torch.tensor([[1.0], [1e8], [-1e8]])
+    places = torch.tensor([[1, 2, 0], [0, 1, 2], [3, 0, 3]])
+    assert sum_of_slots(rows, places).tolist() == [[1.0], [0.0], [1.0]]

@@ -1,0 +1,227 @@
+"""Tests the router against the reference's, with ties, biases and groups; known bugs are told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d.config.schema import ExpertsConfig, ModelConfig
+from parallel3d.experts.balance import Balance, BalanceOfRun
+from parallel3d.experts.choice import Choice, Routing
+from parallel3d.experts.router import Router, RouterSettings
+from parallel3d.parameters.initializer import Initializer
+from tests.distributed.seams import CHOICE_WEIGHTS, RANKED, SCORES, Mutation, planted
+from tests.reference import mlp as reference
+
+EXPERTS, TOKENS = 8, 40
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {"router_normalize": False},
+    "softmax-normalised": {},
+    "sigmoid": {"router_score": "sigmoid", "router_scale": 2.5},
+    "sigmoid-plain": {"router_score": "sigmoid", "router_normalize": False},
+    "groups-of-softmax": {"router_groups": 4, "router_top_groups": 2},
+    "groups-of-sigmoid": {
+        "router_score": "sigmoid",
+        "router_groups": 4,
+        "router_top_groups": 2,
+        "router_bias": True,
+    },
+}
+
+
+def model(**keys: Any) -> ModelConfig:
+    """Returns a model whose tokens are as wide as it has experts."""
+    sizes = {"num_experts": EXPERTS, "experts_per_token": 3, "hidden_size": EXPERTS}
+    return ModelConfig(**(sizes | {"num_layers": 2, "num_attention_heads": 2} | keys))
+
+
+def router_of(shape: ModelConfig, dtype: torch.dtype = torch.float64) -> Router:
+    """Returns a router whose logits are the token itself, and which has gradients of its own."""
+    router = Router(0, shape, Initializer(3, dtype, torch.device("cpu")))
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(EXPERTS))
+    return router
+
+
+def beside_the_reference(x: Tensor, bias: Tensor | None, **keys: Any) -> None:
+    """Compares choices and weights of the tokens x (tokens, experts) with the reference's."""
+    shape = model(**keys)
+    ours, theirs = router_of(shape), reference.Router(shape).double()
+    with torch.no_grad():
+        theirs.weight.copy_(torch.eye(EXPERTS))
+        if ours.bias is not None and bias is not None:
+            ours.bias.copy_(bias)
+            theirs.bias.copy_(bias)
+    found, expected = ours(x[None], Choice(), None), theirs(x[None])
+    assert torch.equal(found.experts, expected.chosen[0])
+    torch.testing.assert_close(found.weights, expected.weights[0], rtol=1e-12, atol=1e-14)
+
+
+def logits(seed: int = 0) -> Tensor:
+    return torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(seed)).double()
+
+
+@pytest.mark.parametrize("keys", ROUTERS.values(), ids=ROUTERS.keys())
+def test_choices_and_weights_are_those_of_the_reference(keys: dict[str, Any]) -> None:
+    beside_the_reference(logits(), 0.3 * logits(1)[0], **keys)
+
+
+@pytest.mark.parametrize("keys", ROUTERS.values(), ids=ROUTERS.keys())
+def test_ties_go_to_the_lower_index(keys: dict[str, Any]) -> None:
+    """Whole numbers as logits: most tokens have equal scores at the border of their choice."""
+    beside_the_reference(logits().round(), torch.zeros(EXPERTS), **keys)
+    beside_the_reference(torch.zeros(1, EXPERTS).double(), torch.zeros(EXPERTS), **keys)
+
+
+def test_a_bias_below_zero_does_not_let_a_token_out_of_its_groups() -> None:
+    """Zeros in place of the experts of other groups, as in older releases of transformers, win."""
+    bias = torch.full((EXPERTS,), -2.0, dtype=torch.float64)
+    beside_the_reference(logits(), bias + 0.3 * logits(1)[0], **ROUTERS["groups-of-sigmoid"])
+
+
+@planted(RANKED)
+def ties_to_the_higher_index(sound: Any, values: Tensor, count: int) -> Tensor:
+    """The last of equal values is the best."""
+    return values.shape[-1] - 1 - sound(values.flip(-1), count)
+
+
+@planted(RANKED)
+def zero_outside_of_the_groups(sound: Any, values: Tensor, count: int) -> Tensor:
+    """Experts of other groups have the value 0."""
+    return sound(values.masked_fill(values == -torch.inf, 0.0), count)
+
+
+@planted(SCORES)
+def scores_of_bf16(sound: Any, given: Tensor, settings: RouterSettings) -> Tensor:
+    """The router computes in bf16."""
+    return sound(given.bfloat16().to(given.dtype), settings)
+
+
+@planted(SCORES)
+def softmax_twice(sound: Any, given: Tensor, settings: RouterSettings) -> Tensor:
+    """The scores are those of scores."""
+    return sound(sound(given, settings), settings)
+
+
+@planted(CHOICE_WEIGHTS)
+def weights_without_gradient(sound: Any, *given: Any) -> Tensor:
+    """A gather that autograd does not know cuts the router off."""
+    return sound(*given).detach()
+
+
+def balance_of(samples: int, length: int, scale: float) -> Balance:
+    """Returns a balance whose auxiliary loss is scaled."""
+    lengths = torch.full((samples,), float(length), dtype=torch.float64)
+    numbers = torch.arange(samples)
+    return Balance(numbers, None, None, lengths, torch.tensor(scale, dtype=torch.float64))
+
+
+def aux_of(router: Router, x: Tensor) -> float:
+    """Returns the auxiliary losses of x (b, s, experts), summed over its samples."""
+    router.tally.take()
+    router(x, Choice(), balance_of(*x.shape[:2], 1.0))
+    return float(router.tally.take()[EXPERTS])
+
+
+def test_the_auxiliary_loss_alone_gives_the_router_its_gradient() -> None:
+    router, x = router_of(model()), logits().view(2, -1, EXPERTS)
+    routing = router(x, Choice(), balance_of(*x.shape[:2], 0.7))
+    (routing.weights * 0.0).sum().backward()
+    found = router.weight.grad
+    assert found is not None and found.abs().max() > 1e-3
+    step = 1e-6 * torch.randn(EXPERTS, EXPERTS, generator=torch.Generator().manual_seed(4)).double()
+    with torch.no_grad():
+        values = []
+        for sign in (1.0, -1.0):
+            router.weight += sign * step
+            values.append(aux_of(router, x))
+            router.weight -= sign * step
+    assert (found * step).sum() == pytest.approx(0.35 * (values[0] - values[1]), rel=1e-6)
+
+
+def test_the_weights_alone_give_the_router_a_gradient() -> None:
+    router, x = router_of(model()), logits()[None]
+    weights = router(x, Choice(), None).weights
+    assert weights.requires_grad
+    weights[:, 0].sum().backward()
+    assert router.weight.grad is not None and router.weight.grad.abs().max() > 1e-3
+
+
+def test_the_auxiliary_loss_is_that_of_transformers_by_experts_per_token() -> None:
+    """Frequencies there sum to the experts per token, and here to 1."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    router, x = router_of(model()), logits()[None]
+    theirs = load_balancing_loss_func((x[0],), EXPERTS, top_k=3)
+    assert 3 * aux_of(router, x) == pytest.approx(theirs.item(), rel=1e-6)
+
+
+def test_a_router_of_bf16_scores_in_fp32() -> None:
+    router = router_of(model(), torch.bfloat16)
+    x = logits().bfloat16()
+    routing = router(x[None], Choice(), None)
+    assert routing.weights.dtype == torch.float32
+    exact = router_of(model())(x.double()[None], Choice(), None)
+    assert torch.equal(routing.experts, exact.experts)
+    # Whole bf16 numbers as logits would hide a rounding, so the weights mix two of them.
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(EXPERTS) + 0.5 * torch.eye(EXPERTS).roll(1, 0))
+    mixed = router(x[None], Choice(), None)
+    expected = (x.double() @ router.weight.double().T).softmax(-1).gather(-1, mixed.experts)
+    expected = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(mixed.weights.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bias_of_twenty_keeps_a_hundredth(dtype: torch.dtype) -> None:
+    """The biases of large models lie far from zero and close together, as 20 ± 0.01: no conversion
+    of the model may round them."""
+    router = router_of(model(router_bias=True), torch.float32).to(dtype)
+    assert router.weight.dtype == dtype
+    assert router.bias is not None
+    first = 20.0 + 0.01 * torch.tensor([0.0, 1, -1, 1, -1, 0, 0, 0])
+    router.bias.copy_(first)
+    run = BalanceOfRun(ExpertsConfig(bias_update_rate=0.001), {0: router}, [0], EXPERTS, 3, ())
+    x = torch.zeros(1, 1, EXPERTS, dtype=dtype)
+    choice = Choice()
+    router(x, choice, balance_of(1, 1, 0.0))
+    assert choice.experts is not None and choice.experts.tolist() == [[1, 3, 0]]
+    run.update(run.figures(run.take(torch.zeros((), dtype=torch.float64)).tolist(), 1))
+    moved = torch.where(torch.zeros(EXPERTS).index_fill(0, choice.experts[0], 1) > 0, -0.001, 0.001)
+    torch.testing.assert_close(router.bias, first + moved, rtol=0, atol=4e-6)
+    assert not torch.equal(first, first.to(dtype).float())  # it would
+
+
+def test_a_choice_that_is_given_is_not_made_again() -> None:
+    router, x = router_of(model()), logits()[None]
+    other = Choice(experts=torch.arange(3).expand(TOKENS, 3).flip(-1))
+    found: Routing = router(x, other, balance_of(1, TOKENS, 1.0))
+    assert torch.equal(found.experts, torch.tensor([2, 1, 0]).expand(TOKENS, 3))
+    assert not router.tally.values.any()  # counted in the forward that chose
+
+
+BUGS: list[tuple[Mutation, Callable[[], None]]] = [
+    (
+        ties_to_the_higher_index,
+        lambda: test_ties_go_to_the_lower_index(ROUTERS["softmax"]),
+    ),
+    (
+        zero_outside_of_the_groups,
+        test_a_bias_below_zero_does_not_let_a_token_out_of_its_groups,
+    ),
+    (scores_of_bf16, test_a_router_of_bf16_scores_in_fp32),
+    (softmax_twice, test_the_auxiliary_loss_is_that_of_transformers_by_experts_per_token),
+    (weights_without_gradient, test_the_weights_alone_give_the_router_a_gradient),
+]
+
+
+@pytest.mark.parametrize(("bug", "check"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
+def test_a_planted_bug_is_told(bug: Mutation, check: Callable[[], None]) -> None:
+    with bug(), pytest.raises(AssertionError):
+        check()
