@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from parallel3d.blueprint.ops import flops_per_token
-from parallel3d.blueprint.parameters import parameter_count
+from parallel3d.blueprint.parameters import active_parameter_count, parameter_count
 from parallel3d.config.schema import ModelConfig, conf_dir
 
 
@@ -29,10 +29,31 @@ def preset(name: str) -> ModelConfig:
         ("qwen2_5_0_5b", 494_032_768),
         ("qwen3_0_6b", 596_049_920),
         ("qwen3_8b", 8_190_735_360),
+        ("qwen3_30b_a3b", 30_532_122_624),
+        ("qwen3_235b_a22b", 235_093_634_560),
+        ("mixtral_8x7b", 46_702_792_704),
+        ("olmoe_1b_7b", 6_919_161_856),
+        # The safetensors also count the biases of 61 routers.
+        ("dots1", 142_774_381_696 - 61 * 128),
     ],
 )
 def test_parameter_count_equals_the_published_one(name: str, published: int) -> None:
     assert parameter_count(preset(name)) == published
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("qwen3_30b_a3b", 3.3),
+        ("qwen3_235b_a22b", 22),
+        ("mixtral_8x7b", 12.9),
+        ("olmoe_1b_7b", 1.3),
+        ("dots1", 14),
+        ("glm_4_5_air", 12 + 2 * 151552 * 4096 / 1e9),  # published without the two tables
+    ],
+)
+def test_active_parameters_are_the_published_billions(name: str, published: float) -> None:
+    assert active_parameter_count(preset(name)) / 1e9 == pytest.approx(published, rel=0.02)
 
 
 def small(**changes: object) -> ModelConfig:
