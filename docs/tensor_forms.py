@@ -46,7 +46,7 @@ class Sizes:
 
 
 class Call(NamedTuple):
-    """A collective of `elements(what)` numbers, the whole buffer."""
+    """A collective; its whole buffer has `elements(what)` numbers."""
 
     op: str
     what: str

@@ -163,7 +163,7 @@ def record(kind: str) -> list[Call]:
 
 
 def load(path: str | Path) -> list[Call]:
-    """Reads what `main` wrote."""
+    """Reads the file that `main` wrote."""
     return [Call(*call) for call in torch.load(path, weights_only=False)]
 
 

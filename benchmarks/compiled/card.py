@@ -1,8 +1,8 @@
 """Lets TorchInductor write Triton code for a GPU that is not there, on a CPU build of PyTorch.
 
-Tensors are fake ones on `cuda`: they have shapes and a device and no values. What stands in for the
-rest of the GPU: a device guard of C++ without effect, which in-place operations and autograd ask
-for, the properties of the card, Triton's target, and the few functions that the generated code
+Tensors are fake ones on `cuda`: they have shapes and a device and no values. The rest of the GPU is
+replaced: the device guard that in-place operations and autograd ask for by one of C++ without
+effect, the properties of the card, Triton's target, and the few functions that the generated code
 calls around its kernels. The compiler itself is PyTorch's and Triton's own: kernels, candidate
 configurations and compiler options are those of a run on that card.
 """
@@ -50,11 +50,11 @@ class Card:
 
     @property
     def number(self) -> int:
-        """Returns 90 for sm_90."""
+        """Returns the number in the name of the architecture: 90 for sm_90."""
         return 10 * self.capability[0] + self.capability[1]
 
     def properties(self) -> SimpleNamespace:
-        """The entries of `torch.cuda.get_device_properties` that the compiler reads."""
+        """Returns the entries of `torch.cuda.get_device_properties` that the compiler reads."""
         major, minor = self.capability
         return SimpleNamespace(
             name=self.name,
@@ -103,11 +103,11 @@ def load_guard() -> None:
 
 @contextmanager
 def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
-    """Code compiled inside is for `card`; tensors of `cuda` are to be fake ones.
+    """Compiles code inside the block for `card`; tensors of `cuda` must be fake ones.
 
     Args:
-        run: called in place of every kernel, with the kernel and what it is launched with. Nothing
-            is compiled to machine code before.
+        run: called in place of every kernel, with the kernel and its launch arguments; nothing has
+            been compiled to machine code by then.
     """
     import torch
     import torch._functorch.config
@@ -177,7 +177,7 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
         is_causal: bool = False,
         **_: Any,
     ) -> torch.Tensor:
-        """Returns the choice of a GPU, which a CPU build cannot make."""
+        """Returns the kernel that a GPU would choose, which a CPU build cannot tell."""
         if mask is not None:
             raise NotImplementedError("flash attention takes no mask")
         aten = torch.ops.aten
@@ -212,7 +212,7 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
                 compile_threads=1,
                 fx_graph_cache=False,
                 use_static_triton_launcher=False,
-                benchmark_combo_kernel=True,  # the code then says how many bytes a kernel moves
+                benchmark_combo_kernel=True,  # the code then states how many bytes a kernel moves
             )
         )
         yield

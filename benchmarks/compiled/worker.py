@@ -114,7 +114,7 @@ def run_fused(call: Call, given: tuple[Any, ...] | None = None) -> Any:
     """Calls the function as a run does. Raises RuntimeError if it is not compiled.
 
     Args:
-        given: arguments on the GPU; None: made after those of the call.
+        given: arguments on the GPU; None: new ones like those of the call.
     """
     from torch import Tensor
 
@@ -329,7 +329,7 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 def difference(ours: Tensor, exact: Tensor, plain: Tensor) -> dict[str, Any]:
-    """Returns the error of a result; `is_right` if it is at most a rounding.
+    """Returns the error of a result; `is_right` if it is at most one rounding.
 
     Integers must equal the plain form's, and zeros must be where the exact value has them, as a
     hash selects dropout's zeros. (A sum that the plain form rounds twice may be zero because of

@@ -46,7 +46,8 @@ class Node:
             return self.owner
         right, left = self.two
         self.slots += 1
-        due = left.weight / self.weight * self.slots  # slots of the left one, rounded: halves go up
+        # Slots of the left child, rounded: halves go up.
+        due = left.weight / self.weight * self.slots
         if self.lefts < (due + Fraction(1, 2)).__floor__():
             self.lefts += 1
             return left.take()

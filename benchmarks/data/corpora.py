@@ -64,7 +64,7 @@ def make(folder: Path, sets: int, tokens: int, documents: int) -> None:
 
 
 def resident() -> int:
-    """Returns the MB of this process's own memory: mapped files are not counted."""
+    """Returns the MB of this process's own memory, without mapped files."""
     fields = Path("/proc/self/status").read_text().split("RssAnon:")[1].split()
     return int(fields[0]) // 1024
 

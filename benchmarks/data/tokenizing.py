@@ -78,7 +78,7 @@ def ours(text: Path, tokenizer: Path, workers: int, to: Path) -> Callable[[], It
 
 
 def _no(_: object) -> None:
-    """Prints nothing meanwhile."""
+    """Prints nothing, in place of the progress."""
 
 
 def loop(text: Path, tokenizer: Path, workers: int, to: Path) -> Callable[[], Iterable[Any]]:
@@ -122,7 +122,7 @@ WAYS = {"ours": ours, "datasets": datasets, "loop": loop}
 
 def measured(name: str, text: Path, tokenizer: Path, workers: int) -> dict[str, Any]:
     """Runs one of the ways, in this process, after all imports."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parallelism comes from processes
     importlib.import_module("tokenizers" if name != "datasets" else "datasets")
     with tempfile.TemporaryDirectory(dir=text.parent) as folder:
         wall, cpu = time.perf_counter(), _cpu()
@@ -170,7 +170,7 @@ def compare(args: argparse.Namespace, text: Path) -> None:
 
 
 def memory(text: Path, tokenizer: Path | str, workers: int) -> None:
-    """Returns the most memory that all processes have at a time while they make a corpus."""
+    """Prints the most memory that all processes have at a time while they make a corpus."""
     to = text.parent / "memory"
     given = (f"input={text}", f"tokenizer={tokenizer}", f"to={to}/made", f"workers={workers}")
     shutil.rmtree(to, ignore_errors=True)

@@ -85,7 +85,7 @@ def other_lengths(content: bytes) -> bytes:
 
 
 def other_digits(content: bytes) -> bytes:
-    """Changes digits, except first ones: digests and counts."""
+    """Changes digits, except first ones, as in digests and counts."""
     text = content.decode()
     return "".join(
         str((int(c) + 1) % 10) if c in "123456789" and text[k - 1] in "0123456789abcdef" else c
@@ -146,7 +146,7 @@ class Kind:
     """A kind of file.
 
     `make` writes the files of a run into a folder, `words` read them, and `file` is a glob of the
-    one that changes. `tells`: what a server reports about it; None for a local file.
+    one that changes. `tells`: the headers that a server sends about it; None for a local file.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Kind:
             other = self.other(content)
             if self.sampled:
                 in_place(path, partly(content, other))
-            else:  # the last half, if it contains something to change
+            else:  # changes the last half, if it contains something to change
                 half = content[: len(content) // 2] + other[len(content) // 2 :]
                 in_place(path, other if half == content else half)
 
@@ -372,7 +372,7 @@ class Bench:
     def __init__(
         self, home: Path, addresses: dict[tuple[str, ...], str], starts: Sequence[int]
     ) -> None:
-        """`addresses` of the servers, by what they report."""
+        """`addresses`: those of the servers, by the headers that they send."""
         self.stage, self.addresses, self.starts = Stage(home), addresses, starts
         self.usual: dict[str, Curve] = {}
 
@@ -384,8 +384,8 @@ class Bench:
         return ("train", *where, *SETTINGS, *data)
 
     def undisturbed(self, kind: Kind) -> Curve:
-        """Returns the curve of a run in one start, which equals that of one in two; neither prints
-        a message."""
+        """Returns the curve of a run in one start, which equals that of a run in two starts;
+        neither prints a message."""
         if kind.name not in self.usual:
             curves = []
             for starts in self.starts:
@@ -444,7 +444,7 @@ class Bench:
 
 @contextmanager
 def bench(starts: Sequence[int]) -> Iterator[Bench]:
-    """Makes a bench with a folder of its own, and a process that serves it."""
+    """Makes a bench with a folder of its own, and starts a process that serves this folder."""
     with tempfile.TemporaryDirectory(prefix="parallel3d-changing-") as home:
         path = Path(os.path.realpath(home))
         servers = []
@@ -481,8 +481,8 @@ def cells_of(only: Sequence[str], every: int) -> list[Cell]:
 
 
 def run_cells(names: list[tuple[str, str, str]], starts: Sequence[int] = (1, 2)) -> list[Row]:
-    """Returns the outcome of the cells with these names, (kind, moment, how); `starts`: how many
-    starts an undisturbed run has."""
+    """Returns the outcome of the cases with these names, (kind, moment, how); `starts`: number of
+    starts of an undisturbed run."""
     torch.set_num_threads(1)  # a pool of threads would not exist in forked processes
     for name in NEEDED:
         importlib.import_module(name)
@@ -500,7 +500,7 @@ def run_cells(names: list[tuple[str, str, str]], starts: Sequence[int] = (1, 2))
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns a line for each kind of file: the number of cells by outcome."""
+    """Returns a line for each kind of file: the number of cases by outcome."""
     counts = Counter((row[0], row[3]) for row in rows)
     lines = [f"| | {' | '.join(OUTCOMES)} |", "|---" * (len(OUTCOMES) + 1) + "|"]
     for kind in dict.fromkeys(row[0] for row in rows):
@@ -520,7 +520,7 @@ def main() -> int:
     given = parser.parse_args()
     cells = cells_of(given.only, given.every)
     shares: dict[str, list[tuple[str, str, str]]] = {}
-    for cell in cells:  # cells of a kind together: they share its undisturbed run
+    for cell in cells:  # the cases of a kind together: they share its undisturbed run
         shares.setdefault(cell.kind.name, []).append((cell.kind.name, cell.moment, cell.how))
     started = time.monotonic()
     with get_context("fork").Pool(min(given.jobs, len(shares))) as pool:

@@ -33,8 +33,8 @@ from tests.tools.failing_files import FailingFiles, Fault, Point
 
 STEPS, EVERY, KEEP, KILLED_AFTER = 6, 2, 2, 5
 RUN = Path("runs/run")
-HERE = provenance()  # it asks git: once is enough
-LIMIT_S = 60.0  # limit without a fault that blocks; with one, the watchdog's
+HERE = provenance()  # it runs git: once is enough
+LIMIT_S = 60.0  # limit without a blocking fault; with one it is the watchdog's
 SETTINGS = (
     *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2"),
     *("model.seq_length=16", "micro_batch_size=2", "global_batch_size=2", "device=cpu"),
@@ -46,7 +46,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and the folder that it finds: a template, perhaps changed."""
+    """A command, and the folder in which it starts: a template, perhaps changed."""
 
     words: tuple[str, ...]
     template: str
@@ -110,7 +110,7 @@ def composed(words: tuple[str, ...]) -> tuple[Any, Any]:
 
 
 def without_hydra(found: tuple[Any, Any]) -> Callable[[Subcommand, list[str]], None]:
-    """Stands in for `command_line._run_hydra`, without composing."""
+    """Replaces `command_line._run_hydra`, without composing."""
 
     def run(command: Subcommand, words: list[str]) -> None:
         config, HydraConfig.instance().cfg = found
@@ -123,7 +123,7 @@ def without_hydra(found: tuple[Any, Any]) -> Callable[[Subcommand, list[str]], N
 
 @dataclass
 class Stage:
-    """Where commands run: one folder at a time, with their output next to it."""
+    """The place where commands run: one folder at a time, with their output next to it."""
 
     home: Path
     limit_s: float = LIMIT_S
@@ -182,7 +182,7 @@ class Stage:
                 command_line._run_hydra = without_hydra(composed(words))  # type: ignore[assignment]
             with files:
                 code = command_line.main(case.words)
-        except BaseException:  # like the interpreter
+        except BaseException:  # as the interpreter does
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -272,8 +272,8 @@ def cases(text: str) -> dict[str, Case]:
     return {
         "a new run": Case(inside, "text"),
         "a new run, from Hydra on": Case(inside, "text", through_hydra=True),
-        "a new run, the cache is there": Case(words, "cache"),
-        "a new run, the cache is torn": Case(words, "cache", tear_cache),
+        "a new run, with a cache": Case(words, "cache"),
+        "a new run, with a torn cache": Case(words, "cache", tear_cache),
         "resumes": Case(words, "killed"),
         "resumes, settings changed": Case((*words, "launch.timeout_s=120"), "killed"),
         "resumes, saves synchronously": Case((*words, "checkpoint.async=false"), "killed"),

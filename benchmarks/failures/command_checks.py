@@ -1,4 +1,4 @@
-"""Checks a command that was disturbed, and the same command given again."""
+"""Checks a disturbed command, and the same command when it runs again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reference:
 
     weights: str = ""  # SHA-256 of the file
     curve: dict[tuple[int, str], tuple[Any, ...]] = field(default_factory=dict)
-    outs: dict[str, str] = field(default_factory=dict)  # scenario → stdout, if it is the result
+    outs: dict[str, str] = field(default_factory=dict)  # scenario → stdout, if that is the result
     errs: dict[str, str] = field(default_factory=dict)
 
 
@@ -112,7 +112,7 @@ def said_well(ended: Ended) -> Iterator[str]:
 
 
 def silent(case: Case, name: str, folder: Path, ended: Ended, ref: Reference) -> Iterator[str]:
-    """Yields what is wrong after an end with code 0, and was not reported."""
+    """Yields what is wrong, but was not reported, after an end with code 0."""
     if not case.trains:
         is_said = ended.err.strip() != ref.errs[name].strip() or "unreadable: " in ended.out
         if timeless(ended.out) != timeless(ref.outs[name]) and not is_said:
@@ -150,7 +150,7 @@ def status_of(run_dir: Path) -> str | None:
 
 
 def given_again(case: Case, name: str, stage: Stage, ref: Reference) -> Iterator[str]:
-    """Gives the same command again on a healthy disk; returns what is wrong then."""
+    """Runs the same command again on a healthy disk; returns what is wrong then."""
     before = whole_ones(stage.folder / RUN)
     ended = stage.give(case)
     problems = list(said_well(ended))

@@ -100,7 +100,7 @@ def faults_of(point: Point) -> Iterator[Fault]:
 
 
 def drawn(world: World, count: int, seed: int) -> list[Pair]:
-    """Draws this many pairs, equally many from each scenario as far as there are."""
+    """Draws this many pairs, the same number from each scenario as far as it has them."""
     random_ = random.Random(seed)
     columns = []
     for name, points in world.found.items():

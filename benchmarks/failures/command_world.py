@@ -85,7 +85,7 @@ class World:
             assert not wrong, (name, wrong)
             self.found[name] = usual.points
             if case.trains:
-                last_config(stage.folder / RUN)  # and forked processes know it
+                last_config(stage.folder / RUN)  # forked processes inherit it
         gc.freeze()  # forked processes only collect their own objects
 
     def _make_templates(self, book: Path) -> None:

@@ -43,7 +43,7 @@ from benchmarks.failures.kills import Result, one_run, plan
 from tests.e2e.command import Shell
 from tests.e2e.private_slurm import Slurm
 
-LAYOUTS = (  # the first is that of tests/e2e/test_faults.py
+LAYOUTS = (  # the first layout is that of tests/e2e/test_faults.py
     ("cp=2", "zero=1"),
     ("tp=2",),
     ("pp=2",),
@@ -57,7 +57,7 @@ LAUNCHERS: dict[str, type[Command]] = {
     "torchrun": TorchrunCommand,
     "slurm": SlurmCommand,
 }
-NODES = 8  # two of a run, and up to five that died
+NODES = 8  # two processes of a run, and up to five that died
 TINY = (
     "model.num_layers=2",
     "model.hidden_size=32",
@@ -102,7 +102,8 @@ def main() -> int:
         references: dict[tuple[str, ...], Command] = {}
         for number in range(args.runs):
             layout = LAYOUTS[number // len(names) % len(LAYOUTS)]
-            if layout not in references:  # it trains next to the first run that it is compared with
+            # It trains at the same time as the first run that is compared with it.
+            if layout not in references:
                 of_ours = ForkedCommand if args.launcher == "forked" else Command
                 references[layout] = of_ours(shared, f"undisturbed-{len(references)}", layout)
                 references[layout].start()

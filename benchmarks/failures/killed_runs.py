@@ -1,4 +1,4 @@
-"""Runs that faults.py kills: how each launcher starts them, and what can be killed."""
+"""Runs that faults.py kills: how each launcher starts them, and which processes can be killed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.e2e.command import PARALLEL3D, ROOT, TORCHRUN
 from tests.e2e.private_slurm import OVER, Job, Slurm
 from tests.e2e.ready import ReadyPopen
 
-STARTS = 40  # the maximum; each of several faults ends a run
+STARTS = 40  # the maximum, as each of several faults may end a run
 SMALL = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """What all runs of a campaign share. Calls only fail below `disk`."""
+    """The parts that all runs of a campaign share. Calls only fail below `disk`."""
 
     folder: Path
     words: tuple[str, ...]
@@ -34,7 +34,7 @@ class Campaign:
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def end(self) -> None:
-        """Ends everything that is left: a launcher ends its ranks with itself."""
+        """Ends all processes that are left: a launcher that ends also ends its ranks."""
         for process in self.started:
             process.kill()
             process.wait()
@@ -55,7 +55,7 @@ class Command:
     campaign: Campaign
     name: str
     layout: tuple[str, ...]
-    failing: float = 0.0  # the share of its processes that a fault waits for
+    failing: float = 0.0  # the share of its processes that get a fault
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
 
@@ -92,7 +92,7 @@ class Command:
     def environment(self) -> dict[str, str]:
         """Returns variables that a start has in addition to this process's."""
         path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Otherwise each would compile again.
+        # Otherwise each start would compile again.
         more = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
         if self.failing:
             path.insert(0, str(HOOK))
@@ -170,7 +170,7 @@ class Command:
 
 
 class ForkedCommand(Command):
-    """Does the same without the seconds in which each start imports torch."""
+    """Starts the run without the seconds in which each start imports torch."""
 
     launcher = "forked"
     popen = ReadyPopen
@@ -180,7 +180,7 @@ class ForkedCommand(Command):
 
 
 class TorchrunCommand(Command):
-    """Does the same under torchrun, which restarts ranks by itself."""
+    """Starts the run under torchrun, which restarts ranks by itself."""
 
     launcher = "torchrun"
 
@@ -206,7 +206,7 @@ class TorchrunCommand(Command):
 
 @dataclass
 class SlurmCommand(Command):
-    """Does the same as a job of slurm/train.sbatch on two nodes, which resumes by itself."""
+    """Starts the run as a job of slurm/train.sbatch on two nodes, which resumes by itself."""
 
     launcher = "slurm"
     targets = ("a rank", "all ranks", "the step", "a node", "the job, by a requeue")
@@ -282,7 +282,7 @@ class SlurmCommand(Command):
             return
         node = job.nodes[int(chosen * len(job.nodes))]
         self.slurm.crash(node)
-        self.slurm.down(node)  # as Slurm notices by itself within half a minute
+        self.slurm.down(node)  # Slurm would notice this by itself within half a minute
         self.crashed.add(node)
 
     def restarts(self) -> int:
@@ -302,7 +302,7 @@ class SlurmCommand(Command):
 
 def lives(pid: int) -> bool:
     try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # for a zombie it is empty
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # it is empty for a zombie
     except OSError:
         return False
 

@@ -79,7 +79,7 @@ def plan(chance: random.Random, targets: tuple[str, ...], steps: int, most: int)
 
 
 def one_run(command: Command, reference: Command, kills: list[Kill], steps: int) -> Result:
-    """Starts it, kills it as planned, gives it again until it is done, and compares."""
+    """Starts the run, kills it as planned, starts it again until it is done, and compares."""
     begin = time.monotonic()
     command.start()
     for kill in kills:
@@ -92,7 +92,8 @@ def one_run(command: Command, reference: Command, kills: list[Kill], steps: int)
 
 
 def disturb(command: Command, kill: Kill) -> None:
-    """Waits for the moment and kills; a run that has ended before its last step is given again."""
+    """Waits for the moment and kills; a run that has ended before its last step is started
+    again."""
     deadline = time.monotonic() + TIMEOUT_S
     while is_running(command) and (command.last_step() < kill.step or not command.ranks()):
         check(command, deadline)
@@ -108,7 +109,7 @@ def disturb(command: Command, kill: Kill) -> None:
 
 
 def is_running(command: Command) -> bool:
-    """Returns whether there are steps to come; gives a run again that has ended before them."""
+    """Returns whether there are steps to come; starts a run again that has ended before them."""
     code = command.code()
     if code is not None and code != 0:
         command.start()
@@ -116,7 +117,7 @@ def is_running(command: Command) -> bool:
 
 
 def finish(command: Command) -> None:
-    """Runs to the end, however many starts it takes."""
+    """Starts the run until it reaches its end."""
     deadline = time.monotonic() + TIMEOUT_S
     while is_running(command):
         check(command, deadline)

@@ -66,7 +66,7 @@ def can_mount() -> bool:
 
 
 def alone_with_mounts() -> None:
-    """Makes mounts from here on end with this process."""
+    """Makes later mounts end with this process."""
     call("unshare", NEW_MOUNTS)
     call("mount", b"none", b"/", None, RECURSIVE | PRIVATE, None)
 
@@ -98,14 +98,15 @@ class Disk:
         tool("umount", self.stage.folder)
 
     def copied(self, to: Path) -> None:
-        """Copies the file as it is at one moment: twice the same, so nothing changed in between."""
+        """Copies the file as it is at one moment: two equal copies show that nothing changed in
+        between."""
         to.write_bytes(b"")
         while (now := self.image.read_bytes()) != to.read_bytes():
             to.write_bytes(now)
 
 
 def cut(disk: Disk, name: str, point: Point, flushes_journal: bool) -> Cut:
-    """Cuts the power at one call of a command, and gives the command again."""
+    """Cuts the power at one call of a command, and runs the command again."""
     stage, case = disk.stage, disk.world.cases[name]
     shutil.copyfile(disk.image_of(name), disk.image)
     disk.mount(UNKIND)

@@ -32,8 +32,8 @@ NAMES = (
 class Failing:
     """Tells a run's processes which of them fail, and below which folder.
 
-    `rate`: the share of processes that a fault waits for; `record`: where they record the faults
-    that they met.
+    `rate`: the share of processes that get a fault; `record`: the file in which they record the
+    faults that they met.
     """
 
     folder: str
@@ -47,8 +47,7 @@ class Failing:
 
 
 class RandomFiles(FailingFiles):
-    """Makes `fault` meet every call from number `begin` on inside the block, whatever its kind, and
-    `calls` of them."""
+    """Gives `fault` to `calls` calls of any kind inside the block, from number `begin` on."""
 
     def __init__(self, failing: Failing, fault: Fault, begin: int, calls: int) -> None:
         super().__init__(Path(failing.folder), fault)
@@ -71,10 +70,8 @@ class RandomFiles(FailingFiles):
 
 
 def enter(environ: Mapping[str, str]) -> None:
-    """Draws this process's fault, if it has one, and waits for its moment in the background.
-
-    Each process that is forked from it, a local rank, does the same with a fault of its own, by its
-    number.
+    """Draws this process's fault, if it gets one, and waits for its moment in the background. Each
+    process that is forked from it, a local rank, draws a fault of its own, by its number.
     """
     failing = Failing(**json.loads(environ[VARIABLE]))
     name = "/".join(environ.get(variable, "-") for variable in NAMES)

@@ -25,7 +25,7 @@ Digests = dict[str, dict[str, str]]  # checkpoint → file → SHA-256
 
 
 class Noise:
-    """Random tokens."""
+    """A source of random tokens."""
 
     masks = False
     seq_length = 16
@@ -108,8 +108,8 @@ def digests(run_dir: Path) -> Digests:
     }
 
 
-# Actions while calls fail. Each gets a fresh run and returns a function to call, and for saves the
-# steps that may be missing afterwards.
+# Actions during which calls fail. Each gets a fresh run and returns a function to call, and for
+# saves the steps that may be missing afterwards.
 Act = Callable[[], object]
 
 

@@ -41,7 +41,7 @@ LASTING = ("once", "kind", "all")
 
 
 class Hang(Exception):
-    """Raised if it took longer than LIMIT_S."""
+    """Raised if an action took longer than LIMIT_S."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Result:
 
 
 def try_pair(run: Run, name: str, fault: Fault | None = None, point: Point | None = None) -> Result:
-    """Does what `name` says while calls fail; checks the files, and resumes."""
+    """Runs the scenario `name` while calls fail; checks the files, and resumes."""
     run_dir = run.copy()
     act = SCENARIOS[name](run, run_dir)
     run.said.clear()

@@ -33,10 +33,7 @@ NEAR = 0.15  # relative width around such a loss in which the noise scale is rea
 
 
 class Run(NamedTuple):
-    """One run.
-
-    losses: of each step; traces, signals: of the noise scale, of each step.
-    """
+    """One run: `losses` of each step; `traces` and `signals` of the noise scale of each step."""
 
     batch: int
     losses: list[float]
@@ -174,8 +171,8 @@ def show(runs: list[Run], svg: Path | None) -> None:
 
 
 def around(runs: list[Run], loss: float) -> float | None:
-    """Returns the noise scale of the steps in which a run's loss was near `loss`, of all runs
-    together: Σ trace / Σ signal, each over the squared norm of its step."""
+    """Returns the noise scale of the steps in which a run's loss was near `loss`, over all runs: Σ
+    trace / Σ signal, each divided by the squared norm of its step."""
     traces = signals = 0.0
     for run in runs:
         rows = zip(run.smooth(), run.traces, run.signals, strict=True)

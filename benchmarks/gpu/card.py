@@ -41,7 +41,7 @@ def gemm(given: Given) -> Row:
     known = datasheet_peak(accelerator.name(given.device), "bf16")
     found = f"{row['tflops']:.3g} TFLOP/s at {row['size']}³"
     if known is None:
-        return noted(f"{found}; no datasheet of this device here", row)
+        return noted(f"{found}; the datasheet of this device is not known", row)
     share = row["tflops"] * 1e12 / known.flops
     found += f", {100 * share:.0f} % of {known}"
     return judged(not given.is_timed or share >= NEEDED_SHARE, found, row | {"share": share})

@@ -1,4 +1,4 @@
-"""What tasks that run `parallel3d` share: its keys at each size, its runs and their files."""
+"""Code shared by tasks that run `parallel3d`: its keys at each size, its runs and their files."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ UNSAVED = ("train.eval_batches=0", "checkpoint.every=0")
 
 
 class RunFailed(RuntimeError):
-    """Raised if a command of parallel3d ended with another code than 0; has its own sentence."""
+    """Raised if a command of parallel3d ended with another code than 0; carries the command's
+    sentence."""
 
 
 def model_words(given: Given, *words: str) -> list[str]:
-    """Returns `words` for a model; at the tiny size for a tiny one instead."""
+    """Returns `words` for a model; at the tiny size, the words for a tiny model instead."""
     return [*TINY, f"data.cache_dir={given.folder / 'cache'}"] if given.is_tiny else [*words]
 
 
@@ -68,7 +69,8 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedPro
 
 
 def command_line_missing() -> Row | None:
-    """Returns the row of a task that cannot run because Hydra is missing; None if it is there."""
+    """Returns the row of a task that cannot run because Hydra is missing; None if Hydra is
+    installed."""
     try:
         import hydra  # noqa: F401
         import omegaconf  # noqa: F401
@@ -78,8 +80,8 @@ def command_line_missing() -> Row | None:
 
 
 def devices_missing(given: Given, ranks: int, may_share: bool = False) -> Row | None:
-    """Returns the row of a task that needs a device for each of `ranks`, or one if NCCL shares
-    it."""
+    """Returns the row of a task for which devices are missing: it needs one for each of `ranks`, or
+    a single one if NCCL shares it."""
     if not given.on_accelerator or (may_share and os.environ.get(SHARED_GPUS) == "1"):
         return None
     count = accelerator.module(given.device).device_count()
@@ -133,7 +135,7 @@ def dry_run(given: Given, *words: str) -> Row:
 
 
 def cluster_of(name: str) -> list[str]:
-    """Returns the preset with this card's memory and speed; none: the command's own."""
+    """Returns the preset with this card's memory and speed; without one, the command's own."""
     known = {"H200": "dgx_h200", "H100": "dgx_h100", "B200": "dgx_b200", "A100": "dgx_a100"}
     return [f"cluster={preset}" for word, preset in known.items() if word in name][:1]
 

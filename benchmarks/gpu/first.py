@@ -67,7 +67,7 @@ LINES = {
     "train": Task(
         runs.train,
         60,
-        "1B, bf16, micro-batch 8: MFU ≥ 50 % of the datasheet, a peak of about 65 GB",
+        "1B, bf16, micro-batch 8: MFU ≥ 50 % of the datasheet, peak memory about 65 GB",
         by_command=True,
     ),
     "dryrun": Task(
@@ -114,7 +114,7 @@ LINES = {
         by_command=True,
     ),
 }
-# In order of importance: whether it runs and is right, how fast and why, then comparisons.
+# In the order of importance: first correctness, then speed and its reasons, then comparisons.
 CALLS = (
     (
         *("versions", "forked rank", "losses", "kernels", "attention values"),

@@ -1,4 +1,4 @@
-"""The tasks of `benchmarks.gpu_first` that ask what the card is and how fast its kernels are."""
+"""The tasks of `benchmarks.gpu_first` that identify the card and time its kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel3d.device import accelerator
 from parallel3d.models.attention import attend
 
 OLDEST_TORCH = (2, 11)
-FASTEST_WITHIN = 1.1  # multiple of the best kernel's time that the default may take
+FASTEST_WITHIN = 1.1  # limit of the default's time, relative to the best kernel's
 
 
 def versions(given: Given) -> Row:
@@ -63,7 +63,7 @@ def _attention_case(given: Given, shape: tuple[int, int, int, int, int]) -> Row:
     are missing."""
     batch, heads, kv_heads, length, width = shape
     grouped = kv_heads != heads
-    # Stored like the trainer's, the heads of a token side by side.
+    # Stored as in the trainer, with the heads of a token side by side.
     q, k, v, grad = (
         torch.randn(batch, length, n, width, device=given.device, dtype=torch.bfloat16)
         .transpose(1, 2)

@@ -31,12 +31,12 @@ from benchmarks.gpu.tasks import NOTED, Given, Row, judged, noted
 from parallel3d.device import accelerator
 from parallel3d.device.fused import has_kernel_compiler
 
-# MFU by the datasheet that a 1B model should reach; an H100 reached 0.588, eager.
+# MFU, by the datasheet, that a 1B model should reach; an H100 reached 0.588 in eager mode.
 EXPECTED_MFU = 0.50
 BUSY = 0.90  # share of a step in which the card should run a kernel
 TOP_KERNELS = 15
-HOST_SYNCS = 1  # per step: the one that gives loss and norm to the host
-# The warning of torch at each one; it also warns once that the mode is a prototype.
+HOST_SYNCS = 1  # per step: the wait that gives loss and norm to the host
+# torch's warning at each wait; it also warns once that the mode is a prototype.
 HOST_SYNC = "called a synchronizing"
 
 
@@ -117,7 +117,8 @@ def save_and_resume(given: Given) -> Row:
             f"checkpoint.every={every}")  # fmt: skip
     both = [[(s["loss"], s["grad_norm"]) for s in steps_of(path)] for path in (whole, parted)]
     text = run("generate", *run_words(given, parted), "prompt=the", "generate.max_tokens=16")
-    shutil.rmtree(parted / "checkpoints", ignore_errors=True)  # gigabytes in use that may be copied
+    # Limit of the gigabytes in use that are copied.
+    shutil.rmtree(parted / "checkpoints", ignore_errors=True)
     went_on = len(both[0]) == len(both[1]) == last
     equal = went_on and both[0] == both[1]
     off = max((abs(a[0] - b[0]) / a[0] for a, b in zip(*both, strict=False)), default=0.0)
@@ -156,7 +157,7 @@ def host_syncs(given: Given) -> Row:
 
 
 def trace(given: Given) -> Row:
-    """Profiles one step: the kernels that take most, and how busy the card is."""
+    """Profiles one step: the kernels that take the most time, and how busy the card is."""
     batch = 2 if given.is_tiny else given.micro_batch
     trainer = trainer_of(
         model_of("1b", given.steps()), given.device, batch, batch, given.steps().precision
@@ -208,7 +209,7 @@ def communicators(given: Given) -> Row:
     try:
         value = torch.ones(4, device=device)
         groups = [dist.group.WORLD]
-        for _ in range(2):  # a CPU's groups cannot be split: they are made one by one there
+        for _ in range(2):  # groups on a CPU cannot be split: there they are made one by one
             split = dist.split_group(split_ranks=[[0]]) if bound else dist.new_group([0])
             groups.append(split)
         for group in groups:

@@ -34,7 +34,7 @@ from parallel3d.models.attention import attend
 from parallel3d.parameters import gradients
 from parallel3d.tensor_parallel import loss
 
-# Largest relative errors, of norms: |found − exact| / |exact|.
+# The largest relative errors, in norms: |found − exact| / |exact|.
 ROUNDED = 1e-2  # results stored in bf16
 WIDE = 1e-5  # results stored in fp32, from the same bf16 numbers
 SUMMED = 1e-4  # sums of a GEMM in fp32; rounded to bf16 on the way it would be 1.6e-3
@@ -84,7 +84,8 @@ class Comparison:
     has_zeros: bool = False  # the zeros of the first result must agree, too
 
     def copied(self, wide: bool = False) -> list[Any]:
-        """Returns the arguments again, as it may write into them; `wide`: numbers in float64."""
+        """Returns new copies of the arguments, as the function may write into them; `wide`: numbers
+        in float64."""
 
         def copy(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -95,7 +96,7 @@ class Comparison:
         return [copy(value) for value in self.arguments]
 
     def results(self, function: Callable[..., Any], arguments: list[Any]) -> list[Tensor]:
-        """Returns its results, and its arguments, some of which it may have written."""
+        """Returns the function's results, and its arguments, some of which it may have written."""
         found = function(*arguments)
         parts = found if isinstance(found, tuple) else (found,)
         return [value for value in (*parts, *arguments) if isinstance(value, Tensor)]
@@ -116,7 +117,8 @@ def relative_error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 def error_of(comparison: Comparison) -> float:
     """Returns the error of the function as it runs here, against its plain form in float64.
 
-    It is infinite if it returns another dtype than the plain form in bf16, or zeros elsewhere.
+    It is infinite if the function returns another dtype than the plain form in bf16, or zeros at
+    other places.
     """
     function = comparison.function
     found = comparison.results(function, comparison.copied())
@@ -139,8 +141,8 @@ def _random(device: torch.device) -> Callable[..., Tensor]:
 
 
 def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Comparison]]:
-    """Yields every function that is one kernel on a card; made one after the other, as they are
-    large."""
+    """Yields every function that is one kernel on a card; each is made when it is needed, as they
+    are large."""
     random = _random(device)
     batch, sequence, hidden = shapes.batch, shapes.sequence, shapes.hidden
     heads = (shapes.heads, shapes.kv_heads, shapes.head_dim)
@@ -247,7 +249,7 @@ def _cost(given: Given, comparison: Comparison, arguments: list[Any]) -> Row:
 
 @contextmanager
 def every_size_fused() -> Iterator[None]:
-    """Makes small calls of fused functions kernels inside the block, like large ones."""
+    """Compiles small calls of fused functions to kernels inside the block, like large ones."""
     least, fused.LEAST_ELEMENTS = fused.LEAST_ELEMENTS, 0
     try:
         yield
@@ -273,7 +275,8 @@ def _fallbacks() -> Iterator[list[str]]:
 
 
 def device_kernels(action: Callable[[], object]) -> list[tuple[str, float]]:
-    """Returns (name, µs) of what ran on the device, in order; nothing if the profiler sees none."""
+    """Returns (name, µs) of the kernels that ran on the device, in order; nothing if the profiler
+    sees none."""
     action()
     with profile(activities=list(supported_activities())) as trace:
         action()
@@ -305,7 +308,7 @@ def attention_values(given: Given) -> Row:
     if given.is_tiny:
         cases = [(4, 4, 64, 16), (4, 2, 64, 16)]
     else:
-        # The last one is a length whose half block cuDNN has computed wrongly.
+        # The last length has a half block, which cuDNN once computed wrongly.
         cases = [(32, 32, 4096, 64), (32, 8, 4096, 64), (24, 24, 4096, 128), (24, 8, 4096, 128)]
         cases += [(32, 8, 2112, 64)]
     rows: Row = {}
@@ -351,7 +354,7 @@ def document_values(given: Given) -> Row:
     heads, kv_heads, length, width = (4, 2, 64, 16) if given.is_tiny else (32, 8, 4096, 64)
     random, rows = _random(given.device), 2
     parts = [random(rows, length, n, width) for n in (heads, kv_heads, kv_heads, heads)]
-    # Documents of one token, of odd length, long.
+    # Documents of one token, of odd lengths, and a long one.
     cuts = [0, 1, length // 8 + 3, length // 2, length]
     starts = np.repeat(cuts[:-1], np.diff(cuts))
     sample = Sample(np.zeros(length + 1, dtype=np.int64), np.ones(length, dtype=bool), starts)

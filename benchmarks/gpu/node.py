@@ -136,10 +136,10 @@ def planned(given: Given, words: str, batch: int) -> dict[str, float]:
     """Returns the numbers of `parallel3d plan`'s row for a layout whose keys are all given."""
     layout = {"tp": "1", "pp": "1", "zero": "0", "recompute": "none", "micro_batch_size": "1"}
     layout |= dict(word.split("=") for word in words.split())
-    layout.pop("sp", None)  # otherwise the planner chooses it, by tp
+    layout.pop("sp", None)  # otherwise the planner would choose it, by tp
     model = [word for word in TINY if word.startswith("model")] if given.is_tiny else []
     where = cluster_of(accelerator.name(given.device)) or ["cluster=dgx_h100"]
-    if model:  # not a preset's host, which has eight
+    if model:  # not the host of a preset, which has eight GPUs
         where.append(f"cluster.gpus_per_node={ranks_of(words)}")
     out = run("plan", *(model or ["model=llama3_8b"]), *where, f"global_batch_size={batch}",
               "cluster.nodes=1", "plan.confirm=0",
@@ -152,7 +152,8 @@ def row_of_plan(text: str) -> dict[str, float]:
     lines = text.splitlines()
     place = next(i for i, line in enumerate(lines) if line.split()[:2] == ["#", "tp"])
     names = lines[place].replace("step s", "step_s").replace("MFU %", "MFU_%").split()
-    row = dict(zip(names, lines[place + 1].split(), strict=False))  # the reason has many words
+    # The reason consists of several words.
+    row = dict(zip(names, lines[place + 1].split(), strict=False))
     return {name.replace("_", " "): float(row[name]) for name in ("step_s", "MFU_%", "GiB")}
 
 

@@ -124,7 +124,7 @@ def _titan(
         from torchtitan.models.llama3.model.args import TransformerModelArgs
         from torchtitan.models.llama3.model.model import Transformer
     except ImportError as error:
-        why = f"torchtitan {version('torchtitan')} is laid out otherwise: {error}"
+        why = f"torchtitan {version('torchtitan')} has another structure: {error}"
         raise Missing(why) from None
     args = TransformerModelArgs(
         dim=model.hidden_size,
@@ -135,7 +135,8 @@ def _titan(
         norm_eps=model.norm_eps,
         rope_theta=model.rotary_base,
         max_seq_len=model.seq_length,
-        # Its hidden size is 2/3 of 4 · dim, times the multiplier, rounded up to the multiple.
+        # The hidden size of its MLP is 2/3 of 4 · dim, times the multiplier, rounded up to the
+        # multiple.
         ffn_dim_multiplier=(model.ffn_size - 0.5) / int(8 * model.hidden_size / 3),
         multiple_of=model.ffn_size,
     )

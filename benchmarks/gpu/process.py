@@ -1,4 +1,4 @@
-"""Runs a command in a process of its own, with a time limit; says why it failed, in one line."""
+"""Runs a command in a process of its own, with a time limit; reports in one line why it failed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-# Its name from torch 2.9 on, and before.
+# The variable's name from torch 2.9 on, and the earlier one.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 LINUX_SET_PARENT_DEATH_SIGNAL = 1
-DYING = "Exception ignored"  # in a destructor, while the interpreter ends
+DYING = "Exception ignored"  # raised in a destructor, while the interpreter ends
 LONGEST_REASON = 300  # characters: a row of a table, not a log
 TRACEBACK = "Traceback (most recent call last):"
-RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch.distributed puts it before each line
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch.distributed puts this before each line
 
 
 class Ended(NamedTuple):
@@ -59,7 +59,7 @@ def run_limited(words: Sequence[str], limit_s: float) -> Ended:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Not waited for yet: its number cannot belong to another process.
+            # Nobody has waited for it yet, so its number cannot belong to another process.
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -106,7 +106,8 @@ def die_with_parent(parent: int) -> None:
 
 @contextmanager
 def stops_on_sigterm() -> Iterator[None]:
-    """Makes SIGTERM (a scheduler's, `timeout`'s) end it like Ctrl-C, through every `finally`."""
+    """Makes SIGTERM (of a scheduler or `timeout`) end this process like Ctrl-C, through every
+    `finally`."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -23,7 +23,7 @@ class NotOurs(Exception):
 
 @dataclass(frozen=True)
 class ResultFiles:
-    """One JSON file and, where there is a `render`, the Markdown of it.
+    """A JSON file and, with `render`, the Markdown made from it.
 
     Args:
         render: sections → text, written under `MARK`.
@@ -64,7 +64,7 @@ class ResultFiles:
         return _section(self.sections(), machine, size)["rows"]
 
     def add(self, machine: dict[str, Any], size: str, name: str, row: dict[str, Any]) -> None:
-        """Writes both files with the row in its section, in place of an older one of its name.
+        """Writes both files with the row in its section, in place of an older row of the same name.
 
         A failed row does not replace a measured one: it is added as `again`. The files are read
         again each time, so that two commands may take turns.

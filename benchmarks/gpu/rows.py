@@ -1,4 +1,4 @@
-"""The rows of `benchmarks.gpu.card` that are parallel3d's own, and the card's.
+"""The rows of `benchmarks.gpu.card` that measure parallel3d and the card.
 
 They only import torch, numpy and parallel3d's library: images made for GPUs often have no more.
 """
@@ -30,7 +30,7 @@ from parallel3d.trainer import Trainer
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything: for a card, or just enough to run every line."""
+    """The amount of work: for a card, or just enough to run every line."""
 
     gemm: int
     steps: int
@@ -63,8 +63,8 @@ CONSTANTS = {"true": True, "false": False, "null": None}
 def device_of(word: str) -> torch.device:
     """Returns `cpu` as it is, an accelerator with its index (the first without one).
 
-    The device is not used yet. `simulated` starts the simulated one. Raises RuntimeError for what
-    torch does not know or does not find here.
+    The device is not used yet; `simulated` starts the simulated device. Raises RuntimeError for
+    what torch does not know or does not find here.
     """
     if word.partition(":")[0] == SIMULATED:
         from parallel3d.simulated_device import enable
@@ -107,7 +107,7 @@ def model_of(name: str, size: Size) -> ModelConfig:
 
 
 class RandomTokens:
-    """Random samples of tokens, made once."""
+    """A source of random tokens, which are made once."""
 
     def __init__(self, model: ModelConfig) -> None:
         rng = np.random.default_rng(0)
@@ -120,8 +120,8 @@ class RandomTokens:
 
 
 def seconds_of(action: Callable[[], object], device: torch.device, size: Size) -> float:
-    """Returns median seconds of `action` after a warm-up; on a GPU by events, waited for at the
-    end."""
+    """Returns median seconds of `action` after a warm-up; on a GPU measured by events, for which
+    the host waits at the end."""
     for _ in range(size.warm_up):
         action()
     if not accelerator.is_accelerator(device):
@@ -143,7 +143,7 @@ def seconds_of(action: Callable[[], object], device: torch.device, size: Size) -
 
 
 def peak_memory_gb(device: torch.device) -> float | None:
-    """Returns the most memory of tensors since the process began; None on a CPU."""
+    """Returns the peak memory of tensors since the process began; None on a CPU."""
     if not accelerator.is_accelerator(device):
         return None
     return accelerator.module(device).max_memory_allocated(device) / 1e9
@@ -235,7 +235,7 @@ def fp8_row(size: Size, device: torch.device) -> dict[str, Any]:
         scale = torch.finfo(torch.float8_e4m3fn).max / t.abs().amax().float().clamp(min=1e-12)
         return (t * scale).to(torch.float8_e4m3fn), scale.reciprocal()
 
-    compiled = torch.compile(cast)  # otherwise there is a pass over memory for each operation
+    compiled = torch.compile(cast)  # otherwise each operation is a pass over memory
 
     def fp8() -> torch.Tensor:
         (a, scale_a), (b, scale_b) = compiled(x), compiled(weight)

@@ -70,7 +70,7 @@ def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
 def fake_groups(layout: Layout, rank: int, device: torch.device) -> Iterator[ProcessGroups]:
     """Makes this process one rank of a world without other ranks, by PyTorch's `fake` backend.
 
-    Nothing is summed and no rank is waited for. Some operations still take a device's time: an
+    Nothing is summed, and nothing waits for a rank. Some operations still take a device's time: an
     all-gather copies this rank's part to every place of its output, a reduce-scatter its own part
     to the output (see `_own_part_of_reductions`).
     """

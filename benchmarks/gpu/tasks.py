@@ -34,17 +34,18 @@ from parallel3d.metrics.provenance import git_commit
 
 Row = dict[str, Any]
 PASS, DIFFERS, NOTED, SKIPPED, FAILED = "PASS", "DIFFERS", "NOTED", "SKIPPED", "FAILED"
-MACHINE = "machine"  # asked in a process, too: this one must not use memory of the card
+MACHINE = "machine"  # found out in another process, too: this one must not use memory of the card
 START_S = 6  # start of a process: Python, torch, the device's context
-CALL_S = 480  # planned for a call
-# A call ends its last task at this time: of 600 s, with time to write and to copy results.
+CALL_S = 480  # planned time of a call
+# A call ends its last task at this time: before 600 s, so that results can be written and copied.
 WITHIN_S = 560
-ALL_CALLS_S = 1680  # of half an hour
+ALL_CALLS_S = 1680  # planned time of all calls, of half an hour
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a task knows: the device, how much to ask of it, where to write, the rows so far."""
+    """The information that a task gets: the device, the amount of work, the folder, the rows so
+    far."""
 
     device: torch.device
     size: str  # "full" or "tiny"
@@ -71,13 +72,12 @@ class Given:
 
 @dataclass(frozen=True)
 class Task:
-    """A question for a device.
+    """A task: a measurement or a check on a device.
 
     Attributes:
-        run: returns the row: figures; `verdict` and `found` where there is an answer to expect;
-            `skipped` with the reason where the device or a package is missing.
-        seconds: that it should take on one H100, without the start of its process.
-        expected: the answer that a good card gives.
+        run: returns the row: figures; `verdict` and `found` if a result is expected; `skipped` with
+            the reason if the device or a package is missing. seconds: its expected time on one
+            H100, without the start of its process. expected: the result of a good card.
         by_command: it runs `parallel3d`, which gets the card to itself.
     """
 
@@ -89,7 +89,7 @@ class Task:
 
     @property
     def limit_s(self) -> int:
-        """Seconds after which it is ended: estimates err, and a hang lasts for ever."""
+        """Seconds after which the task is ended: estimates err, and a hang lasts for ever."""
         return max(120, 5 * self.seconds // 2)
 
 
@@ -98,7 +98,7 @@ def judged(is_as_expected: bool, found: str, figures: Row) -> Row:
 
 
 def noted(found: str, figures: Row) -> Row:
-    """An answer without an expected one."""
+    """Returns the row of a result with which nothing is compared."""
     return {"verdict": NOTED, "found": found} | figures
 
 
@@ -130,8 +130,8 @@ def machine(device: torch.device) -> Row:
 
 
 def call_seconds(names: Sequence[str], tasks: dict[str, Task]) -> int:
-    """Returns the expected seconds of a call, with the processes that it starts; one asks for the
-    machine."""
+    """Returns the expected seconds of a call, with the processes that it starts, one of them to
+    identify the machine."""
     return sum(tasks[name].seconds for name in names) + START_S * (len(names) + 1)
 
 
@@ -148,7 +148,7 @@ class Bench:
     """A command: its tasks in order, and the calls that group them.
 
     Attributes:
-        module: that is started again for each task, by `python -m`.
+        module: the module that `python -m` starts for each task.
         default: tasks of a command without `--only`, `--group` and `--call`; None: all.
     """
 
@@ -163,8 +163,7 @@ class Bench:
         return tuple(dict.fromkeys(task.group for task in self.tasks.values() if task.group))
 
     def main(self, words: list[str] | None = None) -> int:
-        """Runs the command line. Returns 0; 1 if a task failed or differs; 2 if none could be
-        asked."""
+        """Runs the command line. Returns 0; 1 if a task failed or differs; 2 if none could run."""
         began = time.monotonic()
         options = self.parser().parse_args(words)
         if options.plan:
@@ -206,7 +205,7 @@ class Bench:
         here: Row,
         deadline: float | None,
     ) -> list[Row]:
-        """Asks one task after the other and writes both files after each; returns the rows."""
+        """Runs one task after the other and writes both files after each; returns the rows."""
         done = files.rows(here, options.size)
         if options.missing:
             names = [name for name in names if name not in done or why_not(done[name])]
@@ -335,7 +334,7 @@ class Bench:
         return parser
 
     def tasks_text(self) -> str:
-        """Lists the tasks in their order, with their seconds and answers."""
+        """Lists the tasks in their order, with their seconds and expected results."""
         lines = ["tasks, with their estimated seconds on one H100:"]
         for name, task in self.tasks.items():
             lines.append(f"  {name:24} {task.seconds:4}  {task.expected or task.group}".rstrip())

@@ -143,7 +143,7 @@ def outcome_of_command(drawn: Drawn, cwd: Path) -> Outcome:
     def answer() -> Outcome:
         with (
             mock.patch.object(command_line, "make_run_directory", accepted),
-            # launch.timeout_s=1e-8 ends the process, this one, like a file server that is gone.
+            # launch.timeout_s=1e-8 would end this process, as a file server that is gone would.
             mock.patch.object(command_line, "_time_limit", lambda *_: contextlib.nullcontext()),
             mock.patch.object(sys, "argv", list(sys.argv)),
             contextlib.chdir(cwd),
@@ -176,7 +176,7 @@ def judged(answer: Callable[[], Outcome], words: Sequence[str]) -> Outcome:
         )
     except TooLong:
         return Outcome(BUG, f"takes more than {SECONDS:g} s")
-    except Exception as error:  # any error is what this looks for
+    except Exception as error:  # this looks for any error
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if "/parallel3d/" in frame.filename] or frames
         at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"

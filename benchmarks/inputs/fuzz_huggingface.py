@@ -96,7 +96,7 @@ PLAUSIBLE = (True, False, 0, 1, 2, 0.1, 0.9, None, "x")
 
 @dataclass
 class Case:
-    """A folder in the making.
+    """A folder before it is written.
 
     `doubled`: keys that occur once more in the text, before the others; `files`: name → its
     tensors.
@@ -168,8 +168,8 @@ def base(rng: random.Random) -> Case:
 
 
 def aliases(case: Case) -> None:
-    """Uses GPT-2's sizes by the general names, alone or next to its own; for other families they
-    are unknown."""
+    """Gives GPT-2's sizes the general names, instead of its own or in addition; for other families
+    they are unknown."""
     for general, own in GPT2_NAMES.items():
         where = case.rng.choice(("left", "renamed", "both", "contradicting"))
         if where == "left":
@@ -266,7 +266,7 @@ def head(case: Case) -> None:
 
 
 def prefixes(case: Case) -> None:
-    """Names tensors like a bare model: all, or some; or one of them twice."""
+    """Names all or some tensors as a bare model does, or one of them twice."""
     bare = {key: key.split(".", 1)[1] for key in case.tensors if not key.startswith("lm_head")}
     some = list(bare) if case.rng.random() < 0.5 else case.rng.sample(list(bare), 3)
     for key in some:
@@ -297,7 +297,8 @@ def types(case: Case) -> None:
 
 
 def files(case: Case) -> None:
-    """Writes several files and an index, two readings side by side, or a name in config.json."""
+    """Writes several files and an index, two alternative sets of files, or a name in
+    config.json."""
     rng, names = case.rng, sorted(case.tensors)
     middle = rng.randrange(1, len(names))
     parts = {"model-1.safetensors": names[:middle], "model-2.safetensors": names[middle:]}
@@ -353,7 +354,7 @@ def random_case(seed: int, number: int) -> Case:
     chosen = rng.sample(CHANGES, rng.choice((0, 1, 1, 1, 2, 2, 3)))
     for change in sorted(
         chosen, key=CHANGES.index
-    ):  # files last, as they are made from the final tensors
+    ):  # files come last, as they are made from the final tensors
         change(case)
         case.changes.append(change.__name__)
     return case

@@ -15,7 +15,7 @@ from parallel3d.config.fields import Key, all_keys, show, typed_name
 from parallel3d.config.overrides import groups, presets
 from parallel3d.config.schema import CONFLICTS, Config, sections_of
 
-# Keys of the machine, of where files go and of other subcommands; and the length of the run.
+# Keys of the machine, of paths, of other subcommands, and of the length of the run.
 NOT_THE_ENGINES = (
     *("tp", "pp", "dp", "cp", "vpp", "run", "device", "compile", "placement", "prompt"),
     *("rank_file", "cluster.", "data.", "logger.", "launch.", "verify.", "topology."),
@@ -41,7 +41,7 @@ def draw(seed: object, number: int) -> Drawn:
     kind = rng.choices((hostile, sensible, large, odd, excluded), weights=(4, 3, 2, 1, 1))[0]
     words = kind(first, rng)
     rng.shuffle(words)
-    if rng.random() < 0.98:  # otherwise a key might be there twice, which is refused
+    if rng.random() < 0.98:  # otherwise a key might be given twice, which is refused
         words = list({word.partition("=")[0].lstrip("+"): word for word in words}.values())
     world_size = rng.choice((None, None, 1, 2, 3, 4, 64, 10**6, 2**61 - 1, 0, -1))
     return Drawn(tuple(words), world_size)

@@ -51,8 +51,8 @@ def calls(rank: int, n: int, elements: int) -> dict[str, Callable[[], object]]:
 
 
 def expected(op: str, n: int) -> float:
-    """Returns the bytes of all ranks over N: one rank's ring share times n, except for those with a
-    root."""
+    """Returns the bytes of all ranks over N: one rank's ring share times n, except for collectives
+    with a root."""
     if op in ("broadcast", "reduce"):
         return n - 1
     return bus_factor(op, n) * (1 if op in ("scatter", "gather", "send_recv") else n)
@@ -64,7 +64,7 @@ def run(rank: int, n: int, mib: int) -> None:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=n)
     nbytes = mib << 20
     for op, call in calls(rank, n, nbytes // 4).items():
-        call()  # the first one also connects
+        call()  # the first call also connects
         dist.barrier()
         time.sleep(0.5)  # until no rank sends any more
         before = sent_on_loopback()

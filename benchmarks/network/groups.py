@@ -36,7 +36,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One world: its groups, handles and members of one rank, seconds (median)."""
+    """One world: its groups, the handles and members of one rank, and the median seconds."""
 
     ranks: int
     tp: int
@@ -63,7 +63,7 @@ def measure(ranks: int, repeats: int) -> Row:
     dist.destroy_process_group()
     everywhere = sum(
         len(layout.groups(*dims))
-        # Twice: both ends.
+        # Counted twice, for both ends.
         for dims in (("tp",), ("dp",), ("pp",), ("pp",), ("tp", "cp", "dp", "pp"))
     )
     members = sum(map(len, own))

@@ -48,7 +48,7 @@ MODEL: dict[str, Any] = {
 
 
 class Ramp:
-    """Returns any tokens."""
+    """Returns arbitrary tokens."""
 
     seq_length = MODEL["seq_length"]
 
@@ -58,7 +58,7 @@ class Ramp:
 
 
 class Turn(NamedTuple):
-    """One step: its kind, its milliseconds, and those in which dp was exposed on rank 0."""
+    """One step: its kind, its milliseconds, and the exposed milliseconds of dp on rank 0."""
 
     mode: str
     ms: float
@@ -98,7 +98,7 @@ def of_rank(dp: int, rounds: int, sequences: int, bucket_mb: float) -> None:
 
 
 def measure(dp: int, given: argparse.Namespace) -> dict:
-    """Returns what rank 0 of `dp` throttled hosts printed."""
+    """Runs `dp` throttled hosts; returns the output of rank 0."""
     with tempfile.TemporaryDirectory(prefix="parallel3d-") as folder:
         shell = Shell(Path(folder), Path(folder))
         limit = ("--rail-mbit", str(given.mbit))

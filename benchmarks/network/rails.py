@@ -41,7 +41,7 @@ def main() -> None:
         forked = Forked(shell)
         network = Rails.start(Path(folder) / "net", hosts=4, gpus=2, options=limits)
         words = (*EIGHT, *SMALL, *shell.text(), f"train.steps={given.steps}")
-        print("| placement | | NVLink MB | rails MB | spine MB | step s | of auto |")
+        print("| placement | | NVLink MB | rails MB | spine MB | step s | times auto's |")
         print("|---|---|---|---|---|---|---|")
         best = None
         try:

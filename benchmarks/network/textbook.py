@@ -149,7 +149,7 @@ def measured(given: argparse.Namespace) -> list[Row]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Prints a line for each form of each collective, and a summary."""
+    """Returns a line for each form of each collective, and a summary."""
     lines = [
         "| collective | form | cases | measured / priced: least | median | most | over 20 % off |",
         "|---|---|---|---|---|---|---|",
@@ -177,7 +177,10 @@ def table(rows: list[Row]) -> list[str]:
                 if high.priced > 1.2 * low.priced:
                     apart += 1
                     turned += high.measured <= low.measured
-    lines.append(f"{apart} pairs of forms are priced 20 % apart or more; {turned} came out turned")
+    lines.append(
+        f"{apart} pairs of forms are priced 20 % apart or more; {turned} were measured "
+        "in the opposite order"
+    )
     return lines
 
 

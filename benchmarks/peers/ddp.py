@@ -211,8 +211,8 @@ def rank_main(rank: int, world: int, args: argparse.Namespace, store: str, out: 
 
 
 def medians(found: dict, of: int = 0) -> tuple[float, float, list[float]]:
-    """Prints the milliseconds of a step, ours and theirs, and the ratio of theirs to ours in every
-    round; `of` 1: CPU time."""
+    """Returns the milliseconds of a step, ours and theirs, and the ratio of theirs to ours in every
+    round; `of`: 0 for wall time, 1 for CPU time."""
     ours, theirs = ([t for pair in found["rounds"] for t in pair[i][of]] for i in (0, 1))
     each = [statistics.median(b[of]) / statistics.median(a[of]) for a, b in found["rounds"]]
     return 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs), sorted(each)
@@ -238,7 +238,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"commit {commit()}, torch {torch.__version__}, {os.cpu_count()} cores\n")
-    print("| module | dp | parallel3d, ms | PyTorch, ms | ratio | of half the rounds ", end="")
+    print(
+        "| module | dp | parallel3d, ms | PyTorch, ms | ratio | middle half of the rounds ", end=""
+    )
     print("| CPU ms, ours/theirs | gradients |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     everything, ratios = {}, []

@@ -36,7 +36,8 @@ LAYOUTS = ["1,1,1", "2,1,1", "1,2,1", "1,1,2", "2,2,1", "2,1,2", "1,2,2", "2,2,2
 OURS_NAME = "parallel3d"
 MODES = ["eager", "compile"]
 DP_IMPLS = ["ddp", "flat", "fsdp2", "replicate"]
-GLOBAL_MICROBATCHES = 8  # of 2 sequences, over all data-parallel ranks: 4,096 tokens a step
+# Micro-batches of 2 sequences, over all data-parallel ranks: 4,096 tokens per step.
+GLOBAL_MICROBATCHES = 8
 
 # The byte tokenizer has 257 tokens; both sides pad the table to 264, which tp divides.
 VOCAB = 264

@@ -1,4 +1,4 @@
-"""Kernel launches of a rank in a step, counted line by line in the code.
+"""Counts kernel launches of a rank in a step, line by line as in the code.
 
 `benchmarks/planner/plan_dryrun.py` compares them with `parallel3d dryrun`.
 """

@@ -184,7 +184,7 @@ def nulls(runs: Sequence[Run], fold: list[int]) -> tuple[Array, Array]:
 
 
 def report(runs: Sequence[Run], groups: Held, sizes: Held) -> list[str]:
-    """Prints the table by set: errors with whole groups left out, choices with whole sizes left
+    """Returns the table by set: errors with whole groups left out, choices with whole sizes left
     out."""
     base, planted = nulls(runs, groups.fold)
     chosen = choose(runs, sizes.seconds, sizes.fits)
@@ -224,7 +224,7 @@ def planted_line(runs: Sequence[Run], seconds: Array, one: Array) -> list[str]:
 
 
 def memory_lines(runs: Sequence[Run], held: Held) -> list[str]:
-    """Prints how well the memory's peaks, and whether a run fits, are predicted."""
+    """Returns the lines on how well the memory's peaks, and whether a run fits, are predicted."""
     lines = ["", "| set | memory, median error | fits, balanced accuracy |", "|---|---|---|"]
     for name in WITH_MEMORY:
         mine = [i for i, r in enumerate(runs) if r.set == name]

@@ -44,7 +44,7 @@ def in_turns(made: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
 
 
 def row(rows: int, inputs: int, outputs: int) -> str:
-    """Prints a line of the table."""
+    """Returns a line of the table."""
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     grad = torch.randn(rows, outputs)
     made = {

@@ -440,7 +440,7 @@ class Saver:
         self.outcome: SaveResult | None = None
         self.thread: threading.Thread | None = None
         self.staging = Staging()
-        self.copied = threading.Event()  # the values of the current save may change again
+        self.copied = threading.Event()  # set when the values of the current save may change again
 
     def start(self, save: Save, *, background: bool, copies: bool = True) -> None:
         """Begins a save; without `background` it has ended on this rank when this returns.

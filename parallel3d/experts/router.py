@@ -123,8 +123,9 @@ class Router(nn.Module):
     """Scores every token's experts and chooses among them; replicated over tp.
 
     Attributes:
-        bias: (experts,) of the choice, fp32 or fp64; None without `model.router_bias`. It is a
-            state and no parameter: the optimizer, clipping and averaging do not know it.
+        bias: (experts,) added to the scores for the choice, fp32 or fp64; None without
+            `model.router_bias`. It is a state and no parameter: the optimizer, clipping and
+            averaging ignore it.
     """
 
     bias: Tensor | None

@@ -168,8 +168,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, split: SplitSequences) -> Non
         if x.ndim != 4 or (x.shape[0], x.shape[2]) != expected or x.shape[3] != q.shape[3]:
             raise UserError(
                 f"context_parallel_attention({name}) of shape {list(x.shape)} must be "
-                f"[{split.batch}, heads, {split.local}, head_dim], of this rank's tokens and one "
-                "head_dim; give what was computed from documents.take"
+                f"[{split.batch}, heads, {split.local}, head_dim], with this rank's tokens and "
+                "the same head_dim in q, k and v; compute it from documents.take"
             )
     if k.shape != v.shape or q.shape[1] % k.shape[1]:
         raise UserError(

@@ -85,8 +85,8 @@ def make(group: Any = None, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def beside_pytorch() -> None:
-    """Returns first weights, losses, last weights and the result of loading, on every rank, for
-    groups of 1, 2 and 4."""
+    """Compares first weights, losses, last weights and the result of loading on every rank with
+    PyTorch's, for groups of 1, 2 and 4."""
     theirs = make()
     first = {name: value.clone() for name, value in theirs.state_dict().items()}
     losses, last = trained(theirs)
@@ -186,7 +186,8 @@ def grouped(*more: Any) -> nn.Module:
 
 
 def along_the_sequence() -> None:
-    """Returns losses, and weights after three steps, on every rank, for groups of 1, 2 and 4."""
+    """Compares losses, and weights after three steps, on every rank with PyTorch's, for groups of
+    1, 2 and 4."""
     theirs = grouped()
     first = {name: value.clone() for name, value in theirs.state_dict().items()}
     ids = torch.arange(24).view(3, 8) * 5 % 16

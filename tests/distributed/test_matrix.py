@@ -58,8 +58,7 @@ def refused(levels: Levels) -> str | None:
 
 
 def test_the_rules_refuse_exactly_what_the_check_refuses() -> None:
-    """Returns combinations that differ from the cases in one to three levels, idle ones
-    included."""
+    """Draws combinations that differ from the cases in one to three levels, idle ones included."""
     rng = random.Random(0)
     told = {True: 0, False: 0}
     for _ in range(600):

@@ -350,7 +350,7 @@ def biases_by_own_counts() -> Iterator[None]:
 
 @planted(UPDATED_BIAS)
 def away_from_balance(sound: Any, bias: Tensor, counts: Tensor, rate: float) -> Tensor:
-    """Experts with many tokens get more."""
+    """The bias moves the wrong way: experts with many tokens get even more of them."""
     return sound(bias, counts, -rate)
 
 

@@ -64,7 +64,7 @@ def _made() -> Ready:
 
 
 def ready() -> Ready:
-    """Returns the one of this session."""
+    """Returns the only Ready of this session, which the first call makes."""
     with _MAKING:
         return _made()
 

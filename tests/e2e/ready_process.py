@@ -51,7 +51,8 @@ class Forks:
         self.room, self.size = LIBC.getenv(b"P3D_ROOM"), len(os.environ["P3D_ROOM"])
 
     def serve(self) -> None:
-        """Returns in each forked process, with its words; ends when its parent is gone."""
+        """Forks a process for each request, and returns in that process; ends when its parent is
+        gone."""
         woken, wakes = os.pipe()
         os.set_blocking(wakes, False)
         signal.set_wakeup_fd(wakes)

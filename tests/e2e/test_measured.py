@@ -19,7 +19,7 @@ FILE = "here.yaml"
 
 
 def measured(folder: Path, **made: object) -> None:
-    """Returns a file of this device, except for the given changes."""
+    """Writes a file of this device, except for the given changes."""
     here = {"name": device_name("cpu"), "count": available_cores()} | made
     of = machine(made=dataclasses.replace(MADE, **here))  # type: ignore[arg-type]
     (folder / FILE).write_text(of.text())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 if "FAILING_FILES" in os.environ:
-    # Imported before the calls are wrapped: at its import it looks which of them take descriptors.
+    # Imported before the calls are wrapped: at its import it tests which of them take descriptors.
     import shutil  # noqa: F401
 
     from benchmarks.failures.random_files import enter

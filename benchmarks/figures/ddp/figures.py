@@ -1,8 +1,9 @@
 """Measures the figures of Li et al. 2020 (PyTorch Distributed) on this machine.
 
-DistributedDataParallel of `import parallel3d` on two small nets, over the backend and through
-shared memory: where the time of a step goes, and how it depends on bucket size, number of ranks,
-steps between reductions and number of groups. Needs no data. docs/ddp.md shows what came out.
+DistributedDataParallel of `import parallel3d` trains two small nets, over the backend and through
+shared memory. The figures show where the time of a step goes, and how it depends on bucket size,
+number of ranks, steps between reductions and number of groups. They need no data. docs/ddp.md has
+the results.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Bench:
 
     Attributes:
         device: this rank's.
-        ways: by name the groups over which the ranks reduce.
-        steps: of each trial in each round, as the budget allows.
+        ways: the groups over which the ranks reduce, by name. steps: number of steps of each trial
+            in each round, as the budget allows.
     """
 
     config: CommandConfig
@@ -109,7 +110,7 @@ class Bench:
         return int(number)
 
     def report(self) -> dict[str, object]:
-        """Returns, by figure, its rows; seconds."""
+        """Returns the rows of each figure; times are in seconds."""
         figures: dict[str, Any] = {"ranks": self.group.size, "steps": self.steps * ROUNDS}
         for name, measure in {
             "2ab": self.calls,
@@ -221,7 +222,7 @@ class Bench:
             handle = self._first(members)
             if self.group.index < n:
                 for way, whole in self.ways.items():
-                    # A name of its own decides whether shared memory is tried.
+                    # The group's name decides whether shared memory is tried.
                     name = "ddp" if whole.shared is not None else "dp"
                     part = Group(name, tuple(members), self.group.index, handle)
                     rows += self._compared(
@@ -282,8 +283,8 @@ class Bench:
 
 
 def _buckets(name: str) -> list[tuple[float, int]]:
-    """Returns the bytes of each bucket (of 1 and then 25 MiB), and the share of all gradients that
-    exist when it is full, which is the share of the backward that has passed."""
+    """Returns the bytes of each bucket (of 1 MiB, then of 25 MiB), and the share of all gradients
+    that exist when it is full, which is the share of the backward that has passed."""
     sizes = [p.nbytes for p in made(name).parameters()][::-1]
     total, ready, filled = sum(sizes), 0, 0
     found: list[tuple[float, int]] = []

@@ -35,8 +35,8 @@ class Trial:
     """A net under some options, step by step on this rank's device.
 
     Attributes:
-        every: steps of which the last one alone is reduced.
-        in_turn: more groups of the same ranks, among which buckets alternate.
+        every: number of steps of which only the last one is reduced. in_turn: more groups of the
+            same ranks, among which buckets alternate.
     """
 
     name: str
@@ -181,7 +181,7 @@ def readiness(name: str, group: Group, device: torch.device, steps: int) -> list
     """Measures figure 2 (c), (d): seconds since the backward began, and how many gradients are
     ready then.
 
-    An accelerator is waited for at each of them.
+    At each of them the host waits for the accelerator.
     """
     net = DistributedDataParallel(made(name).to(device), process_group=group)
     images, labels = (t.to(device) for t in inputs(name, group.index))

@@ -28,7 +28,8 @@ class Block(nn.Module):
 
 
 def convolutions() -> nn.Module:
-    """Has many small parameters and much to compute: 2 million in 32."""
+    """Builds a net with many small parameters and much to compute: 2 million numbers in 32
+    tensors."""
     layers: list[nn.Module] = []
     width = 3
     for wider in (64, 128, 256):
@@ -39,7 +40,8 @@ def convolutions() -> nn.Module:
 
 
 def matrices() -> nn.Module:
-    """Has a few large parameters and little to compute: 3.2 million in 52."""
+    """Builds a net with a few large parameters and little to compute: 3.2 million numbers in 52
+    tensors."""
     layer = nn.TransformerEncoderLayer(
         WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
     )

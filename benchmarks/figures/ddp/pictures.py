@@ -56,7 +56,7 @@ def curves(
 
 
 def bars(title: str, rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Draws a bar for each row, of its parts in milliseconds (figure 6 of the paper)."""
+    """Draws a bar for each row, stacked from its parts in milliseconds (figure 6 of the paper)."""
     canvas = Canvas()
     canvas.text(24, 38, title, size=20, weight=600)
     left = 40 + max(Canvas.measure(label, 13) for label in rows)

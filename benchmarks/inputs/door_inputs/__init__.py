@@ -1,1 +1,1 @@
-"""Inputs of each door with their right answers: a module a door, each with a function `inputs`."""
+"""Inputs of each door with their right answers: one module per door, with a function `inputs`."""

@@ -27,8 +27,8 @@ class Input:
 
     Attributes: text: the input as a person would type or see it, for the report. take: passes it to
     the door; returns the door's reading, or raises UserError. right: the right reading; REFUSAL if
-    only a sentence is right. common: an input that people have every day: a sentence is not enough,
-    it must be accepted.
+    only a sentence is right. common: whether the input is common in practice, so that a refusal is
+    wrong.
     """
 
     text: str
@@ -39,7 +39,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one input: RIGHT, SENTENCE or WRONG, and the words that show it."""
+    """The outcome of one input: RIGHT, SENTENCE or WRONG, and the text that shows it."""
 
     kind: str
     words: str

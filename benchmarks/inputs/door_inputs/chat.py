@@ -31,7 +31,7 @@ FUNCTIONS = ("weather", "get_time", "search_web")
 class Drawn:
     """A row and its meaning; no meaning if it must be refused.
 
-    everyday: only changes that people make every day.
+    everyday: whether all of its changes are common in practice.
     """
 
     row: dict[str, Any]
@@ -561,7 +561,7 @@ def _right(name: str, drawn: Drawn, peer: Any) -> Any:
             made = peer.apply_chat_template(
                 given(name, messages), tools=drawn.tools, return_dict=True, **more
             )
-        except Exception:  # a template raises anything; some fail without a content
+        except Exception:  # a template may raise any error; some fail without a content
             continue
         return turns, made["input_ids"]
     return REFUSAL

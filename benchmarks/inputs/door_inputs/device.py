@@ -1,4 +1,5 @@
-"""Machines: GPUs and drivers that work or not, masks, jobs, containers, slices, quotas of cgroups.
+"""Draws machines: GPUs and drivers that work or not, masks, jobs, containers, slices, quotas of
+cgroups.
 
 Each host is composed of parts with known meanings, so its right answer is known before the judge is
 asked: cpu, cuda, or a refusal.
@@ -35,7 +36,8 @@ NONE_SMI = (0, "No devices were found\n")
 class Parts:
     """Variables, device files and nvidia-smi of a host without usable GPUs.
 
-    `meant`: something indicates that a GPU is intended; `masked`: a mask of the user's does.
+    `meant`: something indicates that a GPU is intended; `masked`: a mask set by the user indicates
+    it.
     """
 
     environ: dict[str, str] = field(default_factory=dict)
@@ -196,7 +198,7 @@ def _rocm(rng: random.Random, folder: Path) -> Input:
 
 
 def _shared(rng: random.Random, folder: Path) -> Input:
-    """Ranks of a wrapper that exports CUDA_VISIBLE_DEVICES, correctly or not."""
+    """Draws ranks of a wrapper that exports CUDA_VISIBLE_DEVICES, correctly or not."""
     count = rng.choice((2, 4, 8))
     shown = [str(rank) for rank in range(count)]
     style = rng.choice(("own", "all", "twice", "first"))

@@ -1,4 +1,4 @@
-"""Files and folders, correctly named or not, at the doors that read them.
+"""Draws files and folders, correctly named or not, for the doors that read them.
 
 The right answer follows from how a file was made: its content, its compression, and its ending;
 never from the package's own tables.
@@ -282,7 +282,7 @@ def _of_others(rng: random.Random, root: Path) -> Iterator[Input]:
     what, content = _binary(rng, texts)
     end = rng.choice([".txt", "", ".jsonl", ".parquet", ".jsonl.gz", ".txt.zst", ".dump", ".md"])
     if what in ("JSON list", "pretty JSON", "a login page") and end in (".txt", "", ".dump", ".md"):
-        end = ".jsonl"  # as text they are text
+        end = ".jsonl"  # read as text, they are valid text
     if what in ("tar.gz", "gzip twice", "zstd of tar") and rng.random() < 0.3:
         end = ".jsonl.gz" if what != "zstd of tar" else ".jsonl.zst"
     path = root / f"a{end}"

@@ -1,8 +1,8 @@
-"""Environments as launchers leave them: true ones, torn ones, two at a time.
+"""Draws environments as launchers leave them: complete, incomplete, or of two launchers.
 
 A start is drawn first: hosts, ranks of each, job, step, and which process this is. From it follow
-the variables of a launcher and, independently, the right answer. Then it stays as it is, or one
-variable is dropped, spoiled or overwritten by another launcher's.
+the variables of a launcher and, independently, the right answer. Then the environment stays as it
+is, or one variable is dropped, spoiled or overwritten by that of another launcher.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:
 
 
 def _true(rng: random.Random) -> Input:
-    """Returns a start as it is, with other usual variables of an environment."""
+    """Returns an unchanged start, with other usual variables of an environment."""
     name = rng.choice(list(LAUNCHERS))
     start = drawn(rng)
     environ = LAUNCHERS[name](start)
@@ -262,7 +262,7 @@ def _dropped(rng: random.Random) -> Input:
 
 
 def taken_local(environ: Env) -> bool:
-    """Returns whether nothing in it gives the ranks of this host."""
+    """Returns whether no variable gives the ranks of this host."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "LOCALNRANKS", "TASKS_PER_NODE")
     return not any(key.endswith(names) for key in environ)
 

@@ -1,4 +1,4 @@
-"""Runs that resume: with other batches, from old or odd checkpoints, and in W&B."""
+"""Draws runs that resume: with other batches, from old or unusual checkpoints, and in W&B."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def clocks(rng: random.Random) -> Iterator[Input]:
             try:
                 clock = clock_of(whole, config)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                # As the manifest's reader reports it.
+                # The reader of manifests reports this.
                 raise UserError(f"damaged: {error!r}") from None
             return None if clock is None else clock.place(progress["consumed_samples"])
 

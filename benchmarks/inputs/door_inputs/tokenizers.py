@@ -1,4 +1,4 @@
-"""Tokenizers' folders, foreign pairs, typed tokenizers and own samples.
+"""Draws folders of tokenizers, foreign pairs, typed tokenizers and users' own samples.
 
 The right answers are computed here from how each input was made.
 """

@@ -1,4 +1,4 @@
-"""Installed versions of other packages: refused, named or silently accepted."""
+"""Draws installed versions of other packages: refused, named or silently accepted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Words for keys of type text: hashes, versions, numbers, truth values, dates, paths, by every way
-in.
+"""Draws words for keys of type text, wherever they enter: hashes, versions, numbers, truth values,
+dates, paths.
 
 The right answer is the word itself, and for a path that begins with `~` the path in the home;
 `null` in any case is no value. Names in braces and items of lists are words as well.
@@ -247,6 +247,6 @@ def _braces(rng: random.Random, folder: Path) -> Input:
 
 
 def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:
-    """Yields words by every way in, without end."""
+    """Yields words, wherever they enter, without end."""
     while True:
         yield _one(rng, folder)

@@ -15,7 +15,8 @@ from tests.tokenizers import END, TEXT, folder, trained
 
 
 def joined_words() -> str:
-    """A tokenizer that spells blanks as ▁ and leaves out the first one, like SentencePiece."""
+    """Makes a tokenizer that spells blanks as ▁ and leaves out the first one, like
+    SentencePiece."""
     words = [*"▁ab漢é", "▁héllo", "▁wörld", "▁a", "▁and"]
     pieces = [("<unk>", 0.0), *((word, -float(len(word) == 1)) for word in words)]
     pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]

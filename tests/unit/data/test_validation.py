@@ -168,7 +168,8 @@ def saved(made: Tokenizer, folder: Path) -> str:
 
 
 def with_fallback(folder: Path) -> str:
-    """Like SentencePiece: blanks are letters, and bytes have tokens of their own."""
+    """Makes a tokenizer like SentencePiece's: blanks are letters, and bytes have tokens of their
+    own."""
     pieces = ["<|endoftext|>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁and", "words"]
     pieces += list("Grüße,naivword;xf(1.5e-3)=\n")
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}

@@ -162,7 +162,7 @@ VOCAB = 8192
     ids=str,
 )
 def test_no_second_copy_of_the_logits_exists(dtype: torch.dtype, chunk: int, most: float) -> None:
-    """Returns the peak of forward and backward, relative to the fp32 logits of the micro-batch."""
+    """Bounds the peak of forward and backward, relative to the fp32 logits of the micro-batch."""
     tokens = 512
     head = HeadLoss(Objective(VOCAB, 0.1, 0.01), chunk_tokens=chunk)
     labels, mask = torch.arange(tokens).view(1, -1), torch.ones(1, tokens, dtype=torch.bool)
