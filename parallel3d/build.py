@@ -103,6 +103,8 @@ def expert_balance(
         model.num_experts,
         model.experts_per_token,
         (groups.tp, groups.cp),
+        has_biases=model.router_bias,
+        is_first=groups.tp.index == groups.dp_cp.index == 0,
     )
 
 

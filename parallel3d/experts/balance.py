@@ -181,12 +181,37 @@ class ExpertFigures(NamedTuple):
         counts: tokens of each expert.
         aux: mean auxiliary loss of a sequence. z: mean z-loss of a token.
         entropy: mean entropy of a token's scores, in nats.
+        bias: the lowest and the highest bias before the step; empty without biases.
     """
 
     counts: dict[int, list[int]]
     aux: dict[int, float]
     z: dict[int, float]
     entropy: dict[int, float]
+    bias: dict[int, tuple[float, float]]
+
+    def row(self) -> dict[str, dict[str, float]]:
+        """Returns the figures of a line of metrics.jsonl, each by layer.
+
+        `load` is the tokens of the fullest expert over the mean, `unused` the experts without a
+        token, and `bias` the distance between the lowest and the highest.
+        """
+        found: dict[str, dict[str, float]] = {
+            "load": {str(n): round(max(c) * len(c) / max(1, sum(c)), 4) for n, c in self.layers},
+            "unused": {str(n): c.count(0) for n, c in self.layers},
+        }
+        for name in ("entropy", "aux", "z"):
+            values: dict[int, float] = getattr(self, name)
+            if any(values.values()):
+                found[name] = {str(layer): float(f"{v:.6g}") for layer, v in values.items()}
+        if self.bias:
+            found["bias"] = {str(n): float(f"{b - a:.6g}") for n, (a, b) in self.bias.items()}
+        return found
+
+    @property
+    def layers(self) -> list[tuple[int, list[int]]]:
+        """Layers with the tokens of their experts."""
+        return list(self.counts.items())
 
 
 class Routed(Protocol):
@@ -205,6 +230,8 @@ class BalanceOfRun:
         routers: this rank's routers by layer.
         layers: all layers with experts. experts, chosen: experts of a layer, and of a token.
         sequence: the groups over which the tokens of a sequence are split.
+        has_biases: the model's routers have biases.
+        is_first: this rank tells the others of the biases of its stage.
     """
 
     def __init__(
@@ -215,6 +242,9 @@ class BalanceOfRun:
         experts: int,
         chosen: int,
         sequence: Sequence[Group],
+        *,
+        has_biases: bool,
+        is_first: bool,
     ) -> None:
         self.settings = settings
         self.routers = routers
@@ -222,6 +252,8 @@ class BalanceOfRun:
         self.experts = experts
         self.chosen = chosen
         self.sequence = tuple(group for group in sequence if group.size > 1)
+        self.has_biases = has_biases
+        self.is_first = is_first
         self.watch: Watch | None = None
 
     @property
@@ -254,22 +286,27 @@ class BalanceOfRun:
 
     def take(self, like: Tensor) -> Tensor:
         """Returns this rank's share of the sums of all layers since the last call, flat float64."""
-        shares = like.new_zeros(len(self.layers), self.experts + Tally.MORE)
+        width = self.experts + Tally.MORE
+        shares = like.new_zeros(len(self.layers), width + 2)
         for layer, router in self.routers.items():
-            shares[self.layers.index(layer)] = router.tally.take()
+            own = shares[self.layers.index(layer)]
+            own[:width] = router.tally.take()
+            if router.bias is not None and self.is_first:
+                own[width:] = torch.stack(router.bias.aminmax()).double()
         return shares.flatten()
 
     def figures(self, totals: Sequence[float], batch: int) -> ExpertFigures:
         """Returns the figures of a step, given `take` summed over the world."""
-        width = self.experts + Tally.MORE
+        width = self.experts + Tally.MORE + 2
         rows = {n: totals[i * width : (i + 1) * width] for i, n in enumerate(self.layers)}
         counts = {layer: [round(n) for n in row[: self.experts]] for layer, row in rows.items()}
         tokens = {layer: max(1.0, sum(n) / self.chosen) for layer, n in counts.items()}
         return ExpertFigures(
             counts=counts,
-            aux={layer: row[-3] / batch for layer, row in rows.items()},
-            z={layer: row[-2] / tokens[layer] for layer, row in rows.items()},
-            entropy={layer: row[-1] / tokens[layer] for layer, row in rows.items()},
+            aux={layer: row[-5] / batch for layer, row in rows.items()},
+            z={layer: row[-4] / tokens[layer] for layer, row in rows.items()},
+            entropy={layer: row[-3] / tokens[layer] for layer, row in rows.items()},
+            bias={n: (row[-2], row[-1]) for n, row in rows.items() if self.has_biases},
         )
 
     def update(self, figures: ExpertFigures) -> None:

@@ -49,6 +49,7 @@ class StepRecords(Hook):
             memory=peak_memory(trainer.device),
             noise=noise and {part: v for part, v in noise.items() if v is not None},
             imbalance=trainer.train_batches.imbalance,
+            experts=result.experts and result.experts.row(),
             profiled=self.is_profiled(result.step),
         )
 
@@ -66,6 +67,20 @@ class BlendRecords(Hook):
             return
         if isinstance(trainer.train_source, Blended):
             recorder.blend(result.step, trainer.train_source.read(trainer.consumed_samples))
+
+
+@dataclass
+class ExpertRecords(Hook):
+    """Records how many tokens each expert gets."""
+
+    run: Run
+
+    def after_step(self, result: StepResult, seconds: float) -> None:
+        """Writes a line when an evaluation is due."""
+        recorder, experts = self.run.recorder, result.experts
+        if recorder is None or experts is None or not self.run.evaluates_after(result.step):
+            return
+        recorder.expert_counts(result.step, experts.counts)
 
 
 def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:

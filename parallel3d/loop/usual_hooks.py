@@ -10,7 +10,7 @@ from parallel3d.loop.evaluation import Evaluation
 from parallel3d.loop.health_check import HealthCheck
 from parallel3d.loop.hooks import Hook, Run
 from parallel3d.loop.profiling import StepProfiler
-from parallel3d.loop.recording import BlendRecords, StepRecords
+from parallel3d.loop.recording import BlendRecords, ExpertRecords, StepRecords
 from parallel3d.loop.timeline import DrawnStep
 
 
@@ -24,6 +24,7 @@ def usual_hooks(run: Run) -> list[Hook]:
         Evaluation(run, data_check),
         data_check,  # it must precede a checkpoint
         BlendRecords(run),
+        ExpertRecords(run),
         HealthCheck(run, Health(run.trainer, run.checkpoints, print_line)),
         Checkpointing(run),
     ]

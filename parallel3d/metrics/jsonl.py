@@ -8,11 +8,14 @@ gradients were not finite or, with a null `loss`, if the global batch had no tok
 `profiled: true` under `profile.steps`; `loss_scale` with fp16; `noise`, with `train.noise_scale`,
 the `scale` in sequences, and the step's `trace` and `signal` (`data_parallel.noise_scale`);
 `imbalance` with context parallelism: the excess of attention work on the slowest rank of rank 0's
-group over the mean, as a fraction.
+group over the mean, as a fraction; `experts` with experts, each by layer: the `load` (tokens of the
+fullest expert over the mean), `unused` experts, the `entropy` of scores in nats, `z`, the range of
+the `bias`, and the auxiliary loss `aux` if it is used.
 
 An evaluation's line: `step eval_loss tokens`, with a null loss if there is no token to predict;
 `eval_losses`: part of a blend → loss; `valid`: set of `data.valid` → the figures of `Score.row`. A
-blend also has lines `step tokens parts`: part → the `tokens` read of it so far and its `epochs`.
+blend also has lines `step tokens parts`: part → the `tokens` read of it so far and its `epochs`;
+with experts there are lines `step tokens expert_counts`: layer → tokens of each expert in the step.
 JSON has no NaN: a value that is not finite is null, and the line then has `"nonfinite": {"loss":
 "nan"}` (or "inf", "-inf").
 """
@@ -32,6 +35,7 @@ from typing import Any, NamedTuple, Self
 from parallel3d.comm.step_timer import WARMUP_STEPS
 from parallel3d.files import flush_folder, new_file, no_link, replace_durably, write_all
 
+COUNTS = "expert_counts"
 # Entries that a step's line always has.
 STEP = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_time_s")
 

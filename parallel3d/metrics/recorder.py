@@ -24,6 +24,7 @@ from parallel3d.config.schema import Config
 from parallel3d.errors import UserError, first_line
 from parallel3d.metrics import screen
 from parallel3d.metrics.jsonl import (
+    COUNTS,
     STEP,
     MetricsFile,
     Score,
@@ -60,6 +61,7 @@ def evaluation_row(
 
 def layout_row(layout: Layout) -> dict[str, int]:
     sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "cp": layout.cp}
+    sizes |= {"ep": layout.ep} if layout.ep else {}
     return sizes | {"world_size": layout.world_size}
 
 
@@ -250,6 +252,11 @@ class Recorder:
 
     def blend(self, step: int, parts: Mapping[str, Mapping[str, float]]) -> None:
         self._metrics.write({"step": step, "tokens": self._tokens, "parts": parts})
+
+    def expert_counts(self, step: int, counts: Mapping[int, Sequence[int]]) -> None:
+        """Records the tokens of each expert in a step, by layer."""
+        by_layer = {str(layer): list(each) for layer, each in counts.items()}
+        self._metrics.write({"step": step, "tokens": self._tokens, COUNTS: by_layer})
 
     def spent(self, part: str, seconds: float) -> None:
         """Records wall time of "evaluation" or "checkpoint", between steps."""

@@ -136,6 +136,8 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
         f"MFU {percent(row['mfu']):>6}",
     ]
     found += [f"scale {row['loss_scale']:g}"] if "loss_scale" in row else []
+    if "experts" in row:  # the worst layer's
+        found.append(f"load {max(row['experts']['load'].values()):.2f}")
     noise = row.get("noise", {}).get("scale")
     return found if noise is None else [*found, f"noise {noise:.3g}"]
 

@@ -54,7 +54,7 @@ def runs(shell: Shell) -> Path:
     recorder = begin(config, whole, 1)
     steps(recorder, 1, STEPS, 6.0)
     times = {kind: 0.01 for kind in ("forward", "backward", "tp", "idle")}
-    times |= dict.fromkeys(("cp", "pp", "dp", "model", "optimizer", "data"), 0.0)
+    times |= dict.fromkeys(("cp", "ep", "pp", "dp", "model", "optimizer", "data"), 0.0)
     place = {"pp": 0, "dp": 0, "cp": 0}
     ranks = [{"rank": n} | place | {"tp": n} | times | {"step": 0.04} for n in range(2)]
     recorder.breakdown(ranks, [{"allocated": 3 * 10**9, "reserved": 4 * 10**9}] * 2)
@@ -225,6 +225,21 @@ def test_a_long_curve_keeps_its_spikes_and_its_nans() -> None:
     assert (max(curve["high"]), min(curve["low"])) == (1e6, -1e6)
     assert [kind for *_, kind in curve["odd"]] == ["nan", "inf"]
     json.dumps(curve, allow_nan=False)
+
+
+def test_the_page_has_a_map_of_layers_and_experts(runs: Path) -> None:
+    recorder = begin(Config(runs_dir=str(runs)), runs / "resumed", 29)
+    load = {"load": {"1": 1.5, "3": 2.0}, "unused": {"1": 0, "3": 1}}
+    recorder.step(29, 0.1, 0.3, 1e-3, 1000, 0.1, experts=load)
+    recorder.expert_counts(29, {1: [10, 30, 20, 20], 3: [0, 40, 20, 20]})
+    recorder.finish()
+    record = read_run(runs, "resumed")
+    page = page_of([record], MARK)
+    assert record.experts == (29, {"1": [10, 30, 20, 20], "3": [0, 40, 20, 20]})
+    assert record.last_value("experts/load") == 2.0
+    assert page.count("title='layer 1, expert ") == page.count("title='layer 3, expert ") == 4
+    assert "layer 3, expert 1: 40 tokens, 2.00 of the mean" in page
+    assert "Tokens of the experts" not in page_of([read_run(runs, "<whole>")], MARK)
 
 
 def test_the_page_of_a_run_without_starts_and_of_one_without_a_line(runs: Path) -> None:

@@ -24,7 +24,7 @@ from parallel3d.commands.checkpoint.listing import find_run
 from parallel3d.config.fields import show, values_of
 from parallel3d.config.schema import Config
 from parallel3d.html import bar_key, colour, html_table, section, stacked_bar, whole_page
-from parallel3d.metrics.jsonl import rows_of, value
+from parallel3d.metrics.jsonl import COUNTS, rows_of, value
 from parallel3d.metrics.loggers import NAMES, figures_of
 from parallel3d.metrics.screen import NAMES_OF_PARTS
 from parallel3d.metrics.starts import PARTS, STARTS, Goodput, goodput, seconds_of, starts_of
@@ -42,6 +42,7 @@ COLUMNS = 1000  # largest number of points of a curve on the page
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # raised by a torn line
 STEP_FIGURES = {key: NAMES[key] for key in ("loss", "grad_norm", "lr", "tokens_per_s")}
 LOSS = NAMES["loss"]
+LOAD = "experts/load"
 MOST_SETS = 3  # validation sets in the first table
 MOST_RANKS, MOST_PLACES = 16, 64  # ranks of a run in a table of bars, and in a map
 NOT_COMPARED = ("run", "runs_dir")
@@ -51,6 +52,7 @@ CHARTS = {
     "train/grad_norm": ("Gradient norm", "before clipping"),
     "train/lr": ("Learning rate", ""),
     "speed/tokens_per_s": ("Speed", "tokens a second"),
+    LOAD: ("Fullest expert", "its tokens over the mean, in the worst layer"),
 }
 LOGARITHMIC = ("train/loss", "train/grad_norm", "eval/loss", "valid/")  # if the reader selects it
 SHARED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -73,6 +75,9 @@ font-variant-numeric:tabular-nums} .read span{margin-right:14px;white-space:nowr
 stroke-dasharray:4 3;opacity:.85} .cross{stroke:currentColor;opacity:.45}
 .odd{font-weight:700;opacity:1!important} .map{display:flex;flex-wrap:wrap;gap:5px}
 .map b{font-weight:400;font-size:12px;border-left:4px solid;padding:2px 8px;background:#8882}
+.heat{display:flex;gap:1px;min-width:200px} .heat i{flex:1 1 6px;height:16px;min-width:3px;
+border:1px solid #8884} p .heat{display:inline-flex;gap:8px;vertical-align:middle}
+p .heat i{flex:0 0 16px}
 th{white-space:nowrap} h3{font-size:15px;margin:18px 0 6px}
 .muted{opacity:.7} footer{margin-top:30px;font-size:13px}
 @media print{.controls{position:static}}
@@ -102,6 +107,8 @@ class RunRecord:
     ranks: list[dict[str, Any]]  # from placement.json
     state: str  # how the last start ended
     goodput: Goodput | None = None  # over all starts
+    # The last step with recorded tokens of each expert, and these by layer.
+    experts: tuple[int, Mapping[str, list[int]]] | None = None
 
     @property
     def last(self) -> tuple[int, int]:
@@ -122,13 +129,19 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
     metrics = folder / "metrics.jsonl"
     curves: defaultdict[str, list[Point]] = defaultdict(list)
     found: list[tuple[str, float | None]]
+    experts = None
     accounts, steps_s, late_s = starts_of(folder / STARTS), 0.0, 0.0
     for line in rows_of(metrics) if metrics.exists() else ():
         try:
+            if COUNTS in line:
+                experts = int(line["step"]), _counts(line[COUNTS])
+                continue
             if "eval_loss" in line:
                 found = [(key, v) for key, v in figures_of(line).items() if _is_held_out(key)]
             else:
                 found = [(curve, value(line, key)) for key, curve in STEP_FIGURES.items()]
+                if "experts" in line:
+                    found.append((LOAD, max(line["experts"]["load"].values())))
             for curve, figure in found:
                 curves[curve].append(Point(line["step"], line["tokens"], figure))
             steps_s += seconds_of(line)
@@ -154,7 +167,12 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
     ]
     heard_of = accounts[-1].account + late_s if accounts else None
     spent = goodput(accounts, steps_s, heard_of)
-    return RunRecord(name, curves, starts, _configs(folder), summary, ranks, state, spent)
+    configs = _configs(folder)
+    return RunRecord(name, curves, starts, configs, summary, ranks, state, spent, experts)
+
+
+def _counts(line: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {layer: [int(n) for n in counts] for layer, counts in line.items()}
 
 
 def _is_held_out(figure: str) -> bool:
@@ -248,7 +266,8 @@ and the highest values.</footer>
 
 def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Returns the data for page.js: charts in order, each with the curves of all runs."""
-    held_out = sorted({name for run in runs for name in run.curves} - {*STEP_FIGURES.values()})
+    others = {*STEP_FIGURES.values(), LOAD}
+    held_out = sorted({name for run in runs for name in run.curves} - others)
     order = [*list(CHARTS)[:1], *held_out, *list(CHARTS)[2:]]
     charts = []
     for name in order:
@@ -338,7 +357,8 @@ def _layout_words(run: RunRecord) -> str:
 def _dims(layout: Mapping[str, int]) -> str:
     """Returns the dimensions that a layout uses."""
     used = (f"{d} {layout[d]}" for d in ("tp", "pp", "cp", "dp") if layout.get(d, 1) > 1)
-    return " × ".join(used) or ("one rank" if layout else "–")
+    words = " × ".join(used) or ("one rank" if layout else "–")
+    return f"{words}, ep {layout['ep']}" if layout.get("ep", 1) > 1 else words
 
 
 def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]:
@@ -355,10 +375,15 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         ("Where a step's time goes, on average", _times, "summary.json has it at the end."),
         ("Memory of the ranks", _memory, "It is measured on accelerators, and known at the end."),
         ("Layout and map", _map, "It has no placement.json."),
+        ("Tokens of the experts", _experts, ""),
     ):
         shown = [(label, part(run)) for label, run in zip(labels, runs, strict=True)]
         found = [f"<h3>{label}</h3>{html}" for label, html in shown if html]
         missing = ", ".join(r.name for r, (_, html) in zip(runs, shown, strict=True) if not html)
+        if not said:  # what a run may lack
+            missing = ""
+            if not found:
+                continue
         yield section(heading, f"Not known for {missing}. {said}" if missing else "", *found)
 
 
@@ -448,6 +473,38 @@ def _map(run: RunRecord) -> str:
         rows.append([escape(host), f"<div class='map'>{boxes}</div>"])
     head = ("host", f"ranks: {escape(_layout_words(run))}")
     return html_table(head, rows) + _cut(run.ranks, MOST_PLACES) if rows else ""
+
+
+def _experts(run: RunRecord) -> str:
+    """Returns a map of layers × experts, coloured by their tokens over the mean."""
+    if run.experts is None:
+        return ""
+    step, by_layer = run.experts
+    rows = []
+    for layer, counts in by_layer.items():
+        mean = max(1.0, sum(counts) / len(counts))
+        boxes = "".join(
+            f"<i style='background:{_heat(count / mean)}' title='layer {layer}, expert {e}: "
+            f"{count:,} tokens, {count / mean:.2f} of the mean'></i>"
+            for e, count in enumerate(counts)
+        )
+        rows.append(
+            [f"layer {layer}", f"<div class='heat'>{boxes}</div>", f"{max(counts) / mean:.2f}"]
+        )
+    key = "".join(
+        f"<i style='background:{_heat(ratio)}'></i>{ratio:g} " for ratio in (0, 0.5, 1, 1.5, 2)
+    )
+    words = (
+        f"<p class='muted'>Step {step:,}. Tokens over the mean: <span class='heat'>{key}</span></p>"
+    )
+    return words + html_table(("", "experts from 0 on", "fullest"), rows)
+
+
+def _heat(ratio: float) -> str:
+    """Returns the colour of a number of tokens over the mean: blue below 1, orange above."""
+    distance = min(1.0, abs(ratio - 1.0))
+    red, green, blue = (59, 125, 196) if ratio < 1 else (222, 120, 30)
+    return f"rgba({red},{green},{blue},{0.08 + 0.92 * distance:.2f})"
 
 
 def _rank_name(run: RunRecord, number: int) -> str:

@@ -1,0 +1,1 @@
+"""Tests of the mixture of experts on one process."""
