@@ -307,7 +307,7 @@ def preflight(
 ) -> None:
     """Probes, logs slow wires on rank 0 and writes preflight.json; collective over the world.
 
-    `outlier`: how many times the median is slow.
+    `outlier`: multiple of the median that counts as slow.
     """
     if groups.layout.world_size == 1:
         return
