@@ -30,7 +30,7 @@ GUESSES: dict[str, tuple[float, float]] = {
     "base_gib": (1.5, 0.5),  # communicators, workspaces
     "outside_gib": (5.0, 0.5),  # counted by the driver only: context, NCCL
     "tight": (0.85, 0.1),  # share of memory above which the allocator frees and retries
-    "stall_s": (0.5, 0.5),  # seconds lost so per micro-batch of a pipeline
+    "stall_s": (0.5, 0.5),  # seconds that this costs per micro-batch of a pipeline
     "full": (0.92, 0.1),  # share of a GPU's memory above which a run does not fit
 }
 

@@ -94,12 +94,19 @@ _PLACES, _RUN = 8, 512  # sampled places of stream and index for a fingerprint, 
 class Corpus:
     """Packed documents; `train` and `valid` are disjoint, in this order; one of them may be empty.
 
-    fingerprint: a digest of the stream, the same on any machine. vocab_size, eot, tokenizer: of the
-    tokenizer, the last its digest. tokenizer_name: its location, if known. documents: where they
-    begin; None: after each `eot`. plans: packs of both parts; None for an empty part. name: the
-    prefix of a pair. named: what errors call it. marked: tokens carry marks of what is learned
-    (`chat`). told: sentences for the user about it. taught: how its documents begin and end. files:
-    all open files.
+    Attributes:
+        fingerprint: a digest of the stream, the same on any machine.
+        vocab_size, eot: number of tokens, and the token that ends a text.
+        tokenizer: the tokenizer's digest.
+        tokenizer_name: location of the tokenizer, if known.
+        documents: the documents' beginnings; None: a document begins after each `eot`.
+        plans: packs of both parts; None for an empty part.
+        name: the prefix of a pair.
+        named: the corpus in the words of errors.
+        marked: tokens carry marks of what is learned (`chat`).
+        told: sentences for the user about it.
+        taught: how its documents begin and end.
+        files: all open files.
     """
 
     train: Tokens

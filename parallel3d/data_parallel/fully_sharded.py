@@ -289,7 +289,7 @@ class _AllGather(_Collective):
 
 
 class _ReduceScatter(_Collective):
-    """Reduce-scatters sums alone (`set_force_sum_reduction_for_comms`)."""
+    """FSDP2's reduce-scatter, which only supports sums (`set_force_sum_reduction_for_comms`)."""
 
     def __call__(
         self,

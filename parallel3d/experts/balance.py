@@ -126,7 +126,8 @@ class BalanceLosses:
         """Computes the losses of n = b · s tokens; padding is in none of them.
 
         Args:
-            logits, scores: (n, all experts). experts: (n, k), the chosen ones.
+            logits, scores: (n, all experts).
+            experts: (n, k), the chosen ones.
             counts: as in the attributes, if they are known; else collective over `sequence`.
         """
         samples = len(balance.lengths)
@@ -179,7 +180,8 @@ class ExpertFigures(NamedTuple):
 
     Attributes:
         counts: tokens of each expert.
-        aux: mean auxiliary loss of a sequence. z: mean z-loss of a token.
+        aux: mean auxiliary loss of a sequence.
+        z: mean z-loss of a token.
         entropy: mean entropy of a token's scores, in nats.
         bias: the lowest and the highest bias before the step; empty without biases.
     """
@@ -228,7 +230,8 @@ class BalanceOfRun:
     Args:
         settings: coefficients of the losses, and the rate of the biases.
         routers: this rank's routers by layer.
-        layers: all layers with experts. experts, chosen: experts of a layer, and of a token.
+        layers: all layers with experts.
+        experts, chosen: experts of a layer, and of a token.
         sequence: the groups over which the tokens of a sequence are split.
         has_biases: the model's routers have biases.
         is_first: this rank tells the others of the biases of its stage.
@@ -271,7 +274,8 @@ class BalanceOfRun:
         """Returns a micro-batch's balance with the scales of its losses.
 
         Args:
-            loss_scale: factor of all gradients. batch: sequences of the global batch.
+            loss_scale: factor of all gradients.
+            batch: sequences of the global batch.
             routed: scalar, its tokens that are no padding, on any rank.
         """
         aux, z = self.settings.aux_loss, self.settings.z_loss

@@ -30,7 +30,8 @@ class MLP(nn.Module):
     """Runs two GEMMs with a non-linearity; SwiGLU's gate and up share the first.
 
     Args:
-        prefix: beginning of the names of its parameters. ffn: its width.
+        prefix: beginning of the names of its parameters.
+        ffn: its width.
     """
 
     def __init__(

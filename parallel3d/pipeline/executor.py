@@ -163,7 +163,8 @@ class _Live:
     """The traces of a forward for its backward; inputs and outputs are not kept.
 
     Attributes:
-        start: the result of `_Start`. given: gradients of the outputs.
+        start: the result of `_Start`.
+        given: gradients of the outputs.
         grads: gradients of the inputs, from `_End`.
     """
 

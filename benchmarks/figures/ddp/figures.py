@@ -76,8 +76,8 @@ class Bench:
 
     Attributes:
         device: this rank's.
-        ways: the groups over which the ranks reduce, by name. steps: number of steps of each trial
-            in each round, as the budget allows.
+        ways: the groups over which the ranks reduce, by name.
+        steps: number of steps of each trial in each round, as the budget allows.
     """
 
     config: CommandConfig

@@ -35,8 +35,8 @@ class Trial:
     """A net under some options, step by step on this rank's device.
 
     Attributes:
-        every: number of steps of which only the last one is reduced. in_turn: more groups of the
-            same ranks, among which buckets alternate.
+        every: number of steps of which only the last one is reduced.
+        in_turn: more groups of the same ranks, among which buckets alternate.
     """
 
     name: str

@@ -547,7 +547,7 @@ class Measurement:
     def _plan(self) -> CallCounts:
         """Calls every operation once, all groups together, to connect and to estimate seconds.
 
-        A row whose groups take turns is estimated to take as many times as long.
+        The time of a row whose groups take turns is multiplied by the number of turns.
         """
         first: dict[tuple, float] = {}
         for number, row in enumerate(self.rows):

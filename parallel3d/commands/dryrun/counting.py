@@ -68,8 +68,10 @@ class Gpu:
     """One GPU of the cluster.
 
     Attributes:
-        peak: in the run's compute type, for MFU. peaks: FLOP/s by type (`metrics.peak`'s names).
-        bandwidth: B/s of its memory. memory: bytes.
+        peak: in the run's compute type, for MFU.
+        peaks: FLOP/s by type (`metrics.peak`'s names).
+        bandwidth: B/s of its memory.
+        memory: bytes.
     """
 
     name: str
@@ -89,7 +91,8 @@ def gpu_of(cluster: ClusterConfig, precision: str, own_tflops: float | None) -> 
     """Returns the cluster's GPU. Raises UserError if it is not configured or has no datasheet.
 
     Args:
-        precision: of the run. own_tflops: its dense peak there, in place of the datasheet's.
+        precision: of the run.
+        own_tflops: its dense peak there, in place of the datasheet's.
     """
     name, memory, bandwidth = cluster.gpu, cluster.gpu_memory_gb, cluster.gpu_memory_gb_per_s
     if name is None or memory is None or bandwidth is None:
@@ -153,7 +156,8 @@ class StepCounter(Observer):
         tf32: fp32 matmuls run in tf32.
 
     Attributes:
-        live: allocated bytes by kind. peak, at_peak, peak_phase: since `start`.
+        live: allocated bytes by kind.
+        peak, at_peak, peak_phase: since `start`.
     """
 
     def __init__(self, machine: SimulatedMachine, gpu: Gpu, tf32: bool) -> None:
@@ -410,7 +414,8 @@ def dry_step(
     allocations.
 
     Args:
-        config: checked. gpu: prices the kernels.
+        config: checked.
+        gpu: prices the kernels.
         placement: the rank mapping, for two levels of dp.
         memory_only: returns the facts of memory alone, which takes half of the time or less.
     """

@@ -41,7 +41,7 @@ def test_a_corpus_is_made_shown_and_verified(
     assert "corpora/web: 12 documents" in said
     size = open_tokenizer("tok").vocab_size
     assert f"data=corpus data.path=corpora/web model.vocab_size={size}" in said
-    (here / "tok").rename(here / "gone")  # the corpus has its own
+    (here / "tok").rename(here / "gone")  # the corpus has a copy of the tokenizer
     assert typed(monkeypatch, "data show corpora/web documents=2") == 0
     out = capsys.readouterr().out
     lengths = [len(open_tokenizer("gone").encode(text.encode())) + 1 for text in TEXTS]
