@@ -123,7 +123,7 @@ class Trainer:
 
     Args:
         config: a complete configuration; it is checked here too, for library users.
-        corpus: from `open_corpus`, with training and held-out samples.
+        corpus: the result of `open_corpus`, with training and held-out samples.
         train_source, valid_source: samples to use instead of a corpus.
         valid_sets: samples of validation sets by name; a source with `windows` (`Finite`) is
             finite, with that many samples.

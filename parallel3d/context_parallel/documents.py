@@ -169,7 +169,7 @@ class SequenceShard:
         blocks: which queries attend to which keys, a block of keys after the other (see
             `AttentionBlocks`): one block of the whole sequence in order; in a ring one block per
             rank, this rank's first, then the previous rank's, and so on.
-        index: of this rank.
+        index: place of this rank in the group.
         imbalance: the work of the slowest rank's attention over the mean, less 1.
     """
 

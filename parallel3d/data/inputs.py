@@ -527,7 +527,7 @@ class Input:
         kind, packed: its format.
         stamp: identifies its state: a time or an ETag, or "" without one.
         typed: whether the user gave the kind.
-        door: where the user named it.
+        door: the key with which the user named it.
         split: the split in its name in a folder.
     """
 

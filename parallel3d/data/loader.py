@@ -47,7 +47,7 @@ class MicroBatch(NamedTuple):
         tokens, labels: (micro batch, seq) int64; None if not needed.
         loss_mask: (micro batch, seq) bool; None if not needed.
         samples: (micro batch,) int64, their numbers in the run.
-        documents: on every stage; None if a sample is one document.
+        documents: the documents of the samples, on every stage; None if a sample is one document.
         balance: which tokens experts count; None on stages without experts.
     """
 

@@ -144,7 +144,7 @@ class GradientAverager:
     therefore need no message of their own.
 
     Args:
-        names, parameters: in the order of the module, the same on every rank.
+        names, parameters: those of the module, in the same order on every rank.
         bucket_cap_mb: one size for all buckets, or a size for each; the last one also holds for the
             buckets after it.
         as_views: keeps gradients in the buckets (`gradient_as_bucket_view`).

@@ -19,7 +19,7 @@ class DataParallel(Protocol):
     backward, `finish_step`, and after the optimizer `all_gather_params`.
 
     Attributes:
-        parameters: of all stages of this rank, by name.
+        parameters: the parameters of all stages of this rank, by name.
         segments: flat shards that this rank steps.
     """
 

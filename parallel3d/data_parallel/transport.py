@@ -173,7 +173,7 @@ class BackendTransport:
     Args:
         members: the parameters of each bucket.
         flags: their number.
-        hook: with its state.
+        hook: a communication hook, with its state.
     """
 
     adds = False

@@ -150,7 +150,7 @@ class Router(nn.Module):
         """Routes tokens: (b, s, hidden) → n = b · s tokens.
 
         Args:
-            choice: of an earlier forward of the same tokens; an empty one is filled in.
+            choice: the choice of an earlier forward of the same tokens; an empty one is filled in.
             balance: the balancing losses' share of the micro-batch; None: tokens are not counted.
         """
         logits = _Logits.apply(x, self.weight).flatten(0, -2)

@@ -235,8 +235,8 @@ class MuonByKind:
     """Makes the updates of experts over their own ranks, and of other matrices over theirs.
 
     Args:
-        experts: for the matrices of experts, which are whole on every rank of edp.
-        others: for all other matrices.
+        experts: updates the matrices of experts, which are whole on every rank of edp.
+        others: updates all other matrices.
     """
 
     def __init__(self, experts: Muon, others: Muon) -> None:

@@ -24,7 +24,7 @@ class ShardSpec:
     """A shard of one full tensor inside a local parameter.
 
     Attributes:
-        name: of the full tensor, `layers.3.attention.q.weight`.
+        name: name of the full tensor, such as `layers.3.attention.q.weight`.
         start: first row (and column) of the shard in the full tensor.
         row: first row of the shard in the local parameter.
         std: standard deviation of the initial values around 0; 0 for the constant `fill`.

@@ -65,7 +65,7 @@ class _Stored:
     """The bytes of one storage.
 
     Attributes:
-        flat: on the device; None while they are in slabs alone.
+        flat: the values on the device; None while they are only in slabs.
         saved: bytes of its views that were saved.
     """
 

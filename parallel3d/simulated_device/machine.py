@@ -342,7 +342,7 @@ class SimulatedMachine:
     """Simulates the devices of one process.
 
     Args:
-        data: where the values of tensors are: "cpu", or "meta" for none.
+        data: the place of the tensors' values: "cpu", or "meta" for none.
         checks_races: whether races are found; False saves time.
 
     Attributes:

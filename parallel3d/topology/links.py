@@ -140,9 +140,9 @@ class Loads:
     """Bytes that one step sends over each wire, one way: the line widths of the picture.
 
     Attributes:
-        nvlink, nic: from each GPU into its domain and through its NIC, (size,).
-        uplink: from each leaf switch to the spine, (units, rails).
-        port: over one uplink of each leaf switch, which has NICs / oversubscription uplinks with
+        nvlink, nic: traffic from each GPU into its domain and through its NIC, (size,).
+        uplink: traffic from each leaf switch to the spine, (units, rails).
+        port: traffic over one uplink of each leaf switch, which has NICs / oversubscription uplinks with
             even load.
     """
 

@@ -147,7 +147,7 @@ class PlacedRanks:
     """The ranks of all processes.
 
     Attributes:
-        processes: by launch rank.
+        processes: the processes by launch rank.
         launch_ranks: the launch rank of each rank.
         how: source of the map, in a few words.
         placement: the rank mapping on the cluster; None if the cluster is not needed.
@@ -185,7 +185,7 @@ def place_processes(
 
     Args:
         config: a checked configuration.
-        processes: by launch rank.
+        processes: the processes by launch rank.
         cluster: None if it is not needed (default order, rank files).
 
     Raises:

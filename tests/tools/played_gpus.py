@@ -47,8 +47,8 @@ def cards(count: int, name: str = "NVIDIA H100 80GB HBM3") -> tuple[Card, ...]:
 class Driver:
     """The parts of libcuda.so.1 that are called.
 
-    `code`: of cuInit; `started`: processes that called it. CUDA_VISIBLE_DEVICES is read like CUDA
-    does: numbers up to the first that does not exist.
+    `code`: the code that cuInit returns; `started`: processes that called it. CUDA_VISIBLE_DEVICES
+    is read like CUDA does: numbers up to the first that does not exist.
     """
 
     code: int = 0
@@ -110,7 +110,7 @@ class Host:
     """A simulated host.
 
     Attributes:
-        build: of torch: cuda, hip or cpu.
+        build: that of torch: cuda, hip or cpu.
         driver: NVIDIA's library; None: there is none.
         rocm: what torch for ROCm answers, or the error that it raises.
         files: below /, empty, as in dev/nvidia0; `texts`: files with text.

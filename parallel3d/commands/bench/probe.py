@@ -212,7 +212,7 @@ def probe(
     """Returns (findings, seconds of each pair by size) on every rank; collective over the world.
 
     Args:
-        groups: of the run; its own communicators are probed.
+        groups: the groups of the run; its own communicators are probed.
         outlier: multiple of the median that counts as slow.
     """
     pairs = pairs_to_probe(where.placement.layout)

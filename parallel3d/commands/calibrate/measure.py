@@ -230,7 +230,7 @@ class ModelPieces:
     head.
 
     Args:
-        model: of one tensor rank.
+        model: the model of one tensor rank.
         ways: by stage, the parts that its blocks recompute.
     """
 

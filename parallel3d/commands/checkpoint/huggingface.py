@@ -243,7 +243,7 @@ def export_run(
     Args:
         step: None for the newest.
         dtype: None for the checkpoint's own, fp32 or fp64.
-        weights: of `KINDS`.
+        weights: one of `KINDS`.
 
     Raises:
         UserError: no such checkpoint, a damaged one, a model that neither format can express.

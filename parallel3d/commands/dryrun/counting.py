@@ -68,10 +68,10 @@ class Gpu:
     """One GPU of the cluster.
 
     Attributes:
-        peak: in the run's compute type, for MFU.
+        peak: FLOP/s in the run's compute type, for MFU.
         peaks: FLOP/s by type (`metrics.peak`'s names).
         bandwidth: B/s of its memory.
-        memory: bytes.
+        memory: bytes of its memory.
     """
 
     name: str
@@ -91,7 +91,7 @@ def gpu_of(cluster: ClusterConfig, precision: str, own_tflops: float | None) -> 
     """Returns the cluster's GPU. Raises UserError if it is not configured or has no datasheet.
 
     Args:
-        precision: of the run.
+        precision: the run's precision.
         own_tflops: its dense peak there, in place of the datasheet's.
     """
     name, memory, bandwidth = cluster.gpu, cluster.gpu_memory_gb, cluster.gpu_memory_gb_per_s
@@ -414,8 +414,8 @@ def dry_step(
     allocations.
 
     Args:
-        config: checked.
-        gpu: prices the kernels.
+        config: a checked configuration.
+        gpu: the GPU whose speeds price the kernels.
         placement: the rank mapping, for two levels of dp.
         memory_only: returns the facts of memory alone, which takes half of the time or less.
     """
