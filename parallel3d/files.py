@@ -109,7 +109,8 @@ def is_ours(status: os.stat_result, folder: Path) -> bool:
 
 
 def others_may_write(status: os.stat_result, folder: Path) -> bool:
-    """Returns whether its mode lets others write; file systems without modes (CIFS) count as no."""
+    """Returns whether a file's mode lets others write; False on file systems without modes
+    (CIFS)."""
     if not status.st_mode & OTHERS_WRITE:
         return False
     made = status_of_new_file(folder)

@@ -13,7 +13,8 @@ from benchmarks.planner.published_rows import Run, table
 
 Array = NDArray[np.float64]
 
-# Published errors of others on rows of the same sets: blind, each with its own constants.
+# Errors that others have published for rows of the same sets: predicted blind, each with its own
+# constants.
 PEERS = {
     "narayanan_sc21": "Calculon 10.7 / 10.3 (tables), 19 / 23 / 34 (figures 11, 14, 15)",
     "vtrain_single": "vTrain 8.4 with a GPU profile, Calculon 39; regression 6",

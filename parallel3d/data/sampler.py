@@ -65,7 +65,7 @@ class Masking(Protocol):
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """A source that can prefetch samples which a thread reads ahead."""
+    """A source that can fetch samples before a thread reads them ahead."""
 
     def will_read(self, i: int) -> None:
         """Prefetches sample `i`, without an effect on its content."""

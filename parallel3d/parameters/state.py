@@ -74,7 +74,7 @@ class ParameterState:
 
 
 def state_of(parameter: Tensor) -> ParameterState:
-    """Returns the parameter's state: the one attribute that this package hangs on a tensor."""
+    """Returns the parameter's state: the only attribute that this package adds to a tensor."""
     state = getattr(parameter, "parallel_state", None)
     # It is missing, or the placeholder of a parameter from a file.
     if not isinstance(state, ParameterState):

@@ -142,8 +142,8 @@ class Loads:
     Attributes:
         nvlink, nic: traffic from each GPU into its domain and through its NIC, (size,).
         uplink: traffic from each leaf switch to the spine, (units, rails).
-        port: traffic over one uplink of each leaf switch, which has NICs / oversubscription uplinks with
-            even load.
+        port: traffic over one uplink of each leaf switch, which has NICs / oversubscription uplinks
+            with even load.
     """
 
     nvlink: Bytes

@@ -49,7 +49,7 @@ def outlier_here() -> float:
     return OUTLIER * max(1.0, pace() / 1.5)  # the factor on a quiet machine
 
 
-# A list by hand of the expected rows: the code's own list is what is tested.
+# The expected rows, written by hand, because the code's own list is under test.
 REDUCED = ("all_reduce", "reduce", "reduce_scatter")
 MOVED = ("broadcast", "all_gather", "scatter", "gather", "all_to_all", "send_recv")
 

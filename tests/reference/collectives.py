@@ -189,7 +189,7 @@ FORMULAS: dict[str, Callable[[str, Ranks, int], Sends]] = {
 OF_BLOCKS = ("naive", "chain", "tree")
 OF_ALL = (*OF_BLOCKS, "ring", "recursive_doubling")
 OF_WHOLE = (*OF_ALL, "segmented", "double_tree")
-# A list by hand; the code's own list is what is tested.
+# This list is written by hand, because the code's own list is under test.
 FORMS = {
     "broadcast": OF_WHOLE,
     "reduce": OF_WHOLE,

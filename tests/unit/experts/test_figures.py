@@ -25,7 +25,7 @@ def balance(routers: dict[int, Routed]) -> BalanceOfRun:
 
 
 def test_shares_of_stages_add_up_to_the_figures_of_all_layers() -> None:
-    """Layer 2 is on this rank, layer 5 on another one; a step of 2 sequences of 8 tokens."""
+    """Layer 2 is on this rank, layer 5 on another one; a step has 2 sequences of 8 tokens."""
     here, there = Routed(), Routed()
     here.tally.values = torch.tensor([12.0, 8, 12, 0, 2.5, 32.0, 16.0], dtype=torch.float64)
     there.tally.values = torch.tensor([8.0, 8, 8, 8, 2.0, 16.0, 8.0], dtype=torch.float64)
