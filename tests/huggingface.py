@@ -23,6 +23,53 @@ SIZES = {
     "initializer_range": 0.2,
 }
 GROUPED = {"num_key_value_heads": 2, "intermediate_size": 44}
+_DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    **GROUPED,
+}
+# Small models of each family with experts.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+        "head_dim": 12,
+        **GROUPED,
+    },
+    "mixtral": {"num_local_experts": 6, **GROUPED},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, **GROUPED},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "decoder_sparse_step": 2,
+        **GROUPED,
+    },
+    "dots1": _DEEPSEEK,
+    "glm4_moe": {
+        "attention_bias": True,
+        "head_dim": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        **_DEEPSEEK,
+    },
+    "minimax_m2": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 12,
+        "rotary_dim": 6,
+        **GROUPED,
+    },
+}
 
 
 def save_model(folder: Path, kind: str, **config: Any) -> torch.nn.Module:

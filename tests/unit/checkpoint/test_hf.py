@@ -182,15 +182,6 @@ def test_exported_model_has_our_logits_in_transformers(name: str, tmp_path: Path
     torch.testing.assert_close(their_logits(tmp_path / "hf", tokens), ours, rtol=0, atol=1e-5)
 
 
-DEEPSEEK = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
-    "n_shared_experts": 2,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    **GROUPED,
-}
 THEIRS = {
     "llama": {"model_type": "llama", **GROUPED},
     "llama_tied": {
@@ -218,43 +209,6 @@ THEIRS = {
     },
     "qwen2": {"model_type": "qwen2", "sliding_window": 8, **GROUPED},
     "qwen3": {"model_type": "qwen3", "head_dim": 12, **GROUPED},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, **GROUPED},
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "num_experts": 6,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 20,
-        "mlp_only_layers": [0],
-        "norm_topk_prob": True,
-        **GROUPED,
-    },
-    "qwen2_moe": {
-        "model_type": "qwen2_moe",
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 20,
-        "shared_expert_intermediate_size": 28,
-        "decoder_sparse_step": 2,
-        **GROUPED,
-    },
-    "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 3, **GROUPED},
-    "dots1": {"model_type": "dots1", "first_k_dense_replace": 1, **DEEPSEEK},
-    "glm4_moe": {
-        "model_type": "glm4_moe",
-        "attention_bias": True,
-        "head_dim": 16,
-        "n_group": 4,
-        "topk_group": 2,
-        **DEEPSEEK,
-    },
-    "minimax_m2": {
-        "model_type": "minimax_m2",
-        "num_local_experts": 6,
-        "num_experts_per_tok": 2,
-        "head_dim": 12,
-        "rotary_dim": 6,
-        **GROUPED,
-    },
     "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True, **GROUPED},
     "gpt2": {"model_type": "gpt2"},  # gelu_new, as published
     "gpt2_exact_gelu": {"model_type": "gpt2", "activation_function": "gelu", "n_inner": 40},

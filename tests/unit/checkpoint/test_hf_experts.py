@@ -1,0 +1,216 @@
+"""Compares mixtures of experts with transformers: logits, gradients, and tensors there and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
+import transformers
+
+from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.storage import read_full
+from parallel3d.commands.checkpoint import huggingface
+from parallel3d.commands.checkpoint.command import checkpoint
+from parallel3d.config.schema import ModelConfig, states_of
+from parallel3d.errors import UserError
+from parallel3d.experts.router import Router, RouterSettings, scores_of
+from parallel3d.models.transformer import Stage
+from parallel3d.parameters.state import spec_of
+from tests.huggingface import EXPERTS, fill, save_model
+
+pytestmark = pytest.mark.slow
+
+SIZES = {"hidden_size": 32, "max_position_embeddings": 24, "bos_token_id": 60, "eos_token_id": 60}
+WITH_BIAS = ("dots1", "glm4_moe", "minimax_m2")
+
+
+def read(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    found = read_hf_config(folder)
+    model = replace(ModelConfig(), **found.keys)
+    return model, dict(tensors_of(folder, model, found.kind, mtp=found.mtp))
+
+
+def filled(model: ModelConfig, weights: dict[str, Tensor]) -> Stage:
+    stage = huggingface.blank_model(model)
+    fill(stage, weights)
+    return stage
+
+
+def gap(values: Tensor, chosen: int) -> float:
+    """Returns the smallest distance of the last chosen value to the best of the others."""
+    best = values.sort(-1, descending=True).values
+    return float((best[..., chosen - 1] - best[..., chosen]).min())
+
+
+def watch_margins(stage: Stage) -> list[float]:
+    """Returns a list that gets the margin of each router's choices in a forward."""
+    margins: list[float] = []
+
+    def hook(router: Router, given: tuple[Any, ...]) -> None:
+        settings: RouterSettings = router.settings
+        values = scores_of(
+            F.linear(given[0].detach(), router.weight.detach()).flatten(0, -2), settings
+        )
+        values = values if router.bias is None else values + router.bias
+        if settings.top_groups < settings.groups:
+            grouped = values.unflatten(-1, (settings.groups, -1))
+            best = grouped.topk(2, -1).values.sum(-1)
+            margins.append(gap(best, settings.top_groups))
+            kept = best.topk(settings.top_groups, -1).indices
+            values = grouped.gather(1, kept.unsqueeze(-1).expand(-1, -1, grouped.shape[-1]))
+            values = values.flatten(1)
+        margins.append(gap(values, settings.chosen))
+
+    for module in stage.modules():
+        if isinstance(module, Router):
+            module.register_forward_pre_hook(hook)
+    return margins
+
+
+def logits_of(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
+    """Returns logits with gradients, unlike `huggingface.our_logits`."""
+    assert stage.embedding is not None and stage.head is not None
+    x = stage.embedding(tokens)
+    for block in stage.layers.values():
+        x = block(x, stage.rotary)
+    return stage.head.logits(x)[..., : model.vocab_size]
+
+
+def some_tokens() -> Tensor:
+    return torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_logits_and_gradients_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    theirs = save_model(tmp_path / "hf", kind, **SIZES | EXPERTS[kind])
+    model, weights = read(tmp_path / "hf")
+    stage, tokens = filled(model, weights), some_tokens()
+    margins = watch_margins(stage)
+
+    ours = logits_of(stage, model, tokens)
+    out = theirs.train()(tokens, labels=tokens, output_router_logits=False)
+    assert len(margins) >= len(model.expert_layers) > 0
+    assert min(margins) > 1e-5
+    assert out.logits.std() > 0.3
+    torch.testing.assert_close(ours, out.logits, rtol=0, atol=1e-5 * float(out.logits.abs().max()))
+
+    loss = F.cross_entropy(ours[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=0)
+    loss.backward()
+    out.loss.backward()
+    with torch.no_grad():  # their gradients are saved like weights, and read by our names
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.grad)
+    theirs.save_pretrained(tmp_path / "gradients")
+    _, expected = read(tmp_path / "gradients")
+    compared = set()
+    for parameter in stage.parameters():
+        assert parameter.grad is not None
+        for piece in spec_of(parameter).shards:
+            mine, other = piece.of_local(parameter.grad), piece.of_full(expected[piece.name])
+            worst = float((mine - other).abs().max())
+            assert worst <= 1e-4 * float(other.abs().max()), piece.name
+            compared.add(piece.name)
+    assert compared == expected.keys() - states_of(model)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_an_imported_and_exported_model_has_the_same_tensors_in_transformers(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    theirs = save_model(Path("hf"), kind, **SIZES | EXPERTS[kind])
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    said = capsys.readouterr().err
+    assert "proven: the logits of 24 tokens" in said
+    config = json.loads(Path("hf/config.json").read_text())
+    assert ("router_aux_loss_coef=0.0" in said) == (config.get("router_aux_loss_coef", 0) > 0)
+    assert checkpoint(["export", "run=t", "to=out"]) == 0
+    again, found = transformers.AutoModelForCausalLM.from_pretrained(
+        "out", output_loading_info=True
+    )
+    assert type(again) is type(theirs)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected = theirs.state_dict()
+    state = again.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    with torch.no_grad():
+        tokens = some_tokens()
+        assert torch.equal(again.eval()(tokens).logits, theirs.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("kind", WITH_BIAS)
+def test_biases_of_routers_survive_bf16(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16 numbers near 20 are 0.125 apart."""
+    monkeypatch.chdir(tmp_path)
+    save_model(Path("hf"), kind, **SIZES | EXPERTS[kind])
+    tensors = load_file("hf/model.safetensors")
+    names = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    for name in names:
+        tensors[name] = 20 + 0.01 * torch.arange(len(tensors[name])).float().sin()
+    save_file(tensors, "hf/model.safetensors", metadata={"format": "pt"})
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    state = read_full(Path("runs/t/checkpoints/step-00000000"), ("state",))
+    assert len(state) == len(names) > 0
+    assert checkpoint(["export", "run=t", "to=out", "dtype=bf16"]) == 0
+    assert checkpoint(["import", "from=out", "run=again", "prove=false"]) == 0
+    written = load_file("out/model.safetensors")
+    for name in names:
+        assert written[name].dtype == torch.float32
+        assert torch.equal(written[name], tensors[name])
+    assert {str(t.dtype) for n, t in written.items() if n not in names} == {"torch.bfloat16"}
+    back = read_full(Path("runs/again/checkpoints/step-00000000"), ("state",))
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_layers_of_multi_token_prediction_are_left_out_with_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_model(Path("hf"), "glm4_moe", **SIZES | EXPERTS["glm4_moe"])
+    tensors = load_file("hf/model.safetensors")
+    tensors["model.layers.2.eh_proj.weight"] = torch.ones(32, 64)
+    save_file(tensors, "hf/model.safetensors", metadata={"format": "pt"})
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    assert "num_nextn_predict_layers=1: layers of multi-token" in capsys.readouterr().err
+    path = Path("hf/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(UserError, match=r"no place for the tensor model\.layers\.2\.eh_proj"):
+        checkpoint(["import", "from=hf", "run=other"])
+
+
+def test_experts_that_do_not_fit_their_router_are_refused(tmp_path: Path) -> None:
+    save_model(tmp_path, "dots1", **SIZES | EXPERTS["dots1"])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_group": 3}))
+    with pytest.raises(UserError, match=r"model\.router_groups=3 must divide model\.num_exp"):
+        read_hf_config(tmp_path)
+
+
+def test_files_of_an_export_are_as_large_as_their_tensors(tmp_path: Path) -> None:
+    """Biases of routers are wider than the rest."""
+    save_model(tmp_path / "hf", "dots1", **SIZES | EXPERTS["dots1"])
+    model, weights = read(tmp_path / "hf")
+    settings = {"dtype": "bf16", "end_of_text": 60, "shard_bytes": 20_000}
+    export_hf(model, lambda names: {n: weights[n] for n in names}, tmp_path / "out", **settings)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
+    sizes = [sum(t.nbytes for t in content.values()) for content in files]
+    assert max(sizes) <= 20_000
+    assert index["metadata"]["total_size"] == sum(sizes)
