@@ -1,8 +1,12 @@
-"""Tests Hugging Face models under tp=2 pp=2: the logits of transformers, after an import and an
-export."""
+"""Tests Hugging Face models under several layouts.
+
+They have the logits of transformers under tp=2 pp=2, after an import and an export, and runs begin
+from a folder with experts over ep.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +18,22 @@ from torch import Tensor
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.storage import chunks_by_name
 from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.commands.generate import state_of
+from parallel3d.commands.init_from import load_initial
+from parallel3d.config.schema import Config, ModelConfig, states_of
 from parallel3d.models.transformer import Decoder, blank_stage
 from parallel3d.parameters.gather import gather_parameters
-from parallel3d.parameters.state import spec_of
+from parallel3d.trainer import Trainer
+from tests.distributed.cases import Case, Problem, UnequalMasks
+from tests.distributed.harness import plain_groups
 from tests.distributed.pool import Pool
+from tests.huggingface import EXPERTS, save_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
 
-LAYOUT = Layout(tp=2, pp=2)
+LAYOUT = Layout(tp=2, pp=2, ep=1)
 SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -47,6 +57,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_theta": 500.0, **SCALING}},
     "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 1},  # on both tensor ranks
     "qwen3": {"head_dim": 12},
+    **{kind: EXPERTS[kind] for kind in ("qwen2_moe", "olmoe", "glm4_moe", "minimax_m2")},
 }
 
 
@@ -59,16 +70,17 @@ def read_and_give_back(folders: list[Path], tokens: list[int]) -> list[tuple[Any
         source = read_hf_config(folder)
         config = Config(model=ModelConfig(**source.keys), tp=LAYOUT.tp, pp=LAYOUT.pp, dp=1)
         stage = blank_stage(Blueprint.of(config), groups, torch.device("cpu"))
-        held = {p.name: (p, local) for local in stage.parameters() for p in spec_of(local).shards}
-        with torch.no_grad():
-            for name, full in tensors_of(folder, config.model, source.kind):
-                if name in held:
-                    piece, local = held[name]
-                    piece.of_local(local).copy_(piece.of_full(full))
+        held = {name.partition("/")[2]: state for name, state in state_of(stage).items()}
+        biases = {}
+        for name, full in tensors_of(folder, config.model, source.kind):
+            for chunk, values in held[name].chunks if name in held else []:
+                values.copy_(chunk.of(full))
+            if name in states_of(config.model):
+                biases[name] = full
         decoder = Decoder(config.model, groups, stage)
         logits = [decoder.logits(tokens[:n]) for n in range(4, len(tokens) + 1)]
         weights = gather_parameters(stage.parameters(), groups)
-        found.append((torch.stack(logits) if stage.last else None, weights))
+        found.append((torch.stack(logits) if stage.last else None, weights | biases))
     groups.close()
     return found
 
@@ -90,6 +102,9 @@ def test_logits_are_those_of_transformers_in_both_directions(pool: Pool, tmp_pat
         with torch.no_grad():
             for parameter in models[kind].parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))  # norms and biases, too
+            for name, buffer in models[kind].named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(0.3 * torch.randn_like(buffer))
         models[kind].save_pretrained(tmp_path / kind)
     tokens = torch.randint(0, 61, (24,)).tolist()
     folders = [tmp_path / kind for kind in models]
@@ -114,3 +129,53 @@ def test_logits_are_those_of_transformers_in_both_directions(pool: Pool, tmp_pat
         again = transformers.AutoModelForCausalLM.from_pretrained(back)
         assert type(again) is type(theirs)
         torch.testing.assert_close(logits_of(again, tokens), last[0], rtol=0, atol=1e-5)
+
+
+# Sizes (tp, pp, dp, cp, ep) and the other keys of a run.
+BEGUN: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((1, 1, 1, 1, 1), {}),
+    ((2, 1, 2, 1, 4), {"sp": True, "keys": (("zero", 1),)}),
+    ((1, 2, 2, 1, 2), {"keys": (("zero", 2),)}),
+]
+
+
+def begin(sizes: tuple[int, ...], way: dict[str, Any], folder: Path) -> tuple[Any, list[str], Any]:
+    """Begins a run from a folder, and trains a step. Returns the full parameters before it, the
+    states that this rank read wrongly, and the loss."""
+    groups = plain_groups(Layout(*sizes))
+    source = read_hf_config(folder)
+    config = Case(Problem("olmoe_tiny", "sgd", tied=False), **way).config(groups.layout)
+    config = replace(config, model=ModelConfig(**source.keys), init_from=str(folder))
+    samples = UnequalMasks(config.model.vocab_size, config.model.seq_length)
+    trainer = Trainer(config, groups, torch.device("cpu"), train_source=samples)
+    load_initial(trainer, groups)
+    weights = {name: w.float() for name, w in trainer.full_parameters().items()}
+    expected = dict(tensors_of(folder, config.model, source.kind))
+    wrong = []
+    for name, state in chunks_by_name(trainer.parameter_slices(), shared=False).items():
+        if name.startswith("state/"):
+            full = expected[name.removeprefix("state/")]
+            wrong += [name for box, v in state.chunks if not torch.equal(v.float(), box.of(full))]
+    loss = trainer.train_step().loss
+    groups.close()
+    return weights, wrong, loss
+
+
+def test_runs_begin_from_a_folder_with_experts_over_ep(pool: Pool, tmp_path: Path) -> None:
+    for kind in ("glm4_moe", "qwen3_moe"):
+        save_model(tmp_path / kind, kind, **SIZES | EXPERTS[kind])
+        source = read_hf_config(tmp_path / kind)
+        model = ModelConfig(**source.keys)
+        expected = dict(tensors_of(tmp_path / kind, model, source.kind))
+        losses = []
+        for sizes, way in BEGUN:
+            if model.num_experts % sizes[-1]:
+                continue
+            by_rank = pool.run(math.prod(sizes[:4]), begin, sizes, way, tmp_path / kind)
+            weights = by_rank[0][0]
+            assert weights.keys() == expected.keys() - states_of(model)
+            assert all(torch.equal(weights[name], expected[name]) for name in weights)
+            assert [wrong for _, wrong, _ in by_rank if wrong] == []
+            losses.append(by_rank[-1][2])
+        assert len(losses) > 1
+        assert all(abs(loss - losses[0]) < 1e-9 for loss in losses)
