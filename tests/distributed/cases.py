@@ -77,6 +77,8 @@ class Problem:
     documents: bool = False  # samples are packs of documents, each of which attends only to itself
     # Number of ranks over which samples are split; their documents and masks depend on it.
     ranks: int = 1
+    padding: bool = False  # a third of all tokens is padding
+    biases: tuple[float, ...] = ()  # of every router before the first step; zeros if empty
 
     @property
     def seq_length(self) -> int:
@@ -102,7 +104,9 @@ class Problem:
         packs = "documents" if self.documents else ""
         packs += f" for {self.ranks} ranks" if self.ranks > 1 else ""
         batches = f"batches {dict(self.batches)}" if self.batches else ""
-        return " ".join(f"{words} {changes} {packs} {batches}".split())
+        more = "padded" if self.padding else ""
+        more += f" biases {self.biases}" if self.biases else ""
+        return " ".join(f"{words} {changes} {packs} {batches} {more}".split())
 
 
 TREATMENT = ("freeze", "groups")
@@ -209,18 +213,24 @@ class UnequalMasks:
     """
 
     def __init__(
-        self, vocab_size: int, seq_length: int, documents: bool = False, ranks: int = 1
+        self,
+        vocab_size: int,
+        seq_length: int,
+        documents: bool = False,
+        ranks: int = 1,
+        padding: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
         self.seq_length = seq_length
-        self.documents, self.ranks = documents, ranks
+        self.documents, self.ranks, self.padding = documents, ranks, padding
         self.windows: int | None = None  # for a validation set, which is finite
 
     def sample(self, i: int) -> Sample:
         sample = _sample(self.vocab_size, self.seq_length, i)
         if self.ranks > 1:
             sample = sample._replace(loss_mask=_mask_by_rank(sample.loss_mask, i, self.ranks))
-        return _pack(sample, i, self.ranks) if self.documents else sample
+        sample = _pack(sample, i, self.ranks) if self.documents else sample
+        return _padded(sample, i) if self.padding else sample
 
 
 @functools.cache
@@ -300,6 +310,21 @@ def _pack(sample: Sample, i: int, ranks: int = 1) -> Sample:
     if i % 5 == 0:
         used = int(starts[-1])
         mask[used:] = False
+    return Sample(sample.tokens, mask, starts, used)
+
+
+def _padded(sample: Sample, i: int) -> Sample:
+    """Returns `sample` with padding at its end, or with nothing but padding; every third has none.
+
+    A third of the tokens of many samples is padding, which is a document by itself.
+    """
+    length = len(sample.loss_mask)
+    if i % 3 == 0 or sample.used is not None:
+        return sample
+    used = length - 5 * i % (length + 1)
+    starts = np.zeros(length, dtype=np.int32) if sample.starts is None else sample.starts.copy()
+    mask = sample.loss_mask.copy()
+    starts[used:], mask[used:] = used, False
     return Sample(sample.tokens, mask, starts, used)
 
 

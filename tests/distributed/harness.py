@@ -90,7 +90,8 @@ def array(weight: Tensor) -> np.ndarray:
 def source_of(problem: Problem, config: Config) -> UnequalMasks:
     """Returns the samples of a problem."""
     model = config.model
-    return UnequalMasks(model.vocab_size, model.seq_length, problem.documents, problem.ranks)
+    given = (problem.documents, problem.ranks, problem.padding)
+    return UnequalMasks(model.vocab_size, model.seq_length, *given)
 
 
 def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
@@ -99,7 +100,11 @@ def make_trainer(case: Case, groups: ProcessGroups) -> Trainer:
     source = source_of(case.problem, config)
     held_out = source_of(case.problem, config)
     held_out.windows = evaluated(case.problem)
-    return Trainer(config, groups, here(), train_source=source, valid_source=held_out)
+    trainer = Trainer(config, groups, here(), train_source=source, valid_source=held_out)
+    if case.problem.biases and trainer.balance is not None:
+        for bias in trainer.balance.states.values():
+            bias.copy_(torch.tensor(case.problem.biases, dtype=bias.dtype))
+    return trainer
 
 
 def evaluated(problem: Problem) -> int:
@@ -229,15 +234,13 @@ class References:
 
     def _make(self, problem: Problem) -> Expected:
         weights, lrs = self._pool.run(1, initial_weights_and_rates, problem)[0]
+        expected = expected_of(problem, weights, lrs)
+        run, config = expected.run, Case(problem).config(Layout(1, 1, 1))
         initial = {name: torch.from_numpy(w) for name, w in weights.items()}
-        config = Case(problem).config(Layout(1, 1, 1))
-        source = source_of(problem, config)
         dtype = DTYPES[problem.precision]
-        run = train_reference(config, initial, source, problem.steps, dtype, lrs)
-        dead = dead_weights(initial, config.model)
         frozen = {name for name in initial if is_frozen(config.optim, name)}
         assert all(torch.equal(run.weights[name], initial[name].to(dtype)) for name in frozen)
-        for name in run.weights.keys() - dead - frozen:
+        for name in run.weights.keys() - expected.dead - frozen:
             moved = (run.weights[name] - initial[name]).abs().max().item()
             assert moved > 1e-4, f"{problem}: {name} moved by {moved} only"
         clip = config.optim.clip_grad
@@ -245,10 +248,27 @@ class References:
             f"{problem}: clipping at {clip} is idle: {run.grad_norms}"
         )
         assert run.margin > MARGIN, f"{problem}: choices are undecided, {run.margin} apart"
-        with torch.no_grad():
-            trained = build(config.model, run.weights | run.biases, DTYPES[problem.precision])
-            evaluation = batch_loss(trained, source, 0, evaluated(problem)).item()
-        return Expected(digests(initial), lrs, run, evaluation, dead)
+        return expected
+
+
+def expected_of(
+    problem: Problem, weights: Mapping[str, np.ndarray], lrs: Sequence[float]
+) -> Expected:
+    """Returns the reference's run of a problem from these weights, with these learning rates."""
+    initial = {name: torch.from_numpy(w) for name, w in weights.items()}
+    config = Case(problem).config(Layout(1, 1, 1))
+    source, dtype = source_of(problem, config), DTYPES[problem.precision]
+    biases = {}
+    if problem.biases:
+        first = torch.tensor(problem.biases, dtype=dtype)
+        layers = config.model.expert_layers
+        biases = {f"layers.{layer}.mlp.router.bias": first for layer in layers}
+    run = train_reference(config, initial | biases, source, problem.steps, dtype, list(lrs))
+    with torch.no_grad():
+        trained = build(config.model, run.weights | run.biases, dtype)
+        evaluation = batch_loss(trained, source, 0, evaluated(problem)).item()
+    dead = dead_weights(initial, config.model)
+    return Expected(digests(initial), list(lrs), run, evaluation, dead)
 
 
 # A layout changes a score by about 1e-13, so that scores this far apart have the same order in all.

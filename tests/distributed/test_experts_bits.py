@@ -1,0 +1,112 @@
+"""Tests that one layout of experts has equal bits when it runs again or recomputes, below fp64 too.
+
+Results of several ranks and of a token's experts are summed in a fixed order, without atomics, and
+a recomputation reads the choices of the forward. So scores that nearly tie, of which bf16 has many,
+are decided once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from parallel3d.blueprint.layout import Layout
+from parallel3d.experts.balance import Balance
+from parallel3d.experts.choice import Choice, Routing
+from parallel3d.experts.router import Router
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import Outcome, Sizes, run_cases
+from tests.distributed.pool import Pool
+from tests.distributed.seams import ROUTER, SUMMED_SLOTS, Mutation, planted
+from tests.distributed.test_mutations_experts import ADAMW, TP_IN_EP, experts
+
+# A token sums four experts: sums of two have the same bits in any order.
+FOUR_OF_SIXTEEN = (("num_experts", 16), ("experts_per_token", 4), *ADAMW.model[2:])
+
+
+def problem(precision: str, steps: int) -> Problem:
+    return dataclasses.replace(ADAMW, model=FOUR_OF_SIXTEEN, precision=precision, steps=steps)
+
+
+def differ(first: Outcome, second: Outcome) -> set[str]:
+    """Returns what two runs differ in, to the last bit; of the steps, any figure."""
+    found = {"steps"} if first.steps != second.steps else set()
+    for name, ours in {**first.final, **first.biases}.items():
+        if not np.array_equal(ours, {**second.final, **second.biases}[name]):
+            found.add("weights")
+    return found
+
+
+def pair(
+    pool: Pool, sizes: Sizes, cases: Sequence[Case], bug: Mutation = nullcontext
+) -> tuple[Outcome, Outcome]:
+    """Returns rank 0's outcomes of two cases, both inside of `bug`."""
+    first, second = pool.run(Layout(*sizes).world_size, run_cases, sizes, cases, bug)[0]
+    return first, second
+
+
+@planted(SUMMED_SLOTS)
+def in_the_order_of_arrival(sound: Any, rows: Tensor, places: Tensor) -> Tensor:
+    """A token's rows are summed as they come."""
+    slots = random.SystemRandom().sample(range(places.shape[1]), places.shape[1])
+    return sound(rows, places[:, slots])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("way", ["gather", "all_to_all"])
+def test_a_layout_that_runs_twice_has_equal_bits(precision: str, way: str, pool: Pool) -> None:
+    case = experts(problem(precision, 3), way)
+    assert differ(*pair(pool, TP_IN_EP, [case, case])) == set()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_another_order_of_sums_is_told(precision: str, pool: Pool) -> None:
+    case = experts(problem(precision, 3), "all_to_all")
+    found = differ(*pair(pool, TP_IN_EP, [case, case], in_the_order_of_arrival))
+    assert found == {"steps", "weights"}
+
+
+@planted(ROUTER)
+def chosen_again_from_rounded_tokens(
+    sound: Any, router: Router, x: Tensor, choice: Choice, balance: Balance | None
+) -> Routing:
+    """A recomputed forward chooses again, by scores that differ in their last bits."""
+    if choice.experts is not None:
+        with torch.no_grad():
+            chosen = sound(router, x * (1 + 2**-7), Choice(), None).experts
+        choice = dataclasses.replace(choice, experts=chosen)
+    return sound(router, x, choice, balance)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "full",
+        pytest.param("[mlp]", marks=pytest.mark.more),
+        pytest.param("[norm,attention,mlp]", marks=pytest.mark.more),
+    ],
+)
+def test_twenty_steps_of_bf16_are_recomputed_to_the_same_bits(recompute: str, pool: Pool) -> None:
+    """The printed balancing losses and counts are the same, too: they are added once."""
+    of = problem("bf16", 20)
+    cases = [experts(of, "all_to_all", keys={"recompute": r}) for r in ("none", recompute)]
+    first, second = pair(pool, (1, 1, 2, 1, 2), cases)
+    assert differ(first, second) == set()
+    assert first.steps[-1].loss < first.steps[0].loss - 0.1
+
+
+@pytest.mark.more
+def test_a_choice_that_is_made_again_is_told(pool: Pool) -> None:
+    of = problem("bf16", 3)
+    cases = [experts(of, "all_to_all", keys={"recompute": r}) for r in ("none", "full")]
+    found = differ(*pair(pool, (1, 1, 2, 1, 2), cases, chosen_again_from_rounded_tokens))
+    assert found == {"steps", "weights"}
