@@ -104,7 +104,7 @@ def save_all(layout: str, problems: dict[int, Problem], folder: Path) -> list[li
     return steps
 
 
-def go_on(
+def resume(
     layout: str, pairs: list[tuple[str, int, Problem]], folder: Path
 ) -> list[tuple[list[Step], Weights, Weights]]:
     """Resumes from each saved layout of each problem, on every rank; returns the steps, the weights
@@ -158,7 +158,7 @@ def matrix(pool: Pool, references: References, folder: Path, pairs: dict) -> Non
     assert not failures, "\n".join(failures)
     for layout, (sizes, _) in LAYOUTS.items():
         world = sizes[0] * sizes[1] * sizes[2]
-        results = pool.run(world, go_on, layout, pairs[layout], folder, timeout_s=900)[0]
+        results = pool.run(world, resume, layout, pairs[layout], folder, timeout_s=900)[0]
         for (saved, _, problem), (steps, *weights) in zip(pairs[layout], results, strict=True):
             assert [s.step for s in steps] == list(range(SAVED + 1, problem.steps + 1))
             for difference in differences(steps, problem, references, *weights):
@@ -226,7 +226,7 @@ def test_the_update_waits_for_the_copy_and_the_copy_is_saved(pool: Pool, tmp_pat
         assert np.array_equal(saved[f"parameter/{name}"].numpy(), weight), name
 
 
-def branch_and_go_on(
+def branch_and_resume(
     layout: str, folder: Path, bug: bool = False
 ) -> list[tuple[list[Step], dict[str, np.ndarray]]]:
     """Resumes from the branch `branch-0`, on every rank; `bug`: with the data from its
@@ -237,7 +237,7 @@ def branch_and_go_on(
         restore(self, progress | {"consumed_samples": 0}, *more)
 
     with patch.object(Trainer, "restore", restart_data if bug else restore):
-        return go_on(layout, [("branch", 0, TIED)], folder)
+        return resume(layout, [("branch", 0, TIED)], folder)
 
 
 def test_a_branch_continues_like_the_run_it_was_made_from(
@@ -250,10 +250,10 @@ def test_a_branch_continues_like_the_run_it_was_made_from(
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert branch(tmp_path, f"one-0@{SAVED}", "branch-0") == 0
     assert load_config(tmp_path / "branch-0").optim == Case(TIED).config(Layout()).optim
-    ((steps, *weights),) = pool.run(2, branch_and_go_on, "pp2-uneven", tmp_path)[0]
+    ((steps, *weights),) = pool.run(2, branch_and_resume, "pp2-uneven", tmp_path)[0]
     assert [step.step for step in steps] == list(range(SAVED + 1, TIED.steps + 1))
     assert differences(steps, TIED, references, *weights) == []
-    ((steps, *weights),) = pool.run(1, branch_and_go_on, "one", tmp_path, True)[0]
+    ((steps, *weights),) = pool.run(1, branch_and_resume, "one", tmp_path, True)[0]
     assert "loss" in differences(steps, TIED, references, *weights)[0]
     assert {path: path.read_bytes() for path in before} == before
     with pytest.raises(UserError, match="run=branch-0 exists already"):

@@ -44,7 +44,7 @@ def a_neighbour_is_seen(
 
 
 @planted(MICRO_BATCH)
-def positions_go_on(sound: Any, *which: Any) -> MicroBatch:
+def positions_continue(sound: Any, *which: Any) -> MicroBatch:
     """Positions count from the sample's first token, whatever the documents.
 
     With RoPE this would not show: scores depend on the distance alone.
@@ -112,7 +112,7 @@ GPT = replace(LLAMA, preset="gpt_tiny")
 DROPS = replace(GPT, model=(("dropout", 0.2),))
 PLANTED = [
     pytest.param(a_neighbour_is_seen, (1, 1, 1), Case(LLAMA), id="neighbour-seen"),
-    pytest.param(positions_go_on, (1, 1, 1), Case(GPT), id="positions-go-on"),
+    pytest.param(positions_continue, (1, 1, 1), Case(GPT), id="positions-continue"),
     pytest.param(positions_of_another_sample, (2, 1, 1), Case(LLAMA), id="others-positions"),
     pytest.param(documents_begin_a_token_late, (1, 2, 1), Case(LLAMA), id="document-off-by-one"),
     pytest.param(spans_end_a_token_late, (1, 1, 1), Case(GPT), id="span-off-by-one"),

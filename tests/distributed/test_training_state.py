@@ -85,7 +85,7 @@ class Training:
         return p3d.full_state_dict(self.net)
 
 
-def go_on(
+def resume(
     splits: dict[str, dict[str, int]], optimizer: str, steps: int, folder: Path
 ) -> dict[str, Any]:
     """Returns, by split, the weights two steps after the last saved one, on rank 0; `steps`: the
@@ -128,7 +128,7 @@ def test_training_resumes_under_another_split(optimizer: str, pool: Pool, tmp_pa
     most, found, steps = MOST_RANKS[optimizer], [], 0
     taken = [(ranks, splits) for ranks, splits in SPLITS.items() if ranks <= most]
     for ranks, splits in (*taken, (1, {"one again": {}})):
-        found += pool.run(ranks, go_on, splits, optimizer, steps, tmp_path)[0].items()
+        found += pool.run(ranks, resume, splits, optimizer, steps, tmp_path)[0].items()
         steps += 2 * len(splits)
     (wanted,) = pool.run(1, uninterrupted, optimizer, len(found))
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(found) == len(wanted)

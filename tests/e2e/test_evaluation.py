@@ -83,8 +83,8 @@ def test_validation_sets_are_evaluated_in_a_run_and_from_its_checkpoint(shell: S
         assert figure == pytest.approx(result["figures"]["tasks"][name], rel=1e-5), name
     again = shell.run(*PARALLEL3D, "eval", "run=mine", f"tasks={tasks}", f"to={tasks}")
     assert again.code == 2 and "exists; it is never overwritten" in again.err, again
-    goes_on = train(shell, *words, *every, "train.steps=4", ranks=1)
-    assert goes_on.code == 0, goes_on
+    resumed = train(shell, *words, *every, "train.steps=4", ranks=1)
+    assert resumed.code == 0, resumed
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "valid" in row] == [0, 2, 3, 4]
 

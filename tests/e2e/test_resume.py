@@ -84,8 +84,8 @@ def test_a_run_resumes(shell: Shell) -> None:
     assert half.code == 0, half
     rest = train(shell, "run=mine", *layout, f"train.steps={STEPS}")
     assert rest.code == 0, rest
-    goes_on = "parallel3d: run=mine resumes at step 4; changed: train.steps 3 → 6; 3 of 6 steps are"
-    assert said(rest) == [f"{goes_on} done, 3 steps of 8 to 4 sequences to go"]
+    resumed = "parallel3d: run=mine resumes at step 4; changed: train.steps 3 → 6; 3 of 6 steps are"
+    assert said(rest) == [f"{resumed} done, 3 steps of 8 to 4 sequences to go"]
     assert curve(runs / "mine") == curve(runs / "whole")
     assert final_weights(runs / "mine") == final_weights(runs / "whole")
     ours, theirs = evaluations(runs / "mine"), evaluations(runs / "whole")
@@ -119,14 +119,14 @@ def test_a_run_resumes(shell: Shell) -> None:
     )  # keys that are not typed keep their values
     moved = train(shell, "run=mine", "dp=1", "zero=0", "train.steps=7", *plain, ranks=1)
     assert moved.code == 0, moved
-    kept_keys, damaged, goes_on, dropped = said(moved)
+    kept_keys, damaged, resumed, dropped = said(moved)
     assert kept_keys.endswith(": optim.name=muon, optim.momentum=0.95")
     assert "taken over from its last start" in kept_keys
-    assert "optim.state bf16 → fp32" in goes_on and "optim.ema_decay 0.9 → None" in goes_on
+    assert "optim.state bf16 → fp32" in resumed and "optim.ema_decay 0.9 → None" in resumed
     assert dropped == "parallel3d: optim.ema_decay=null: the average of the weights is dropped"
     assert "is not what was written: it is now damaged-step-00000006, and the" in damaged
-    assert goes_on.startswith("parallel3d: run=mine resumes at step 5; layout: ")
-    assert "dp 2 → 1" in goes_on and "zero 1 → 0" in goes_on
+    assert resumed.startswith("parallel3d: run=mine resumes at step 5; layout: ")
+    assert "dp 2 → 1" in resumed and "zero 1 → 0" in resumed
     for ours, theirs in zip(curve(runs / "mine"), curve(runs / "whole"), strict=False):
         assert ours[0] == theirs[0] and ours[3] == theirs[3]
         assert abs(ours[1] / theirs[1] - 1) < 1e-5 and abs(ours[2] / theirs[2] - 1) < 1e-5

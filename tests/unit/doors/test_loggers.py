@@ -138,7 +138,7 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Tool:
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "first", "goes_on"),
+    ("before", "now", "first", "continues"),
     [
         # last row, keys then, keys now, first step of this start, whether it stays one run in W&B
         (Row(246, False), config_of(), 201, True),  # the same rows again
@@ -165,14 +165,14 @@ def test_rows_that_a_changed_resume_replaces(
     before: Row | None,
     now: Config,
     first: int,
-    goes_on: bool,
+    continues: bool,
 ) -> None:
     run_dir = tmp_path / "a"
     session(run_dir, config_of(), before, id=id, killed=killed)
     tool({"a": [RUN] if before is None else [RUN, record(*before)]})
     begun = begin(run_dir, first, decisive(now), {})
     assert kept_id(run_dir) == begun.id
-    if goes_on:
+    if continues:
         assert begun == (id, before, now.optim.lr != 1e-3 or now.seed != config_of().seed, ())
         return
     assert begun.id != id and begun.last is None
