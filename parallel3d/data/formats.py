@@ -1,6 +1,6 @@
 """Lists the formats of readable files, by ending and first bytes; refuses all others by name.
 
-A file's ending tells its content and its packing, and its first bytes must agree. All code that
+A file's ending states its content and its packing, and its first bytes must agree. All code that
 opens a file named by a user asks here: `data tokenize` and `data train-tokenizer`, data=text,
 data=chat, data.valid and `eval tasks=`.
 """

@@ -24,7 +24,7 @@ from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_k
 from parallel3d.parameters.segments import Chunk, Segment, chunks_of_range
 
 # Elements of a piece, whose states are converted to fp32 together: on a CPU they stay in its cache;
-# on an accelerator they are enough that launch overhead is small.
+# on an accelerator there are enough of them to make launch overhead small.
 AT_ONCE = 1 << 16
 AT_ONCE_ON_ACCELERATOR = PIECE
 

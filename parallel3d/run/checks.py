@@ -26,7 +26,7 @@ def check_run_name(run: str | None, runs_dir: str) -> None:
         )
     if (variable := re.search(r"\$\{?(\w+)", run)) is not None:
         raise UserError(
-            f"run={show(run)} has {variable[0]}, which nothing here expands, so that others would "
-            f"have the same name; let the shell expand it, or write ${{oc.env:{variable[1]}}} in "
+            f"run={show(run)} has {variable[0]}, which nothing here expands, so that several runs "
+            f"would have this name; let the shell expand it, or write ${{oc.env:{variable[1]}}} in "
             "its place."
         )

@@ -108,8 +108,8 @@ def last_config(directory: Path) -> Config:
 
 
 def _last_first(directory: Path) -> list[Path]:
-    """Returns the configurations, the last start that reached a step first, then from the
-    newest."""
+    """Returns the configurations: that of the last start that reached a step, then the others from
+    the newest on."""
     begun = config_of_last_start(directory)
     return sorted(config_files(directory)[::-1], key=lambda path: path.name != begun)
 

@@ -360,7 +360,7 @@ def _in_users_step(environ: Mapping[str, str]) -> bool:
 def _gpus_on_node(environ: Mapping[str, str]) -> int:
     """Returns the number of GPUs of a node on which the job has one task.
 
-    Raises UserError if no variable tells it: assuming one GPU would describe another machine.
+    Raises UserError if no variable gives it: assuming one GPU would describe another machine.
     """
     local = environ.get("LOCAL_WORLD_SIZE")  # set by torchrun, if the task started it
     for name, text, count in (

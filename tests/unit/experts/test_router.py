@@ -1,4 +1,5 @@
-"""Tests the router against the reference's, with ties, biases and groups; known bugs are told."""
+"""Tests the router against the reference's, with ties, biases and groups; known bugs are
+detected."""
 
 from __future__ import annotations
 
