@@ -363,7 +363,7 @@ def test_a_module_outside_of_a_pipeline_counts_once(by_rank: list[dict[Callable,
         assert found[beside_plain_modules] == pytest.approx(0.0, abs=TOLERANCE)
 
 
-def test_rounding_of_a_gradient_that_is_zero_is_no_error(
+def test_rounding_of_a_zero_gradient_is_not_an_error(
     by_rank: list[dict[Callable, Any]],
 ) -> None:
     for found in by_rank:

@@ -64,7 +64,7 @@ def masked_run(
     return seen, loss
 
 
-def test_a_step_without_labels_is_no_update_under_any_layout(pool: Pool) -> None:
+def test_a_step_without_labels_updates_nothing_under_any_layout(pool: Pool) -> None:
     expected, _ = pool.run(1, masked_run, (1, 1, 1))[0]
     assert [step[2:] for step in expected] == [
         (False, False, 1), (False, False, 2), (True, True, 2), (False, False, 3)

@@ -189,7 +189,7 @@ def test_output_and_gradients_are_those_of_transformers(family: Family) -> None:
 # ------------------------------------------------------------------ choices made by hand
 
 
-def test_the_best_of_equal_ones_is_the_lower_place() -> None:
+def test_among_equal_scores_the_lower_index_is_chosen() -> None:
     assert best([1.0, 3.0, 3.0, 2.0], 3) == ([1, 2, 3], 1.0)
     assert best([3.0, 1.0, 3.0, 3.0], 2) == ([0, 2], 0.0)
     assert best([0.0, -0.0, 1.0], 2) == ([2, 0], 0.0)
@@ -430,7 +430,7 @@ def test_equal_scores_of_all_experts_have_an_auxiliary_loss_of_one() -> None:
     assert run.margin == 0.0
 
 
-def test_padding_is_routed_and_nothing_of_it_is_seen() -> None:
+def test_padding_is_routed_without_any_effect() -> None:
     """Changes the tokens of the padding: choices differ there; losses, counts and gradients are the
     same."""
     shape = SHAPES["sigmoid_groups"]

@@ -148,7 +148,7 @@ def test_the_norm_of_a_billion_parameters_is_a_few_calls() -> None:
     assert sum(len(call.args[0]) for call in norms.call_args_list) < 110
 
 
-def test_norm_of_gradients_whose_squares_are_beyond_fp32() -> None:
+def test_norm_of_gradients_whose_squares_overflow_fp32_is_finite() -> None:
     grads = [torch.full((8,), 1e25), torch.full((8,), 2e25)]
     device = torch.device("cpu")
     assert sum_of_powers(grads, device).isinf()

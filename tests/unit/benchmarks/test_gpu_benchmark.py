@@ -159,7 +159,7 @@ def test_both_files_are_written_after_every_row(
 
 
 @pytest.mark.slow
-def test_a_row_in_a_process_of_its_own_and_its_limit(tmp_path: Path) -> None:
+def test_a_row_runs_in_a_separate_process_with_a_time_limit(tmp_path: Path) -> None:
     words = [*TINY, *files(tmp_path), "--only", "gemm"]
     assert card.main(words) == 0
     assert sections(tmp_path)[0]["rows"]["gemm"]["size"] == 64

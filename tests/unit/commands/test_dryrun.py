@@ -314,7 +314,7 @@ def test_experts_get_equally_many_rows_and_are_called_total_and_active(facts) ->
     assert [sum(n for why, n in w.items() if "experts/" in why) for w in waits] == [4, 4, 8]
 
 
-def test_every_file_by_which_the_counter_sorts_is_there() -> None:
+def test_every_file_that_the_counter_sorts_by_exists() -> None:
     """If a file were moved, its time would silently count as a part of the blocks."""
     done = run_code(
         "import json; from parallel3d.commands.dryrun.counting import _FRAMES; "

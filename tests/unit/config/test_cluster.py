@@ -87,7 +87,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_nearest_choice(
     assert text.count(".\n") == 0 and text.endswith(".")
 
 
-def test_any_sizes_make_a_cluster_or_a_sentence_whose_advice_helps():
+def test_any_sizes_make_a_cluster_or_a_refusal_whose_advice_works():
     rng = random.Random(3)
     refused = 0
     for _ in range(2000):

@@ -109,7 +109,7 @@ def test_documents_of_several_sentences_begin_with_the_first(tmp_path: Path) -> 
     assert corpus.documents == 5 and corpus.starts(0, 7).tolist() == [0, 3, 4]
 
 
-def test_many_documents_are_found_where_a_plain_sum_says(tmp_path: Path) -> None:
+def test_many_documents_are_found_at_the_places_of_a_plain_sum(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(0, 9, 20_000)
     tokens = np.arange(lengths.sum()) % 60_000
     with IndexedWriter(tmp_path / "p", np.dtype("<u2")) as writer:

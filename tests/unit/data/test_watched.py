@@ -110,7 +110,7 @@ def test_an_edit_with_a_restored_modification_time_is_still_reported(data: DataC
     assert len(look_at(corpus.files)) == 1
 
 
-def test_edit_of_a_pair_whose_digest_is_known_ends_the_run_and_the_next_start(
+def test_edit_of_a_pair_with_a_known_digest_is_noticed_in_the_run_and_at_the_next_start(
     data: DataConfig,
 ) -> None:
     corpus = opened(data)

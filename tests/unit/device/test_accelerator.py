@@ -51,7 +51,7 @@ def test_the_accelerator_module_only_calls_existing_functions_of_torch_cuda(word
     cuda.synchronize.assert_called_once_with(device)
 
 
-def test_a_cpu_is_no_accelerator() -> None:
+def test_a_cpu_is_not_an_accelerator() -> None:
     for word in ("cpu", "meta"):
         device = torch.device(word)
         assert not accelerator.is_accelerator(device)

@@ -342,7 +342,7 @@ class Compiled:
 HOW = {"fullgraph": True, "dynamic": False}
 
 
-def test_more_shapes_than_dynamos_limit_get_a_kernel_each(
+def test_more_shapes_than_dynamos_limit_get_one_kernel_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trebled = fused.fused(lambda x, by: x * by)

@@ -354,7 +354,7 @@ def test_the_line_describes_the_card_that_is_used(tmp_path: Path) -> None:
         assert (device_name("cuda"), compute_capability()) == ("NVIDIA H200", 9)
 
 
-def test_an_integrated_graphics_unit_is_no_sign_of_a_gpu(tmp_path: Path) -> None:
+def test_an_integrated_graphics_unit_does_not_count_as_a_gpu(tmp_path: Path) -> None:
     bank = tmp_path / "sys/class/kfd/kfd/topology/nodes/1/mem_banks/0/properties"
     bank.parent.mkdir(parents=True)
     bank.write_text("heap_type 1\nsize_in_bytes 536870912\n")

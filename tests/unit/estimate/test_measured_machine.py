@@ -169,7 +169,7 @@ def test_recomputation_costs_a_forward_more() -> None:
     assert 1.25 < seconds[-1] / seconds[0] < 1.4
 
 
-def test_layouts_on_shared_cores_are_told_apart() -> None:
+def test_layouts_on_shared_cores_are_distinguished() -> None:
     here = machine()
     dp2, tp2, pp2 = (
         step_time(config(2, **sizes), here).total
@@ -191,7 +191,7 @@ def test_parts_add_up_to_the_step() -> None:
 
 
 @pytest.mark.slow
-def test_the_search_holds_what_was_typed_and_takes_no_more_memory_than_there_is() -> None:
+def test_the_search_keeps_given_keys_and_stays_within_memory() -> None:
     here, made = machine(), config()
     sizes = measured_sizes(made, here, 4)
     choices = list(layouts(sizes, 4, 4, 8, {"tp": 2, "schedule": "zbv"}))

@@ -56,7 +56,7 @@ def test_pipelines_deeper_than_anyone_trains_are_not_looked_at() -> None:
         plan.searched(config, {"pp": 128, "schedule": "v_half"}, 8192)
 
 
-def test_a_long_search_says_now_and_then_where_it_is() -> None:
+def test_a_long_search_reports_its_progress_now_and_then() -> None:
     now, log = [0.0], io.StringIO()
     tell = progress(log, lambda: now[0])
     for done in range(25):

@@ -32,7 +32,7 @@ from tests.unit.estimate.plan_work import constants, work
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("microbatches", [1, 4, 8, 24])
-def test_closed_form_is_the_clocks(stages: int, microbatches: int) -> None:
+def test_closed_form_equals_the_clock(stages: int, microbatches: int) -> None:
     schedule = make("1f1b", stages, microbatches)
     costs = Costs.even(schedule.assignment, 1.0, 0.8, 1.2)
     clocked = time_orders(schedule.orders, schedule.assignment, costs).makespan
@@ -40,7 +40,7 @@ def test_closed_form_is_the_clocks(stages: int, microbatches: int) -> None:
     assert form == pytest.approx(clocked)
 
 
-def test_closed_form_of_interleaved_stages_is_the_clocks() -> None:
+def test_closed_form_of_interleaved_stages_equals_the_clock() -> None:
     for chunks in (2, 4):
         schedule = make("interleaved", 4, 16, chunks)
         costs = Costs.even(schedule.assignment, 1.0, 0.8, 1.2)
@@ -129,7 +129,7 @@ def test_zero_3_without_bandwidth_waits_for_its_parameters() -> None:
     assert step(slow, c).total > 5 * step(work(zero=3, dp=64), c).total
 
 
-def test_one_call_prices_many_layouts_alike() -> None:
+def test_one_call_prices_many_layouts_as_single_calls_do() -> None:
     one = [work(tp=tp, pp=pp) for tp in (1, 2, 8) for pp in (1, 4)]
     fields = StepWork.__dataclass_fields__
     many = StepWork(*(np.array([float(getattr(w, name)) for w in one]) for name in fields))

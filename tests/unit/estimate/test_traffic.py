@@ -119,7 +119,7 @@ def test_wire_bytes_of_a_ring() -> None:
     assert wire_bytes(Transfer("pp", "send_recv", 800, 2, ""), 1) == 0
 
 
-def test_a_stage_or_a_dimension_that_is_not_there_is_refused() -> None:
+def test_a_missing_stage_or_dimension_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stage 4 is outside of 0\.\.3"):
         transfers(llama_70b(LARGE), LARGE, stage=4)
 

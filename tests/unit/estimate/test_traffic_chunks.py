@@ -165,7 +165,7 @@ def test_without_a_stage_pp_has_the_traffic_between_two_neighbours(
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zbv"])
-def test_without_a_stage_the_other_dimensions_are_the_busiest_rank_s(name: str) -> None:
+def test_without_a_stage_the_other_dimensions_are_those_of_the_busiest_rank(name: str) -> None:
     layout = Layout(tp=2, pp=4, dp=2)
     config = config_of(name, layout, 2, [1, 2, 1, 3, 1, 2, 6, 1])
     busiest = {"interleaved": 2, "zbv": 1}[name]

@@ -65,7 +65,7 @@ def test_counts_of_forty_thousand_tokens_differ_by_one() -> None:
     assert not any(taken(run))  # the next step starts at zero
 
 
-def test_a_bias_moves_by_the_sign_of_what_lacks_to_the_mean() -> None:
+def test_a_bias_moves_by_the_sign_of_the_mean_minus_the_count() -> None:
     run = run_of(3, bias_update_rate=0.5)
     bias = run.states["layers.2.mlp.router.bias"]
     for counts, expected in (
@@ -100,12 +100,12 @@ def beside_a_whole_mean(sound: Any, bias: Tensor, counts: Tensor, rate: float) -
 BUGS: list[tuple[Mutation, Callable[[], None]]] = [
     (counted_in_bf16, test_counts_of_forty_thousand_tokens_differ_by_one),
     (compared_in_bf16, test_counts_of_forty_thousand_tokens_differ_by_one),
-    (beside_a_whole_mean, test_a_bias_moves_by_the_sign_of_what_lacks_to_the_mean),
+    (beside_a_whole_mean, test_a_bias_moves_by_the_sign_of_the_mean_minus_the_count),
 ]
 
 
 @pytest.mark.parametrize(("bug", "check"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
-def test_a_planted_bug_is_told(bug: Mutation, check: Callable[[], None]) -> None:
+def test_a_planted_bug_is_detected(bug: Mutation, check: Callable[[], None]) -> None:
     with bug(), pytest.raises(AssertionError):
         check()
 

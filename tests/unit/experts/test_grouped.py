@@ -94,7 +94,9 @@ def check(experts: list[list[int]], main_grads: bool) -> None:
 
 @pytest.mark.parametrize("main_grads", [False, True])
 @pytest.mark.parametrize("experts", CHOICES.values(), ids=CHOICES.keys())
-def test_experts_are_a_loop_over_tokens(experts: list[list[int]], main_grads: bool) -> None:
+def test_grouped_experts_equal_a_loop_over_tokens(
+    experts: list[list[int]], main_grads: bool
+) -> None:
     check(experts, main_grads)
 
 
@@ -119,7 +121,7 @@ def gradients_of_used_experts_alone(
 
 
 @pytest.mark.parametrize("bug", [nothing_behind_the_last_row, gradients_of_used_experts_alone])
-def test_memory_that_is_not_written_is_told(bug: Mutation) -> None:
+def test_unwritten_memory_is_detected(bug: Mutation) -> None:
     with bug(), pytest.raises(AssertionError):
         check(CHOICES["all-to-one"], main_grads=False)
 

@@ -180,7 +180,7 @@ def test_a_router_of_bf16_scores_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_bias_of_twenty_keeps_a_hundredth(dtype: torch.dtype) -> None:
+def test_a_bias_near_20_keeps_differences_of_a_hundredth(dtype: torch.dtype) -> None:
     """The biases of large models lie far from zero and close together, as 20 ± 0.01: no conversion
     of the model may round them."""
     router = router_of(model(router_bias=True), torch.float32).to(dtype)
@@ -223,6 +223,6 @@ BUGS: list[tuple[Mutation, Callable[[], None]]] = [
 
 
 @pytest.mark.parametrize(("bug", "check"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
-def test_a_planted_bug_is_told(bug: Mutation, check: Callable[[], None]) -> None:
+def test_a_planted_bug_is_detected(bug: Mutation, check: Callable[[], None]) -> None:
     with bug(), pytest.raises(AssertionError):
         check()

@@ -62,7 +62,7 @@ def test_groups_are_called_as_we_call_them() -> None:
     assert ranks == {"dp": (1, 3), "world": (0, 1, 2, 3), "pp": (2, 3)}
 
 
-def test_messages_of_a_batch_share_the_state_of_its_own_entry() -> None:
+def test_messages_of_a_batch_share_the_state_of_the_batchs_entry() -> None:
     """The entries of single messages stay as they were when they were queued."""
     batches = [
         entry("3c", name, 2, state, [[4]] if "<" in name or ">" in name else [], p2p=number)
@@ -89,7 +89,7 @@ def test_the_kept_entries_surround_the_first_unfinished_one() -> None:
     assert [q.operation.number for q in queue] == list(range(90 - KEPT, 90 + KEPT))
 
 
-def test_ranks_that_the_recorder_lacks_are_those_of_the_log() -> None:
+def test_ranks_missing_in_the_recorder_are_those_of_the_log() -> None:
     content = json.loads(text(entry("7a", "all_reduce", 1, "started", [[8]])))
     content["pg_config"] = {"": {"name": "", "desc": "", "ranks": "[]"}}
     known = {"dp": (0, 1), "tp": (0, 2)}

@@ -68,7 +68,7 @@ def test_rank_in_no_operation_is_at_fault() -> None:
     )
 
 
-def test_rank_in_no_operation_is_at_fault_where_others_wait_in_none_that_is_logged() -> None:
+def test_rank_in_no_operation_is_at_fault_if_others_wait_in_an_unlogged_one() -> None:
     states = {rank: state(rank, None, blocked="barrier", waited_s=9.0) for rank in range(4)}
     assert diagnose(states, {}).kind == "unknown"
     states[2] = state(2, None, place=" at parallel3d/data/loader.py:7")
@@ -77,7 +77,7 @@ def test_rank_in_no_operation_is_at_fault_where_others_wait_in_none_that_is_logg
     assert verdict.sentence.startswith("rank 2 is in train step 5 at parallel3d/data/loader.py:7")
 
 
-def test_other_tensor_is_at_fault_on_the_rank_that_stands_alone() -> None:
+def test_rank_whose_tensor_differs_from_all_others_is_at_fault() -> None:
     verdict = diagnose(everyone_but(state(3, operation(9, size=6))), {})
     assert (verdict.kind, verdict.ranks) == ("shape", (3,))
     assert "rank 3 calls all_reduce 9 of dp (float32[6])" in verdict.sentence
@@ -193,7 +193,7 @@ def test_wait_is_noted_until_it_ends() -> None:
         assert log.waiting is not None  # a failure names the operation
 
 
-def test_what_reads_off_the_device_is_a_wait_for_the_groups_newest_operation() -> None:
+def test_a_read_from_the_device_waits_for_the_groups_newest_operation() -> None:
     log = log_of("ab")
     before = log.progress
     with blocking(Group(log)):

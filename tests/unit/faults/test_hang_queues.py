@@ -56,7 +56,7 @@ def test_devices_that_wait_for_each_other_went_different_ways() -> None:
     assert verdict.sentence.endswith("their operations differ")
 
 
-def test_rank_that_gave_another_size_is_at_fault_though_it_has_got_past() -> None:
+def test_rank_that_gave_another_size_is_at_fault_even_if_it_has_moved_on() -> None:
     usual = (done(operation(8)), open_(operation(9)), open_(LAST))
     states = {rank: on_device(rank, *usual, waited_s=9.0) for rank in range(4)}
     states[3] = on_device(3, done(operation(8)), done(operation(9, size=6)), open_(LAST))
@@ -130,7 +130,7 @@ def test_rank_that_is_missing_in_a_ring_is_found_though_most_have_met_their_neig
         assert verdict.sentence.startswith("rank 2 has not begun send to rank 2 of cp")
 
 
-def test_message_of_a_batch_is_met_by_the_peers_batch_and_not_by_a_later_one() -> None:
+def test_message_of_a_batch_is_matched_by_the_peers_batch_not_by_a_later_one() -> None:
     """Stage 1 still waits for stage 0, which computes; its message to stage 2 is queued behind."""
 
     def message(name: str, number: int, peer: int) -> Queued:

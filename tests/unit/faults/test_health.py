@@ -50,7 +50,7 @@ def test_fp16_may_skip_while_it_finds_its_scale_but_not_for_a_loss_that_is_not_f
     assert watched.skipped == 1
 
 
-def test_a_step_that_had_nothing_to_learn_is_no_lost_one_and_ends_no_row_of_them() -> None:
+def test_a_step_without_labels_is_neither_a_bad_step_nor_breaks_a_row_of_them() -> None:
     watched = health([])
     watched.after_step(result(1, float("nan"), skipped=True))
     for step in range(2, 60):

@@ -161,7 +161,7 @@ def test_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_store", [True, False])
-def test_no_rank_leaves_before_the_verdict_is_said(
+def test_no_rank_leaves_before_the_verdict_is_printed(
     has_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the first rank ends, a launcher ends all others, even one that has not reported yet."""
@@ -196,7 +196,7 @@ def test_no_rank_leaves_before_the_verdict_is_said(
 
 
 @pytest.mark.slow
-def test_recorder_of_a_device_is_asked_and_left_beside_the_stacks(tmp_path: Path) -> None:
+def test_flight_record_of_a_device_is_saved_next_to_the_stacks(tmp_path: Path) -> None:
     text = '{"entries": []}'
     on_device = f"worker.device = 'cuda:0'; hang.take_flight_record = lambda: {text!r}"
     assert end_of(tmp_path, on_device)[0] == 1
@@ -205,7 +205,7 @@ def test_recorder_of_a_device_is_asked_and_left_beside_the_stacks(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_recorder_that_stays_or_fails_costs_the_verdict_nothing(tmp_path: Path) -> None:
+def test_flight_recorder_that_hangs_or_fails_does_not_change_the_verdict(tmp_path: Path) -> None:
     for take in ("stays", "lambda: 'no JSON'"):
         code, said = end_of(tmp_path, f"worker.device = 'cuda:0'; hang.take_flight_record = {take}")
         assert code == 1
@@ -213,7 +213,7 @@ def test_recorder_that_stays_or_fails_costs_the_verdict_nothing(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_resting_watchdog_lets_a_save_take_its_time(
+def test_paused_watchdog_does_not_interrupt_a_long_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reported = threading.Event()
@@ -282,7 +282,7 @@ def test_a_failing_call_returns_the_agreed_value_and_is_reported(
 # --- stacks ---------------------------------------------------------------------------------------
 
 
-def test_stack_of_the_work_goes_on_in_autograds_thread_during_a_backward(
+def test_stack_continues_in_autograds_thread_during_a_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Autograd's threads are not Python's; one of them calls a collective of our package."""

@@ -66,7 +66,7 @@ def test_processes_of_other_users_are_never_killed(monkeypatch: pytest.MonkeyPat
     assert of_this_job([me]) == []
 
 
-def test_a_kill_that_the_system_refuses_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_that_the_system_refuses_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = []
 
     def refuse(pid: int, number: int) -> None:

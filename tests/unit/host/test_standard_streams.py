@@ -57,7 +57,7 @@ def run(code: str, cwd: Path, redirect: str = "") -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=cwd, env=buffered, **how)
 
 
-def test_a_lost_terminal_ends_no_run(tmp_path: Path) -> None:
+def test_a_lost_terminal_does_not_end_the_run(tmp_path: Path) -> None:
     ends = {
         drop: run(LOST_TERMINAL.format(drop=drop), tmp_path).stderr
         for drop in ("", "drop_failed_output()")

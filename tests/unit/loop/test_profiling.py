@@ -99,7 +99,7 @@ STEP = ["push forward m0 c0", "pop", "pop"]
 WAITED = ["barrier", "resume"]
 
 
-def test_a_gpu_has_a_trace_nvtx_ranges_and_the_allocators_history_of_these_steps(
+def test_a_gpu_records_trace_nvtx_ranges_and_allocator_history_of_these_steps(
     rank: Rank,
 ) -> None:
     profiler = rank.profiler(rank.gpu(), steps=[2, 3], memory=True)

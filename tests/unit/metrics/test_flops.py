@@ -87,7 +87,7 @@ def test_parameter_count_by_hand_for_gqa_swiglu_untied() -> None:
     assert parameter_count(model) == 2 * layer + 2 * 10 * 8 + 8
 
 
-def test_parameter_count_by_hand_of_wide_normed_heads_with_biases_on_the_projection() -> None:
+def test_parameter_count_of_wide_normed_heads_with_projection_biases_equals_a_hand_count() -> None:
     model = small(head_dim=6, num_query_groups=2, qk_norm=True, bias=False, attention_bias="qkv")
     attention = 2 * (8 * 24) + 2 * (8 * 12) + (24 + 2 * 12) + 2 * 6
     layer = attention + 2 * 8 * 24 + 2 * (8 + 8)

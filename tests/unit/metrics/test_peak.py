@@ -162,7 +162,7 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> Chip:
     return made
 
 
-def test_an_accelerator_in_the_table_has_its_datasheets_peak(chip: Chip) -> None:
+def test_an_accelerator_in_the_table_has_the_peak_of_its_datasheet(chip: Chip) -> None:
     chip.name = "NVIDIA H200"
     peak = device_peak_flops(torch.device("cuda:0"), "bf16")
     assert peak.flops == pytest.approx(989.4e12)

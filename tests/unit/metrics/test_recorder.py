@@ -245,7 +245,7 @@ def test_progress_false_draws_no_bar_on_a_terminal(tmp_path: Path) -> None:
     assert "step 2/2" in screen.getvalue()
 
 
-def test_a_redirected_output_is_no_terminal_whatever_the_environment_says(
+def test_redirected_output_is_not_a_terminal_under_any_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")

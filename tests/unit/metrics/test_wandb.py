@@ -249,7 +249,9 @@ def test_a_dead_wandb_process_is_reported_once_and_training_continues(
     assert capfd.readouterr().out.count("Connection lost") == 1
 
 
-def test_runs_of_one_name_are_two_in_wandb_and_starts_of_a_run_are_one(tmp_path: Path) -> None:
+def test_two_runs_of_one_name_are_two_wandb_runs_and_starts_of_a_run_are_one(
+    tmp_path: Path,
+) -> None:
     mine, theirs = tmp_path / "a" / "gpt tiny", tmp_path / "b" / "gpt tiny"
     for run_dir in (mine, theirs):
         run_dir.mkdir(parents=True)

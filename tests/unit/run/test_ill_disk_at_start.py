@@ -147,7 +147,7 @@ def test_a_start_on_a_hanging_disk_ends_with_a_sentence() -> None:
     assert (ended.returncode, ended.stderr) == (1, b"parallel3d: no answer\n")
 
 
-def test_text_whose_file_cannot_be_closed_is_no_traceback(
+def test_text_whose_file_cannot_be_closed_gives_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     book = tmp_path / "book.txt"

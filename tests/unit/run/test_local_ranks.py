@@ -31,7 +31,7 @@ def sleep_for_long(rank: int, starts: int) -> int:
 
 
 @pytest.mark.slow
-def test_successful_ranks_are_no_failures() -> None:
+def test_successful_ranks_are_not_failures() -> None:
     assert LocalRanks(3, lambda rank, starts: 0).run() == {}
 
 
@@ -141,7 +141,7 @@ def test_ranks_that_do_not_stop_in_time_are_killed(tmp_path: Path) -> None:
     assert ranks.is_late()
 
 
-def test_a_rank_begins_with_default_handlers_and_a_session_of_its_own(tmp_path: Path) -> None:
+def test_a_rank_begins_with_default_handlers_and_its_own_session(tmp_path: Path) -> None:
     def live(rank: int, starts: int) -> int:
         defaults = [signal.getsignal(number) == signal.SIG_DFL for number in SIGNALS]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())

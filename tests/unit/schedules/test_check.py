@@ -200,7 +200,7 @@ def test_both_receiving_first_deadlocks(stages: int) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
-def test_a_mirrored_order_is_no_deadlock(stages: int) -> None:
+def test_a_mirrored_order_does_not_deadlock(stages: int) -> None:
     """Even ranks send first and odd ones receive first, which the checker must accept."""
     check(
         split_groups(make("1f1b", stages, 16).program(), sends_first=lambda rank: rank % 2 == 0), 16

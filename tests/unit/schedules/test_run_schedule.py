@@ -69,7 +69,7 @@ def test_a_model_that_no_schedule_can_split_is_refused(
         config(layers, layers_per_stage=given)
 
 
-def test_recomputation_counts_in_the_input_gradients_time() -> None:
+def test_recomputation_counts_towards_the_input_gradients_time() -> None:
     """Among the first stages' layers, as many as given recompute; norms and the like are no
     FLOPs."""
     model, assignment = config(8).model, StageAssignment(4)

@@ -235,7 +235,7 @@ def test_this_machines_gpus_are_read_from_its_driver() -> None:
 MIXED = "NVIDIA GeForce RTX 3090, 24576\nNVIDIA GeForce RTX 4090, 24564\n"
 
 
-def test_cards_of_several_kinds_are_told_apart_or_refused() -> None:
+def test_cards_of_several_kinds_are_distinguished_or_refused() -> None:
     """CUDA's first GPU is the fastest, nvidia-smi's is the first on the bus."""
     assert own_gpus(MIXED, "1").gpu == "NVIDIA GeForce RTX 4090"
     assert own_gpus(MIXED, "GPU-0", order={}).gpu == "NVIDIA GeForce RTX 3090"
