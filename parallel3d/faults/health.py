@@ -102,30 +102,34 @@ class Health:
         self.losses.append(loss)
 
     def compare_replicas(self, step: int) -> None:
-        """Logs parameters whose bits differ between ranks that should hold equal copies."""
+        """Logs parameters and routers' biases whose bits differ between ranks that should hold
+        equal copies."""
         trainer = self.trainer
         if trainer.config.zero >= 2:
             return  # sharded: no two ranks hold the same elements
-        held: dict[Group, list[str]] = {}
+        held: dict[Group, dict[str, Tensor]] = {}
         for name, parameter in trainer.parameters.items():
             spec = spec_of(parameter)
             for group in copy_groups(spec, trainer.groups).of_whole(spec):
-                held.setdefault(group, []).append(name)
+                held.setdefault(group, {})[name] = parameter
+        if trainer.balance is not None:
+            for group in (trainer.groups.dp_cp, trainer.groups.tp):
+                held.setdefault(group, {}).update(trainer.balance.states)
         trainer.data_parallel.wait_for_all_gathers()  # zero=1 may still be gathering parameters
         # All ranks of a stage take the groups in the same order; otherwise they could deadlock.
         for group in sorted(held, key=lambda group: group.name):
             self._compare(step, held[group], group)
 
-    def _compare(self, step: int, names: list[str], group: Group) -> None:
-        if group.size == 1:
+    def _compare(self, step: int, held: dict[str, Tensor], group: Group) -> None:
+        if group.size == 1 or not held:
             return
-        sums = torch.stack([bit_sum(self.trainer.parameters[name]) for name in names])
+        sums = torch.stack([bit_sum(values) for values in held.values()])
         if not collectives.differs(sums, group):
             return
         everyone = all_gather_json(sums.tolist(), group.handle, self.trainer.device)
         if group.index > 0:
             return
-        for name, *values in zip(names, *everyone, strict=True):
+        for name, *values in zip(held, *everyone, strict=True):
             if len(set(values)) > 1:
                 self.say(f"step {step}: {self._drift(name, values, group)}")
                 return  # only the first in the model's order: later differences follow from it

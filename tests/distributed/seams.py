@@ -114,6 +114,7 @@ UPDATE = Seam("optim.optimizer:Optimizer.step")
 INITIAL_VALUES = Seam("parameters.initializer:Initializer.fill")
 PARAMETER = Seam("parameters.initializer:Initializer.parameter")
 ROUNDED_PIECES = Seam("parameters.rounding:pieces_of")
+COPY_GROUPS = Seam("parameters.copies:copy_groups")
 SEGMENT_BY_KIND = Seam("parameters.segments:Segment.by_kind")
 TREATMENT = Seam("config.schema:OptimConfig.treatment")
 
