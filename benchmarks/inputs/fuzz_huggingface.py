@@ -1,8 +1,8 @@
 """Compares random Hugging Face folders with transformers: each is imported equal, or refused.
 
-    python -m benchmarks.fuzz_huggingface --count 300 --seed 1
+    python -m benchmarks.fuzz_huggingface --count 300 --seed 1 [--families qwen3_moe mixtral]
 
-A folder is a tiny model of one of the four families whose config.json, tensors and files are
+A folder is a tiny model of one of the families whose config.json, tensors and files are
 changed at random: keys are renamed, moved, doubled, contradicting, unknown or absurd. The model
 that `checkpoint import` reads from it, without its own comparison, is compared with transformers'
 logits. The exit code is 1 if any folder is read as another model, or if reading it breaks.
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import FIXED, HARMLESS
 from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
 from parallel3d.commands.checkpoint import huggingface
+from parallel3d.commands.generate import state_of
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
-from parallel3d.parameters.state import spec_of
 
-KINDS = ("llama", "qwen2", "qwen3", "gpt2")
+DENSE = ("llama", "qwen2", "qwen3", "gpt2")
+WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "dots1", "glm4_moe", "minimax_m2")
+KINDS = DENSE + WITH_EXPERTS
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -71,7 +73,12 @@ FOREIGN = """
     activation_function hidden_activation layer_norm_epsilon rms_norm_eps per_layer_config
     text_config auto_map configuration_files transformers_weights model_type fusion_config
     distributed_config use_qk_norm qk_norm scale_attn_weights scale_attn_by_inverse_layer_idx
-    tie_word_embeddings tie_encoder_decoder parallel_attn num_local_experts
+    tie_word_embeddings tie_encoder_decoder parallel_attn num_local_experts num_experts
+    n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
+    shared_expert_intermediate_size first_k_dense_replace decoder_sparse_step mlp_only_layers
+    routed_scaling_factor n_group topk_group router_jitter_noise router_aux_loss_coef
+    output_router_logits scoring_func topk_method moe_layer_freq num_nextn_predict_layers
+    num_mtp_layers qkv_bias rotary_dim attn_type_list use_routing_bias moe_router_dtype
 """
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 4, 8, 16, 48, 96, 1000, 0.5, 1.0, 2.0, -2.0, 1e-5, 1e30),
@@ -90,6 +97,7 @@ VALUES: tuple[Any, ...] = (
     ),
     *([], [4], ["full_attention"] * 2, ["sliding_attention", "full_attention"], {}, {"a": 1}),
     *({"rope_theta": 700.0}, {"type": "linear", "factor": 2.0}, dict(LLAMA3)),
+    *([0], [1, 1], [0, 1, 2], "sigmoid", "softmax", "noaux_tc", 2.5, 0.25, 12),
 )
 PLAUSIBLE = (True, False, 0, 1, 2, 0.1, 0.9, None, "x")
 
@@ -129,9 +137,45 @@ class Case:
         )
 
 
-def base(rng: random.Random) -> Case:
+def experts(kind: str, rng: random.Random) -> dict[str, Any]:
+    """Returns random options of a family with experts."""
+    count = rng.choice((4, 6, 8))
+    found: dict[str, Any] = {"num_experts_per_tok": rng.choice((2, 3))}
+    by_number = {"mixtral": "num_local_experts", "minimax_m2": "num_local_experts"}
+    by_number |= dict.fromkeys(("dots1", "glm4_moe"), "n_routed_experts")
+    found[by_number.get(kind, "num_experts")] = count
+    if kind not in ("mixtral", "minimax_m2", "olmoe"):
+        found["moe_intermediate_size"] = rng.choice((12, 20))
+    if kind not in ("mixtral", "minimax_m2"):
+        found["norm_topk_prob"] = rng.random() < 0.5
+    if kind in ("qwen3_moe", "qwen2_moe"):
+        found |= rng.choice(({}, {"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}))
+    if kind == "qwen2_moe":
+        found |= {"shared_expert_intermediate_size": 28, "qkv_bias": rng.random() < 0.5}
+    if kind in ("dots1", "glm4_moe"):
+        found |= {
+            "n_shared_experts": rng.choice((1, 2)),
+            "first_k_dense_replace": rng.choice((0, 1)),
+        }
+        found |= {"routed_scaling_factor": rng.choice((1.0, 2.5))}
+        found |= rng.choice(({}, {"n_group": 2, "topk_group": 1}, {"n_group": 2, "topk_group": 2}))
+    if kind == "glm4_moe":
+        found |= {"use_qk_norm": rng.random() < 0.5, "num_nextn_predict_layers": rng.choice((0, 1))}
+    if kind == "minimax_m2":
+        found |= {"head_dim": 16, **rng.choice(({}, {"rotary_dim": 8}))}
+    return found
+
+
+def on_disk(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors as transformers saves them: each expert apart."""
+    with tempfile.TemporaryDirectory() as name:
+        model.save_pretrained(name)
+        return load_file(Path(name, "model.safetensors"))
+
+
+def base(rng: random.Random, kinds: Sequence[str] = KINDS) -> Case:
     """Returns a folder without a fault, of a random family, sizes and options."""
-    kind = rng.choice(KINDS)
+    kind = rng.choice(kinds)
     sizes: dict[str, Any] = dict(SIZES)
     sizes["hidden_size"] = rng.choice((32, 48, 64))
     sizes["num_hidden_layers"] = rng.choice((1, 2))
@@ -146,21 +190,26 @@ def base(rng: random.Random) -> Case:
         rope |= rng.choice(({"rope_type": "default"}, LLAMA3))
         options["rope_parameters"] = rope
         options["rms_norm_eps"] = rng.choice((1e-6, 1e-4))
-    if kind == "qwen3" or (kind == "llama" and rng.random() < 0.3):
-        options["head_dim"] = rng.choice((8, 12))
-    if kind in ("llama", "qwen3"):
+    if kind in WITH_EXPERTS:
+        options |= experts(kind, rng)
+    if kind in ("qwen3", "glm4_moe") or (
+        kind in ("llama", "mixtral", "qwen3_moe", "dots1") and rng.random() < 0.3
+    ):
+        options["head_dim"] = rng.choice((8, 12)) if kind != "glm4_moe" else rng.choice((8, 16))
+    if kind in ("llama", "qwen3", "qwen3_moe", "olmoe", "dots1", "glm4_moe"):
         options["attention_bias"] = rng.random() < 0.3
     if kind == "llama":
         options["mlp_bias"] = rng.random() < 0.3
     given = transformers.AutoConfig.for_model(kind, **sizes, **options, initializer_range=0.2)
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     model = transformers.AutoModelForCausalLM.from_config(given)
-    tensors = {
-        key: torch.randn(value.shape, generator=generator) * 0.3 + ("norm" in key or ".ln_" in key)
-        for key, value in model.state_dict().items()
-    }
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
+            value.add_("norm" in key or ".ln_" in key)
+    tensors = on_disk(model)
     if options["tie_word_embeddings"]:
-        del tensors["lm_head.weight"]
+        tensors.pop("lm_head.weight", None)
     config = {"model_type": kind, **sizes, **options}
     if kind == "gpt2":
         config = {GPT2_NAMES.get(key, key): value for key, value in config.items()}
@@ -277,6 +326,12 @@ def prefixes(case: Case) -> None:
 
 def more_tensors(case: Case) -> None:
     """Adds masks and tables of old checkpoints, or an unknown tensor."""
+    if case.kind in WITH_EXPERTS and case.rng.random() < 0.5:
+        block = "block_sparse_moe" if case.kind in ("mixtral", "minimax_m2") else "mlp"
+        more = (f"{block}.e_score_correction_bias", f"{block}.gate.bias", f"{block}.experts.99.w1")
+        name = f"model.layers.{case.rng.choice((0, 1, 2, 3))}.{case.rng.choice(more)}"
+        case.tensors[name] = torch.ones(4)
+        return
     names = {
         "gpt2": ("transformer.h.0.attn.bias", "h.0.attn.masked_bias"),
         "other": ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
@@ -347,10 +402,10 @@ CHANGES: tuple[Callable[[Case], None], ...] = (
 )
 
 
-def random_case(seed: int, number: int) -> Case:
+def random_case(seed: int, number: int, kinds: Sequence[str] = KINDS) -> Case:
     """Returns the folder `number` of a seed: up to three changes of a sound one."""
     rng = random.Random(f"{seed} {number}")
-    case = base(rng)
+    case = base(rng, kinds)
     chosen = rng.sample(CHANGES, rng.choice((0, 1, 1, 1, 2, 2, 3)))
     for change in sorted(
         chosen, key=CHANGES.index
@@ -366,13 +421,11 @@ def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
     found = read_hf_config(folder)
     model = replace(ModelConfig(), **found.keys)
     stage = huggingface.blank_model(model)
-    held: dict[str, Any] = {}
-    for parameter in stage.parameters():
-        held |= {piece.name: (piece, parameter.detach()) for piece in spec_of(parameter).shards}
-    tensors = tensors_of(folder, model, found.kind, dtype=torch.float32)
+    held = {name.partition("/")[2]: state.chunks for name, state in state_of(stage).items()}
+    tensors = tensors_of(folder, model, found.kind, dtype=torch.float32, mtp=found.mtp)
     for name, tensor in tensors:
-        piece, local = held.pop(name)
-        piece.of_local(local).copy_(piece.of_full(tensor))
+        for chunk, values in held.pop(name):
+            values.copy_(chunk.of(tensor))
     if held:
         raise ValueError(f"nothing fills {', '.join(held)}")
     tokens = huggingface.some_tokens(model)
@@ -411,10 +464,11 @@ def main() -> int:
     parser.add_argument(
         "--show", nargs="*", default=["DIFFERENT", "CRASH"], help="outcomes to tell"
     )
+    parser.add_argument("--families", nargs="*", default=KINDS, choices=KINDS, help="which ones")
     given = parser.parse_args()
     found: Counter[str] = Counter()
     for number in range(given.count):
-        case = random_case(given.seed, number)
+        case = random_case(given.seed, number, given.families)
         how, words = outcome(case)
         found[how] += 1
         if how in given.show:

@@ -114,6 +114,8 @@ def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> Co
     check_vocabulary(tokenizer.vocab_size, run.model.vocab_size, tokenizer.name)
     name = str(own.absolute()) if own.is_dir() else tokenizer.name
     values = {
+        # Experts train under sp alone with tp; decoding has no sequence parallelism in any case.
+        "sp": run.model.num_experts > 0 and config.tp > 1,
         "micro_batch_size": 1,
         "global_batch_size": config.dp or 1,
         "model": run.model,

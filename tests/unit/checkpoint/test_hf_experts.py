@@ -21,6 +21,8 @@ from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_o
 from parallel3d.checkpoint.storage import read_full
 from parallel3d.commands.checkpoint import huggingface
 from parallel3d.commands.checkpoint.command import checkpoint
+from parallel3d.commands.from_run import GENERATE, config_from_run
+from parallel3d.commands.options import CommandConfig
 from parallel3d.config.schema import ModelConfig, states_of
 from parallel3d.errors import UserError
 from parallel3d.experts.router import Router, RouterSettings, scores_of
@@ -102,7 +104,8 @@ def test_logits_and_gradients_equal_those_of_transformers(kind: str, tmp_path: P
     assert len(margins) >= len(model.expert_layers) > 0
     assert min(margins) > 1e-5
     assert out.logits.std() > 0.3
-    torch.testing.assert_close(ours, out.logits, rtol=0, atol=1e-5 * float(out.logits.abs().max()))
+    largest = float(out.logits.detach().abs().max())
+    torch.testing.assert_close(ours, out.logits, rtol=0, atol=1e-5 * largest)
 
     loss = F.cross_entropy(ours[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=0)
@@ -177,6 +180,18 @@ def test_biases_of_routers_survive_bf16(
     assert {str(t.dtype) for n, t in written.items() if n not in names} == {"torch.bfloat16"}
     back = read_full(Path("runs/again/checkpoints/step-00000000"), ("state",))
     assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_an_imported_run_answers_under_every_tp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training needs sp=true there; answers of several ranks: `tests/distributed`."""
+    monkeypatch.chdir(tmp_path)
+    save_model(Path("hf"), "olmoe", **SIZES | {"vocab_size": 257} | EXPERTS["olmoe"])
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    for tp in (1, 2):
+        config = CommandConfig(run="t", tp=tp)
+        assert config_from_run(GENERATE, config, ["run=t", f"tp={tp}"], None).sp == (tp == 2)
 
 
 def test_layers_of_multi_token_prediction_are_left_out_with_a_notice(

@@ -42,6 +42,10 @@ QWEN3 = dataclasses.replace(
     LLAMA, qk_norm=True, head_dim=6, attention_bias="all", rope_scaling_factor=4.0
 )
 
+OLMOE = dataclasses.replace(
+    LLAMA, qk_norm=True, qk_norm_width="full", num_experts=4, shared_expert_size=8
+)
+
 
 def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
     config = Config(model=model, dp=1)
@@ -65,7 +69,9 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
         return stage.head.logits(x)[0, -1, : stage.head.model.vocab_size]
 
 
-@pytest.mark.parametrize("model", [GPT, LLAMA, QWEN3], ids=["gpt", "llama", "qwen3"])
+@pytest.mark.parametrize(
+    "model", [GPT, LLAMA, QWEN3, OLMOE], ids=["gpt", "llama", "qwen3", "olmoe"]
+)
 @pytest.mark.parametrize("prompt", [1, 5, 12, 31])
 def test_cached_logits_are_those_of_the_whole_sequence_in_view(
     model: ModelConfig, prompt: int
