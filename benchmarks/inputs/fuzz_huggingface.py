@@ -178,7 +178,8 @@ def base(rng: random.Random, kinds: Sequence[str] = KINDS) -> Case:
     kind = rng.choice(kinds)
     sizes: dict[str, Any] = dict(SIZES)
     sizes["hidden_size"] = rng.choice((32, 48, 64))
-    sizes["num_hidden_layers"] = rng.choice((1, 2))
+    # With experts, one layer must not be dense.
+    sizes["num_hidden_layers"] = rng.choice((2, 3) if kind in WITH_EXPERTS else (1, 2))
     sizes["num_key_value_heads"] = rng.choice((1, 2, 4))
     options: dict[str, Any] = {"tie_word_embeddings": rng.random() < 0.5}
     if kind == "gpt2":

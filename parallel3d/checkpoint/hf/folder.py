@@ -53,6 +53,7 @@ ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 # Bytes: some 140,000 tensors, while 94 layers of 128 experts have 36,946.
 LARGEST_HEADER = 16 << 20
+EXPERT = ".experts."
 LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")
 BASE_PREFIX = re.compile(r"^(model|transformer)\.")
 
@@ -370,6 +371,7 @@ def _match(
                 "F32, F16, BF16"
             )
         keys[tensor.name] = key
+    _check_prefixes(folder, keys)
     known = set(keys.values()) | ({HEAD} if tied else set())
     unknown = [
         k
@@ -384,6 +386,18 @@ def _match(
             f"({len(unknown)} of {len(where)} tensors are unknown)"
         )
     return keys
+
+
+def _check_prefixes(folder: Path, keys: Mapping[str, str]) -> None:
+    """Raises UserError if some experts' names have the prefix and others not: transformers joins
+    the experts of each spelling by themselves, and reads another model."""
+    experts = [(name, key) for name, key in keys.items() if EXPERT in name]
+    if len({name == key for name, key in experts}) > 1:
+        bare = next(key for name, key in experts if name != key)
+        raise UserError(
+            f"from={folder}: {bare} lacks the prefix that other experts' names have, and "
+            "transformers would mix up the experts: save the model again with save_pretrained"
+        )
 
 
 def _configs(

@@ -229,3 +229,17 @@ def test_files_of_an_export_are_as_large_as_their_tensors(tmp_path: Path) -> Non
     sizes = [sum(t.nbytes for t in content.values()) for content in files]
     assert max(sizes) <= 20_000
     assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def test_experts_under_two_spellings_are_refused(tmp_path: Path) -> None:
+    """transformers joins the experts of each spelling, and reads another model."""
+    save_model(tmp_path, "mixtral", **SIZES | EXPERTS["mixtral"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    tensors[name.removeprefix("model.")] = tensors.pop(name)
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"experts\.2\.w3\.weight lacks the prefix"):
+        read(tmp_path)
+    save_file({name.removeprefix("model."): t for name, t in tensors.items()}, file)
+    assert len(read(tmp_path)[1]) == len(tensors)
