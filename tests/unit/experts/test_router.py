@@ -16,6 +16,7 @@ from parallel3d.experts.balance import Balance, BalanceOfRun
 from parallel3d.experts.choice import Choice, Routing
 from parallel3d.experts.router import Router, RouterSettings
 from parallel3d.parameters.initializer import Initializer
+from parallel3d.parameters.state import state_of
 from tests.distributed.seams import CHOICE_WEIGHTS, RANKED, SCORES, Mutation, planted
 from tests.reference import mlp as reference
 
@@ -179,6 +180,23 @@ def test_a_router_of_bf16_scores_in_fp32() -> None:
     torch.testing.assert_close(mixed.weights.double(), expected, rtol=1e-6, atol=1e-7)
 
 
+def test_a_router_of_bf16_has_gradients_of_fp32() -> None:
+    """Neither the gradient of the logits nor its sum over tokens is rounded to bf16."""
+    router, x = router_of(model(), torch.bfloat16), logits().bfloat16()
+    total = torch.zeros(EXPERTS, EXPERTS)
+    state_of(router.weight).main_grad = total
+    tokens = x[None].clone().requires_grad_()
+    routing = router(tokens, Choice(), None)
+    given = torch.randn(routing.weights.shape, generator=torch.Generator().manual_seed(9))
+    routing.weights.backward(given)
+    exact, wide = router_of(model()), x.double()[None].requires_grad_()
+    exact(wide, Choice(), None).weights.backward(given.double())
+    assert exact.weight.grad is not None
+    torch.testing.assert_close(total.double(), exact.weight.grad, rtol=1e-5, atol=1e-6)
+    assert tokens.grad is not None and wide.grad is not None
+    torch.testing.assert_close(tokens.grad, wide.grad.bfloat16())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_bias_near_20_keeps_differences_of_a_hundredth(dtype: torch.dtype) -> None:
     """The biases of large models lie far from zero and close together, as 20 ± 0.01: no conversion
@@ -188,7 +206,9 @@ def test_a_bias_near_20_keeps_differences_of_a_hundredth(dtype: torch.dtype) -> 
     assert router.bias is not None
     first = 20.0 + 0.01 * torch.tensor([0.0, 1, -1, 1, -1, 0, 0, 0])
     router.bias.copy_(first)
-    run = BalanceOfRun(ExpertsConfig(bias_update_rate=0.001), {0: router}, [0], EXPERTS, 3, ())
+    settings = ExpertsConfig(bias_update_rate=0.001)
+    alone = {"has_biases": True, "is_first": True}
+    run = BalanceOfRun(settings, {0: router}, [0], EXPERTS, 3, (), **alone)
     x = torch.zeros(1, 1, EXPERTS, dtype=dtype)
     choice = Choice()
     router(x, choice, balance_of(1, 1, 0.0))
