@@ -234,7 +234,7 @@ class BalanceOfRun:
         experts, chosen: experts of a layer, and of a token.
         sequence: the groups over which the tokens of a sequence are split.
         has_biases: the model's routers have biases.
-        is_first: this rank tells the others of the biases of its stage.
+        is_first: this rank reports the biases of its stage to the others.
     """
 
     def __init__(

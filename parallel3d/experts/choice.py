@@ -60,7 +60,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sent:
-    """Which tokens of this rank went to which rank of ep.
+    """The tokens of this rank that went to each rank of ep.
 
     Attributes:
         tokens: (sent,) int64, this rank's token of each message, by rank and then by token.
@@ -107,7 +107,7 @@ class Choice:
         experts: (n, k), as in `Routing`.
         counts: (b, experts) tokens of each whole sequence that chose an expert, for the auxiliary
             loss.
-        sent: which tokens went to which rank.
+        sent: the tokens that went to each rank.
         rows: the order in which this rank's experts read their tokens.
     """
 

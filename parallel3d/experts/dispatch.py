@@ -1,4 +1,4 @@
-"""Two ways of tokens to the experts of other ranks, and back.
+"""The two ways in which tokens reach the experts of other ranks, and return.
 
 | way | a rank gets | bytes for each token, in hidden states and each direction |
 |---|---|---|
@@ -42,7 +42,7 @@ def share_sent(experts: int, chosen: int, ep: int) -> float:
 def chosen_way(way: str, experts: int, chosen: int, ep: int) -> str:
     """Returns `gather` or `all_to_all`; for auto the one that sends less.
 
-    All-to-all sends choices and weights of a token besides, and waits for the counts, so it has to
+    All-to-all also sends choices and weights of a token, and waits for the counts, so it has to
     send less by a tenth.
     """
     if way != AUTO:
@@ -59,7 +59,7 @@ def dispatched(
     way: str,
     run: RunExperts,
 ) -> Tensor:
-    """Returns the weighed sums of the chosen experts' results: (n, hidden) → (n, hidden).
+    """Returns the weighted sums of the chosen experts' results: (n, hidden) → (n, hidden).
 
     Args:
         choice: keeps the order of rows and the ranks of tokens for a recomputation.
