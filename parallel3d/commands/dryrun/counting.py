@@ -466,8 +466,8 @@ def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str
     blueprint, groups = trainer.blueprint, trainer.groups
     counter.machine.collect()
     start_peak, counter.building = counter.peak, False
-    kinds = ("world", "embedding", "pp", "dp_cp", "dp", "dp_inner", "dp_outer", "cp", "tp")
-    kinds += ("edp", "ep")
+    of_data = ("dp_cp", "dp", "dp_inner", "dp_outer")
+    kinds = ("world", "embedding", "pp", *of_data, "cp", "tp", "edp", "ep")
     counter.names = {groups.pp_backward.handle: "pp"}  # counted as pp
     of_kinds = (getattr(groups, kind) for kind in kinds)
     counter.names |= {group.handle: group.name for group in of_kinds}  # dp_cp may be dp
