@@ -140,7 +140,6 @@ CONFLICTS = (
             ((other, off),),
         )
         for other, off in (
-            ("compile", False),
             ("mlp_chunk_tokens", None),
             ("ddp.hierarchical", False),
             ("ddp.shard_size", None),

@@ -162,6 +162,8 @@ class TransformerBlock(nn.Module):
         self.mlp_dropout = ctx.dropout(f"layers.{layer}.mlp", model)
         self.recompute = "layer" in ctx.recompute
         self.keeps_norms = "norm" not in ctx.recompute
+        # `compile_blocks` replaces it in layers with experts.
+        self.run_attention: Callable[..., Tensor] = TransformerBlock.attended
 
     def forward(
         self,
@@ -186,12 +188,22 @@ class TransformerBlock(nn.Module):
         balance: Balance | None,
         choice: Choice | None,
     ) -> Tensor:
-        x, norm = self._sum_and_norm(x, None, self.input_norm)
-        attended = self.attention(x, norm, rotary, samples, documents)
-        attended = self.attention_dropout(attended, samples, documents)
+        attended = self.run_attention(self, x, rotary, samples, documents)
         x, norm = self._sum_and_norm(x, attended, self.mlp_norm)
         y = self.mlp(x, norm) if choice is None else self.mlp(x, norm, choice, balance)
         return x + self.mlp_dropout(y, samples, documents)
+
+    def attended(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        samples: Tensor | None,
+        documents: Documents | None,
+    ) -> Tensor:
+        """Returns attention(norm(x)), with dropout."""
+        x, norm = self._sum_and_norm(x, None, self.input_norm)
+        y = self.attention(x, norm, rotary, samples, documents)
+        return self.attention_dropout(y, samples, documents)
 
     def _sum_and_norm(
         self, x: Tensor, y: Tensor | None, norm: Norm
@@ -223,6 +235,10 @@ def _run_blocks(
 def _run_block(block: TransformerBlock, *args: Any) -> Tensor:
     """Runs the forward that a block has before `compile_blocks` replaces it."""
     return TransformerBlock.forward(block, *args)
+
+
+def _run_attention(block: TransformerBlock, *args: Any) -> Tensor:
+    return TransformerBlock.attended(block, *args)
 
 
 class Stage(nn.Module):
@@ -369,6 +385,8 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     """Compiles the forward and backward of the blocks, in groups that share their code.
 
     Blocks that FSDP2 shards are compiled one by one, inside its hooks, which gather and free them.
+    In a block with experts only the attention is compiled: the experts' numbers of rows change from
+    one micro-batch to the next, and their choice must not be computed again.
     Gradients of the linear layers go to their buckets (see `tensor_parallel.linear_ops`); only
     under FSDP2 they go to `.grad`.
 
@@ -384,9 +402,17 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     torch_compile: Callable[..., Callable[..., Tensor]] = torch.compile
     how = {"backend": backend, "fullgraph": True, "dynamic": False, **options}
     compiled, one = torch_compile(_run_blocks, **how), torch_compile(_run_block, **how)
+    attention = torch_compile(_run_attention, **how)
     for stage in stages:
-        if any(state_of(p).compute_dtype is not None for p in stage.parameters()):  # FSDP2's
-            for block in stage.blocks.values():
+        blocks = stage.blocks.values()
+        experts = [block for block in blocks if isinstance(block.mlp, MixtureOfExperts)]
+        for block in experts:
+            block.run_attention = attention
+        is_sharded = any(state_of(p).compute_dtype is not None for p in stage.parameters())
+        if is_sharded or experts:  # by FSDP2
+            for block in blocks:
+                if block in experts:
+                    continue
                 block.forward = partial(one, block)  # type: ignore[method-assign]
         else:
             stage.run_blocks = compiled

@@ -251,7 +251,6 @@ REFUSED = (
         lambda experts, ep: ep == 1 or (experts > 0 and experts % ep == 0),
     ),
     _without_experts("MLP", "whole"),
-    _without_experts("compile", False),
     _without_experts("copies", "one"),
     _without_experts("noise scale", False),
     Rule(
