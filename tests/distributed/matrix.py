@@ -623,7 +623,10 @@ def problem(levels: Levels) -> Problem:
         model=tuple(_model(levels).items()),
         optim=tuple((k, v) for k, v in optim.items() if v != OPTIM[optimizer].get(k)),
         # Each further layer is a further graph to compile.
-        layers=pp * levels["chunks"] + (not levels["compile"] or levels["stages"] == "uneven"),
+        layers=max(
+            pp * levels["chunks"] + (not levels["compile"] or levels["stages"] == "uneven"),
+            2 if levels["expert layers"] == "some" else 1,
+        ),
         loss=SMOOTHED if levels["loss"] == "smoothed" else (),
         moe=BALANCING[levels["balancing"]],
         # The second step reads what the first has left.
