@@ -127,5 +127,5 @@ def test_the_price_of_a_step_on_more_ranks() -> None:
 
 
 def test_other_dimensions_are_refused() -> None:
-    with pytest.raises(UserError, match=r"tp=2 must be 1: .* the nearest is tp=1"):
+    with pytest.raises(UserError, match=r"tp=2 must be 1, .* the nearest is tp=1"):
         ddp.ddp_figures(Config(tp=2), Worker(0, 0, 2, 2, Path(), "local"))

@@ -102,7 +102,7 @@ def test_only_ranks_of_another_run_are_refused(shell: Shell) -> None:
     first = start(shell, by_hand(0, port), "run=a")
     wait_until(lambda: listens(port))
     other = ended(start(shell, by_hand(1, port), "run=b"))
-    assert other.code == 2 and "with run=a; here it is run=b" in other.err
+    assert other.code == 2 and "which have run=a; here it is run=b" in other.err
     second = ended(start(shell, by_hand(1, port), "run=a"))
     assert (ended(first).code, second.code) == (0, 0)
     assert not (shell.cwd / "runs" / "b").exists()
