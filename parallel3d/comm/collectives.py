@@ -204,16 +204,29 @@ def all_to_all(tensor: Tensor, group: Group) -> Tensor:
     return out
 
 
-def all_to_all_uneven(tensor: Tensor, group: Group, given: list[int], taken: list[int]) -> Tensor:
+def all_to_all_uneven(
+    tensor: Tensor, group: Group, given: list[int], taken: list[int], most: int | None = None
+) -> Tensor:
     """Sends `given[j]` elements of a flat tensor to rank j, in order; returns the received ones.
 
     `taken[i]` of them come from rank i, in order of senders. Ranks may call it without elements.
+    `most`: the most elements that any rank sends, equal on all ranks; ranks that share memory use
+    it if so many fit.
     """
     if group.size == 1:
         return tensor
     out = tensor.new_empty(sum(taken))
-    splits = [[n * tensor.itemsize for n in each] for each in (taken, given)]
-    observed("all_to_all", tensor, group, lambda: _all_to_all(out, tensor, group, *splits)).wait()
+    to_bytes = [[n * tensor.itemsize for n in each] for each in (taken, given)]
+
+    def start() -> Work:
+        shared = _shared_memory(tensor, group)
+        if shared is None or most is None or not shared.takes_uneven(most * tensor.itemsize):
+            return _all_to_all(out, tensor, group, *to_bytes)
+        as_bytes = tensor.view(torch.uint8), to_bytes[1], out.view(torch.uint8), to_bytes[0]
+        shared.all_to_all_uneven(*as_bytes)
+        return CompletedWork()
+
+    observed("all_to_all", tensor, group, start).wait()
     return out
 
 

@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -220,6 +220,7 @@ def _attach(path: str, identity: list[int]) -> int:
 # Collectives
 
 SLOT_BYTES = 4 << 20
+NUMBER_BYTES = ctypes.sizeof(ctypes.c_int64)
 CHUNK_BYTES = 1 << 20  # stays in a core's cache between its two passes
 SLOTS = 2
 MOST_VIEWS = 256  # cached views at most
@@ -273,7 +274,7 @@ class SharedCollectives:
         cls, handle: dist.ProcessGroup, index: int, size: int, timeout_s: float
     ) -> SharedCollectives | None:
         """Opens the group's shared memory; None if the ranks cannot share any; collective."""
-        data = size * SLOTS * (SLOT_BYTES + ctypes.sizeof(ctypes.c_int64))
+        data = size * SLOTS * (SLOT_BYTES + NUMBER_BYTES)
         memory = open_shared_memory(handle, index, size, data, timeout_s)
         return None if memory is None else cls(memory)
 
@@ -302,6 +303,39 @@ class SharedCollectives:
     def all_to_all(self, tensor: Tensor, out: Tensor) -> SharedWork:
         """Starts sending part j of `tensor` to rank j; `out` is in order of senders."""
         return SharedWork(self, tensor, self.size, out, self.size, _copy)
+
+    def takes_uneven(self, most: int) -> bool:
+        """Returns whether a slot has room for `all_to_all_uneven` of at most `most` bytes."""
+        return self.size * NUMBER_BYTES + most <= SLOT_BYTES
+
+    def all_to_all_uneven(
+        self, tensor: Tensor, given: Sequence[int], out: Tensor, taken: Sequence[int]
+    ) -> None:
+        """Sends `given[j]` bytes to rank j, and receives `taken[i]` from rank i, in order.
+
+        The tensors are flat uint8. A rank writes in front of its bytes where each peer's begin.
+        """
+        if self.unread is not None:
+            self.unread.wait()
+        turn = self.operations % SLOTS
+        self.operations += 1
+        slots = [self._slot(rank, turn) for rank in range(self.size)]
+        header = self.size * NUMBER_BYTES
+        begins = list(accumulate(given[:-1], initial=header))
+        slots[self.index][:header].view(torch.int64).copy_(torch.tensor(begins))
+        slots[self.index][header : header + tensor.numel()].copy_(tensor)
+        for peer in self.peers:
+            self.memory.post(peer)
+        for peer in self.peers:
+            self.memory.wait(peer)
+        for slot, part, size in zip(slots, out.split(list(taken)), taken, strict=True):
+            begin = int(slot[:header].view(torch.int64)[self.index])
+            part.copy_(slot[begin : begin + size])
+
+    def _slot(self, rank: int, turn: int) -> Tensor:
+        """Returns the bytes of a rank's slot."""
+        begin = (rank * SLOTS + turn) * SLOT_BYTES
+        return self.memory.data[begin : begin + SLOT_BYTES]
 
     def shift(self, tensor: Tensor, out: Tensor) -> SharedWork:
         """Starts sending `tensor` to the next rank; `out` is the previous rank's tensor."""

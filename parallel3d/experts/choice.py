@@ -67,12 +67,14 @@ class Sent:
         places: (n, ep) int64, the message of each token to each rank; the number of messages for
             none.
         given, taken: messages to and from each rank.
+        most: the most messages that a rank can send or get.
     """
 
     tokens: Tensor
     places: Tensor
     given: tuple[int, ...]
     taken: tuple[int, ...]
+    most: int
 
     @classmethod
     def of(cls, experts: Tensor, local: int, ep: Group, balanced: int) -> Sent:
@@ -94,7 +96,9 @@ class Sent:
         places = torch.full_like(flat, total, dtype=torch.int64)
         places[messages] = torch.arange(total, device=flat.device)
         count = len(experts)
-        return cls(messages % max(count, 1), places.view(ep.size, count).t(), given, taken)
+        return cls(
+            messages % max(count, 1), places.view(ep.size, count).t(), given, taken, ep.size * count
+        )
 
 
 @dataclass

@@ -128,20 +128,28 @@ def _by_all_to_all(
         choice.sent = Sent.of(routing.experts, local, ep, balanced)
     sent = choice.sent
     if choice.rows is None:
-        experts = _exchanged(routing.experts[sent.tokens], ep, sent.given, sent.taken)
+        experts = _exchanged(routing.experts[sent.tokens], ep, sent.given, sent.taken, sent.most)
         local_experts = _local(experts, local, ep.index)
         choice.rows = Rows.of(local_experts, local, routing.experts.numel())
-    tokens = _Exchange.apply(_Take.apply(x, sent), ep, sent.given, sent.taken)
-    weights = _Exchange.apply(_Take.apply(routing.weights, sent), ep, sent.given, sent.taken)
+    sizes = sent.given, sent.taken, sent.most
+    tokens = _Exchange.apply(_Take.apply(x, sent), ep, *sizes)
+    weights = _Exchange.apply(_Take.apply(routing.weights, sent), ep, *sizes)
     results = run(tokens, weights, choice.rows)
-    return _Sum.apply(_Exchange.apply(results, ep, sent.taken, sent.given), sent)
+    return _Sum.apply(_Exchange.apply(results, ep, sent.taken, sent.given, sent.most), sent)
 
 
-def _exchanged(x: Tensor, ep: Group, given: tuple[int, ...], taken: tuple[int, ...]) -> Tensor:
-    """Sends `given[j]` rows of (sent, …) to rank j; the result is in order of senders."""
+def _exchanged(
+    x: Tensor, ep: Group, given: tuple[int, ...], taken: tuple[int, ...], most: int
+) -> Tensor:
+    """Sends `given[j]` rows of (sent, …) to rank j; the result is in order of senders.
+
+    `most`: the most rows that any rank sends.
+    """
     width = math.prod(x.shape[1:])
-    sizes = [[n * width for n in each] for each in (given, taken)]
-    return collectives.all_to_all_uneven(x.contiguous().view(-1), ep, *sizes).view(-1, *x.shape[1:])
+    sent, got = ([n * width for n in each] for each in (given, taken))
+    flat = x.contiguous().view(-1)
+    received = collectives.all_to_all_uneven(flat, ep, sent, got, most * width)
+    return received.view(-1, *x.shape[1:])
 
 
 class _Exchange(torch.autograd.Function):
@@ -149,14 +157,14 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ep: Group, given: tuple[int, ...], taken: tuple[int, ...]
+        ctx: Any, x: Tensor, ep: Group, given: tuple[int, ...], taken: tuple[int, ...], most: int
     ) -> Tensor:
-        ctx.sizes = ep, taken, given
-        return _exchanged(x, ep, given, taken)
+        ctx.sizes = ep, taken, given, most
+        return _exchanged(x, ep, given, taken, most)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grad, *ctx.sizes), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _exchanged(grad, *ctx.sizes), None, None, None, None
 
 
 class _Take(torch.autograd.Function):

@@ -60,6 +60,38 @@ def many_operations(size: int) -> int:
     return -1
 
 
+def uneven_messages(size: int, most: int | None) -> tuple[int, int]:
+    """Runs 60 uneven all-to-alls, some of them empty, between sums; returns the first wrong one,
+    and the number that went through shared memory."""
+    group = tp_group(size)
+    assert group.shared is not None
+    plan = random.Random(1)
+    before = group.shared.operations
+    for operation in range(60):
+        counts = [[plan.choice([0, 0, 1, 7, 300]) for _ in range(size)] for _ in range(size)]
+        sent = [value(rank, operation, sum(counts[rank]), torch.float64) for rank in range(size)]
+        given = counts[group.index]
+        taken = [row[group.index] for row in counts]
+        as_numbers = [3 * n for n in given], [3 * n for n in taken]
+        flat = sent[group.index].reshape(-1)
+        got = collectives.all_to_all_uneven(flat, group, *as_numbers, most)
+        parts = (sent[rank].split(counts[rank])[group.index] for rank in range(size))
+        if not torch.equal(got, torch.cat([part.reshape(-1) for part in parts])):
+            return operation, -1
+        total = collectives.all_reduce(torch.ones(2), group)
+        if total.tolist() != [size, size]:
+            return operation, -1
+    return -1, group.shared.operations - before - 60
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_uneven_messages_use_the_memory_if_they_fit(pool: Pool, size: int) -> None:
+    most = 3 * 300 * size
+    assert pool.run(size, uneven_messages, size, most) == [(-1, 60)] * size
+    too_many = shared_memory.SLOT_BYTES // 8
+    assert pool.run(size, uneven_messages, size, too_many) == [(-1, 0)] * size
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_three_hundred_mixed_operations_are_exact(pool: Pool, size: int) -> None:
     assert pool.run(size, many_operations, size) == [-1] * size
