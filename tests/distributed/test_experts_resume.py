@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.checkpoint.checkpoints import Checkpoints
 from parallel3d.checkpoint.manifest import list_checkpoints
-from parallel3d.checkpoint.storage import stored_shapes
+from parallel3d.checkpoint.storage import chunks_by_name, read_full, stored_shapes
+from parallel3d.commands.init_from import load_initial
 from parallel3d.parameters.slices import STATE, ParameterSlice
+from parallel3d.run.directory import save_config
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case
 from tests.distributed.harness import (
@@ -52,7 +55,8 @@ def train(
 ) -> Outcome:
     """Trains from the run's newest checkpoint, on every rank, and saves every two steps."""
     groups = plain_groups(Layout(*sizes))
-    keys = (*case.keys, ("run", folder.name), ("checkpoint.every", SAVED))
+    keys = (*case.keys, ("run", folder.name), ("runs_dir", str(folder.parent)))
+    keys = (*keys, ("checkpoint.every", SAVED))
     with bug():
         trainer = make_trainer(dataclasses.replace(case, keys=keys), groups)
         initial = digests(trainer.full_parameters())
@@ -63,6 +67,8 @@ def train(
             results.append(Step.of(trainer.train_step()))
             checkpoints.after_step(trainer)
         assert checkpoints.close()
+        if groups.rank == 0:
+            save_config(trainer.config, folder)
         final = {name: array(w) for name, w in trainer.full_parameters().items()}
         assert trainer.balance is not None
         biases = {name: array(bias) for name, bias in trainer.balance.states.items()}
@@ -122,3 +128,30 @@ def test_a_checkpoint_without_all_experts_and_biases_is_not_made(
     with pytest.raises(WorkerFailure, match="the ranks wrote"):
         pool.run(4, train, *FROM, tmp_path, SAVED, bug)
     assert list_checkpoints(tmp_path) == []
+
+
+def not_taken(sizes: Sizes, case: Case, folder: Path) -> list[str]:
+    """Begins a new run from the run's weights, on every rank; returns what differs from them."""
+    groups = plain_groups(Layout(*sizes))
+    keys = (*case.keys, ("runs_dir", str(folder.parent)), ("init_from", folder.name), ("seed", 7))
+    trainer = make_trainer(dataclasses.replace(case, keys=keys), groups)
+    load_initial(trainer, groups)
+    full = read_full(list_checkpoints(folder)[-1], ("parameter", STATE))
+    wrong, found = [], 0
+    for name, tensor in chunks_by_name(trainer.parameter_slices(), shared=False).items():
+        for chunk, values in tensor.chunks if name in full else ():
+            found += 1
+            wrong += [] if torch.equal(values, chunk.of(full[name])) else [name]
+    groups.close()
+    assert found > 0
+    return wrong
+
+
+def test_a_new_run_takes_experts_and_biases_of_another_ep(pool: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    pool.run(Layout(*FROM[0]).world_size, train, *FROM, folder, SAVED)
+    biases = read_full(list_checkpoints(folder)[-1], (STATE,))
+    assert len(biases) == 2 and all(bias.any() for bias in biases.values())
+    sizes, case = (1, 1, 2, 1, 2), experts(PROBLEM)
+    assert pool.run(2, not_taken, sizes, case, folder) == [[], []]
