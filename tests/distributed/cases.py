@@ -316,15 +316,18 @@ def _pack(sample: Sample, i: int, ranks: int = 1) -> Sample:
 def _padded(sample: Sample, i: int) -> Sample:
     """Returns `sample` with padding at its end, or with nothing but padding; every third has none.
 
-    A third of the tokens of many samples is padding, which is a document by itself.
+    A third of the tokens of many samples is padding, which is a document by itself where samples
+    have documents.
     """
     length = len(sample.loss_mask)
     if i % 3 == 0 or sample.used is not None:
         return sample
     used = length - 5 * i % (length + 1)
-    starts = np.zeros(length, dtype=np.int32) if sample.starts is None else sample.starts.copy()
-    mask = sample.loss_mask.copy()
-    starts[used:], mask[used:] = used, False
+    mask, starts = sample.loss_mask.copy(), sample.starts
+    mask[used:] = False
+    if starts is not None:
+        starts = starts.copy()
+        starts[used:] = used
     return Sample(sample.tokens, mask, starts, used)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,9 @@ from parallel3d.experts.balance import Balance
 from parallel3d.experts.choice import Choice, Routing
 from parallel3d.experts.router import Router
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import Outcome, Sizes, run_cases
+from tests.distributed.harness import Outcome, Sizes, make_trainer, plain_groups, run_cases
 from tests.distributed.pool import Pool
-from tests.distributed.seams import ROUTER, SUMMED_SLOTS, Mutation, planted
+from tests.distributed.seams import ROUTER, SUMMED_SLOTS, Mutation, Seam, planted
 from tests.distributed.test_mutations_experts import ADAMW, EP, TP_IN_EP, experts
 
 # A token sums four experts: sums of two have the same bits in any order.
@@ -112,3 +113,48 @@ def test_a_choice_that_is_made_again_is_told(pool: Pool) -> None:
     cases = recomputed(problem("bf16", 3), "full")
     found = differ(*pair(pool, EP, cases, chosen_again_from_rounded_tokens))
     assert found == {"steps", "weights"}
+
+
+# Collectives through which choices and counts could travel, in int64.
+COLLECTIVES = {
+    name: Seam(f"comm.collectives:{name}")
+    for name in ("all_gather", "all_reduce", "all_to_all", "all_to_all_uneven")
+}
+
+
+def asked(sizes: Sizes, case: Case) -> Counter[str]:
+    """Returns the collectives of whole numbers in a step, on every rank."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        def call(sound: Any, tensor: Tensor, *how: Any) -> Tensor:
+            calls[name] += tensor.dtype == torch.int64
+            return sound(tensor, *how)
+
+        return call
+
+    groups = plain_groups(Layout(*sizes))
+    trainer = make_trainer(case, groups)
+    with ExitStack() as stack:
+        for name, seam in COLLECTIVES.items():
+            stack.enter_context(seam.replaced(counted(name)))
+        trainer.train_step()
+    groups.close()
+    return +calls
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        # Two micro-batches of two layers: counts of sequences, then choices, or numbers of tokens
+        # and choices.
+        ("gather", {"all_reduce": 4, "all_gather": 4}),
+        ("all_to_all", {"all_reduce": 4, "all_to_all": 4, "all_to_all_uneven": 4}),
+    ],
+)
+@pytest.mark.parametrize("recompute", ["none", "[mlp]", "full"])
+def test_a_recomputation_asks_no_other_rank_for_choices(
+    way: str, expected: dict[str, int], recompute: str, pool: Pool
+) -> None:
+    case = experts(ADAMW, way, keys={"recompute": recompute})
+    assert pool.run(2, asked, (2, 1, 1, 1, 2), case) == [expected] * 2

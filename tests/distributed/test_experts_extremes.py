@@ -263,6 +263,8 @@ def test_a_wrong_step_of_unused_experts_is_told(
 # Padding, and evaluations between steps
 
 PADDED = dataclasses.replace(SGD, padding=True)
+# Without documents a stage between the first and the last reads samples for their padding alone.
+PLAIN = dataclasses.replace(PADDED, documents=False, layers=3)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +274,9 @@ PADDED = dataclasses.replace(SGD, padding=True)
         ((2, 1, 1, 1, 2), experts(PADDED, "all_to_all")),
         ((2, 1, 1, 2, 4), experts(PADDED, "all_to_all", microbatches=12)),
         ((1, 2, 2, 1, 2), experts(PADDED, schedule="zb_h1", microbatches=3)),
+        ((1, 3, 1, 1, 1), experts(PLAIN, microbatches=3)),
     ],
-    ids=["ep", "tp", "cp", "pp"],
+    ids=["ep", "tp", "cp", "pp", "middle"],
 )
 def test_a_third_of_padding_is_in_no_count_and_no_loss(
     sizes: Sizes, case: Case, pool: Pool, references: References

@@ -139,3 +139,15 @@ def test_a_token_sums_its_rows_in_the_order_of_its_slots() -> None:
     rows = torch.tensor([[1.0], [1e8], [-1e8]])
     places = torch.tensor([[1, 2, 0], [0, 1, 2], [3, 0, 3]])
     assert sum_of_slots(rows, places).tolist() == [[1.0], [0.0], [1.0]]
+
+
+def test_an_activation_in_bf16_is_rounded_once_with_its_weight() -> None:
+    """An expert that passes its activation on shows how it was rounded."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(64, 5, generator=generator).bfloat16()
+    weights = torch.rand(64, 1, generator=generator)
+    up, down = torch.eye(5).bfloat16(), torch.eye(5).bfloat16()
+    rows = Rows.of(torch.zeros(64, 1, dtype=torch.int64), 1, 64)
+    found = run_experts(x, weights, up, down, rows, lambda inner: inner)
+    assert torch.equal(found, (x.float() * weights).bfloat16())
+    assert not torch.equal(found, x * weights.bfloat16())
