@@ -75,7 +75,7 @@ def _split_attention(rank: PipelineRank) -> int:
     blueprint, style, calls = rank.blueprint, rank.blueprint.layer.cp_style, _calls(rank)
     if blueprint.layout.cp == 1:
         return 0
-    repeats, kept = any(op.kind == "attention" for op in rank.layer.repeated), 0
+    repeats, kept = blueprint.repeats_attention, 0
     if style == "gather":
         forward = 3 * rank.head_groups + 2 * calls + 1
         backward = 7 * rank.head_groups + 5 * calls + 2
@@ -99,32 +99,41 @@ def _split_attention(rank: PipelineRank) -> int:
 def _of_layers(rank: PipelineRank, kind: str, forward: int, backward: int) -> int:
     """Counts the launches of GEMMs or attention in one micro-batch, given those of one
     operation."""
-    every, again = (
-        sum(op.kind == kind for op in ops) for ops in (rank.layer.ops, rank.layer.repeated)
-    )
-    repeated = rank.recomputed_layers * again * forward
-    return rank.layer_count * every * (forward + backward) + repeated
+    found = 0
+    for experts, layers, recomputed in rank.kinds:
+        ops = rank.ops[experts]
+        every, again = (
+            sum(op.calls for op in ops if op.kind == kind) for ops in (ops.ops, ops.repeated)
+        )
+        found += layers * every * (forward + backward) + recomputed * again * forward
+    return found
 
 
 def _blocks(rank: PipelineRank, copies: int) -> int:
     """Counts the launches of one micro-batch between GEMMs, with the contiguous copies around
     them."""
-    model, layer, more = rank.blueprint.model, rank.layer, rank.recomputed_layers
-    again = _forward(layer.repeated, copies)
-    found = more * (_forward(layer.ops, copies) + _backward(layer.ops, copies) + again)
-    plain = _forward(layer.plain, copies) + _backward(layer.plain, copies)
-    found += (rank.layer_count - more) * plain
+    model, found = rank.blueprint.model, 0
+    for experts, layers, more in rank.kinds:
+        ops = rank.ops[experts]
+        again = _forward(ops.repeated, copies)
+        found += more * (_forward(ops.ops, copies) + _backward(ops.ops, copies) + again)
+        plain = _forward(ops.plain, copies) + _backward(ops.plain, copies)
+        found += (layers - more) * plain
     learned, norm = _adds_positions(rank.blueprint), NORMS[model.norm]
     last = norm.forward + norm.backward + rank.fully_sharded  # norm of the head
+    # FSDP2's gradients of experts are summed in fp32 and rounded; the auxiliary loss's are copied
+    # for several sequences.
+    several = rank.blueprint.balance.aux_loss > 0 and rank.blueprint.micro_batch_size > 1
+    found += _expert_layers(rank) * (4 * rank.fully_sharded + several)
     return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
 
 
 def _forward(ops: Sequence[Op], copies: int) -> int:
-    return sum(op.forward + 2 * copies * (op.kind == "gemm") for op in ops)
+    return sum(op.forward + 2 * copies * bool(op.split) for op in ops)
 
 
 def _backward(ops: Sequence[Op], copies: int) -> int:
-    return sum(op.backward + 3 * copies * (op.kind == "gemm") for op in ops)
+    return sum(op.backward + 3 * copies * bool(op.split) for op in ops)
 
 
 def _other(rank: PipelineRank, copies: int) -> int:
@@ -136,25 +145,51 @@ def _other(rank: PipelineRank, copies: int) -> int:
         each += 10 + learned + 2 * copies
     if rank.sends_slices:
         each += rank.neighbours(1) + rank.neighbours(-1)  # each message copies its slice
-    return blueprint.microbatches * each + 10 + rank.last
+    return blueprint.microbatches * each + 10 + rank.last + _balance(rank)
+
+
+def _balance(rank: PipelineRank) -> int:
+    """Counts launches of the experts' balance outside of their layers."""
+    blueprint, settings = rank.blueprint, rank.blueprint.balance
+    layers = _expert_layers(rank)
+    if not blueprint.model.num_experts:
+        return 0
+    found = 1 + 2 * layers  # the sums of all layers
+    if layers:  # each micro-batch's lengths, and the scales of its losses
+        each = 1 + (settings.aux_loss > 0) + 3 * (settings.z_loss > 0)
+        found += blueprint.microbatches * each + 1 + (settings.z_loss > 0)
+    return found + 10 * layers * blueprint.model.router_bias
+
+
+def _expert_layers(rank: PipelineRank) -> int:
+    return sum(kind.count for kind in rank.kinds if kind.experts)
 
 
 def _sharding(rank: PipelineRank) -> int:
     """Counts FSDP2's copies of parameters into flat buffers and out of them, and of gradients."""
     blueprint, layers, count = rank.blueprint, rank.layer_count, rank.blueprint.microbatches
-    all_of, ends = len(rank.parameters), len(rank.ends)
-    of_layers = all_of - ends + 2 * layers
-    root = ends + 2 if ends else 0
+    all_of, ends, sparse = len(rank.parameters), len(rank.ends), _expert_layers(rank)
     every = blueprint.data.every_microbatch
-    units = layers + (ends > 0)
-    gathers = 2 * count * of_layers + root if blueprint.data.zero == 3 else of_layers + root
+
+    def gathers(parameters: int, units: int, shards: int) -> int:
+        return parameters + 2 * units if shards > 1 else 2 * parameters
+
+    def reductions(units: int, shards: int) -> int:
+        return units if shards > 1 else 3 * units
+
+    of_layers = gathers(all_of - ends - 2 * sparse, layers, rank.shards)
+    of_layers += gathers(2 * sparse, sparse, rank.expert_shards)
+    root = gathers(ends, 1, rank.shards) if ends else 0
+    all_gathers = 2 * count * of_layers + root if blueprint.data.zero == 3 else of_layers + root
     widened = 0 if every or count == 1 else all_of
     # The two ends of a V have one backward each: a tied table gets two gradients, and if each
     # backward reduces, there are two reductions.
     apart = rank.first and rank.last and len(rank.stages) > 1
     gradients = all_of + (apart and rank.table.tied)
-    reductions = count * (units + apart) if every or count == 1 else units
-    return gathers + count * gradients + widened + reductions
+    of_experts = reductions(sparse, rank.expert_shards)
+    several = every or count == 1
+    units = reductions(layers + (ends > 0) + apart * several, rank.shards) + of_experts
+    return all_gathers + count * gradients + widened + (count if several else 1) * units
 
 
 def _optimizer(rank: PipelineRank) -> int:
@@ -168,8 +203,9 @@ def _optimizer(rank: PipelineRank) -> int:
     found += 2 + shared if shared else 0
     replicated = sum(s.replicated for s in segments)
     if rank.fully_sharded:
-        return found + 1 + rank.sp * (1 + replicated)
-    in_place = (p.columns > 1 for p in rank.parameters)  # by its matmul or look-up
+        return found + 1 + (_expert_layers(rank) > 0) + rank.sp * (1 + replicated)
+    # By its matmul or look-up.
+    in_place = (p.columns > 1 and not p.name.endswith(".shared_gate") for p in rank.parameters)
     by_autograd = len(rank.parameters) - sum(in_place) + rank.first * _adds_positions(blueprint)
     copies = len(segments) if rank.item < rank.grad_item else 0
     found += len(buckets_of(rank)) + copies + blueprint.microbatches * by_autograd
@@ -224,6 +260,11 @@ def _full_rows(rank: PipelineRank, p: LocalParameter) -> Sequence[int]:
         return w.queries, w.keys, w.keys
     if ".mlp.up." in p.name:
         return (w.ffn,) * (1 + w.gated)
+    if ".shared.up." in p.name:
+        return (model.shared_expert_size // rank.layout.tp,) * (1 + w.gated)
+    if ".experts." in p.name:
+        rows = model.hidden_size if p.name.endswith("down") else model.expert_size
+        return (rows,) * (p.numel // p.columns // rows)
     rows = p.numel // p.columns
     return (min(rows, model.vocab_size) if p.name in TABLES else rows,)
 

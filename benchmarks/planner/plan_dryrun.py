@@ -26,7 +26,7 @@ from parallel3d.commands.dryrun.command import find_facts
 from parallel3d.commands.dryrun.keys import DryrunConfig
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_config
-from parallel3d.config.schema import ClusterConfig, ModelConfig
+from parallel3d.config.schema import ClusterConfig, ExpertsConfig, ModelConfig
 from parallel3d.errors import UserError
 from parallel3d.estimate.memory import host_memory, peak_memory
 from parallel3d.estimate.traffic import group_size, transfers
@@ -52,10 +52,12 @@ def configured(keys: Keys) -> CommandConfig:
     model["num_layers"] = keys.pop("layers", model["num_layers"])
     for key in {"norm", "seq_length"} & {*keys}:
         model[key] = keys.pop(key)
+    model |= keys.pop("experts", {})
     config = CommandConfig(
         cluster=ClusterConfig(**preset("cluster", "dgx_h100")),
         model=ModelConfig(**model),
         dryrun=DryrunConfig(rank=keys.pop("rank", 0)),
+        moe=ExpertsConfig(**keys.pop("moe", {})),
     )
     config.precision.name = "bf16"
     config.schedule.name = keys.pop("schedule", "1f1b")
@@ -66,9 +68,12 @@ def configured(keys: Keys) -> CommandConfig:
     return check_config(dataclasses.replace(config, **keys), own_samples=True)
 
 
-def sample(seed: int, layers: int) -> Iterator[Keys]:
-    """Yields cases without end, each of which can run; equal seeds give equal cases."""
-    chance = random.Random(seed)
+def sample(seed: int, layers: int, experts: bool = False) -> Iterator[Keys]:
+    """Yields cases without end, each of which can run; equal seeds give equal cases.
+
+    `experts`: of models with experts in place of MLPs.
+    """
+    chance, more = random.Random(seed), random.Random(seed)
     while True:
         tp, pp = chance.choice(LAYOUTS)
         schedule = chance.choice(SCHEDULES if pp > 1 else ("1f1b",))
@@ -91,11 +96,37 @@ def sample(seed: int, layers: int) -> Iterator[Keys]:
         }  # fmt: skip
         if keys["zero"] > 1:
             keys["every"] = chance.choice((None, True, False))  # ddp.reduce_every_microbatch
+        if experts:
+            keys |= mixture(more, keys)
         try:
             configured(keys)
         except UserError:
             continue
         yield keys
+
+
+def mixture(chance: random.Random, keys: Keys) -> Keys:
+    """Returns the keys of random experts in a layout; they may not work together."""
+    count, chosen = chance.choice(((8, 2), (16, 4), (64, 8)))
+    sigmoid = chance.random() < 0.4
+    model: Keys = {
+        "num_experts": count, "experts_per_token": chosen, "vocab_size": 8192,
+        "expert_ffn_size": chance.choice((512, 768, 1024)),
+        "shared_expert_size": chance.choice((0, 0, 1024)),
+        "router_score": "sigmoid" if sigmoid else "softmax",
+        "router_bias": sigmoid, "router_normalize": chance.random() < 0.7,
+        "dense_layers": chance.choice(([], [], [0])),
+    }  # fmt: skip
+    if model["shared_expert_size"]:
+        model["shared_expert_gate"] = chance.random() < 0.5
+    if chance.random() < 0.2:
+        model |= {"router_groups": 4, "router_top_groups": 2}
+    moe = {
+        "dispatch": chance.choice(("auto", "gather", "all_to_all")),
+        "aux_loss": chance.choice((0.0, 0.01)),
+        "z_loss": chance.choice((0.0, 0.001)),
+    }
+    return {"experts": model, "moe": moe, "ep": chance.choice((1, 2, 4, 8)), "sp": keys["tp"] > 1}
 
 
 def compare(keys: Keys) -> dict[str, tuple[float, float]]:
@@ -145,13 +176,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layers", type=int, default=2, help="layers a stage")
+    parser.add_argument("--experts", action="store_true", help="models with experts")
     parser.add_argument("--below", type=float, default=3.0, help="limit of memory, per cent")
     parser.add_argument("--above", type=float, default=12.0, help="limit of memory, per cent")
     parser.add_argument("--launches", type=float, default=0.0, help="limit of launches, per cent")
     parser.add_argument("--case", action="append", default=[], help="run one case, given as JSON")
     options = parser.parse_args(words)
     began = time.monotonic()
-    found = sample(options.seed, options.layers)
+    found = sample(options.seed, options.layers, options.experts)
     cases = [json.loads(case) for case in options.case]
     cases = cases or [next(found) for _ in range(options.cases)]
     print("| model | layout | GB | launches | memory % | launches % | bytes sent % | pinned % |")

@@ -12,11 +12,19 @@ from functools import cached_property
 from itertools import accumulate
 
 from parallel3d.blueprint.layout import Layout, layout_of
-from parallel3d.blueprint.ops import LayerOps, layer_flops, ops_of
+from parallel3d.blueprint.ops import (
+    ExpertWidths,
+    LayerOps,
+    layer_costs,
+    layer_kinds,
+    ops_of,
+    widths,
+    with_experts,
+)
 from parallel3d.blueprint.sizes import offloading, recomputing
 from parallel3d.blueprint.stages import (
     StageWeights,
-    balance_chunks,
+    balance_layers,
     checked_split,
     head_cost,
 )
@@ -74,7 +82,7 @@ class PipelineSettings:
             earlier=tuple(batch // sequences for batch in config.batch_sizes.sizes[:-1]),
             work=RankWork(forward, input, weight, keys.hop, StageWeights.of_run(config)),
             memory=1.0 if keys.memory is None else keys.memory,
-            whole_backwards=config.zero > 1 and layout.dp_cp > 1,
+            whole_backwards=config.zero > 1 and layout.most_copies > 1,
         )
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
@@ -278,9 +286,26 @@ class Blueprint:
         return replace(self.layout, loops=1 if shape == "v" else chunks)
 
     @cached_property
-    def ops(self) -> LayerOps:
-        """Operations of a layer on one tensor rank."""
-        return ops_of(self.model, self.layout.tp, self.sequence_parallel, self.layer.recompute)
+    def ops(self) -> dict[bool, LayerOps]:
+        """Operations of a layer on one rank, by whether it has experts, for the model's kinds."""
+        given = self.model, self.layout.tp, self.sequence_parallel, self.layer.recompute
+        return {
+            experts: ops_of(*given, ep=self.layout.ep, settings=self.balance if experts else None)
+            for experts in layer_kinds(self.model)
+        }
+
+    @property
+    def experts(self) -> ExpertWidths | None:
+        """Sizes of the experts on one rank; None for a model without experts."""
+        if not self.model.num_experts:
+            return None
+        w = widths(self.model, self.layout.tp, self.sequence_parallel)
+        return with_experts(w, self.model, self.layout.tp, self.layout.ep, self.balance).experts
+
+    @cached_property
+    def repeats_attention(self) -> bool:
+        """Whether the backward of a recomputed layer repeats attention."""
+        return any(op.kind == "attention" for ops in self.ops.values() for op in ops.repeated)
 
     @cached_property
     def layers_per_stage(self) -> tuple[int, ...]:
@@ -291,18 +316,18 @@ class Blueprint:
         model, assignment = self.model, self.assignment
         if self.given is not None:
             return checked_split(self.given, model.num_layers, assignment)
-        cost, head = layer_flops(model), head_cost(model)
-        return balance_chunks(cost, model.num_layers, assignment, last_extra=head)
+        return balance_layers(layer_costs(model), assignment, last_extra=head_cost(model))
 
     @cached_property
     def stages(self) -> tuple[StageBlueprint, ...]:
         """Stages of the pipeline, by number. Raises UserError (see `layers_per_stage`)."""
         counts = self.layers_per_stage
         last = len(counts) - 1
+        repeats = any(ops.repeated for ops in self.ops.values())
         return tuple(
             StageBlueprint(
                 layers=range(end - n, end),
-                recomputed=recomputing(self.recompute_layers, i, n) if self.ops.repeated else 0,
+                recomputed=recomputing(self.recompute_layers, i, n) if repeats else 0,
                 offloaded=offloading(self.offload_layers, i, n),
                 first=i == 0,
                 last=i == last,

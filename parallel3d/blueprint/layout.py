@@ -83,6 +83,11 @@ class Layout:
         return self.dp * self.cp
 
     @property
+    def most_copies(self) -> int:
+        """Most ranks over which gradients of a parameter are summed."""
+        return max(self.dp_cp, self.edp if self.ep else 1)
+
+    @property
     def replica_dim(self) -> str:
         """The name of the group of ranks with equal parameters."""
         return "dp" if self.cp == 1 else "dp_cp"

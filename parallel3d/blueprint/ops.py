@@ -13,7 +13,8 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from parallel3d.config.schema import ModelConfig
+from parallel3d.blueprint.dispatch import ALL_TO_ALL, GATHER, chosen_way, share_sent
+from parallel3d.config.schema import ExpertsConfig, ModelConfig
 
 Number = Any  # int, float or a numpy array
 
@@ -43,6 +44,49 @@ NORMS = {
 }
 
 
+class ExpertWidths(NamedTuple):
+    """Sizes of a layer's experts on one rank, if all experts are chosen equally often.
+
+    Attributes:
+        experts, chosen: of a layer, and of a token.
+        ep: ranks that divide the experts. way: how tokens reach them; "" with one rank.
+        ffn: width of an expert. shared: width of the shared expert on a tensor rank; 0: none.
+        shared_gate: the shared expert's output is multiplied by a sigmoid.
+        choosing: launches that choose by the scores. weighing, unweighing: launches from the
+            logits to the weights, and back to the gradient of the logits.
+        numbers: fp32 numbers that these keep of a token. aux, z: the losses are used.
+    """
+
+    experts: int
+    chosen: int
+    ep: int
+    way: str
+    ffn: int
+    shared: int
+    shared_gate: int
+    choosing: int
+    weighing: int
+    unweighing: int
+    numbers: int
+    aux: int
+    z: int
+
+    @property
+    def here(self) -> int:
+        """Experts of a rank."""
+        return self.experts // self.ep
+
+    @property
+    def share_sent(self) -> float:
+        """Probability that a token has an expert on a given rank."""
+        return share_sent(self.experts, self.chosen, self.ep)
+
+    @property
+    def received(self) -> float:
+        """Tokens that a rank's experts read, over the rank's own tokens."""
+        return self.ep * self.share_sent if self.way == ALL_TO_ALL else float(self.ep)
+
+
 class Widths(NamedTuple):
     """Sizes of a layer on one tensor rank, in elements per token; flags are 0 or 1."""
 
@@ -61,6 +105,7 @@ class Widths(NamedTuple):
     qkv_bias: Number = 0
     out_bias: Number = 0
     bias: Number = 0
+    experts: ExpertWidths | None = None  # in place of the MLP
 
 
 def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
@@ -87,6 +132,38 @@ def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
     )
 
 
+def with_experts(
+    w: Widths, model: ModelConfig, tp: int, ep: int, settings: ExpertsConfig
+) -> Widths:
+    """Returns the sizes `w` of a dense layer with experts in place of the MLP, on each of `ep`
+    ranks."""
+    sigmoid, groups = model.router_score == "sigmoid", model.router_top_groups < model.router_groups
+    normalizes, bias = model.router_normalize, model.router_bias
+    # The order of the scores and its copy; the bias; the groups' scores, their order and the mask.
+    choosing = 2 + bias + ((8 if sigmoid else 7) if groups else 0)
+    aux, z = settings.aux_loss > 0, settings.z_loss > 0
+    chosen = model.experts_per_token
+    numbers = model.num_experts + (chosen + 1) * normalizes + aux + (model.num_experts + 1) * z
+    way = chosen_way(settings.dispatch, model.num_experts, chosen, ep) if ep > 1 else ""
+    return w._replace(
+        experts=ExpertWidths(
+            experts=model.num_experts,
+            chosen=chosen,
+            ep=ep,
+            way=way,
+            ffn=model.expert_size,
+            shared=model.shared_expert_size // tp,
+            shared_gate=int(model.shared_expert_gate),
+            choosing=choosing,
+            weighing=3 + (2 + sigmoid) * normalizes,
+            unweighing=4 + 7 * normalizes,
+            numbers=numbers,
+            aux=int(aux),
+            z=int(z),
+        )
+    )
+
+
 class Op(NamedTuple):
     """One operation of a layer, forward and backward.
 
@@ -100,6 +177,11 @@ class Op(NamedTuple):
         forward, backward: kernel launches other than GEMMs and attention.
         split: for a GEMM, "column" (sharded outputs) or "row" (sharded inputs).
         bias: whether a GEMM has a bias.
+        rows: rows that it computes for each token; of a GEMM of experts, those of the chosen ones.
+        calls: launches of a GEMM in each direction; more than one with several experts.
+        inside, inside_backward: elements per token that exist at one time only inside of it.
+        operands: elements per token that its weight gradient keeps if it is deferred; None: its
+            input and the gradient of its output.
     """
 
     name: str
@@ -113,6 +195,21 @@ class Op(NamedTuple):
     backward: Number = 0
     split: str = ""
     bias: Number = 0
+    rows: Number = 1
+    calls: int = 1
+    inside: Number = 0
+    inside_backward: Number = 0
+    operands: Number | None = None
+
+    @property
+    def numel(self) -> Number:
+        """Elements of a GEMM's weights on this rank."""
+        return self.inputs * self.outputs * self.calls
+
+
+COLUMN = {"kind": "gemm", "split": "column"}
+ROW = {"kind": "gemm", "split": "row"}
+INNER = ("activation", "mlp", "layer")
 
 
 def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
@@ -125,7 +222,6 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
     h = w.hidden
     stream = w.hidden / w.share
     qkv = w.queries + 2 * w.keys
-    up = w.ffn * (1 + w.gated)
     apart = int("norm" in recompute or not w.norm.is_fused)
     norm = {"kind": "norm", "inputs": stream, "outputs": stream}
     norm |= {"parts": ("norm", "layer"), "keeps": w.norm.keeps * stream}
@@ -133,9 +229,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
     norm |= {"forward": w.norm.forward, "backward": w.norm.backward}
     # Of all heads: a sum over the ranks is between two kernels.
     norms, kernels = (2, 2) if w.full_norms else (w.heads + w.key_heads, 1)
-    column, row = {"kind": "gemm", "split": "column"}, {"kind": "gemm", "split": "row"}
     attention = ("attention", "layer")
-    inner = ("activation", "mlp", "layer")
     layer = ("layer",)
     found = [
         Op("input_norm", **norm),
@@ -147,7 +241,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
             keeps=qkv,
             backward=w.qkv_bias,
             bias=w.qkv_bias,
-            **column,
+            **COLUMN,
         ),
         Op("attention.qk_norm", "norm", qkv, qkv, attention, qkv, norms, kernels, kernels),
         Op("attention.rotary", "elementwise", qkv, qkv, attention, 0, 0, w.rope, 1),
@@ -160,35 +254,159 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
             forward=w.out_bias,
             backward=w.out_bias,
             bias=w.out_bias,
-            **row,
+            **ROW,
         ),
         Op("attention.residual", "elementwise", 2 * stream, stream, layer, stream, 0, apart, apart),
+        *(_mlp(w, norm) if w.experts is None else _experts(w, w.experts, norm, recompute)),
+        # The next layer's input. The norm's backward sums its gradient if they are fused.
+        Op("mlp.residual", "elementwise", 2 * stream, stream, (), stream, 0, 1, apart),
+    ]
+    return found if w.head_norms else [op for op in found if op.name != "attention.qk_norm"]
+
+
+def _mlp(w: Widths, norm: dict[str, Any]) -> list[Op]:
+    """Lists the operations of an MLP, given the fields of its norm."""
+    up = w.ffn * (1 + w.gated)
+    return [
         Op("mlp_norm", **norm),
         Op(
             "mlp.up",
-            inputs=h,
+            inputs=w.hidden,
             outputs=up,
             parts=("mlp", "layer"),
             keeps=up,
             backward=w.bias,
             bias=w.bias,
-            **column,
+            **COLUMN,
         ),
-        Op("mlp.activation", "elementwise", up, w.ffn, inner, w.ffn, 0, 1, 1),
+        Op("mlp.activation", "elementwise", up, w.ffn, INNER, w.ffn, 0, 1, 1),
         Op(
             "mlp.down",
             inputs=w.ffn,
-            outputs=h,
+            outputs=w.hidden,
             parts=(),
             forward=w.bias,
             backward=w.bias,
             bias=w.bias,
-            **row,
+            **ROW,
         ),
-        # The next layer's input. The norm's backward sums its gradient if they are fused.
-        Op("mlp.residual", "elementwise", 2 * stream, stream, (), stream, 0, 1, apart),
     ]
-    return found if w.head_norms else [op for op in found if op.name != "attention.qk_norm"]
+
+
+def _experts(
+    w: Widths, x: ExpertWidths, norm: dict[str, Any], recompute: Collection[str]
+) -> list[Op]:
+    """Lists the operations of a layer of experts (models/experts.py), given the fields of its norm.
+
+    Each token is on one tensor rank. The part `norm` alone does not recompute the norm, and a
+    recomputation ends with the last operation that keeps something.
+    """
+    own = 1 / w.share  # a rank's own tokens
+    read, rows = own * x.received, own * x.chosen
+    h, up = w.hidden, x.ffn * (1 + w.gated)
+    mlp = ("mlp", "layer")
+    ends = mlp if x.shared else ()
+    if "mlp" not in recompute:
+        norm = norm | {"parts": ("layer",)}
+    apart, several = int(x.ep > 1), x.chosen - 1
+    # Whole numbers have 8 bytes: the choices, and the order of rows by expert and by token.
+    choice = own * 2 * x.chosen + 2 * rows + 4 * x.chosen * read
+    choosing = x.choosing + 4 + x.aux + 8  # with the sums of the balance, and the order of rows
+    if x.way == ALL_TO_ALL:
+        choice += 2 * read + 2 * own * x.ep
+        choosing += 12 + 7
+    elif x.way == GATHER:
+        choosing += 6
+    joins = 3 + 2 * several  # launches that sum the rows of each token
+    merges = 3 + 2 * (x.ep - 1) if x.way == ALL_TO_ALL else 0  # likewise the ranks' sums
+    sent = int(x.way == ALL_TO_ALL)
+    inner, active = rows * up, rows * x.ffn
+    found = [
+        Op("mlp_norm", **norm),
+        Op(
+            *("mlp.router", "gemm", h, x.experts, mlp),
+            statistics=own * x.numbers,
+            forward=2 + x.weighing + 13 + 9 * x.aux,  # with the losses of the balance
+            backward=x.unweighing + 5 + 11 * x.aux + 8 * x.z,
+            rows=own,
+            operands=0,
+        ),
+        Op(
+            *("mlp.choice", "elementwise", own * x.experts, own * x.chosen, ()),
+            statistics=choice,
+            forward=choosing,
+        ),
+        Op(
+            *("mlp.dispatch", "elementwise", own * h, read * h, mlp),
+            keeps=read * h * apart,
+            statistics=read * x.chosen,
+            forward=2 * sent,
+            backward=2 * merges,
+        ),
+        Op(
+            *("mlp.experts.up", "gemm", h, up, mlp),
+            keeps=inner,
+            forward=1 + x.here,
+            backward=1 + x.here + joins,
+            rows=rows,
+            calls=x.here,
+            inside=rows * h,
+            # The experts' backward holds most when it has summed the rows' gradients: what it has
+            # kept, gradients of both GEMMs, and rows or activations of a weight gradient.
+            inside_backward=inner
+            + 2 * rows * h
+            + 2 * read * h
+            + max(read * h, 5 * active)
+            + 2 * active,
+            operands=read * h + inner,
+        ),
+        Op(
+            *("mlp.experts.activation", "elementwise", inner, active, mlp),
+            forward=5,
+            backward=5 + 6 + 2 + 4,
+            inside=4 * active,
+        ),
+        Op(
+            *("mlp.experts.down", "gemm", x.ffn, h, mlp),
+            forward=x.here + joins,
+            backward=x.here + 2,
+            rows=rows,
+            calls=x.here,
+            inside=active + rows * h + 2 * read * h,
+            operands=read * h + inner,
+        ),
+        Op(
+            *("mlp.combine", "elementwise", read * h, own * h, ends),
+            forward=merges,
+            backward=sent,
+        ),
+    ]
+    if not x.shared:
+        return found
+    wide = x.shared * (1 + w.gated)
+    gated = x.shared_gate
+    found += [
+        Op("mlp.shared.up", inputs=h, outputs=wide, parts=mlp, keeps=wide, **COLUMN),
+        Op("mlp.shared.activation", "elementwise", wide, x.shared, INNER, x.shared, 0, 1, 1),
+        Op(
+            "mlp.shared.down",
+            inputs=x.shared,
+            outputs=h,
+            parts=mlp if gated else (),
+            keeps=own * h * gated,
+            **ROW,
+        ),
+    ]
+    if gated:
+        found += [
+            Op("mlp.shared_gate", "gemm", h, 1, mlp, own, 0, 1, 2, rows=own, operands=0),
+            Op(
+                *("mlp.shared_product", "elementwise", own * (h + 1), own * h, ()),
+                forward=1,
+                backward=3,
+            ),
+        ]
+    return [*found, Op("mlp.sum", "elementwise", 2 * own * h, own * h, (), forward=1, backward=1)]
 
 
 def repeated(ops: Sequence[Op], recompute: Collection[str]) -> list[Op]:
@@ -204,16 +422,37 @@ def split_counts(ops: Sequence[Op]) -> tuple[int, int]:
 
 def flops(ops: Sequence[Op], seq_length: Number) -> Number:
     """Returns forward FLOPs per token of the GEMMs and of causal attention's two matmuls."""
-    gemms = sum(2.0 * op.inputs * op.outputs for op in ops if op.kind == "gemm")
+    gemms = sum(2.0 * op.rows * op.inputs * op.outputs for op in ops if op.kind == "gemm")
     return gemms + sum(2.0 * op.outputs * seq_length for op in ops if op.kind == "attention")
 
 
-def layer_flops(model: ModelConfig, recompute: Collection[str] | None = None) -> float:
+def layer_flops(
+    model: ModelConfig, recompute: Collection[str] | None = None, *, experts: bool = False
+) -> float:
     """Returns forward FLOPs per layer and token over all tensor ranks; with `recompute`, only of
-    the operations that the backward repeats."""
-    ops = cached_ops(widths(model), frozenset()).plain
+    the operations that the backward repeats. `experts`: of a layer with experts, not an MLP."""
+    ops = _plain(model, experts)
     chosen = ops if recompute is None else repeated(ops, recompute)
     return float(flops(chosen, model.seq_length))
+
+
+def _plain(model: ModelConfig, experts: bool) -> list[Op]:
+    """Returns the operations of a layer without tensor parallelism or recomputation."""
+    settings = ExpertsConfig() if experts else None
+    return ops_of(model, 1, False, frozenset(), ep=1, settings=settings).plain
+
+
+def layer_kinds(model: ModelConfig) -> dict[bool, int]:
+    """Returns whether they have experts → number of such layers, for the kinds in the model."""
+    sparse = len(model.expert_layers)
+    numbers = {False: model.num_layers - sparse, True: sparse}
+    return {experts: count for experts, count in numbers.items() if count}
+
+
+def layer_costs(model: ModelConfig) -> tuple[float, ...]:
+    """Returns `layer_flops` of each layer."""
+    cost = {experts: layer_flops(model, experts=experts) for experts in layer_kinds(model)}
+    return tuple(cost[model.has_experts(layer)] for layer in range(model.num_layers))
 
 
 def kept(ops: Sequence[Op]) -> tuple[Number, Number]:
@@ -238,9 +477,23 @@ class LayerOps(NamedTuple):
     plain: list[Op]
 
 
-def ops_of(model: ModelConfig, tp: int, sp: bool, recompute: frozenset[str]) -> LayerOps:
-    """Returns the operations of a layer on one of `tp` ranks, with these parts recomputed."""
-    return cached_ops(widths(model, tp, sp), recompute)
+def ops_of(
+    model: ModelConfig,
+    tp: int,
+    sp: bool,
+    recompute: frozenset[str],
+    *,
+    ep: int = 0,
+    settings: ExpertsConfig | None = None,
+) -> LayerOps:
+    """Returns the operations of a layer on one of `tp` ranks, with these parts recomputed.
+
+    `ep`, `settings`: of a layer with experts; 0 and None: a layer with an MLP.
+    """
+    w = widths(model, tp, sp)
+    if settings is not None:
+        w = with_experts(w, model, tp, ep, settings)
+    return cached_ops(w, recompute)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -270,15 +523,7 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
 
     They follow FLOPS_FORMULA and the conventions above.
     """
-    ops = layer_ops(widths(model))
-    forward = model.num_layers * flops(ops, 2 * seq_length)  # attention in full
-    forward += len(model.expert_layers) * _more_by_experts(model)
+    forward = 0.0
+    for experts, count in layer_kinds(model).items():
+        forward += count * flops(_plain(model, experts), 2 * seq_length)  # attention in full
     return float(3 * forward + 6 * model.hidden_size * model.vocab_size)
-
-
-def _more_by_experts(model: ModelConfig) -> float:
-    """Returns the forward FLOPs per token of a layer with experts, less those of an MLP."""
-    matrices, hidden = (3 if model.activation == "swiglu" else 2), model.hidden_size
-    width = model.experts_per_token * model.expert_size + model.shared_expert_size - model.ffn_size
-    router = model.num_experts + int(model.shared_expert_gate)
-    return 2.0 * hidden * (matrices * width + router)

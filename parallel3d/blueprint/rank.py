@@ -20,6 +20,20 @@ from parallel3d.blueprint.sizes import heads_at_once, loss_chunks
 ACTIVATION_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
+class LayersOfKind(NamedTuple):
+    """Layers of one kind on a rank or a stage.
+
+    Attributes:
+        experts: they have experts.
+        count: their number.
+        recomputed: number of those whose backward repeats a part of the forward.
+    """
+
+    experts: bool
+    count: int
+    recomputed: int
+
+
 class PipelineRank:
     """One rank of a pipeline with all of its stages, and the sizes that follow.
 
@@ -34,12 +48,13 @@ class PipelineRank:
         self.data_rank = data_rank
         self.layout = blueprint.layout
         self.assignment = blueprint.assignment
-        self.layer = blueprint.ops
+        self.ops = blueprint.ops
         self.stages = blueprint.stages_of(index)
         model = blueprint.model
         tp = self.layout.tp
         zero = blueprint.data.zero
         self.replicas = self.layout.dp_cp
+        self.kinds = _sum_of_kinds([kind for stage in self.stages for kind in self.kinds_of(stage)])
         self.layer_count = sum(len(stage.layers) for stage in self.stages)
         self.recomputed_layers = sum(stage.recomputed for stage in self.stages)
         self.first = any(stage.first for stage in self.stages)
@@ -47,8 +62,11 @@ class PipelineRank:
         self.sp = blueprint.sequence_parallel
         self.on_accelerator = blueprint.device != "cpu"  # device=auto is planned for GPUs
         self.sends_slices = blueprint.sends_slices(self.on_accelerator)
-        self.fully_sharded = zero > 1 and self.replicas > 1  # by FSDP2
+        has_experts = any(kind.experts for kind in self.kinds)
+        copies = max(self.replicas, self.layout.edp if has_experts else 1)
+        self.fully_sharded = zero > 1 and copies > 1  # by FSDP2
         self.shards = self.replicas if zero else 1  # ranks that divide the optimizer's state
+        self.expert_shards = self.layout.edp if zero else 1  # likewise of the experts' state
         # Bytes of an element of activations, and of accumulated gradients: fp32 or better.
         self.item = ACTIVATION_BYTES[blueprint.precision.name]
         self.grad_item = max(4, self.item)
@@ -85,6 +103,29 @@ class PipelineRank:
         of_head = 2 * self.tokens * self.blueprint.model.head_size * self.item
         return int(w.key_heads) // heads_at_once(int(w.key_heads), of_head)
 
+    def kinds_of(self, stage: StageBlueprint) -> list[LayersOfKind]:
+        """Returns the kinds of a stage's layers."""
+        model, layers = self.blueprint.model, stage.layers
+        if len(self.ops) == 1:
+            return [LayersOfKind(*self.ops, len(layers), stage.recomputed)]
+        again = [model.has_experts(layer) for layer in layers[: stage.recomputed]]
+        every = [model.has_experts(layer) for layer in layers]
+        return [LayersOfKind(k, every.count(k), again.count(k)) for k in sorted({*every})]
+
+    def shards_of(self, parameter: LocalParameter) -> int:
+        """Returns the number of ranks that divide a parameter's optimizer state."""
+        return self.expert_shards if parameter.expert else self.shards
+
+    def index_of(self, parameter: LocalParameter) -> int:
+        """Returns this rank's index among them, for the first tensor rank."""
+        if not parameter.expert:
+            return self.data_rank
+        layout = self.layout
+        dp, cp = divmod(self.data_rank, layout.cp)
+        place = {"pp": self.index, "dp": dp, "cp": cp}
+        rank = sum(index * layout.stride(dim) for dim, index in place.items())
+        return sorted(layout.group_of(rank, "tp", "cp", "dp")).index(rank) // layout.ep
+
     @property
     def mlp_chunks(self) -> int:
         """Chunks in which the MLP of a recomputed layer runs."""
@@ -111,6 +152,7 @@ class PipelineRank:
             stage.first,
             stage.last,
             borrows_table=self.first,
+            ep=max(self.layout.ep, 1),
         )
 
     @cached_property
@@ -124,10 +166,20 @@ class PipelineRank:
         return [p for stage in self.stages for p in self.held(stage, range(0))]
 
     @cached_property
-    def layer_numel(self) -> int:
-        """Elements of one layer."""
-        model, tp = self.blueprint.model, self.layout.tp
-        return sum(p.numel for p in stage_parameters(model, tp, range(1), False, False))
+    def numels(self) -> dict[bool, tuple[int, int]]:
+        """Elements of a layer of each kind: of its experts, and of all other parameters."""
+        model, tp, ep = self.blueprint.model, self.layout.tp, max(self.layout.ep, 1)
+        found = {}
+        for experts in self.ops:
+            layer = next(n for n in range(model.num_layers) if model.has_experts(n) is experts)
+            held = stage_parameters(model, tp, range(layer, layer + 1), False, False, ep=ep)
+            of_experts = sum(p.numel for p in held if p.expert)
+            found[experts] = of_experts, sum(p.numel for p in held) - of_experts
+        return found
+
+    def layer_numel(self, kinds: Sequence[LayersOfKind]) -> int:
+        """Returns the elements of the largest of these layers."""
+        return max(sum(self.numels[kind.experts]) for kind in kinds)
 
     @property
     def end_numel(self) -> int:
@@ -153,20 +205,40 @@ class PipelineRank:
 def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
     """Returns the parameters of each bucket, in their order there.
 
-    The chunk of the last layers comes first, because its gradients are ready first.
+    The chunk of the last layers comes first, because its gradients are ready first. Gradients of
+    experts have buckets of their own, unless the run has one rank.
     """
     found = []
+    apart = rank.layout.world_size > 1
     for chunk in reversed(rank.chunks):
         ready = chunk[::-1]
-        sizes = [p.numel * rank.grad_item for p in ready]
-        alone = [i for i, p in enumerate(ready) if p.tied and rank.is_tied_to_another]
-        buckets = assign(sizes, rank.blueprint.data.bucket_cap_mb, alone, rank.on_accelerator)
+        buckets: list[list[int]] = []
+        for experts in (False, True):
+            places = [i for i, p in enumerate(ready) if (p.expert and apart) is experts]
+            sizes = [ready[i].numel * rank.grad_item for i in places]
+            tied = rank.is_tied_to_another
+            alone = [j for j, i in enumerate(places) if ready[i].tied and tied]
+            cap = rank.blueprint.data.bucket_cap_mb
+            for members in assign(sizes, cap, alone, rank.on_accelerator):
+                buckets.append([places[j] for j in members])
+        buckets.sort(key=max)  # in the order in which they become full
         found += [[ready[i] for i in reversed(members)] for members in buckets]
     return found
 
 
-def bucket_numel(bucket: Sequence[LocalParameter], shards: int) -> int:
-    return padded_numel(sum(p.numel for p in bucket), shards)
+def bucket_numel(bucket: Sequence[LocalParameter], rank: PipelineRank) -> int:
+    """Returns the elements of a bucket, with padding."""
+    return padded_numel(sum(p.numel for p in bucket), rank.shards_of(bucket[0]))
+
+
+def _sum_of_kinds(kinds: Sequence[LayersOfKind]) -> list[LayersOfKind]:
+    sums = {kind.experts: LayersOfKind(kind.experts, 0, 0) for kind in kinds}
+    for experts, count, recomputed in kinds:
+        before = sums[experts]
+        sums[experts] = before._replace(
+            count=before.count + count, recomputed=before.recomputed + recomputed
+        )
+    return [sums[experts] for experts in sorted(sums)]
 
 
 class FlatShard(NamedTuple):
@@ -206,19 +278,19 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
     Under zero=1 they are its part of every bucket, with zero 2 and 3 its rows of every parameter.
     """
     tied = rank.is_tied_to_another
-    shards = rank.shards
-    at = rank.data_rank
     found = []
     if rank.fully_sharded:
         for p in rank.parameters:
+            shards, at = rank.shards_of(p), rank.index_of(p)
             most = sharded_numel(p, shards)
             first, end = (min(p.numel, most * i) for i in (at, at + 1))
             shared = p.owners * (end - first if p.shared == p.numel else p.shared)
             found.append(FlatShard([(p, first, end - first)], tied and p.name == TABLE, shared))
         return found
     for bucket in buckets_of(rank):
-        own = bucket_numel(bucket, shards) // shards
-        start = own * at if shards > 1 else 0
+        shards = rank.shards_of(bucket[0])
+        own = bucket_numel(bucket, rank) // shards
+        start = own * rank.index_of(bucket[0]) if shards > 1 else 0
         offset = 0
         by_kind: dict[tuple[bool, bool], list[tuple[LocalParameter, int, int]]] = defaultdict(list)
         for p in sorted(bucket, key=lambda p: (p.columns > 1, p.replicated)):

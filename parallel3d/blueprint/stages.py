@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from parallel3d.blueprint.ops import flops, layer_flops, ops_of
+from parallel3d.blueprint.ops import flops, layer_costs, layer_kinds, ops_of
 from parallel3d.blueprint.sizes import recomputing
 from parallel3d.config.fields import show
 from parallel3d.config.schema import Config, ModelConfig
@@ -72,6 +73,51 @@ def balance_chunks(
     return tuple(counts)
 
 
+@functools.lru_cache(maxsize=1024)
+def balance_layers(
+    costs: tuple[float, ...], assignment: StageAssignment, last_extra: float = 0.0
+) -> tuple[int, ...]:
+    """Returns how many layers each stage gets, like `balance_chunks`, given the cost of each.
+
+    Layers of unequal cost are first divided as if all had the mean. Then layers at the ends of
+    stages move to the neighbour for as long as that lowers the cost of the most expensive rank or,
+    at an equal one, the sum of squared costs of stages.
+    """
+    layers = len(costs)
+    if len(set(costs)) == 1:
+        return balance_chunks(costs[0], layers, assignment, last_extra)
+    best = balance_chunks(sum(costs) / layers, layers, assignment, last_extra)
+    sums = [Fraction(0), *itertools.accumulate(map(Fraction, costs))]
+    ranks = [rank for rank, _ in assignment.places]
+
+    def price(counts: tuple[int, ...]) -> tuple[Fraction, Fraction]:
+        ends = [0, *itertools.accumulate(counts)]
+        stages = [sums[b] - sums[a] for a, b in itertools.pairwise(ends)]
+        stages[-1] += Fraction(last_extra)
+        of_rank = dict.fromkeys(ranks, Fraction(0))
+        for rank, cost in zip(ranks, stages, strict=True):
+            of_rank[rank] += cost
+        return max(of_rank.values()), sum((cost * cost for cost in stages), Fraction(0))
+
+    least = price(best)
+    while True:
+        moved = {counts: price(counts) for counts in _neighbours(best)}
+        found = min(moved, key=moved.__getitem__, default=best)
+        if found == best or moved[found] >= least:
+            return best
+        best, least = found, moved[found]
+
+
+def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yields the splits in which one layer is on another stage: all stages between move by one."""
+    for source, target in itertools.permutations(range(len(counts)), 2):
+        if counts[source] > 1:
+            found = list(counts)
+            found[source] -= 1
+            found[target] += 1
+            yield tuple(found)
+
+
 def checked_split(
     given: Sequence[int], layers: int, assignment: StageAssignment
 ) -> tuple[int, ...]:
@@ -99,7 +145,7 @@ class StageWeights:
     """Computes `choose.Weights` of a stage assignment; the embedding's look-up counts as free.
 
     Args:
-        layer, head: costs of a layer and of the head, in one unit.
+        costs, head: costs of each layer and of the head, in one unit.
         ranks: ranks of the pipeline.
         given: `schedule.layers_per_stage`, which rules out other numbers of stages, unless
             `balances` is set: then those are balanced.
@@ -107,8 +153,7 @@ class StageWeights:
         recompute_layers: layers by stage (see `recomputing`); all layers if the lengths differ.
     """
 
-    layers: int
-    layer: float
+    costs: tuple[float, ...]
     head: float
     ranks: int
     given: tuple[int, ...] | None = None
@@ -120,37 +165,46 @@ class StageWeights:
     def of_run(cls, config: Config, balances: bool = False) -> StageWeights:
         model, given = config.model, config.schedule.layers_per_stage
         sp, recompute = config.sp and config.tp > 1, parts_of(config.recompute)
-        ops = ops_of(model, config.tp, sp, recompute)
-        again = flops(ops.repeated, model.seq_length) / flops(ops.ops, model.seq_length)
+        repeated = every = 0.0
+        for experts, count in layer_kinds(model).items():
+            settings = config.moe if experts else None
+            ops = ops_of(model, config.tp, sp, recompute, ep=config.ep, settings=settings)
+            repeated += count * flops(ops.repeated, model.seq_length)
+            every += count * flops(ops.ops, model.seq_length)
         return cls(
-            model.num_layers,
-            layer_flops(model),
+            layer_costs(model),
             head_cost(model),
             config.pp,
             None if given is None else tuple(given),
             balances,
-            again,
+            repeated / every,
             tuple(config.recompute_layers or ()),
         )
 
     def __call__(self, assignment: StageAssignment) -> Weights | None:
         """Returns None if the model has no such stages."""
         stages = assignment.stages
-        layers = self.layers
+        layers = len(self.costs)
         given = self.given
         if stages > layers:
             return None
         if given is not None and len(given) == stages:
             counts = checked_split(given, layers, assignment)
         elif given is None or self.balances:
-            counts = balance_chunks(self.layer, layers, assignment, last_extra=self.head)
+            counts = balance_layers(self.costs, assignment, last_extra=self.head)
         else:
             return None
-        extras = [0.0] * (stages - 1) + [HEAD_MATMULS * self.head / self.layer]
+        sums = [0.0, *itertools.accumulate(self.costs)]
+        mean, ends = sums[-1] / layers, [0, *itertools.accumulate(counts)]
+        extras = [0.0] * (stages - 1) + [HEAD_MATMULS * self.head / mean]
         some = self.recompute_layers if len(self.recompute_layers) in (1, stages) else ()
-        again = [self.again * recomputing(some, stage, count) for stage, count in enumerate(counts)]
+        parts, again = [], []
+        for stage, (first, end) in enumerate(itertools.pairwise(ends)):
+            last = first + recomputing(some, stage, end - first)
+            parts.append((sums[end] - sums[first]) / mean)
+            again.append(self.again * ((sums[last] - sums[first]) / mean))
         of_rank = layers / self.ranks
         return [
             (n / of_rank, more / of_rank, twice / of_rank)
-            for n, more, twice in zip(counts, extras, again, strict=True)
+            for n, more, twice in zip(parts, extras, again, strict=True)
         ]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.blueprint.buckets import PIECE
 from parallel3d.blueprint.in_flight import states_of
-from parallel3d.blueprint.ops import Op, kept, widths
+from parallel3d.blueprint.ops import LayerOps, Op, kept, widths
 from parallel3d.blueprint.rank import PipelineRank, flat_shards
 from parallel3d.config.schema import Config
 from parallel3d.estimate.search import LayoutChoice, configure, planned
@@ -115,12 +115,12 @@ def peak_memory(config: Config, index: int) -> RankMemory:
 def peak_memories(blueprint: Blueprint, indices: Sequence[int]) -> list[RankMemory]:
     """Returns `peak_memory` of several ranks of a pipeline."""
     ranks = [PipelineRank(blueprint, index) for index in indices]
-    layer = LayerBytes(ranks[0])
-    return [_peak(rank, layer) for rank in ranks]
+    layers = layers_of(ranks[0])
+    return [_peak(rank, layers) for rank in ranks]
 
 
-def _peak(rank: PipelineRank, layer: LayerBytes) -> RankMemory:
-    found = max(_Moments(rank, layer).all(), key=lambda peak: peak.total)
+def _peak(rank: PipelineRank, layers: Layers) -> RankMemory:
+    found = max(_Moments(rank, layers).all(), key=lambda peak: peak.total)
     return _state(rank)._replace(
         activations=found.activations,
         temporary=found.temporary,
@@ -134,18 +134,24 @@ def _state(rank: PipelineRank) -> RankMemory:
     blueprint = rank.blueprint
     item = rank.item
     wide = rank.grad_item
-    dp = rank.replicas
-    numel = rank.layer_numel * rank.layer_count + rank.end_numel
+    of_experts = sum(rank.numels[kind.experts][0] * kind.count for kind in rank.kinds)
+    others = sum(rank.numels[kind.experts][1] * kind.count for kind in rank.kinds)
     zero, optim = blueprint.data.zero, blueprint.optim
-    cut, spread = dp if zero > 0 else 1, dp if zero > 1 else 1
+
+    def divided(each: int, divides: bool) -> float:
+        """Returns the bytes of a state with `each` for an element, divided over ranks or not."""
+        data, experts = (rank.replicas, rank.layout.edp) if divides else (1, 1)
+        return each * (others + rank.end_numel) / data + each * of_experts / experts
+
     moments = 1 if optim.name == "sgd" else 2
     moment = 2 if optim.state == "bf16" else wide
     average = wide * (optim.ema_decay is not None)
+    spread = rank.fully_sharded
     return RankMemory(
-        parameters=0.0 if spread > 1 else float(item * numel),
-        gradients=wide * numel / spread,
-        masters=0.0 if item >= FP32 and spread == 1 else wide * numel / cut,
-        optimizer=(moments * moment + average) * numel / cut,
+        parameters=0.0 if spread else divided(item, False),
+        gradients=divided(wide, spread),
+        masters=0.0 if item >= FP32 and not spread else divided(wide, zero > 0),
+        optimizer=divided(moments * moment + average, zero > 0),
     )
 
 
@@ -163,7 +169,7 @@ def bytes_moved(rank: PipelineRank, ops: Sequence[Op]) -> float:
 
 
 class LayerBytes:
-    """Bytes of one layer and micro-batch, from its list of operations.
+    """Bytes of one layer and micro-batch, from the list of operations of its kind.
 
     Attributes:
         kept: tensors kept from its forward to its backward.
@@ -173,8 +179,8 @@ class LayerBytes:
         deferred: operands of its weight gradients, kept from I to W (`parameters/gradients.py`).
     """
 
-    def __init__(self, rank: PipelineRank) -> None:
-        self.rank, ops = rank, rank.layer
+    def __init__(self, rank: PipelineRank, ops: LayerOps) -> None:
+        self.rank, self.ops = rank, ops
         self.again = {op.name for op in ops.repeated}
         self.over_cp = context_bytes(rank, "attention" in self.again)
         self.plain = bytes_kept(rank, ops.plain) + self.over_cp.kept
@@ -200,6 +206,8 @@ class LayerBytes:
         row = self.rank.tokens * self.rank.item
         if op.kind != "gemm":
             return 0.0
+        if op.operands is not None:
+            return row * op.operands
         if op.split == "column":
             return self.rank.stream + row * op.outputs
         return row * op.inputs + self.rank.hidden
@@ -226,10 +234,11 @@ class LayerBytes:
         """Yields the bytes at each operation: the residual stream, the result, the gathered input,
         and earlier results of the part that are not kept for the backward."""
         made, part = 0.0, ""
-        for op in self.rank.layer.ops:
+        for op in self.ops.ops:
             if self._part(op) != part:
                 made, part = 0.0, self._part(op)
-            yield made + self.rank.stream + self._row(op) * op.outputs + self._gathered(op)
+            more = self._row(op) * (op.rows * op.outputs + op.inside)
+            yield made + self.rank.stream + more + self._gathered(op)
             if op.name in self.again:
                 made += self._row(op) * op.keeps
 
@@ -241,7 +250,7 @@ class LayerBytes:
         operands of weight gradients stay.
         """
         rank = self.rank
-        ops = self.rank.layer
+        ops = self.ops
         more = 0.0
         part = ""
         for op in reversed(ops.ops):
@@ -249,17 +258,27 @@ class LayerBytes:
                 part = self._part(op)
                 more += bytes_kept(rank, [o for o in ops.repeated if self._part(o) == part])
                 more += self.over_cp.again if part != "mlp" else 0.0
+            summed = 0.0
             if op.kind == "gemm" and rank.fully_sharded:  # without FSDP2 it is added in place
-                more += rank.item * op.inputs * op.outputs
+                more += rank.item * op.numel
+                summed = float(FP32 * op.numel * (op.calls > 1))  # the experts', before rounding
             attends = self.over_cp.backward if op.kind == "attention" else 0.0
-            results = self._row(op) * (op.inputs + op.outputs)
+            results = self._row(op) * (op.rows * (op.inputs + op.outputs) + op.inside_backward)
             if op.kind != "attention":
                 more -= bytes_kept(rank, [op])
-            yield more + rank.stream + results + self._gathered(op) + attends
+            yield more + rank.stream + results + self._gathered(op) + attends + summed
             if op.kind == "attention":
                 more -= bytes_kept(rank, [op])
             if defers:
                 more += self._operands(op)
+
+
+Layers: TypeAlias = Mapping[bool, LayerBytes]  # by whether the layer has experts
+
+
+def layers_of(rank: PipelineRank) -> Layers:
+    """Returns the bytes of a layer of each kind in the model."""
+    return {experts: LayerBytes(rank, ops) for experts, ops in rank.ops.items()}
 
 
 class ContextBytes(NamedTuple):
@@ -298,10 +317,10 @@ def context_bytes(rank: PipelineRank, repeats: bool) -> ContextBytes:
 class _Moments:
     """Finds the fullest moments of a rank's step; states are not included."""
 
-    def __init__(self, rank: PipelineRank, layer: LayerBytes) -> None:
+    def __init__(self, rank: PipelineRank, layers: Layers) -> None:
         self.rank = rank
-        self.layer = layer
-        self.kept = [_kept(stage, layer) for stage in rank.stages]
+        self.layers = layers
+        self.kept = [_kept(rank, stage, layers) for stage in rank.stages]
         self.once = rank.blueprint.microbatches == 1
         # FSDP2's gradient of a table is in the compute type until it is reduced.
         model, cut = rank.blueprint.model, rank.layout.tp
@@ -315,7 +334,7 @@ class _Moments:
         """Yields the peak of each kind of action on each stage, and of the optimizer."""
         rank = self.rank
         held = [n + self.head * s.last for n, s in zip(self.kept, rank.stages, strict=True)]
-        waits = [len(stage.layers) * self.layer.deferred for stage in rank.stages]
+        waits = [self._deferred(stage) for stage in rank.stages]
         message = rank.stream / (rank.layout.tp if rank.sends_slices else 1)
         left = np.array([self._left(stage) for stage in rank.stages])
         for (kind, chunk), seen in states_of(rank.blueprint, rank.index).items():
@@ -345,7 +364,16 @@ class _Moments:
         """Returns the bytes of offloaded layers on the device: of the layer that computes, of a
         neighbour, and of one that the next action fetches."""
         near = min(2, stage.offloaded) + (not turns_around(self.rank, stage))
-        return near * max(_moved(stage, self.layer), default=0.0)
+        return near * max(_moved(self.rank, stage, self.layers), default=0.0)
+
+    def _deferred(self, stage: StageBlueprint) -> float:
+        """Returns the bytes that all weight gradients of a stage keep from I to W."""
+        kinds = self.rank.kinds_of(stage)
+        return sum(kind.count * self.layers[kind.experts].deferred for kind in kinds)
+
+    def _most(self, stage: StageBlueprint, of: Callable[[LayerBytes], float]) -> float:
+        """Returns the most of a stage's layers."""
+        return max(of(self.layers[kind.experts]) for kind in self.rank.kinds_of(stage))
 
     def _gathered(self, layers: int) -> float:
         """Returns the bytes of the parameters that FSDP2 has gathered.
@@ -355,8 +383,10 @@ class _Moments:
         rank = self.rank
         if not rank.fully_sharded:
             return 0.0
-        layers = rank.layer_count if rank.blueprint.data.zero == 2 else layers
-        return rank.item * float(rank.layer_numel * layers + rank.end_numel)
+        numel = rank.layer_numel(rank.kinds) * layers
+        if rank.blueprint.data.zero == 2:
+            numel = sum(sum(rank.numels[kind.experts]) * kind.count for kind in rank.kinds)
+        return rank.item * float(numel + rank.end_numel)
 
     def _ties(self, stage: StageBlueprint) -> bool:
         """Returns whether the stage uses a tied table twice, so that two gradients are summed."""
@@ -365,7 +395,8 @@ class _Moments:
     def _forward(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
         """Returns the bytes of a forward by phase: a layer, or the head and the loss."""
         rank = self.rank
-        layer = self.layer.forward + self._away(stage) + self._gathered(min(2, rank.layer_count))
+        layer = self._most(stage, lambda layer: layer.forward) + self._away(stage)
+        layer += self._gathered(min(2, rank.layer_count))
         if not stage.last:
             return {"forward": kept + layer}
         logits = rank.item * max(rank.loss_chunks) * rank.columns
@@ -379,13 +410,24 @@ class _Moments:
         operands of all other layers' weight gradients are kept."""
         layers = len(stage.layers)
         more = self._away(stage) + self._gathered(min(2, layers))
-        more += self.layer.halved if kind == Kind.I else self.layer.backward
         if kind == Kind.I:
-            more += max(0.0, (layers - 1) * (self.layer.deferred - kept / layers))
+            more += self._most(stage, lambda layer: layer.halved)
+            more += max(0.0, self._others_deferred(stage, kept))
+        else:
+            more += self._most(stage, lambda layer: layer.backward)
         if stage.last:  # it begins with the head's gradient
             more -= self.rank.stream
             more += 0.0 if self._ties(stage) else self.table
         return more
+
+    def _others_deferred(self, stage: StageBlueprint, kept: float) -> float:
+        """Returns what all layers but the first defer, less what they have kept."""
+        layers, kinds = len(stage.layers), self.rank.kinds_of(stage)
+        if len(kinds) == 1:
+            return (layers - 1) * (self._deferred(stage) / layers - kept / layers)
+        first = self.layers[self.rank.blueprint.model.has_experts(stage.layers[0])]
+        kept_first = first.kept if stage.recomputed else first.plain
+        return self._deferred(stage) - first.deferred - (kept - kept_first)
 
     # FSDP2 reduces a layer's gradients during the next layer's backward, or accumulates them.
 
@@ -401,11 +443,12 @@ class _Moments:
     def _left(self, stage: StageBlueprint) -> float:
         """Returns the bytes that remain after a stage's backward: sums of gradients, or the input
         of the last reduction."""
-        rank, one = self.rank, self.rank.layer_numel
+        rank, kinds = self.rank, self.rank.kinds_of(stage)
         if rank.accumulates:
-            return float(FP32 * (one * len(stage.layers) + self._completed(stage)))
+            numel = sum(sum(rank.numels[kind.experts]) * kind.count for kind in kinds)
+            return float(FP32 * (numel + self._completed(stage)))
         if rank.fully_sharded and not self.once and len(rank.stages) == 1:
-            return float(FP32 * (self._completed(stage) or one))
+            return float(FP32 * (self._completed(stage) or rank.layer_numel(kinds)))
         return 0.0
 
     def _reduction(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
@@ -413,7 +456,7 @@ class _Moments:
         also during the next layer's backward, and while gradients of the ends are reduced."""
         rank, layers, sums = self.rank, len(stage.layers), not self.rank.accumulates
         # `before`: kept by the layer whose backward is done.
-        one, before = rank.layer_numel, kept / layers
+        one, before = rank.layer_numel(rank.kinds_of(stage)), kept / layers
         cast = self.table if stage.last and not self._ties(stage) else 0.0
         wide = cast + sums * FP32 * one
         if rank.blueprint.data.zero == 2 and (self.once or rank.accumulates):
@@ -436,18 +479,27 @@ class _Moments:
         return found
 
 
-def _kept(stage: StageBlueprint, layer: LayerBytes) -> float:
-    kept = stage.recomputed * layer.kept + (len(stage.layers) - stage.recomputed) * layer.plain
-    return kept - sum(_moved(stage, layer))
+def _kept(rank: PipelineRank, stage: StageBlueprint, layers: Layers) -> float:
+    kept = 0.0
+    for experts, count, recomputed in rank.kinds_of(stage):
+        layer = layers[experts]
+        kept += recomputed * layer.kept + (count - recomputed) * layer.plain
+    return kept - sum(_moved(rank, stage, layers))
 
 
-def _moved(stage: StageBlueprint, layer: LayerBytes, turns: bool = False) -> list[float]:
+def _moved(
+    rank: PipelineRank, stage: StageBlueprint, layers: Layers, turns: bool = False
+) -> list[float]:
     """Returns the bytes that each offloaded layer copies to the host.
 
     `turns`: the micro-batch's backward follows its forward, so the stage's last layer stays.
     """
     away = min(stage.offloaded, len(stage.layers) - turns)
-    return [layer.moved if i < stage.recomputed else layer.moved_plain for i in range(away)]
+    found = []
+    for i, number in enumerate(stage.layers[:away]):
+        layer = layers[rank.blueprint.model.has_experts(number)]
+        found.append(layer.moved if i < stage.recomputed else layer.moved_plain)
+    return found
 
 
 def turns_around(rank: PipelineRank, stage: StageBlueprint) -> bool:
@@ -458,10 +510,10 @@ def turns_around(rank: PipelineRank, stage: StageBlueprint) -> bool:
 def host_memory(config: Config, index: int) -> float:
     """Returns the bytes of pinned memory for offloaded activations of rank `index` along pp."""
     rank = PipelineRank(planned(config), index)
-    layer, waiting, running = LayerBytes(rank), [], []
+    layers, waiting, running = layers_of(rank), [], []
     for stage in rank.stages:
         turns = turns_around(rank, stage)
-        slabs = [math.ceil(n / SLAB_BYTES) for n in _moved(stage, layer, turns)]
+        slabs = [math.ceil(n / SLAB_BYTES) for n in _moved(rank, stage, layers, turns)]
         waiting.append(sum(slabs))
         # One layer of the backward, or of the next action, is on its way back.
         back = -max(slabs, default=0)

@@ -13,7 +13,7 @@ import numpy as np
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.collectives import Transfer
-from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout, layout_of
+from parallel3d.blueprint.layout import DEFAULT_ORDER, DIMENSIONS, Layout, layout_of
 from parallel3d.blueprint.ops import widths
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
@@ -374,7 +374,8 @@ def planned(config: Config, layout: Layout | None = None) -> Blueprint:
     """Returns the blueprint of the configuration, or of it in another layout, with style=auto
     resolved."""
     if layout is not None:
-        config = replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp)
+        dims = {dim: layout.size(dim) for dim in DIMENSIONS}
+        config = replace(config, **dims, ep=layout.ep or config.ep)
     return Blueprint.of(with_style(config))
 
 
@@ -417,7 +418,7 @@ def _sent_seconds(config: Config, style: str) -> float:
     cluster = cluster_from_config(config.cluster, layout.world_size)
     order = Tiling.parse(DEFAULT_ORDER, layout)
     tokens, item = config.micro_batch_size * config.local_seq_length, 2
-    again = any(op.kind == "attention" for op in Blueprint.of(config).ops.repeated)
+    again = Blueprint.of(config).repeats_attention
     sent = [
         Transfer("cp", s.op, int(s.nbytes), int(s.count + again * s.again), s.what)
         for s in sends(style, widths(config.model, config.tp), tokens, item, config.cp)

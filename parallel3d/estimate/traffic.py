@@ -9,9 +9,11 @@ from itertools import pairwise
 
 from parallel3d.blueprint.buckets import Home, homes, is_hidden, padded_numel
 from parallel3d.blueprint.collectives import Transfer, wire_bytes
+from parallel3d.blueprint.dispatch import ALL_TO_ALL
 from parallel3d.blueprint.layout import Layout
-from parallel3d.blueprint.ops import split_counts, widths
+from parallel3d.blueprint.ops import ExpertWidths, split_counts, widths
 from parallel3d.blueprint.rank import (
+    LayersOfKind,
     PipelineRank,
     bucket_numel,
     buckets_of,
@@ -25,6 +27,7 @@ from parallel3d.schedules.orders import StageAssignment
 
 SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
 STATISTIC_BYTES = 4  # norms' statistics are fp32 or better
+WHOLE_BYTES = 8  # numbers of experts and of tokens are int64
 
 
 def group_size(dim: str, layout: Layout) -> int:
@@ -45,22 +48,27 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     The forward gathers the input of column-parallel GEMMs (with sp) and sums the output of
     row-parallel ones; the backward does the reverse.
     """
+    for kind in rank.kinds:
+        yield from _of_kind(rank, kind)
+
+
+def _of_kind(rank: PipelineRank, kind: LayersOfKind) -> Iterator[Transfer]:
     whole, what = rank.hidden, "activations of the layers"
-    microbatches = rank.blueprint.microbatches
-    layers = rank.layer_count * microbatches
-    recomputed = rank.recomputed_layers * microbatches
-    columns, rows = split_counts(rank.layer.ops)
-    columns_again, rows_again = split_counts(rank.layer.repeated)
+    microbatches, ops = rank.blueprint.microbatches, rank.ops[kind.experts]
+    layers = kind.count * microbatches
+    recomputed = kind.recomputed * microbatches
+    columns, rows = split_counts(ops.ops)
+    columns_again, rows_again = split_counts(ops.repeated)
     if rank.blueprint.layer.gather_qk:
         model, tp = rank.blueprint.model, rank.layout.tp
         heads = model.num_attention_heads + max(model.kv_heads, tp)  # heads of q and k, with copies
         every = rank.tokens * heads * model.head_size * rank.item
-        twice = recomputed * any(op.name == "attention.qkv" for op in rank.layer.repeated)
+        twice = recomputed * any(op.name == "attention.qkv" for op in ops.repeated)
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
         yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
     if rank.blueprint.model.qk_norm_width == "full":
         sums = 2 * rank.tokens * max(rank.item, STATISTIC_BYTES)  # of q and of k, for each token
-        twice = recomputed * any(op.name == "attention.qk_norm" for op in rank.layer.repeated)
+        twice = recomputed * any(op.name == "attention.qk_norm" for op in ops.repeated)
         yield Transfer("tp", "all_reduce", sums, 2 * layers + twice, "norms of q and k")
     cut = rank.mlp_chunks
     apart = recomputed if cut > 1 else 0  # MLPs whose two GEMMs communicate in chunks
@@ -86,9 +94,58 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     yield Transfer("tp", "reduce_scatter", each, chunks * scatters, what)
 
 
+def _experts(rank: PipelineRank) -> Iterator[Transfer]:
+    """Yields the traffic of layers of experts (experts/dispatch.py, experts/balance.py).
+
+    All-to-all sends as many tokens to each rank as experts chosen at random need.
+    """
+    blueprint = rank.blueprint
+    for kind in rank.kinds:
+        if kind.experts:
+            yield from _balance(rank, kind.count * blueprint.microbatches)
+            x = blueprint.experts
+            if x is not None and x.way:
+                yield from _dispatch(rank, kind, x)
+
+
+def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
+    """Yields the counts of whole sequences, and of the tokens that are no padding."""
+    blueprint, settings = rank.blueprint, rank.blueprint.balance
+    counts = WHOLE_BYTES * blueprint.micro_batch_size * blueprint.model.num_experts
+    if settings.aux_loss:
+        for dim in ("tp", "cp"):
+            yield Transfer(dim, "all_reduce", counts, layers, "tokens of each expert")
+    if settings.z_loss:
+        yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "routed tokens")
+
+
+def _dispatch(rank: PipelineRank, kind: LayersOfKind, x: ExpertWidths) -> Iterator[Transfer]:
+    """Yields the way of tokens to their experts and back, and of their gradients."""
+    microbatches, ops = rank.blueprint.microbatches, rank.ops[True]
+    layers, recomputed = kind.count * microbatches, kind.recomputed * microbatches
+    again = {op.name for op in ops.repeated}
+    there = layers + recomputed * ("mlp.dispatch" in again)
+    back = layers + recomputed * ("mlp.combine" in again)
+    own = rank.tokens // (rank.layout.tp if rank.sp else 1)
+    tokens = x.ep * (round(own * x.share_sent) if x.way == ALL_TO_ALL else own)
+    states = tokens * rank.blueprint.model.hidden_size * rank.item
+    choices, weights = (tokens * x.chosen * n for n in (WHOLE_BYTES, max(4, rank.item)))
+    if x.way == ALL_TO_ALL:
+        yield Transfer("ep", "all_to_all", WHOLE_BYTES * x.ep, layers, "numbers of tokens")
+        yield Transfer("ep", "all_to_all", choices, layers, "choices of experts")
+        yield Transfer("ep", "all_to_all", weights, there + layers, "weights of experts")
+        yield Transfer("ep", "all_to_all", states, there + back + 2 * layers, "tokens of experts")
+        return
+    yield Transfer("ep", "all_gather", choices, layers, "choices of experts")
+    yield Transfer("ep", "all_gather", weights, there, "weights of experts")
+    yield Transfer("ep", "reduce_scatter", weights, layers, "gradients of weights of experts")
+    yield Transfer("ep", "all_gather", states, there + layers, "tokens of experts")
+    yield Transfer("ep", "reduce_scatter", states, back + layers, "results of experts")
+
+
 # The list mirrors the code call by call; `tests/distributed/test_traffic.py` compares it with real
 # steps. Evaluation, checkpoints and start-up are not counted.
-DIMS = ("tp", "cp", "pp", "dp", "dp_cp", "embedding", "world")
+DIMS = ("tp", "cp", "ep", "pp", "dp", "dp_cp", "edp", "embedding", "world")
 
 
 def transfers(
@@ -139,7 +196,7 @@ def _most_boundaries(assignment: StageAssignment) -> int:
 
 
 def _of_rank(rank: PipelineRank) -> list[Transfer]:
-    groups = (_tensor, _context, _pipeline, _data, _tied, _scalars, _muon)
+    groups = (_tensor, _context, _experts, _pipeline, _data, _tied, _scalars, _muon)
     found = [transfer for make in groups for transfer in make(rank)]
     return [t for t in found if t.count and group_size(t.dim, rank.layout) > 1]
 
@@ -171,7 +228,7 @@ def _context(rank: PipelineRank) -> Iterator[Transfer]:
     the noise scale."""
     blueprint, w = rank.blueprint, widths(rank.blueprint.model, rank.layout.tp)
     style, drops = blueprint.layer.cp_style, blueprint.model.dropout > 0
-    repeats = any(op.kind == "attention" for op in rank.layer.repeated)
+    repeats = blueprint.repeats_attention
     groups = rank.head_groups if style == "gather" and not drops else 1
     for sent in sends(style, w, rank.tokens, rank.item, blueprint.layout.cp, drops):
         count = rank.layer_count * sent.count + repeats * rank.recomputed_layers * sent.again
@@ -232,9 +289,10 @@ def _data(rank: PipelineRank) -> Iterator[Transfer]:
     if blueprint.data.zero > 1:
         yield from _fully_sharded(rank)
         return
-    numels = Counter(bucket_numel(bucket, rank.shards) for bucket in buckets_of(rank))
-    for numel, count in numels.items():
-        yield from _buckets(rank, numel, count)
+    buckets = buckets_of(rank)
+    numels = Counter((bucket[0].expert, bucket_numel(bucket, rank)) for bucket in buckets)
+    for (experts, numel), count in numels.items():
+        yield from _buckets(rank, experts, numel, count)
 
 
 def _muon(rank: PipelineRank) -> Iterator[Transfer]:
@@ -271,7 +329,8 @@ def _muon(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the collectives of FSDP units: one unit per block, and one for all other parameters.
+    """Yields the collectives of FSDP units: one unit per block, one inside it for its experts, and
+    one for all other parameters.
 
     Rows are padded to dp · cp. A backward reduces only the gradients that it has, so that the two
     ends of a V are reduced separately.
@@ -279,30 +338,31 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
     With ddp.shard_size (HSDP) this is an upper bound: fewer ranks gather, and an all-reduce
     follows.
     """
-    blueprint, dp, microbatches = rank.blueprint, rank.shards, rank.blueprint.microbatches
-    dim = rank.layout.replica_dim
+    blueprint, microbatches = rank.blueprint, rank.blueprint.microbatches
     every = microbatches if blueprint.data.every_microbatch else 1
-    numels: Counter[str] = Counter()
+    numels: Counter[tuple[str, bool]] = Counter()
     for p in rank.parameters:
         block = p.name.startswith("layers.")
         unit = ".".join(p.name.split(".")[:2]) if block else "rest"
-        numels[unit] += dp * sharded_numel(p, dp)
-    for unit, numel in numels.items():
+        dp = rank.shards_of(p)
+        numels[unit, p.expert] += dp * sharded_numel(p, dp)
+    for (unit, experts), numel in numels.items():
+        dim = "edp" if experts else rank.layout.replica_dim
         times = 2 * microbatches if blueprint.data.zero == 3 and unit != "rest" else 1
         yield Transfer(dim, "all_gather", numel * rank.item, times, "parameters")
         # With a single micro-batch, too, each backward's gradients are reduced separately.
         apart = unit == "rest" and every == microbatches
-        read = map(rank.ends_read, rank.stages)
+        read, dp = map(rank.ends_read, rank.stages), rank.shards
         ends = [dp * sum(sharded_numel(p, dp) for p in mine) for mine in read if mine]
         for reduced in ends if apart else [numel]:
             yield Transfer(dim, "reduce_scatter", reduced * rank.grad_item, every, "gradients")
 
 
-def _buckets(rank: PipelineRank, numel: int, count: int) -> Iterator[Transfer]:
+def _buckets(rank: PipelineRank, experts: bool, numel: int, count: int) -> Iterator[Transfer]:
     """Yields `count` buckets of `numel` elements (reducer.py, bucketed.py, comm_hooks.py)."""
-    dim = rank.layout.replica_dim
+    dim = "edp" if experts else rank.layout.replica_dim
     if rank.blueprint.data.comm_hook == "bf16":
-        half = 2 * padded_numel(numel, rank.replicas)
+        half = 2 * padded_numel(numel, group_size(dim, rank.layout))
         yield Transfer(dim, "all_to_all", half, count, "gradient buckets")
         yield Transfer(dim, "all_gather", half, count, "gradient buckets")
         return
@@ -315,7 +375,7 @@ def _buckets(rank: PipelineRank, numel: int, count: int) -> Iterator[Transfer]:
 def _tied(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the all-reduce of a tied weight of the first and last stage."""
     if rank.is_tied_to_another:
-        numel = bucket_numel([rank.table], rank.shards) // rank.shards
+        numel = bucket_numel([rank.table], rank) // rank.shards
         if rank.blueprint.data.zero > 1:
             numel = sharded_numel(rank.table, rank.shards)
         table = numel * rank.grad_item
@@ -324,6 +384,9 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _scalars(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields loss, tokens, squared norm and stop flag, and two more norms for the noise scale."""
+    """Yields loss, tokens, squared norm and stop flag, two more norms for the noise scale, and the
+    sums of all layers with experts: tokens of each, two losses and the entropy."""
+    model = rank.blueprint.model
     numbers = 6 if rank.blueprint.noise_scale else 4
+    numbers += len(model.expert_layers) * (model.num_experts + 3)
     yield Transfer("world", "all_reduce", numbers * SCALAR_BYTES, 1, "loss and gradient norm")

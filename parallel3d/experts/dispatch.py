@@ -19,35 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel3d.blueprint.dispatch import GATHER, share_sent
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.config.values import AUTO
 from parallel3d.experts.choice import Choice, Routing, Rows, Sent, sum_of_slots
 
-GATHER, ALL_TO_ALL = "gather", "all_to_all"
 # (tokens (t, h), weights (t, slots), rows) → (t, h): the sums over this rank's experts.
 RunExperts = Callable[[Tensor, Tensor, Rows], Tensor]
-
-
-def share_sent(experts: int, chosen: int, ep: int) -> float:
-    """Returns the probability that a token has an expert on a given rank: 1 − C(E−E/ep, k)/C(E, k).
-
-    It is that of experts chosen at random; choices of trained routers are correlated, so that
-    fewer tokens are sent.
-    """
-    here = experts // ep
-    return 1.0 - math.comb(experts - here, chosen) / math.comb(experts, chosen)
-
-
-def chosen_way(way: str, experts: int, chosen: int, ep: int) -> str:
-    """Returns `gather` or `all_to_all`; for auto the one that sends less.
-
-    All-to-all also sends choices and weights of a token, and waits for the counts, so it has to
-    send less by a tenth.
-    """
-    if way != AUTO:
-        return way
-    return ALL_TO_ALL if share_sent(experts, chosen, ep) < 0.9 else GATHER
 
 
 def dispatched(

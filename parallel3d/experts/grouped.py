@@ -8,7 +8,6 @@ arXiv:2512.14080).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -80,8 +79,9 @@ class _Experts(torch.autograd.Function):
         ctx.down = down
         ctx.rows = rows
         ctx.activation = activation
-        taken = x.index_select(0, rows.tokens)
-        inner = grouped_matmul(taken, up, rows.counts, _rows_of(up, rows))
+        # Nothing else names the rows, so that they are free before the second GEMM.
+        given = up, rows.counts, _rows_of(up, rows)
+        inner = grouped_matmul(x.index_select(0, rows.tokens), *given)
         ctx.save_for_backward(x, weights, inner)
         active = _weighed(inner, weights.flatten()[rows.slots], activation)
         out = grouped_matmul(active, down, rows.counts, _rows_of(down, rows))
@@ -110,12 +110,14 @@ class _Experts(torch.autograd.Function):
         def active_rows() -> Tensor:
             return _weighed(inner, chosen, ctx.activation)
 
-        grad_down = add_grouped_gradient(
-            down, partial(grad.index_select, 0, rows.tokens), active_rows, rows.counts
-        )
-        grad_up = add_grouped_gradient(
-            up, lambda: grad_inner, partial(x.index_select, 0, rows.tokens), rows.counts
-        )
+        def grad_of_rows() -> Tensor:
+            return grad.index_select(0, rows.tokens)
+
+        def taken() -> Tensor:
+            return x.index_select(0, rows.tokens)
+
+        grad_down = add_grouped_gradient(down, grad_of_rows, active_rows, rows.counts)
+        grad_up = add_grouped_gradient(up, lambda: grad_inner, taken, rows.counts)
         return grad_x, grad_weights.view_as(weights), grad_up, grad_down, None, None
 
 

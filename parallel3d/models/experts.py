@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel3d.blueprint.dispatch import chosen_way
 from parallel3d.config.schema import ModelConfig
 from parallel3d.experts.balance import Balance
 from parallel3d.experts.choice import Choice, Rows
-from parallel3d.experts.dispatch import chosen_way, dispatched
+from parallel3d.experts.dispatch import dispatched
 from parallel3d.experts.grouped import run_experts
 from parallel3d.experts.router import Router
 from parallel3d.models.layers import BuildContext, output_std

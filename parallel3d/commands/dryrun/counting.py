@@ -318,6 +318,7 @@ _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] 
     ("/parallel3d/parameters/gradients.py", None, None, "buffers", None),  # matmuls to be added
     ("/parallel3d/models/embedding_and_head.py", None, OTHER, "activations", None),
     ("/parallel3d/models/", None, BLOCKS, "activations", None),
+    ("/parallel3d/experts/grouped.py", None, BLOCKS, "activations", None),
     ("/parallel3d/optim/optimizer.py", None, OPTIMIZER, "buffers", "optimizer"),
     ("/parallel3d/optim/muon.py", None, OPTIMIZER, "buffers", "optimizer"),
     (_DATA_PARALLEL, "all_gather_params", OPTIMIZER, "buffers", "optimizer"),

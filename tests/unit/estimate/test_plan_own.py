@@ -19,7 +19,7 @@ from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.config.schema import ClusterConfig
 from parallel3d.estimate.fitted_cost import load, load_own, step
-from parallel3d.estimate.memory import LayerBytes, peak_memory, peak_stage
+from parallel3d.estimate.memory import layers_of, peak_memory, peak_stage
 from parallel3d.estimate.search import card_of, layouts, planned, sizes_of, works
 from parallel3d.topology.assumptions import preset
 from tests.e2e.ready import run_module
@@ -81,6 +81,27 @@ FURTHER = (
 )  # fmt: skip
 
 
+MIXTURE = {"num_experts": 16, "experts_per_token": 4, "expert_ffn_size": 768, "vocab_size": 8192}
+SIGMOID = {"router_score": "sigmoid", "router_bias": True, "router_normalize": False}
+SHARED = {"shared_expert_size": 1024, "shared_expert_gate": True}
+LOSSES = {"aux_loss": 0.01, "z_loss": 0.001}
+EXPERTS = (
+    {"model": "qwen3_8b", "layers": 2, "dp": 1, "micro_batch_size": 2, "global_batch_size": 2,
+     "experts": MIXTURE | SHARED, "moe": LOSSES, "recompute": "[norm,activation]"},
+    {"model": "llama_1b", "layers": 2, "tp": 2, "sp": True, "dp": 4, "ep": 4, "zero": 1,
+     "micro_batch_size": 2, "global_batch_size": 8, "experts": MIXTURE | SIGMOID,
+     "moe": LOSSES | {"dispatch": "all_to_all"}, "recompute": "[mlp]", "state": "bf16"},
+    {"model": "llama3_8b", "layers": 4, "cp": 2, "dp": 2, "ep": 2, "pp": 2, "schedule": "zb_h1",
+     "micro_batch_size": 1, "global_batch_size": 8, "rank": 0,
+     "experts": MIXTURE | SHARED | {"dense_layers": [0]}, "moe": {"dispatch": "gather"}},
+    {"model": "llama_1b", "layers": 2, "tp": 4, "sp": True, "dp": 1, "ep": 2, "zero": 3,
+     "micro_batch_size": 1, "global_batch_size": 2, "experts": MIXTURE | SHARED,
+     "moe": {"dispatch": "all_to_all"}, "recompute": "full"},
+    {"model": "llama_1b", "layers": 8, "pp": 2, "vpp": 2, "dp": 2, "ep": 2, "schedule": "zbv",
+     "micro_batch_size": 1, "global_batch_size": 8, "rank": 2, "recompute": "full",
+     "experts": MIXTURE | {"router_groups": 4, "router_top_groups": 2}, "moe": LOSSES},
+)  # fmt: skip
+
 # Percent by which the plan's memory may be below and above the dry run's, and its launches off. Its
 # formulas are for FSDP2 of torch 2.13. FSDP2 of 2.15 launches up to 16 more copies per step; that
 # of 2.11 keeps more in one layout.
@@ -90,7 +111,11 @@ OFF = {(2, 13): ("3", "12", "0"), (2, 15): ("3", "12", "2.5"), (2, 11): ("14", "
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
-    [pytest.param(PLAYED, id="played"), pytest.param(FURTHER, id="more", marks=pytest.mark.more)],
+    [
+        pytest.param(PLAYED, id="played"),
+        pytest.param(EXPERTS, id="experts"),
+        pytest.param(FURTHER, id="more", marks=pytest.mark.more),
+    ],
 )
 def test_dry_runs_play_the_launches_and_bytes_sent_and_no_more_memory_than_the_bound(
     cases: tuple[dict[str, Any], ...],
@@ -136,7 +161,7 @@ def test_recomputation_keeps_less_and_full_least() -> None:
     found = []
     for parts in less:
         config = configured(ONE | {"recompute": parts})
-        found += [LayerBytes(PipelineRank(planned(config), 0))]
+        found += [layers_of(PipelineRank(planned(config), 0))[False]]
     kept = [layer.kept for layer in found]
     assert kept == sorted({*kept})
     assert found[0].again and not found[-1].again
