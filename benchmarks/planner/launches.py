@@ -125,6 +125,10 @@ def _blocks(rank: PipelineRank, copies: int) -> int:
     # for several sequences.
     several = rank.blueprint.balance.aux_loss > 0 and rank.blueprint.micro_batch_size > 1
     found += _expert_layers(rank) * (4 * rank.fully_sharded + several)
+    if rank.sp and rank.blueprint.layout.cp == 1:  # the tokens' positions in each forward
+        for kind in rank.kinds:
+            again = any(op.name == "mlp.router" for op in rank.ops[kind.experts].repeated)
+            found += kind.experts * (kind.count + again * kind.recomputed)
     return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
 
 
@@ -158,7 +162,8 @@ def _balance(rank: PipelineRank) -> int:
     if layers:  # each micro-batch's lengths, and the scales of its losses
         each = 1 + (settings.aux_loss > 0) + 3 * (settings.z_loss > 0)
         found += blueprint.microbatches * each + 1 + (settings.z_loss > 0)
-    return found + 10 * layers * blueprint.model.router_bias
+    each = 10 + 4 * (rank.data_rank == 0)  # the first rank also reports the range of the biases
+    return found + each * layers * blueprint.model.router_bias
 
 
 def _expert_layers(rank: PipelineRank) -> int:

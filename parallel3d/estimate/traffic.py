@@ -385,8 +385,9 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
 
 def _scalars(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields loss, tokens, squared norm and stop flag, two more norms for the noise scale, and the
-    sums of all layers with experts: tokens of each, two losses and the entropy."""
+    sums of all layers with experts: tokens of each, two losses, the entropy and the range of the
+    bias."""
     model = rank.blueprint.model
     numbers = 6 if rank.blueprint.noise_scale else 4
-    numbers += len(model.expert_layers) * (model.num_experts + 3)
+    numbers += len(model.expert_layers) * (model.num_experts + 5)
     yield Transfer("world", "all_reduce", numbers * SCALAR_BYTES, 1, "loss and gradient norm")

@@ -163,7 +163,7 @@ class TransformerBlock(nn.Module):
         self.recompute = "layer" in ctx.recompute
         self.keeps_norms = "norm" not in ctx.recompute
         # `compile_blocks` replaces it in layers with experts.
-        self.run_attention: Callable[..., Tensor] = TransformerBlock.attended
+        self.run_attention: Callable[..., tuple[Tensor, Tensor]] = TransformerBlock.attended
 
     def forward(
         self,
@@ -188,7 +188,7 @@ class TransformerBlock(nn.Module):
         balance: Balance | None,
         choice: Choice | None,
     ) -> Tensor:
-        attended = self.run_attention(self, x, rotary, samples, documents)
+        x, attended = self.run_attention(self, x, rotary, samples, documents)
         x, norm = self._sum_and_norm(x, attended, self.mlp_norm)
         y = self.mlp(x, norm) if choice is None else self.mlp(x, norm, choice, balance)
         return x + self.mlp_dropout(y, samples, documents)
@@ -199,11 +199,14 @@ class TransformerBlock(nn.Module):
         rotary: Rotary | None,
         samples: Tensor | None,
         documents: Documents | None,
-    ) -> Tensor:
-        """Returns attention(norm(x)), with dropout."""
+    ) -> tuple[Tensor, Tensor]:
+        """Returns x, and attention(norm(x)) with dropout.
+
+        The x it returns is the norm's: the backward of a fused norm adds the gradient of both.
+        """
         x, norm = self._sum_and_norm(x, None, self.input_norm)
         y = self.attention(x, norm, rotary, samples, documents)
-        return self.attention_dropout(y, samples, documents)
+        return x, self.attention_dropout(y, samples, documents)
 
     def _sum_and_norm(
         self, x: Tensor, y: Tensor | None, norm: Norm
@@ -237,7 +240,7 @@ def _run_block(block: TransformerBlock, *args: Any) -> Tensor:
     return TransformerBlock.forward(block, *args)
 
 
-def _run_attention(block: TransformerBlock, *args: Any) -> Tensor:
+def _run_attention(block: TransformerBlock, *args: Any) -> tuple[Tensor, Tensor]:
     return TransformerBlock.attended(block, *args)
 
 
@@ -399,7 +402,7 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
         options["isolate_recompiles"] = True
     backend = without_inplace_reuse if saves_operands else shared_inductor
     # Its overloads differ between versions of torch.
-    torch_compile: Callable[..., Callable[..., Tensor]] = torch.compile
+    torch_compile: Callable[..., Callable[..., Any]] = torch.compile
     how = {"backend": backend, "fullgraph": True, "dynamic": False, **options}
     compiled, one = torch_compile(_run_blocks, **how), torch_compile(_run_block, **how)
     attention = torch_compile(_run_attention, **how)
