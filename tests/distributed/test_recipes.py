@@ -53,12 +53,17 @@ def small(name: str) -> Config:
         head_dim=None,
         max_position_embeddings=None,
         dropout=0.0,
+        # As few experts as its samples have tokens for.
+        num_experts=min(8, config.model.num_experts),
+        experts_per_token=2,
+        expert_ffn_size=24 if config.model.num_experts else None,
     )
     optim = dataclasses.replace(config.optim, lr_warmup_steps=1, lr_warmup_fraction=0.0)
     train = dataclasses.replace(config.train, steps=STEPS, epochs=None, tokens=None)
     changed = dict(
         tp=tp, cp=cp, pp=pp, vpp=vpp, dp=dp, micro_batch_size=1, global_batch_size=4 * dp
     )
+    changed["ep"] = min(2, config.ep)
     config = dataclasses.replace(config, **changed, model=model, optim=optim, train=train)
     return check_config(config, RANKS, own_samples=True)
 
@@ -72,7 +77,8 @@ def train_all(configs: list[Config]) -> list[Trained]:
     """Runs three steps of each configuration, on each rank."""
     found = []
     for config in configs:
-        layout = Layout(config.tp, config.pp, config.dp or 1, config.cp)
+        ep = config.ep if config.model.num_experts else 0
+        layout = Layout(config.tp, config.pp, config.dp or 1, config.cp, ep)
         groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
         source = source_of(config)
         device = torch.device("cpu")
