@@ -16,7 +16,7 @@ from parallel3d.comm.group import Group
 from parallel3d.config.schema import ModelConfig
 from parallel3d.device.fused import fused
 from parallel3d.models.layers import BuildContext
-from parallel3d.models.ops import Heads, heads_of
+from parallel3d.models.ops import Heads, heads_of, rms_norm
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 
@@ -52,6 +52,10 @@ class FullQKNorm(nn.Module):
         self.k = weight("k", heads[1], keys, replicas)
 
     def forward(self, qkv: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # on one tensor-parallel rank
+            q, k, v = (part.flatten(2) for part in heads_of(qkv, self.shape))
+            q, k = rms_norm(q, self.q, self.eps), rms_norm(k, self.k, self.eps)
+            return torch.cat((q, k, v), -1)
         return _FullNorm.apply(qkv, self.q, self.k, self.widths, self.shape, self.eps, self.tp)
 
 

@@ -367,9 +367,9 @@ CONFLICTS = (
         (("model.qk_norm", True), ("model.qk_norm_width", "head")),
     ),
     Conflict(
-        {"model.qk_norm_width": Is("full"), "compile": Other(False)},
-        "{model.qk_norm_width} does not work with {compile} yet",
-        (("compile", False), ("model.qk_norm_width", "head")),
+        {"model.qk_norm_width": Is("full"), "compile": Other(False), "tp": Other(1)},
+        "{model.qk_norm_width} sums over the ranks of {tp}, which does not work with {compile} yet",
+        (("compile", False), ("tp", 1)),
     ),
     Conflict(
         {"mlp_chunk_tokens": Other(None), "recompute": Where(_leaves_mlp, "none")},

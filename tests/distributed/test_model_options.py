@@ -49,6 +49,7 @@ CASES = [
         ],
     ),
     ((2, 2, 1), [Case(FULL_ONE_HEAD, schedule="zb_h1")]),
+    ((1, 1, 1), [Case(FULL_PAIRS, compile=True)]),
     ((2, 1, 1, 2), [Case(FULL_PAIRS, keys=ZERO1)]),
 ]
 
