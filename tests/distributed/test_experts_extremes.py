@@ -176,6 +176,7 @@ def test_the_lower_of_equal_experts_is_chosen_in_every_layout(
     assert told(sizes, case, nullcontext, ties[case.problem], pool) == set()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("bug", "problem", "by"),
     [
@@ -214,10 +215,16 @@ WITHOUT_TOKENS: list[tuple[Sizes, Case]] = [
 ]
 
 
+NAMES = ("one", *(f"zero{n}" for n in range(4)), "tp", "muon1", "muon3", "zb")
+OFTEN = ("one", "zero1", "zero3", "muon1")
+
+
 @pytest.mark.parametrize(
     ("sizes", "case"),
-    WITHOUT_TOKENS,
-    ids=["one", *(f"zero{n}" for n in range(4)), "tp", "muon1", "muon3", "zb"],
+    [
+        pytest.param(*given, id=name, marks=() if name in OFTEN else pytest.mark.more)
+        for name, given in zip(NAMES, WITHOUT_TOKENS, strict=True)
+    ],
 )
 def test_experts_and_ranks_without_tokens_train_on(
     sizes: Sizes, case: Case, pool: Pool, references: References
@@ -244,6 +251,7 @@ def zeros_by_their_norm(sound: Any, update: Tensor) -> Tensor:
     return sound(update / update.norm())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("bug", "sizes", "case"),
     [
@@ -270,10 +278,16 @@ PLAIN = dataclasses.replace(PADDED, documents=False, layers=3)
 @pytest.mark.parametrize(
     ("sizes", "case"),
     [
-        (EP, experts(PADDED, microbatches=6)),
+        pytest.param(EP, experts(PADDED, microbatches=6), marks=pytest.mark.more),
         ((2, 1, 1, 1, 2), experts(PADDED, "all_to_all")),
-        ((2, 1, 1, 2, 4), experts(PADDED, "all_to_all", microbatches=12)),
-        ((1, 2, 2, 1, 2), experts(PADDED, schedule="zb_h1", microbatches=3)),
+        pytest.param(
+            *((2, 1, 1, 2, 4), experts(PADDED, "all_to_all", microbatches=12)),
+            marks=pytest.mark.more,
+        ),
+        pytest.param(
+            *((1, 2, 2, 1, 2), experts(PADDED, schedule="zb_h1", microbatches=3)),
+            marks=pytest.mark.more,
+        ),
         ((1, 3, 1, 1, 1), experts(PLAIN, microbatches=3)),
     ],
     ids=["ep", "tp", "cp", "pp", "middle"],
@@ -287,6 +301,7 @@ def test_a_third_of_padding_is_in_no_count_and_no_loss(
     check_cases(sizes, [case], pool, references)
 
 
+@pytest.mark.more
 def test_padding_that_counts_is_told(pool: Pool, references: References) -> None:
     check_caught(padding_counted, EP, experts(PADDED, microbatches=6), ALL, pool, references)
 
