@@ -118,13 +118,23 @@ class PipelineRank:
 
     def index_of(self, parameter: LocalParameter) -> int:
         """Returns this rank's index among them, for the first tensor rank."""
-        if not parameter.expert:
-            return self.data_rank
+        return self._stage_place // self.layout.ep if parameter.expert else self.data_rank
+
+    @property
+    def experts_here(self) -> range:
+        """The numbers of the experts of the first tensor rank."""
+        count = self.blueprint.model.num_experts // self.layout.ep
+        first = count * (self._stage_place % self.layout.ep)
+        return range(first, first + count)
+
+    @cached_property
+    def _stage_place(self) -> int:
+        """The place of the first tensor rank among the ranks of its stage."""
         layout = self.layout
         dp, cp = divmod(self.data_rank, layout.cp)
         place = {"pp": self.index, "dp": dp, "cp": cp}
         rank = sum(index * layout.stride(dim) for dim, index in place.items())
-        return sorted(layout.group_of(rank, "tp", "cp", "dp")).index(rank) // layout.ep
+        return sorted(layout.group_of(rank, "tp", "cp", "dp")).index(rank)
 
     @property
     def mlp_chunks(self) -> int:
@@ -265,6 +275,10 @@ class FlatShard(NamedTuple):
     @property
     def replicated(self) -> bool:
         return self.spans[0][0].replicated
+
+    @property
+    def experts(self) -> bool:
+        return self.spans[0][0].expert
 
     @property
     def hidden(self) -> int:

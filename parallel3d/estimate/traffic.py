@@ -300,31 +300,49 @@ def _muon(rank: PipelineRank) -> Iterator[Transfer]:
 
     With HSDP or frozen matrices these are an upper bound.
     """
-    blueprint = rank.blueprint
-    tp = rank.layout.tp
-    dp = rank.replicas
-    here = rank.data_rank
-    if blueprint.optim.name != "muon":
+    if rank.blueprint.optim.name == "muon":
+        for experts in (False, True):
+            yield from _muon_of(rank, experts)
+
+
+def _muon_of(rank: PipelineRank, experts: bool) -> Iterator[Transfer]:
+    """Yields the exchanges of the matrices of experts, whole on the ranks of edp, or of all
+    others."""
+    blueprint, layout = rank.blueprint, rank.layout
+    table = [p for p in rank.parameters if p.expert is experts]
+    if not table:
         return
+    here, shards = rank.index_of(table[0]), rank.shards_of(table[0])
+    tp, dp, dim = layout.tp, rank.replicas, layout.replica_dim
+    if experts:
+        tp, dp, dim = 1, layout.edp, "edp"
     layers = {f"layers.{layer}" for stage in rank.stages for layer in stage.layers}
     shapes = {
         name: shape
         for name, shape in full_shapes_of(blueprint.model).items()
-        if is_hidden(name, len(shape)) and ".".join(name.split(".")[:2]) in layers
+        if is_hidden(name, len(shape))
+        and ".".join(name.split(".")[:2]) in layers
+        and (".experts." in name) is experts
+        and (not experts or int(name.split(".")[4]) in rank.experts_here)
     }
     keys, shared = ("attention.k.weight", "attention.v.weight"), min(tp, blueprint.model.kv_heads)
-    local = {n: math.prod(s) // (shared if n.endswith(keys) else tp) for n, s in shapes.items()}
-    home, sharded = homes(shapes, tp, dp), rank.shards > 1
+
+    def parts(name: str) -> int:
+        return shared if name.endswith(keys) else 1 if name.endswith("shared_gate.weight") else tp
+
+    local = {name: math.prod(shape) // parts(name) for name, shape in shapes.items()}
+    home, sharded = homes(shapes, tp, dp), shards > 1
     column = sum(n for name, n in local.items() if home[name].dp == here)
     whole = tp * sum(n for name, n in local.items() if home[name] == Home(0, here))
     dtype = blueprint.optim.muon_dtype
     half = dtype == "bf16" or (dtype, rank.item) == ("auto", 2)
-    item, what, dim = 2 if half else rank.grad_item, "Muon's updates", rank.layout.replica_dim
+    item, what = 2 if half else rank.grad_item, "Muon's updates"
     if sharded:
-        own = sum(shard.hidden for shard in flat_shards(rank))
+        own = sum(shard.hidden for shard in flat_shards(rank) if shard.experts is experts)
         yield Transfer(dim, "all_to_all", item * own, 1, what)
-    yield Transfer("tp", "all_to_all", item * column, 1, what)
-    yield Transfer("tp", "all_to_all", item * whole, 1, what)
+    if not experts:
+        yield Transfer("tp", "all_to_all", item * column, 1, what)
+        yield Transfer("tp", "all_to_all", item * whole, 1, what)
     yield Transfer(dim, "all_to_all", item * column * (1 if sharded else dp), 1, what)
 
 

@@ -42,6 +42,8 @@ RAW = (
 class Ramp:
     """Has different samples; all tokens count."""
 
+    seq_length = 8
+
     def sample(self, i: int) -> Sample:
         tokens = (np.arange(9) * (i + 1)) % 30
         return Sample(tokens, np.ones(8, dtype=bool))
@@ -142,6 +144,9 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.schedule.slices = changes.get("slices")
     config.context_parallel.style = changes.get("style", "gather")
     config.optim.name, config.optim.momentum = changes.get("optim", "adamw"), 0.9
+    config.ep = max(layout.ep, 1)
+    config.moe.dispatch = changes.get("dispatch", "auto")
+    config.moe.aux_loss, config.moe.z_loss = changes.get("losses", (0.0, 0.0))
     return config
 
 
@@ -187,10 +192,19 @@ HEADS, RING = {"style": "heads", **LLAMA}, {"style": "ring", **LLAMA}
 MUON = {"optim": "muon", **LLAMA}
 LOOPS = {"schedule": "interleaved", "vpp": 2, "model.num_layers": 5}
 V = {"schedule": "zbv", "vpp": 2, "model.num_layers": 5}
+# Of four experts each token uses three, so that it is sent to each of two ranks.
+EXPERTS = {
+    **LLAMA, "model.num_experts": 4, "model.experts_per_token": 3, "model.expert_ffn_size": 8,
+}  # fmt: skip
+SENT = {**EXPERTS, "dispatch": "all_to_all"}
+GATHERED = {**EXPERTS, "dispatch": "gather"}
+GATED = {"model.shared_expert_size": 8, "model.shared_expert_gate": True}
+LOSSES = {"losses": (0.01, 0.001)}
 # By number of ranks, so that one run of the pool has all cases of that number.
 CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
     1: {
         "one rank": (Layout(), {}),
+        "experts": (Layout(ep=1), {**EXPERTS, **LOSSES}),
     },
     2: {
         "tp2": (Layout(tp=2), {}),
@@ -221,6 +235,11 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "cp2 zero1 recompute": (Layout(cp=2), {**LLAMA, "zero": 1, "recompute": "full"}),
         "cp2 dropout": (Layout(cp=2), {"model.dropout": 0.1, "recompute": "full"}),
         "pp2 loops": (Layout(pp=2), LOOPS),
+        "tp2 ep1 zero1": (Layout(tp=2, ep=1), {**EXPERTS, **LOSSES, "sp": True, "zero": 1}),
+        "dp2 ep2 gathered": (Layout(dp=2, ep=2), {**GATHERED, **GATED, "recompute": "full"}),
+        "dp2 ep2 sent": (Layout(dp=2, ep=2), {**SENT, **LOSSES, "recompute": "[mlp]"}),
+        "cp2 ep1 zero3": (Layout(cp=2, ep=1), {**EXPERTS, **LOSSES, "zero": 3}),
+        "dp2 ep1 muon zero1": (Layout(dp=2, ep=1), {**EXPERTS, "optim": "muon", "zero": 1}),
     },
     3: {
         "pp3": (Layout(pp=3), {"layers_per_stage": [1, 1, 1]}),
@@ -262,6 +281,15 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "pp2 dp2 loops zero2": (Layout(pp=2, dp=2), LOOPS | {"zero": 2}),
         "tp2 pp2 v sp": (Layout(tp=2, pp=2), V | {"sp": True, **UNTIED}),
         "tp2 pp2 loops slices": (Layout(tp=2, pp=2), LOOPS | {"slices": True}),
+        "tp2 dp2 ep2 sent zero1": (
+            Layout(tp=2, dp=2, ep=2),
+            {**SENT, **GATED, **LOSSES, "sp": True, "zero": 1, "model.dense_layers": [0]},
+        ),
+        "cp2 dp2 ep2 gathered zero2": (
+            Layout(cp=2, dp=2, ep=2),
+            {**GATHERED, **LOSSES, "zero": 2, "precision": "fp64"},
+        ),
+        "pp2 dp2 ep2 v": (Layout(pp=2, dp=2, ep=2), V | {**SENT, "model.dense_layers": [4]}),
     },
     6: {
         "tp2 pp3 slices": (Layout(tp=2, pp=3), {"slices": True, **UNTIED}),
