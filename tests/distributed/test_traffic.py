@@ -351,6 +351,58 @@ def check(name: str, layout: Layout, changes: dict[str, Any], sent: Sequence[Sen
         assert found  # comparing two empty lists would prove nothing
 
 
+class AtRandom:
+    """Replaces the choice of every layer by random experts, other ones on each rank."""
+
+    def __init__(self, model: ModelConfig, rank: int) -> None:
+        self.all, self.chosen_each = model.num_experts, model.experts_per_token
+        self.chance = torch.Generator().manual_seed(rank)
+
+    def chosen(self, layer: int, balance: Any, experts: torch.Tensor, margins: Any) -> torch.Tensor:
+        order = torch.rand(len(experts), self.all, generator=self.chance).argsort(-1)
+        return order[:, : self.chosen_each].contiguous()
+
+
+class Long(Ramp):
+    """Has samples of 256 tokens, as many as a mean needs."""
+
+    seq_length = 256
+
+    def sample(self, i: int) -> Sample:
+        tokens = (np.arange(257) * (i + 1)) % 30
+        return Sample(tokens, np.ones(256, dtype=bool))
+
+
+def sent_to_random_experts(layouts: list[Layout]) -> list[tuple[float, float]]:
+    """Returns, by layout, the bytes to experts that this rank counted and those of the list."""
+    found = []
+    model = {"model.num_experts": 16, "model.experts_per_token": 4, "model.seq_length": 256}
+    for layout in layouts:
+        groups = ProcessGroups.create(layout, "cpu", timeout_s=300)
+        config = config_of(layout, {**SENT, **model})
+        trainer = Trainer(config, groups, torch.device("cpu"), train_source=Long())
+        assert trainer.balance is not None
+        trainer.balance.watch = AtRandom(config.model, groups.rank)
+        with Counting() as counting:
+            trainer.train_step()
+        listed = priced(config, layout, 0, groups.dp.index)
+        groups.close()
+        found.append((_to_experts(counting.found), _to_experts(listed)))
+    return found
+
+
+def _to_experts(count: Count) -> float:
+    return sum(n * calls for (dim, op, n), calls in count.items() if dim == "ep")
+
+
+def test_random_choices_send_what_experts_chosen_at_random_need(pool: Pool) -> None:
+    """Compares within three per cent: each token goes to a rank with probability `share_sent`."""
+    layouts = [Layout(dp=4, ep=2), Layout(dp=4, ep=4)]
+    for of_rank in pool.run(4, sent_to_random_experts, layouts):
+        for counted, listed in of_rank:
+            assert counted == pytest.approx(listed, rel=0.03)
+
+
 MODELS: list[dict[str, Any]] = [{}, {**LLAMA, **UNTIED}, REPLICATED, QWEN3]
 
 
