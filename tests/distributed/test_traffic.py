@@ -185,6 +185,7 @@ LLAMA = {
     "model.bias": False, "model.num_query_groups": 2,
 }  # fmt: skip
 QWEN3 = {**LLAMA, "model.qk_norm": True, "model.head_dim": 6}
+FULL_NORM = {**QWEN3, "model.qk_norm_width": "full"}
 GATHER_QK = {"attention": "gather_qk"}
 UNTIED = {"model.tie_embeddings": False}
 REPLICATED = {"model.embedding": "replicated"}
@@ -226,6 +227,10 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
             Layout(tp=2),
             {**GATHER_QK, **LLAMA, "recompute": "[norm,attention]"},
         ),
+        "tp2 norms over all heads, repeated": (
+            Layout(tp=2),
+            {**FULL_NORM, "recompute": "[attention]"},
+        ),
         "pp2": (Layout(pp=2), {}),
         "dp2": (Layout(dp=2), {}),
         "dp2 default buckets": (Layout(dp=2), {**LLAMA, "bucket_cap_mb": None}),
@@ -250,6 +255,7 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
             Layout(tp=2, pp=2),
             {"sp": True, "chunks": 4, "recompute": "[norm,mlp]", **LLAMA},
         ),
+        "tp4 sp norms over all heads, shared heads": (Layout(tp=4), {**FULL_NORM, "sp": True}),
         "tp4 sp norms of heads and shared heads": (
             Layout(tp=4),
             {**QWEN3, "sp": True, "model.attention_bias": "qkv"},
@@ -403,7 +409,7 @@ def test_random_choices_send_what_experts_chosen_at_random_need(pool: Pool) -> N
             assert counted == pytest.approx(listed, rel=0.03)
 
 
-MODELS: list[dict[str, Any]] = [{}, {**LLAMA, **UNTIED}, REPLICATED, QWEN3]
+MODELS: list[dict[str, Any]] = [{}, {**LLAMA, **UNTIED}, REPLICATED, QWEN3, FULL_NORM]
 
 
 def parameters_of_stages(configs: list[Config]) -> tuple[int, list[list[tuple[int, bool]]]]:
