@@ -128,7 +128,7 @@ def _blocks(rank: PipelineRank, copies: int) -> int:
     if rank.sp and rank.blueprint.layout.cp == 1:  # the tokens' positions in each forward
         for kind in rank.kinds:
             again = any(op.name == "mlp.router" for op in rank.ops[kind.experts].repeated)
-            found += kind.experts * (kind.count + again * kind.recomputed)
+            found += kind.experts * (kind.layers + again * kind.recomputed)
     return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
 
 
@@ -167,7 +167,7 @@ def _balance(rank: PipelineRank) -> int:
 
 
 def _expert_layers(rank: PipelineRank) -> int:
-    return sum(kind.count for kind in rank.kinds if kind.experts)
+    return sum(kind.layers for kind in rank.kinds if kind.experts)
 
 
 def _sharding(rank: PipelineRank) -> int:

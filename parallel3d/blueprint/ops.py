@@ -207,8 +207,8 @@ class Op(NamedTuple):
         return self.inputs * self.outputs * self.calls
 
 
-COLUMN = {"kind": "gemm", "split": "column"}
-ROW = {"kind": "gemm", "split": "row"}
+COLUMN: dict[str, Any] = {"kind": "gemm", "split": "column"}
+ROW: dict[str, Any] = {"kind": "gemm", "split": "row"}
 INNER = ("activation", "mlp", "layer")
 
 

@@ -25,12 +25,12 @@ class LayersOfKind(NamedTuple):
 
     Attributes:
         experts: they have experts.
-        count: their number.
+        layers: their number.
         recomputed: number of those whose backward repeats a part of the forward.
     """
 
     experts: bool
-    count: int
+    layers: int
     recomputed: int
 
 
@@ -107,7 +107,7 @@ class PipelineRank:
         """Returns the kinds of a stage's layers."""
         model, layers = self.blueprint.model, stage.layers
         if len(self.ops) == 1:
-            return [LayersOfKind(*self.ops, len(layers), stage.recomputed)]
+            return [LayersOfKind(next(iter(self.ops)), len(layers), stage.recomputed)]
         again = [model.has_experts(layer) for layer in layers[: stage.recomputed]]
         every = [model.has_experts(layer) for layer in layers]
         return [LayersOfKind(k, every.count(k), again.count(k)) for k in sorted({*every})]
@@ -243,10 +243,10 @@ def bucket_numel(bucket: Sequence[LocalParameter], rank: PipelineRank) -> int:
 
 def _sum_of_kinds(kinds: Sequence[LayersOfKind]) -> list[LayersOfKind]:
     sums = {kind.experts: LayersOfKind(kind.experts, 0, 0) for kind in kinds}
-    for experts, count, recomputed in kinds:
+    for experts, layers, recomputed in kinds:
         before = sums[experts]
-        sums[experts] = before._replace(
-            count=before.count + count, recomputed=before.recomputed + recomputed
+        sums[experts] = LayersOfKind(
+            experts, before.layers + layers, before.recomputed + recomputed
         )
     return [sums[experts] for experts in sorted(sums)]
 

@@ -134,8 +134,8 @@ def _state(rank: PipelineRank) -> RankMemory:
     blueprint = rank.blueprint
     item = rank.item
     wide = rank.grad_item
-    of_experts = sum(rank.numels[kind.experts][0] * kind.count for kind in rank.kinds)
-    others = sum(rank.numels[kind.experts][1] * kind.count for kind in rank.kinds)
+    of_experts = sum(rank.numels[kind.experts][0] * kind.layers for kind in rank.kinds)
+    others = sum(rank.numels[kind.experts][1] * kind.layers for kind in rank.kinds)
     zero, optim = blueprint.data.zero, blueprint.optim
 
     def divided(each: int, divides: bool) -> float:
@@ -369,7 +369,7 @@ class _Moments:
     def _deferred(self, stage: StageBlueprint) -> float:
         """Returns the bytes that all weight gradients of a stage keep from I to W."""
         kinds = self.rank.kinds_of(stage)
-        return sum(kind.count * self.layers[kind.experts].deferred for kind in kinds)
+        return sum(kind.layers * self.layers[kind.experts].deferred for kind in kinds)
 
     def _most(self, stage: StageBlueprint, of: Callable[[LayerBytes], float]) -> float:
         """Returns the most of a stage's layers."""
@@ -385,7 +385,7 @@ class _Moments:
             return 0.0
         numel = rank.layer_numel(rank.kinds) * layers
         if rank.blueprint.data.zero == 2:
-            numel = sum(sum(rank.numels[kind.experts]) * kind.count for kind in rank.kinds)
+            numel = sum(sum(rank.numels[kind.experts]) * kind.layers for kind in rank.kinds)
         return rank.item * float(numel + rank.end_numel)
 
     def _ties(self, stage: StageBlueprint) -> bool:
@@ -445,7 +445,7 @@ class _Moments:
         of the last reduction."""
         rank, kinds = self.rank, self.rank.kinds_of(stage)
         if rank.accumulates:
-            numel = sum(sum(rank.numels[kind.experts]) * kind.count for kind in kinds)
+            numel = sum(sum(rank.numels[kind.experts]) * kind.layers for kind in kinds)
             return float(FP32 * (numel + self._completed(stage)))
         if rank.fully_sharded and not self.once and len(rank.stages) == 1:
             return float(FP32 * (self._completed(stage) or rank.layer_numel(kinds)))

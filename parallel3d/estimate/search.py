@@ -13,7 +13,7 @@ import numpy as np
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.collectives import Transfer
-from parallel3d.blueprint.layout import DEFAULT_ORDER, DIMENSIONS, Layout, layout_of
+from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout, layout_of
 from parallel3d.blueprint.ops import widths
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
@@ -374,8 +374,8 @@ def planned(config: Config, layout: Layout | None = None) -> Blueprint:
     """Returns the blueprint of the configuration, or of it in another layout, with style=auto
     resolved."""
     if layout is not None:
-        dims = {dim: layout.size(dim) for dim in DIMENSIONS}
-        config = replace(config, **dims, ep=layout.ep or config.ep)
+        ep = layout.ep or config.ep
+        config = replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, ep=ep)
     return Blueprint.of(with_style(config))
 
 

@@ -55,7 +55,7 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
 def _of_kind(rank: PipelineRank, kind: LayersOfKind) -> Iterator[Transfer]:
     whole, what = rank.hidden, "activations of the layers"
     microbatches, ops = rank.blueprint.microbatches, rank.ops[kind.experts]
-    layers = kind.count * microbatches
+    layers = kind.layers * microbatches
     recomputed = kind.recomputed * microbatches
     columns, rows = split_counts(ops.ops)
     columns_again, rows_again = split_counts(ops.repeated)
@@ -102,7 +102,7 @@ def _experts(rank: PipelineRank) -> Iterator[Transfer]:
     blueprint = rank.blueprint
     for kind in rank.kinds:
         if kind.experts:
-            yield from _balance(rank, kind.count * blueprint.microbatches)
+            yield from _balance(rank, kind.layers * blueprint.microbatches)
             x = blueprint.experts
             if x is not None and x.way:
                 yield from _dispatch(rank, kind, x)
@@ -122,7 +122,7 @@ def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
 def _dispatch(rank: PipelineRank, kind: LayersOfKind, x: ExpertWidths) -> Iterator[Transfer]:
     """Yields the way of tokens to their experts and back, and of their gradients."""
     microbatches, ops = rank.blueprint.microbatches, rank.ops[True]
-    layers, recomputed = kind.count * microbatches, kind.recomputed * microbatches
+    layers, recomputed = kind.layers * microbatches, kind.recomputed * microbatches
     again = {op.name for op in ops.repeated}
     there = layers + recomputed * ("mlp.dispatch" in again)
     back = layers + recomputed * ("mlp.combine" in again)

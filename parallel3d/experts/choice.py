@@ -133,6 +133,18 @@ def evenly(total: int, parts: int) -> list[int]:
     return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
 
 
+def balanced_experts(seed: int, layer: int, tokens: int, experts: int, chosen: int) -> Tensor:
+    """Returns experts of each position of a sequence, equally often: (tokens, chosen) int64.
+
+    Every experts/chosen positions share a random order of all experts; it is the same in all
+    sequences and layouts.
+    """
+    chance = torch.Generator().manual_seed(4096 * seed + layer)
+    each = experts // chosen
+    orders = torch.rand(-(-tokens // each), experts, generator=chance).argsort(-1)
+    return orders[:, : each * chosen].reshape(-1, chosen)[:tokens].contiguous()
+
+
 def sum_of_slots(rows: Tensor, places: Tensor) -> Tensor:
     """Sums each token's rows in the order of its slots: (rows, h), (t, slots) → (t, h).
 

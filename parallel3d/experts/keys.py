@@ -108,6 +108,13 @@ class ExpertsConfig:
         resume=FREE,
         tried=("gather", "all_to_all"),
     )
+    routing: str = key(
+        "model",
+        "who chooses the experts of a token in training: the model's router, or balanced, which "
+        "gives all experts equally many tokens of each sequence, for measurements of speed",
+        choices=("model", "balanced"),
+        tried=("balanced",),
+    )
 
 
 def _is_mixture(num_experts: int) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from parallel3d.config.schema import ModelConfig
 from parallel3d.device.matmul import linear, matmul
 from parallel3d.experts.balance import Balance, BalanceLosses, Tally
-from parallel3d.experts.choice import Choice, Routing
+from parallel3d.experts.choice import Choice, Routing, balanced_experts
 from parallel3d.parameters.gradients import add_gradient
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
@@ -122,6 +122,9 @@ def weights_of(scores: Tensor, experts: Tensor, settings: RouterSettings) -> Ten
 class Router(nn.Module):
     """Scores every token's experts and chooses among them; replicated over tp.
 
+    Args:
+        routing: `moe.routing`.
+
     Attributes:
         bias: (experts,) added to the scores for the choice, fp32 or fp64; None without
             `model.router_bias`. It is a state and no parameter: the optimizer, clipping and
@@ -130,7 +133,9 @@ class Router(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, layer: int, model: ModelConfig, init: Initializer) -> None:
+    def __init__(
+        self, layer: int, model: ModelConfig, init: Initializer, routing: str = "model"
+    ) -> None:
         super().__init__()
         self.layer = layer
         self.name = name = f"layers.{layer}.mlp.router"
@@ -145,6 +150,10 @@ class Router(nn.Module):
         # the differences that balance the experts.
         self.bias = bias
         self.tally = Tally(model.num_experts, init.device)
+        self.balanced: Tensor | None = None
+        if routing == "balanced":
+            sizes = model.seq_length, model.num_experts, model.experts_per_token
+            self.balanced = balanced_experts(init.seed, layer, *sizes).to(init.device)
 
     def forward(self, x: Tensor, choice: Choice, balance: Balance | None) -> Routing:
         """Routes tokens: (b, s, hidden) → n = b · s tokens.
@@ -157,7 +166,10 @@ class Router(nn.Module):
         scores = scores_of(logits, self.settings)
         is_first = choice.experts is None
         if choice.experts is None:
-            choice.experts = choose(scores, self.bias, self.settings)
+            if self.balanced is None or balance is None:
+                choice.experts = choose(scores, self.bias, self.settings)
+            else:
+                choice.experts = self._balanced(self.balanced, balance, *x.shape[:-1])
             if balance is not None and balance.watch is not None:
                 margins = margins_of(scores, self.bias, self.settings)
                 given = (self.layer, balance, choice.experts, margins)
@@ -170,6 +182,12 @@ class Router(nn.Module):
                 self.tally.add(losses)
             weights = losses.through(weights, balance)
         return Routing(choice.experts, weights)
+
+    def _balanced(self, table: Tensor, balance: Balance, samples: int, tokens: int) -> Tensor:
+        """Returns the experts of `moe.routing=balanced` for the micro-batch's tokens."""
+        if balance.positions is None:
+            return table[:tokens].repeat(samples, 1)
+        return table[balance.positions.flatten() % len(table)]
 
 
 class _Logits(torch.autograd.Function):

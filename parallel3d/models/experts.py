@@ -78,7 +78,7 @@ class MixtureOfExperts(nn.Module):
         self.ep = ctx.ep
         self.total = model.num_experts
         self.way = chosen_way(ctx.dispatch, self.total, model.experts_per_token, ctx.ep.size)
-        self.router = Router(layer, model, ctx.init)
+        self.router = Router(layer, model, ctx.init, ctx.routing)
         self.experts = Experts(f"{prefix}.experts", model, ctx)
         self.shared = self.shared_gate = None
         if model.shared_expert_size:

@@ -41,6 +41,7 @@ class BuildContext:
     cp_style: str = "gather"
     ep: Group = SINGLE
     dispatch: str = AUTO  # see `experts.dispatch`
+    routing: str = "model"  # see `experts.keys.ExpertsConfig`
 
     @classmethod
     def of_run(
@@ -67,6 +68,7 @@ class BuildContext:
             cp_style=layer.cp_style,
             ep=ep,
             dispatch=layer.dispatch,
+            routing=blueprint.balance.routing,
         )
 
     @property

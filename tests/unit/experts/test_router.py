@@ -251,3 +251,20 @@ BUGS: list[tuple[Mutation, Callable[[], None]]] = [
 def test_a_planted_bug_is_detected(bug: Mutation, check: Callable[[], None]) -> None:
     with bug(), pytest.raises(AssertionError):
         check()
+
+
+def test_balanced_choices_are_equally_many_and_the_same_for_any_split_of_a_sequence() -> None:
+    shape = model(seq_length=32, experts_per_token=2)
+    router = Router(1, shape, Initializer(3, F64, torch.device("cpu")), "balanced")
+    x = torch.rand(2, 32, EXPERTS, dtype=F64)
+    samples, lengths = torch.arange(2), torch.full((2,), 32, dtype=F64)
+    whole = router(x, Choice(), Balance(samples, None, None, lengths)).experts.view(2, 32, 2)
+    assert torch.equal(whole[0], whole[1])
+    assert whole[0].flatten().bincount(minlength=EXPERTS).tolist() == [8] * EXPERTS
+    assert all(len(set(chosen)) == 2 for chosen in whole[0].tolist())
+    held = torch.tensor([3, 4, 30]).expand(2, -1)
+    part = router(x[:, held[0]], Choice(), Balance(samples, held, None, lengths)).experts
+    assert torch.equal(part.view(2, 3, 2), whole[:, held[0]])
+    other = Router(0, shape, Initializer(3, F64, torch.device("cpu")), "balanced")
+    assert router.balanced is not None and other.balanced is not None
+    assert not torch.equal(router.balanced, other.balanced)
