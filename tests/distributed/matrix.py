@@ -448,7 +448,10 @@ def chosen() -> Cover:
 
 
 # Settings on which streams, events and the order of a communicator depend.
-ON_STREAMS = ("schedule", "sp", "style", "zero", "buckets", "offload", "dropout", "noise scale")
+ON_STREAMS = (
+    *("schedule", "sp", "style", "zero", "buckets", "offload", "dropout", "noise scale"),
+    *("experts", "dispatch"),
+)
 
 
 def on_streams() -> list[Levels]:
