@@ -16,6 +16,7 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.config.schema import ExpertsConfig
+from parallel3d.device.accelerator import moved
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ class BalanceOfRun:
         like = balance.lengths
         return replace(
             balance,
-            aux_scale=like.new_tensor(aux * loss_scale / batch) if aux else None,
+            aux_scale=like.new_full((), aux * loss_scale / batch) if aux else None,
             z_scale=z * loss_scale / routed.clamp(min=1.0) if z else None,
             sequence=self.sequence,
             watch=self.watch,
@@ -317,7 +318,7 @@ class BalanceOfRun:
         """Updates the biases of this rank's routers after a step with finite gradients."""
         for layer, router in self.routers.items():
             if router.bias is not None:
-                counts = torch.tensor(figures.counts[layer], device=router.bias.device)
+                counts = moved(torch.tensor(figures.counts[layer]), router.bias.device)
                 router.bias.copy_(updated_bias(router.bias, counts, self.settings.bias_update_rate))
 
 

@@ -42,14 +42,20 @@ class Rows:
 
     @classmethod
     def of(cls, experts: Tensor, count: int, balanced: int) -> Rows:
-        """Sorts the choices of t tokens: (t, slots), each a local expert below `count`, or `count`
-        for none. Rows of an expert are in the order of tokens.
+        """Counts and sorts the choices of t tokens (see `sorted_by`); waits for the device.
 
         `balanced`: number of rows if all experts are chosen equally often.
         """
+        numbers = counts_of(experts.flatten(), count + 1)[:count]
+        return cls.sorted_by(experts, _read(numbers, evenly(balanced, count)))
+
+    @classmethod
+    def sorted_by(cls, experts: Tensor, counts: tuple[int, ...]) -> Rows:
+        """Sorts the choices of t tokens: (t, slots), each a local expert, or their number for none.
+
+        `counts`: choices of each local expert. Rows of an expert are in the order of tokens.
+        """
         flat = experts.flatten()
-        numbers = flat.new_zeros(count + 1).scatter_add_(0, flat, torch.ones_like(flat))
-        counts = _read(numbers[:count], evenly(balanced, count))
         total = sum(counts)
         slots = flat.sort(stable=True).indices[:total]
         places = torch.full_like(flat, total)
@@ -67,6 +73,7 @@ class Sent:
         places: (n, ep) int64, the message of each token to each rank; the number of messages for
             none.
         given, taken: messages to and from each rank.
+        rows: rows that each of this rank's experts gets.
         most: the most messages that a rank can send or get.
     """
 
@@ -74,6 +81,7 @@ class Sent:
     places: Tensor
     given: tuple[int, ...]
     taken: tuple[int, ...]
+    rows: tuple[int, ...]
     most: int
 
     @classmethod
@@ -85,10 +93,14 @@ class Sent:
         ranks = experts.div(local, rounding_mode="floor")
         goes = torch.zeros(len(experts), ep.size, dtype=torch.bool, device=experts.device)
         goes.scatter_(1, ranks, True)
-        numbers = goes.sum(0)
-        both = torch.cat((numbers, collectives.all_to_all(numbers, ep)))
-        counts = _read(both, [balanced] * (2 * ep.size))
-        given, taken = counts[: ep.size], counts[ep.size :]
+        # For each rank the messages to it, and the rows of each of its experts.
+        of_experts = counts_of(experts.flatten(), local * ep.size).view(ep.size, local)
+        numbers = torch.cat((goes.sum(0).unsqueeze(1), of_experts), dim=1)
+        got = collectives.all_to_all(numbers, ep)
+        both = torch.cat((numbers[:, 0], got[:, 0], got[:, 1:].sum(0)))
+        rows = evenly(experts.numel(), local)
+        counts = _read(both, [*[balanced] * (2 * ep.size), *rows])
+        given, taken = counts[: ep.size], counts[ep.size : 2 * ep.size]
         total = sum(given)
         # A stable sort of (rank, token): the messages to rank 0 in the order of tokens, and so on.
         flat = goes.t().flatten()
@@ -97,7 +109,12 @@ class Sent:
         places[messages] = torch.arange(total, device=flat.device)
         count = len(experts)
         return cls(
-            messages % max(count, 1), places.view(ep.size, count).t(), given, taken, ep.size * count
+            messages % max(count, 1),
+            places.view(ep.size, count).t(),
+            given,
+            taken,
+            counts[2 * ep.size :],
+            ep.size * count,
         )
 
 
@@ -119,6 +136,11 @@ class Choice:
     counts: Tensor | None = None
     sent: Sent | None = None
     rows: Rows | None = None
+
+
+def counts_of(numbers: Tensor, count: int) -> Tensor:
+    """Counts each whole number below `count`: (n,) int64 → (count,)."""
+    return numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _read(numbers: Tensor, balanced: Sequence[int]) -> tuple[int, ...]:

@@ -107,8 +107,7 @@ def _by_all_to_all(
     sent = choice.sent
     if choice.rows is None:
         experts = _exchanged(routing.experts[sent.tokens], ep, sent.given, sent.taken, sent.most)
-        local_experts = _local(experts, local, ep.index)
-        choice.rows = Rows.of(local_experts, local, routing.experts.numel())
+        choice.rows = Rows.sorted_by(_local(experts, local, ep.index), sent.rows)
     sizes = sent.given, sent.taken, sent.most
     tokens = _Exchange.apply(_Take.apply(x, sent), ep, *sizes)
     weights = _Exchange.apply(_Take.apply(routing.weights, sent), ep, *sizes)

@@ -175,7 +175,7 @@ def run_cases(
         arrays = {name: array(weight) for name, weight in final.items()}
         replicas = worst_replica(final, boxes)
         states = {} if trainer.balance is None else trainer.balance.states
-        biases = {name: array(bias) for name, bias in states.items()}
+        biases = {name: array(bias.cpu()) for name, bias in states.items()}
         outcomes.append(Outcome(steps, evaluation, initial, arrays, average, replicas, biases))
     groups.close()
     return outcomes

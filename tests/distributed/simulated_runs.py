@@ -53,8 +53,12 @@ def waits() -> Iterator[list[str]]:
         this_machine().observers.remove(observer)
 
 
-def check_one_wait(found: list[str]) -> None:
-    """Asserts that a step has one wait, for its numbers."""
+def check_one_wait(found: list[str], experts: int = 0) -> None:
+    """Asserts that a step has one wait, for its numbers, and `experts` waits for counts of rows:
+    one in each forward of a layer with experts."""
+    of_experts = [why for why in found if "choice.py" in why]
+    found = [why for why in found if why not in of_experts]
+    assert len(of_experts) == experts, "\n".join(of_experts)
     assert len(found) == 1, "\n".join(found)
     assert found[0].startswith("tolist at") and "trainer.py" in found[0]
 
@@ -69,11 +73,17 @@ def one_wait_a_step() -> Iterator[None]:
         with waits() as found:
             result = plain(self)
         if self.steps_done > 1:
-            check_one_wait(found)
+            check_one_wait(found, forwards_of_experts(self))
         return result
 
     with patch.object(Trainer, "train_step", train_step):
         yield
+
+
+def forwards_of_experts(trainer: Trainer) -> int:
+    """Returns the forwards of layers with experts in the trainer's last step on this rank."""
+    layers = 0 if trainer.balance is None else len(trainer.balance.routers)
+    return layers * trainer.schedule.microbatches
 
 
 @contextmanager
