@@ -301,6 +301,14 @@ def test_a_third_of_padding_is_in_no_count_and_no_loss(
     check_cases(sizes, [case], pool, references)
 
 
+def test_tokens_that_fill_up_split_sequences_are_in_no_count(
+    pool: Pool, references: References
+) -> None:
+    """Sixteen tokens are not six equal pieces, so that three ranks split eighteen."""
+    of = dataclasses.replace(SGD, documents=False)
+    check_cases((1, 1, 1, 3, 1), [experts(of)], pool, references)
+
+
 @pytest.mark.more
 def test_padding_that_counts_is_told(pool: Pool, references: References) -> None:
     check_caught(padding_counted, EP, experts(PADDED, microbatches=6), ALL, pool, references)

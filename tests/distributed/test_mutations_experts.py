@@ -560,7 +560,11 @@ PLANTED = {
         *(experts_drawn_by_local_index, EP, experts()),
         ALL | {"initial weights"},
     ),
-    "muon-over-all": (orthogonal_over_all_experts, ONE, experts(MUON), COUNTED - {"evaluation"}),
+    # Shards of experts lie with other ranks than those of other matrices.
+    "muon-over-all": (
+        *(orthogonal_over_all_experts, TP, experts(MUON, keys={"zero": 1})),
+        COUNTED - {"evaluation"},
+    ),
 }
 
 
