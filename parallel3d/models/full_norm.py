@@ -71,7 +71,7 @@ class _FullNorm(torch.autograd.Function):
         eps: float,
         tp: Group,
     ) -> Tensor:
-        squares = _summed(sums_of_squares(qkv, widths, shape), tp)
+        squares = sum_over_ranks(sums_of_squares(qkv, widths, shape), tp)
         out, scales = scaled_heads(qkv, q_weight, k_weight, squares, shape, eps)
         ctx.save_for_backward(qkv, q_weight, k_weight, scales)
         ctx.widths, ctx.shape, ctx.tp = widths, shape, tp
@@ -84,11 +84,12 @@ class _FullNorm(torch.autograd.Function):
         along, *weights = full_norm_sums(grad, qkv, *shared)
         # The copies of a key-value head have parts of its gradient, whose sum is the gradient. So
         # each copy subtracts its part of the mean, which is divided by the copies as well.
-        shared = *norms, _summed(along, ctx.tp), ctx.shape
+        shared = *norms, sum_over_ranks(along, ctx.tp), ctx.shape
         return full_norm_backward(grad, qkv, *shared), *weights, *[None] * 4
 
 
-def _summed(x: Tensor, tp: Group) -> Tensor:
+def sum_over_ranks(x: Tensor, tp: Group) -> Tensor:
+    """Sums parts of means over the tensor-parallel ranks, in place."""
     return collectives.all_reduce(x, tp) if tp.size > 1 else x
 
 

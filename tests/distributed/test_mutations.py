@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.comm.collectives import CompletedWork
+from parallel3d.comm.group import Group
 from parallel3d.models.dropout import Dropout
+from parallel3d.models.ops import Heads
 from parallel3d.optim.optimizer import EMA, Optimizer, sum_of_powers
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.rounding import Piece
@@ -33,6 +35,7 @@ from tests.distributed.harness import References, check_caught
 from tests.distributed.pool import Pool
 from tests.distributed.seams import (
     DROPOUT,
+    FULL_NORM,
     GRADIENT_SCALE,
     INITIAL_VALUES,
     LOSS,
@@ -42,6 +45,7 @@ from tests.distributed.seams import (
     ROUNDED_PIECES,
     SHARE_OF_NORM,
     SHARED_HEADS,
+    SQUARES,
     TIED_TABLE,
     UPDATE,
     Mutation,
@@ -201,6 +205,21 @@ def norms_of_heads_apart(sound: Any, initializer: Initializer, spec: ParameterSp
     return sound(initializer, spec)
 
 
+@planted(FULL_NORM)
+def means_over_own_heads(sound: Any, part: Tensor, tp: Group) -> Tensor:
+    """A norm over all heads reads this rank's heads alone."""
+    return part * tp.size
+
+
+@planted(SQUARES)
+def copies_of_heads_in_the_mean(
+    sound: Any, qkv: Tensor, widths: tuple[int, int], shape: Heads
+) -> Tensor:
+    """Every copy of a key-value head counts in the mean over all heads."""
+    queries, keys = widths
+    return sound(qkv, (queries, min(keys, shape[1] * shape[2])), shape)
+
+
 UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))
 # One layer for each of two stages; the second step reads what the first has left.
 SGD = Problem("gpt_tiny", "sgd", tied=True, optim=UNCLIPPED, layers=2, steps=2, batch=12)
@@ -209,6 +228,7 @@ ONE_HEAD = dataclasses.replace(
     SGD, preset="llama_tiny", tied=False, model=(("num_query_groups", 1),)
 )
 NORMED = dataclasses.replace(ONE_HEAD, model=(("qk_norm", True),))
+FULLY_NORMED = dataclasses.replace(ONE_HEAD, model=(*NORMED.model, ("qk_norm_width", "full")))
 PLANTED = [
     pytest.param(
         loss_not_divided_by_microbatches, (1, 2, 1), Case(SGD), ALL_NUMBERS, id="wrong-1/M-sgd"
@@ -286,6 +306,16 @@ PLANTED = [
         Case(NORMED),
         ALL_NUMBERS | {"replicas"},
         id="norms-of-heads-apart",
+    ),
+    pytest.param(
+        means_over_own_heads, (2, 1, 1), Case(FULLY_NORMED), ALL_NUMBERS, id="norm-of-own-heads"
+    ),
+    pytest.param(
+        copies_of_heads_in_the_mean,
+        (2, 1, 1),
+        Case(FULLY_NORMED),
+        ALL_NUMBERS,
+        id="copies-in-the-norm",
     ),
     pytest.param(
         shared_heads_counted_twice,
