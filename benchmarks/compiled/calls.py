@@ -43,6 +43,8 @@ LARGE = {
     "model.seq_length=8192",
     "qwen3_8b, 1 × 8,192": "model=qwen3_8b micro_batch_size=1 global_batch_size=1 "
     "model.seq_length=8192 loss.label_smoothing=0.1",
+    "olmoe_1b_7b, 4 × 4,096": "model=olmoe_1b_7b micro_batch_size=4 global_batch_size=4 "
+    "model.seq_length=4096",
     "megatron_345m, 8 × 1,024": "model=megatron_345m model.dropout=0.1 micro_batch_size=8 "
     "global_batch_size=8",
 }
@@ -51,6 +53,8 @@ SMALL = {
     "rotary, RMSNorm, SwiGLU": TINY + "global_batch_size=2 optim.state=bf16",
     "q/k norm, label smoothing": TINY + "global_batch_size=2 model.qk_norm=true "
     "loss.label_smoothing=0.1",
+    "q/k norm over all heads": TINY + "global_batch_size=2 model.qk_norm=true "
+    "model.qk_norm_width=full",
     "dropout": TINY + "global_batch_size=2 model.dropout=0.1",
     "dropout within documents": TINY + "global_batch_size=2 model.dropout=0.1 "
     "data.document_mask=true",
