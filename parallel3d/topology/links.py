@@ -15,6 +15,7 @@ import numpy as np
 from parallel3d.blueprint.cluster import Cluster, LinkClass
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.groups import members
+from parallel3d.blueprint.layout import EXPERT_DIMENSIONS
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling, orders
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import (
@@ -63,8 +64,8 @@ class DimLinks:
         crossing: remaining groups.
         rails: number of rails of the first crossing group.
         between_units: pairs on one rail that need the spine.
-        offending: first pairs with a worse link than they should have (NVLink for tp and cp, one
-            rail for the others).
+        offending: first pairs with a worse link than they should have (NVLink for tp, cp and ep,
+            one rail for the others).
     """
 
     dim: str
@@ -86,8 +87,10 @@ class DimLinks:
 
 
 def classify(placement: RankMapping) -> dict[str, DimLinks]:
-    """Classifies the links of tp, cp, dp, dp_cp, pp and `embedding`."""
-    return {dim: _classify(placement, dim) for dim in CLASSIFIED}
+    """Classifies the links of tp, cp, dp, dp_cp, pp and `embedding`; with experts, of ep and edp
+    too."""
+    more = EXPERT_DIMENSIONS if placement.layout.ep else ()
+    return {dim: _classify(placement, dim) for dim in (*CLASSIFIED, *more)}
 
 
 def _classify(placement: RankMapping, dim: str) -> DimLinks:
@@ -117,7 +120,7 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
         names = cluster.slot_name(ends[0]), cluster.slot_name(ends[1])
         return Pair((a, b), names, LinkClass(kinds[i]))
 
-    wanted = LinkClass.NVLINK if dim in ("tp", "cp") else LinkClass.RAIL
+    wanted = LinkClass.NVLINK if dim in ("tp", "cp", "ep") else LinkClass.RAIL
     # The first offending pairs, and the first pair without a wire, which refuses the placement.
     shown = (np.flatnonzero(kinds > wanted)[:SHOWN_PAIRS], np.flatnonzero(kinds == LinkClass.NONE))
     return DimLinks(
@@ -232,7 +235,8 @@ def warnings_for(
     `refuse_unreachable`.
     """
     refuse_unreachable(placement, links, transfers)
-    found = [_leaves_domain(placement, links[d], transfers) for d in ("tp", "cp")]
+    inside = [dim for dim in ("tp", "cp", "ep") if dim in links]
+    found = [_leaves_domain(placement, links[dim], transfers) for dim in inside]
     between = [links[d] for d in (placement.layout.replica_dim, "pp")]
     found += [_alternates_rails(placement, x) for x in between]
     found += [_between_units(placement, x) for x in between]

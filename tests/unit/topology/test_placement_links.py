@@ -138,3 +138,14 @@ def test_over_pcie_and_sockets_nothing_is_forwarded() -> None:
     assert plain.label(LinkClass.NVLINK) == "nvlink"
     # The transfer is priced by its own bandwidth.
     assert pcie.link(LinkClass.NVLINK) == plain.link(LinkClass.NVLINK)
+
+
+def test_groups_of_experts_are_inside_a_domain_and_their_copies_on_rails() -> None:
+    links = classify(placed(a_cluster(16), Layout(tp=2, dp=8, ep=8)))
+    assert tuple(links) == (*CLASSIFIED, "ep", "edp")
+    assert (
+        links["ep"].worst is LinkClass.NVLINK and links["ep"].in_domain == links["ep"].groups == 2
+    )
+    assert links["edp"].worst is LinkClass.RAIL and links["edp"].groups == 8
+    wide = classify(placed(a_cluster(16), Layout(dp=16, ep=16)))["ep"]
+    assert wide.offending and wide.in_domain == 0
