@@ -8,11 +8,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from parallel3d.blueprint.blueprint import Blueprint
-from parallel3d.blueprint.stages import balance_chunks, checked_split
+from parallel3d.blueprint.stages import balance_chunks, balance_layers, checked_split
 from parallel3d.config.schema import Config, ModelConfig, ScheduleConfig
 from parallel3d.errors import UserError
 from parallel3d.schedules.orders import StageAssignment
@@ -147,3 +148,20 @@ def test_a_given_split_that_is_invalid_is_the_users_error(given: list[int]) -> N
     said = r"must be 3 positive numbers .*model.num_layers=8; the nearest is \[3,3,2\]"
     with pytest.raises(UserError, match=said):
         checked_split(given, 8, StageAssignment(3))
+
+
+def test_layers_of_two_costs_are_balanced_as_the_best_of_all_splits() -> None:
+    """Tests a dense beginning, before layers with experts."""
+    for stages, dense, last in ((2, 3, 0.0), (3, 2, 1.0), (4, 1, 2.5)):
+        costs = (1.0,) * dense + (3.0,) * (9 - dense)
+        found = balance_layers(costs, StageAssignment(stages), last)
+        every = (
+            (*ends, 9) for ends in itertools.combinations(range(1, 9), stages - 1)
+        )  # of the stages
+
+        def most(ends: tuple[int, ...], costs: Any = costs, last: float = last) -> float:
+            sums = [sum(costs[a:b]) for a, b in itertools.pairwise((0, *ends))]
+            return max(*sums[:-1], sums[-1] + last)
+
+        assert most(tuple(itertools.accumulate(found))) == min(map(most, every))
+    assert balance_layers((1.0,) * 12, StageAssignment(4), 3.0) == (3, 4, 4, 1)
