@@ -1,0 +1,216 @@
+"""Times a mixture of experts beside transformers' and beside a dense MLP, in turns on one process.
+
+    python -m benchmarks.speed.experts
+
+The model has the shape of OLMoE: 4 layers, hidden size 512, 16 experts of width 256, 4 for a token,
+sequences of 512 tokens. A step is forward, backward, clipping and AdamW in fp32; both sides
+begin with the same weights, and their losses are compared. transformers runs each of its ways to
+compute experts. The second table compares one layer of experts with an MLP of equal active FLOPs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from parallel3d.comm.group import SINGLE
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.data.sampler import Sample
+from parallel3d.experts.choice import Choice
+from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.layers import BuildContext
+from parallel3d.models.mlp import MLP
+from parallel3d.parameters.initializer import Initializer
+from parallel3d.trainer import Trainer
+
+SEQUENCES, LENGTH, VOCABULARY = 2, 512, 2048
+HIDDEN, LAYERS, HEADS = 512, 4, 8
+EXPERTS, CHOSEN, WIDTH = 16, 4, 256
+WAYS = ("eager", "grouped_mm")  # batched_mm copies the weights for each token
+RATE, CLIP = 1e-4, 1.0
+
+
+def model() -> ModelConfig:
+    """Returns the configuration of the model."""
+    return ModelConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=CHOSEN * WIDTH,
+        seq_length=LENGTH,
+        vocab_size=VOCABULARY,
+        norm="rmsnorm",
+        position_embedding="rope",
+        qk_norm=True,
+        qk_norm_width="full",
+        activation="swiglu",
+        bias=False,
+        tie_embeddings=False,
+        num_experts=EXPERTS,
+        experts_per_token=CHOSEN,
+        expert_ffn_size=WIDTH,
+        router_normalize=False,
+    )
+
+
+class RandomTokens:
+    """Returns the same random tokens in each step."""
+
+    seq_length = LENGTH
+    masks = False
+
+    def sample(self, i: int) -> Sample:
+        rng = np.random.default_rng(i % SEQUENCES)
+        tokens = rng.integers(VOCABULARY, size=LENGTH + 1)
+        return Sample(tokens.astype(np.int64), np.ones(LENGTH, dtype=bool))
+
+
+def our_step() -> tuple[Callable[[], float], dict[str, Tensor]]:
+    """Returns a training step, which returns its loss, and the initial weights."""
+    config = Config(
+        model=model(), device="cpu", micro_batch_size=SEQUENCES, global_batch_size=SEQUENCES
+    )
+    optim = config.optim
+    optim.lr, optim.lr_decay_style, optim.clip_grad, optim.weight_decay = RATE, "constant", CLIP, 0
+    device = torch.device("cpu")
+    trainer = Trainer(config, ProcessGroups.single(), device, train_source=RandomTokens())
+    weights = {name: w.clone() for name, w in trainer.full_parameters().items()}
+    return lambda: trainer.train_step().loss or 0.0, weights
+
+
+def their_step(way: str, weights: Mapping[str, Tensor]) -> Callable[[], float]:
+    """Returns the same step of transformers' model with our initial weights."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    config = OlmoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        max_position_embeddings=LENGTH,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        pad_token_id=0,
+        experts_implementation=way,
+    )
+    theirs = OlmoeForCausalLM(config)
+    take(theirs, weights)
+    optimizer = torch.optim.AdamW(theirs.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0)
+    source = RandomTokens()
+    tokens = torch.stack([torch.from_numpy(source.sample(i).tokens) for i in range(SEQUENCES)])
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+
+    def step() -> float:
+        optimizer.zero_grad()
+        logits = theirs(inputs, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), CLIP)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+@torch.no_grad()
+def take(theirs: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copies our weights, by name, into transformers' model."""
+    own = dict(theirs.named_parameters())
+    pairs = {
+        "model.embed_tokens.weight": "embedding.word.weight",
+        "model.norm.weight": "final_norm.weight",
+        "lm_head.weight": "head.weight",
+    }
+    for i in range(LAYERS):
+        there, here = f"model.layers.{i}", f"layers.{i}"
+        for a, b in {"q": "q", "k": "k", "v": "v", "o": "out"}.items():
+            pairs[f"{there}.self_attn.{a}_proj.weight"] = f"{here}.attention.{b}.weight"
+        for part in ("q_norm", "k_norm"):
+            pairs[f"{there}.self_attn.{part}.weight"] = f"{here}.attention.{part}.weight"
+        pairs[f"{there}.input_layernorm.weight"] = f"{here}.input_norm.weight"
+        pairs[f"{there}.post_attention_layernorm.weight"] = f"{here}.mlp_norm.weight"
+        pairs[f"{there}.mlp.gate.weight"] = f"{here}.mlp.router.weight"
+        experts = [f"{here}.mlp.experts.{e}" for e in range(EXPERTS)]
+        both = [torch.cat([weights[f"{e}.{p}.weight"] for p in ("gate", "up")]) for e in experts]
+        own[f"{there}.mlp.experts.gate_up_proj"].copy_(torch.stack(both))
+        downs = [weights[f"{e}.down.weight"] for e in experts]
+        own[f"{there}.mlp.experts.down_proj"].copy_(torch.stack(downs))
+    for a, b in pairs.items():
+        own[a].copy_(weights[b])
+    missing = own.keys() - pairs.keys() - {n for n in own if ".mlp.experts." in n}
+    assert not missing, missing
+
+
+def layers() -> dict[str, Callable[[], float]]:
+    """Returns forward and backward of a layer of experts, and of an MLP of equal active FLOPs."""
+    context = BuildContext(Initializer(0, torch.float32, torch.device("cpu")), SINGLE, sp=False)
+    experts = MixtureOfExperts(0, model(), context)
+    dense = MLP("layers.0.mlp", CHOSEN * WIDTH, model(), context, bias=False)
+    x = torch.randn(SEQUENCES, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+    def run(layer: nn.Module, *more: Any) -> float:
+        for parameter in layer.parameters():
+            parameter.grad = None
+        out = layer(x.clone().requires_grad_(), nn.Identity(), *more)
+        out.backward(torch.ones_like(out))
+        return 0.0
+
+    return {"experts": lambda: run(experts, Choice(), None), "dense MLP": lambda: run(dense)}
+
+
+def in_turns(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Calls each in turn, `rounds` times after two that do not count; returns their seconds."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 2):
+        results = []
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            results.append(call())
+            if number >= 2:
+                seconds[name].append(time.perf_counter() - begin)
+        if number == 0 and max(results) - min(results) > 1e-4:
+            raise SystemExit(f"the losses of the first step differ: {results}")
+    return seconds
+
+
+def show(title: str, seconds: Mapping[str, list[float]]) -> None:
+    """Prints each median, and its ratio to the first's as the median over the rounds."""
+    print(f"{title}\n\n| | ms | ratio, median of {len(next(iter(seconds.values())))} (min–max) |")
+    print("|---|---|---|")
+    first = next(iter(seconds.values()))
+    for name, times in seconds.items():
+        ratios = [b / a for a, b in zip(first, times, strict=True)]
+        spread = f"{min(ratios):.2f}–{max(ratios):.2f}"
+        median = statistics.median(ratios)
+        print(f"| {name} | {1e3 * statistics.median(times):.0f} | {median:.2f} ({spread}) |")
+    print()
+
+
+def main() -> None:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    ours, weights = our_step()
+    steps = {"parallel3d": ours}
+    steps |= {f"transformers, {way}": their_step(way, weights) for way in WAYS}
+    show("A training step", in_turns(steps, rounds))
+    show("Forward and backward of a layer", in_turns(layers(), 3 * rounds))
+
+
+if __name__ == "__main__":
+    main()
