@@ -169,7 +169,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, split: SplitSequences) -> Non
             raise UserError(
                 f"context_parallel_attention({name}) of shape {list(x.shape)} must be "
                 f"[{split.batch}, heads, {split.local}, head_dim], with this rank's tokens and "
-                "the same head_dim in q, k and v; compute it from documents.take"
+                "the same head_dim in q, k and v; give what you compute from documents.take"
             )
     if k.shape != v.shape or q.shape[1] % k.shape[1]:
         raise UserError(
