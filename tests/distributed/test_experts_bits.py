@@ -52,7 +52,8 @@ def pair(
     pool: Pool, sizes: Sizes, cases: Sequence[Case], bug: Mutation = nullcontext
 ) -> tuple[Outcome, Outcome]:
     """Returns rank 0's outcomes of two cases, both inside of `bug`."""
-    first, second = pool.run(Layout(*sizes).world_size, run_cases, sizes, cases, bug)[0]
+    world = Layout(*sizes).world_size
+    first, second = pool.run(world, run_cases, sizes, cases, bug, timeout_s=900)[0]
     return first, second
 
 
