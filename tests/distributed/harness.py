@@ -242,7 +242,9 @@ class References:
         assert all(torch.equal(run.weights[name], initial[name].to(dtype)) for name in frozen)
         for name in run.weights.keys() - expected.dead - frozen:
             moved = (run.weights[name] - initial[name]).abs().max().item()
-            assert moved > 1e-4, f"{problem}: {name} moved by {moved} only"
+            # A key's bias has a gradient only as far as positions or norms tell keys apart.
+            least = 1e-5 if name.endswith("attention.k.bias") else 1e-4
+            assert moved > least, f"{problem}: {name} moved by {moved} only"
         clip = config.optim.clip_grad
         assert min(run.grad_norms) > clip, (
             f"{problem}: clipping at {clip} is idle: {run.grad_norms}"
