@@ -131,7 +131,8 @@ def _dispatch(rank: PipelineRank, kind: LayersOfKind, x: ExpertWidths) -> Iterat
     states = tokens * rank.blueprint.model.hidden_size * rank.item
     choices, weights = (tokens * x.chosen * n for n in (WHOLE_BYTES, max(4, rank.item)))
     if x.way == ALL_TO_ALL:
-        yield Transfer("ep", "all_to_all", WHOLE_BYTES * x.ep, layers, "numbers of tokens")
+        counts = WHOLE_BYTES * (x.ep + rank.blueprint.model.num_experts)
+        yield Transfer("ep", "all_to_all", counts, layers, "numbers of tokens and rows")
         yield Transfer("ep", "all_to_all", choices, layers, "choices of experts")
         yield Transfer("ep", "all_to_all", weights, there + layers, "weights of experts")
         yield Transfer("ep", "all_to_all", states, there + back + 2 * layers, "tokens of experts")
