@@ -314,7 +314,7 @@ def _experts(
     choosing = x.choosing + 4 + x.aux + 8  # with the sums of the balance, and the order of rows
     if x.way == ALL_TO_ALL:
         choice += 2 * read + 2 * own * x.ep
-        choosing += 12 + 7
+        choosing += 12 + 9
     elif x.way == GATHER:
         choosing += 6
     joins = 3 + 2 * several  # launches that sum the rows of each token
