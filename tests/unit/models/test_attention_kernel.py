@@ -149,9 +149,8 @@ def test_layers_are_built_with_the_chosen_kernel() -> None:
 
 @pytest.mark.parametrize("kernel", ["flash", "math", "cudnn", "fa3"])
 def test_verify_uses_the_kernel_only_in_the_runs_precision(kernel: str) -> None:
-    kernels = {
-        made.precision.name: made.attention_kernel for made, _ in variants(config(kernel), 2)
-    }
+    made = [variant.config for variant in variants(config(kernel), 2)]
+    kernels = {each.precision.name: each.attention_kernel for each in made}
     assert kernels == {"fp64": "math" if kernel == "math" else "auto", "bf16": kernel}
     assert in_other_precision(kernel) == kernels["fp64"]
 
