@@ -227,7 +227,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
     norm |= {"parts": ("norm", "layer"), "keeps": w.norm.keeps * stream}
     norm |= {"statistics": w.norm.statistics / w.share}
     norm |= {"forward": w.norm.forward, "backward": w.norm.backward}
-    # Of all heads: a sum over the ranks is between two kernels.
+    # A norm over all heads has a sum over the ranks between two kernels.
     norms, kernels = (2, 2) if w.full_norms else (w.heads + w.key_heads, 1)
     attention = ("attention", "layer")
     layer = ("layer",)

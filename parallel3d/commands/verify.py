@@ -232,7 +232,7 @@ def compare(
         expected = result = StepResult(0, 0.0, 0.0, 0.0, 0)
         found_flips = None
         if step:
-            theirs = _watched(trainer)
+            theirs = _watched(trainer)  # a rank without the single process receives its choices
             if single is not None:
                 theirs = _watched(single)
                 expected = single.train_step()

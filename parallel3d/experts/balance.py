@@ -21,7 +21,7 @@ from parallel3d.device.accelerator import moved
 
 @dataclass(frozen=True)
 class Balance:
-    """What a layer's balancing losses need of a micro-batch of b samples.
+    """Holds what the balancing losses of a layer read of a micro-batch of b samples.
 
     Attributes:
         samples: (b,) int64, their numbers in the run.

@@ -120,7 +120,7 @@ class Sent:
 
 @dataclass
 class Choice:
-    """What a layer has decided about the tokens of a micro-batch, for its recomputation.
+    """Keeps a layer's decisions about the tokens of a micro-batch for its recomputation.
 
     The first forward fills it in; a recomputed one reads it.
 
