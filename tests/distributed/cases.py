@@ -79,6 +79,7 @@ class Problem:
     ranks: int = 1
     padding: bool = False  # a third of all tokens is padding
     biases: tuple[float, ...] = ()  # of every router before the first step; zeros if empty
+    seed: int = Config.seed
 
     @property
     def seq_length(self) -> int:
@@ -106,6 +107,7 @@ class Problem:
         batches = f"batches {dict(self.batches)}" if self.batches else ""
         more = "padded" if self.padding else ""
         more += f" biases {self.biases}" if self.biases else ""
+        more += f" seed {self.seed}" if self.seed != Config.seed else ""
         return " ".join(f"{words} {changes} {packs} {batches} {more}".split())
 
 
@@ -167,6 +169,7 @@ class Case:
             dp=layout.dp,
             cp=layout.cp,
             ep=max(layout.ep, 1),
+            seed=problem.seed,
             sp=self.sp,
             micro_batch_size=problem.batch // (layout.dp * microbatches),
             global_batch_size=problem.batch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -232,6 +232,43 @@ class References:
             self._known[problem] = self._make(problem)
         return self._known[problem]
 
+    def well_conditioned(self, problem: Problem) -> Problem:
+        """Returns the problem with the first seed from which rounding changes the reference little.
+
+        Some initial weights have a nearly empty query or a rising loss, and rounding errors of a
+        single process grow until no comparison below fp32 says anything.
+        """
+        if problem.precision not in ROUNDING:
+            return problem
+        for seed in range(problem.seed, problem.seed + 20):
+            seeded = replace(problem, seed=seed)
+            if self._shaken(seeded) < STEADY:
+                return seeded
+        raise AssertionError(f"rounding changes {problem} too much with 20 seeds")
+
+    def _shaken(self, problem: Problem) -> float:
+        """Returns how much the reference changes if its initial weights do by a rounding error, in
+        units of the tolerance."""
+        weights, lrs = self._pool.run(1, initial_weights_and_rates, problem)[0]
+        plain, tolerance = expected_of(problem, weights, lrs), TOLERANCES[problem.precision]
+        draws, most = np.random.default_rng(0), 0.0
+        for _ in range(2):
+            errors = {
+                name: 1 + ROUNDING[problem.precision] * draws.standard_normal(weight.shape)
+                for name, weight in weights.items()
+            }
+            moved = {name: (w * errors[name]).astype(w.dtype) for name, w in weights.items()}
+            shaken = expected_of(problem, moved, lrs)
+            losses = map(relative, shaken.run.losses, plain.run.losses)
+            norms = map(relative, shaken.run.grad_norms, plain.run.grad_norms)
+            most = max(
+                most,
+                max(losses) / tolerance.loss,
+                max(norms) / tolerance.grad_norm,
+                relative(shaken.evaluation, plain.evaluation) / tolerance.loss,
+            )
+        return most
+
     def _make(self, problem: Problem) -> Expected:
         weights, lrs = self._pool.run(1, initial_weights_and_rates, problem)[0]
         expected = expected_of(problem, weights, lrs)
@@ -295,6 +332,10 @@ TOLERANCES = {
     "bf16": Tolerance(1e-2, 1e-1, None),
     "fp16": Tolerance(5e-3, 5e-2, None),
 }
+# Relative errors of a rounded number, and the share of a tolerance that such errors of the initial
+# weights may use up in a problem that is compared.
+ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
+STEADY = 0.7
 
 
 def relative(ours: float, theirs: float) -> float:
