@@ -120,7 +120,7 @@ def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
         heads=model.num_attention_heads / tp,
         key_heads=max(model.kv_heads / tp, 1),
         ffn=model.ffn_size // tp,
-        gated=int(model.activation == "swiglu"),
+        gated=int(model.is_gated),
         share=tp if sp else 1,
         norm=NORMS[model.norm],
         head_norms=int(model.qk_norm),

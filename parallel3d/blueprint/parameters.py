@@ -100,7 +100,7 @@ def _with_experts(
 ) -> list[LocalParameter]:
     """Returns a layer's parameters with experts in place of the MLP, in the module's order."""
     hidden, width = model.hidden_size, model.expert_size
-    inner = 2 if model.activation == "swiglu" else 1
+    inner = 2 if model.is_gated else 1
     here = model.num_experts // ep
     found = [p for p in dense if not p.name.startswith("mlp.")]
     if model.shared_expert_gate:
@@ -155,7 +155,7 @@ def active_parameter_count(model: ModelConfig) -> int:
     """Counts the parameters that one token uses: experts_per_token of the experts."""
     unused = 0
     if model.num_experts:
-        inner = 3 if model.activation == "swiglu" else 2
+        inner = 3 if model.is_gated else 2
         expert = inner * model.expert_size * model.hidden_size
         layers = len(model.expert_layers)
         unused = layers * (model.num_experts - model.experts_per_token) * expert

@@ -207,7 +207,7 @@ def sizes_of_model(model: ModelConfig) -> dict[str, float]:
         "kv_heads": model.kv_heads,
         "head_size": model.head_size,
         "ffn": model.ffn_size,
-        "gated": float(model.activation == "swiglu"),
+        "gated": float(model.is_gated),
         "vocab": model.padded_vocab_size,
         "tied": float(model.tie_embeddings),
         "seq": model.seq_length,

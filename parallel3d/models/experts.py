@@ -34,7 +34,7 @@ class Experts(nn.Module):
         self.count = model.num_experts // ctx.ep.size
         self.activation = model.activation
         first, hidden, width = self.count * ctx.ep.index, model.hidden_size, model.expert_size
-        inner = ("gate", "up") if model.activation == "swiglu" else ("up",)
+        inner = ("gate", "up") if model.is_gated else ("up",)
         up, down = [], []
         for number in range(self.count):
             name = f"{prefix}.{first + number}"

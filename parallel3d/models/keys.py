@@ -23,6 +23,16 @@ from parallel3d.config.values import (
     parts_of,
 )
 from parallel3d.experts.keys import ExpertKeys
+from parallel3d.models.dialect import (
+    FULL,
+    SLIDING,
+    SLIDING_NOPE,
+    AttentionKind,
+    DialectKeys,
+    LayerTypeKeys,
+    Rope,
+    RopeKeys,
+)
 
 
 @dataclass
@@ -107,8 +117,9 @@ class TransformerKeys:
     )
     activation: str = key(
         "gelu",
-        "the MLP's non-linearity; gelu_tanh: the approximation that GPT-2's weights were made with",
-        choices=("gelu", "gelu_tanh", "relu", "swiglu"),
+        "the MLP's non-linearity; gelu_tanh: the approximation of GPT-2's weights; "
+        "geglu: gelu_tanh(gate) · up (Gemma)",
+        choices=("gelu", "gelu_tanh", "relu", "swiglu", "geglu"),
     )
     bias: bool = key(
         True,
@@ -153,7 +164,9 @@ class TransformerKeys:
 
 
 @dataclass
-class ModelConfig(ExpertKeys, TransformerKeys):  # the fields of the last base come first
+class ModelConfig(  # the fields of the last base come first
+    ExpertKeys, DialectKeys, RopeKeys, LayerTypeKeys, TransformerKeys
+):
     """The transformer: GPT, Llama or anything between. Choose a preset: `model=llama_tiny`."""
 
     RESUME: ClassVar[str] = REFUSED
@@ -172,6 +185,39 @@ class ModelConfig(ExpertKeys, TransformerKeys):  # the fields of the last base c
     def out_bias(self) -> bool:
         """Returns whether attention's output projection has a bias."""
         return self.bias if self.attention_bias is None else self.attention_bias == "all"
+
+    @property
+    def is_gated(self) -> bool:
+        """Returns whether an MLP multiplies by a gate, which is a matrix of its own."""
+        return self.activation in ("swiglu", "geglu")
+
+    def attention_kind(self, layer: int) -> AttentionKind:
+        """Returns the kind of a layer's attention."""
+        types = self.layer_types or [FULL]
+        word = types[layer % len(types)]
+        slides = word in (SLIDING, SLIDING_NOPE)
+        rope = None
+        if self.position_embedding == "rope" and word in (FULL, SLIDING):
+            rope = Rope(self.rotary_base, is_scaled=True)
+            if slides and self.sliding_rotary_base is not None:
+                rope = Rope(self.sliding_rotary_base, is_scaled=False)
+        return AttentionKind(self.sliding_window if slides else None, rope)
+
+    @property
+    def attention_kinds(self) -> list[AttentionKind]:
+        """The distinct kinds of attention, in the order of their first layers."""
+        return list(dict.fromkeys(map(self.attention_kind, range(self.num_layers))))
+
+    @property
+    def layer_norms(self) -> tuple[str, ...]:
+        """The names of a layer's norms of the residual stream's width, in their order."""
+        before, after = self.norm_position != "after", self.norm_position != "before"
+        return (
+            *(["input_norm"] if before else []),
+            *(["attention_output_norm"] if after else []),
+            *(["mlp_norm"] if before else []),
+            *(["mlp_output_norm"] if after else []),
+        )
 
     @property
     def kv_heads(self) -> int:
@@ -227,7 +273,7 @@ def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     dense = _mlp_shapes(model, "mlp", model.ffn_size, model.bias)
     experts = _expert_shapes(model) if model.num_experts else {}
     for layer in range(model.num_layers):
-        for norm in ("input_norm", "mlp_norm"):
+        for norm in model.layer_norms:
             shapes |= {f"layers.{layer}.{norm}.{part}": (hidden,) for part in vectors}
         mlp = experts if model.has_experts(layer) else dense
         for name, shape in (attention | mlp).items():
@@ -276,7 +322,7 @@ def _mlp_shapes(
         ("down", (hidden, width)),
         ("gate", (width, hidden)),
     ):
-        if part == "gate" and model.activation != "swiglu":
+        if part == "gate" and not model.is_gated:
             continue
         found[f"{prefix}.{part}.weight"] = shape
         if bias:

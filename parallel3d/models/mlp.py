@@ -41,7 +41,7 @@ class MLP(nn.Module):
         self.activation = model.activation
         self.recompute = ctx.recompute
         self.chunks = ctx.mlp_chunks if "mlp" in ctx.recompute else 1
-        names = ("gate", "up") if self.activation == "swiglu" else ("up",)
+        names = ("gate", "up") if model.is_gated else ("up",)
         common = ctx.linear_arguments | {"bias": bias}
         self.up = ColumnParallelLinear(
             model.hidden_size, dict.fromkeys(names, ffn), name=prefix, std=model.init_std, **common

@@ -1,0 +1,132 @@
+"""Keys in which families of transformers differ: kinds of attention layers, RoPE, norms, scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from parallel3d.config.values import REFUSED, key
+
+# Words of `model.layer_types`: whether a layer's attention has a window, and no positions (NoPE).
+FULL, SLIDING, FULL_NOPE, SLIDING_NOPE = "full", "sliding", "full_nope", "sliding_nope"
+LAYER_TYPES = (FULL, SLIDING, FULL_NOPE, SLIDING_NOPE)
+
+
+class Rope(NamedTuple):
+    """Rotary positions of a kind of layer: base θ, and whether `model.rope_scaling` scales them."""
+
+    base: float
+    is_scaled: bool
+
+
+class AttentionKind(NamedTuple):
+    """The attention of a layer.
+
+    Attributes:
+        window: keys that a query sees, itself included; None: all before it.
+        rope: rotary positions; None: none, or learned ones.
+    """
+
+    window: int | None
+    rope: Rope | None
+
+
+@dataclass
+class LayerTypeKeys:
+    """Kinds of layers, and the window of those that have one."""
+
+    RESUME: ClassVar[str] = REFUSED
+    layer_types: list[str] = key(
+        [],
+        "attention of the layers, repeated over all of them, as [sliding,sliding,full]: full, or "
+        "sliding with model.sliding_window, and both also without positions (full_nope, "
+        "sliding_nope); []: every layer is full",
+    )
+    sliding_window: int | None = key(
+        None,
+        "keys that a query of a sliding layer sees, its own included; null: no layer slides",
+        minimum=1,
+        tried=(5,),
+    )
+    sliding_rotary_base: float | None = key(
+        None,
+        "RoPE base θ of sliding layers, whose frequencies are then not scaled; null: as in full "
+        "layers",
+        above=1,
+    )
+
+
+@dataclass
+class RopeKeys:
+    """Further ways in which RoPE is scaled to longer sequences."""
+
+    RESUME: ClassVar[str] = REFUSED
+    rope_scaling: str = key(
+        "llama3",
+        "how RoPE is scaled: linear divides all frequencies by rope_scaling_factor; llama3 the low "
+        "ones; yarn those of fewer turns than rope_beta_fast (Peng et al. 2023); longrope divides "
+        "each pair by a factor of its own (Ding et al. 2024)",
+        choices=("llama3", "linear", "yarn", "longrope"),
+    )
+    rope_beta_fast: float = key(
+        32.0,
+        "yarn: frequencies of more turns than this in rope_original_length are unchanged",
+        above=0,
+    )
+    rope_beta_slow: float = key(
+        1.0, "yarn: frequencies of fewer turns than this are divided by the factor", above=0
+    )
+    rope_truncate: bool = key(
+        True, "yarn: the pairs at which the ramp begins and ends are whole numbers"
+    )
+    rope_attention_factor: float | None = key(
+        None,
+        "yarn and longrope: factor of cos and sin; null: 0.1 · ln f + 1 in yarn and "
+        "√(1 + ln f / ln rope_original_length) in longrope, with f = rope_scaling_factor",
+        above=0,
+    )
+    rope_short_factors: list[float] = key(
+        [], "longrope: divisors of the frequencies up to a seq_length of rope_original_length"
+    )
+    rope_long_factors: list[float] = key(
+        [], "longrope: divisors of the frequencies for a longer seq_length"
+    )
+
+
+@dataclass
+class DialectKeys:
+    """Places and weights of norms, and scales."""
+
+    RESUME: ClassVar[str] = REFUSED
+    norm_position: str = key(
+        "before",
+        "norms of a layer: of the input of attention and MLP (before), of their output (after; "
+        "OLMo 2), or of both (Gemma, GLM-4)",
+        choices=("before", "after", "both"),
+    )
+    norm_zero_centered: bool = key(
+        False,
+        "RMSNorms multiply by 1 + weight, whose initial value is 0 (Gemma)",
+    )
+    embedding_scale: float = key(
+        1.0,
+        "factor of the word embedding, rounded to the dtype of the computation (Gemma: "
+        "√hidden_size)",
+        above=0,
+    )
+    residual_scale: float = key(
+        1.0, "factor of what attention and MLP add to the residual stream (Granite)", above=0
+    )
+    attention_scale: float | None = key(
+        None, "factor of the scores of attention; null: head_dim^-½", above=0
+    )
+    logit_scale: float = key(1.0, "factor of the logits (Granite, Cohere)", above=0)
+    logit_cap: float | None = key(
+        None, "c of c · tanh(logits / c), after the scale (Gemma); null: no cap", above=0
+    )
+    query_temperature: float = key(
+        0.0,
+        "β of the factor 1 + β · ln(1 + ⌊position / rope_original_length⌋) of queries "
+        "(Ministral 3); 0: none",
+        minimum=0,
+    )
