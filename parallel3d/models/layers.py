@@ -17,8 +17,9 @@ from parallel3d.config.values import AUTO
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.models.attention import choose_kernel
+from parallel3d.models.dialect import Rope
 from parallel3d.models.dropout import Dropout
-from parallel3d.models.ops import Heads, add_rms_norm, heads_of, rms_norm
+from parallel3d.models.ops import Heads, Rotary, add_rms_norm, heads_of, rms_norm
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
@@ -124,16 +125,18 @@ class Norm(nn.Module):
 
 
 def rotary_tables(
-    model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
+    model: ModelConfig, rope: Rope, dtype: torch.dtype, device: torch.device
+) -> Rotary:
     """Returns cos and sin of position · frequency: (seq_length, 1, r/2) each, fp32 or better.
 
-    The frequency of pair d is base^(-2d/r), scaled if the model scales it.
+    The frequency of pair d is base^(-2d/r), scaled if the model scales that of this kind of layer.
     """
     rotated = int(model.head_size * model.rotary_percent) // 2 * 2
     wide = torch.float64  # fp32 is too coarse for the angles of late positions
     exponent = torch.arange(0, rotated, 2, dtype=wide) / rotated
-    frequency = _scaled(model.rotary_base**-exponent, model)
+    frequency = rope.base**-exponent
+    if rope.is_scaled:
+        frequency = _scaled(frequency, model)
     angle = torch.outer(torch.arange(model.seq_length, dtype=wide), frequency)
     kind = torch.float64 if dtype == torch.float64 else torch.float32
     cos, sin = (t.unsqueeze(1).to(device, kind) for t in (angle.cos(), angle.sin()))

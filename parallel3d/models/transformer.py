@@ -33,6 +33,7 @@ from parallel3d.models.attention import (
     choose_kernel,
     kernel_shares_heads,
 )
+from parallel3d.models.dialect import Rope
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
 from parallel3d.models.experts import MixtureOfExperts
@@ -302,7 +303,8 @@ class Stage(nn.Module):
             self.head = Head(model, ctx, None if owner is None else owner.word.weight)
         self.rotary = None
         if model.position_embedding == "rope":
-            self.rotary = rotary_tables(model, ctx.init.dtype, ctx.init.device)
+            rope = Rope(model.rotary_base, is_scaled=True)
+            self.rotary = rotary_tables(model, rope, ctx.init.dtype, ctx.init.device)
 
     @property
     def blocks(self) -> dict[str, TransformerBlock]:
