@@ -82,7 +82,12 @@ ONE_RANK = ContextParallel()
 
 
 def attend_within(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, kernel: str = AUTO
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Documents,
+    kernel: str = AUTO,
+    scale: float | None = None,
 ) -> Tensor:
     """Attends from each query to the keys of its own document up to its position.
 
@@ -90,13 +95,18 @@ def attend_within(
     shares them; the result is stored as (b, s, heads, head_dim).
     """
     of = documents.blocks
-    return _attend(
-        q, k, v, ONE_RANK.handle, of.table, of.calls, of.edges, None, None, kernel, False
-    )
+    where = ONE_RANK.handle, of.table, of.calls, of.edges, None, None
+    return _attend(q, k, v, *where, kernel, False, scale)
 
 
 def attend_across(
-    q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel, shard: SequenceShard, kernel: str = AUTO
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: ContextParallel,
+    shard: SequenceShard,
+    kernel: str = AUTO,
+    scale: float | None = None,
 ) -> Tensor:
     """Attends from this rank's queries to the keys of all ranks, each within its own document.
 
@@ -116,6 +126,7 @@ def attend_across(
         shard.places,
         kernel,
         cp.keeps,
+        scale,
     )
 
 
@@ -131,6 +142,7 @@ class _Run(NamedTuple):
     places: Tensor
     kernel: str
     keeps: bool
+    scale: float | None
 
     @property
     def cp(self) -> ContextParallel:
@@ -138,7 +150,7 @@ class _Run(NamedTuple):
 
     def block(self, i: int) -> Block:
         blocks = AttentionBlocks(self.table, self.calls, self.edges)
-        return Block.of(blocks, i, is_only=self.cp.group.size == 1)
+        return Block.of(blocks, i, is_only=self.cp.group.size == 1, scale=self.scale)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,7 +211,7 @@ _attend = operator(
     "attention",
     "Tensor q, Tensor k, Tensor v",
     "Tensor handle, Tensor table, Tensor calls, Tensor edges, Tensor? order, Tensor? places, "
-    "str kernel, bool keeps",
+    "str kernel, bool keeps, float? scale",
     _forward,
     _forward_shape,
     _backward,

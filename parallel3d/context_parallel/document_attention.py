@@ -102,6 +102,7 @@ class Block(NamedTuple):
     Attributes:
         is_first: all queries read this block, each also its own key.
         is_only: there is no other block, and each key is read by its own segment alone.
+        scale: factor of the scores; None: head_dim^-½.
     """
 
     table: Tensor
@@ -109,10 +110,13 @@ class Block(NamedTuple):
     edges: Tensor
     is_first: bool
     is_only: bool
+    scale: float | None = None
 
     @classmethod
-    def of(cls, blocks: AttentionBlocks, i: int, is_only: bool = False) -> Block:
-        return cls(blocks.table[i], blocks.calls[i], blocks.edges[i], i == 0, is_only)
+    def of(
+        cls, blocks: AttentionBlocks, i: int, is_only: bool = False, scale: float | None = None
+    ) -> Block:
+        return cls(blocks.table[i], blocks.calls[i], blocks.edges[i], i == 0, is_only, scale)
 
     @property
     def segments(self) -> Iterator[tuple[_EqualDocuments, _EqualDocuments, int]]:
@@ -164,7 +168,7 @@ def attend_only_block(
         return out, sums
     ((_, _, of_call),) = block.sequences
     parts = map(_concatenated, (q, k, v))
-    found = flash_forward(*parts, *of_call, 0.0, True, False)
+    found = flash_forward(*parts, *of_call, 0.0, True, False, scale=block.scale)
     sums = found[1].unflatten(1, (len(q), -1)).transpose(0, 1)
     return _as_batch(found[0], len(q)), sums
 
@@ -186,7 +190,8 @@ def differentiate_only_block(
         return of_q, of_k, of_v
     ((_, _, of_call),) = block.sequences
     parts = (*map(_concatenated, (grad, q, k, v, out)), sums.transpose(0, 1).flatten(1))
-    of_q, of_k, of_v = (_as_batch(x, len(q)) for x in _flash_backward(parts, *of_call, True))
+    found = _flash_backward(parts, *of_call, True, scale=block.scale)
+    of_q, of_k, of_v = (_as_batch(x, len(q)) for x in found)
     return of_q, of_k, of_v
 
 
@@ -212,7 +217,8 @@ def attend_block(
         put = _write if block.is_first else merge
         for rows, span, of_call in block.sequences:
             parts = q[rows], k[span], v[span]
-            found = flash_forward(*parts, *of_call, 0.0, block.is_first, False)
+            how = 0.0, block.is_first, False
+            found = flash_forward(*parts, *of_call, *how, scale=block.scale)
             put(out[rows], sums[rows], found[0], found[1].T)
         return
     attended = _plain_alone if block.is_only else _plain_attended
@@ -222,10 +228,12 @@ def attend_block(
         for queries, keys, before in block.segments:
             to = queries.of(out), queries.of(sums)
             if block.is_first:
-                _write(*to, *attended(queries.of(q), keys.of(k), keys.of(v), True))
+                parts = queries.of(q), keys.of(k), keys.of(v)
+                _write(*to, *attended(*parts, True, block.scale))
             if before:
                 earlier = keys.before(before)
-                merge(*to, *attended(queries.of(q), earlier.of(k), earlier.of(v), False))
+                parts = queries.of(q), earlier.of(k), earlier.of(v)
+                merge(*to, *attended(*parts, False, block.scale))
 
 
 def differentiate_block(
@@ -251,7 +259,7 @@ def differentiate_block(
         for rows, span, of_call in block.sequences:
             logs = sums[rows].T.contiguous()
             parts = grad[rows], q[rows], k[span], v[span], out[rows], logs
-            found = _flash_backward(parts, *of_call, block.is_first)
+            found = _flash_backward(parts, *of_call, block.is_first, scale=block.scale)
             for x, value in zip((of_q[rows], of_k[span], of_v[span]), found, strict=True):
                 x.add_(value)
         return
@@ -264,7 +272,7 @@ def differentiate_block(
         reads += [(keys.before(before), False)] if before else []
         for read, causal in reads:
             of_rows, of_keys = map(queries.of, (grad, q, out, sums)), map(read.of, (k, v))
-            found = gradients(causal, *of_rows, *of_keys)
+            found = gradients(causal, block.scale, *of_rows, *of_keys)
             to = queries.of(of_q), read.of(of_k), read.of(of_v)
             for x, value in zip(to, found, strict=True):
                 put(x, value)
@@ -282,16 +290,25 @@ def _uses_cpu_kernel(q: Tensor, kernel: str) -> bool:
     return q.device.type == "cpu" and kernel != MATH
 
 
-def cpu_attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def cpu_attended(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
     k, v = (repeated(x, q.shape[1]) for x in (k, v))
-    return cpu_flash_forward(q, k, v, 0.0, causal)
+    return cpu_flash_forward(q, k, v, 0.0, causal, scale=scale)
 
 
 def _cpu_gradients(
-    causal: bool, grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor
+    causal: bool,
+    scale: float | None,
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_all = (grad, q, *(repeated(x, q.shape[1]) for x in (k, v)), out, sums)
-    dq, *of_keys = cpu_flash_backward(*of_all, 0.0, causal)
+    dq, *of_keys = cpu_flash_backward(*of_all, 0.0, causal, scale=scale)
     if k.shape[1] < q.shape[1]:
         of_keys = [x.unflatten(1, (k.shape[1], -1)).sum(2) for x in of_keys]
     return dq, of_keys[0], of_keys[1]
@@ -347,33 +364,46 @@ def _as_batch(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
-def _flash_backward(parts: tuple[Tensor, ...], *sequences: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(
+    parts: tuple[Tensor, ...], *sequences: Any, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Runs the kernel; `sequences`: edges of queries and keys, the longest of each, and whether it
     is causal."""
     q, (*of_sequences, causal) = parts[1], sequences
     # The kernel wants a generator state although nothing is dropped.
     state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
-    return flash_backward(*parts, *of_sequences, 0.0, causal, state, unused)
+    how = 0.0, causal, state, unused
+    return flash_backward(*parts, *of_sequences, *how, scale=scale)
 
 
 # Elsewhere: the device's kernel forward, and the formula backward in blocks of rows.
 
 
-def _plain_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _plain_alone(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
     """Attends to the only keys, so that no sums are needed."""
-    shared = k.shape[1] != q.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)
+    how: dict[str, Any] = {"enable_gqa": k.shape[1] != q.shape[1], "scale": scale}
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, **how)
     return out, out.new_zeros(()).expand(out.shape[:3])
 
 
 def _plain_gradients_alone(
-    causal: bool, grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, k: Tensor, v: Tensor
+    causal: bool,
+    scale: float | None,
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _plain_gradients(causal, grad, q, None, None, k, v)
+    return _plain_gradients(causal, scale, grad, q, None, None, k, v)
 
 
 def _plain_gradients(
     causal: bool,
+    scale: float | None,
     grad: Tensor,
     q: Tensor,
     out: Tensor | None,
@@ -388,10 +418,10 @@ def _plain_gradients(
     `out`, `sums`: the results over all keys of a query; None: `k` holds all of them.
     """
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
-    times, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
+    times, scale = q.shape[1] // k.shape[1], scale_of(q, scale)
     k, v = (x.to(accum_dtype).repeat_interleave(times, 1) for x in (k, v))
     of_q, of_k, of_v = (torch.zeros_like(x, dtype=accum_dtype) for x in (q, k, v))
-    for rows, queries, scores in _plain_scores(q, k, causal):
+    for rows, queries, scores in _plain_scores(q, k, causal, scale):
         keys, values = (x[:, :, : scores.shape[-1]] for x in (k, v))
         of_out = grad[:, :, rows].to(accum_dtype)
         of_p = of_out @ values.transpose(-2, -1)
@@ -409,9 +439,15 @@ def _plain_gradients(
     return of_q, of_k, of_v
 
 
-def _plain_scores(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """Returns the factor of the scores, also where it is the usual one."""
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+def _plain_scores(
+    q: Tensor, k: Tensor, causal: bool, scale: float
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yields some rows at a time, their queries, and their scores of the keys that they see."""
-    scale = 1 / math.sqrt(q.shape[-1])
     for begin in range(0, q.shape[2], ROWS):
         rows = slice(begin, min(begin + ROWS, q.shape[2]))
         queries = q[:, :, rows].to(k.dtype)
@@ -422,13 +458,15 @@ def _plain_scores(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, T
         yield rows, queries, scores
 
 
-def _plain_attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _plain_attended(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
     """Returns the result and log Σ exp(scores), in fp32 or better."""
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.to(accum_dtype).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     parts = [
         (scores.softmax(-1) @ v[:, :, : scores.shape[-1]], scores.logsumexp(-1))
-        for _, _, scores in _plain_scores(q, k, causal)
+        for _, _, scores in _plain_scores(q, k, causal, scale_of(q, scale))
     ]
     outs, sums = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(sums, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.attention as registry
@@ -118,8 +119,9 @@ def causal_attention(
     documents: Documents | None = None,
     kernel: str = AUTO,
     cp: ContextParallel = ONE_RANK,
+    scale: float | None = None,
 ) -> Tensor:
-    """Computes softmax(q·kᵀ / sqrt(head_dim) + causal mask)·v per head (Vaswani et al. 2017 §3.2).
+    """Computes softmax(scale · q·kᵀ + causal mask)·v per head (Vaswani et al. 2017 §3.2).
 
     Query head h reads key-value head h // (heads // kv_heads) (GQA, Ainslie et al. 2023).
 
@@ -129,11 +131,12 @@ def causal_attention(
         dropout: dropout of the probabilities, if there are `samples`; slower than PyTorch's kernel.
         documents: attention stays within each; None: a sample is one document.
         cp: how the ranks that share sequences attend together, if `documents` have a shard.
+        scale: None: head_dim^-½.
 
     Returns: (b, s, heads · head_dim).
     """
     q, k, v = split_heads(qkv, (heads, kv_heads, head_dim), rotary)
-    y = attend_split(q, k, v, documents, kernel, cp, dropout, samples)
+    y = attend_split(q, k, v, documents, kernel, cp, dropout, samples, scale)
     return y.transpose(1, 2).flatten(2)
 
 
@@ -146,6 +149,7 @@ def attend_split(
     cp: ContextParallel = ONE_RANK,
     dropout: Dropout | None = None,
     samples: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Does `causal_attention` for q (b, heads, s, head_dim), and k and v with as many heads or
     fewer."""
@@ -165,21 +169,29 @@ def attend_split(
         k = k.float()
         v = v.float()
     if dropout is not None and samples is not None:
-        y = attend_dropping(q, k, v, dropout, samples, documents)
+        y = attend_dropping(q, k, v, dropout, samples, documents, scale)
     elif documents is None:
-        y = attend(q, k, v, is_causal=True, kernel=kernel)
+        y = attend(q, k, v, is_causal=True, kernel=kernel, scale=scale)
     elif shard is None:
-        y = attend_within(q, k, v, documents, kernel)
+        y = attend_within(q, k, v, documents, kernel, scale)
     else:
-        y = attend_across(q, k, v, cp, shard, kernel)
+        y = attend_across(q, k, v, cp, shard, kernel, scale)
     y = y.to(dtype)
     return y if exchanged is None else to_tokens(y, cp, exchanged)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, kernel: str = AUTO) -> Tensor:
-    shared = k.shape[1] != q.shape[1]
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool,
+    kernel: str = AUTO,
+    scale: float | None = None,
+) -> Tensor:
+    how: dict[str, Any] = {"enable_gqa": k.shape[1] != q.shape[1], "scale": scale}
     with allowed(kernel):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=shared)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, **how)
 
 
 def kernel_shares_heads(q: Tensor) -> bool:

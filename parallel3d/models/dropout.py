@@ -15,13 +15,13 @@ low 31 bits of x are below p · 2³¹; the others are divided by 1 − p.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from parallel3d.context_parallel.document_attention import scale_of
 from parallel3d.context_parallel.documents import Documents
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.device.fused import fused, operator
@@ -146,8 +146,9 @@ def attend_dropping(
     dropout: Dropout,
     samples: Tensor,
     documents: Documents | None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Computes dropout(softmax(q·kᵀ / sqrt(head_dim) + causal mask))·v.
+    """Computes dropout(softmax(scale · q·kᵀ + causal mask))·v.
 
     PyTorch's kernels draw layout-dependent masks, so the probabilities are computed here, for some
     queries at a time; the backward recomputes probabilities and masks. To a compiler it is one
@@ -159,6 +160,7 @@ def attend_dropping(
         dropout: its heads begin with the first of `q`.
         samples: (b,) numbers of the samples in the run.
         documents: attention stays within each; None: a sample is one document.
+        scale: None: head_dim^-½.
 
     Returns: (b, heads, s, head_dim), stored as (b, s, heads, head_dim).
     """
@@ -178,6 +180,7 @@ def attend_dropping(
         dropout.site,
         dropout.first_head,
         dropout.p,
+        scale_of(q, scale),
     )
 
 
@@ -280,8 +283,9 @@ def _scores(
     return scores, places, None if starts is None else starts[of, rows], low, high, p
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any) -> Tensor:
-    out, q = _empty(q), q * (1 / math.sqrt(q.shape[-1]))
+def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *how: Any) -> Tensor:
+    *where, scale = how
+    out, q = _empty(q), q * scale
     for block in _blocks(q, k.shape[2]):
         kept = dropped_softmax(*_scores(block, q, k, starts, *where))
         out[block.samples, :, block.rows] = kept @ v[block.samples, :, : block.keys]
@@ -289,9 +293,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *where: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_q, scale = _empty(q), 1 / math.sqrt(q.shape[-1])
+    *where, scale = how
+    of_q = _empty(q)
     q, accum_dtype = q * scale, torch.promote_types(q.dtype, torch.float32)
     of_k, of_v = (torch.zeros_like(x, dtype=accum_dtype) for x in (k, v))
     for block in _blocks(q, k.shape[2]):
@@ -313,7 +318,8 @@ def _empty(like: Tensor) -> Tensor:
 _dropped_attention = operator(
     "dropped_attention",
     "Tensor q, Tensor k, Tensor v",
-    "Tensor? starts, Tensor? positions, Tensor samples, Tensor site, int head, float p",
+    "Tensor? starts, Tensor? positions, Tensor samples, Tensor site, int head, float p, "
+    "float scale",
     _forward,
     lambda q, *_: _empty(q),
     _backward,

@@ -74,6 +74,7 @@ class Attention(nn.Module):
         self.kv_heads = model.kv_heads * replicas // ctx.tp.size
         self.recompute = ctx.recompute
         self.kernel = ctx.attention_kernel
+        self.scale = model.attention_scale
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1
         keeps = ctx.cp_style == "gather" and not ctx.recompute.isdisjoint(("attention", "layer"))
@@ -131,7 +132,7 @@ class Attention(nn.Module):
             qkv = self.qk_norm(qkv)
         shape, dropout = (self.heads, self.kv_heads, self.head_dim), self.dropout
         given = (qkv, *shape, rotary, dropout, samples, documents)
-        return causal_attention(*given, self.kernel, self.cp)
+        return causal_attention(*given, self.kernel, self.cp, self.scale)
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns q, k and v of this rank's heads, concatenated, from norm(x).
@@ -542,5 +543,6 @@ class Decoder:
         k, v = keys[:, :, :end], values[:, :, :end]
         if not kernel_shares_heads(q):
             k, v = repeated(k, heads), repeated(v, heads)
-        y = attend(q, k, v, is_causal=first == 0, kernel=attention.kernel)
+        how: dict[str, Any] = {"kernel": attention.kernel, "scale": attention.scale}
+        y = attend(q, k, v, is_causal=first == 0, **how)
         return y.transpose(1, 2).flatten(2)

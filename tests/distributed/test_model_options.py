@@ -21,6 +21,7 @@ PAIRS = replace(LLAMA, model=(("num_query_groups", 2),))
 ONE_HEAD = replace(LLAMA, optimizer="sgd", tied=True, model=(("num_query_groups", 1),))
 ZERO1, ZERO3 = ((("zero", level),) for level in (1, 3))
 GATHER_QK = (("tensor_parallel.attention", "gather_qk"),)
+STYLES = ("gather", "heads", "ring")
 MLP_CHUNKS = (("mlp_chunk_tokens", 50),)  # sizes that do not divide what they cut
 # Like models that people import: heads of 6 although hidden_size / heads is 4; and biases in
 # attention alone, including its output's.
@@ -29,6 +30,10 @@ QK_NORM = (("qk_norm", True), ("head_dim", 6))
 FULL_NORM = (*QK_NORM, ("qk_norm_width", "full"))
 FULL_ONE_HEAD = replace(ONE_HEAD, model=(*FULL_NORM, *ONE_HEAD.model))
 FULL_PAIRS = replace(PAIRS, model=(*PAIRS.model, ("qk_norm", True), ("qk_norm_width", "full")))
+# Scores by a factor of its own, which every kernel takes (Granite, Gemma).
+SCALED = replace(PAIRS, model=(*PAIRS.model, ("attention_scale", 0.11)))
+SCALED_DROPPED = replace(SCALED, model=(*SCALED.model, ("dropout", 0.2)))
+SCALED_PACKS = replace(SCALED, documents=True)
 QWEN3_ONE_HEAD = replace(ONE_HEAD, model=(*QK_NORM, *ONE_HEAD.model, ("attention_bias", "all")))
 
 # The matrix has all other options, each with every layout.
@@ -46,11 +51,22 @@ CASES = [
         [
             Case(QWEN3_ONE_HEAD, keys=(*ZERO3, ("recompute", "[norm,mlp]"), *MLP_CHUNKS)),
             Case(FULL_ONE_HEAD, sp=True, keys=(*ZERO3, ("recompute", "full"))),
+            Case(SCALED_PACKS, sp=True),
+            Case(SCALED_DROPPED, keys=(("recompute", "selective"),)),
+            Case(SCALED, keys=(("attention_kernel", "math"),)),
         ],
     ),
     ((2, 2, 1), [Case(FULL_ONE_HEAD, schedule="zb_h1")]),
-    ((1, 1, 1), [Case(FULL_PAIRS, compile=True)]),
-    ((2, 1, 1, 2), [Case(FULL_PAIRS, keys=ZERO1)]),
+    ((1, 1, 1), [Case(FULL_PAIRS, compile=True), Case(SCALED_PACKS, compile=True)]),
+    (
+        (2, 1, 1, 2),
+        [
+            Case(FULL_PAIRS, keys=ZERO1),
+            *(Case(SCALED, keys=(("context_parallel.style", style),)) for style in STYLES),
+            Case(SCALED_PACKS, keys=(("attention_kernel", "math"),)),
+            Case(SCALED_DROPPED),
+        ],
+    ),
 ]
 
 

@@ -17,8 +17,13 @@ if TYPE_CHECKING:
     from tests.reference.model import ModelShape
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The approximation of GELU by a tanh (Hendrycks and Gimpel 2016)."""
+    return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
 class MLP(nn.Module):
-    """down(gelu(up(x))), down(relu(up(x))) or down(silu(gate(x)) · up(x)).
+    """down(gelu(up(x))), down(relu(up(x))), down(silu(gate(x)) · up(x)), and gelu in its place.
 
     `width` and `bias` None: those of the model's ordinary MLP.
     """
@@ -30,7 +35,7 @@ class MLP(nn.Module):
         width = width or shape.ffn_hidden_size or 4 * shape.hidden_size
         bias = shape.bias if bias is None else bias
         self.activation = shape.activation
-        if shape.activation == "swiglu":
+        if shape.activation in ("swiglu", "geglu"):
             self.gate = nn.Linear(shape.hidden_size, width, bias=bias)
         self.up = nn.Linear(shape.hidden_size, width, bias=bias)
         self.down = nn.Linear(width, shape.hidden_size, bias=bias)
@@ -40,11 +45,12 @@ class MLP(nn.Module):
         if self.activation == "swiglu":
             gate = self.gate(x)
             return self.down(gate * gate.sigmoid() * up)
+        if self.activation == "geglu":
+            return self.down(gelu_tanh(self.gate(x)) * up)
         if self.activation == "relu":
             return self.down(up.clamp_min(0))
         if self.activation == "gelu_tanh":
-            inner = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)
-            return self.down(up * 0.5 * (1 + torch.tanh(inner)))
+            return self.down(gelu_tanh(up))
         assert self.activation == "gelu", self.activation
         return self.down(up * 0.5 * (1 + torch.erf(up / math.sqrt(2))))
 

@@ -8,9 +8,9 @@ spelled out, RoPE is a complex multiplication, the loss is a log-sum-exp over th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,17 +107,38 @@ class Packing:
         return cls(torch.tensor(unseen), torch.tensor(positions))
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight (Zhang and Sennrich 2019)."""
+# Options in which families of models differ, at their defaults: shapes that are older than an
+# option lack it.
+PLAIN: Mapping[str, Any] = {
+    "qk_norm_width": "head",
+    "norm_position": "before",
+    "norm_zero_centered": False,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "attention_scale": None,
+    "logit_scale": 1.0,
+    "logit_cap": None,
+}
 
-    def __init__(self, size: int, eps: float) -> None:
+
+def option(shape: ModelShape, name: str) -> Any:
+    """Returns an option of a shape, or its default."""
+    return getattr(shape, name, PLAIN[name])
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight (Zhang and Sennrich 2019), or · (1 + weight) (Gemma)."""
+
+    def __init__(self, size: int, shape: ModelShape) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps = shape.norm_eps
+        self.adds_one = option(shape, "norm_zero_centered")
 
     def forward(self, x: Tensor) -> Tensor:
         root_mean_square = (x.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
-        return x / root_mean_square * self.weight
+        normed = x / root_mean_square
+        return normed + normed * self.weight if self.adds_one else normed * self.weight
 
 
 def make_norm(shape: ModelShape) -> nn.Module:
@@ -125,7 +146,7 @@ def make_norm(shape: ModelShape) -> nn.Module:
     if shape.norm == "layernorm":
         return nn.LayerNorm(shape.hidden_size, eps=shape.norm_eps)
     assert shape.norm == "rmsnorm", shape.norm
-    return RMSNorm(shape.hidden_size, shape.norm_eps)
+    return RMSNorm(shape.hidden_size, shape)
 
 
 def frequencies(shape: ModelShape, pairs: int) -> list[float]:
@@ -185,12 +206,12 @@ class Attention(nn.Module):
         self.k = nn.Linear(shape.hidden_size, kv_size, bias=inner)
         self.v = nn.Linear(shape.hidden_size, kv_size, bias=inner)
         self.out = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=outer)
-        self.norm_width = getattr(shape, "qk_norm_width", "head")  # older ones lack the key
+        self.norm_width = option(shape, "qk_norm_width")
         if shape.qk_norm:
             full = self.norm_width == "full"
             heads, kv_heads = (self.heads, self.kv_heads) if full else (1, 1)
-            self.q_norm = RMSNorm(heads * self.head_dim, shape.norm_eps)
-            self.k_norm = RMSNorm(kv_heads * self.head_dim, shape.norm_eps)
+            self.q_norm = RMSNorm(heads * self.head_dim, shape)
+            self.k_norm = RMSNorm(kv_heads * self.head_dim, shape)
 
     def split_heads(self, x: Tensor, heads: int) -> Tensor:
         """Turns (batch, sequence, heads·head_dim) into (batch, heads, sequence, head_dim)."""
@@ -215,11 +236,12 @@ class Attention(nn.Module):
         if self.shape.position_embedding == "rope":
             q, k = (rotate(x, self.shape, packing.positions) for x in (q, k))
         group = self.heads // self.kv_heads
+        scale = option(self.shape, "attention_scale") or 1 / math.sqrt(self.head_dim)
         # One head after the other: query head h reads key/value head h // group.
         every_head = []
         for h in range(self.heads):
             keys = k[:, h // group]
-            scores = q[:, h] @ keys.transpose(-1, -2) / math.sqrt(self.head_dim)
+            scores = q[:, h] @ keys.transpose(-1, -2) * scale
             every_head.append(scores.masked_fill(packing.unseen, -math.inf).softmax(dim=-1))
         weights = drop(torch.stack(every_head, dim=1), f"{name}.probabilities")
         outputs = [weights[:, h] @ v[:, h // group] for h in range(self.heads)]
@@ -233,14 +255,21 @@ def has_experts(shape: ModelShape, layer: int) -> bool:
 
 
 class Block(nn.Module):
-    """A pre-norm transformer layer."""
+    """A transformer layer, with norms before attention and MLP, after them, or both."""
 
     def __init__(self, shape: ModelShape, number: int) -> None:
         super().__init__()
         self.number = number
-        self.input_norm = make_norm(shape)
+        self.residual_scale = option(shape, "residual_scale")
+        place = option(shape, "norm_position")
+        assert place in ("before", "after", "both"), place
+        if place in ("before", "both"):
+            self.input_norm = make_norm(shape)
+            self.mlp_norm = make_norm(shape)
+        if place in ("after", "both"):
+            self.attention_output_norm = make_norm(shape)
+            self.mlp_output_norm = make_norm(shape)
         self.attention = Attention(shape)
-        self.mlp_norm = make_norm(shape)
         self.mlp = Experts(shape) if has_experts(shape, number) else MLP(shape)
 
     def forward(
@@ -248,12 +277,18 @@ class Block(nn.Module):
     ) -> Tensor:
         """Records in `routed` how its experts were chosen, if it has any."""
         name = f"layers.{self.number}"
-        attended = self.attention(self.input_norm(x), drop, f"{name}.attention", packing)
-        x = x + drop(attended, f"{name}.attention")
-        changed = self.mlp(self.mlp_norm(x))
+        attended = self.attention(self.normed("input_norm", x), drop, f"{name}.attention", packing)
+        attended = drop(self.normed("attention_output_norm", attended), f"{name}.attention")
+        x = x + self.residual_scale * attended
+        changed = self.mlp(self.normed("mlp_norm", x))
         if isinstance(self.mlp, Experts):
             changed, routed[self.number] = changed
-        return x + drop(changed, f"{name}.mlp")
+        changed = drop(self.normed("mlp_output_norm", changed), f"{name}.mlp")
+        return x + self.residual_scale * changed
+
+    def normed(self, norm: str, x: Tensor) -> Tensor:
+        """Returns x, through the norm of this name if the layer has it."""
+        return getattr(self, norm)(x) if hasattr(self, norm) else x
 
 
 class ReferenceModel(nn.Module):
@@ -262,6 +297,9 @@ class ReferenceModel(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
+        self.embedding_scale = option(shape, "embedding_scale")
+        self.logit_scale = option(shape, "logit_scale")
+        self.logit_cap = option(shape, "logit_cap")
         self.embedding = nn.ModuleDict({"word": nn.Embedding(shape.vocab_size, shape.hidden_size)})
         if shape.position_embedding == "learned":
             positions = shape.max_position_embeddings or shape.seq_length
@@ -281,16 +319,18 @@ class ReferenceModel(nn.Module):
         """`packing` None: a sample is one document. `routed` gets the routing of each layer."""
         routed = {} if routed is None else routed
         packing = packing or Packing.of([None] * tokens.shape[0], tokens.shape[1])
-        x = self.embedding["word"](tokens)
+        x = self.embedding["word"](tokens) * self.embedding_scale
         if "position" in self.embedding:
             x = x + self.embedding["position"](packing.positions)
         x = drop(x, "embedding")
         for layer in self.layers:
             x = layer(x, drop, packing, routed)
         x = self.final_norm(x)
-        if hasattr(self, "head"):
-            return self.head(x)
-        return x @ self.embedding["word"].weight.T
+        logits = self.head(x) if hasattr(self, "head") else x @ self.embedding["word"].weight.T
+        logits = logits * self.logit_scale
+        if self.logit_cap is None:
+            return logits
+        return self.logit_cap * torch.tanh(logits / self.logit_cap)
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ attention under a square mask."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -126,9 +127,9 @@ def test_equal_neighbours_are_one_call() -> None:
     calls: list[tuple[int, int, int]] = []
     kernel = document_attention.cpu_attended
 
-    def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def attended(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
         calls.append((q.shape[0], q.shape[2], k.shape[2]))
-        return kernel(q, k, v, causal)
+        return kernel(q, k, v, *how)
 
     split = SequenceSplit(128, 2)
     inputs = random_inputs(128, 1, torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -117,9 +118,9 @@ def test_scores_are_made_of_documents_never_of_the_whole_sample() -> None:
     calls: list[tuple[int, int]] = []
     kernel = document_attention.cpu_attended
 
-    def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def attended(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
         calls.append((q.shape[0], q.shape[2]))
-        return kernel(q, k, v, causal)
+        return kernel(q, k, v, *how)
 
     with (
         patch.object(document_attention, "cpu_attended", attended),
