@@ -43,10 +43,12 @@ class Step(NamedTuple):
     grad_norm: float
     lr: float
     tokens: int
-    # With experts: tokens of each expert by layer, and the sums over layers of both losses.
+    # With experts: tokens of each expert by layer, and the sums over layers of both losses and of
+    # the entropy of the scores.
     counts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     aux: float = 0.0
     z: float = 0.0
+    entropy: float = 0.0
 
     @classmethod
     def of(cls, result: StepResult) -> Step:
@@ -56,7 +58,8 @@ class Step(NamedTuple):
         if figures is None:
             return cls(*plain)
         counts = tuple((layer, tuple(each)) for layer, each in figures.counts.items())
-        return cls(*plain, counts, sum(figures.aux.values()), sum(figures.z.values()))
+        sums = (sum(each.values()) for each in (figures.aux, figures.z, figures.entropy))
+        return cls(*plain, counts, *sums)
 
 
 @dataclass

@@ -3,12 +3,15 @@ biases."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 
+from parallel3d.blueprint.layout import Layout
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, Sizes, check_cases
+from tests.distributed.harness import References, Sizes, check_cases, run_cases
 from tests.distributed.pool import Pool
 
 EIGHT: dict[str, object] = {
@@ -131,3 +134,32 @@ def test_every_way_and_recomputation_trains_the_same_experts(
         if sizes[4] > 1 or way == WAYS[0]
     ]
     check_cases(sizes, cases, pool, references)
+
+
+BALANCED: list[tuple[Sizes, str]] = [
+    ((2, 1, 2, 1, 4), "all_to_all"),
+    ((2, 1, 1, 2, 2), "gather"),
+    ((1, 2, 2, 1, 2), "all_to_all"),
+    ((1, 1, 1, 4, 4), "gather"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "way"), BALANCED, ids=_id)
+def test_balanced_routing_gives_equal_counts_and_the_same_training_in_every_layout(
+    sizes: Sizes, way: str, pool: Pool
+) -> None:
+    """Compares with one process, because the reference has no such routing."""
+    of = replace(problem("eight", "sgd"), documents=False)
+    more: dict[str, object] = {"moe.routing": "balanced"}
+    one = case(of, (1, 1, 1, 1, 1), more, way, "none", 1)
+    many = case(of, sizes, more, way, "full", min(2, of.batch // sizes[2]))
+    [alone] = pool.run(1, run_cases, (1, 1, 1, 1, 1), [one])[0]
+    ranks = pool.run(Layout(*sizes).world_size, run_cases, sizes, [many])
+    for [outcome] in ranks:
+        for step, expected in zip(outcome.steps, alone.steps, strict=True):
+            assert step.counts == expected.counts
+            assert all(len(set(counts)) == 1 for _, counts in step.counts)
+            for name in ("loss", "grad_norm", "aux", "z", "entropy"):
+                assert getattr(step, name) == pytest.approx(getattr(expected, name), rel=1e-9)
+    for name, weight in ranks[0][0].final.items():
+        np.testing.assert_allclose(weight, alone.final[name], rtol=1e-9, atol=1e-12, err_msg=name)
