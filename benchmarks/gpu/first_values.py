@@ -149,16 +149,18 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
 
     x, grad = random(batch, sequence, hidden), random(batch, sequence, hidden)
     weight = random(hidden)
-    scale = plain(ops.rms_norm_forward)(x, weight, 1e-5)[1]
-    yield "rms_norm", Comparison(ops.rms_norm_forward, (x, weight, 1e-5))
-    yield "rms_norm backward", Comparison(ops.rms_norm_backward, (grad, x, weight, scale))
-    yield "add_rms_norm", Comparison(ops.add_rms_norm_forward, (x, grad, weight, 1e-5))
-    of_total = (random(batch, sequence, hidden), grad, x, weight, scale)
+    scale = plain(ops.rms_norm_forward)(x, weight, 1e-5, 0.0)[1]
+    yield "rms_norm", Comparison(ops.rms_norm_forward, (x, weight, 1e-5, 0.0))
+    yield "rms_norm backward", Comparison(ops.rms_norm_backward, (grad, x, weight, scale, 0.0))
+    yield "add_rms_norm", Comparison(ops.add_rms_norm_forward, (x, grad, weight, 1e-5, 0.0))
+    of_total = (random(batch, sequence, hidden), grad, x, weight, scale, 0.0)
     yield "add_rms_norm backward", Comparison(ops.add_rms_norm_backward, of_total)
 
     gate_up, of_ffn = random(batch, sequence, 2 * shapes.ffn), random(batch, sequence, shapes.ffn)
     yield "swiglu", Comparison(ops.swiglu_forward, (gate_up,))
     yield "swiglu backward", Comparison(ops.swiglu_backward, (of_ffn, gate_up))
+    yield "geglu", Comparison(ops.geglu_forward, (gate_up,))
+    yield "geglu backward", Comparison(ops.geglu_backward, (of_ffn, gate_up))
     del gate_up, of_ffn
 
     qkv = random(batch, sequence, shapes.projected)
@@ -169,17 +171,15 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     yield "split_heads backward", Comparison(ops.split_heads_backward, (*parts, *turn))
 
     weights = random(shapes.head_dim), random(shapes.head_dim)
-    scales = plain(layers.norm_heads_forward)(qkv, *weights, heads, 1e-5)[1:]
-    yield "norm_heads", Comparison(layers.norm_heads_forward, (qkv, *weights, heads, 1e-5))
-    yield (
-        "norm_heads backward",
-        Comparison(layers.norm_heads_backward, (random(*qkv.shape), qkv, *weights, *scales, heads)),
-    )
+    scales = plain(layers.norm_heads_forward)(qkv, *weights, heads, 1e-5, 0.0)[1:]
+    yield "norm_heads", Comparison(layers.norm_heads_forward, (qkv, *weights, heads, 1e-5, 0.0))
+    of_heads = (random(*qkv.shape), qkv, *weights, *scales, heads, 0.0)
+    yield "norm_heads backward", Comparison(layers.norm_heads_backward, of_heads)
 
     site, samples = torch.tensor(12345), torch.arange(batch, device=device)
     starts, places = dropout.starts_of_keys(samples, site), torch.arange(sequence, device=device)
-    of_heads = (starts, (shapes.heads, sequence), 0, places)
-    yield "dropout's keys", Comparison(dropout.row_keys, of_heads, limit=0.0)
+    of_rows = (starts, (shapes.heads, sequence), 0, places)
+    yield "dropout's keys", Comparison(dropout.row_keys, of_rows, limit=0.0)
     keys = plain(dropout.row_keys)(starts, (sequence,), 0, places)
     yield "dropout", Comparison(dropout.drop, (x, *keys, 0.1), has_zeros=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
@@ -52,7 +53,15 @@ class Embedding(nn.Module):
             shape = (model.max_positions, model.hidden_size)
             shard = ShardSpec("embedding.position.weight", shape, (0, 0), shape, std=model.init_std)
             self.position = ctx.init.parameter(ParameterSpec(shape, (shard,), replicated=True))
+        self.scale = model.embedding_scale
         self.dropout = ctx.dropout("embedding", model)
+
+    def of_words(self, tokens: Tensor) -> Tensor:
+        """Returns the word embedding times its factor, which is rounded like the embedding."""
+        x = self.word(tokens)
+        if self.scale == 1.0:
+            return x
+        return x * torch.tensor(self.scale, dtype=x.dtype).item()
 
     def forward(
         self,
@@ -61,7 +70,7 @@ class Embedding(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """Embeds tokens (b, s); positions count within `documents`, or within the sample."""
-        x = self.word(tokens)
+        x = self.of_words(tokens)
         if self.position is not None:
             first = x.shape[1] * self.tp.index if self.sp else 0
             mine = slice(first, first + x.shape[1])

@@ -15,8 +15,8 @@ from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.config.schema import ModelConfig
 from parallel3d.device.fused import fused
-from parallel3d.models.layers import BuildContext
-from parallel3d.models.ops import Heads, heads_of, rms_norm
+from parallel3d.models.layers import BuildContext, offset_of
+from parallel3d.models.ops import Heads, gain_of, heads_of, rms_norm
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 
@@ -34,7 +34,7 @@ class FullQKNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = (*heads, model.head_size)
-        self.eps = model.norm_eps
+        self.eps, self.offset = model.norm_eps, offset_of(model)
         self.tp = ctx.tp
         replicas = max(1, ctx.tp.size // model.kv_heads)
         queries, keys = (n * model.head_size for n in (model.num_attention_heads, model.kv_heads))
@@ -45,7 +45,8 @@ class FullQKNorm(nn.Module):
             size, full = (count * model.head_size,), (width,)
             start = (ctx.tp.index // replicas * size[0],)
             name = f"{prefix}.{part}_norm.weight"
-            shard = ShardSpec(name, full, start, size, fill=1.0, tp_replicas=replicas)
+            fill = 1.0 - self.offset
+            shard = ShardSpec(name, full, start, size, fill=fill, tp_replicas=replicas)
             return ctx.init.parameter(ParameterSpec(size, (shard,), replicated=ctx.tp.size == 1))
 
         self.q = weight("q", heads[0], queries, 1)
@@ -54,9 +55,11 @@ class FullQKNorm(nn.Module):
     def forward(self, qkv: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # on one tensor-parallel rank
             q, k, v = (part.flatten(2) for part in heads_of(qkv, self.shape))
-            q, k = rms_norm(q, self.q, self.eps), rms_norm(k, self.k, self.eps)
+            how = self.eps, self.offset
+            q, k = rms_norm(q, self.q, *how), rms_norm(k, self.k, *how)
             return torch.cat((q, k, v), -1)
-        return _FullNorm.apply(qkv, self.q, self.k, self.widths, self.shape, self.eps, self.tp)
+        how = self.widths, self.shape, self.eps, self.offset, self.tp
+        return _FullNorm.apply(qkv, self.q, self.k, *how)
 
 
 class _FullNorm(torch.autograd.Function):
@@ -69,23 +72,24 @@ class _FullNorm(torch.autograd.Function):
         widths: tuple[int, int],
         shape: Heads,
         eps: float,
+        offset: float,
         tp: Group,
     ) -> Tensor:
         squares = sum_over_ranks(sums_of_squares(qkv, widths, shape), tp)
-        out, scales = scaled_heads(qkv, q_weight, k_weight, squares, shape, eps)
+        out, scales = scaled_heads(qkv, q_weight, k_weight, squares, shape, eps, offset)
         ctx.save_for_backward(qkv, q_weight, k_weight, scales)
-        ctx.widths, ctx.shape, ctx.tp = widths, shape, tp
+        ctx.widths, ctx.shape, ctx.offset, ctx.tp = widths, shape, offset, tp
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         qkv, *norms = ctx.saved_tensors
-        shared = *norms, ctx.widths, ctx.shape
+        shared = *norms, ctx.widths, ctx.shape, ctx.offset
         along, *weights = full_norm_sums(grad, qkv, *shared)
         # The copies of a key-value head have parts of its gradient, whose sum is the gradient. So
         # each copy subtracts its part of the mean, which is divided by the copies as well.
-        shared = *norms, sum_over_ranks(along, ctx.tp), ctx.shape
-        return full_norm_backward(grad, qkv, *shared), *weights, *[None] * 4
+        shared = *norms, sum_over_ranks(along, ctx.tp), ctx.shape, ctx.offset
+        return full_norm_backward(grad, qkv, *shared), *weights, *[None] * 5
 
 
 def sum_over_ranks(x: Tensor, tp: Group) -> Tensor:
@@ -109,13 +113,19 @@ def sums_of_squares(qkv: Tensor, widths: tuple[int, int], shape: Heads) -> Tenso
 
 @fused
 def scaled_heads(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, squares: Tensor, shape: Heads, eps: float
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    squares: Tensor,
+    shape: Heads,
+    eps: float,
+    offset: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns the result, and the scales (b, s, 2) of q and k."""
     q, k, v = _parts(qkv, shape)
     scales = torch.rsqrt(squares + eps)
-    q = (q * scales[..., :1] * q_weight).to(qkv.dtype)
-    k = (k * scales[..., 1:] * k_weight).to(qkv.dtype)
+    q = (q * scales[..., :1] * gain_of(q_weight, offset)).to(qkv.dtype)
+    k = (k * scales[..., 1:] * gain_of(k_weight, offset)).to(qkv.dtype)
     return torch.cat((q, k, v), -1), scales
 
 
@@ -128,13 +138,15 @@ def full_norm_sums(
     scales: Tensor,
     widths: tuple[int, int],
     shape: Heads,
+    offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns this rank's part of the means of grad · weight · normalised, (b, s, 2), and the
     weights' gradients."""
     q, k, _ = _parts(qkv, shape)
     grad_q, grad_k, _ = _parts(grad, shape)
     by_q, by_k = grad_q * q * scales[..., :1], grad_k * k * scales[..., 1:]
-    of_heads = (by_q * q_weight).sum(-1) / widths[0], (by_k * k_weight).sum(-1) / widths[1]
+    q_gain, k_gain = gain_of(q_weight, offset), gain_of(k_weight, offset)
+    of_heads = (by_q * q_gain).sum(-1) / widths[0], (by_k * k_gain).sum(-1) / widths[1]
     along = torch.stack(of_heads, -1)
     of_q, of_k = (part.flatten(0, -2).sum(0) for part in (by_q, by_k))
     return along, of_q.to(q_weight.dtype), of_k.to(k_weight.dtype)
@@ -149,12 +161,14 @@ def full_norm_backward(
     scales: Tensor,
     along: Tensor,
     shape: Heads,
+    offset: float,
 ) -> Tensor:
     """Returns scale · (grad · weight − normalised · along) of q and k, and v's gradient as it
     is."""
     q, k, _ = _parts(qkv, shape)
     grad_q, grad_k, grad_v = _parts(grad, shape)
     q_scale, k_scale = scales[..., :1], scales[..., 1:]
-    of_q = (grad_q * q_weight - q * q_scale * along[..., :1]) * q_scale
-    of_k = (grad_k * k_weight - k * k_scale * along[..., 1:]) * k_scale
+    q_gain, k_gain = gain_of(q_weight, offset), gain_of(k_weight, offset)
+    of_q = (grad_q * q_gain - q * q_scale * along[..., :1]) * q_scale
+    of_k = (grad_k * k_gain - k * k_scale * along[..., 1:]) * k_scale
     return torch.cat((of_q.to(qkv.dtype), of_k.to(qkv.dtype), grad_v), -1)

@@ -418,6 +418,11 @@ CONFLICTS = (
         (("compile", False), ("tp", 1)),
     ),
     Conflict(
+        {"model.norm_zero_centered": Is(True), "model.norm": Is("layernorm")},
+        "{model.norm_zero_centered} adds 1 to the weights of RMSNorms, but {model.norm}",
+        (("model.norm", "rmsnorm"), ("model.norm_zero_centered", False)),
+    ),
+    Conflict(
         {"mlp_chunk_tokens": Other(None), "recompute": Where(_leaves_mlp, "none")},
         "{mlp_chunk_tokens} cuts an MLP that the backward computes again, and needs mlp in "
         "recompute, not {recompute}",

@@ -19,7 +19,7 @@ from parallel3d.device.fused import fused
 from parallel3d.models.attention import choose_kernel
 from parallel3d.models.dialect import Rope
 from parallel3d.models.dropout import Dropout
-from parallel3d.models.ops import Heads, Rotary, add_rms_norm, heads_of, rms_norm
+from parallel3d.models.ops import Heads, Rotary, add_rms_norm, gain_of, heads_of, rms_norm
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
@@ -94,6 +94,11 @@ class BuildContext:
         return Dropout(self.init.seed, site, model.dropout, part=part)
 
 
+def offset_of(model: ModelConfig) -> float:
+    """Returns what RMSNorms add to their weights, which begin at 1 minus it."""
+    return 1.0 if model.norm_zero_centered else 0.0
+
+
 class Norm(nn.Module):
     """Applies LayerNorm or RMSNorm over the hidden dimension; replicated over tp."""
 
@@ -107,12 +112,13 @@ class Norm(nn.Module):
             shard = ShardSpec(f"{name}.{part}", self.size, (0,), self.size, fill=fill)
             return init.parameter(ParameterSpec(self.size, (shard,), replicated=True))
 
-        self.weight = vector("weight", 1.0)
+        self.offset = offset_of(model)
+        self.weight = vector("weight", 1.0 - self.offset)
         self.bias = vector("bias", 0.0) if model.norm == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "rmsnorm":
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, self.offset)
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
     def is_fused_with_sum(self, x: Tensor) -> bool:
@@ -121,7 +127,7 @@ class Norm(nn.Module):
         return fuses and not torch.compiler.is_compiling()
 
     def add(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, y, self.weight, self.eps)
+        return add_rms_norm(x, y, self.weight, self.eps, self.offset)
 
 
 def rotary_tables(
@@ -177,12 +183,12 @@ class QKNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = (*heads, model.head_size)
-        self.eps = model.norm_eps
+        self.eps, self.offset = model.norm_eps, offset_of(model)
         size, tp = (model.head_size,), ctx.tp.size
 
         def weight(part: str) -> nn.Parameter:
             name = f"{prefix}.{part}_norm.weight"
-            shard = ShardSpec(name, size, (0,), size, fill=1.0, tp_replicas=tp)
+            shard = ShardSpec(name, size, (0,), size, fill=1.0 - self.offset, tp_replicas=tp)
             return ctx.init.parameter(ParameterSpec(size, (shard,), replicated=tp == 1))
 
         self.q = weight("q")
@@ -190,35 +196,42 @@ class QKNorm(nn.Module):
 
     def forward(self, qkv: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            return _NormHeads.apply(qkv, self.q, self.k, self.shape, self.eps)
-        q, k, v = heads_of(qkv, self.shape)
-        q, k = rms_norm(q, self.q, self.eps), rms_norm(k, self.k, self.eps)
+            return _NormHeads.apply(qkv, self.q, self.k, self.shape, self.eps, self.offset)
+        (q, k, v), how = heads_of(qkv, self.shape), (self.eps, self.offset)
+        q, k = rms_norm(q, self.q, *how), rms_norm(k, self.k, *how)
         return torch.cat((q, k, v), 2).flatten(2)
 
 
 class _NormHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, shape: Heads, eps: float
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        shape: Heads,
+        eps: float,
+        offset: float,
     ) -> Tensor:
-        ctx.shape = shape
-        out, *scales = norm_heads_forward(qkv, q_weight, k_weight, shape, eps)
+        ctx.shape, ctx.offset = shape, offset
+        out, *scales = norm_heads_forward(qkv, q_weight, k_weight, shape, eps, offset)
         ctx.save_for_backward(qkv, q_weight, k_weight, *scales)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        saved = *ctx.saved_tensors, ctx.shape
-        return *norm_heads_backward(grad, *saved), None, None
+        saved = *ctx.saved_tensors, ctx.shape, ctx.offset
+        return *norm_heads_backward(grad, *saved), None, None, None
 
 
 @fused
 def norm_heads_forward(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, shape: Heads, eps: float
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, shape: Heads, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the result, and the scales (b, s, heads, 1) of q and k in fp32 or better."""
     q, k, v = heads_of(qkv, shape)
-    (q, q_scale), (k, k_scale) = _normed(q, q_weight, eps), _normed(k, k_weight, eps)
+    q, q_scale = _normed(q, gain_of(q_weight, offset), eps)
+    k, k_scale = _normed(k, gain_of(k_weight, offset), eps)
     return torch.cat((q, k, v), 2).flatten(2), q_scale, k_scale
 
 
@@ -231,11 +244,12 @@ def norm_heads_backward(
     q_scale: Tensor,
     k_scale: Tensor,
     shape: Heads,
+    offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, _ = heads_of(qkv, shape)
     grad_q, grad_k, grad_v = heads_of(grad, shape)
-    grad_q, grad_q_weight = _gradients(grad_q, q, q_weight, q_scale)
-    grad_k, grad_k_weight = _gradients(grad_k, k, k_weight, k_scale)
+    grad_q, grad_q_weight = _gradients(grad_q, q, q_weight, q_scale, offset)
+    grad_k, grad_k_weight = _gradients(grad_k, k, k_weight, k_scale, offset)
     return torch.cat((grad_q, grad_k, grad_v), 2).flatten(2), grad_q_weight, grad_k_weight
 
 
@@ -245,11 +259,13 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * scale * weight).to(x.dtype), scale
 
 
-def _gradients(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float
+) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and of the weight: with n = x · scale, dx = scale · (g·w −
     n·mean(g·w·n))."""
     normed = x * scale
     grad_weight = (grad * normed).flatten(0, -2).sum(0)
-    weighed = grad * weight
+    weighed = grad * gain_of(weight, offset)
     along = (weighed * normed).mean(-1, keepdim=True)
     return ((weighed - normed * along) * scale).to(x.dtype), grad_weight.to(weight.dtype)

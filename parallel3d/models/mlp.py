@@ -11,23 +11,25 @@ from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models.layers import BuildContext, output_std
-from parallel3d.models.ops import swiglu
+from parallel3d.models.ops import geglu, swiglu
 from parallel3d.models.recompute import checkpoint_up_to_linear
 from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 
 def activate(activation: str, x: Tensor) -> Tensor:
-    """Applies `model.activation`; for swiglu from 2f features, gate and up, to f."""
+    """Applies `model.activation`; for swiglu and geglu from 2f features, gate and up, to f."""
     if activation == "swiglu":
         return swiglu(x)
+    if activation == "geglu":
+        return geglu(x)
     if activation == "relu":
         return F.relu(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 class MLP(nn.Module):
-    """Runs two GEMMs with a non-linearity; SwiGLU's gate and up share the first.
+    """Runs two GEMMs with a non-linearity; a gate and up share the first.
 
     Args:
         prefix: beginning of the names of its parameters.

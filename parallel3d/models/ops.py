@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary positions as single autograd nodes.
+"""RMSNorm, SwiGLU, GeGLU and rotary positions as single autograd nodes.
 
 Autograd's own graphs read and write the activations two to three times as often. On an accelerator
 the forward and the backward of a node are one kernel each (`fused`). In a compiled block
@@ -8,7 +8,10 @@ it.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,8 @@ from parallel3d.device.fused import fused
 
 Heads = tuple[int, int, int]  # heads, key-value heads, head_dim
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (s, 1, r/2) or (b, s, 1, r/2) each
+# Constants of GELU's approximation by a tanh (Hendrycks and Gimpel 2016).
+SQRT_2_OVER_PI, CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -26,33 +31,39 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def gain_of(weight: Tensor, offset: float) -> Tensor:
+    """Returns what an RMSNorm multiplies by: its weight, or in fp32 or better 1 + its weight."""
+    # In bf16 the sum would lose the weight's last eight bits.
+    return _wide(weight) + offset if offset else weight
+
+
 @fused
-def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _normed(x, weight, eps)
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    return _normed(x, gain_of(weight, offset), eps)
 
 
 @fused
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
-    return _norm_gradients(None, grad, x, weight, scale)
+    return _norm_gradients(None, grad, x, weight, scale, offset)
 
 
 @fused
 def add_rms_norm_forward(
-    x: Tensor, y: Tensor, weight: Tensor, eps: float
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = x + y
-    return total, *_normed(total, weight, eps)
+    return total, *_normed(total, gain_of(weight, offset), eps)
 
 
 @fused
 def add_rms_norm_backward(
-    grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor
+    grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of each term and of the weight, given the gradients of the sum and the
     norm."""
-    return _norm_gradients(grad_total, grad, total, weight, scale)
+    return _norm_gradients(grad_total, grad, total, weight, scale, offset)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -63,9 +74,15 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _norm_gradients(
-    grad_total: Tensor | None, grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor
+    grad_total: Tensor | None,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x, with `grad_total` added before rounding, and of the weight."""
+    gain = gain_of(weight, offset)
     shape, parts = x.shape, [grad, x, scale] + ([] if grad_total is None else [grad_total])
     if all(part.is_contiguous() for part in parts):
         # As matrices: TorchInductor then reduces rows and columns and writes grad_x in one pass;
@@ -75,8 +92,8 @@ def _norm_gradients(
     normed = x * scale
     weighted = grad * normed
     grad_weight = weighted.flatten(0, -2).sum(0)
-    along = torch.matmul(weighted, weight.to(weighted.dtype)).unsqueeze(-1)
-    grad_x = torch.mul(grad, weight)
+    along = torch.matmul(weighted, gain.to(weighted.dtype)).unsqueeze(-1)
+    grad_x = torch.mul(grad, gain)
     grad_x.addcmul_(normed, along, value=-1.0 / x.shape[-1]).mul_(scale)
     if grad_total is not None:
         grad_x = grad_x + grad_total
@@ -85,51 +102,57 @@ def _norm_gradients(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, scale = rms_norm_forward(x, weight, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        y, scale = rms_norm_forward(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, scale)
+        ctx.offset = offset
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *rms_norm_backward(grad, *ctx.saved_tensors), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return *rms_norm_backward(grad, *ctx.saved_tensors, ctx.offset), None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich 2019).
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Returns x / sqrt(mean(x²) + eps) · (offset + weight) over the last dimension (Zhang and
+    Sennrich 2019).
 
     Statistics are in fp32 or better. Shapes: (..., h), (h,) → (..., h).
     """
     if not torch.compiler.is_compiling():
-        return _RMSNorm.apply(x, weight, eps)
+        return _RMSNorm.apply(x, weight, eps, offset)
     wide = _wide(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(x.dtype)
+    return (wide * scale * gain_of(weight, offset)).to(x.dtype)
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float
+        ctx: Any, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, offset: float
     ) -> tuple[Tensor, Tensor]:
         ctx.adds = y is not None
         if y is None:
             total = x.view_as(x)  # autograd does not allow an input as a result
-            normed, scale = rms_norm_forward(x, weight, eps)
+            normed, scale = rms_norm_forward(x, weight, eps, offset)
         else:
-            total, normed, scale = add_rms_norm_forward(x, y, weight, eps)
+            total, normed, scale = add_rms_norm_forward(x, y, weight, eps, offset)
         ctx.save_for_backward(total, weight, scale)
+        ctx.offset = offset
         return total, normed
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor, grad: Tensor) -> tuple:
-        grad_x, grad_weight = add_rms_norm_backward(grad_total, grad, *ctx.saved_tensors)
-        return grad_x, grad_x if ctx.adds else None, grad_weight, None
+        saved = *ctx.saved_tensors, ctx.offset
+        grad_x, grad_weight = add_rms_norm_backward(grad_total, grad, *saved)
+        return grad_x, grad_x if ctx.adds else None, grad_weight, None, None
 
 
-def add_rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Returns x + y (x if y is None) and its `rms_norm`, in one kernel, forward and backward."""
-    return _AddRMSNorm.apply(x, y, weight, eps)
+    return _AddRMSNorm.apply(x, y, weight, eps, offset)
 
 
 @fused
@@ -148,36 +171,90 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat((grad_gate, grad * gate * sigmoid), -1).to(gate_up.dtype)
 
 
-class _SwiGLU(torch.autograd.Function):
+@fused
+def geglu_forward(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.gelu(_wide(gate), approximate="tanh") * up).to(gate_up.dtype)
+
+
+@fused
+def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, grad = _wide(gate), _wide(grad)
+    # gelu(z) = z·Φ, with Φ = (1 + tanh u) / 2 and u = √(2/π)·(z + 0.044715·z³), and Φ' =
+    # (1 − tanh² u)·u' / 2.
+    tanh = torch.tanh(SQRT_2_OVER_PI * (gate + CUBIC * gate**3))
+    share = 0.5 + 0.5 * tanh
+    slope = 0.5 * (1.0 - tanh * tanh) * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * gate * gate)
+    grad_gate = grad * up * (share + gate * slope)
+    return torch.cat((grad_gate, grad * gate * share), -1).to(gate_up.dtype)
+
+
+def _silu_backward(grad: Tensor, gate: Tensor, out: Tensor) -> None:
+    torch.ops.aten.silu_backward.grad_input(grad, gate, grad_input=out)
+
+
+def _gelu_backward(grad: Tensor, gate: Tensor, out: Tensor) -> None:
+    torch.ops.aten.gelu_backward.grad_input(grad, gate, approximate="tanh", grad_input=out)
+
+
+class _Gate(NamedTuple):
+    """A non-linearity of the gate: fused with the product, by itself, and its gradient into
+    `out`."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
+    alone: Callable[[Tensor], Tensor]
+    alone_backward: Callable[[Tensor, Tensor, Tensor], None]
+
+
+def _gate(name: str) -> _Gate:
+    if name == "swiglu":
+        return _Gate(swiglu_forward, swiglu_backward, F.silu, _silu_backward)
+    alone = partial(F.gelu, approximate="tanh")
+    return _Gate(geglu_forward, geglu_backward, alone, _gelu_backward)
+
+
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        if is_on_accelerator(gate_up):  # silu is recomputed in the backward's kernel
+    def forward(ctx: Any, gate_up: Tensor, name: str) -> Tensor:
+        ctx.name, of = name, _gate(name)
+        if is_on_accelerator(gate_up):  # the gate's result is recomputed in the backward's kernel
             ctx.save_for_backward(gate_up)
-            return swiglu_forward(gate_up)
+            return of.forward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        silu = F.silu(gate)
-        ctx.save_for_backward(gate_up, silu)
-        return silu * up
+        active = of.alone(gate)
+        ctx.save_for_backward(gate_up, active)
+        return active * up
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        gate_up, *kept = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (gate_up, *kept), of = ctx.saved_tensors, _gate(ctx.name)
         if not kept:
-            return swiglu_backward(grad, gate_up)
+            return of.backward(grad, gate_up), None
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)
         torch.mul(grad, kept[0], out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return out
+        of.alone_backward(grad * up, gate, grad_gate)
+        return out, None
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Returns silu(gate) · up (Shazeer 2020) of concatenated gate and up: (..., 2f) → (..., f)."""
+    return _gated(gate_up, "swiglu")
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """Returns gelu_tanh(gate) · up (Shazeer 2020) of concatenated gate and up, as `swiglu`."""
+    return _gated(gate_up, "geglu")
+
+
+def _gated(gate_up: Tensor, name: str) -> Tensor:
     if not torch.compiler.is_compiling():
-        return _SwiGLU.apply(gate_up)
+        return _Gated.apply(gate_up, name)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return _gate(name).alone(gate) * up
 
 
 def heads_of(qkv: Tensor, shape: Heads) -> tuple[Tensor, Tensor, Tensor]:

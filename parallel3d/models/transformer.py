@@ -148,18 +148,29 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Computes x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)); or x + norm(attention(x)) and so on,
+    or with norms at both places (`model.norm_position`)."""
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        self.input_norm = Norm(f"layers.{layer}.input_norm", model, ctx.init)
+        if model.norm_position == "after":  # whose inputs and results are kept by others anyway
+            ctx = replace(ctx, recompute=ctx.recompute - {"norm"})
+
+        def norm(name: str) -> Norm | None:
+            there = name in model.layer_norms
+            return Norm(f"layers.{layer}.{name}", model, ctx.init) if there else None
+
+        self.input_norm = norm("input_norm")
         self.attention = Attention(layer, model, ctx)
-        self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", model, ctx.init)
+        self.attention_output_norm = norm("attention_output_norm")
+        self.mlp_norm = norm("mlp_norm")
         self.mlp: MLP | MixtureOfExperts
         if model.has_experts(layer):
             self.mlp = MixtureOfExperts(layer, model, ctx)
         else:
             self.mlp = MLP(f"layers.{layer}.mlp", model.ffn_size, model, ctx, bias=model.bias)
+        self.mlp_output_norm = norm("mlp_output_norm")
+        self.residual_scale = model.residual_scale
         self.attention_dropout = ctx.dropout(f"layers.{layer}.attention", model)
         self.mlp_dropout = ctx.dropout(f"layers.{layer}.mlp", model)
         self.recompute = "layer" in ctx.recompute
@@ -193,7 +204,25 @@ class TransformerBlock(nn.Module):
         x, attended = self.run_attention(self, x, rotary, samples, documents)
         x, norm = self._sum_and_norm(x, attended, self.mlp_norm)
         y = self.mlp(x, norm) if choice is None else self.mlp(x, norm, choice, balance)
-        return x + self.mlp_dropout(y, samples, documents)
+        return x + self.added_by_mlp(y, samples, documents)
+
+    def added_by_attention(
+        self, y: Tensor, samples: Tensor | None = None, documents: Documents | None = None
+    ) -> Tensor:
+        """Returns what attention's output `y` adds to the residual stream."""
+        if self.attention_output_norm is not None:
+            y = self.attention_output_norm(y)
+        return self._scaled(self.attention_dropout(y, samples, documents))
+
+    def added_by_mlp(
+        self, y: Tensor, samples: Tensor | None = None, documents: Documents | None = None
+    ) -> Tensor:
+        if self.mlp_output_norm is not None:
+            y = self.mlp_output_norm(y)
+        return self._scaled(self.mlp_dropout(y, samples, documents))
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self.residual_scale == 1.0 else y * self.residual_scale
 
     def attended(
         self,
@@ -202,22 +231,24 @@ class TransformerBlock(nn.Module):
         samples: Tensor | None,
         documents: Documents | None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns x, and attention(norm(x)) with dropout.
+        """Returns x, and what attention adds to it.
 
         The x it returns is the norm's: the backward of a fused norm adds the gradient of both.
         """
         x, norm = self._sum_and_norm(x, None, self.input_norm)
         y = self.attention(x, norm, rotary, samples, documents)
-        return x, self.attention_dropout(y, samples, documents)
+        return x, self.added_by_attention(y, samples, documents)
 
     def _sum_and_norm(
-        self, x: Tensor, y: Tensor | None, norm: Norm
+        self, x: Tensor, y: Tensor | None, norm: Norm | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Returns x + y (x if y is None), and a function that computes its norm.
+        """Returns x + y (x if y is None), and a function that computes its norm, if there is one.
 
         A fused kernel computes both at once, unless the norm is recomputed, and so must not be
         kept.
         """
+        if norm is None:
+            return x if y is None else x + y, lambda x: x
         if self.keeps_norms and norm.is_fused_with_sum(x):
             x, normed = norm.add(x, y)
             return x, lambda _: normed
@@ -506,7 +537,7 @@ class Decoder:
         return 0 if length <= self.window else -(-(length - self.window) // half) * half
 
     def _embed(self, embedding: Embedding, tokens: Tensor) -> Tensor:
-        x = embedding.word(tokens)
+        x = embedding.of_words(tokens)
         if embedding.position is None:
             return x
         return x + embedding.position[self.cached : self.cached + tokens.shape[1]]
@@ -519,11 +550,15 @@ class Decoder:
 
     def _block(self, block: TransformerBlock, cache: Tensor, x: Tensor) -> Tensor:
         attention = block.attention
-        inner = self._attend(attention, cache, attention.qkv(block.input_norm(x)))
-        x = x + attention.out(inner)
+        normed = x if block.input_norm is None else block.input_norm(x)
+        inner = self._attend(attention, cache, attention.qkv(normed))
+        x = x + block.added_by_attention(attention.out(inner))
+        normed = x if block.mlp_norm is None else block.mlp_norm(x)
         if isinstance(block.mlp, MixtureOfExperts):
-            return x + block.mlp(x, block.mlp_norm, Choice(), None)
-        return x + block.mlp(x, block.mlp_norm)
+            y = block.mlp(normed, nn.Identity(), Choice(), None)
+        else:
+            y = block.mlp(normed, nn.Identity())
+        return x + block.added_by_mlp(y)
 
     def _attend(self, attention: Attention, cache: Tensor, qkv: Tensor) -> Tensor:
         """Computes attention of new tokens (1, n, …) over all tokens in `cache`, and caches them.

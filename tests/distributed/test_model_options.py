@@ -34,6 +34,27 @@ FULL_PAIRS = replace(PAIRS, model=(*PAIRS.model, ("qk_norm", True), ("qk_norm_wi
 SCALED = replace(PAIRS, model=(*PAIRS.model, ("attention_scale", 0.11)))
 SCALED_DROPPED = replace(SCALED, model=(*SCALED.model, ("dropout", 0.2)))
 SCALED_PACKS = replace(SCALED, documents=True)
+# Norms after attention and MLP (OLMo 2), or on both sides with weights around 0 (Gemma).
+AFTER = replace(LLAMA, model=(("norm_position", "after"), ("residual_scale", 0.6)))
+AFTER_FULL = replace(FULL_PAIRS, model=(*FULL_PAIRS.model, *AFTER.model, ("dropout", 0.2)))
+GEMMA = replace(
+    ONE_HEAD,
+    model=(
+        *ONE_HEAD.model,
+        *(("activation", "geglu"), ("norm_position", "both"), ("norm_zero_centered", True)),
+        *(("qk_norm", True), ("embedding_scale", 5.7), ("attention_scale", 0.3)),
+    ),
+)
+FULL_GEMMA = replace(GEMMA, optimizer="adamw", model=(*GEMMA.model, ("qk_norm_width", "full")))
+LAYER_NORMS = replace(LLAMA, model=(("norm", "layernorm"), ("norm_position", "both")))
+EXPERTS = replace(
+    GEMMA,
+    model=(
+        *GEMMA.model,
+        *(("num_experts", 8), ("experts_per_token", 2), ("expert_ffn_size", 24)),
+        *(("shared_expert_size", 16), ("bias", False)),
+    ),
+)
 QWEN3_ONE_HEAD = replace(ONE_HEAD, model=(*QK_NORM, *ONE_HEAD.model, ("attention_bias", "all")))
 
 # The matrix has all other options, each with every layout.
@@ -44,6 +65,7 @@ CASES = [
             Case(QWEN3_ONE_HEAD, sp=True, keys=GATHER_QK),
             Case(FULL_PAIRS, sp=True, keys=(("recompute", "[attention]"),)),
             Case(FULL_ONE_HEAD, keys=GATHER_QK),
+            Case(FULL_GEMMA, sp=True, keys=(("recompute", "[norm,activation]"),)),
         ],
     ),
     (
@@ -51,13 +73,41 @@ CASES = [
         [
             Case(QWEN3_ONE_HEAD, keys=(*ZERO3, ("recompute", "[norm,mlp]"), *MLP_CHUNKS)),
             Case(FULL_ONE_HEAD, sp=True, keys=(*ZERO3, ("recompute", "full"))),
+            Case(AFTER, sp=True, keys=(*ZERO3, ("recompute", "full"))),
+            Case(AFTER_FULL, keys=(("recompute", "[norm,mlp]"), *MLP_CHUNKS)),
+            Case(GEMMA, keys=(("recompute", "full"),)),
+            Case(GEMMA, sp=True, keys=(*ZERO3, ("recompute", "[norm,mlp]"))),
+            Case(LAYER_NORMS, sp=True),
             Case(SCALED_PACKS, sp=True),
             Case(SCALED_DROPPED, keys=(("recompute", "selective"),)),
             Case(SCALED, keys=(("attention_kernel", "math"),)),
         ],
     ),
-    ((2, 2, 1), [Case(FULL_ONE_HEAD, schedule="zb_h1")]),
-    ((1, 1, 1), [Case(FULL_PAIRS, compile=True), Case(SCALED_PACKS, compile=True)]),
+    (
+        (2, 2, 1),
+        [
+            Case(FULL_ONE_HEAD, schedule="zb_h1"),
+            Case(AFTER, schedule="zb_h1", sp=True),
+            Case(GEMMA, schedule="zb_h1"),
+        ],
+    ),
+    (
+        (2, 1, 1, 1, 2),
+        [
+            Case(EXPERTS, sp=True),
+            Case(EXPERTS, sp=True, keys=(("recompute", "[norm,mlp]"),)),
+            Case(EXPERTS, sp=True, keys=(("recompute", "full"),)),
+        ],
+    ),
+    (
+        (1, 1, 1),
+        [
+            Case(FULL_PAIRS, compile=True),
+            Case(SCALED_PACKS, compile=True),
+            Case(GEMMA, compile=True),
+            Case(AFTER, compile=True),
+        ],
+    ),
     (
         (2, 1, 1, 2),
         [

@@ -95,6 +95,7 @@ OPERATIONS = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "swiglu": ops.swiglu,
+    "geglu": ops.geglu,
     "split_heads": split_heads,
     "norm_heads": norm_heads,
 }
@@ -114,6 +115,7 @@ def value_and_gradient(operation: Callable[[Tensor], Tensor], kind: torch.dtype)
     [  # for add_rms_norm see below, with that of fp64
         ("rms_norm", torch.float32),
         ("swiglu", torch.bfloat16),
+        ("geglu", torch.bfloat16),
         ("split_heads", torch.bfloat16),
         ("norm_heads", torch.float32),
     ],

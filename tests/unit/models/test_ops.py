@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,7 @@ from parallel3d.models import attention, ops
 from parallel3d.models.attention import causal_attention
 from parallel3d.models.full_norm import FullQKNorm
 from parallel3d.models.layers import BuildContext, QKNorm
-from parallel3d.models.ops import add_rms_norm, rms_norm, split_heads, swiglu
+from parallel3d.models.ops import add_rms_norm, gain_of, geglu, rms_norm, split_heads, swiglu
 from parallel3d.parameters.initializer import Initializer
 from tests.kernels import no_kernels
 
@@ -72,11 +75,47 @@ def test_a_full_norm_is_pytorchs_norm_of_all_heads() -> None:
     assert gradcheck(of, (qkv, *weights.values()))
 
 
-def test_swiglu_is_silu_times_up() -> None:
+def test_zero_centred_norms_multiply_by_one_plus_the_weight() -> None:
+    x, y, w = leaf(2, 3, 8), leaf(2, 3, 8), leaf(8)
+    torch.testing.assert_close(rms_norm(x, w, 1e-3, 1.0), F.rms_norm(x, (8,), 1 + w, 1e-3))
+    assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3, 1.0), (x, w))
+    assert gradcheck(lambda x, y, w: add_rms_norm(x, y, w, 1e-3, 1.0), (x, y, w))
+    for kind, width in ((QKNorm, "head"), (FullQKNorm, "full")):
+        model = ModelConfig(
+            hidden_size=24, num_attention_heads=3, num_query_groups=1, norm="rmsnorm", norm_eps=1e-3
+        )
+        centred = replace(model, norm_zero_centered=True, qk_norm_width=width)
+        found = []
+        for config, offset in ((model, 1.0), (centred, 0.0)):
+            init = Initializer(0, torch.float64, torch.device("cpu"))
+            norm = kind("attention", config, (3, 1), BuildContext(init, SINGLE, sp=False))
+            assert float(norm.q.detach()[0]) == offset
+            with torch.no_grad():
+                for weight in (norm.q, norm.k):
+                    weight += torch.linspace(-0.5, 0.7, len(weight))
+            qkv = leaf(2, 5, (3 + 2 * 1) * 8)
+            found.append((norm(qkv), *torch.autograd.grad(norm(qkv).sin().sum(), [qkv, norm.q])))
+        torch.testing.assert_close(*found)
+
+
+def test_weights_near_zero_keep_their_bits_in_bf16() -> None:
+    """1 + w in bf16 would be 1."""
+    x, w = torch.ones(1, 1, 8, dtype=torch.bfloat16), torch.full((8,), 2**-9).bfloat16()
+    assert float(gain_of(w, 1.0)[0]) == 1 + 2**-9
+    wide = rms_norm(x.double(), w.double(), 0.0, 1.0)
+    assert torch.equal(rms_norm(x, w, 0.0, 1.0), wide.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("ours", "active"), [(swiglu, F.silu), (geglu, lambda x: F.gelu(x, approximate="tanh"))]
+)
+def test_gated_activations_multiply_by_up(
+    ours: Callable[[Tensor], Tensor], active: Callable[[Tensor], Tensor]
+) -> None:
     x = leaf(2, 3, 10)
     gate, up = x.chunk(2, dim=-1)
-    torch.testing.assert_close(swiglu(x), F.silu(gate) * up)
-    assert gradcheck(lambda x: swiglu(x), (x,))
+    torch.testing.assert_close(ours(x), active(gate) * up)
+    assert gradcheck(lambda x: ours(x), (x,))
 
 
 @pytest.mark.parametrize("rotated", [8, 4])
@@ -170,7 +209,8 @@ def test_compiled_operations_equal_eager_ones() -> None:
 
     def operations(x: Tensor, weight: Tensor, gate_up: Tensor, qkv: Tensor) -> tuple[Tensor, ...]:
         attended = (causal_attention(qkv, 4, 2, 8, rotary) for rotary in rotaries)
-        return rms_norm(x, weight, 1e-3), swiglu(gate_up), *attended
+        normed = rms_norm(x, weight, 1e-3), rms_norm(x, weight, 1e-3, 1.0)
+        return *normed, swiglu(gate_up), geglu(gate_up), *attended
 
     compiled = torch.compile(operations, fullgraph=True, dynamic=False)
     for run in (operations, compiled):
