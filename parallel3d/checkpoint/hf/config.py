@@ -1,4 +1,4 @@
-"""Maps Hugging Face models to ours: the tensors' names, and config.json read key by key.
+"""Maps config.json of Hugging Face models to our `model` section, key by key.
 
 It uses no torch and no files. Defaults, which a config.json may leave out, are those of
 transformers' configuration classes. Keys without a counterpart are refused in one sentence each.
@@ -6,23 +6,21 @@ transformers' configuration classes. Keys without a counterpart are refused in o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from parallel3d.checkpoint.hf.experts import (
     MTP,
-    modules_of,
     read_experts,
     wanted_experts,
     written_experts,
 )
 from parallel3d.checkpoint.hf.families import (
+    DENSE,
     DOTS1,
     FAMILIES,
     GLM4_MOE,
     GPT2,
-    LLAMA,
     MINIMAX_M2,
     MIXTRAL,
     OLMOE,
@@ -32,45 +30,13 @@ from parallel3d.checkpoint.hf.families import (
     QWEN3_MOE,
     Family,
 )
+from parallel3d.checkpoint.hf.layers import read_layers, wanted_layers, written_layers
 from parallel3d.checkpoint.hf.read_keys import Keys
+from parallel3d.checkpoint.hf.rope import read_rope, wanted_rope, written_rope
 from parallel3d.config.fields import show
-from parallel3d.config.schema import ModelConfig, full_shapes_of, states_of
+from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError, nearest_hint
 
-HEAD = "lm_head.weight"
-ROUTER = "mlp.router"
-EMBEDDINGS = dict.fromkeys(FAMILIES, "model.embed_tokens.weight")
-EMBEDDINGS[GPT2] = "transformer.wte.weight"
-# Their module → ours, before the layers, in each layer, and after them.
-_LLAMA = (
-    {"model.embed_tokens": "embedding.word"},
-    {
-        "model.layers.{}.input_layernorm": "input_norm",
-        "model.layers.{}.self_attn.q_proj": "attention.q",
-        "model.layers.{}.self_attn.k_proj": "attention.k",
-        "model.layers.{}.self_attn.v_proj": "attention.v",
-        "model.layers.{}.self_attn.o_proj": "attention.out",
-        "model.layers.{}.self_attn.q_norm": "attention.q_norm",
-        "model.layers.{}.self_attn.k_norm": "attention.k_norm",
-        "model.layers.{}.post_attention_layernorm": "mlp_norm",
-        "model.layers.{}.mlp.gate_proj": "mlp.gate",
-        "model.layers.{}.mlp.up_proj": "mlp.up",
-        "model.layers.{}.mlp.down_proj": "mlp.down",
-    },
-    {"model.norm": "final_norm"},
-)
-_GPT2 = (
-    {"transformer.wte": "embedding.word", "transformer.wpe": "embedding.position"},
-    {
-        "transformer.h.{}.ln_1": "input_norm",
-        "transformer.h.{}.attn.c_attn": "attention.q attention.k attention.v",
-        "transformer.h.{}.attn.c_proj": "attention.out",
-        "transformer.h.{}.ln_2": "mlp_norm",
-        "transformer.h.{}.mlp.c_fc": "mlp.up",
-        "transformer.h.{}.mlp.c_proj": "mlp.down",
-    },
-    {"transformer.ln_f": "final_norm"},
-)
 # Our key; the key of Llama and its relatives; the key of GPT-2.
 _KEYS = (
     ("hidden_size", "hidden_size", "n_embd"),
@@ -82,20 +48,19 @@ _KEYS = (
     ("tie_embeddings", "tie_word_embeddings", "tie_word_embeddings"),
     ("init_std", "initializer_range", "initializer_range"),
 )
-# model.activation ↔ GPT-2's activation_function. Llama only has SwiGLU, under the name silu.
+# model.activation ↔ GPT-2's activation_function.
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 # Other names of the tanh approximation, equal up to rounding.
 SPELLINGS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-# Keys of rope_type=llama3 → our keys.
-ORIGINAL = "original_max_position_embeddings"
-PART, ROTARY_DIM = "partial_rotary_factor", "rotary_dim"
-SCALING = {
-    "factor": "rope_scaling_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    ORIGINAL: "rope_original_length",
-}
+# Non-linearity of the gate → model.activation, and what an export writes for it.
+GATED = {"silu": "swiglu", "swish": "swiglu", **dict.fromkeys(SPELLINGS, "geglu")}
+GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
+# Reasons for which values of keys are refused.
+WHY = {"attn_logit_softcapping": ", as no kernel of attention caps the scores"}
+# Dense families that rotate, in the order in which they are tried for an export.
+_DENSE = (QWEN3, QWEN2, *(kind for kind in DENSE if kind not in (QWEN3, QWEN2, GPT2)))
 EOS, POSITIONS = "eos_token_id", "max_position_embeddings"
+TYPE = "model_type"
 TOKENS = ("bos_token_id", EOS, "pad_token_id")
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Keys that cannot change a logit of these families in evaluation, by purpose. `modeling_utils`,
@@ -116,8 +81,9 @@ _HARMLESS = {
     "tie_last_hidden_states is_decoder",
     "the implementation": "reorder_and_upcast_attn _attn_implementation_autoset "
     "_flash_attn_2_enabled",
-    "Qwen's window, where use_sliding_window is false": "max_window_layers",
-    "generation": "use_cache assistant_confidence_threshold assistant_lookbehind bad_words_ids "
+    "Qwen's window, in other families": "max_window_layers",
+    "generation": "use_cache cache_implementation assistant_confidence_threshold "
+    "assistant_lookbehind bad_words_ids "
     "begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "
     "encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
     "forced_bos_token_id forced_eos_token_id length_penalty max_length min_length "
@@ -145,103 +111,31 @@ FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class HFTensor:
-    """Describes one tensor of a Hugging Face checkpoint.
+def hf_kind(model: ModelConfig, like: str | None = None) -> str:
+    """Returns "llama", "qwen3_moe" … Raises UserError, with the key, if none fits.
 
-    Attributes:
-        name: transformers' name, `model.layers.0.self_attn.q_proj.weight`.
-        parts: our tensors, concatenated along dimension 0.
-        shape: shape of the tensor in the file.
-        transposed: the file holds the transpose of the joined parts.
-        wide: an export writes it in fp32 or better, whatever the dtype of the others: a router's
-            bias, whose differences bf16 would erase.
+    `like`: the format from which the model was imported, which wins over others that fit too.
     """
-
-    name: str
-    parts: tuple[str, ...]
-    shape: tuple[int, ...]
-    transposed: bool = False
-    wide: bool = False
-
-
-def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
-    """Returns every tensor of `model` in the format `kind`, in the order of the layers.
-
-    All but GPT-2 have Llama's names, with separate q, k and v, as here. GPT-2 (`GPT2LMHeadModel`)
-    joins and transposes them: its layers are `Conv1D`, whose weight is (inputs, outputs). Rotary
-    dimensions are paired (d, d + r/2) there as here, so rows stay in place. A tied head is left
-    out, as in transformers.
-    """
-    shapes, states, tensors = full_shapes_of(model), states_of(model), []
-    for theirs, parts, in_layer in _pairs(model, kind):
-        if parts[0] not in shapes:
-            continue
-        shape = (sum(shapes[name][0] for name in parts), *shapes[parts[0]][1:])
-        transposed = kind == GPT2 and in_layer and len(shape) == 2
-        shape = shape[::-1] if transposed else shape
-        tensors.append(HFTensor(theirs, parts, shape, transposed, parts[0] in states))
-    if not model.tie_embeddings:
-        shape = (model.vocab_size, model.hidden_size)
-        tensors.append(HFTensor(HEAD, ("head.weight",), shape))
-    return tensors
-
-
-def _pairs(model: ModelConfig, kind: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yields their tensor, our tensors, and whether they are in a layer, whether or not the model
-    has them."""
-    before, in_layer, after = _GPT2 if kind == GPT2 else _LLAMA
-    names = FAMILIES[kind].experts
-    if names is not None:
-        in_layer = in_layer | modules_of(names, model.num_experts)
-    for theirs, ours in before.items():
-        yield from _tensors_of(theirs, [ours], False)
-    for layer in range(model.num_layers):
-        for theirs, ours in in_layer.items():
-            mine = [f"layers.{layer}.{part}" for part in ours.split()]
-            if ours != ROUTER:
-                yield from _tensors_of(theirs.format(layer), mine, True)
-                continue
-            assert names is not None
-            yield f"{theirs.format(layer)}.weight", (f"{mine[0]}.weight",), True
-            if names.choice_bias is not None:
-                block = f"model.layers.{layer}.{names.block}"
-                yield f"{block}.{names.choice_bias}", (f"{mine[0]}.bias",), True
-    for theirs, ours in after.items():
-        yield from _tensors_of(theirs, [ours], False)
-
-
-def _tensors_of(
-    theirs: str, ours: list[str], in_layer: bool
-) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    for part in ("weight", "bias"):
-        yield f"{theirs}.{part}", tuple(f"{module}.{part}" for module in ours), in_layer
-
-
-def hf_kind(model: ModelConfig) -> str:
-    """Returns "llama", "qwen3_moe" … Raises UserError, with the key, if none fits."""
     position = model.position_embedding
     if position == "none":
         raise UserError(
             "model.position_embedding=none has no counterpart in Hugging Face's Llama and GPT-2 "
             "formats; models with rope (Llama) or learned (GPT-2) can be exported"
         )
+    if like in FAMILIES and not _contradictions(model, like):
+        return like
     kind, by = GPT2, f"model.position_embedding={position}"
     if position == "rope" and model.num_experts:
         kind, by = _kind_with_experts(model)
-    elif position == "rope" and model.qk_norm:
-        kind, by = QWEN3, "model.qk_norm=true"
     elif position == "rope":
-        kind = LLAMA
-        if model.qkv_bias != model.out_bias:
-            kind, by = QWEN2, f"model.attention_bias={model.attention_bias}"
+        kind, by = min(_DENSE, key=lambda name: len(_contradictions(model, name))), ""
+    which = f"which {by} selects" if by else "the nearest one"
     title = FAMILIES[kind].title
-    for key, value, allowed in _wanted(model, kind):
-        if value not in allowed:
-            raise UserError(
-                f"model.{key}={show(value)} has no counterpart in Hugging Face's {title} format, "
-                f"which {by} selects: there it must be {' or '.join(show(a) for a in allowed)}"
-            )
+    for key, value, allowed in _contradictions(model, kind):
+        raise UserError(
+            f"model.{key}={show(value)} has no counterpart in Hugging Face's {title} format, "
+            f"{which}: there it must be {' or '.join(show(a) for a in allowed)}"
+        )
     rotated = model.head_size * (model.rotary_percent if FAMILIES[kind].rotary else 1)
     if kind != GPT2 and int(rotated) % 2:
         raise UserError(
@@ -249,6 +143,10 @@ def hf_kind(model: ModelConfig) -> str:
             f"{model.head_size}: Hugging Face's {title} format only rotates even heads"
         )
     return kind
+
+
+def _contradictions(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    return [wanted for wanted in _wanted(model, kind) if wanted[1] not in wanted[2]]
 
 
 def _kind_with_experts(model: ModelConfig) -> tuple[str, str]:
@@ -282,33 +180,83 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
             ("head_dim", model.head_dim, (None, model.hidden_size // heads)),
             ("qk_norm", model.qk_norm, (False,)),
             ("num_experts", model.num_experts, (0,)),
+            ("norm_position", model.norm_position, ("before",)),
+            *wanted_layers(model, family),
+            *_wanted_scales(model, family),
         ]
     wanted: list[tuple[str, Any, tuple[Any, ...]]] = [
+        ("position_embedding", model.position_embedding, ("rope",)),
         ("norm", model.norm, ("rmsnorm",)),
-        ("activation", model.activation, ("swiglu",)),
+        ("activation", model.activation, family.activations),
+        ("norm_position", model.norm_position, (family.norm_position,)),
+        ("norm_zero_centered", model.norm_zero_centered, (family.zero_centered,)),
     ]
-    if family.rotary is None:
-        wanted.append(("rotary_percent", model.rotary_percent, (1.0,)))
+    wanted += wanted_layers(model, family) + wanted_rope(model, family)
+    wanted += _wanted_scales(model, family)
     if family.norm_of_heads is not None:
         wanted.append(("qk_norm_width", model.qk_norm_width, (family.norm_of_heads or "head",)))
-    if kind == LLAMA:  # transformers refuses other sizes
-        multiple = max(1, model.hidden_size // heads) * heads
-        return [*wanted, ("hidden_size", model.hidden_size, (multiple,))]
     if family.norm_of_heads != "":
         wanted.append(("qk_norm", model.qk_norm, (family.norm_of_heads is not None,)))
-    if family.bias_key is not None or family.biases is None:
-        choices = (None, "none", *([] if family.biases is None else [family.biases]))
-        wanted.append(("attention_bias", model.attention_bias, choices))
-    if kind == OLMOE:
+    wanted.append(("attention_bias", _biases(model), _known_biases(family)))
+    if family.whole_heads:  # transformers refuses other sizes
+        multiple = max(1, model.hidden_size // heads) * heads
+        wanted.append(("hidden_size", model.hidden_size, (multiple,)))
+    if family.usual_heads:
         wanted.append(("head_dim", model.head_size, (model.hidden_size // heads,)))
-    if family.experts is not None:
+    if family.experts is None:
+        wanted.append(("num_experts", model.num_experts, (0,)))
+    else:
         wanted += wanted_experts(model, family.experts)
-    return [*wanted, ("bias", model.bias, (False,))]
+    if not family.has_mlp_bias:
+        wanted.append(("bias", model.bias, (False,)))
+    return wanted
 
 
-def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Returns config.json without tokens; `dtype` is "fp32", "bf16" …. Raises UserError."""
-    kind = hf_kind(model)
+def _biases(model: ModelConfig) -> str:
+    """Returns `model.attention_bias` with the word that is in effect."""
+    return "all" if model.out_bias else "qkv" if model.qkv_bias else "none"
+
+
+def _known_biases(family: Family) -> tuple[str, ...]:
+    """Returns the words of `model.attention_bias` that a family knows."""
+    known = ["none"] if family.biases is None or family.bias_key is not None else []
+    known += [] if family.biases is None else [family.biases]
+    return (*known, "all") if family.out_bias_key is not None else tuple(known)
+
+
+def _wanted_scales(model: ModelConfig, family: Family) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """Returns (key, value, values that the family knows) for the scales that the family fixes."""
+    usual = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "logit_cap": None}
+    if family.root_scale:
+        usual["embedding_scale"] = model.hidden_size**0.5
+    usual["attention_scale"] = _head_scale(model)
+    free = {scale.ours for scale in family.scales}
+    wanted = [(key, _scale(model, key), (one,)) for key, one in usual.items() if key not in free]
+    for scale in family.scales:
+        if scale.is_whole:
+            near = round(_scale(model, scale.ours) ** (1 / scale.power)) ** scale.power
+            value = _scale(model, scale.ours)
+            is_near = abs(value - near) <= 1e-12 * near
+            wanted.append((scale.ours, value, (value if is_near else near,)))
+    return wanted
+
+
+def _head_scale(model: ModelConfig) -> float:
+    return float(model.head_size**-0.5)
+
+
+def _scale(model: ModelConfig, key: str) -> Any:
+    """Returns a factor that is in effect."""
+    value = getattr(model, key)
+    return _head_scale(model) if key == "attention_scale" and value is None else value
+
+
+def to_hf(model: ModelConfig, dtype: str, like: str | None = None) -> dict[str, Any]:
+    """Returns config.json without tokens; `dtype` is "fp32", "bf16" …. Raises UserError.
+
+    `like`: see `hf_kind`.
+    """
+    kind = hf_kind(model, like)
     family = FAMILIES[kind]
     sizes = {gpt2 if kind == GPT2 else llama: getattr(model, ours) for ours, llama, gpt2 in _KEYS}
     common = sizes | {
@@ -328,60 +276,53 @@ def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
     keys = common | {
         "intermediate_size": model.ffn_size,
         "num_key_value_heads": model.kv_heads,
-        "hidden_act": "silu",
-        "attention_dropout": model.dropout,
-        **_written_rope(model, family),
+        family.activation_key: GATES[model.activation],
+        **dict.fromkeys(family.dropouts, model.dropout),
+        **written_rope(model, family),
+        **written_layers(model, family),
+        **_written_scales(model, family),
     }
-    usual = kind == OLMOE or (
-        kind in (QWEN2, QWEN2_MOE)
-        and model.head_size * model.num_attention_heads == model.hidden_size
-    )
-    if not usual:
+    if family.has_head_dim or model.head_size * model.num_attention_heads != model.hidden_size:
         keys["head_dim"] = model.head_size
     if family.bias_key is not None:
         keys[family.bias_key] = model.qkv_bias
-    if kind == LLAMA:
+    if family.out_bias_key is not None:
+        keys[family.out_bias_key] = model.out_bias
+    if family.has_mlp_bias:
         keys["mlp_bias"] = model.bias
     if family.norm_of_heads == "":
         keys["use_qk_norm"] = model.qk_norm
-    if family.window == "switch":
-        keys["use_sliding_window"] = False
-    elif family.window == "late":
-        keys["sliding_window"] = None
+    keys |= {key: family.fixed[key][0] for key in family.fixed if key in family.defaults}
     return keys if family.experts is None else keys | written_experts(model, family)
 
 
-def _written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if model.rope_scaling_factor > 1:
-        scaling = {theirs: getattr(model, ours) for theirs, ours in SCALING.items()}
-        rope = {"rope_type": "llama3"} | scaling
-    keys: dict[str, Any] = {"rope_theta": model.rotary_base}
-    if rope["rope_type"] != "default":  # for transformers before version 5
-        keys["rope_scaling"] = rope
-    if family.rotary is not None:
-        rope = rope | {PART: model.rotary_percent}
-        keys[PART] = model.rotary_percent
-    if family.has_rotary_dim:
-        keys[ROTARY_DIM] = int(model.head_size * model.rotary_percent)
-    return keys | {"rope_parameters": {"rope_theta": model.rotary_base} | rope}
+def _written_scales(model: ModelConfig, family: Family) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for scale in family.scales:
+        value = _scale(model, scale.ours)
+        if value is not None:
+            value = value ** (1 / scale.power)
+        found[scale.theirs] = round(value) if value is not None and scale.is_whole else value
+    return found
 
 
 def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns special tokens and RoPE's positions, which an export writes again."""
+    """Returns the format, special tokens and RoPE's positions, which an export writes again."""
     kept = {key: config[key] for key in TOKENS if key in config}
     for key, value in kept.items():
         numbers = value if key == EOS and isinstance(value, list) else [value]
         if any(type(n) is not int for n in numbers if n is not None):
             raise UserError(f"config.json has {key}={show(value)}: it must be a whole number")
-    if POSITIONS in config and config.get("model_type") != GPT2:
+    if POSITIONS in config and config.get(TYPE) != GPT2:
         kept[POSITIONS] = Keys(config).get(POSITIONS, 0, int)
+    if config.get(TYPE) in FAMILIES:
+        kept[TYPE] = config[TYPE]
     return kept
 
 
 def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns format and `model` section. Raises UserError for an unknown or unsupported key."""
-    kind = config.get("model_type")
+    kind = config.get(TYPE)
     if kind not in FAMILIES:
         hint = nearest_hint(str(kind), FAMILIES)
         raise UserError(
@@ -391,7 +332,8 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     family = FAMILIES[kind]
     keys = Keys(config, aliases=family.aliases)
     for key, allowed in (FIXED | dict(family.fixed)).items():
-        keys.require(key, allowed, allowed[0])
+        default = family.defaults.get(key, allowed[0])
+        keys.require(key, allowed, default, WHY.get(key, ""))
     found: dict[str, Any] = {"name": f"hf_{kind}"}
     for ours, llama, gpt2 in _KEYS:
         theirs = gpt2 if kind == GPT2 else llama
@@ -399,7 +341,7 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         value = keys.get(theirs, default, type(default))
         found[ours] = float(value) if isinstance(default, float) else value
     found |= _from_gpt2(keys, found) if kind == GPT2 else _from_llama(keys, kind, found)
-    keys.finish(HARMLESS | {"model_type", *family.harmless.split()})
+    keys.finish(HARMLESS | {TYPE, *family.harmless.split()})
     return kind, found
 
 
@@ -421,154 +363,89 @@ def _from_gpt2(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _from_llama(keys: Keys, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
     hidden, heads, family = sizes["hidden_size"], sizes["num_attention_heads"], FAMILIES[kind]
-    width = _head_dim(keys, kind, hidden, heads)
-    keys.require("hidden_act", ("silu", "swish"), "silu")
-    _check_windows(keys, family, sizes["num_layers"])
+    layers, positions = sizes["num_layers"], sizes["seq_length"]
+    width = _head_dim(keys, family, hidden, heads)
+    gates = tuple(theirs for theirs, ours in GATED.items() if ours in family.activations)
+    gate = keys.require(family.activation_key, gates, GATES[family.activations[0]])
     groups = family.defaults["num_key_value_heads"] or heads
+    kinds = read_layers(keys, family, layers, positions)
+    slides = kinds.get("sliding_window") is not None
     found = {
         "num_query_groups": keys.get("num_key_value_heads", groups, int, null=heads),
         "head_dim": None if hidden % heads == 0 and width == hidden // heads else width,
         "ffn_hidden_size": keys.get("intermediate_size", family.defaults["intermediate_size"], int),
         "norm": "rmsnorm",
+        "norm_position": family.norm_position,
+        "norm_zero_centered": family.zero_centered,
         "position_embedding": "rope",
-        **_rope(keys, family, sizes["seq_length"], width),
-        "activation": "swiglu",
-        **_attention(keys, kind),
+        **read_rope(keys, family, positions, width, slides),
+        **kinds,
+        "activation": GATED[gate],
+        **_attention(keys, family),
+        **_scales(keys, family, hidden, width),
     }
     if family.experts is None:
         return found
     if MTP in family.aliases.values():
         keys.get(MTP, 0, int)  # see `mtp_layers`
-    return found | read_experts(keys, family, sizes["num_layers"])
+    return found | read_experts(keys, family, layers)
 
 
-def _head_dim(keys: Keys, kind: str, hidden: int, heads: int) -> int:
+def _head_dim(keys: Keys, family: Family, hidden: int, heads: int) -> int:
     """Returns the size of a head, which RoPE needs to be even."""
-    if kind in (LLAMA, OLMOE) and hidden % heads:
+    if family.whole_heads and hidden % heads:
         raise UserError(
             f"config.json has hidden_size={hidden}, which is not a multiple of "
             f"num_attention_heads={heads}: transformers refuses it as well"
         )
     usual = hidden // heads
-    null = {"null": usual} if kind in (LLAMA, MIXTRAL) else {}
-    width = keys.get("head_dim", FAMILIES[kind].head_dim or usual, int, **null)
+    null = {"null": usual} if family.null_head_dim else {}
+    width = keys.get("head_dim", family.head_dim or usual, int, **null)
     if width % 2:
         raise UserError(f"config.json has heads of {width}: RoPE turns pairs of dimensions")
-    if kind == OLMOE and width != usual:
+    if family.usual_heads and width != usual:
         raise keys.error("head_dim", width, f"its norms need heads of {usual}")
     return width
 
 
-def _check_windows(keys: Keys, family: Family, layers: int) -> None:
-    """Raises UserError unless every layer attends to all earlier tokens."""
-    keys.require("use_sliding_window", (False,), False)
-    types = keys.get("layer_types", None, list)
-    if family.window == "off":
-        keys.require("sliding_window", (None,), None)
-    elif family.window == "switch":
-        keys.get("sliding_window", None, int)
-    else:
-        window = keys.get("sliding_window", family.defaults["sliding_window"], int, null=None)
-        first = keys.get("max_window_layers", family.defaults["max_window_layers"], int)
-        if window is not None and first < layers and types is None:
-            raise keys.error("sliding_window", window, "it must be null")
-    kinds = keys.get("attn_type_list", None, list)  # MiniMax: 1 is attention to all tokens
-    if kinds is not None and any(one != 1 for one in kinds):
-        raise keys.error("attn_type_list", kinds, "every layer must be 1")
-    if types is None:
-        return
-    for layer_type in types:
-        Keys({"layer_types": layer_type}).require("layer_types", ("full_attention",), None)
-    if len(types) != layers:
-        raise UserError(
-            f"config.json has layer_types of {len(types)} layers, but num_hidden_layers={layers}"
-        )
-
-
-def _attention(keys: Keys, kind: str) -> dict[str, Any]:
-    family = FAMILIES[kind]
+def _attention(keys: Keys, family: Family) -> dict[str, Any]:
+    """Returns our keys of the norms of q and k, and of all biases."""
     norm = family.norm_of_heads
     if norm == "":
         norm = "head" if keys.get("use_qk_norm", False, bool) else None
     found: dict[str, Any] = {"qk_norm": norm is not None}
     if norm == "full":
         found["qk_norm_width"] = norm
-    if kind == LLAMA:
-        attention = keys.get("attention_bias", False, bool)
-        mlp = keys.get("mlp_bias", False, bool)
-        differs = None if attention == mlp else "all" if attention else "none"
-        return found | {"bias": mlp, "attention_bias": differs}
-    keys.require("mlp_bias", (False,), False)
-    found["bias"] = False
-    if kind == QWEN2:
-        keys.require("attention_bias", (True,), True)
-        return found | {"attention_bias": family.biases}
-    if family.bias_key is None:
-        keys.require("attention_bias", (False,), False)
-        return found
-    usual = family.defaults.get(family.bias_key, False)
-    biased = keys.get(family.bias_key, usual, bool)
-    return found | {"attention_bias": family.biases if biased else None}
-
-
-def _rope(keys: Keys, family: Family, positions: int, width: int) -> dict[str, Any]:
-    """Returns base, scaling and share of the dimensions, by transformers' precedence.
-
-    `rope_scaling` wins over `rope_parameters`, as a whole. The base in it wins over the top-level
-    one, but the top-level `original_max_position_embeddings` wins over the one in it; the default
-    is all positions.
-    """
-    old = keys.get("rope_scaling", None, dict)
-    new = keys.get("rope_parameters", None, dict)
-    content: dict[str, Any] = old or new or {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            raise UserError(
-                f"config.json has rope_parameters of its own for {key}, which our model cannot "
-                "express: all layers must have the same"
+    biased = family.biases is not None
+    if family.bias_key is not None:
+        biased = keys.get(family.bias_key, family.defaults.get(family.bias_key, False), bool)
+    else:
+        keys.require("attention_bias", (biased,), biased)
+    words = family.biases if biased else None
+    if family.out_bias_key is not None and keys.get(family.out_bias_key, False, bool):
+        if not biased:
+            raise keys.error(
+                family.out_bias_key, True, f"it must be false without {family.bias_key}"
             )
-    rope = Keys(content, "rope_parameters of config.json")
-    old_name = rope.get("type", "default", str)
-    kind = rope.require("rope_type", ("default", "llama3"), old_name)
-    top = keys.get("rope_theta", family.base, float)
-    found = {"rotary_base": float(rope.get("rope_theta", top, float))}
-    if family.rotary is None:
-        for place in (rope, keys):
-            place.require(PART, (1.0,), 1.0)
-    else:
-        found["rotary_percent"] = _rotary_percent(keys, rope, family, width)
-    if kind == "llama3":
-        found |= _scaling(keys, rope, positions)
-    else:
-        keys.get(ORIGINAL, 0, int)  # has no effect
-    rope.finish()
+        words = "all"
+    if not family.has_mlp_bias:
+        keys.require("mlp_bias", (False,), False)
+        return found | {"bias": False, "attention_bias": words}
+    in_mlp = keys.get("mlp_bias", False, bool)
+    same = "all" if in_mlp else None
+    return found | {"bias": in_mlp, "attention_bias": None if words == same else words or "none"}
+
+
+def _scales(keys: Keys, family: Family, hidden: int, width: int) -> dict[str, Any]:
+    """Returns our factors. Raises UserError for those that are not above 0."""
+    found: dict[str, Any] = {"embedding_scale": hidden**0.5} if family.root_scale else {}
+    for scale in family.scales:
+        off = {"null": None} if scale.may_be_off else {}
+        value = keys.get(scale.theirs, scale.usual, int if scale.is_whole else float, **off)
+        if value is not None and value <= 0:
+            raise keys.error(scale.theirs, value, "it must be above 0")
+        value = None if value is None else float(value) ** scale.power
+        if scale.ours == "attention_scale" and value == float(width) ** -0.5:
+            value = None
+        found[scale.ours] = value
     return found
-
-
-def _rotary_percent(keys: Keys, rope: Keys, family: Family, width: int) -> float:
-    """Returns the share of a head that RoPE turns: the one in `rope`, at the top, of MiniMax's
-    rotary_dim, or the family's."""
-    share = family.rotary
-    if family.has_rotary_dim:
-        rotated = keys.get(ROTARY_DIM, None, int)
-        share = share if rotated is None else rotated / width
-    share = float(rope.get(PART, keys.get(PART, share, float), float))
-    if int(width * share) % 2:
-        raise keys.error(PART, share, f"it must turn an even part of the {width} dimensions")
-    return share
-
-
-def _scaling(keys: Keys, rope: Keys, positions: int) -> dict[str, Any]:
-    inside = rope.get(ORIGINAL, positions, int)
-    values: dict[str, Any] = {ORIGINAL: keys.get(ORIGINAL, inside, int)}
-    for theirs in ("factor", "low_freq_factor", "high_freq_factor"):
-        if not rope.has(theirs):
-            raise UserError(f"config.json has rope_type=llama3 without {theirs}")
-        values[theirs] = float(rope.get(theirs, 0.0, float))
-    low, high = values["low_freq_factor"], values["high_freq_factor"]
-    if low >= high:
-        raise UserError(
-            f"config.json has rope_type=llama3 with low_freq_factor={low:g}, which must be below "
-            f"high_freq_factor={high:g}"
-        )
-    return {ours: values[theirs] for theirs, ours in SCALING.items()}

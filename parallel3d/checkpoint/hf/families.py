@@ -21,6 +21,18 @@ OLMOE = "olmoe"
 DOTS1 = "dots1"
 GLM4_MOE = "glm4_moe"
 MINIMAX_M2 = "minimax_m2"
+MISTRAL = "mistral"
+MINISTRAL3 = "ministral3"
+SMOLLM3 = "smollm3"
+PHI3 = "phi3"
+GRANITE = "granite"
+GLM4 = "glm4"
+SEED_OSS = "seed_oss"
+OLMO2 = "olmo2"
+OLMO3 = "olmo3"
+EXAONE4 = "exaone4"
+GEMMA2 = "gemma2"
+GEMMA3 = "gemma3_text"
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,79 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class Windows:
+    """Describes which layers of a family have a window where config.json does not list them.
+
+    Attributes:
+        rule: "all": every layer; "late": those from max_window_layers on; "early": each second one
+            before it; "period": all but each `period`th; "unrotated": those without positions.
+        size: default of sliding_window; None: no window.
+        switch: use_sliding_window must be true for a window.
+        period: see `rule`.
+        period_key: key that changes `period`.
+        last: default of max_window_layers.
+        nope: layers without a window have no positions if others have one (EXAONE 4).
+    """
+
+    rule: str
+    size: int | None = 4096
+    switch: bool = False
+    period: int = 0
+    period_key: str = ""
+    last: int = 28
+    nope: bool = False
+
+    @property
+    def by_layer(self) -> bool:
+        """Returns whether layer_types may name any layers."""
+        return self.rule != "all"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Describes a key with a factor; ours is theirs to the power of `power`.
+
+    Attributes:
+        ours: our key.
+        theirs: their key.
+        usual: default of their key; None: off.
+        is_whole: their key is a whole number.
+        may_be_off: their key may be null.
+    """
+
+    ours: str
+    theirs: str
+    usual: float | None = 1.0
+    power: float = 1.0
+    is_whole: bool = False
+    may_be_off: bool = False
+
+
+# Their norms of the residual stream in a layer → ours.
+BEFORE = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
+AFTER = {
+    "post_attention_layernorm": "attention_output_norm",
+    "post_feedforward_layernorm": "mlp_output_norm",
+}
+GEMMA_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_attention_layernorm": "attention_output_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_output_norm",
+}
+GLM_NORMS = {
+    "input_layernorm": "input_norm",
+    "post_self_attn_layernorm": "attention_output_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_mlp_layernorm": "mlp_output_norm",
+}
+# Their module that joins several of ours → ours, one after the other along dimension 0.
+_JOINED_QKV = {"self_attn.qkv_proj": "attention.q attention.k attention.v"}
+_JOINED_MLP = {"mlp.gate_up_proj": "mlp.gate mlp.up"}
+SCALINGS = ("default", "llama3", "linear", "yarn", "longrope")
+
+
+@dataclass(frozen=True)
 class Family:
     """Describes a family of models.
 
@@ -67,17 +152,40 @@ class Family:
         architecture: transformers' class of the language model.
         defaults: values of keys that config.json may leave out.
         aliases: other name of a key → the key, as in transformers' `attribute_map`.
-        fixed: keys that may change the result of this family alone, with their harmless values.
+        fixed: keys that may change the result of this family alone, with their harmless values;
+            the first is the default unless `defaults` has one.
         harmless: more keys that change no logit of this family.
+        norms: module of each norm in a layer → ours.
+        joined: module of several projections → ours.
         head_dim: default of `head_dim`; None: hidden_size / num_attention_heads.
+        null_head_dim: `head_dim` may be null, which means hidden_size / num_attention_heads.
+        has_head_dim: an export always writes `head_dim`; else only an unusual one.
+        whole_heads: transformers refuses a hidden_size that is not a multiple of the heads.
+        usual_heads: heads must be of hidden_size / num_attention_heads.
+        activation_key: key of the MLP's non-linearity.
+        activations: `model.activation` that it allows, the default first.
         biases: `model.attention_bias` that the key `bias_key` switches on; None: no bias.
         bias_key: key that switches attention's biases on; None: `biases` is always so.
+        out_bias_key: key that switches the output's bias on by itself.
+        has_mlp_bias: the key mlp_bias switches the MLP's biases on.
+        dropouts: keys of probabilities of dropout.
         norm_of_heads: norms of q and k: "head", "full", None, or "" where `use_qk_norm` decides.
         rotary: default of partial_rotary_factor; None: every dimension of a head is rotated.
         has_rotary_dim: it may give the number of rotated dimensions as rotary_dim.
+        pairs: dimensions 2i and 2i + 1 of a head turn together; here i and i + r/2 do.
         base: default of rope_theta.
-        window: "off": sliding_window must be null; "switch": use_sliding_window decides;
-            "late": layers from max_window_layers on have it.
+        local_base: default base of layers with a window, where each kind of layer has its own
+            rope_parameters; None: all have the same.
+        local_key: key of that base at the top level.
+        scalings: values of rope_type.
+        rope_names: other names of them.
+        rope: rope_parameters where config.json has none.
+        original: default of a top-level original_max_position_embeddings; None: there is none.
+        has_temperature: llama_4_scaling_beta in rope_parameters scales the queries.
+        windows: layers with a window; None: sliding_window must be null.
+        zero_centered: norms multiply by 1 + weight.
+        root_scale: the embedding is multiplied by √hidden_size.
+        scales: further factors.
         experts: names of its experts; None: a dense family.
     """
 
@@ -87,15 +195,43 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     harmless: str = ""
+    norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
+    joined: Mapping[str, str] = field(default_factory=dict)
     head_dim: int | None = None
+    null_head_dim: bool = False
+    has_head_dim: bool = True
+    whole_heads: bool = False
+    usual_heads: bool = False
+    activation_key: str = "hidden_act"
+    activations: tuple[str, ...] = ("swiglu",)
     biases: str | None = None
     bias_key: str | None = None
+    out_bias_key: str | None = None
+    has_mlp_bias: bool = False
+    dropouts: tuple[str, ...] = ("attention_dropout",)
     norm_of_heads: str | None = None
     rotary: float | None = None
     has_rotary_dim: bool = False
+    pairs: bool = False
     base: float = 10000.0
-    window: str = "off"
+    local_base: float | None = None
+    local_key: str = ""
+    scalings: tuple[str, ...] = SCALINGS
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    original: int | None = None
+    has_temperature: bool = False
+    windows: Windows | None = None
+    zero_centered: bool = False
+    root_scale: bool = False
+    scales: tuple[Scale, ...] = ()
     experts: ExpertNames | None = None
+
+    @property
+    def norm_position(self) -> str:
+        """The family's `model.norm_position`."""
+        before, after = (name in self.norms.values() for name in ("mlp_norm", "mlp_output_norm"))
+        return "both" if before and after else "before" if before else "after"
 
 
 def _sizes(
@@ -150,21 +286,35 @@ _GPT2_SIZES = {
     "tie_word_embeddings": True,
     "initializer_range": 0.02,
 }
+_GEMMA_DEFAULTS = {"tie_word_embeddings": True}
+_GEMMA_FIXED = {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (None, False)}
+
+
+def _cap(usual: float | None) -> Scale:
+    return Scale("logit_cap", "final_logit_softcapping", usual, may_be_off=True)
+
+
+_QUERY_SCALAR = Scale("attention_scale", "query_pre_attn_scalar", 256, -0.5, is_whole=True)
 
 FAMILIES: dict[str, Family] = {
     LLAMA: Family(
         "Llama",
         "LlamaForCausalLM",
         _sizes(4096, 32, 32, None, 11008, 2048, 32000),
+        null_head_dim=True,
+        whole_heads=True,
+        activations=("swiglu", "geglu"),
         biases="all",
         bias_key="attention_bias",
+        has_mlp_bias=True,
     ),
     QWEN2: Family(
         "Qwen2",
         "Qwen2ForCausalLM",
         _sizes(4096, 32, 32, 32, 22016, 32768, 151936),
+        has_head_dim=False,
         biases="qkv",
-        window="switch",
+        windows=Windows("late", switch=True),
     ),
     QWEN3: Family(
         "Qwen3",
@@ -174,7 +324,7 @@ FAMILIES: dict[str, Family] = {
         biases="all",
         bias_key="attention_bias",
         norm_of_heads="head",
-        window="switch",
+        windows=Windows("late", switch=True),
     ),
     GPT2: Family(
         "GPT-2",
@@ -197,7 +347,7 @@ FAMILIES: dict[str, Family] = {
         biases="all",
         bias_key="attention_bias",
         norm_of_heads="head",
-        window="switch",
+        windows=Windows("all", switch=True),
         experts=ExpertNames("mlp", _PROJECTIONS, "num_experts", dense="mlp_only_layers"),
     ),
     QWEN2_MOE: Family(
@@ -206,9 +356,10 @@ FAMILIES: dict[str, Family] = {
         _sizes(2048, 24, 16, 16, 5632, 32768, 151936)
         | {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
         | {"shared_expert_intermediate_size": 5632, "qkv_bias": True},
+        has_head_dim=False,
         biases="qkv",
         bias_key="qkv_bias",
-        window="switch",
+        windows=Windows("early", switch=True),
         experts=ExpertNames(
             "mlp",
             _PROJECTIONS,
@@ -226,7 +377,9 @@ FAMILIES: dict[str, Family] = {
         | {"num_local_experts": 8, "num_experts_per_tok": 2},
         aliases={"num_experts": "num_local_experts"},
         fixed=_NO_JITTER,
+        null_head_dim=True,
         base=1e6,
+        windows=Windows("all", None),
         experts=ExpertNames(
             "block_sparse_moe",
             _MIXTRAL_PARTS,
@@ -242,6 +395,9 @@ FAMILIES: dict[str, Family] = {
         | {"num_experts": 64, "num_experts_per_tok": 8},
         aliases={"num_local_experts": "num_experts"},
         fixed={"clip_qkv": (None,)},
+        has_head_dim=False,
+        whole_heads=True,
+        usual_heads=True,
         biases="all",
         bias_key="attention_bias",
         norm_of_heads="full",
@@ -252,14 +408,13 @@ FAMILIES: dict[str, Family] = {
         "Dots1ForCausalLM",
         _sizes(4608, 62, 32, 32, 10944, 2048, 152064)
         | {"n_routed_experts": None, "num_experts_per_tok": None, "n_shared_experts": None}
-        | {"moe_intermediate_size": 1408, "first_k_dense_replace": 0, "sliding_window": 4096}
-        | {"max_window_layers": 62, **_DEEPSEEK_DEFAULTS},
+        | {"moe_intermediate_size": 1408, "first_k_dense_replace": 0, **_DEEPSEEK_DEFAULTS},
         aliases={"num_local_experts": "n_routed_experts"},
         fixed=_DEEPSEEK_FIXED,
         biases="all",
         bias_key="attention_bias",
         norm_of_heads="head",
-        window="late",
+        windows=Windows("late", last=62),
         experts=_DEEPSEEK,
     ),
     GLM4_MOE: Family(
@@ -308,4 +463,177 @@ FAMILIES: dict[str, Family] = {
             normalizes=True,
         ),
     ),
+    MISTRAL: Family(
+        "Mistral",
+        "MistralForCausalLM",
+        _sizes(4096, 32, 32, 8, 14336, 131072, 32000),
+        null_head_dim=True,
+        activations=("swiglu", "geglu"),
+        windows=Windows("all"),
+    ),
+    PHI3: Family(
+        "Phi-3",
+        "Phi3ForCausalLM",
+        _sizes(3072, 32, 32, None, 8192, 4096, 32064, 1e-5),
+        # Keys of Microsoft's own code, which transformers does not read; nor does it run that code.
+        fixed={"lm_head_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,)},
+        harmless="auto_map",
+        joined=_JOINED_QKV | _JOINED_MLP,
+        dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
+        has_head_dim=False,
+        rotary=1.0,
+        scalings=("default", "longrope"),
+        rope_names={"su": "longrope", "yarn": "longrope"},
+        original=4096,
+        windows=Windows("all", None),
+    ),
+    SMOLLM3: Family(
+        "SmolLM3",
+        "SmolLM3ForCausalLM",
+        _sizes(2048, 36, 16, 4, 11008, 32768, 128256) | {"tie_word_embeddings": True},
+        has_head_dim=False,
+        biases="all",
+        bias_key="attention_bias",
+        has_mlp_bias=True,
+        base=2e6,
+        windows=Windows("unrotated", None, switch=True, period=4),
+    ),
+    SEED_OSS: Family(
+        "Seed-OSS",
+        "SeedOssForCausalLM",
+        _sizes(4096, 64, 80, 8, 27648, 524288, 155136) | {"attention_bias": True},
+        harmless="residual_dropout",
+        dropouts=("attention_dropout", "residual_dropout"),
+        head_dim=128,
+        null_head_dim=True,
+        biases="qkv",
+        bias_key="attention_bias",
+        out_bias_key="attention_out_bias",
+        has_mlp_bias=True,
+    ),
+    GRANITE: Family(
+        "Granite",
+        "GraniteForCausalLM",
+        _sizes(4096, 32, 32, None, 11008, 2048, 32000),
+        has_head_dim=False,
+        biases="all",
+        bias_key="attention_bias",
+        has_mlp_bias=True,
+        scales=(
+            Scale("embedding_scale", "embedding_multiplier"),
+            Scale("residual_scale", "residual_multiplier"),
+            Scale("attention_scale", "attention_multiplier"),
+            Scale("logit_scale", "logits_scaling", power=-1.0),
+        ),
+    ),
+    GLM4: Family(
+        "GLM-4",
+        "Glm4ForCausalLM",
+        _sizes(4096, 40, 32, 2, 13696, 131072, 151552, 1.5625e-7) | {"attention_bias": True},
+        norms=GLM_NORMS,
+        joined=_JOINED_MLP,
+        head_dim=128,
+        biases="qkv",
+        bias_key="attention_bias",
+        rotary=0.5,
+        pairs=True,
+    ),
+    OLMO2: Family(
+        "OLMo 2",
+        "Olmo2ForCausalLM",
+        _sizes(4096, 32, 32, None, 11008, 2048, 50304, 1e-5),
+        norms=AFTER,
+        has_head_dim=False,
+        biases="all",
+        bias_key="attention_bias",
+        norm_of_heads="full",
+    ),
+    OLMO3: Family(
+        "OLMo 3",
+        "Olmo3ForCausalLM",
+        _sizes(4096, 32, 32, None, 11008, 2048, 50304, 1e-5),
+        norms=AFTER,
+        has_head_dim=False,
+        biases="all",
+        bias_key="attention_bias",
+        norm_of_heads="full",
+        base=5e5,
+        local_base=5e5,
+        windows=Windows("period", period=4),
+    ),
+    EXAONE4: Family(
+        "EXAONE 4",
+        "Exaone4ForCausalLM",
+        _sizes(4096, 32, 32, 32, 16384, 2048, 102400, 1e-5),
+        norms=AFTER,
+        has_head_dim=False,
+        norm_of_heads="head",
+        windows=Windows("period", period=4, period_key="sliding_window_pattern", nope=True),
+    ),
+    MINISTRAL3: Family(
+        "Ministral 3",
+        "Ministral3ForCausalLM",
+        _sizes(4096, 34, 32, 8, 14336, 262144, 131072, 1e-5),
+        head_dim=128,
+        rope={
+            "type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        has_temperature=True,
+        windows=Windows("all", None),
+    ),
+    GEMMA2: Family(
+        "Gemma 2",
+        "Gemma2ForCausalLM",
+        _sizes(2304, 26, 8, 4, 9216, 8192, 256000)
+        | _GEMMA_DEFAULTS
+        | {"attn_logit_softcapping": 50.0},
+        fixed=_GEMMA_FIXED,
+        harmless="hidden_act",
+        norms=GEMMA_NORMS,
+        head_dim=256,
+        whole_heads=True,
+        activation_key="hidden_activation",
+        activations=("geglu", "swiglu"),
+        biases="all",
+        bias_key="attention_bias",
+        windows=Windows("period", period=2),
+        zero_centered=True,
+        root_scale=True,
+        scales=(
+            _QUERY_SCALAR,
+            _cap(30.0),
+        ),
+    ),
+    GEMMA3: Family(
+        "Gemma 3",
+        "Gemma3ForCausalLM",
+        _sizes(2304, 26, 8, 4, 9216, 131072, 262208) | _GEMMA_DEFAULTS,
+        fixed=_GEMMA_FIXED,
+        harmless="hidden_act _sliding_window_pattern",
+        norms=GEMMA_NORMS,
+        head_dim=256,
+        whole_heads=True,
+        activation_key="hidden_activation",
+        activations=("geglu", "swiglu"),
+        biases="all",
+        bias_key="attention_bias",
+        norm_of_heads="head",
+        base=1e6,
+        local_base=1e4,
+        local_key="rope_local_base_freq",
+        windows=Windows("period", period=6, period_key="sliding_window_pattern"),
+        zero_centered=True,
+        root_scale=True,
+        scales=(
+            _QUERY_SCALAR,
+            _cap(None),
+        ),
+    ),
 }
+DENSE = tuple(kind for kind, family in FAMILIES.items() if family.experts is None)

@@ -22,20 +22,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel3d.checkpoint.hf.config import (
-    EMBEDDINGS,
     EOS,
-    HEAD,
     POSITIONS,
     TOKENS,
-    HFTensor,
+    TYPE,
     from_hf,
     hf_kind,
-    hf_tensors,
     kept_keys,
     to_hf,
 )
 from parallel3d.checkpoint.hf.experts import mtp_layers, notices_of
 from parallel3d.checkpoint.hf.families import FAMILIES
+from parallel3d.checkpoint.hf.names import EMBEDDINGS, HEAD, HFTensor, hf_tensors
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import CONFIG, GENERATION, read_json
@@ -91,7 +89,8 @@ def export_hf(
         UserError: a model that no format can express, a weight that is not finite in `dtype`, a
             folder that is not empty, or a full disk.
     """
-    tensors = hf_tensors(model, hf_kind(model))
+    like = (kept or {}).get(TYPE)
+    tensors = hf_tensors(model, hf_kind(model, like))
     begin = end_of_text if begin_of_text is None else begin_of_text
     texts = _configs(model, dtype, end_of_text, begin, kept or {}, ends) | dict(beside or {})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -143,6 +142,7 @@ def _shards(tensors: list[HFTensor], dtype: str, shard_bytes: int) -> dict[str, 
 def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
     """Returns a tensor in the file's form; raises UserError unless it is finite there."""
     whole = torch.cat([parts[name] for name in tensor.parts])
+    whole = _reordered(whole, tensor, back=True)
     whole = whole.t() if tensor.transposed else whole
     made = whole.to(_dtype(tensor, dtype)).contiguous()
     if not all_finite(made):
@@ -152,6 +152,18 @@ def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
             why = f"{largest:g}, which {dtype} cannot hold: choose another dtype"
         raise UserError(f"{tensor.name} holds {why}")
     return made
+
+
+def _reordered(whole: Tensor, tensor: HFTensor, *, back: bool) -> Tensor:
+    """Returns rows in our order, rotated pairs in two halves of a head; `back`: in theirs, pairs
+    side by side."""
+    if tensor.pairs is None:
+        return whole
+    size, turned = tensor.pairs
+    theirs = torch.arange(turned).view(-1, 2).t().flatten()
+    order = torch.cat([theirs, torch.arange(turned, size)])
+    order = order.argsort() if back else order
+    return whole.unflatten(0, (-1, size))[:, order].flatten(0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +269,8 @@ def tensors_of(
                 why = f"numbers too large for {whole.dtype}" if all_finite(found) else "NaN or inf"
                 raise UserError(f"from={folder}: {key} holds {why.replace('torch.', '')}")
             whole = whole.t() if tensor.transposed else whole
-            for part, rows in zip(tensor.parts, whole.chunk(len(tensor.parts)), strict=True):
+            whole = _reordered(whole, tensor, back=False)
+            for part, rows in zip(tensor.parts, whole.split(tensor.rows), strict=True):
                 if wanted is None or part in wanted:
                     yield part, rows.contiguous()
 
@@ -408,7 +421,7 @@ def _configs(
     kept: Mapping[str, Any],
     ends: Callable[[Any], Any] | None,
 ) -> dict[str, bytes]:
-    config = to_hf(model, dtype)
+    config = to_hf(model, dtype, kept.get(TYPE))
     tokens = {} if end is None else {"bos_token_id": begin, "eos_token_id": end}
     tokens |= {key: kept[key] for key in TOKENS if key in kept}
     if ends is not None:

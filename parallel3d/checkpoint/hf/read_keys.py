@@ -48,12 +48,16 @@ class Keys:
             return value
         raise self.error(key, value, f"it must be {WORDS[kind]}")
 
-    def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> Any:
-        value = self._left.pop(key, default)
+    def require(self, key: str, allowed: tuple[Any, ...], default: Any, why: str = "") -> Any:
+        value = self.take(key, default)
         if value not in allowed:
             choices = " or ".join(show(choice) for choice in allowed)
-            raise self.error(key, value, f"it must be {choices}")
+            raise self.error(key, value, f"it must be {choices}{why}")
         return value
+
+    def take(self, key: str, default: Any) -> Any:
+        """Returns a value of any kind."""
+        return self._left.pop(key, default)
 
     def has(self, key: str) -> bool:
         return key in self._left

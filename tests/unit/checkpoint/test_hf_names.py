@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from parallel3d.checkpoint.hf.config import from_hf, hf_kind, hf_tensors, to_hf
+from parallel3d.checkpoint.hf.config import from_hf, hf_kind, to_hf
+from parallel3d.checkpoint.hf.names import hf_tensors
 from parallel3d.commands.init_from import model_from
 from parallel3d.commands.recipes import recipe
 from parallel3d.config.overrides import presets
@@ -86,7 +87,7 @@ def test_every_logical_tensor_has_its_place_once(model: ModelConfig) -> None:
 @pytest.mark.parametrize(
     ("model", "key"),
     [
-        (replace(LLAMA, rotary_percent=0.5), "model.rotary_percent=0.5"),
+        (replace(QWEN3, rotary_percent=0.5), "model.rotary_percent=0.5"),
         (replace(LLAMA, activation="gelu"), "model.activation=gelu"),
         (replace(LLAMA, norm="layernorm"), "model.norm=layernorm"),
         (replace(LLAMA, hidden_size=36, num_attention_heads=4), "model.num_attention_heads=4"),
@@ -98,10 +99,10 @@ def test_every_logical_tensor_has_its_place_once(model: ModelConfig) -> None:
         (replace(GPT, qk_norm=True), "model.qk_norm=true"),
         (replace(GPT, attention_bias="qkv"), "model.attention_bias=qkv"),
         (replace(GPT, head_dim=12), "model.head_dim=12"),
-        (replace(QWEN2, bias=True), "model.bias=true"),
+        (replace(QWEN3, bias=True), "model.bias=true"),
         (replace(QWEN3, attention_bias="qkv"), "model.attention_bias=qkv"),
         (replace(QWEN3, head_dim=9), "heads of 9"),
-        (replace(LLAMA, hidden_size=34, head_dim=8), "model.hidden_size=34"),
+        (replace(LLAMA, hidden_size=34, head_dim=8, activation="geglu", bias=True), "=34"),
         (replace(GPT, num_experts=4), "model.num_experts=4"),
         (replace(QWEN3, qk_norm_width="full"), "model.qk_norm_width=full"),
         (replace(MIXTRAL, router_normalize=False), "model.router_normalize=false"),
@@ -133,15 +134,17 @@ def test_what_cannot_be_exported_is_refused_by_its_key(model: ModelConfig, key: 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"model_type": "mistral"}, "model_type=mistral"),
+        ({"model_type": "mistrall"}, "model_type=mistrall"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without low_freq_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=true"),
-        ({"model_type": "qwen3", "layer_types": ["sliding_attention"]}, "=sliding_attention"),
-        ({"model_type": "qwen2", "rope_scaling": {"type": "yarn"}}, "rope_type=yarn"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type=yarn"),
+        ({"use_sliding_window": True}, "use_sliding_window=true"),
+        ({"layer_types": ["sliding_attention"] * 2}, "=sliding_attention"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, "=chunked_attention"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "sliding_attention"),
+        ({"model_type": "qwen2", "rope_scaling": {"type": "yarn"}}, "rope_type=yarn without f"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=dynamic"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type=linear without factor"),
         ({"attention_bias": "yes"}, "attention_bias=yes"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -163,20 +166,20 @@ def test_what_cannot_be_imported_is_refused_by_its_key(changes: dict[str, Any], 
     ("model", "changes", "key"),
     [
         (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
-        (MIXTRAL, {"sliding_window": 4096}, "sliding_window=4096"),
+        (MIXTRAL, {"sliding_window": "4096"}, "sliding_window=4096"),
         (MIXTRAL, {"norm_topk_prob": True}, "norm_topk_prob=true"),
         (MIXTRAL, {"num_local_experts": 0}, "num_local_experts=0"),
         (MIXTRAL, {"num_experts": None}, "num_local_experts=null"),
         (OLMOE, {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         (OLMOE, {"head_dim": 12}, "head_dim=12"),
         (OLMOE, {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
-        (QWEN3_MOE, {"use_sliding_window": True}, "use_sliding_window=true"),
+        (QWEN3_MOE, {"use_sliding_window": 1}, "use_sliding_window=1"),
         (QWEN3_MOE, {"layer_types": ["linear_attention"] * 2}, "=linear_attention"),
         (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         (QWEN3_MOE, {"mlp_only_layers": [True]}, "mlp_only_layers=[true]"),
         (QWEN3_MOE, {"n_shared_experts": 1}, "n_shared_experts=1"),
         (QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0"),
-        (DOTS1, {"sliding_window": 8, "max_window_layers": 1}, "sliding_window=8"),
+        (DOTS1, {"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, "sliding_wind"),
         (DOTS1, {"n_routed_experts": None}, "n_routed_experts=null"),
         (DOTS1, {"n_shared_experts": None}, "n_shared_experts=null"),
         (DOTS1, {"moe_layer_freq": 2}, "moe_layer_freq=2"),

@@ -1,0 +1,141 @@
+"""Maps the names of Hugging Face models' tensors to ours. It uses no torch and no files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel3d.checkpoint.hf.experts import modules_of
+from parallel3d.checkpoint.hf.families import FAMILIES, GPT2, Family
+from parallel3d.config.schema import ModelConfig, full_shapes_of, states_of
+
+HEAD = "lm_head.weight"
+ROUTER = "mlp.router"
+EMBEDDINGS = dict.fromkeys(FAMILIES, "model.embed_tokens.weight")
+EMBEDDINGS[GPT2] = "transformer.wte.weight"
+LAYER = "model.layers.{}"
+# Their module → ours, before the layers, in each layer, and after them.
+_BEFORE = {"model.embed_tokens": "embedding.word"}
+_IN_LAYER = {
+    "self_attn.q_proj": "attention.q",
+    "self_attn.k_proj": "attention.k",
+    "self_attn.v_proj": "attention.v",
+    "self_attn.o_proj": "attention.out",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down",
+}
+_AFTER = {"model.norm": "final_norm"}
+_ORDER = (
+    *("input_norm", "attention.q", "attention.k", "attention.v", "attention.out"),
+    *("attention.q_norm", "attention.k_norm", "attention_output_norm", "mlp_norm"),
+    *("mlp.gate", "mlp.up", "mlp.down", "mlp_output_norm"),
+)
+_GPT2 = (
+    {"transformer.wte": "embedding.word", "transformer.wpe": "embedding.position"},
+    {
+        "transformer.h.{}.ln_1": "input_norm",
+        "transformer.h.{}.attn.c_attn": "attention.q attention.k attention.v",
+        "transformer.h.{}.attn.c_proj": "attention.out",
+        "transformer.h.{}.ln_2": "mlp_norm",
+        "transformer.h.{}.mlp.c_fc": "mlp.up",
+        "transformer.h.{}.mlp.c_proj": "mlp.down",
+    },
+    {"transformer.ln_f": "final_norm"},
+)
+TURNED = ("attention.q", "attention.k")  # modules whose rows RoPE turns
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """Describes one tensor of a Hugging Face checkpoint.
+
+    Attributes:
+        name: transformers' name, `model.layers.0.self_attn.q_proj.weight`.
+        parts: our tensors, concatenated along dimension 0.
+        rows: rows of each part.
+        shape: shape of the tensor in the file.
+        transposed: the file holds the transpose of the joined parts.
+        wide: an export writes it in fp32 or better, whatever the dtype of the others: a router's
+            bias, whose differences bf16 would erase.
+        pairs: (size of a head, rotated dimensions) where the file holds neighbours that turn
+            together next to each other; None: in halves, as here.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    rows: tuple[int, ...]
+    shape: tuple[int, ...]
+    transposed: bool = False
+    wide: bool = False
+    pairs: tuple[int, int] | None = None
+
+
+def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
+    """Returns every tensor of `model` in the format `kind`, in the order of the layers.
+
+    Families differ in the names of norms, and in projections that are joined into one tensor.
+    GPT-2 (`GPT2LMHeadModel`) also transposes them: its layers are `Conv1D`, whose weight is
+    (inputs, outputs). Rotary dimensions are paired (i, i + r/2) there as here, so that rows stay in
+    place, except in GLM-4, which pairs (2i, 2i + 1). A tied head is left out, as in transformers.
+    """
+    shapes, states, tensors = full_shapes_of(model), states_of(model), []
+    turned = (model.head_size, int(model.head_size * model.rotary_percent))
+    for theirs, parts, in_layer in _pairs(model, kind):
+        if parts[0] not in shapes:
+            continue
+        rows = tuple(shapes[name][0] for name in parts)
+        shape = (sum(rows), *shapes[parts[0]][1:])
+        transposed = kind == GPT2 and in_layer and len(shape) == 2
+        shape = shape[::-1] if transposed else shape
+        module = parts[0].split(".", 2)[-1].rpartition(".")[0]
+        pairs = turned if FAMILIES[kind].pairs and module in TURNED else None
+        wide = parts[0] in states
+        tensors.append(HFTensor(theirs, parts, rows, shape, transposed, wide, pairs))
+    if not model.tie_embeddings:
+        shape = (model.vocab_size, model.hidden_size)
+        tensors.append(HFTensor(HEAD, ("head.weight",), shape[:1], shape))
+    return tensors
+
+
+def _modules(family: Family) -> dict[str, str]:
+    """Returns their module → ours, in each layer, in our order."""
+    joined = {part for parts in family.joined.values() for part in parts.split()}
+    apart = {theirs: ours for theirs, ours in _IN_LAYER.items() if ours not in joined}
+    found = {**family.norms, **family.joined, **apart}
+    ordered = sorted(found.items(), key=lambda pair: _ORDER.index(pair[1].split()[0]))
+    return {f"{LAYER}.{theirs}": ours for theirs, ours in ordered}
+
+
+def _pairs(model: ModelConfig, kind: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    """Yields their tensor, our tensors, and whether they are in a layer, whether or not the model
+    has them."""
+    family = FAMILIES[kind]
+    before, in_layer, after = _GPT2 if kind == GPT2 else (_BEFORE, _modules(family), _AFTER)
+    names = family.experts
+    if names is not None:
+        in_layer = in_layer | modules_of(names, model.num_experts)
+    for theirs, ours in before.items():
+        yield from _tensors_of(theirs, [ours], False)
+    for layer in range(model.num_layers):
+        for theirs, ours in in_layer.items():
+            mine = [f"layers.{layer}.{part}" for part in ours.split()]
+            if ours != ROUTER:
+                yield from _tensors_of(theirs.format(layer), mine, True)
+                continue
+            assert names is not None
+            yield f"{theirs.format(layer)}.weight", (f"{mine[0]}.weight",), True
+            if names.choice_bias is not None:
+                block = f"model.layers.{layer}.{names.block}"
+                yield f"{block}.{names.choice_bias}", (f"{mine[0]}.bias",), True
+    for theirs, ours in after.items():
+        yield from _tensors_of(theirs, [ours], False)
+
+
+def _tensors_of(
+    theirs: str, ours: list[str], in_layer: bool
+) -> Iterator[tuple[str, tuple[str, ...], bool]]:
+    for part in ("weight", "bias"):
+        yield f"{theirs}.{part}", tuple(f"{module}.{part}" for module in ours), in_layer

@@ -1,0 +1,297 @@
+"""Maps rotary positions of Hugging Face models to ours: base, scaling, share of a head.
+
+It uses no torch and no files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from parallel3d.checkpoint.hf.families import Family
+from parallel3d.checkpoint.hf.layers import THEIR_FULL, THEIR_SLIDING
+from parallel3d.checkpoint.hf.read_keys import Keys
+from parallel3d.config.schema import ModelConfig
+from parallel3d.errors import UserError
+
+THETA, KIND, OLD_KIND = "rope_theta", "rope_type", "type"
+NEW, OLD = "rope_parameters", "rope_scaling"
+ORIGINAL = "original_max_position_embeddings"
+PART, ROTARY_DIM = "partial_rotary_factor", "rotary_dim"
+BETA = "llama_4_scaling_beta"
+LLAMA3 = {
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    ORIGINAL: "rope_original_length",
+}
+YARN = {"beta_fast": "rope_beta_fast", "beta_slow": "rope_beta_slow", "truncate": "rope_truncate"}
+LONGROPE = {"short_factor": "rope_short_factors", "long_factor": "rope_long_factors"}
+ATTENTION = "attention_factor"
+
+
+def read_rope(
+    keys: Keys, family: Family, positions: int, width: int, slides: bool
+) -> dict[str, Any]:
+    """Returns base, scaling and share of the dimensions, by transformers' precedence.
+
+    `rope_scaling` wins over `rope_parameters`, as a whole. The base in it wins over the top-level
+    one, but the top-level `original_max_position_embeddings` wins over the one in it; the default
+    is all positions. Families with a base for each kind of layer have parameters for each, and
+    `rope_scaling` adds to those of full layers; `slides`: a layer has a window.
+    """
+    old = keys.get(OLD, None, dict)
+    new = keys.get(NEW, None, dict)
+    if family.local_base is not None:
+        return _read_by_kind(keys, family, old, new, positions, width, slides)
+    content: dict[str, Any] = old or (dict(family.rope) if new is None else new)
+    for key, value in content.items():
+        if isinstance(value, dict):
+            raise UserError(
+                f"config.json has rope_parameters of its own for {key}, which our model cannot "
+                "express: all layers must have the same"
+            )
+    rope = Keys(content, "rope_parameters of config.json")
+    found = _read(keys, rope, family, positions, width, keys.get(THETA, family.base, float))
+    if family.has_temperature:
+        beta = rope.get(BETA, None, float)
+        if beta is None:
+            raise rope.error(BETA, None, "it must be a number")
+        found["query_temperature"] = float(beta)
+        rope.get("max_position_embeddings", 0, int)  # has no effect
+        if beta and "rope_original_length" not in found:
+            found["rope_original_length"] = rope.get(ORIGINAL, None, int)
+            if found["rope_original_length"] is None:
+                raise rope.error(ORIGINAL, None, "it must be a whole number")
+    rope.finish([ORIGINAL] if family.has_temperature else [])
+    return found
+
+
+def _read_by_kind(
+    keys: Keys,
+    family: Family,
+    old: Mapping[str, Any] | None,
+    new: Mapping[str, Any] | None,
+    positions: int,
+    width: int,
+    slides: bool,
+) -> dict[str, Any]:
+    by_kind = Keys(new or {}, "rope_parameters of config.json")
+    # transformers has taken the base at the top from there when it comes to the layers with a
+    # window, which have a key of their own, or none.
+    bases = {THEIR_FULL: keys.get(THETA, family.base, float), THEIR_SLIDING: family.local_base}
+    if family.local_key:
+        bases[THEIR_SLIDING] = keys.get(family.local_key, family.local_base, float)
+    found: dict[str, dict[str, Any]] = {}
+    for kind, base in bases.items():
+        content = by_kind.get(kind, {KIND: "default"}, dict, null={KIND: "default"})
+        if kind == THEIR_FULL:
+            content = {**content, **(old or {})}
+        rope = Keys(content, f"rope_parameters of config.json for {kind}")
+        rope.require("truncate", (True,), True)  # transformers looks for it outside
+        found[kind] = _read(keys, rope, family, positions, width, base)
+        rope.finish()
+    by_kind.finish()
+    full, sliding = found[THEIR_FULL], found[THEIR_SLIDING]
+    if not slides or sliding == full:
+        return full
+    if sliding.keys() != {"rotary_base"}:
+        raise UserError(
+            f"config.json has rope_parameters with a scaling for {THEIR_SLIDING} that "
+            f"{THEIR_FULL} does not have, which our model cannot express: {KIND} must be default"
+        )
+    return full | {"sliding_rotary_base": sliding["rotary_base"]}
+
+
+def _read(
+    keys: Keys, rope: Keys, family: Family, positions: int, width: int, top: float | None
+) -> dict[str, Any]:
+    """Reads one set of parameters."""
+    old_name = rope.get(OLD_KIND, "default", str)
+    names = (*family.scalings, *family.rope_names)
+    kind = rope.require(KIND, names, old_name)
+    kind = family.rope_names.get(kind, kind)
+    found = {"rotary_base": float(rope.get(THETA, top, float))}
+    if family.rotary is None:
+        for place in (rope, keys):
+            place.require(PART, (1.0,), 1.0)
+        turned = width
+    else:
+        found["rotary_percent"] = _rotary_percent(keys, rope, family, width)
+        turned = int(width * found["rotary_percent"])
+    if kind == "default":
+        keys.get(ORIGINAL, 0, int)  # has no effect
+        return found
+    return found | _SCALINGS[kind](keys, rope, family, positions, turned)
+
+
+def _rotary_percent(keys: Keys, rope: Keys, family: Family, width: int) -> float:
+    """Returns the share of a head that RoPE turns: the one in `rope`, at the top, of MiniMax's
+    rotary_dim, or the family's."""
+    share = family.rotary
+    if family.has_rotary_dim:
+        rotated = keys.get(ROTARY_DIM, None, int)
+        share = share if rotated is None else rotated / width
+    share = float(rope.get(PART, keys.get(PART, share, float), float))
+    if int(width * share) % 2:
+        raise keys.error(PART, share, f"it must turn an even part of the {width} dimensions")
+    return share
+
+
+def _original(keys: Keys, rope: Keys, family: Family, positions: int) -> int:
+    """Returns the positions with which the model was first trained."""
+    inside = rope.get(ORIGINAL, positions, int)
+    if family.local_base is not None:  # the one at the top has no effect
+        return int(inside)
+    if family.original is not None:
+        inside = family.original
+    return int(keys.get(ORIGINAL, inside, int))
+
+
+def _factor(rope: Keys, kind: str, positions: int | None = None, original: int = 1) -> float:
+    """Returns the factor; null is all positions over the original ones if `positions` are given."""
+    if positions is None:
+        if not rope.has("factor"):
+            raise UserError(f"config.json has rope_type={kind} without factor")
+        return float(rope.get("factor", 1.0, float))
+    found = rope.get("factor", None, float)
+    return float(found) if found is not None else positions / max(1, original)
+
+
+def _linear(keys: Keys, rope: Keys, family: Family, positions: int, turned: int) -> dict[str, Any]:
+    keys.get(ORIGINAL, 0, int)  # has no effect
+    return {"rope_scaling": "linear", "rope_scaling_factor": _factor(rope, "linear")}
+
+
+def _llama3(keys: Keys, rope: Keys, family: Family, positions: int, turned: int) -> dict[str, Any]:
+    values: dict[str, Any] = {ORIGINAL: _original(keys, rope, family, positions)}
+    for theirs in ("factor", "low_freq_factor", "high_freq_factor"):
+        if not rope.has(theirs):
+            raise UserError(f"config.json has rope_type=llama3 without {theirs}")
+        values[theirs] = float(rope.get(theirs, 0.0, float))
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
+    if low >= high:
+        raise UserError(
+            f"config.json has rope_type=llama3 with low_freq_factor={low:g}, which must be below "
+            f"high_freq_factor={high:g}"
+        )
+    return {ours: values[theirs] for theirs, ours in LLAMA3.items()}
+
+
+def _yarn(keys: Keys, rope: Keys, family: Family, positions: int, turned: int) -> dict[str, Any]:
+    original = _original(keys, rope, family, positions)
+    if not rope.has("factor"):
+        raise UserError("config.json has rope_type=yarn without factor")
+    factor = _factor(rope, "yarn", positions, original)
+    given = rope.get(ATTENTION, None, float)
+    one, all_dims = (rope.get(key, None, float) for key in ("mscale", "mscale_all_dim"))
+    if given is None and one and all_dims:
+        given = _length(factor, one) / _length(factor, all_dims)
+    if factor <= 1 and given not in (None, 1.0):
+        raise rope.error(ATTENTION, given, "with a factor of 1 it must be 1")
+    return {
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": factor,
+        "rope_original_length": original,
+        "rope_attention_factor": None if given is None else float(given),
+        "rope_beta_fast": float(rope.get("beta_fast", None, float) or 32.0),
+        "rope_beta_slow": float(rope.get("beta_slow", None, float) or 1.0),
+        "rope_truncate": rope.get("truncate", True, bool),
+    }
+
+
+def _length(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(
+    keys: Keys, rope: Keys, family: Family, positions: int, turned: int
+) -> dict[str, Any]:
+    original = _original(keys, rope, family, positions)
+    factor = _factor(rope, "longrope", positions, original)
+    if factor <= 1:
+        raise rope.error("factor", factor, f"with {KIND}=longrope it must be more than 1")
+    found: dict[str, Any] = {
+        "rope_scaling": "longrope",
+        "rope_scaling_factor": factor,
+        "rope_original_length": original,
+        "rope_attention_factor": rope.get(ATTENTION, None, float),
+    }
+    if original < 2 and found["rope_attention_factor"] is None:
+        raise rope.error(ORIGINAL, original, "it must be at least 2")
+    for theirs, ours in LONGROPE.items():
+        factors = rope.get(theirs, [], list)
+        if len(factors) != turned // 2 or not all(_is_positive(one) for one in factors):
+            raise rope.error(
+                theirs, factors, f"it must be {turned // 2} numbers above 0, one for each pair"
+            )
+        found[ours] = [float(one) for one in factors]
+    return found
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
+_SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+
+
+def written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """Returns the keys of rotary positions for config.json, in both spellings."""
+    scaling = _written_scaling(model)
+    base = {THETA: model.rotary_base}
+    keys: dict[str, Any] = dict(base)
+    if scaling[KIND] != "default":  # for transformers before version 5
+        keys[OLD] = dict(scaling)
+    if family.local_base is not None:
+        local = base | scaling
+        if model.sliding_rotary_base is not None:
+            local = {THETA: model.sliding_rotary_base, KIND: "default"}
+        if family.local_key:
+            keys[family.local_key] = local[THETA]
+        return keys | {NEW: {THEIR_FULL: base | scaling, THEIR_SLIDING: local}}
+    if family.rotary is not None:
+        scaling = scaling | {PART: model.rotary_percent}
+        keys[PART] = model.rotary_percent
+    if family.has_rotary_dim:
+        keys[ROTARY_DIM] = int(model.head_size * model.rotary_percent)
+    if family.original is not None:
+        is_scaled = scaling[KIND] != "default"
+        keys[ORIGINAL] = model.rope_original_length if is_scaled else model.seq_length
+    if family.has_temperature:
+        scaling = scaling | {BETA: model.query_temperature, ORIGINAL: model.rope_original_length}
+        if OLD in keys:  # it wins over the other
+            keys[OLD] = base | scaling
+    return keys | {NEW: base | scaling}
+
+
+def _written_scaling(model: ModelConfig) -> dict[str, Any]:
+    if model.rope_scaling_factor == 1:
+        return {KIND: "default"}
+    kind = model.rope_scaling
+    if kind == "llama3":
+        return {KIND: kind} | {theirs: getattr(model, ours) for theirs, ours in LLAMA3.items()}
+    found: dict[str, Any] = {KIND: kind, "factor": model.rope_scaling_factor}
+    if kind == "linear":
+        return found
+    found[ORIGINAL] = model.rope_original_length
+    if model.rope_attention_factor is not None:
+        found[ATTENTION] = model.rope_attention_factor
+    more = YARN if kind == "yarn" else LONGROPE
+    return found | {theirs: getattr(model, ours) for theirs, ours in more.items()}
+
+
+def wanted_rope(model: ModelConfig, family: Family) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """Returns (key, value, values that the family knows) for the keys that it fixes."""
+    found: list[tuple[str, Any, tuple[Any, ...]]] = []
+    if family.rotary is None:
+        found.append(("rotary_percent", model.rotary_percent, (1.0,)))
+    if not family.has_temperature:
+        found.append(("query_temperature", model.query_temperature, (0.0,)))
+    if model.rope_scaling_factor > 1:
+        known = tuple(kind for kind in family.scalings if kind != "default")
+        found.append(("rope_scaling", model.rope_scaling, known))
+        if family.local_base is not None and model.rope_scaling == "yarn":
+            found.append(("rope_truncate", model.rope_truncate, (True,)))
+    return found
