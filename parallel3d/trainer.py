@@ -225,7 +225,7 @@ class Trainer:
     def _batches(self, source: SampleSource, ahead: bool = False) -> Batches:
         config, dp = self.config, self.groups.dp
         split = None
-        if self.groups.cp.size > 1:
+        if self.groups.cp.size > 1 or config.model.sliding_window is not None:
             split = SequenceSplit.of_run(self.blueprint, self.groups.cp.index)
         return Batches(
             source,

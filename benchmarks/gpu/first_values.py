@@ -370,7 +370,7 @@ def document_values(given: Given) -> Row:
     found = value_and_gradients(within, parts, torch.bfloat16)
     error = relative_error(found, value_and_gradients(one_by_one, parts, torch.float32))
     q = parts[0].transpose(1, 2)
-    by_one = document_attention._uses_varlen_kernel(q, AUTO)
+    by_one = document_attention.uses_varlen_kernel(q, AUTO)
     how = "the kernel for sequences of any length" if by_one else "a call a document"
     figures = {"error": error, "all_in_one": by_one}
     is_right = error <= ATTENDED and (by_one or not given.is_timed)

@@ -8,7 +8,7 @@ ranks start them, and wait for them, in the same order. A group of one communica
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -228,6 +228,19 @@ def all_to_all_uneven(
 
     observed("all_to_all", tensor, group, start).wait()
     return out
+
+
+def all_to_all_rows(
+    x: Tensor, group: Group, given: Sequence[int], taken: Sequence[int], most: int
+) -> Tensor:
+    """Sends `given[j]` rows of (sent, …) to rank j; the result is in order of senders.
+
+    `most`: the most rows that any rank sends.
+    """
+    width = math.prod(x.shape[1:])
+    sent, got = ([n * width for n in each] for each in (given, taken))
+    flat = x.contiguous().view(-1)
+    return all_to_all_uneven(flat, group, sent, got, most * width).view(-1, *x.shape[1:])
 
 
 def _all_to_all(out: Tensor, tensor: Tensor, group: Group, *splits: list[int]) -> Work:

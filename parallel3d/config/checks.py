@@ -40,7 +40,7 @@ from parallel3d.loop.checks import (
     check_noise_scale,
     check_profile,
 )
-from parallel3d.models.checks import check_model
+from parallel3d.models.checks import check_layer_types, check_model
 from parallel3d.optim.checks import check_learning_rate, check_treatment
 from parallel3d.run.checks import check_run_name
 from parallel3d.schedules.checks import (
@@ -95,6 +95,7 @@ def check_config(
     check_tensor_parallel(model, tensor.chunks, tp=tp, cp=cp, sp=config.sp)
     dp = data_parallel_size(world_size, tp=tp, pp=pp, cp=cp, dp=config.dp)
     check_conflicts(CONFLICTS, lambda name: dp if name == "dp" else attrgetter(name)(config))
+    check_layer_types(model)
     check_expert_parallel(model.num_experts, config.ep, tp * cp * dp)
     replica = Replicas(config.micro_batch_size, dp)
     check_no_count(schedule.num_microbatches, replica)

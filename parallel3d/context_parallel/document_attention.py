@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from parallel3d.config.values import CUDNN, FLASH, MATH
 from parallel3d.context_parallel.documents import AttentionBlocks
+from parallel3d.context_parallel.varlen_calls import calls_of, rows_of
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.private_names import (
     cpu_flash_backward,
@@ -120,22 +121,12 @@ class Block(NamedTuple):
 
     @property
     def segments(self) -> Iterator[tuple[_EqualDocuments, _EqualDocuments, int]]:
-        return _joined(_rows(self.table))
+        return _joined(rows_of(self.table))
 
     @property
     def sequences(self) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
         """Yields the queries and keys of each call of the varlen kernel, and its arguments."""
-        place = 0
-        for query, queries, key, keys, count, *longest in _rows(self.calls):
-            edges = self.edges[:, place : place + count + 1]
-            place += count + 1
-            of_call = (edges[0], edges[1], *longest)
-            yield slice(query, query + queries), slice(key, key + keys), of_call
-
-
-def _rows(table: Tensor) -> list[list[int]]:
-    """Returns the rows of a table that begins with their number."""
-    return table[1 : int(table[0, 0]) + 1].tolist()
+        return calls_of(self.calls, self.edges)
 
 
 def empty_for_blocks(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
@@ -162,12 +153,12 @@ def attend_only_block(
     q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: str
 ) -> tuple[Tensor, Tensor]:
     """Attends to the only block; returns the result, and the sums if its gradient needs them."""
-    if not _uses_varlen_kernel(q, kernel):
+    if not uses_varlen_kernel(q, kernel):
         out, sums = empty_for_only_block(q)
         attend_block(out, sums, q, k, v, block, kernel)
         return out, sums
     ((_, _, of_call),) = block.sequences
-    parts = map(_concatenated, (q, k, v))
+    parts = map(concatenated, (q, k, v))
     found = flash_forward(*parts, *of_call, 0.0, True, False, scale=block.scale)
     sums = found[1].unflatten(1, (len(q), -1)).transpose(0, 1)
     return _as_batch(found[0], len(q)), sums
@@ -184,13 +175,13 @@ def differentiate_only_block(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v."""
-    if not _uses_varlen_kernel(q, kernel):
+    if not uses_varlen_kernel(q, kernel):
         of_q, of_k, of_v = (empty_for_blocks(x, x.dtype)[0] for x in (q, k, v))
         differentiate_block(of_q, of_k, of_v, grad, q, k, v, out, sums, block, kernel)
         return of_q, of_k, of_v
     ((_, _, of_call),) = block.sequences
-    parts = (*map(_concatenated, (grad, q, k, v, out)), sums.transpose(0, 1).flatten(1))
-    found = _flash_backward(parts, *of_call, True, scale=block.scale)
+    parts = (*map(concatenated, (grad, q, k, v, out)), sums.transpose(0, 1).flatten(1))
+    found = flash_gradients(parts, *of_call, True, scale=block.scale)
     of_q, of_k, of_v = (_as_batch(x, len(q)) for x in found)
     return of_q, of_k, of_v
 
@@ -211,9 +202,9 @@ def attend_block(
     out, q (b, heads, n, head_dim), sums (b, heads, n), as `empty_for_blocks` makes them; k, v
     (b, as many heads or fewer, keys, head_dim).
     """
-    if _uses_varlen_kernel(q, kernel):
+    if uses_varlen_kernel(q, kernel):
         out, sums = _viewed(out), _viewed(sums)
-        q, k, v = map(_concatenated, (q, k, v))
+        q, k, v = map(concatenated, (q, k, v))
         put = _write if block.is_first else merge
         for rows, span, of_call in block.sequences:
             parts = q[rows], k[span], v[span]
@@ -221,8 +212,8 @@ def attend_block(
             found = flash_forward(*parts, *of_call, *how, scale=block.scale)
             put(out[rows], sums[rows], found[0], found[1].T)
         return
-    attended = _plain_alone if block.is_only else _plain_attended
-    if _uses_cpu_kernel(q, kernel):
+    attended = _plain_alone if block.is_only else plain_attended
+    if uses_cpu_kernel(q, kernel):
         attended = cpu_attended
     with allowed(kernel):
         for queries, keys, before in block.segments:
@@ -253,19 +244,19 @@ def differentiate_block(
 
     `out`, `sums`: the results over all blocks.
     """
-    if _uses_varlen_kernel(q, kernel):
+    if uses_varlen_kernel(q, kernel):
         of_q, of_k, of_v = map(_viewed, (of_q, of_k, of_v))
-        grad, q, k, v, out, sums = map(_concatenated, (grad, q, k, v, out, sums))
+        grad, q, k, v, out, sums = map(concatenated, (grad, q, k, v, out, sums))
         for rows, span, of_call in block.sequences:
             logs = sums[rows].T.contiguous()
             parts = grad[rows], q[rows], k[span], v[span], out[rows], logs
-            found = _flash_backward(parts, *of_call, block.is_first, scale=block.scale)
+            found = flash_gradients(parts, *of_call, block.is_first, scale=block.scale)
             for x, value in zip((of_q[rows], of_k[span], of_v[span]), found, strict=True):
                 x.add_(value)
         return
-    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = _cpu_gradients
-    if not _uses_cpu_kernel(q, kernel):
-        gradients = _plain_gradients_alone if block.is_only else _plain_gradients
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = cpu_gradients
+    if not uses_cpu_kernel(q, kernel):
+        gradients = _plain_gradients_alone if block.is_only else plain_gradients
     put = Tensor.copy_ if block.is_only else Tensor.add_
     for queries, keys, before in block.segments:
         reads = [(keys, True)] if block.is_first else []
@@ -286,18 +277,19 @@ def _write(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> Non
 # On a CPU: the kernels of PyTorch's attention.
 
 
-def _uses_cpu_kernel(q: Tensor, kernel: str) -> bool:
+def uses_cpu_kernel(q: Tensor, kernel: str) -> bool:
     return q.device.type == "cpu" and kernel != MATH
 
 
 def cpu_attended(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """Returns the result and log Σ exp(scores); `mask` (queries, keys) is added to the scores."""
     k, v = (repeated(x, q.shape[1]) for x in (k, v))
-    return cpu_flash_forward(q, k, v, 0.0, causal, scale=scale)
+    return cpu_flash_forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
 
-def _cpu_gradients(
+def cpu_gradients(
     causal: bool,
     scale: float | None,
     grad: Tensor,
@@ -306,9 +298,10 @@ def _cpu_gradients(
     sums: Tensor,
     k: Tensor,
     v: Tensor,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_all = (grad, q, *(repeated(x, q.shape[1]) for x in (k, v)), out, sums)
-    dq, *of_keys = cpu_flash_backward(*of_all, 0.0, causal, scale=scale)
+    dq, *of_keys = cpu_flash_backward(*of_all, 0.0, causal, attn_mask=mask, scale=scale)
     if k.shape[1] < q.shape[1]:
         of_keys = [x.unflatten(1, (k.shape[1], -1)).sum(2) for x in of_keys]
     return dq, of_keys[0], of_keys[1]
@@ -341,21 +334,21 @@ def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) 
     return True
 
 
-def _uses_varlen_kernel(q: Tensor, kernel: str) -> bool:
+def uses_varlen_kernel(q: Tensor, kernel: str) -> bool:
     narrow = q.dtype in (torch.bfloat16, torch.float16) and kernel != MATH
     return (
         is_accelerator(q.device) and narrow and _has_varlen_kernel(q.device, q.dtype, q.shape[-1])
     )
 
 
-def _concatenated(x: Tensor) -> Tensor:
+def concatenated(x: Tensor) -> Tensor:
     """Turns (b, heads, s, head_dim) into (b · s, heads, head_dim); a view if x is stored that
     way."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _viewed(x: Tensor) -> Tensor:
-    """Does the same as `_concatenated` for writing; raises if that would be a copy."""
+    """Does the same as `concatenated` for writing; raises if that would be a copy."""
     tokens = x.transpose(1, 2)
     return tokens.view(-1, *tokens.shape[2:])
 
@@ -364,16 +357,15 @@ def _as_batch(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
-def _flash_backward(
-    parts: tuple[Tensor, ...], *sequences: Any, scale: float | None
+def flash_gradients(
+    parts: tuple[Tensor, ...], *sequences: Any, **how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Runs the kernel; `sequences`: edges of queries and keys, the longest of each, and whether it
-    is causal."""
+    is causal; `how`: the scale, and the edges of a window."""
     q, (*of_sequences, causal) = parts[1], sequences
     # The kernel wants a generator state although nothing is dropped.
     state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
-    how = 0.0, causal, state, unused
-    return flash_backward(*parts, *of_sequences, *how, scale=scale)
+    return flash_backward(*parts, *of_sequences, 0.0, causal, state, unused, **how)
 
 
 # Elsewhere: the device's kernel forward, and the formula backward in blocks of rows.
@@ -398,10 +390,10 @@ def _plain_gradients_alone(
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _plain_gradients(causal, scale, grad, q, None, None, k, v)
+    return plain_gradients(causal, scale, grad, q, None, None, k, v)
 
 
-def _plain_gradients(
+def plain_gradients(
     causal: bool,
     scale: float | None,
     grad: Tensor,
@@ -410,6 +402,7 @@ def _plain_gradients(
     sums: Tensor | None,
     k: Tensor,
     v: Tensor,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients by the formula (Dao et al. 2022, §B.2).
 
@@ -421,7 +414,7 @@ def _plain_gradients(
     times, scale = q.shape[1] // k.shape[1], scale_of(q, scale)
     k, v = (x.to(accum_dtype).repeat_interleave(times, 1) for x in (k, v))
     of_q, of_k, of_v = (torch.zeros_like(x, dtype=accum_dtype) for x in (q, k, v))
-    for rows, queries, scores in _plain_scores(q, k, causal, scale):
+    for rows, queries, scores in _plain_scores(q, k, causal, scale, mask):
         keys, values = (x[:, :, : scores.shape[-1]] for x in (k, v))
         of_out = grad[:, :, rows].to(accum_dtype)
         of_p = of_out @ values.transpose(-2, -1)
@@ -445,7 +438,7 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 
 
 def _plain_scores(
-    q: Tensor, k: Tensor, causal: bool, scale: float
+    q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yields some rows at a time, their queries, and their scores of the keys that they see."""
     for begin in range(0, q.shape[2], ROWS):
@@ -455,18 +448,20 @@ def _plain_scores(
         if causal:
             later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
             scores = scores.masked_fill(later.triu(begin + 1), -torch.inf)
+        if mask is not None:
+            scores = scores + mask[rows]
         yield rows, queries, scores
 
 
-def _plain_attended(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+def plain_attended(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns the result and log Σ exp(scores), in fp32 or better."""
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.to(accum_dtype).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     parts = [
         (scores.softmax(-1) @ v[:, :, : scores.shape[-1]], scores.logsumexp(-1))
-        for _, _, scores in _plain_scores(q, k, causal, scale_of(q, scale))
+        for _, _, scores in _plain_scores(q, k, causal, scale_of(q, scale), mask)
     ]
     outs, sums = zip(*parts, strict=True)
     return torch.cat(outs, 2), torch.cat(sums, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.config.values import padded_length
+from parallel3d.context_parallel.varlen_calls import plan_calls
+from parallel3d.context_parallel.windows import WindowBlocks, window_blocks
 from parallel3d.device import accelerator
 
 Ints = npt.NDArray[np.int32]
@@ -35,6 +37,7 @@ class SequenceSplit:
         length: tokens of a sequence.
         multiple: divides the tokens of a rank (tp, under sequence parallelism).
         ring: attention reads the keys of one rank after the other, not of the whole sequence.
+        window: keys that a query of a sliding layer sees; None: no layer slides.
     """
 
     length: int
@@ -43,6 +46,7 @@ class SequenceSplit:
     multiple: int = 1
     balanced: bool = False
     ring: bool = False
+    window: int | None = None
 
     @classmethod
     def of_run(cls, blueprint: Blueprint, index: int) -> SequenceSplit:
@@ -56,6 +60,7 @@ class SequenceSplit:
             # With style=heads each rank attends to whole sequences, so nothing is uneven.
             balanced=layer.cp_balance and layer.cp_style != "heads",
             ring=layer.cp_style == "ring",
+            window=blueprint.model.sliding_window,
         )
 
     @property
@@ -171,6 +176,7 @@ class SequenceShard:
             rank, this rank's first, then the previous rank's, and so on.
         index: place of this rank in the group.
         imbalance: the work of the slowest rank's attention over the mean, less 1.
+        window: what the queries of sliding layers see.
     """
 
     positions: Tensor
@@ -181,6 +187,7 @@ class SequenceShard:
     blocks: AttentionBlocks
     index: int
     imbalance: float
+    window: WindowBlocks | None = None
 
     def take(self, x: np.ndarray) -> np.ndarray:
         """Returns this rank's tokens (b, n, …) of (b, length, …) on the host; the padding is 0."""
@@ -202,11 +209,15 @@ class Documents:
         starts: (b, s) int32 on the device: where the document of each position begins.
         blocks: queries and keys of whole samples, in one block.
         shard: the tokens that this rank holds, under context parallelism.
+        window: what the queries of sliding layers see in whole samples.
+        are_samples: each sample is one document.
     """
 
     starts: Tensor
     blocks: AttentionBlocks
     shard: SequenceShard | None = None
+    window: WindowBlocks | None = None
+    are_samples: bool = False
 
     def positions(self) -> Tensor:
         """Returns each token's place in its document: (b, s), or (b, n) of a shard, int64 on the
@@ -227,7 +238,21 @@ def make_documents(starts: Ints, device: torch.device, split: SequenceSplit) -> 
         accelerator.moved(torch.from_numpy(starts), device),
         _attention_blocks(whole, starts, device, SequenceSplit(padded)),
         _shard(starts, device, split) if split.size > 1 else None,
+        _window_blocks(whole, starts, device, split.window, 0),
     )
+
+
+def whole_samples(number: int, device: torch.device, split: SequenceSplit) -> Documents:
+    """Returns the documents of `number` samples that are one document each."""
+    starts = np.zeros((number, split.length), dtype=np.int32)
+    documents = make_documents(split.pad_starts(starts), device, split)
+    return replace(documents, are_samples=True)
+
+
+def _window_blocks(
+    held: Ints, starts: Ints, device: torch.device, window: int | None, index: int
+) -> WindowBlocks | None:
+    return None if window is None else window_blocks(held, starts, index, window, device)
 
 
 def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> SequenceShard:
@@ -250,6 +275,7 @@ def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> Sequence
         blocks=_attention_blocks(held, starts, device, split),
         index=split.index,
         imbalance=imbalance(held, starts),
+        window=_window_blocks(held, starts, device, split.window, split.index),
     )
 
 
@@ -266,7 +292,11 @@ def _attention_blocks(
         edges = np.zeros((len(table), 2, 2 * queries), dtype=np.int32)
         keys = split.local if split.ring else split.padded
         for i, rows in enumerate(table):
-            _plan_calls(rows, split.local, keys, i == 0, calls[i], edges[i])
+            segments = [
+                (row * split.local + first, number, row * keys + key, before)
+                for row, first, number, key, before in rows[1 : rows[0, 0] + 1].tolist()
+            ]
+            plan_calls(segments, i == 0, calls[i], edges[i])
     moved = accelerator.moved(torch.from_numpy(edges), device)
     return AttentionBlocks(torch.from_numpy(table), torch.from_numpy(calls), moved)
 
@@ -300,31 +330,3 @@ def _table(blocks: Sequence[npt.NDArray], most: int) -> Ints:
         rows[0] = columns.shape[1]
         rows[1 : columns.shape[1] + 1] = columns.T
     return table
-
-
-def _plan_calls(rows: Ints, n: int, keys: int, causal: bool, calls: Ints, edges: Ints) -> None:
-    """Writes the fewest calls, in order of queries, for a block's segments of n-token samples.
-
-    A call reads consecutive queries and keys of the concatenated samples. Its sequences are
-    segments, and keys between them that no query of this call attends to.
-    """
-    # First query, first key, and of each sequence the numbers of queries and keys.
-    planned: list[tuple[int, int, list[tuple[int, int]]]] = []
-    next_query = next_key = -1
-    for row, first, number, key, before in rows[1 : rows[0, 0] + 1].tolist():
-        query, key = row * n + first, row * keys + key
-        if query != next_query or key < next_key:
-            planned.append((query, key, []))
-        elif key > next_key:
-            planned[-1][2].append((0, key - next_key))
-        count = before + number if causal else before
-        planned[-1][2].append((number, count))
-        next_query, next_key = query + number, key + count
-    calls[0] = len(planned)
-    place = 0
-    for i, (query, key, lengths) in enumerate(planned, 1):
-        ends = np.cumsum(lengths, axis=0)
-        calls[i] = query, ends[-1, 0], key, ends[-1, 1], len(lengths), *np.max(lengths, axis=0)
-        end = place + len(lengths)
-        edges[:, place + 1 : end + 1] = ends.T
-        place = end + 1

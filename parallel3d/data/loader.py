@@ -22,7 +22,12 @@ import numpy.typing as npt
 import torch
 
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.context_parallel.documents import Documents, SequenceSplit, make_documents
+from parallel3d.context_parallel.documents import (
+    Documents,
+    SequenceSplit,
+    make_documents,
+    whole_samples,
+)
 from parallel3d.data.sampler import (
     Finite,
     Masking,
@@ -134,7 +139,7 @@ class Batches:
         documents = None
         if self._document_mask:
             documents = documents_of(samples, indices, self._device, self._split)
-        elif self._split is not None:
+        elif self._split is not None and self._split.size > 1:
             documents = whole_samples(len(indices), self._device, self._split)
         if documents is not None and documents.shard is not None:
             self._imbalances[m] = documents.shard.imbalance
@@ -255,12 +260,6 @@ def documents_of(
     split = split or SequenceSplit(length)
     rows = [_checked_starts(sample, i, length) for sample, i in zip(samples, numbers, strict=True)]
     return make_documents(split.pad_starts(np.stack(rows)), device, split)
-
-
-def whole_samples(number: int, device: torch.device, split: SequenceSplit) -> Documents:
-    """Returns the documents of `number` samples that are one document each."""
-    starts = np.zeros((number, split.length), dtype=np.int32)
-    return make_documents(split.pad_starts(starts), device, split)
 
 
 def _checked_starts(sample: Sample, number: int, length: int) -> npt.NDArray[np.int32]:

@@ -12,7 +12,6 @@ backward nor a recomputation exchanges counts or waits for the device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -106,27 +105,15 @@ def _by_all_to_all(
         choice.sent = Sent.of(routing.experts, local, ep, balanced)
     sent = choice.sent
     if choice.rows is None:
-        experts = _exchanged(routing.experts[sent.tokens], ep, sent.given, sent.taken, sent.most)
+        experts = collectives.all_to_all_rows(
+            routing.experts[sent.tokens], ep, sent.given, sent.taken, sent.most
+        )
         choice.rows = Rows.sorted_by(_local(experts, local, ep.index), sent.rows)
     sizes = sent.given, sent.taken, sent.most
     tokens = _Exchange.apply(_Take.apply(x, sent), ep, *sizes)
     weights = _Exchange.apply(_Take.apply(routing.weights, sent), ep, *sizes)
     results = run(tokens, weights, choice.rows)
     return _Sum.apply(_Exchange.apply(results, ep, sent.taken, sent.given, sent.most), sent)
-
-
-def _exchanged(
-    x: Tensor, ep: Group, given: tuple[int, ...], taken: tuple[int, ...], most: int
-) -> Tensor:
-    """Sends `given[j]` rows of (sent, …) to rank j; the result is in order of senders.
-
-    `most`: the most rows that any rank sends.
-    """
-    width = math.prod(x.shape[1:])
-    sent, got = ([n * width for n in each] for each in (given, taken))
-    flat = x.contiguous().view(-1)
-    received = collectives.all_to_all_uneven(flat, ep, sent, got, most * width)
-    return received.view(-1, *x.shape[1:])
 
 
 class _Exchange(torch.autograd.Function):
@@ -137,11 +124,11 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, ep: Group, given: tuple[int, ...], taken: tuple[int, ...], most: int
     ) -> Tensor:
         ctx.sizes = ep, taken, given, most
-        return _exchanged(x, ep, given, taken, most)
+        return collectives.all_to_all_rows(x, ep, given, taken, most)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _exchanged(grad, *ctx.sizes), None, None, None, None
+        return collectives.all_to_all_rows(grad, *ctx.sizes), None, None, None, None
 
 
 class _Take(torch.autograd.Function):

@@ -23,6 +23,7 @@ from parallel3d.context_parallel.attention import (
 )
 from parallel3d.context_parallel.document_attention import NOT_CUDNN, allowed, repeated
 from parallel3d.context_parallel.documents import Documents
+from parallel3d.context_parallel.window_attention import attend_in_window
 from parallel3d.device import accelerator
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.datasheets import BLACKWELL
@@ -120,6 +121,7 @@ def causal_attention(
     kernel: str = AUTO,
     cp: ContextParallel = ONE_RANK,
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Computes softmax(scale · q·kᵀ + causal mask)·v per head (Vaswani et al. 2017 §3.2).
 
@@ -132,11 +134,13 @@ def causal_attention(
         documents: attention stays within each; None: a sample is one document.
         cp: how the ranks that share sequences attend together, if `documents` have a shard.
         scale: None: head_dim^-½.
+        window: keys that a query sees, its own included; `documents` then have its tables. None:
+            all keys before it.
 
     Returns: (b, s, heads · head_dim).
     """
     q, k, v = split_heads(qkv, (heads, kv_heads, head_dim), rotary)
-    y = attend_split(q, k, v, documents, kernel, cp, dropout, samples, scale)
+    y = attend_split(q, k, v, documents, kernel, cp, dropout, samples, scale, window)
     return y.transpose(1, 2).flatten(2)
 
 
@@ -150,10 +154,13 @@ def attend_split(
     dropout: Dropout | None = None,
     samples: Tensor | None = None,
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Does `causal_attention` for q (b, heads, s, head_dim), and k and v with as many heads or
     fewer."""
     shard = None if documents is None else documents.shard
+    if window is None and shard is None and documents is not None and documents.are_samples:
+        documents = None  # only windows need tables of whole samples
     exchanged = shard if cp.style == "heads" else None
     if exchanged is not None:  # for whole sequences of some heads
         q, k, v = to_heads(q, k, v, cp, exchanged)
@@ -162,14 +169,18 @@ def attend_split(
     drops = dropout is not None and samples is not None
     if drops and shard is not None:
         k, v = (gather_sequence(x, cp, shard) for x in (k, v))
-    if drops or (shard is None and not kernel_shares_heads(q)):
+    if drops or (shard is None and window is None and not kernel_shares_heads(q)):
         k, v = repeated(k, heads), repeated(v, heads)
     if _is_slow_below_fp32(q):
         q = q.float()
         k = k.float()
         v = v.float()
     if dropout is not None and samples is not None:
-        y = attend_dropping(q, k, v, dropout, samples, documents, scale)
+        y = attend_dropping(q, k, v, dropout, samples, documents, scale, window)
+    elif window is not None:
+        held = documents if shard is None else shard
+        assert held is not None and held.window is not None  # whoever reads batches makes them
+        y = attend_in_window(q, k, v, held.window, cp, kernel, scale)
     elif documents is None:
         y = attend(q, k, v, is_causal=True, kernel=kernel, scale=scale)
     elif shard is None:

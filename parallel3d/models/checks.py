@@ -10,7 +10,18 @@ from parallel3d.config.fields import (
 from parallel3d.config.schema import (
     ModelConfig,
 )
-from parallel3d.errors import UserError, closest, nearest_multiple
+from parallel3d.errors import UserError, closest, nearest, nearest_multiple
+from parallel3d.models.dialect import (
+    FULL,
+    FULL_NOPE,
+    LAYER_TYPES,
+    SLIDING,
+    SLIDING_NOPE,
+    Rope,
+)
+
+# Words of layers without positions → those of the same layers with them.
+NOPE = {FULL_NOPE: FULL, SLIDING_NOPE: SLIDING}
 
 
 def check_model(model: ModelConfig) -> None:
@@ -46,4 +57,43 @@ def check_model(model: ModelConfig) -> None:
         raise UserError(
             f"model.rope_low_freq_factor={show(low)} must be below model.rope_high_freq_factor="
             f"{show(high)}; the nearest is model.rope_low_freq_factor={show(high / 4)}."
+        )
+
+
+def check_layer_types(model: ModelConfig) -> None:
+    """Raises UserError for kinds of layers, or for a window or a base, that do not fit."""
+    types, window = model.layer_types, model.sliding_window
+    shown = f"model.layer_types={show(list(types))}"
+    for word in types:
+        if word not in LAYER_TYPES:
+            close = nearest(str(word), LAYER_TYPES) or FULL
+            fixed = [close if other == word else other for other in types]
+            raise UserError(
+                f"{shown} must have {', '.join(LAYER_TYPES[:-1])} or {LAYER_TYPES[-1]} for each "
+                f"layer; the nearest is model.layer_types={show(fixed)}."
+            )
+    slides = any(kind.window is not None for kind in model.attention_kinds)
+    if window is None and any(word in (SLIDING, SLIDING_NOPE) for word in types):
+        raise UserError(
+            f"{shown} has sliding layers, which need model.sliding_window, the keys that a query "
+            f"sees; the nearest is model.sliding_window={min(4096, model.seq_length)}."
+        )
+    if window is not None and not slides:
+        raise UserError(
+            f"model.sliding_window={window} is the window of sliding layers, but {shown} has none "
+            f"among {model.num_layers} layers; the nearest is model.sliding_window=null."
+        )
+    if any(word in NOPE for word in types) and model.position_embedding != "rope":
+        fixed = [NOPE.get(word, word) for word in types]
+        raise UserError(
+            f"{shown} has layers without rotary positions, but the others have none either with "
+            f"model.position_embedding={model.position_embedding}; the nearest is "
+            f"model.layer_types={show(fixed)}."
+        )
+    base = model.sliding_rotary_base
+    if base is not None and Rope(base, is_scaled=False) not in model.ropes:
+        raise UserError(
+            f"model.sliding_rotary_base={show(base)} is the RoPE base of sliding layers, but with "
+            f"{shown} and model.position_embedding={model.position_embedding} none is rotated; "
+            "the nearest is model.sliding_rotary_base=null."
         )

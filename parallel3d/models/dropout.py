@@ -147,6 +147,7 @@ def attend_dropping(
     samples: Tensor,
     documents: Documents | None,
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Computes dropout(softmax(scale · q·kᵀ + causal mask))·v.
 
@@ -161,6 +162,7 @@ def attend_dropping(
         samples: (b,) numbers of the samples in the run.
         documents: attention stays within each; None: a sample is one document.
         scale: None: head_dim^-½.
+        window: keys that a query sees, its own included; None: all before it.
 
     Returns: (b, heads, s, head_dim), stored as (b, s, heads, head_dim).
     """
@@ -170,6 +172,10 @@ def attend_dropping(
         starts, positions = documents.shard.starts, documents.shard.positions
     elif documents is not None:
         starts = documents.starts
+    if window is not None:
+        places = torch.arange(q.shape[2], device=q.device) if positions is None else positions
+        first = (places - (window - 1)).clamp(min=0).to(torch.int32)
+        starts = first.expand(len(q), -1) if starts is None else starts.maximum(first)
     return _dropped_attention(
         q,
         k,

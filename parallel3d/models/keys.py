@@ -209,6 +209,12 @@ class ModelConfig(  # the fields of the last base come first
         return list(dict.fromkeys(map(self.attention_kind, range(self.num_layers))))
 
     @property
+    def ropes(self) -> list[Rope]:
+        """The distinct rotary positions of the layers, in the order of their first layers."""
+        ropes = [kind.rope for kind in self.attention_kinds if kind.rope is not None]
+        return list(dict.fromkeys(ropes))
+
+    @property
     def layer_norms(self) -> tuple[str, ...]:
         """The names of a layer's norms of the residual stream's width, in their order."""
         before, after = self.norm_position != "after", self.norm_position != "before"
@@ -455,6 +461,11 @@ CONFLICTS = (
         },
         "{attention_kernel} takes bf16 and fp16 alone on GPUs, but {precision.name}",
         (("attention_kernel", AUTO), ("precision.name", "bf16")),
+    ),
+    Conflict(
+        {"attention_kernel": Is(CUDNN), "model.sliding_window": Other(None)},
+        "{attention_kernel} has no window, but {model.sliding_window}",
+        (("attention_kernel", FLASH), ("model.sliding_window", None)),
     ),
     Conflict(
         {"attention_kernel": Is(CUDNN), "data.document_mask": Is(True)},

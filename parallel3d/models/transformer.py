@@ -22,7 +22,7 @@ from parallel3d.comm.exchange import transfer
 from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.document_attention import repeated
-from parallel3d.context_parallel.documents import Documents
+from parallel3d.context_parallel.documents import Documents, SequenceSplit, whole_samples
 from parallel3d.device.fused import register
 from parallel3d.device.precision import master_dtype
 from parallel3d.experts.balance import Balance
@@ -33,7 +33,6 @@ from parallel3d.models.attention import (
     choose_kernel,
     kernel_shares_heads,
 )
-from parallel3d.models.dialect import Rope
 from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
 from parallel3d.models.experts import MixtureOfExperts
@@ -75,6 +74,10 @@ class Attention(nn.Module):
         self.recompute = ctx.recompute
         self.kernel = ctx.attention_kernel
         self.scale = model.attention_scale
+        kind = model.attention_kind(layer)
+        self.window = kind.window
+        # Number of its table among those of the stage; None: no positions.
+        self.rope = None if kind.rope is None else model.ropes.index(kind.rope)
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1
         keeps = ctx.cp_style == "gather" and not ctx.recompute.isdisjoint(("attention", "layer"))
@@ -97,8 +100,8 @@ class Attention(nn.Module):
             **ctx.linear_arguments,
         )
         heads = (self.heads, self.kv_heads)
-        kind = FullQKNorm if model.qk_norm_width == "full" else QKNorm
-        self.qk_norm = kind(prefix, model, heads, ctx) if model.qk_norm else None
+        norm = FullQKNorm if model.qk_norm_width == "full" else QKNorm
+        self.qk_norm = norm(prefix, model, heads, ctx) if model.qk_norm else None
         self.out = RowParallelLinear(
             q_rows,
             model.hidden_size,
@@ -112,11 +115,13 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         norm: Callable[[Tensor], Tensor],
-        rotary: Rotary | None,
+        rotary: Sequence[Rotary],
         samples: Tensor | None,
         documents: Documents | None,
     ) -> Tensor:
-        inner = (self.project(x, norm), rotary, samples, documents)
+        """`rotary`: the tables of the stage's kinds of positions."""
+        own = None if self.rope is None else rotary[self.rope]
+        inner = (self.project(x, norm), own, samples, documents)
         return checkpoint_up_to_linear(
             self.out, self.attend, *inner, recompute="attention" in self.recompute
         )
@@ -132,7 +137,7 @@ class Attention(nn.Module):
             qkv = self.qk_norm(qkv)
         shape, dropout = (self.heads, self.kv_heads, self.head_dim), self.dropout
         given = (qkv, *shape, rotary, dropout, samples, documents)
-        return causal_attention(*given, self.kernel, self.cp, self.scale)
+        return causal_attention(*given, self.kernel, self.cp, self.scale, self.window)
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns q, k and v of this rank's heads, concatenated, from norm(x).
@@ -181,7 +186,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotary: Rotary | None,
+        rotary: Sequence[Rotary],
         samples: Tensor | None = None,
         documents: Documents | None = None,
         balance: Balance | None = None,
@@ -195,7 +200,7 @@ class TransformerBlock(nn.Module):
     def layer(
         self,
         x: Tensor,
-        rotary: Rotary | None,
+        rotary: Sequence[Rotary],
         samples: Tensor | None,
         documents: Documents | None,
         balance: Balance | None,
@@ -227,7 +232,7 @@ class TransformerBlock(nn.Module):
     def attended(
         self,
         x: Tensor,
-        rotary: Rotary | None,
+        rotary: Sequence[Rotary],
         samples: Tensor | None,
         documents: Documents | None,
     ) -> tuple[Tensor, Tensor]:
@@ -258,7 +263,7 @@ class TransformerBlock(nn.Module):
 def _run_blocks(
     blocks: list[TransformerBlock],
     x: Tensor,
-    rotary: Rotary | None,
+    rotary: Sequence[Rotary],
     samples: Tensor | None = None,
     documents: Documents | None = None,
     balance: Balance | None = None,
@@ -333,15 +338,29 @@ class Stage(nn.Module):
         if last:
             owner = (first_stage or self).embedding if model.tie_embeddings else None
             self.head = Head(model, ctx, None if owner is None else owner.word.weight)
-        self.rotary = None
-        if model.position_embedding == "rope":
-            rope = Rope(model.rotary_base, is_scaled=True)
-            self.rotary = rotary_tables(model, rope, ctx.init.dtype, ctx.init.device)
+        of_init = ctx.init.dtype, ctx.init.device
+        # Tables of the kinds of positions that any layer of the model has.
+        self.rotary = tuple(rotary_tables(model, rope, *of_init) for rope in model.ropes)
+        self.window = model.sliding_window
+        self.divided = ctx.tp.size if ctx.sequence_parallel else 1
+        self.device = ctx.init.device
 
     @property
     def blocks(self) -> dict[str, TransformerBlock]:
         # nn.ModuleDict is not generic.
         return {name: cast(TransformerBlock, block) for name, block in self.layers.items()}
+
+    def positions_and_documents(
+        self, batch: int, length: int, documents: Documents | None = None
+    ) -> tuple[tuple[Rotary, ...], Documents | None]:
+        """Returns what the blocks read of `batch` samples of `length` tokens: the rotary tables of
+        the tokens' positions, and the documents, which windows need in any case."""
+        read = slice(length) if documents is None else documents.positions()
+        rotary = tuple((cos[read], sin[read]) for cos, sin in self.rotary)
+        if documents is None and self.window is not None:
+            split = SequenceSplit(length, window=self.window)
+            documents = whole_samples(batch, self.device, split)
+        return rotary, documents
 
     def forward(
         self,
@@ -371,15 +390,13 @@ class Stage(nn.Module):
             samples = None
         if loss_scale is None:
             balance = None  # an evaluation between two steps is in no count of theirs
-        x, rotary = hidden, self.rotary
-        if rotary is not None and documents is not None:
-            cos, sin = rotary
-            positions = documents.positions()
-            rotary = cos[positions], sin[positions]
+        x = hidden
         if self.embedding is not None:
             self.pre_forward("embedding")
             x = self.embedding(tokens, samples, documents)
         assert x is not None  # only the first stage has no hidden states
+        batch, length, _ = x.shape
+        rotary, documents = self.positions_and_documents(batch, length * self.divided, documents)
         blocks = list(self.blocks.items())
         shared = rotary, samples, documents
         # Offloaded layers are moved one at a time, so each is a graph of its own.
@@ -568,9 +585,10 @@ class Decoder:
         first, end = self.cached, self.cached + qkv.shape[1]
         if attention.qk_norm is not None:
             qkv = attention.qk_norm(qkv)
-        rotary = self.stage.rotary
-        if rotary is not None:
-            rotary = rotary[0][first:end], rotary[1][first:end]
+        rotary = None
+        if attention.rope is not None:
+            cos, sin = self.stage.rotary[attention.rope]
+            rotary = cos[first:end], sin[first:end]
         heads = attention.heads
         q, k, v = split_heads(qkv, (heads, attention.kv_heads, attention.head_dim), rotary)
         keys, values = cache

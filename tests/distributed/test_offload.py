@@ -159,7 +159,7 @@ def copied() -> tuple[list[int], int]:
 
         with patch.object(ActivationOffload, "send", send):
             trainer.train_step()
-    tables = trainer.stages[0].rotary or ()
+    tables = [table for pair in trainer.stages[0].rotary for table in pair]
     resident = {t.data_ptr() for t in (*trainer.stages[0].parameters(), *tables)}
     return [sent.count(address) for address in set(sent)], len(resident & set(sent))
 

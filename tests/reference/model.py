@@ -58,6 +58,9 @@ class ModelShape(Protocol):
     router_groups: int
     router_top_groups: int
     dense_layers: Sequence[int]
+    layer_types: Sequence[str]
+    sliding_window: int | None
+    sliding_rotary_base: float | None
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ PLAIN: Mapping[str, Any] = {
     "attention_scale": None,
     "logit_scale": 1.0,
     "logit_cap": None,
+    "layer_types": (),
+    "sliding_rotary_base": None,
 }
 
 
@@ -171,17 +176,23 @@ def frequencies(shape: ModelShape, pairs: int) -> list[float]:
     return found
 
 
-def rotate(x: Tensor, shape: ModelShape, positions: Tensor | None = None) -> Tensor:
+def rotate(
+    x: Tensor, shape: ModelShape, positions: Tensor | None = None, base: float | None = None
+) -> Tensor:
     """RoPE (Su et al. 2021): dimensions d and d + rot/2, one complex number, turn by the position.
 
     `x` is (batch, heads, sequence, head_dim). The first `rot` dimensions of each head turn, where
     rot is head_dim · rotary_percent rounded down to an even number; the others pass. `positions`
-    are (batch, sequence); None: 0, 1, 2 …
+    are (batch, sequence); None: 0, 1, 2 … `base`: plain frequencies of this base instead of the
+    configuration's.
     """
     head_dim = x.shape[-1]
     pairs = int(head_dim * shape.rotary_percent) // 2
     turning, passing = x[..., : 2 * pairs], x[..., 2 * pairs :]
-    frequency = torch.tensor(frequencies(shape, pairs), dtype=torch.float64)
+    turns = (
+        frequencies(shape, pairs) if base is None else [base ** (-d / pairs) for d in range(pairs)]
+    )
+    frequency = torch.tensor(turns, dtype=torch.float64)
     angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequency)
     turn = torch.complex(angle.cos().to(x.dtype), angle.sin().to(x.dtype))
     if positions is not None:
@@ -191,11 +202,17 @@ def rotate(x: Tensor, shape: ModelShape, positions: Tensor | None = None) -> Ten
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped key/value heads, written out."""
+    """Causal attention with grouped key/value heads, written out.
 
-    def __init__(self, shape: ModelShape) -> None:
+    `word` is the layer's kind. A sliding layer looks at no more than `sliding_window` tokens, the
+    one that looks among them; one without positions does not rotate.
+    """
+
+    def __init__(self, shape: ModelShape, word: str = "full") -> None:
         super().__init__()
         self.shape = shape
+        self.slides = word.startswith("sliding")
+        self.rotates = shape.position_embedding == "rope" and not word.endswith("nope")
         self.heads = shape.num_attention_heads
         self.kv_heads = shape.num_query_groups or shape.num_attention_heads
         self.head_dim = shape.head_dim or shape.hidden_size // self.heads
@@ -233,8 +250,14 @@ class Attention(nn.Module):
         v = self.split_heads(self.v(x), self.kv_heads)
         if self.shape.qk_norm and self.norm_width == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.shape.position_embedding == "rope":
-            q, k = (rotate(x, self.shape, packing.positions) for x in (q, k))
+        if self.rotates:
+            base = option(self.shape, "sliding_rotary_base") if self.slides else None
+            q, k = (rotate(x, self.shape, packing.positions, base) for x in (q, k))
+        unseen = packing.unseen
+        if self.slides:
+            length, far = x.shape[1], self.shape.sliding_window
+            passed = [[q - k >= far for k in range(length)] for q in range(length)]
+            unseen = unseen | torch.tensor(passed)
         group = self.heads // self.kv_heads
         scale = option(self.shape, "attention_scale") or 1 / math.sqrt(self.head_dim)
         # One head after the other: query head h reads key/value head h // group.
@@ -242,7 +265,7 @@ class Attention(nn.Module):
         for h in range(self.heads):
             keys = k[:, h // group]
             scores = q[:, h] @ keys.transpose(-1, -2) * scale
-            every_head.append(scores.masked_fill(packing.unseen, -math.inf).softmax(dim=-1))
+            every_head.append(scores.masked_fill(unseen, -math.inf).softmax(dim=-1))
         weights = drop(torch.stack(every_head, dim=1), f"{name}.probabilities")
         outputs = [weights[:, h] @ v[:, h // group] for h in range(self.heads)]
         return self.out(torch.cat(outputs, dim=-1))
@@ -269,7 +292,8 @@ class Block(nn.Module):
         if place in ("after", "both"):
             self.attention_output_norm = make_norm(shape)
             self.mlp_output_norm = make_norm(shape)
-        self.attention = Attention(shape)
+        words = option(shape, "layer_types") or ["full"]
+        self.attention = Attention(shape, words[number % len(words)])
         self.mlp = Experts(shape) if has_experts(shape, number) else MLP(shape)
 
     def forward(

@@ -178,8 +178,9 @@ def blank_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage
 def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
     assert stage.embedding is not None and stage.head is not None
     x = stage.embedding(tokens)
+    rotary, documents = stage.positions_and_documents(len(tokens), tokens.shape[1])
     for block in stage.layers.values():
-        x = block(x, stage.rotary)
+        x = block(x, rotary, documents=documents)
     return stage.head.logits(x)[..., : model.vocab_size]
 
 

@@ -26,8 +26,7 @@ from parallel3d.commands.evaluate.rows import (
 )
 from parallel3d.commands.generate import load_newest
 from parallel3d.commands.options import CommandConfig, EvalConfig
-from parallel3d.context_parallel.documents import Documents, SequenceSplit
-from parallel3d.data.loader import whole_samples
+from parallel3d.context_parallel.documents import Documents, SequenceSplit, whole_samples
 from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import no_link
@@ -159,7 +158,8 @@ def likelihoods(
     given, documents = tokens[:, :-1], None
     place_of = {position: position for position in range(length)}
     if groups.cp.size > 1:
-        split = SequenceSplit(length, groups.cp.size, groups.cp.index)
+        ranks = groups.cp.size, groups.cp.index
+        split = SequenceSplit(length, *ranks, window=stage.window)
         documents = whole_samples(len(batch), device, split)
         assert documents.shard is not None
         given = torch.from_numpy(documents.shard.take(given.numpy()))
@@ -206,10 +206,7 @@ def hidden_states(
         x = torch.empty((*tokens.shape, hidden), dtype=example.dtype, device=example.device)
         assert pp.handle is not None  # only called with several stages
         transfer(dist.irecv, x, pp.ranks[pp.index - 1], pp.handle)
-    rotary = stage.rotary
-    if rotary is not None:
-        read = slice(tokens.shape[1]) if documents is None else documents.positions()
-        rotary = rotary[0][read], rotary[1][read]
+    rotary, documents = stage.positions_and_documents(len(tokens), tokens.shape[1], documents)
     for block in stage.blocks.values():
         x = block(x, rotary, documents=documents)
     if stage.head is None:

@@ -63,9 +63,9 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
     """Returns logits of the last position by the trained forward pass, without a cache."""
     with torch.no_grad():
         x = stage.embedding(torch.tensor([tokens]))
-        rotary = stage.rotary and tuple(table[: len(tokens)] for table in stage.rotary)
+        rotary, documents = stage.positions_and_documents(1, len(tokens))
         for block in stage.layers.values():
-            x = block(x, rotary)
+            x = block(x, rotary, documents=documents)
         return stage.head.logits(x)[0, -1, : stage.head.model.vocab_size]
 
 

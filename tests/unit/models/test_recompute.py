@@ -50,7 +50,7 @@ def hidden() -> Tensor:
 def kept_bytes(stage: Stage) -> int:
     """Returns the activations that a forward keeps for its backward."""
     own = {p.untyped_storage().data_ptr() for p in stage.parameters()}
-    own |= {t.untyped_storage().data_ptr() for t in stage.rotary}
+    own |= {t.untyped_storage().data_ptr() for pair in stage.rotary for t in pair}
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -218,7 +218,8 @@ def test_layers_of_an_8b_model_keep_two_gib_of_activations_for_a_sequence() -> N
         )
         stage = Stage(model, range(model.num_layers), False, False, context)
         sizes: dict[int, int] = {}
-        own = {p.untyped_storage()._cdata for p in (*stage.parameters(), *stage.rotary)}
+        tables = [table for pair in stage.rotary for table in pair]
+        own = {p.untyped_storage()._cdata for p in (*stage.parameters(), *tables)}
 
         def pack(tensor: Tensor, own: set = own, sizes: dict = sizes) -> Tensor:
             storage = tensor.untyped_storage()

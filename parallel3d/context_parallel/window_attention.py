@@ -1,0 +1,221 @@
+"""Attention through a window, with the keys that other ranks hold.
+
+On a CPU, and where there is no kernel, queries go in chunks to the keys that some of them see, at
+most 2 · window − 1, and a mask hides what the others see. On a GPU in half precision the varlen
+kernel has the window.
+
+Under context parallelism the ranks first send each other their halos, keys and values in one
+all-to-all whose sizes follow from the positions that each rank holds. In the backward they send
+them again, and then the gradients back, which are added in the order of the ranks. They travel in
+fp32 or better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel3d.comm import collectives
+from parallel3d.comm.group import Group
+from parallel3d.config.values import AUTO
+from parallel3d.context_parallel.attention import ONE_RANK, ContextParallel
+from parallel3d.context_parallel.document_attention import (
+    concatenated,
+    cpu_attended,
+    cpu_gradients,
+    empty_for_only_block,
+    flash_gradients,
+    plain_attended,
+    plain_gradients,
+    uses_cpu_kernel,
+    uses_varlen_kernel,
+)
+from parallel3d.context_parallel.varlen_calls import calls_of
+from parallel3d.context_parallel.windows import Chunks, Halo, WindowBlocks, chunks_of
+from parallel3d.device.fused import operator, registered
+from parallel3d.private_names import flash_forward
+
+
+def attend_in_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: WindowBlocks,
+    cp: ContextParallel = ONE_RANK,
+    kernel: str = AUTO,
+    scale: float | None = None,
+) -> Tensor:
+    """Attends from each query to the last keys of its document up to its position.
+
+    q (b, heads, n, head_dim), k and v with as many heads or fewer; the result is stored as
+    (b, n, heads, head_dim). Collective over `cp` if there is a halo.
+    """
+    halo = blocks.halo
+    exchange = (halo.sent, halo.order, halo.places, halo.counts) if halo else (None,) * 4
+    given = cp.handle, blocks.table, blocks.calls, blocks.edges, *exchange
+    return _attend(q, k, v, *given, kernel, blocks.window, scale)
+
+
+class _Run(NamedTuple):
+    """Arguments of the operator besides q, k and v."""
+
+    handle: Tensor
+    table: Tensor
+    calls: Tensor
+    edges: Tensor
+    sent: Tensor | None
+    order: Tensor | None
+    places: Tensor | None
+    counts: Tensor | None
+    kernel: str
+    window: int
+    scale: float | None
+
+    @property
+    def band(self) -> dict[str, Any]:
+        """The keyword arguments of the varlen kernel."""
+        return {"scale": self.scale, "window_size_left": self.window - 1, "window_size_right": 0}
+
+    @property
+    def halo(self) -> _Exchange | None:
+        if self.sent is None or self.order is None or self.places is None or self.counts is None:
+            return None
+        halo = Halo(self.sent, self.order, self.places, self.counts)
+        return _Exchange(halo, registered(self.handle).group)
+
+
+class _Exchange:
+    """Exchange of a halo's keys and values, and of their gradients."""
+
+    def __init__(self, halo: Halo, group: Group) -> None:
+        self.given, self.taken, *most = halo.counts.tolist()
+        self.most_given, self.most_taken = map(max, most)  # of any rank
+        self.group = group
+        self.sent = halo.sent[: sum(self.given)]
+        self.order, self.places = halo.order, halo.places
+
+    def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values in order of the sequences, with the halo: (keys, heads,
+        head_dim) each, given this rank's (tokens, heads, head_dim)."""
+        own = torch.stack((k, v), 1)
+        how = self.group, self.given, self.taken, self.most_given
+        received = collectives.all_to_all_rows(own[self.sent], *how)
+        every = torch.cat((own, received))
+        ordered = every.index_select(0, self.order[: len(every)])
+        return ordered[:, 0], ordered[:, 1]
+
+    def gradients(self, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the sums of the ranks' gradients of this rank's keys and values; inverts
+        `keys`."""
+        every = torch.stack((of_k, of_v), 1)
+        every = every.index_select(0, self.places[: len(every)])
+        own, others = every.split((len(every) - sum(self.taken), sum(self.taken)))
+        how = self.group, self.taken, self.given, self.most_taken
+        arrived = collectives.all_to_all_rows(others, *how)
+        # One rank after the other: a key may be in the halos of several.
+        parts = zip(self.sent.split(self.given), arrived.split(self.given), strict=True)
+        for places, part in parts:
+            if len(places):
+                own.index_add_(0, places, part)
+        return own[:, 0], own[:, 1]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    """Returns the result and log Σ exp(scores)."""
+    run = _Run(*how)
+    out, sums = empty_for_only_block(q)
+    whole_out, logs = out.transpose(1, 2).flatten(0, 1), sums.transpose(0, 1).flatten(1).T
+    queries, keys, values = map(concatenated, (q, k, v))
+    if (halo := run.halo) is not None:
+        keys, values = halo.keys(keys, values)
+    if uses_varlen_kernel(q, run.kernel):
+        for rows, span, of_call in calls_of(run.calls, run.edges):
+            parts = queries[rows], keys[span], values[span]
+            found = flash_forward(*parts, *of_call, 0.0, True, False, **run.band)
+            whole_out[rows], logs[rows] = found[0], found[1].T
+        return out, sums
+    attended = cpu_attended if uses_cpu_kernel(q, run.kernel) else plain_attended
+    for chunks in chunks_of(run.table):
+        mask = _mask(chunks, run.window, q)
+        parts = chunks.of_queries(queries), chunks.of_keys(keys), chunks.of_keys(values)
+        part, logs_of_part = attended(*parts, mask is None, run.scale, mask)
+        chunks.of_queries(whole_out).copy_(part)
+        chunks.of_queries(logs).copy_(logs_of_part)
+    return out, sums
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = _Run(*how)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    of_out, queries, keys, values, results = map(concatenated, (grad, q, k, v, out))
+    logs = sums.transpose(0, 1).flatten(1).T
+    if (halo := run.halo) is not None:
+        keys, values = halo.keys(keys, values)
+    accum_dtype = torch.promote_types(k.dtype, torch.float32)
+    of_q = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    of_k, of_v = (x.new_zeros(x.shape, dtype=accum_dtype) for x in (keys, values))
+    if uses_varlen_kernel(q, run.kernel):
+        for rows, span, of_call in calls_of(run.calls, run.edges):
+            given = of_out[rows], queries[rows], keys[span], values[span], results[rows]
+            parts = *given, logs[rows].T.contiguous()
+            found = flash_gradients(parts, *of_call, True, **run.band)
+            of_q[rows] = found[0]
+            of_k[span].add_(found[1])
+            of_v[span].add_(found[2])
+    else:
+        gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = plain_gradients
+        if uses_cpu_kernel(q, run.kernel):
+            gradients = cpu_gradients
+        for chunks in chunks_of(run.table):
+            mask = _mask(chunks, run.window, q)
+            of_rows = map(chunks.of_queries, (of_out, queries, results, logs))
+            read = chunks.of_keys(keys), chunks.of_keys(values)
+            part, *of_keys = gradients(mask is None, run.scale, *of_rows, *read, mask)
+            chunks.of_queries(of_q).copy_(part)
+            for to, value in zip((of_k, of_v), of_keys, strict=True):
+                parts = value.split((chunks.before, chunks.number), dim=2)
+                for view, own in zip(chunks.parts_of_keys(to), parts, strict=True):
+                    view.add_(own)
+    if halo is not None:
+        of_k, of_v = halo.gradients(of_k, of_v)
+    shapes = (x.unflatten(0, (len(q), -1)).to(k.dtype) for x in (of_q, of_k, of_v))
+    of_q, of_k, of_v = (x.contiguous().transpose(1, 2) for x in shapes)
+    return of_q, of_k, of_v
+
+
+def _mask(chunks: Chunks, window: int, q: Tensor) -> Tensor | None:
+    """Returns (queries, keys) 0 for keys that a query sees, else −∞; None: a causal mask does."""
+    if not chunks.before and chunks.number <= window:
+        return None
+    shape = chunks.number, chunks.before + chunks.number
+    hidden = torch.ones(shape, dtype=torch.bool, device=q.device)
+    seen = hidden.triu(chunks.before - window + 1).tril(chunks.before)
+    mask = torch.zeros(shape, dtype=q.dtype, device=q.device)
+    return mask.masked_fill_(~seen, -torch.inf)
+
+
+def _forward_shape(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    return empty_for_only_block(q)
+
+
+def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
+    shapes = (x.shape for x in (q, k, v))
+    return tuple(q.new_empty(b, n, h, d).transpose(1, 2) for b, h, n, d in shapes)
+
+
+_attend = operator(
+    "window_attention",
+    "Tensor q, Tensor k, Tensor v",
+    "Tensor handle, Tensor table, Tensor calls, Tensor edges, Tensor? sent, Tensor? order, "
+    "Tensor? places, Tensor? counts, str kernel, int window, float? scale",
+    _forward,
+    _forward_shape,
+    _backward,
+    _backward_shape,
+    kept="Tensor out, Tensor sums",
+)

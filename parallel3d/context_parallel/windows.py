@@ -1,0 +1,261 @@
+"""The keys that queries see through a window, and those of them that other ranks hold.
+
+A query at position i of a document that begins at `start` sees the keys max(start, i − W + 1) … i:
+W keys, its own included. Under context parallelism a rank therefore needs few keys of the others,
+its halo: the W − 1 before each of its pieces, as far as they are of the same document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from parallel3d.context_parallel.varlen_calls import plan_calls, rows_of
+from parallel3d.device import accelerator
+
+Ints = npt.NDArray[np.int32]
+Whole = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Halo:
+    """The keys that the ranks of a group send each other, b samples of n tokens on each.
+
+    The shapes of the tensors do not depend on the documents: one compilation serves all.
+
+    Attributes:
+        sent: ((size − 1) · b · n,) int64 on the device: places among this rank's b · n tokens of
+            those that it sends, rank by rank.
+        order: (b · padded,) int64 on the device: places of the keys, in order of the sequences,
+            among this rank's tokens and then the received ones, rank by rank.
+        places: (b · padded,) int64 on the device: the inverse.
+        counts: (4, size) int64 on the host: tokens that this rank sends to each rank, that it
+            receives from each, and that each rank sends and receives in all.
+    """
+
+    sent: Tensor
+    order: Tensor
+    places: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class WindowBlocks:
+    """Queries and the keys that they see through a window; m queries.
+
+    The keys are all of b samples, or this rank's and its halo, in order of the sequences. Tokens of
+    all samples are numbered in a row.
+
+    Attributes:
+        window: keys that a query sees at most, its own included.
+        table: (m + 1, 4) int32 on the host: the first row has the number of chunks; the others have
+            the first query of a chunk, its number of queries, the first key, and the keys before
+            the first query. A chunk has consecutive queries of one document, at most `window`.
+        calls, edges: calls of the varlen kernel, as one block of `documents.AttentionBlocks` has
+            them.
+        halo: None where this rank has all keys.
+    """
+
+    window: int
+    table: Tensor
+    calls: Tensor
+    edges: Tensor
+    halo: Halo | None = None
+
+
+class Segments(NamedTuple):
+    """Consecutive tokens of one document on a rank; all arrays have an entry for each segment.
+
+    Attributes:
+        rank, row: the rank, and the sample. first: place among the rank's tokens of the sample.
+        number: tokens. position, start: of the first token, and of its document.
+    """
+
+    rank: Whole
+    row: Whole
+    first: Whole
+    number: Whole
+    position: Ints
+    start: Ints
+
+    @classmethod
+    def of(cls, held: Ints, starts: Ints) -> Segments:
+        """Returns the segments of all ranks (`SequenceSplit.held`), given the beginning of each
+        position's document."""
+        size, b, n = held.shape
+        own = np.take_along_axis(starts[None], held, axis=2)
+        begins = np.ones(held.shape, dtype=bool)
+        begins[..., 1:] = (np.diff(held) != 1) | (np.diff(own) != 0)
+        rank, row, first = np.nonzero(begins)
+        number = np.diff(np.append((rank * b + row) * n + first, size * b * n))
+        return cls(rank, row, first, number, held[begins], own[begins])
+
+    def of_rank(self, rank: int) -> Segments:
+        chosen = self.rank == rank
+        return Segments(*(x[chosen] for x in self))
+
+
+def needed_of_others(segments: Segments, owner: Ints, window: int, rank: int) -> Whole:
+    """Returns the tokens of other ranks that this rank's queries see, ascending.
+
+    Tokens are numbered through the samples, of which `owner` (b, padded) has the rank of each.
+    """
+    mine = segments.of_rank(rank)
+    end = mine.row * owner.shape[1] + mine.position
+    begin = end - np.minimum(mine.position - mine.start, window - 1)
+    seen = [np.arange(*span) for span in zip(begin, end, strict=True) if span[0] < span[1]]
+    tokens = np.unique(np.concatenate(seen)) if seen else np.zeros(0, dtype=np.int64)
+    return tokens[owner.reshape(-1)[tokens] != rank]
+
+
+def window_blocks(
+    held: Ints, starts: Ints, index: int, window: int, device: torch.device
+) -> WindowBlocks:
+    """Returns the keys that rank `index` sees through a window.
+
+    `held`: (size, b, n) of `SequenceSplit.held`; `starts`: (b, padded), where the document of each
+    position begins.
+    """
+    size, b, n = held.shape
+    padded = starts.shape[1]
+    segments = Segments.of(held, starts)
+    rows = np.arange(b, dtype=np.int64)[:, None] * padded
+    keys, halo = (held[index] + rows).reshape(-1), None
+    if size > 1:
+        keys, halo = _halo(held, segments, index, window, device, padded)
+    mine = segments.of_rank(index)
+    query, token = mine.row * n + mine.first, mine.row * padded + mine.position
+    before = mine.position - mine.start
+    chunks, each = _chunks(mine.number, window)
+    done = each * window
+    of_chunk = np.minimum(before[chunks] + done, window - 1)
+    table = _filled(
+        b * n,
+        query[chunks] + done,
+        np.minimum(mine.number[chunks] - done, window),
+        np.searchsorted(keys, token[chunks] + done - of_chunk),
+        of_chunk,
+    )
+    seen = np.minimum(before, window - 1)
+    calls, edges = np.zeros((b * n + 1, 7), dtype=np.int32), np.zeros((2, 0), dtype=np.int32)
+    if accelerator.is_accelerator(device):
+        edges = np.zeros((2, 2 * b * n), dtype=np.int32)
+        whole = np.stack((query, mine.number, np.searchsorted(keys, token - seen), seen), 1)
+        plan_calls(whole.tolist(), True, calls, edges)
+    return WindowBlocks(
+        window,
+        torch.from_numpy(table),
+        torch.from_numpy(calls),
+        accelerator.moved(torch.from_numpy(edges), device),
+        halo,
+    )
+
+
+def _chunks(numbers: Whole, most: int) -> tuple[Whole, Whole]:
+    """Returns the segment of each chunk of at most `most` queries, and its number in it."""
+    counts = -(-numbers // most)
+    chunks = np.repeat(np.arange(len(numbers)), counts)
+    return chunks, np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _filled(most: int, *columns: npt.NDArray) -> Ints:
+    table = np.zeros((most + 1, len(columns)), dtype=np.int32)
+    table[0] = len(columns[0])
+    table[1 : len(columns[0]) + 1] = np.stack(columns, axis=1)
+    return table
+
+
+def _halo(
+    held: Ints, segments: Segments, index: int, window: int, device: torch.device, padded: int
+) -> tuple[Whole, Halo]:
+    """Returns the tokens whose keys this rank has after the exchange, ascending, and its halo."""
+    size, b, n = held.shape
+    rows = np.arange(b, dtype=np.int64)[:, None] * padded
+    tokens = (held + rows).reshape(size, -1)
+    owner = np.empty((b, padded), dtype=np.int32)
+    owner.reshape(-1)[tokens] = np.arange(size, dtype=np.int32)[:, None]
+    needed = [needed_of_others(segments, owner, window, rank) for rank in range(size)]
+    owners = [owner.reshape(-1)[of_rank] for of_rank in needed]
+    # [i, j]: tokens from rank j to rank i.
+    amounts = np.stack([np.bincount(of_rank, minlength=size) for of_rank in owners])
+    received = needed[index][np.argsort(owners[index], kind="stable")]
+    sent = [of_rank[by == index] for of_rank, by in zip(needed, owners, strict=True)]
+    places = np.searchsorted(tokens[index], np.concatenate(sent))
+    own = np.concatenate((tokens[index], received))
+    order = np.argsort(own)
+    inverse = np.argsort(order)
+
+    def on_device(values: Whole, most: int) -> Tensor:
+        whole = np.zeros(most, dtype=np.int64)
+        whole[: len(values)] = values
+        return accelerator.moved(torch.from_numpy(whole), device)
+
+    return own[order], Halo(
+        sent=on_device(places, (size - 1) * b * n),
+        order=on_device(order, b * padded),
+        places=on_device(inverse, b * padded),
+        counts=torch.from_numpy(
+            np.stack((amounts[:, index], amounts[index], amounts.sum(0), amounts.sum(1)))
+        ),
+    )
+
+
+class Chunks(NamedTuple):
+    """Neighbouring chunks of equal form, which one call computes.
+
+    Attributes:
+        query, key: the first query and the first key of the first chunk.
+        chunks: how many; each begins `number` queries and keys after the one before.
+        number, before: queries of a chunk, and keys before them.
+    """
+
+    query: int
+    key: int
+    chunks: int
+    number: int
+    before: int
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Returns the view (chunks, heads, number, …) of (tokens, heads, …)."""
+        return self._view(x, self.query, self.number)
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """Returns the view (chunks, heads, before + number, …) of (tokens, heads, …)."""
+        return self._view(x, self.key, self.before + self.number)
+
+    def parts_of_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys before the queries, and theirs: two views without common elements."""
+        before = self._view(x, self.key, self.before)
+        return before, self._view(x, self.key + self.before, self.number)
+
+    def _view(self, x: Tensor, first: int, length: int) -> Tensor:
+        of_token, of_head, *rest = x.stride()
+        size = (self.chunks, x.shape[1], length, *x.shape[2:])
+        strides = (self.number * of_token, of_head, of_token, *rest)
+        return x.as_strided(size, strides, x.storage_offset() + first * of_token)
+
+
+def chunks_of(table: Tensor) -> Iterator[Chunks]:
+    """Yields the chunks of a table of `WindowBlocks`, equal neighbours together.
+
+    Chunks with more keys before them than queries are apart, since gradients are added to the views
+    of all of them at once.
+    """
+    found: Chunks | None = None
+    for query, number, key, before in rows_of(table):
+        if found is not None:
+            step = found.chunks * found.number
+            following = (found.query + step, found.number, found.key + step, found.before)
+            if (query, number, key, before) == following and before <= number:
+                found = found._replace(chunks=found.chunks + 1)
+                continue
+            yield found
+        found = Chunks(query, key, 1, number, before)
+    if found is not None:
+        yield found

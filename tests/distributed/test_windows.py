@@ -1,0 +1,95 @@
+"""Tests sliding windows and kinds of layers: every layout equals the reference, which has a plain
+mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.distributed.cases import Case, Problem
+from tests.distributed.harness import References, Sizes, check_cases
+from tests.distributed.pool import Pool
+
+STYLES = ("gather", "heads", "ring")
+TYPES = {
+    "sliding": ("sliding",),
+    "alternating": ("full", "sliding"),
+    "gemma": ("sliding", "sliding", "full"),
+    "nope": ("sliding", "full_nope"),
+    "nope in windows": ("sliding_nope", "full"),
+}
+
+
+def windowed(kinds: str, window: int, **model: Any) -> Problem:
+    given = {"layer_types": TYPES[kinds], "sliding_window": window, "num_query_groups": 2, **model}
+    return Problem("llama_tiny", "adamw", tied=False, model=tuple(given.items()))
+
+
+def styled(style: str, **more: Any) -> tuple[tuple[str, Any], ...]:
+    return (("context_parallel.style", style), *more.items())
+
+
+# With 2 context ranks, a piece of 16 tokens has 4.
+SHORT = windowed("alternating", 3)
+LONG = windowed("gemma", 9, sliding_rotary_base=50.0)
+NOPE = windowed("nope", 5)
+PACKS = replace(LONG, documents=True)
+DROPPED = windowed("sliding", 5, dropout=0.2)
+ALONE = windowed("sliding", 1)
+
+CASES: list[tuple[Sizes, list[Case]]] = [
+    (
+        (1, 1, 1),
+        [
+            *(Case(problem) for problem in (SHORT, LONG, NOPE, PACKS, DROPPED, ALONE)),
+            Case(windowed("nope in windows", 4)),
+            Case(replace(DROPPED, documents=True)),
+            Case(LONG, keys=(("attention_kernel", "math"),)),
+            Case(PACKS, keys=(("recompute", "full"),)),
+        ],
+    ),
+    (
+        (2, 1, 2),
+        [Case(PACKS, sp=True, keys=(("recompute", "selective"),)), Case(NOPE, keys=(("zero", 3),))],
+    ),
+    ((1, 2, 1), [Case(PACKS, schedule="zb_h1"), Case(SHORT, keys=(("offload_layers", [1]),))]),
+    (
+        (1, 1, 1, 2),
+        [
+            *(Case(problem, keys=styled(s)) for problem in (SHORT, LONG, NOPE) for s in STYLES),
+            *(Case(replace(PACKS, ranks=2), keys=styled(style)) for style in STYLES),
+            Case(replace(PACKS, ranks=2), keys=styled("ring", recompute="selective")),
+            Case(replace(PACKS, ranks=2), keys=styled("gather", recompute="full")),
+            Case(replace(PACKS, ranks=2), keys=(("attention_kernel", "math"),)),
+            Case(ALONE),
+            Case(DROPPED),
+            Case(DROPPED, keys=styled("heads")),
+        ],
+    ),
+    (
+        (2, 1, 1, 4),
+        [
+            *(Case(problem, sp=True, keys=styled("ring")) for problem in (SHORT, LONG)),
+            *(Case(replace(PACKS, ranks=4), keys=styled(style)) for style in ("gather", "ring")),
+        ],
+    ),
+    ((1, 1, 1, 3), [Case(replace(PACKS, ranks=3)), Case(LONG, keys=styled("ring"))]),
+    (
+        (1, 2, 1, 2),
+        [
+            Case(replace(PACKS, ranks=2, layers=5), schedule="interleaved_zb", keys=(("vpp", 2),)),
+            Case(LONG, keys=styled("ring", recompute="full")),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cases"), CASES, ids=["-".join(map(str, sizes)) for sizes, _ in CASES]
+)
+def test_windows_train_like_the_reference(
+    sizes: Sizes, cases: list[Case], pool: Pool, references: References
+) -> None:
+    check_cases(sizes, cases, pool, references)
