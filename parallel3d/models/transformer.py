@@ -29,6 +29,7 @@ from parallel3d.experts.balance import Balance
 from parallel3d.experts.choice import Choice
 from parallel3d.models.attention import (
     attend,
+    attend_split,
     causal_attention,
     choose_kernel,
     kernel_shares_heads,
@@ -514,9 +515,11 @@ class Decoder:
         self.dtype = example.dtype
         self.caches: dict[str, Tensor] = {}
         for name, block in stage.blocks.items():
-            kv_heads, size = block.attention.kv_heads, block.attention.head_dim
-            # Keys and values: (1, key-value heads, seq_length, head_dim) each.
-            self.caches[name] = example.new_zeros(2, 1, kv_heads, self.window, size)
+            attention = block.attention
+            length = min(self.window, attention.window or self.window)
+            # Keys and values: (1, key-value heads, seq_length or window, head_dim) each.
+            of_token = attention.kv_heads, length, attention.head_dim
+            self.caches[name] = example.new_zeros(2, 1, *of_token)
         self.start = 0  # first token in the window
         self.cached = 0  # tokens in the caches, from `start` on
 
@@ -580,7 +583,8 @@ class Decoder:
     def _attend(self, attention: Attention, cache: Tensor, qkv: Tensor) -> Tensor:
         """Computes attention of new tokens (1, n, …) over all tokens in `cache`, and caches them.
 
-        Either the cache is empty or n is 1, so only the causal mask is needed.
+        Either the cache is empty, or n is 1 and no mask is needed. A sliding layer caches the keys
+        of its window alone, those of position p at p modulo the window.
         """
         first, end = self.cached, self.cached + qkv.shape[1]
         if attention.qk_norm is not None:
@@ -591,11 +595,26 @@ class Decoder:
             rotary = cos[first:end], sin[first:end]
         heads = attention.heads
         q, k, v = split_heads(qkv, (heads, attention.kv_heads, attention.head_dim), rotary)
-        keys, values = cache
-        keys[:, :, first:end], values[:, :, first:end] = k, v
-        k, v = keys[:, :, :end], values[:, :, :end]
+        _cache(cache, torch.stack((k, v)), end)
+        how: dict[str, Any] = {"kernel": attention.kernel, "scale": attention.scale}
+        if first == 0 and attention.window is not None:
+            split = SequenceSplit(end, window=attention.window)
+            documents = whole_samples(1, self.device, split)
+            y = attend_split(q, k, v, documents, window=attention.window, **how)
+            return y.transpose(1, 2).flatten(2)
+        k, v = cache[:, :, :, :end]
         if not kernel_shares_heads(q):
             k, v = repeated(k, heads), repeated(v, heads)
-        how: dict[str, Any] = {"kernel": attention.kernel, "scale": attention.scale}
         y = attend(q, k, v, is_causal=first == 0, **how)
         return y.transpose(1, 2).flatten(2)
+
+
+def _cache(cache: Tensor, new: Tensor, end: int) -> None:
+    """Writes `new` (2, 1, heads, n, head_dim), the keys and values up to position `end`, into a
+    ring of the last ones."""
+    size = cache.shape[3]
+    new = new[:, :, :, -size:]
+    first = (end - new.shape[3]) % size
+    begin, rest = new.tensor_split((size - first,), dim=3)
+    cache[:, :, :, first : first + begin.shape[3]] = begin
+    cache[:, :, :, : rest.shape[3]] = rest

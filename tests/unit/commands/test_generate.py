@@ -46,6 +46,11 @@ OLMOE = dataclasses.replace(
     LLAMA, qk_norm=True, qk_norm_width="full", num_experts=4, shared_expert_size=8
 )
 
+SLIDING = dataclasses.replace(
+    LLAMA, layer_types=["sliding", "full_nope"], sliding_window=4, attention_scale=0.3
+)
+OLMO3 = dataclasses.replace(LLAMA, layer_types=["sliding"], sliding_window=7, rotary_base=50.0)
+
 
 def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
     config = Config(model=model, dp=1)
@@ -70,7 +75,9 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "model", [GPT, LLAMA, QWEN3, OLMOE], ids=["gpt", "llama", "qwen3", "olmoe"]
+    "model",
+    [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3],
+    ids=["gpt", "llama", "qwen3", "olmoe", "sliding", "olmo3"],
 )
 @pytest.mark.parametrize("prompt", [1, 5, 12, 31])
 def test_cached_logits_are_those_of_the_whole_sequence_in_view(
@@ -97,6 +104,13 @@ def test_several_new_tokens_at_once_give_the_same_logits() -> None:
     decoder.logits(tokens[:4])
     logits = decoder.logits(tokens)
     torch.testing.assert_close(logits, whole_forward(stage, tokens), rtol=1e-9, atol=1e-9)
+
+
+def test_a_sliding_layer_caches_its_window_alone() -> None:
+    decoder, _ = decoder_of(SLIDING)
+    assert [cache.shape[3] for cache in decoder.caches.values()] == [4, 12]
+    short, _ = decoder_of(dataclasses.replace(SLIDING, sliding_window=40))
+    assert [cache.shape[3] for cache in short.caches.values()] == [12, 12]
 
 
 def draws(seed: int, logits: Tensor, count: int, **settings: object) -> list[int]:
