@@ -206,12 +206,12 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     statistics = loss.vocabulary_statistics
     for real in (columns, columns - 7):  # without and with padding after the vocabulary
         name = "" if real == columns else ", padded"
-        arguments = (logits, target, inside, real, True)
+        arguments = (logits, target, inside, real, True, 1.0, None)
         yield f"loss's statistics{name}", Comparison(statistics, arguments, limit=WIDE)
         maximum, total = plain(statistics)(*arguments)[:2]
         log_sum = (maximum + total.log()).unsqueeze(1)
         one = torch.full_like(log_sum, 1 / tokens)
-        columns_of = (log_sum, one, -one, target, 1e-6 * one, real)
+        columns_of = (log_sum, one, -one, target, 1e-6 * one, real, 1.0, None)
         yield (
             f"loss's gradient{name}",
             Comparison(loss.logits_to_gradient, (logits, *columns_of)),

@@ -146,7 +146,7 @@ def _other(rank: PipelineRank, copies: int) -> int:
     each = 3 * len(rank.stages) + 2 * rank.last + (4 if rank.first or rank.last else 1)
     each += (7 + 10 * learned * rank.first) * (blueprint.layout.cp > 1)
     if rank.first:
-        each += 10 + learned + 2 * copies
+        each += 10 + learned + 2 * copies + 2 * (blueprint.model.embedding_scale != 1.0)
     if rank.sends_slices:
         each += rank.neighbours(1) + rank.neighbours(-1)  # each message copies its slice
     return blueprint.microbatches * each + 10 + rank.last + _balance(rank)

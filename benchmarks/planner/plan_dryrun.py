@@ -52,7 +52,7 @@ def configured(keys: Keys) -> CommandConfig:
     model["num_layers"] = keys.pop("layers", model["num_layers"])
     for key in {"norm", "seq_length"} & {*keys}:
         model[key] = keys.pop(key)
-    model |= keys.pop("experts", {})
+    model |= keys.pop("experts", {}) | keys.pop("dialect", {})
     config = CommandConfig(
         cluster=ClusterConfig(**preset("cluster", "dgx_h100")),
         model=ModelConfig(**model),

@@ -99,6 +99,9 @@ class Widths(NamedTuple):
     gated: Number = 0  # the MLP's first GEMM has two outputs of `ffn`
     share: Number = 1  # ranks that divide the residual stream: tp under sequence parallelism
     norm: NormCost = NORMS["rmsnorm"]
+    norm_before: Number = 1  # of the inputs of attention and MLP
+    norm_after: Number = 0  # of their outputs
+    scaled: Number = 0  # outputs are multiplied by a number before they are added
     head_norms: Number = 0  # q and k are normalised
     full_norms: Number = 0  # all heads of q, and of k, as one vector
     rope: Number = 0
@@ -123,6 +126,9 @@ def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
         gated=int(model.is_gated),
         share=tp if sp else 1,
         norm=NORMS[model.norm],
+        norm_before=int(model.norm_position != "after"),
+        norm_after=int(model.norm_position != "before"),
+        scaled=int(model.residual_scale != 1.0),
         head_norms=int(model.qk_norm),
         full_norms=int(model.qk_norm_width == "full"),
         rope=int(model.position_embedding == "rope"),
@@ -217,12 +223,12 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
 
     A residual sum and a fused norm after it are one kernel, forward and backward, unless the norm
     is recomputed. The backward of the split into heads is a concatenation; RoPE is a kernel in both
-    directions.
+    directions. A norm of an output keeps its input, so a recomputed layer repeats the GEMM before.
     """
     h = w.hidden
     stream = w.hidden / w.share
     qkv = w.queries + 2 * w.keys
-    apart = int("norm" in recompute or not w.norm.is_fused)
+    apart = int("norm" in recompute or not w.norm.is_fused or not w.norm_before)
     norm = {"kind": "norm", "inputs": stream, "outputs": stream}
     norm |= {"parts": ("norm", "layer"), "keeps": w.norm.keeps * stream}
     norm |= {"statistics": w.norm.statistics / w.share}
@@ -231,6 +237,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
     norms, kernels = (2, 2) if w.full_norms else (w.heads + w.key_heads, 1)
     attention = ("attention", "layer")
     layer = ("layer",)
+    output_norm = norm | {"parts": layer}
     found = [
         Op("input_norm", **norm),
         Op(
@@ -256,12 +263,25 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
             bias=w.out_bias,
             **ROW,
         ),
-        Op("attention.residual", "elementwise", 2 * stream, stream, layer, stream, 0, apart, apart),
+        Op("attention_output_norm", **output_norm),
+        Op(
+            *("attention.residual", "elementwise", 2 * stream, stream, layer, stream),
+            forward=apart + w.scaled,
+            backward=apart + w.scaled,
+        ),
         *(_mlp(w, norm) if w.experts is None else _experts(w, w.experts, norm, recompute)),
+        Op("mlp_output_norm", **output_norm),
         # The next layer's input. The norm's backward sums its gradient if they are fused.
-        Op("mlp.residual", "elementwise", 2 * stream, stream, (), stream, 0, 1, apart),
+        Op(
+            *("mlp.residual", "elementwise", 2 * stream, stream, (), stream),
+            forward=1 + w.scaled,
+            backward=apart + w.scaled,
+        ),
     ]
-    return found if w.head_norms else [op for op in found if op.name != "attention.qk_norm"]
+    absent = {"attention.qk_norm"} if not w.head_norms else set()
+    absent |= {"input_norm", "mlp_norm"} if not w.norm_before else set()
+    absent |= {"attention_output_norm", "mlp_output_norm"} if not w.norm_after else set()
+    return [op for op in found if op.name not in absent]
 
 
 def _mlp(w: Widths, norm: dict[str, Any]) -> list[Op]:
@@ -284,7 +304,7 @@ def _mlp(w: Widths, norm: dict[str, Any]) -> list[Op]:
             "mlp.down",
             inputs=w.ffn,
             outputs=w.hidden,
-            parts=(),
+            parts=("layer",) if w.norm_after else (),
             forward=w.bias,
             backward=w.bias,
             bias=w.bias,
@@ -305,7 +325,8 @@ def _experts(
     read, rows = own * x.received, own * x.chosen
     h, up = w.hidden, x.ffn * (1 + w.gated)
     mlp = ("mlp", "layer")
-    ends = mlp if x.shared else ()
+    last = ("layer",) if w.norm_after else ()
+    ends = mlp if x.shared else last
     if "mlp" not in recompute:
         norm = norm | {"parts": ("layer",)}
     apart, several = int(x.ep > 1), x.chosen - 1
@@ -392,7 +413,7 @@ def _experts(
             "mlp.shared.down",
             inputs=x.shared,
             outputs=h,
-            parts=mlp if gated else (),
+            parts=mlp if gated else last,
             keeps=own * h * gated,
             **ROW,
         ),
@@ -401,12 +422,12 @@ def _experts(
         found += [
             Op("mlp.shared_gate", "gemm", h, 1, mlp, own, 0, 1, 2, rows=own, operands=0),
             Op(
-                *("mlp.shared_product", "elementwise", own * (h + 1), own * h, ()),
+                *("mlp.shared_product", "elementwise", own * (h + 1), own * h, last),
                 forward=1,
                 backward=3,
             ),
         ]
-    return [*found, Op("mlp.sum", "elementwise", 2 * own * h, own * h, (), forward=1, backward=1)]
+    return [*found, Op("mlp.sum", "elementwise", 2 * own * h, own * h, last, forward=1, backward=1)]
 
 
 def repeated(ops: Sequence[Op], recompute: Collection[str]) -> list[Op]:

@@ -102,7 +102,8 @@ def _with_experts(
     hidden, width = model.hidden_size, model.expert_size
     inner = 2 if model.is_gated else 1
     here = model.num_experts // ep
-    found = [p for p in dense if not p.name.startswith("mlp.")]
+    apart = ("mlp.", "mlp_output_norm.")
+    found = [p for p in dense if not p.name.startswith(apart)]
     if model.shared_expert_gate:
         found.append(LocalParameter("mlp.shared_gate", hidden, True, hidden))
     found += [
@@ -115,7 +116,7 @@ def _with_experts(
             LocalParameter("mlp.shared.up.weight", inner * shared * hidden, tp == 1, hidden),
             LocalParameter("mlp.shared.down.weight", hidden * shared, tp == 1, shared),
         ]
-    return found
+    return found + [p for p in dense if p.name.startswith("mlp_output_norm.")]
 
 
 def _embedding(model: ModelConfig, tp: int) -> Iterator[LocalParameter]:

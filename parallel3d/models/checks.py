@@ -15,8 +15,11 @@ from parallel3d.models.dialect import (
     FULL,
     FULL_NOPE,
     LAYER_TYPES,
+    LLAMA3,
+    LONGROPE,
     SLIDING,
     SLIDING_NOPE,
+    YARN,
     Rope,
 )
 
@@ -44,7 +47,7 @@ def check_model(model: ModelConfig) -> None:
             f"model.max_position_embeddings={model.max_positions} with learned positions; the "
             f"nearest is model.seq_length={model.max_positions}."
         )
-    if model.position_embedding == "rope" and int(model.head_size * model.rotary_percent) < 2:
+    if model.position_embedding == "rope" and model.rotary_pairs < 1:
         # It is rounded up, so that its product with head_dim is not just below 2.
         least = f"model.rotary_percent={math.ceil(2 / model.head_size * 1e4) / 1e4:g}"
         raise UserError(
@@ -52,11 +55,44 @@ def check_model(model: ModelConfig) -> None:
             f"{model.head_size} dimensions of a head to RoPE, which rotates pairs; the nearest is "
             f"{least if model.head_size > 1 else 'model.head_dim=2'}."
         )
+    _check_rope(model)
+
+
+def _check_rope(model: ModelConfig) -> None:
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    if model.rope_scaling_factor > 1 and low >= high:
+    if model.rope_scaling == LLAMA3 and model.rope_scaling_factor > 1 and low >= high:
         raise UserError(
             f"model.rope_low_freq_factor={show(low)} must be below model.rope_high_freq_factor="
             f"{show(high)}; the nearest is model.rope_low_freq_factor={show(high / 4)}."
+        )
+    if model.position_embedding != "rope":
+        return
+    fast, slow = model.rope_beta_fast, model.rope_beta_slow
+    if model.rope_scaling == YARN and slow >= fast:
+        raise UserError(
+            f"model.rope_beta_slow={show(slow)} must be below model.rope_beta_fast={show(fast)}; "
+            f"the nearest is model.rope_beta_slow={show(fast / 32)}."
+        )
+    if model.rope_scaling != LONGROPE:
+        return
+    for name in ("rope_short_factors", "rope_long_factors"):
+        factors = getattr(model, name)
+        if len(factors) != model.rotary_pairs:
+            raise UserError(
+                f"model.{name} has {len(factors)} numbers, but model.rope_scaling=longrope needs "
+                f"one for each of the {model.rotary_pairs} pairs of dimensions that RoPE rotates; "
+                "the nearest is model.rope_scaling=yarn, which needs none."
+            )
+        if least := [factor for factor in factors if factor <= 0]:
+            raise UserError(
+                f"model.{name} has {show(least[0])}, but divisors of frequencies must be above 0; "
+                "the nearest is 1, which changes nothing."
+            )
+    if model.rope_original_length < 2:
+        raise UserError(
+            f"model.rope_original_length={model.rope_original_length} must be at least 2 with "
+            "model.rope_scaling=longrope, which divides by its logarithm; the nearest is "
+            "model.rope_original_length=2."
         )
 
 

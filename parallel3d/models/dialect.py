@@ -12,6 +12,10 @@ FULL, SLIDING, FULL_NOPE, SLIDING_NOPE = "full", "sliding", "full_nope", "slidin
 LAYER_TYPES = (FULL, SLIDING, FULL_NOPE, SLIDING_NOPE)
 
 
+# Words of `model.rope_scaling`.
+LLAMA3, LINEAR, YARN, LONGROPE = "llama3", "linear", "yarn", "longrope"
+
+
 class Rope(NamedTuple):
     """Rotary positions of a kind of layer: base θ, and whether `model.rope_scaling` scales them."""
 
@@ -62,11 +66,11 @@ class RopeKeys:
 
     RESUME: ClassVar[str] = REFUSED
     rope_scaling: str = key(
-        "llama3",
+        LLAMA3,
         "how RoPE is scaled: linear divides all frequencies by rope_scaling_factor; llama3 the low "
         "ones; yarn those of fewer turns than rope_beta_fast (Peng et al. 2023); longrope divides "
         "each pair by a factor of its own (Ding et al. 2024)",
-        choices=("llama3", "linear", "yarn", "longrope"),
+        choices=(LLAMA3, LINEAR, YARN, LONGROPE),
     )
     rope_beta_fast: float = key(
         32.0,

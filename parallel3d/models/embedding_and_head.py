@@ -18,7 +18,7 @@ from parallel3d.tensor_parallel.embedding import (
     vocabulary_spec,
 )
 from parallel3d.tensor_parallel.linear_ops import linear_node
-from parallel3d.tensor_parallel.loss import HeadLoss, Objective
+from parallel3d.tensor_parallel.loss import HeadLoss, Objective, scaled_and_capped
 from parallel3d.tensor_parallel.mappings import rows_of_replicated
 
 
@@ -97,7 +97,14 @@ class Head(nn.Module):
         self.table = _table(model, ctx, model.tie_embeddings) if tied_table is None else tied_table
         loss = ctx.loss
         self.loss = HeadLoss(
-            Objective(model.vocab_size, loss.label_smoothing, loss.z_loss, ctx.half_loss),
+            Objective(
+                model.vocab_size,
+                loss.label_smoothing,
+                loss.z_loss,
+                ctx.half_loss,
+                model.logit_scale,
+                model.logit_cap,
+            ),
             group=ctx.tp,
             sp=ctx.sp,
             gather_logits=not model.parallel_output,
@@ -112,7 +119,8 @@ class Head(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Returns logits: (b, s or s/tp, hidden) → (b, s, padded vocabulary / tp)."""
         sp = 1 if self.sp else None
-        return linear_node("column", self.norm(x), self.rows(), None, self.tp, sp)
+        products = linear_node("column", self.norm(x), self.rows(), None, self.tp, sp)
+        return scaled_and_capped(products, self.model.logit_scale, self.model.logit_cap)
 
     def forward(
         self, x: Tensor, labels: Tensor, loss_mask: Tensor, loss_scale: Tensor | None

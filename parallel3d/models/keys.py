@@ -88,18 +88,18 @@ class TransformerKeys:
     rotary_base: float = key(10000.0, "RoPE base θ", above=1)
     rope_scaling_factor: float = key(
         1.0,
-        "Llama 3.1's scaled RoPE: low frequencies are divided by this; 1: no scaling",
+        "scaled RoPE: frequencies are divided by this as rope_scaling says; 1: no scaling",
         minimum=1,
         tried=(4.0,),
     )
     rope_low_freq_factor: float = key(
         1.0,
-        "scaled RoPE: frequencies of fewer turns than this in rope_original_length are divided",
+        "llama3: frequencies of fewer turns than this in rope_original_length are divided",
         above=0,
     )
     rope_high_freq_factor: float = key(
         4.0,
-        "scaled RoPE: frequencies of more turns than this in rope_original_length are unchanged",
+        "llama3: frequencies of more turns than this in rope_original_length are unchanged",
         above=0,
     )
     rope_original_length: int = key(
@@ -224,6 +224,11 @@ class ModelConfig(  # the fields of the last base come first
             *(["mlp_norm"] if before else []),
             *(["mlp_output_norm"] if after else []),
         )
+
+    @property
+    def rotary_pairs(self) -> int:
+        """Pairs of dimensions of a head that RoPE rotates."""
+        return int(self.head_size * self.rotary_percent) // 2
 
     @property
     def kv_heads(self) -> int:

@@ -1,4 +1,4 @@
-"""Norms, rotary positions, and the context that layers are built with."""
+"""Norms, and the context that layers are built with."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from parallel3d.config.values import AUTO
 from parallel3d.device.accelerator import is_on_accelerator
 from parallel3d.device.fused import fused
 from parallel3d.models.attention import choose_kernel
-from parallel3d.models.dialect import Rope
 from parallel3d.models.dropout import Dropout
-from parallel3d.models.ops import Heads, Rotary, add_rms_norm, gain_of, heads_of, rms_norm
+from parallel3d.models.ops import Heads, add_rms_norm, gain_of, heads_of, rms_norm
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
@@ -128,40 +127,6 @@ class Norm(nn.Module):
 
     def add(self, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, y, self.weight, self.eps, self.offset)
-
-
-def rotary_tables(
-    model: ModelConfig, rope: Rope, dtype: torch.dtype, device: torch.device
-) -> Rotary:
-    """Returns cos and sin of position · frequency: (seq_length, 1, r/2) each, fp32 or better.
-
-    The frequency of pair d is base^(-2d/r), scaled if the model scales that of this kind of layer.
-    """
-    rotated = int(model.head_size * model.rotary_percent) // 2 * 2
-    wide = torch.float64  # fp32 is too coarse for the angles of late positions
-    exponent = torch.arange(0, rotated, 2, dtype=wide) / rotated
-    frequency = rope.base**-exponent
-    if rope.is_scaled:
-        frequency = _scaled(frequency, model)
-    angle = torch.outer(torch.arange(model.seq_length, dtype=wide), frequency)
-    kind = torch.float64 if dtype == torch.float64 else torch.float32
-    cos, sin = (t.unsqueeze(1).to(device, kind) for t in (angle.cos(), angle.sin()))
-    return cos, sin
-
-
-def _scaled(frequency: Tensor, model: ModelConfig) -> Tensor:
-    """Scales frequencies for longer sequences (Llama 3.1's reference_impl, `apply_scaling`).
-
-    A pair that turns less than `rope_low_freq_factor` times in `rope_original_length` tokens turns
-    `rope_scaling_factor` times slower, and a pair that turns more than `rope_high_freq_factor`
-    times is unchanged. In between, the factor is linear in the number of turns.
-    """
-    if model.rope_scaling_factor == 1:
-        return frequency
-    turns = frequency * model.rope_original_length / (2 * math.pi)
-    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequency * (kept + (1 - kept) / model.rope_scaling_factor)
 
 
 def output_std(model: ModelConfig) -> float:

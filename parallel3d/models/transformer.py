@@ -38,7 +38,7 @@ from parallel3d.models.dropout import Dropout
 from parallel3d.models.embedding_and_head import Embedding, Head
 from parallel3d.models.experts import MixtureOfExperts
 from parallel3d.models.full_norm import FullQKNorm
-from parallel3d.models.layers import BuildContext, Norm, QKNorm, output_std, rotary_tables
+from parallel3d.models.layers import BuildContext, Norm, QKNorm, output_std
 from parallel3d.models.mlp import MLP
 from parallel3d.models.ops import Rotary, split_heads
 from parallel3d.models.recompute import (
@@ -47,6 +47,7 @@ from parallel3d.models.recompute import (
     shared_inductor,
     without_inplace_reuse,
 )
+from parallel3d.models.rotary import rotary_tables
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.parameters.state import state_of

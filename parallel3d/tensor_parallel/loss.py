@@ -32,25 +32,51 @@ class Objective:
     """The loss of one token: (1 − ε)·(l − z_y) + ε·(l − mean z) + λ·l², with l = log Σ exp z.
 
     Cross-entropy of logits z with label y and label smoothing (Szegedy et al. 2016 §7), plus z-loss
-    (Chowdhery et al. 2022 §5).
+    (Chowdhery et al. 2022 §5). The head's products are scaled and capped to logits in fp32 or
+    better, if at all: z = c · tanh(s · product / c).
 
     Attributes:
         vocab_size: tokens without padding; the columns beyond are left out of softmax and mean.
         half: keep logits, statistics and losses in half precision, as Megatron-LM's
             --fp16-lm-cross-entropy; else statistics and losses are fp32 or better.
+        scale, cap: s and c; None: no cap.
     """
 
     vocab_size: int
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     half: bool = False
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def transforms(self) -> bool:
+        """Returns whether logits differ from the head's products."""
+        return self.scale != 1.0 or self.cap is not None
+
+
+def scaled_and_capped(products: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Returns the logits (Gemma 2 report, arXiv:2408.00118, §2)."""
+    z = products if scale == 1.0 else products * scale
+    return z if cap is None else cap * torch.tanh(z / cap)
+
+
+def slope_of(z: Tensor, scale: float, cap: float | None) -> Tensor | float:
+    """Returns the derivative of the logits z by the head's products."""
+    return scale if cap is None else scale * (1.0 - (z / cap).square())
 
 
 @fused
 def vocabulary_statistics(
-    logits: Tensor, target: Tensor, inside: Tensor, real: int, with_sum: bool
+    logits: Tensor,
+    target: Tensor,
+    inside: Tensor,
+    real: int,
+    with_sum: bool,
+    scale: float,
+    cap: float | None,
 ) -> Tensor:
-    """Computes `ChunkLoss.statistics` in one pass over the logits, which stay unchanged.
+    """Computes `ChunkLoss.statistics` in one pass over the products, which stay unchanged.
 
     Args:
         target: (tokens, 1) column of the label, arbitrary where `inside` (tokens,) is false.
@@ -58,9 +84,11 @@ def vocabulary_statistics(
     """
     # TorchInductor turns this form into one online pass over a row (Milakov and Gimelshein 2018).
     wide = logits[:, :real].to(torch.promote_types(logits.dtype, torch.float32))
+    wide = scaled_and_capped(wide, scale, cap)
     maximum = wide.amax(1, keepdim=True)
     total = (wide - maximum).exp().sum(1, keepdim=True)
-    at_target = logits.gather(1, target).to(wide.dtype).masked_fill(~inside.unsqueeze(1), 0.0)
+    at_target = scaled_and_capped(logits.gather(1, target).to(wide.dtype), scale, cap)
+    at_target = at_target.masked_fill(~inside.unsqueeze(1), 0.0)
     columns = [maximum, total, at_target]
     if with_sum:
         columns.append(wide.sum(1, keepdim=True))
@@ -76,17 +104,23 @@ def logits_to_gradient(
     target: Tensor,
     spread: Tensor | None,
     real: int,
+    scale: float,
+    cap: float | None,
 ) -> None:
-    """Overwrites logits with `of_softmax`·softmax + `at_target` at the label − `spread`.
+    """Overwrites products with their gradient: that of the logits, `of_softmax`·softmax +
+    `at_target` at the label − `spread`, times the logits' slope.
 
     Columns from `real` on become 0. Shapes: `logits` (tokens, columns), the others (tokens, 1).
     """
     # 32 bits: comparing 64-bit integers would take as long as the memory traffic.
     column = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    gradient = (logits.to(log_sum.dtype) - log_sum).exp() * of_softmax
+    z = scaled_and_capped(logits.to(log_sum.dtype), scale, cap)
+    gradient = (z - log_sum).exp() * of_softmax
     if spread is not None:
         gradient = gradient - spread
     gradient = gradient + torch.where(column == target.to(torch.int32), at_target, 0.0)
+    if scale != 1.0 or cap is not None:
+        gradient = gradient * slope_of(z, scale, cap)
     if real < logits.shape[1]:
         gradient = torch.where(column < real, gradient, 0.0)
     logits.copy_(gradient)
@@ -98,10 +132,11 @@ class ChunkLoss:
     Call `statistics`, then `losses` with the statistics of all ranks, then `gradient`. Maximum,
     exponentials and sums are fp32 or better unless the objective is `half`. Without fused kernels,
     fp32 and fp64 logits become exponentials and then gradients in one buffer; logits in half
-    precision stay until they become gradients, and are converted to fp32 block by block.
+    precision, and products that are scaled or capped, stay until they become gradients, and are
+    converted block by block.
 
     Args:
-        logits: (tokens, columns), this rank's columns; overwritten.
+        logits: (tokens, columns), the head's products of this rank's columns; overwritten.
         labels: (tokens,) ids below `objective.vocab_size`.
         first: vocabulary index of the first column.
     """
@@ -112,19 +147,23 @@ class ChunkLoss:
         self.logits = logits
         self.real = max(0, min(columns, objective.vocab_size - first))  # the rest is padding
         self.fused = fuses(logits.device) and not objective.half
-        self.in_place = objective.half or logits.dtype in (torch.float32, torch.float64)
-        self.dtype = logits.dtype if self.in_place else torch.float32
+        wide = objective.half or logits.dtype in (torch.float32, torch.float64)
+        self.in_place = wide and not objective.transforms
+        self.dtype = logits.dtype if wide else torch.float32
         self.inside = (labels >= first) & (labels < first + self.real)
         self.target = (labels - first).masked_fill(~self.inside, 0).unsqueeze(1)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields blocks of rows without padding, in place or, in half precision, as fp32 copies."""
+        """Yields blocks of rows of logits without padding, in place or as copies."""
         row = max(1, self.logits.shape[1] * self.dtype.itemsize)
         rows = max(1, BLOCK_BYTES.get(self.logits.device.type, LARGE_BLOCK_BYTES) // row)
         for start in range(0, self.logits.shape[0], rows):
             run = slice(start, start + rows)
             block = self.logits[run, : self.real]
-            yield run, block if self.in_place else block.to(self.dtype)
+            if not self.in_place:
+                block = block.to(self.dtype, copy=True)
+                block = scaled_and_capped(block, self.objective.scale, self.objective.cap)
+            yield run, block
 
     def statistics(self) -> Tensor:
         """Returns (3 or 4, tokens) statistics of this rank's columns without padding.
@@ -134,7 +173,8 @@ class ChunkLoss:
         """
         if self.fused and self.real:
             smooths = self.objective.label_smoothing > 0
-            out = vocabulary_statistics(self.logits, self.target, self.inside, self.real, smooths)
+            given = self.logits, self.target, self.inside, self.real, smooths
+            out = vocabulary_statistics(*given, self.objective.scale, self.objective.cap)
             self.maximum = out[0]
             return out
         rows = 4 if self.objective.label_smoothing else 3
@@ -184,6 +224,8 @@ class ChunkLoss:
                 self.target,
                 spread if smoothing else None,
                 self.real,
+                self.objective.scale,
+                self.objective.cap,
             )
             return self.logits
         # In place the logits are exp(z − maximum) by now: this factor makes them the softmax.
@@ -191,12 +233,17 @@ class ChunkLoss:
         if self.in_place:
             factor = of_softmax * torch.exp(self.maximum - self.log_sum)
         for run, block in self._blocks() if self.real else ():
+            slope = None
+            if self.objective.transforms:
+                slope = slope_of(block, self.objective.scale, self.objective.cap)
             if not self.in_place:
                 block.sub_(self.log_sum[run].unsqueeze(1)).exp_()
             block.mul_(factor[run].unsqueeze(1))
             if smoothing:
                 block.sub_(spread[run])
             block.scatter_add_(1, self.target[run], at_target[run].to(block.dtype))
+            if slope is not None:
+                block.mul_(slope)
             if not self.in_place:
                 self.logits[run, : self.real] = block
         self.logits[:, self.real :] = 0.0
@@ -244,7 +291,8 @@ class HeadLoss:
     @torch.no_grad()
     def evaluate(self, x: Tensor, table: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
         """Returns the sum of the unmasked cross-entropies, without smoothing or z-loss."""
-        plain = replace(self, objective=Objective(self.objective.vocab_size))
+        of = replace(self.objective, label_smoothing=0.0, z_loss=0.0, half=False)
+        plain = replace(self, objective=of)
         return plain.run(x, table, labels, loss_mask)[0]
 
     def run(

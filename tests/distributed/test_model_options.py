@@ -43,7 +43,9 @@ GEMMA = replace(
         *ONE_HEAD.model,
         *(("activation", "geglu"), ("norm_position", "both"), ("norm_zero_centered", True)),
         *(("qk_norm", True), ("embedding_scale", 5.7), ("attention_scale", 0.3)),
+        *(("logit_scale", 0.7), ("logit_cap", 2.0)),
     ),
+    loss=(("label_smoothing", 0.1), ("z_loss", 0.01)),
 )
 FULL_GEMMA = replace(GEMMA, optimizer="adamw", model=(*GEMMA.model, ("qk_norm_width", "full")))
 LAYER_NORMS = replace(LLAMA, model=(("norm", "layernorm"), ("norm_position", "both")))
@@ -75,8 +77,12 @@ CASES = [
             Case(FULL_ONE_HEAD, sp=True, keys=(*ZERO3, ("recompute", "full"))),
             Case(AFTER, sp=True, keys=(*ZERO3, ("recompute", "full"))),
             Case(AFTER_FULL, keys=(("recompute", "[norm,mlp]"), *MLP_CHUNKS)),
-            Case(GEMMA, keys=(("recompute", "full"),)),
-            Case(GEMMA, sp=True, keys=(*ZERO3, ("recompute", "[norm,mlp]"))),
+            Case(GEMMA, parallel_output=False, keys=(("recompute", "full"),)),
+            Case(
+                GEMMA,
+                sp=True,
+                keys=(*ZERO3, ("recompute", "[norm,mlp]"), ("loss.chunk_tokens", 7)),
+            ),
             Case(LAYER_NORMS, sp=True),
             Case(SCALED_PACKS, sp=True),
             Case(SCALED_DROPPED, keys=(("recompute", "selective"),)),

@@ -111,12 +111,14 @@ def split_loss(tp: Group, vocab: int, padded: int, sp: bool) -> list[tuple[Tenso
     labels = torch.arange(16).view(2, 8) % vocab
     mask = torch.arange(16).view(2, 8) % 3 > 0
     scale = torch.tensor(0.3, dtype=torch.float64)
-    pairs = []
+    pairs, capped = [], Objective(vocab, 0.1, 0.02, scale=0.4, cap=0.7)
     for objective, gather_logits, chunk in product(
-        (Objective(vocab), Objective(vocab, 0.1, 0.02)), (False, True), (None, 5)
+        (Objective(vocab), Objective(vocab, 0.1, 0.02), capped), (False, True), (None, 5)
     ):
         whole, rows = x.clone().requires_grad_(), table.clone().requires_grad_()
-        logits = (whole @ rows[:vocab].t()).flatten(0, 1)
+        logits = (whole @ rows[:vocab].t()).flatten(0, 1) * objective.scale
+        if objective.cap is not None:
+            logits = objective.cap * torch.tanh(logits / objective.cap)
         smoothing = objective.label_smoothing
         expected = torch.nn.functional.cross_entropy(
             logits, labels.flatten(), reduction="none", label_smoothing=smoothing

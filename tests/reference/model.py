@@ -123,6 +123,8 @@ PLAIN: Mapping[str, Any] = {
     "logit_cap": None,
     "layer_types": (),
     "sliding_rotary_base": None,
+    "rope_scaling": "llama3",
+    "query_temperature": 0.0,
 }
 
 
@@ -155,11 +157,60 @@ def make_norm(shape: ModelShape) -> nn.Module:
 
 
 def frequencies(shape: ModelShape, pairs: int) -> list[float]:
-    """Returns radians per position for each pair of dimensions.
+    """Returns radians per position for each pair of dimensions."""
+    plain = [shape.rotary_base ** (-d / pairs) for d in range(pairs)]
+    kind, factor = option(shape, "rope_scaling"), shape.rope_scaling_factor
+    if kind == "linear":
+        return [frequency / factor for frequency in plain]
+    if kind == "yarn":
+        return yarn_frequencies(shape, plain)
+    if kind == "longrope":
+        longer = shape.seq_length > shape.rope_original_length
+        divisors = shape.rope_long_factors if longer else shape.rope_short_factors
+        return [frequency / by for frequency, by in zip(plain, divisors, strict=True)]
+    assert kind == "llama3", kind
+    return llama3_frequencies(shape, pairs)
 
-    They are scaled like in Llama 3.1: wavelengths beyond original / low grow by the factor, those
-    below original / high stay, and in between the two frequencies are mixed.
+
+def yarn_frequencies(shape: ModelShape, plain: Sequence[float]) -> list[float]:
+    """Mixes plain and divided frequencies by the number of the pair (Peng et al. 2023).
+
+    The ramp begins where base^(-d / pairs) · original is 2π · beta_fast, and ends where it is
+    2π · beta_slow.
     """
+    ends = []
+    for turns in (shape.rope_beta_fast, shape.rope_beta_slow):
+        angle = 2 * math.pi * turns / shape.rope_original_length
+        ends.append(-len(plain) * math.log(angle, shape.rotary_base))
+    begin, end = ends
+    if shape.rope_truncate:
+        begin, end = math.floor(begin), math.ceil(end)
+    begin, end = max(begin, 0), min(end, 2 * len(plain) - 1)
+    if begin == end:
+        end += 0.001
+    found = []
+    for pair, frequency in enumerate(plain):
+        divided = min(max((pair - begin) / (end - begin), 0.0), 1.0)
+        mixed = divided / shape.rope_scaling_factor + (1 - divided)
+        found.append(frequency * mixed)
+    return found
+
+
+def attention_factor(shape: ModelShape) -> float:
+    """Returns by how much q and k are longer after the rotation."""
+    kind = option(shape, "rope_scaling")
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if shape.rope_attention_factor is not None:
+        return shape.rope_attention_factor
+    if kind == "yarn":
+        return 1 + math.log(shape.rope_scaling_factor) / 10
+    return (1 + math.log(shape.rope_scaling_factor, shape.rope_original_length)) ** 0.5
+
+
+def llama3_frequencies(shape: ModelShape, pairs: int) -> list[float]:
+    """Scales frequencies like in Llama 3.1: wavelengths beyond original / low grow by the factor,
+    those below original / high stay, and in between the two frequencies are mixed."""
     found = []
     for d in range(pairs):
         frequency = shape.rotary_base ** (-d / pairs)
@@ -197,6 +248,8 @@ def rotate(
     turn = torch.complex(angle.cos().to(x.dtype), angle.sin().to(x.dtype))
     if positions is not None:
         turn = torch.stack([turn[places] for places in positions]).unsqueeze(1)
+    if base is None:
+        turn = turn * attention_factor(shape)
     turned = torch.complex(turning[..., :pairs], turning[..., pairs:]) * turn
     return torch.cat([turned.real, turned.imag, passing], dim=-1)
 
@@ -258,6 +311,11 @@ class Attention(nn.Module):
             length, far = x.shape[1], self.shape.sliding_window
             passed = [[q - k >= far for k in range(length)] for q in range(length)]
             unseen = unseen | torch.tensor(passed)
+        if option(self.shape, "query_temperature"):
+            # Ministral 3: q is longer by a step with each further original length.
+            periods = packing.positions.to(q.dtype).div(self.shape.rope_original_length).floor()
+            heat = 1 + self.shape.query_temperature * torch.log(1 + periods)
+            q = q * heat[:, None, :, None]
         group = self.heads // self.kv_heads
         scale = option(self.shape, "attention_scale") or 1 / math.sqrt(self.head_dim)
         # One head after the other: query head h reads key/value head h // group.

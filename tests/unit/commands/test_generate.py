@@ -52,6 +52,20 @@ SLIDING = dataclasses.replace(
 OLMO3 = dataclasses.replace(LLAMA, layer_types=["sliding"], sliding_window=7, rotary_base=50.0)
 
 
+GEMMA = dataclasses.replace(
+    QWEN3,
+    activation="geglu",
+    norm_position="both",
+    norm_zero_centered=True,
+    embedding_scale=5.7,
+    residual_scale=0.6,
+    attention_scale=0.3,
+    logit_scale=0.7,
+    logit_cap=2.0,
+)
+OLMO2 = dataclasses.replace(OLMOE, norm_position="after")
+
+
 def decoder_of(model: ModelConfig) -> tuple[Decoder, Stage]:
     config = Config(model=model, dp=1)
     config.precision.name = "fp64"
@@ -76,8 +90,8 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize(
     "model",
-    [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3],
-    ids=["gpt", "llama", "qwen3", "olmoe", "sliding", "olmo3"],
+    [GPT, LLAMA, QWEN3, OLMOE, SLIDING, OLMO3, GEMMA, OLMO2],
+    ids=["gpt", "llama", "qwen3", "olmoe", "sliding", "olmo3", "gemma", "olmo2"],
 )
 @pytest.mark.parametrize("prompt", [1, 5, 12, 31])
 def test_cached_logits_are_those_of_the_whole_sequence_in_view(

@@ -45,6 +45,11 @@ def sentence_of(made: Config, world_size: int | None = None) -> str:
 TP = "tp=3 must divide"
 GQA = {"model.num_query_groups": 2}
 ROPE = {"model.position_embedding": "rope"}
+LONGROPE = {
+    "model.rope_scaling": "longrope",
+    "model.rope_short_factors": [1.0] * 8,
+    "model.rope_long_factors": [2.0] * 8,
+}
 
 
 # (changes, world size, what the sentence must contain: key and value, what is allowed, nearest)
@@ -302,6 +307,31 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         {"model.rope_scaling_factor": 8.0, "model.rope_low_freq_factor": 4.0} | ROPE,
         None,
         ["model.rope_low_freq_factor=4.0", "below", "nearest is model.rope_low_freq_factor=1.0"],
+    ),
+    (
+        {"model.rope_scaling": "yarn", "model.rope_beta_slow": 64.0} | ROPE,
+        None,
+        ["model.rope_beta_slow=64.0", "below model.rope_beta_fast=32.0", "rope_beta_slow=1.0"],
+    ),
+    (
+        {"model.rope_scaling": "longrope", "model.rope_short_factors": [1.0, 2.0]} | ROPE,
+        None,
+        ["model.rope_short_factors has 2 numbers", "8 pairs", "nearest is model.rope_scaling=yarn"],
+    ),
+    (
+        {"model.rope_scaling": "longrope", "model.rope_short_factors": [1.0] * 8} | ROPE,
+        None,
+        ["model.rope_long_factors has 0 numbers", "8 pairs"],
+    ),
+    (
+        LONGROPE | {"model.rope_long_factors": [1.0] * 7 + [0.0]} | ROPE,
+        None,
+        ["model.rope_long_factors has 0.0", "above 0", "nearest is 1"],
+    ),
+    (
+        LONGROPE | {"model.rope_original_length": 1} | ROPE,
+        None,
+        ["model.rope_original_length=1", "at least 2", "nearest is model.rope_original_length=2"],
     ),
     (
         {"model.max_position_embeddings": 128},

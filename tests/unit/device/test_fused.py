@@ -273,12 +273,12 @@ def losses_agree(kind: torch.dtype, objective: Objective, first: int, go: Callab
     torch.testing.assert_close(own[2], plain[2], rtol=rounding, atol=rounding)
 
 
-OBJECTIVES = [Objective(19), Objective(19, 0.1, 0.05)]
+OBJECTIVES = [Objective(19), Objective(19, 0.1, 0.05), Objective(19, 0.1, 0.05, False, 2.0, 1.5)]
 PARTS = {"whole": 0, "padded": 10, "padding alone": 20}
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=["plain", "smoothed"])
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=["plain", "smoothed", "capped"])
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_a_loss_in_whole_rows_equals_that_in_pieces(
     kind: torch.dtype, objective: Objective, part: str, monkeypatch: pytest.MonkeyPatch
@@ -291,6 +291,7 @@ def test_a_loss_in_whole_rows_equals_that_in_pieces(
     [
         pytest.param(torch.bfloat16, OBJECTIVES[0], no_kernels, id="bf16-plain"),
         pytest.param(torch.float32, OBJECTIVES[1], no_kernels, id="fp32-smoothed"),
+        pytest.param(torch.bfloat16, OBJECTIVES[2], no_kernels, id="bf16-capped"),
         pytest.param(torch.float32, OBJECTIVES[1], nullcontext, marks=OWN, id="own kernels"),
     ],
 )

@@ -102,6 +102,29 @@ EXPERTS = (
      "experts": MIXTURE | {"router_groups": 4, "router_top_groups": 2}, "moe": LOSSES},
 )  # fmt: skip
 
+# Places of norms, with scales and a cap that change no sizes.
+SCALES = {"embedding_scale": 64.0, "residual_scale": 0.5, "attention_scale": 0.1,
+          "logit_scale": 0.5, "logit_cap": 30.0}  # fmt: skip
+GEMMA = {"norm_position": "both", "norm_zero_centered": True, "activation": "geglu", **SCALES}
+DIALECTS = (
+    {"model": "qwen3_8b", "layers": 2, "dp": 2, "zero": 1, "micro_batch_size": 1,
+     "global_batch_size": 4, "recompute": "full", "dialect": GEMMA},
+    {"model": "llama_1b", "layers": 4, "tp": 2, "sp": True, "pp": 2, "dp": 1,
+     "micro_batch_size": 1, "global_batch_size": 4, "recompute": "[norm,mlp]", "dialect": GEMMA},
+    {"model": "llama_1b", "layers": 2, "tp": 2, "sp": True, "dp": 1, "micro_batch_size": 1,
+     "global_batch_size": 2, "recompute": "full", "dialect": {"norm_position": "after"}},
+    {"model": "llama3_8b", "layers": 2, "dp": 1, "cp": 2, "zero": 3, "micro_batch_size": 1,
+     "global_batch_size": 2, "recompute": "[norm,activation]",
+     "dialect": {"norm_position": "after", "qk_norm": True, "qk_norm_width": "full"}},
+    {"model": "gpt2_124m", "layers": 2, "tp": 2, "dp": 1, "micro_batch_size": 2,
+     "global_batch_size": 4, "dialect": {"norm_position": "both", "residual_scale": 0.5}},
+    {"model": "llama_1b", "layers": 2, "tp": 2, "sp": True, "dp": 2, "ep": 2, "zero": 1,
+     "micro_batch_size": 1, "global_batch_size": 4, "recompute": "full",
+     "experts": MIXTURE | SHARED, "dialect": GEMMA, "moe": {"dispatch": "all_to_all"}},
+    {"model": "llama_1b", "layers": 2, "dp": 2, "ep": 2, "micro_batch_size": 1,
+     "global_batch_size": 4, "recompute": "[norm,mlp]", "experts": MIXTURE, "dialect": GEMMA},
+)  # fmt: skip
+
 # Percent by which the plan's memory may be below and above the dry run's, and its launches off. Its
 # formulas are for FSDP2 of torch 2.13. FSDP2 of 2.15 launches up to 16 more copies per step; that
 # of 2.11 keeps more in one layout.
@@ -114,6 +137,7 @@ OFF = {(2, 13): ("3", "12", "0"), (2, 15): ("3", "12", "2.5"), (2, 11): ("14", "
     [
         pytest.param(PLAYED, id="played"),
         pytest.param(EXPERTS, id="experts"),
+        pytest.param(DIALECTS, id="dialects"),
         pytest.param(FURTHER, id="more", marks=pytest.mark.more),
     ],
 )

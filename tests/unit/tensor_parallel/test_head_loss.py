@@ -24,7 +24,13 @@ def leaf(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize("objective", [Objective(11), Objective(11, 0.2), Objective(11, 0.1, 0.05)])
+@pytest.mark.parametrize(
+    "objective",
+    [
+        *(Objective(11), Objective(11, 0.2), Objective(11, 0.1, 0.05)),
+        *(Objective(11, 0.1, 0.05, scale=0.3), Objective(11, 0.1, 0.05, scale=2.0, cap=1.5)),
+    ],
+)
 def test_gradients_are_finite_differences(objective: Objective, chunk: int | None) -> None:
     head = HeadLoss(objective, chunk_tokens=chunk)
     labels = torch.tensor([[0, 4, 10], [3, 1, 4]])
@@ -61,9 +67,9 @@ def test_huge_logits_give_finite_losses() -> None:
 def test_held_out_losses_are_plain_cross_entropies() -> None:
     x, table, labels = leaf(2, 3, 5), leaf(16, 5), torch.tensor([[0, 4, 10], [3, 1, 4]])
     mask = torch.tensor([[True, False, True], [True, True, True]])
-    head = HeadLoss(Objective(11, 0.3, 0.2), chunk_tokens=4)
+    head = HeadLoss(Objective(11, 0.3, 0.2, scale=2.0, cap=1.5), chunk_tokens=4)
     found = head.evaluate(x, table, labels, mask)
-    logits = (x @ table[:11].t()).flatten(0, 1)
+    logits = 1.5 * torch.tanh((x @ table[:11].t()).flatten(0, 1) * 2 / 1.5)
     expected = F.cross_entropy(logits, labels.flatten(), reduction="none")[mask.flatten()].sum()
     torch.testing.assert_close(found, expected.detach())
     assert not found.requires_grad

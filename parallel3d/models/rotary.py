@@ -1,0 +1,102 @@
+"""Tables of rotary positions (RoPE, Su et al. 2021), scaled to longer sequences in four ways."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from parallel3d.config.schema import ModelConfig
+from parallel3d.models.dialect import LLAMA3, LONGROPE, YARN, Rope
+from parallel3d.models.ops import Rotary
+
+
+def rotary_tables(
+    model: ModelConfig, rope: Rope, dtype: torch.dtype, device: torch.device
+) -> Rotary:
+    """Returns cos and sin of position · frequency: (seq_length, 1, r/2) each, fp32 or better.
+
+    The frequency of pair d is base^(-2d/r), scaled if the model scales that of this kind of layer.
+    """
+    frequency, factor = frequencies(model, rope)
+    # fp32 is too coarse for the angles of late positions.
+    angle = torch.outer(torch.arange(model.seq_length, dtype=torch.float64), frequency)
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    cos, sin = angle.cos() * factor, angle.sin() * factor
+    return cos.unsqueeze(1).to(device, kind), sin.unsqueeze(1).to(device, kind)
+
+
+def frequencies(model: ModelConfig, rope: Rope) -> tuple[Tensor, float]:
+    """Returns the angle from one position to the next of each pair, (r/2,) in fp64, and the factor
+    of cos and sin."""
+    rotated = model.rotary_pairs * 2
+    exponent = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
+    plain = rope.base**-exponent
+    if not rope.is_scaled:
+        return plain, 1.0
+    if model.rope_scaling == LONGROPE:
+        return _longrope(plain, model), _attention_factor(model)
+    if model.rope_scaling == YARN:
+        return _yarn(plain, rope.base, model), _attention_factor(model)
+    if model.rope_scaling_factor == 1:
+        return plain, 1.0
+    if model.rope_scaling == LLAMA3:
+        return _llama3(plain, model), 1.0
+    return plain / model.rope_scaling_factor, 1.0
+
+
+def _llama3(frequency: Tensor, model: ModelConfig) -> Tensor:
+    """Scales frequencies as Llama 3.1's reference_impl, `apply_scaling`.
+
+    A pair that turns less than `rope_low_freq_factor` times in `rope_original_length` tokens turns
+    `rope_scaling_factor` times slower, and a pair that turns more than `rope_high_freq_factor`
+    times is unchanged. In between, the factor is linear in the number of turns.
+    """
+    turns = frequency * model.rope_original_length / (2 * math.pi)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / model.rope_scaling_factor)
+
+
+def _yarn(frequency: Tensor, base: float, model: ModelConfig) -> Tensor:
+    """Scales frequencies as YaRN (Peng et al. 2023, arXiv:2309.00071, §3.2).
+
+    A pair that turns more than `rope_beta_fast` times in `rope_original_length` tokens is
+    unchanged, a pair that turns less than `rope_beta_slow` times turns `rope_scaling_factor` times
+    slower. In between, the share of each is linear in the number of the pair.
+    """
+    pairs = len(frequency)
+
+    def pair_of(turns: float) -> float:
+        ratio = model.rope_original_length / (turns * 2 * math.pi)
+        return pairs * math.log(ratio) / math.log(base)
+
+    first, last = pair_of(model.rope_beta_fast), pair_of(model.rope_beta_slow)
+    if model.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # transformers bounds them by the rotated dimensions, not by the pairs.
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = last - first or 1e-3
+    slowed = ((torch.arange(pairs, dtype=torch.float64) - first) / width).clamp(0, 1)
+    return frequency * (1 - slowed) + frequency / model.rope_scaling_factor * slowed
+
+
+def _longrope(frequency: Tensor, model: ModelConfig) -> Tensor:
+    """Divides each frequency by its factor for this length (Ding et al. 2024, arXiv:2402.13753).
+
+    The choice is the configuration's: with each batch's own length it would change the model.
+    """
+    is_long = model.seq_length > model.rope_original_length
+    factors = model.rope_long_factors if is_long else model.rope_short_factors
+    return frequency / torch.tensor(factors, dtype=torch.float64)
+
+
+def _attention_factor(model: ModelConfig) -> float:
+    """Returns the factor of cos and sin, by which scores of scaled positions grow squared."""
+    if model.rope_attention_factor is not None:
+        return model.rope_attention_factor
+    log = math.log(model.rope_scaling_factor)
+    if model.rope_scaling == YARN:
+        return 0.1 * log + 1.0
+    return math.sqrt(1.0 + log / math.log(model.rope_original_length))

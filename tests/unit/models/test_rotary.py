@@ -1,0 +1,98 @@
+"""Compares the tables of RoPE's kinds with transformers' frequencies and with the formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from parallel3d.config.schema import ModelConfig
+from parallel3d.models.dialect import Rope
+from parallel3d.models.rotary import frequencies, rotary_tables
+
+PAIRS = 12
+PLAIN = ModelConfig(
+    hidden_size=128,
+    num_attention_heads=4,
+    rotary_percent=0.75,
+    position_embedding="rope",
+    rotary_base=10000.0,
+    seq_length=40,
+    rope_original_length=32,
+)
+SHORT = [1.0 + 0.1 * i for i in range(PAIRS)]
+LONG = [2.0 + 0.5 * i for i in range(PAIRS)]
+LISTS = {"rope_short_factors": SHORT, "rope_long_factors": LONG}
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (
+        {"rope_scaling": "linear", "rope_scaling_factor": 8.0},
+        {"rope_type": "linear", "factor": 8.0},
+    ),
+    (
+        {"rope_scaling": "llama3", "rope_scaling_factor": 8.0, "rope_original_length": 4096},
+        {
+            **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+            **{"high_freq_factor": 4.0, "original_max_position_embeddings": 4096},
+        },
+    ),
+    (
+        {"rope_scaling": "yarn", "rope_scaling_factor": 16.0, "rope_original_length": 4096},
+        {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096},
+    ),
+    (
+        {
+            **{"rope_scaling": "yarn", "rope_scaling_factor": 32.0, "rope_original_length": 4096},
+            **{"rope_beta_fast": 20.0, "rope_beta_slow": 2.0, "rope_truncate": False},
+            "rope_attention_factor": 1.7,
+        },
+        {
+            **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+            **{"beta_fast": 20.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.7},
+        },
+    ),
+    *(
+        (
+            {"rope_scaling": "longrope", "rope_scaling_factor": 4.0, "seq_length": length, **LISTS},
+            {
+                **{"rope_type": "longrope", "factor": 4.0, "short_factor": SHORT},
+                **{"long_factor": LONG, "original_max_position_embeddings": 32},
+            },
+        )
+        for length in (32, 33)
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "theirs"), CASES)
+def test_frequencies_are_those_of_transformers(
+    keys: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    model = replace(PLAIN, **keys)
+    config = LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=4,
+        max_position_embeddings=4 * model.rope_original_length,
+        rope_parameters={**theirs, "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    )
+    compute = ROPE_INIT_FUNCTIONS[theirs["rope_type"]]
+    expected, factor = compute(config, torch.device("cpu"), seq_len=model.seq_length)
+    found, ours = frequencies(model, Rope(10000.0, is_scaled=True))
+    torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=0.0)
+    assert ours == pytest.approx(factor, rel=1e-12)
+    cos, sin = rotary_tables(model, Rope(10000.0, True), torch.float64, torch.device("cpu"))
+    angle = torch.arange(model.seq_length).double()[:, None] * found
+    torch.testing.assert_close(cos.squeeze(1), ours * angle.cos())
+    torch.testing.assert_close(sin.squeeze(1), ours * angle.sin())
+
+
+def test_layers_that_are_not_scaled_have_plain_frequencies_of_their_base() -> None:
+    model = replace(PLAIN, rope_scaling="yarn", rope_scaling_factor=16.0)
+    found, factor = frequencies(model, Rope(500.0, is_scaled=False))
+    assert factor == 1.0
+    assert found.tolist() == pytest.approx([500.0 ** (-d / PAIRS) for d in range(PAIRS)])
