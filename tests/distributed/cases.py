@@ -161,7 +161,8 @@ class Case:
         """Returns the configuration of this case under `layout`."""
         problem = self.problem
         sizes = {**TINY_SIZES, "num_layers": problem.layers, **dict(problem.model)}
-        for name in ("dense_layers", "layer_types"):
+        lists = "dense_layers", "layer_types", "rope_short_factors", "rope_long_factors"
+        for name in lists:
             sizes[name] = list(sizes.get(name, ()))
         microbatches = self.microbatches or (3 if layout.pp > 1 else 2)
         config = Config(
