@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from torch import Tensor
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
 import transformers
 
+from parallel3d.checkpoint.hf.folder import read_hf_config, tensors_of
+from parallel3d.commands.checkpoint import huggingface
 from parallel3d.commands.generate import state_of
+from parallel3d.config.schema import ModelConfig
 from parallel3d.models.transformer import Stage
+from parallel3d.parameters.state import spec_of
 
 SIZES = {
     "vocab_size": 61,
@@ -71,6 +76,120 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 
+_LAYERS = {"num_hidden_layers": 8, "sliding_window": 7}  # two periods of four layers
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.25, 1.5],
+    "long_factor": [1.0, 2.0, 4.0],
+}
+_GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, **GROUPED}
+# Small models of dense families, with at least two periods of their layers: model_type first.
+DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 12, **GROUPED}),
+    "mistral_window": ("mistral", {"sliding_window": 7, **GROUPED}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 12,
+            "rope_parameters": {
+                **{"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, **_YARN},
+                "llama_4_scaling_beta": 0.3,
+            },
+            **GROUPED,
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 8, **GROUPED}),
+    "smollm3_window": ("smollm3", {"use_sliding_window": True, **_LAYERS, **GROUPED}),
+    "phi3_window": ("phi3", {"sliding_window": 7, **GROUPED}),
+    "phi3_longrope": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75, **_LONGROPE},
+            "original_max_position_embeddings": 8,
+            **GROUPED,
+        },
+    ),
+    "phi3_short": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75, **_LONGROPE}
+            | {"factor": 4.0},
+            "original_max_position_embeddings": 64,
+            **GROUPED,
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.25,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+            **GROUPED,
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 16, **GROUPED}),
+    "seed_oss": (
+        "seed_oss",
+        {"head_dim": 12, "attention_out_bias": True, **GROUPED}
+        | {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    ),
+    "olmo2": ("olmo2", GROUPED),
+    "olmo3": ("olmo3", {"rope_theta": 3e5, "rope_scaling": _YARN, **_LAYERS, **GROUPED}),
+    "exaone4": (
+        "exaone4",
+        {"rope_parameters": {"rope_theta": 1e4, **_LLAMA3}, **_LAYERS, **GROUPED},
+    ),
+    "exaone4_full": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, **GROUPED},
+    ),
+    "gemma2": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": 3.0, **_GEMMA, **_LAYERS},
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 12,
+            "sliding_window": 7,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            **_GEMMA,
+        },
+    ),
+    "llama_yarn_geglu": (
+        "llama",
+        {
+            "hidden_act": "gelu_pytorch_tanh",
+            "rope_parameters": {"rope_theta": 1e4, "truncate": False, **_YARN},
+            **GROUPED,
+        },
+    ),
+    "qwen2_window": (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": 1, **_LAYERS, **GROUPED},
+    ),
+    "qwen3_types": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "head_dim": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 4,
+            **_LAYERS,
+            **GROUPED,
+        },
+    ),
+    "dots1_window": ("dots1", _DEEPSEEK | _LAYERS | {"max_window_layers": 4}),
+}
+
 
 def save_model(folder: Path, kind: str, **config: Any) -> torch.nn.Module:
     """Saves a model of that kind, with `config` over `SIZES`; every tensor is random, also norms
@@ -86,6 +205,50 @@ def save_model(folder: Path, kind: str, **config: Any) -> torch.nn.Module:
                 buffer.add_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return model
+
+
+def logits_of(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
+    """Returns logits with gradients, unlike `our_logits` of the import."""
+    assert stage.embedding is not None and stage.head is not None
+    x = stage.embedding(tokens)
+    for block in stage.layers.values():
+        x = block(x, stage.rotary)
+    return stage.head.logits(x)[..., : model.vocab_size]
+
+
+def compare_gradients(stage: Stage, theirs: torch.nn.Module, folder: Path) -> set[str]:
+    """Compares the gradients of two models tensor by tensor; returns the names of ours.
+
+    Theirs are saved like weights in `folder`, and read by our names.
+    """
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.grad)
+    theirs.save_pretrained(folder)
+    _, expected = read(folder)
+    compared = set()
+    for parameter in stage.parameters():
+        assert parameter.grad is not None
+        for piece in spec_of(parameter).shards:
+            mine, other = piece.of_local(parameter.grad), piece.of_full(expected[piece.name])
+            worst = float((mine - other).abs().max())
+            assert worst <= 1e-4 * float(other.abs().max()), piece.name
+            compared.add(piece.name)
+    return compared
+
+
+def read(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Returns our model of a Hugging Face folder, and its tensors."""
+    found = read_hf_config(folder)
+    model = replace(ModelConfig(), **found.keys)
+    return model, dict(tensors_of(folder, model, found.kind, mtp=found.mtp))
+
+
+def filled(model: ModelConfig, weights: Mapping[str, Tensor]) -> Stage:
+    """Returns the whole model on one rank with these weights."""
+    stage = huggingface.blank_model(model)
+    fill(stage, weights)
+    return stage
 
 
 def fill(stage: Stage, weights: Mapping[str, Tensor]) -> None:

@@ -332,7 +332,8 @@ def _read_hugging_face(
 
     chunks_of = {name.partition("/")[2]: tensor.chunks for name, tensor in state.items()}
     with _as_init_from():
-        tensors = tensors_of(folder, model, hf.kind, wanted=chunks_of.keys(), mtp=hf.mtp)
+        wanted = chunks_of.keys()
+        tensors = tensors_of(folder, model, hf.kind, wanted=wanted, mtp=hf.mtp, wrapped=hf.wrapped)
         for name, full in tensors:
             for chunk, values in chunks_of[name]:
                 values.copy_(chunk.of(full))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 
@@ -32,7 +33,7 @@ from parallel3d.loop.weights import save_weights
 from parallel3d.metrics.peak import peak_memory
 from parallel3d.metrics.recorder import Recorder
 from parallel3d.optim.checks import check_schedule_of_rate
-from parallel3d.run.directory import KEPT_FILE, status
+from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER, status
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import Trainer
 
@@ -134,6 +135,7 @@ def take_initial_weights(
         return {}
     if worker.rank == 0:
         (worker.run_dir / KEPT_FILE).unlink(missing_ok=True)  # left by a start that saved nothing
+        shutil.rmtree(worker.run_dir / KEPT_FOLDER, ignore_errors=True)
     if config.init_from is None:
         return {}
     worker.phase = "reading the initial weights"

@@ -51,6 +51,7 @@ from parallel3d.metrics.starts import STARTS, starts_of
 # one that runs.
 
 KEPT_FILE = "huggingface.json"  # facts kept by an import for an export
+KEPT_FOLDER = "huggingface"  # what else an import keeps of a vision model
 CONFIG_FILE = "config.yaml"
 CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
 # Raised on reading a file that is not a configuration: torn, empty, or of another kind.

@@ -327,7 +327,8 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         hint = nearest_hint(str(kind), FAMILIES)
         raise UserError(
             f"config.json has model_type={show(kind)}: it must be one of "
-            f"{', '.join(FAMILIES)}{hint}"
+            f"{', '.join(FAMILIES)}, or gemma3, mistral3 or llava with one of these as text_config"
+            f"{hint}"
         )
     family = FAMILIES[kind]
     keys = Keys(config, aliases=family.aliases)

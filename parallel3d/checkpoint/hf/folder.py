@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from math import prod
@@ -33,7 +34,23 @@ from parallel3d.checkpoint.hf.config import (
 )
 from parallel3d.checkpoint.hf.experts import mtp_layers, notices_of
 from parallel3d.checkpoint.hf.families import FAMILIES
-from parallel3d.checkpoint.hf.names import EMBEDDINGS, HEAD, HFTensor, hf_tensors
+from parallel3d.checkpoint.hf.names import (
+    EMBEDDINGS,
+    HEAD,
+    HFTensor,
+    hf_tensors,
+    is_of_text,
+    spellings,
+)
+from parallel3d.checkpoint.hf.wrappers import (
+    OTHERS,
+    WRAPPERS,
+    extents_of,
+    keep_others,
+    kept_files,
+    text_part,
+    whole_config,
+)
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.data.tokenizer import CONFIG, GENERATION, read_json
@@ -53,7 +70,6 @@ DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
 LARGEST_HEADER = 16 << 20
 EXPERT = ".experts."
 LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")
-BASE_PREFIX = re.compile(r"^(model|transformer)\.")
 
 Read = Callable[[Iterable[str]], dict[str, Tensor]]
 
@@ -69,6 +85,7 @@ def export_hf(
     ends: Callable[[Any], Any] | None = None,
     kept: Mapping[str, Any] | None = None,
     beside: Mapping[str, bytes] | None = None,
+    others: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
     """Writes `model` as a folder that transformers' `from_pretrained` opens. Returns its files.
@@ -84,6 +101,7 @@ def export_hf(
             which a generation stops.
         kept: `kept_keys` of the config.json that the model was imported from.
         beside: more files, by name, such as a tokenizer's; they override ours.
+        others: what `keep_rest` wrote, where the model is the text part of a vision model.
 
     Raises:
         UserError: a model that no format can express, a weight that is not finite in `dtype`, a
@@ -92,20 +110,32 @@ def export_hf(
     like = (kept or {}).get(TYPE)
     tensors = hf_tensors(model, hf_kind(model, like))
     begin = end_of_text if begin_of_text is None else begin_of_text
-    texts = _configs(model, dtype, end_of_text, begin, kept or {}, ends) | dict(beside or {})
+    texts = _configs(model, dtype, end_of_text, begin, kept or {}, ends, others)
+    texts |= {} if others is None else kept_files(others)
+    texts |= dict(beside or {})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"to={folder} exists and is not an empty folder: choose another")
-    shards = _shards(tensors, dtype, shard_bytes)
+    rest = {} if others is None else extents_of(others / OTHERS)
+    names = {t.name: t.name for t in tensors}
+    if others is not None:
+        layout = int(any(name.startswith("model.") for name in rest))
+        names = {name: spellings(name, wrapped=True)[layout] for name in names}
+    shards = _shards(tensors, dtype, shard_bytes, extra=others is not None)
     try:
         with new_folder(folder) as partial:
             files: dict[str, str] = {}
             for name, members in shards.items():
                 parts = read([part for tensor in members for part in tensor.parts])
-                content = {t.name: _written(t, parts, dtype) for t in members}
+                content = {names[t.name]: _written(t, parts, dtype) for t in members}
                 save_file(content, partial / name, metadata={"format": "pt"})
                 files |= dict.fromkeys(content, name)
-            if len(shards) > 1:
-                size = sum(prod(t.shape) * _dtype(t, dtype).itemsize for t in tensors)
+            size = sum(prod(t.shape) * _dtype(t, dtype).itemsize for t in tensors)
+            if others is not None:
+                last = _shard_name(len(shards) + 1, len(shards) + 1)
+                shutil.copyfile(others / OTHERS, partial / last)
+                files |= dict.fromkeys(rest, last)
+                size += sum(extent.end - extent.begin for extent in rest.values())
+            if len({*files.values()}) > 1:
                 texts[INDEX] = _json({"metadata": {"total_size": size}, "weight_map": files})
             for name, text in texts.items():
                 (partial / name).parent.mkdir(exist_ok=True)
@@ -122,8 +152,17 @@ def _dtype(tensor: HFTensor, dtype: str) -> torch.dtype:
     return torch.promote_types(narrow, torch.float32) if tensor.wide else narrow
 
 
-def _shards(tensors: list[HFTensor], dtype: str, shard_bytes: int) -> dict[str, list[HFTensor]]:
-    """Returns file name → tensors, in order; only a single tensor may exceed `shard_bytes`."""
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _shards(
+    tensors: list[HFTensor], dtype: str, shard_bytes: int, *, extra: bool = False
+) -> dict[str, list[HFTensor]]:
+    """Returns file name → tensors, in order; only a single tensor may exceed `shard_bytes`.
+
+    `extra`: one more file follows.
+    """
     groups: list[list[HFTensor]] = [[]]
     held = 0
     for tensor in tensors:
@@ -133,10 +172,10 @@ def _shards(tensors: list[HFTensor], dtype: str, shard_bytes: int) -> dict[str, 
             held = 0
         groups[-1].append(tensor)
         held += size
-    if len(groups) == 1:
+    count = len(groups) + extra
+    if count == 1:
         return {WEIGHTS: groups[0]}
-    count = len(groups)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, 1)}
+    return {_shard_name(number, count): group for number, group in enumerate(groups, 1)}
 
 
 def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
@@ -177,6 +216,7 @@ class HFFolder:
         kept: see `kept_keys`.
         mtp: layers of multi-token prediction, which may lie there behind the model's own.
         notices: sentences on what an import leaves out.
+        wrapped: the model is the text part of a vision model.
     """
 
     kind: str
@@ -185,6 +225,7 @@ class HFFolder:
     kept: dict[str, Any]
     mtp: int = 0
     notices: tuple[str, ...] = ()
+    wrapped: bool = False
 
 
 def read_hf_config(folder: Path) -> HFFolder:
@@ -196,6 +237,8 @@ def read_hf_config(folder: Path) -> HFFolder:
             "save_pretrained"
         )
     try:
+        wrapped = config.get(TYPE) in WRAPPERS
+        config = text_part(config) if wrapped else config
         kind, keys = from_hf(config)
         model = ModelConfig(**keys)
         check_fields(dataclasses.replace(Config(), model=model))
@@ -208,29 +251,46 @@ def read_hf_config(folder: Path) -> HFFolder:
         raise UserError(  # a size that is not a number, or 0
             f"from={folder}: {CONFIG} has values that make no sense ({plain(str(error))})"
         ) from None
-    untied = keys["tie_embeddings"] and _has_own_head(folder, kind)
+    if wrapped:
+        notices += (
+            "the folder is of a vision model: its text model is trained, and an export writes the "
+            "other tensors back unchanged",
+        )
+    untied = keys["tie_embeddings"] and _has_own_head(folder, kind, wrapped)
     if untied:
         keys["tie_embeddings"] = False
-    return HFFolder(kind, keys, untied, kept, mtp, notices)
+    return HFFolder(kind, keys, untied, kept, mtp, notices, wrapped)
 
 
-def _has_own_head(folder: Path, kind: str) -> bool:
+def _has_own_head(folder: Path, kind: str, wrapped: bool) -> bool:
     """Returns whether the files' head differs from the embedding, compared like in transformers."""
     with ExitStack() as stack:
         where = _tensors(folder, stack)
-        name = EMBEDDINGS[kind]
-        embedding = next((k for k in (name, BASE_PREFIX.sub("", name)) if k in where), None)
-        if HEAD not in where or embedding is None:
+        names = spellings(EMBEDDINGS[kind], wrapped=wrapped)
+        embedding = next((k for k in names if k in where), None)
+        head = next((k for k in spellings(HEAD, wrapped=wrapped) if k in where), None)
+        if head is None or embedding is None:
             return False
-        keys = (HEAD, embedding)
+        keys = (head, embedding)
         shapes = [tuple(where[key].get_slice(key).get_shape()) for key in keys]
         if shapes[0] != shapes[1] or len(shapes[0]) != 2:
             raise UserError(
-                f"from={folder}: {HEAD} has shape {shapes[0]}, but {embedding}, to which "
+                f"from={folder}: {head} has shape {shapes[0]}, but {embedding}, to which "
                 f"config.json ties it, has {shapes[1]}"
             )
-        head, table = (where[key].get_tensor(key) for key in keys)
-        return not bool((head == table).all())
+        weights, table = (where[key].get_tensor(key) for key in keys)
+        return not bool((weights == table).all())
+
+
+def keep_rest(folder: Path, source: HFFolder, to: Path) -> None:
+    """Writes all of a vision model's folder but its text model into the new folder `to`; see
+    `keep_others`. Raises OSError."""
+    if not source.wrapped:
+        return
+    with ExitStack() as stack:
+        names = [key for key in _tensors(folder, stack) if not is_of_text(key)]
+    with new_folder(to) as partial:
+        keep_others(folder, _files(folder), names, partial)
 
 
 def tensors_of(
@@ -241,6 +301,7 @@ def tensors_of(
     dtype: torch.dtype | None = None,
     wanted: Set[str] | None = None,
     mtp: int = 0,
+    wrapped: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields our tensors one by one, (name, full tensor).
 
@@ -248,6 +309,7 @@ def tensors_of(
         dtype: dtype of the tensors; None: the files' dtype.
         wanted: names of our tensors; None: all.
         mtp: layers of multi-token prediction that may lie there too, and are left out.
+        wrapped: the model is the text part of a vision model; other tensors are left out.
 
     Raises:
         UserError: before the first tensor, no safetensors, or a tensor that is missing, of another
@@ -258,7 +320,8 @@ def tensors_of(
         check_layers(model, len(where), f"from={folder}: {CONFIG}")
         tensors = hf_tensors(model, kind)
         left_out = range(model.num_layers, model.num_layers + mtp)
-        keys = _match(folder, tensors, where, kind, left_out, tied=model.tie_embeddings)
+        tied = model.tie_embeddings
+        keys = _match(folder, tensors, where, kind, left_out, tied=tied, wrapped=wrapped)
         for tensor in tensors:
             if wanted is not None and not wanted & {*tensor.parts}:
                 continue
@@ -359,16 +422,17 @@ def _match(
     left_out: range,
     *,
     tied: bool,
+    wrapped: bool,
 ) -> dict[str, str]:
     """Returns transformers' name → key in the files, perhaps without prefix or tied embedding.
 
     Tensors of the layers `left_out` are not the model's.
     """
     keys = {}
+    heads = spellings(HEAD, wrapped=wrapped)
     for tensor in tensors:
-        # Keys of a bare `LlamaModel` or `GPT2Model`, such as the first GPT-2, have no prefix.
-        names = [tensor.name, BASE_PREFIX.sub("", tensor.name)]
-        names += [HEAD] if tied and tensor.name == EMBEDDINGS[kind] else []
+        names = spellings(tensor.name, wrapped=wrapped)
+        names += heads if tied and tensor.name == EMBEDDINGS[kind] else []
         key = next((k for k in names if k in where), None)
         if key is None:
             raise UserError(f"from={folder}: there is no tensor {tensor.name}")
@@ -385,12 +449,13 @@ def _match(
             )
         keys[tensor.name] = key
     _check_prefixes(folder, keys)
-    known = set(keys.values()) | ({HEAD} if tied else set())
+    known = set(keys.values()) | ({*heads} if tied else set())
     unknown = [
         k
         for k in where
         if k not in known
         and not NO_WEIGHTS.search(k)
+        and (is_of_text(k) or not wrapped)
         and not ((layer := LAYER.match(k)) and int(layer[1]) in left_out)
     ]
     if unknown:
@@ -420,6 +485,7 @@ def _configs(
     begin: int | None,
     kept: Mapping[str, Any],
     ends: Callable[[Any], Any] | None,
+    others: Path | None,
 ) -> dict[str, bytes]:
     config = to_hf(model, dtype, kept.get(TYPE))
     tokens = {} if end is None else {"bos_token_id": begin, "eos_token_id": end}
@@ -429,7 +495,10 @@ def _configs(
     if model.position_embedding == "rope" and POSITIONS in kept:
         config[POSITIONS] = max(model.seq_length, kept[POSITIONS])
     generation = {GENERATION: _json(tokens)} if tokens else {}
-    return {CONFIG: _json(config | tokens)} | generation
+    content = config | tokens
+    if others is not None:
+        content = whole_config(others, content, tokens.get(EOS))
+    return {CONFIG: _json(content)} | generation
 
 
 def _json(content: dict[str, Any]) -> bytes:

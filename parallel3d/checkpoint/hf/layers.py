@@ -129,10 +129,11 @@ def _usual(
         return [layer < last and layer % 2 == 0 for layer in every]
     if windows.rule == "period":
         period = windows.period
+        if windows.nope and size is None:
+            keys.take(windows.period_key, period)  # transformers writes 0
+            return [False] * layers
         if windows.period_key:
             period = _read_period(keys, windows.period_key, period)
-        if windows.nope and size is None:
-            return [False] * layers
         return [(layer + 1) % period != 0 for layer in every]
     if windows.rule == "unrotated":
         return [size is not None and not has_positions for has_positions in rotated]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,6 +46,10 @@ _GPT2 = (
     },
     {"transformer.ln_f": "final_norm"},
 )
+# Prefixes of a text model's tensors in a folder of a vision model, old and new.
+TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
+TEXT_HEADS = (f"language_model.{HEAD}", HEAD)
+BASE_PREFIX = re.compile(r"^(model|transformer)\.")
 TURNED = ("attention.q", "attention.k")  # modules whose rows RoPE turns
 
 
@@ -98,6 +103,24 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
         shape = (model.vocab_size, model.hidden_size)
         tensors.append(HFTensor(HEAD, ("head.weight",), shape[:1], shape))
     return tensors
+
+
+def spellings(name: str, *, wrapped: bool = False) -> list[str]:
+    """Returns the names that a tensor may have in a folder.
+
+    Keys of a bare `LlamaModel` or `GPT2Model`, such as the first GPT-2, have no prefix. `wrapped`:
+    the model is the text part of a vision model, which has either layout of names.
+    """
+    if not wrapped:
+        return [name, BASE_PREFIX.sub("", name)]
+    if name == HEAD:
+        return list(TEXT_HEADS)
+    return [prefix + name.removeprefix("model.") for prefix in TEXT_PREFIXES]
+
+
+def is_of_text(key: str) -> bool:
+    """Returns whether a tensor of a vision model's folder is its text model's."""
+    return key.startswith(TEXT_PREFIXES) or key in TEXT_HEADS
 
 
 def _modules(family: Family) -> dict[str, str]:

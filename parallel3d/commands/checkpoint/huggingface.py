@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +17,14 @@ from torch import Tensor
 
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.checkpoint.hf.config import TOKENS, kept_keys
-from parallel3d.checkpoint.hf.folder import check_layers, export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.hf.folder import (
+    HFFolder,
+    check_layers,
+    export_hf,
+    keep_rest,
+    read_hf_config,
+    tensors_of,
+)
 from parallel3d.checkpoint.manifest import CHECKPOINTS, KINDS, Manifest, read_manifest, step_folder
 from parallel3d.checkpoint.storage import TensorChunks, read_state, stored_shapes
 from parallel3d.comm.group import SINGLE
@@ -44,12 +52,12 @@ from parallel3d.data.tokenizer import (
 )
 from parallel3d.device.precision import COMPUTE, master_dtype
 from parallel3d.errors import UserError, print_line
-from parallel3d.files import plain, read_bounded, write_durably
+from parallel3d.files import new_folder, plain, read_bounded, write_durably
 from parallel3d.host.quotas import available_memory
 from parallel3d.models.layers import BuildContext
 from parallel3d.models.transformer import Blank, Stage
 from parallel3d.parameters.slices import STATE
-from parallel3d.run.directory import KEPT_FILE
+from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER
 from parallel3d.versions import TRIED, newer, parts
 
 BYTES = "its tokens are bytes, and token 256 ends a text"
@@ -88,13 +96,18 @@ def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 def keep_keys(source: Source, data: DataConfig, vocab_size: int, run_dir: Path) -> None:
     """Writes the `kept_keys` of the source that a run has begun from (`init_from`); on rank 0."""
-    there = source.folder.absolute().parents[1] / KEPT_FILE
+    old = source.folder.absolute().parents[1]
+    there = old / KEPT_FILE
     if source.hf is not None:
         own = data.tokenizer in (None, source.tokenizer)
         tokenizer = tokenizer_to_import(source.folder, data.tokenizer, vocab_size)
         write_kept(run_dir, source.hf.kept, tokenizer, own=own)
+        keep_rest(source.folder, source.hf, run_dir / KEPT_FOLDER)
     elif there.is_file():
         write_durably(run_dir / KEPT_FILE, read_bounded(there, LARGEST_KEPT))
+        if (old / KEPT_FOLDER).is_dir():
+            with new_folder(run_dir / KEPT_FOLDER) as partial:
+                shutil.copytree(old / KEPT_FOLDER, partial, dirs_exist_ok=True)
 
 
 def _read_kept(run_dir: Path) -> dict[str, Any]:
@@ -184,7 +197,7 @@ def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
     return stage.head.logits(x)[..., : model.vocab_size]
 
 
-def their_logits(folder: Path, tokens: Tensor) -> Tensor:
+def their_logits(folder: Path, tokens: Tensor, *, wrapped: bool = False) -> Tensor:
     """Returns (b, s, vocab_size) of transformers' model. Raises UserError if it has none."""
     import transformers
 
@@ -193,7 +206,10 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(
+            auto = transformers.AutoModelForCausalLM
+            if wrapped:  # the text part of a vision model
+                auto = transformers.AutoModelForImageTextToText
+            theirs = auto.from_pretrained(
                 folder,
                 dtype=torch.float32,
                 attn_implementation="eager",
@@ -266,6 +282,7 @@ def export_run(
         about = NO_TOKENIZER if tokenizer is None else BYTES
         if isinstance(tokenizer, FileTokenizer):
             about = f"its tokenizer is {tokenizer.name}"
+        others = runs_dir / run / KEPT_FOLDER
         shapes, states, wide = full_shapes_of(model), states_of(model), COMPUTE[own]
 
         def read(names: Iterable[str]) -> dict[str, Tensor]:
@@ -287,6 +304,7 @@ def export_run(
             kept=read_kept(runs_dir / run, tokenizer),
             ends=tokenizer.all_ends if isinstance(tokenizer, FileTokenizer) else None,
             beside=_beside(tokenizer),
+            others=others if others.is_dir() else None,
         )
     if isinstance(tokenizer, FileTokenizer):
         unlike = unlike_theirs(tokenizer, to)
@@ -326,17 +344,20 @@ def import_run(
         raise UserError(f"prove=true: {unproven}")
     tokenizer = tokenizer_to_import(folder, config.data.tokenizer, config.model.vocab_size)
     dtype = master_dtype(config.precision)
-    tensors = tensors_of(folder, config.model, source.kind, dtype=dtype, mtp=source.mtp)
+    tensors = tensors_of(
+        folder, config.model, source.kind, dtype=dtype, mtp=source.mtp, wrapped=source.wrapped
+    )
     first = next(tensors)  # every name, shape and type has been checked
     with new_run(config) as run_dir:
         if isinstance(tokenizer, FileTokenizer):
             roles = Roles(tuple(tokenizer.prefix), tuple(sorted(tokenizer.ends)))
             tokenizer.save(run_dir / FOLDER, roles)
         write_kept(run_dir, source.kept, tokenizer, own=config.data.tokenizer is None)
+        keep_rest(folder, source, run_dir / KEPT_FOLDER)
         save_first(config, run_dir, chain([first], tensors))
         proof = f"not proven: {unproven}"
         if not unproven:
-            proof = _prove(folder, config.model, dtype, run_dir)
+            proof = _prove(folder, source, config.model, dtype, run_dir)
     print_line(f"run={run} begins with {parameter_count(config.model):,} parameters of {folder}")
     for sentence in (*([UNTIED] if source.untied else []), *source.notices):
         print_line(sentence)
@@ -352,11 +373,13 @@ def import_run(
     return 0
 
 
-def _prove(folder: Path, model: ModelConfig, dtype: torch.dtype, run_dir: Path) -> str:
+def _prove(
+    folder: Path, source: HFFolder, model: ModelConfig, dtype: torch.dtype, run_dir: Path
+) -> str:
     if sentence := newer((TRANSFORMERS,)):
         print_line(sentence)
     tokens = some_tokens(model)
-    theirs = their_logits(folder, tokens)  # its model is freed before ours is made
+    theirs = their_logits(folder, tokens, wrapped=source.wrapped)  # it is freed before ours is made
     stage = blank_model(model, dtype)
     read_state(run_dir / CHECKPOINTS / step_folder(0), state_of(stage))
     return compare(folder, our_logits(stage, model, tokens), theirs)

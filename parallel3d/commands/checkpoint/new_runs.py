@@ -54,7 +54,7 @@ from parallel3d.metrics.jsonl import rows_of
 from parallel3d.metrics.provenance import versions
 from parallel3d.parameters.slices import STATE
 from parallel3d.run.checks import check_run_name
-from parallel3d.run.directory import KEPT_FILE, check_run, filled_directory
+from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER, check_run, filled_directory
 
 METRICS = "metrics.jsonl"
 USUAL_SHARE = 0.1  # length of the proposed cooldown, as a share of the steps so far
@@ -129,6 +129,8 @@ def _copy_tokenizer(old: Path, new: Path) -> None:
         shutil.copytree(old / FOLDER, new / FOLDER)
     if (old / KEPT_FILE).is_file():
         shutil.copy2(old / KEPT_FILE, new)
+    if (old / KEPT_FOLDER).is_dir():
+        shutil.copytree(old / KEPT_FOLDER, new / KEPT_FOLDER, copy_function=_link)
 
 
 def _link(source: str, target: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +16,21 @@ from torch import Tensor
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
 import transformers
 
-from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config
 from parallel3d.checkpoint.storage import read_full
-from parallel3d.commands.checkpoint import huggingface
 from parallel3d.commands.checkpoint.command import checkpoint
 from parallel3d.commands.from_run import GENERATE, config_from_run
 from parallel3d.commands.options import CommandConfig
-from parallel3d.config.schema import ModelConfig, states_of
+from parallel3d.config.schema import states_of
 from parallel3d.errors import UserError
 from parallel3d.experts.router import Router, RouterSettings, scores_of
 from parallel3d.models.transformer import Stage
-from parallel3d.parameters.state import spec_of
-from tests.huggingface import EXPERTS, fill, save_model
+from tests.huggingface import EXPERTS, compare_gradients, filled, logits_of, read, save_model
 
 pytestmark = pytest.mark.slow
 
 SIZES = {"hidden_size": 32, "max_position_embeddings": 24, "bos_token_id": 60, "eos_token_id": 60}
 WITH_BIAS = ("dots1", "glm4_moe", "minimax_m2")
-
-
-def read(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    found = read_hf_config(folder)
-    model = replace(ModelConfig(), **found.keys)
-    return model, dict(tensors_of(folder, model, found.kind, mtp=found.mtp))
-
-
-def filled(model: ModelConfig, weights: dict[str, Tensor]) -> Stage:
-    stage = huggingface.blank_model(model)
-    fill(stage, weights)
-    return stage
 
 
 def gap(values: Tensor, chosen: int) -> float:
@@ -79,15 +64,6 @@ def watch_margins(stage: Stage) -> list[float]:
     return margins
 
 
-def logits_of(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
-    """Returns logits with gradients, unlike `huggingface.our_logits`."""
-    assert stage.embedding is not None and stage.head is not None
-    x = stage.embedding(tokens)
-    for block in stage.layers.values():
-        x = block(x, stage.rotary)
-    return stage.head.logits(x)[..., : model.vocab_size]
-
-
 def some_tokens() -> Tensor:
     return torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(3))
 
@@ -111,20 +87,8 @@ def test_logits_and_gradients_equal_those_of_transformers(kind: str, tmp_path: P
     torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=0)
     loss.backward()
     out.loss.backward()
-    with torch.no_grad():  # their gradients are saved like weights, and read by our names
-        for parameter in theirs.parameters():
-            parameter.copy_(parameter.grad)
-    theirs.save_pretrained(tmp_path / "gradients")
-    _, expected = read(tmp_path / "gradients")
-    compared = set()
-    for parameter in stage.parameters():
-        assert parameter.grad is not None
-        for piece in spec_of(parameter).shards:
-            mine, other = piece.of_local(parameter.grad), piece.of_full(expected[piece.name])
-            worst = float((mine - other).abs().max())
-            assert worst <= 1e-4 * float(other.abs().max()), piece.name
-            compared.add(piece.name)
-    assert compared == expected.keys() - states_of(model)
+    compared = compare_gradients(stage, theirs, tmp_path / "gradients")
+    assert compared == weights.keys() - states_of(model)
 
 
 @pytest.mark.parametrize("kind", EXPERTS)

@@ -1,0 +1,152 @@
+"""Reads the text part of folders of vision models, and keeps what an export writes back.
+
+A `…ForConditionalGeneration` folder holds a text model of a known family, an encoder of images, and
+a projector between them. A run trains the text model. The other tensors, the rest of config.json
+and the processor's files are kept in the run, byte for byte, so that an export is a folder of the
+same class even if the imported one is gone. It uses no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parallel3d.checkpoint.hf.config import FIXED, TOKENS, TYPE
+from parallel3d.checkpoint.hf.families import GEMMA3, LLAMA, MISTRAL
+from parallel3d.checkpoint.hf.read_keys import Keys
+from parallel3d.data.tokenizer import CHAT_TEMPLATE, CONFIG, LARGEST_BESIDE, PROCESSORS_TEMPLATE
+from parallel3d.errors import UserError
+from parallel3d.files import (
+    new_file,
+    open_regular,
+    parse_json,
+    read_bounded,
+    read_into,
+    write_all,
+    write_durably,
+)
+
+TEXT, TIED = "text_config", "tie_word_embeddings"
+OTHERS = "others.safetensors"
+PROCESSOR_FILES = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *(CHAT_TEMPLATE, PROCESSORS_TEMPLATE),
+)
+PIECE = 16 << 20  # bytes that are copied at a time
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """Describes a class of models that wraps a text model.
+
+    Attributes:
+        text: model_type of the text model where text_config has none.
+        tied: default of tie_word_embeddings, which ties the head to the text model's embedding.
+    """
+
+    text: str
+    tied: bool
+
+
+# By the model_type of the whole.
+WRAPPERS = {
+    "gemma3": Wrapper(GEMMA3, tied=True),
+    "mistral3": Wrapper(MISTRAL, tied=True),
+    "llava": Wrapper(LLAMA, tied=False),
+}
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config of the text model. Raises UserError for what changes the whole."""
+    wrapper = WRAPPERS[config[TYPE]]
+    keys = Keys(config)
+    for key, allowed in FIXED.items():
+        keys.require(key, allowed, allowed[0])
+    text = keys.get(TEXT, None, dict)
+    if text is None:
+        raise UserError(f"config.json has model_type={config[TYPE]} without {TEXT}")
+    tokens = {key: config[key] for key in TOKENS if key in config}
+    tied = keys.get(TIED, wrapper.tied, bool)
+    return {TYPE: wrapper.text, **text, **tokens, TIED: tied}
+
+
+def whole_config(kept: Path, text: Mapping[str, Any], ends: Any) -> dict[str, Any]:
+    """Returns the config.json of the imported folder with another text model.
+
+    Args:
+        kept: what `keep_others` wrote.
+        text: config of the text model, with its tokens.
+        ends: `eos_token_id` of the whole, where it has one.
+    """
+    config: dict[str, Any] = parse_json(read_bounded(kept / CONFIG, LARGEST_BESIDE))
+    inner = {key: value for key, value in text.items() if key != "architectures"}
+    found = config | {TEXT: inner, TIED: text[TIED]}
+    found |= {key: text[key] for key in ("dtype", "torch_dtype")}
+    return found | ({"eos_token_id": ends} if "eos_token_id" in config else {})
+
+
+class Extent(NamedTuple):
+    """Describes where a tensor lies in a file: its type, its shape and its bytes."""
+
+    dtype: str
+    shape: list[int]
+    begin: int
+    end: int
+
+
+def extents_of(path: Path) -> dict[str, Extent]:
+    """Returns where each tensor of a safetensors file lies, which `safe_open` has checked."""
+    with open_regular(path) as descriptor:
+        size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        header = bytearray(size)
+        read_into(descriptor, memoryview(header), 8)
+    content = parse_json(bytes(header))
+    content.pop(_METADATA, None)
+    return {
+        name: Extent(e["dtype"], e["shape"], *(8 + size + at for at in e["data_offsets"]))
+        for name, e in content.items()
+    }
+
+
+def keep_others(folder: Path, files: Sequence[Path], names: Collection[str], to: Path) -> None:
+    """Writes the tensors `names`, config.json and the processor's files into the folder `to`.
+
+    `files`: those of the weights; a later one wins. Raises OSError.
+    """
+    for name in (CONFIG, *PROCESSOR_FILES):
+        if (folder / name).is_file():
+            write_durably(to / name, read_bounded(folder / name, LARGEST_BESIDE))
+    where = {name: (path, e) for path in files for name, e in extents_of(path).items()}
+    found = {name: where[name] for name in sorted(names)}
+    at, header = 0, {}
+    for name, (_, extent) in found.items():
+        end = at + extent.end - extent.begin
+        header[name] = {"dtype": extent.dtype, "shape": extent.shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps({_METADATA: {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    with new_file(to / OTHERS) as target:
+        write_all(target, memoryview(len(text).to_bytes(8, "little") + text))
+        for path, extent in found.values():
+            for piece in _pieces(path, extent):
+                write_all(target, piece)
+        os.fsync(target)
+
+
+def _pieces(path: Path, extent: Extent) -> Iterator[memoryview]:
+    with open_regular(path) as descriptor:
+        for at in range(extent.begin, extent.end, PIECE):
+            view = memoryview(bytearray(min(PIECE, extent.end - at)))
+            read_into(descriptor, view, at)
+            yield view
+
+
+def kept_files(kept: Path) -> dict[str, bytes]:
+    """Returns the processor's files in what `keep_others` wrote, by name."""
+    present = [name for name in PROCESSOR_FILES if (kept / name).is_file()]
+    return {name: read_bounded(kept / name, LARGEST_BESIDE) for name in present}

@@ -1,0 +1,105 @@
+"""Compares dense families with transformers: logits, gradients, and tensors there and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
+import transformers
+
+from parallel3d.checkpoint.hf.config import from_hf
+from parallel3d.commands.checkpoint.command import checkpoint
+from tests.huggingface import DIALECTS, compare_gradients, filled, logits_of, read, save_model
+
+pytestmark = pytest.mark.slow
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "max_position_embeddings": 24,
+    "bos_token_id": 60,
+    "eos_token_id": 60,
+}
+SIZES["pad_token_id"] = None  # transformers gives its row of the embedding no gradient
+# Its experts multiply in fp32 at most.
+IN_FP64 = [name for name in DIALECTS if "dots1" not in name]
+
+
+def some_tokens() -> Tensor:
+    return torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    kind, changes = DIALECTS[name]
+    theirs = save_model(tmp_path / "hf", kind, **SIZES | changes)
+    model, weights = read(tmp_path / "hf")
+    stage, tokens = filled(model, weights), some_tokens()
+
+    ours = logits_of(stage, model, tokens)
+    out = theirs.train()(tokens, labels=tokens)
+    assert out.logits.std() > 0.3
+    largest = float(out.logits.detach().abs().max())
+    torch.testing.assert_close(ours, out.logits, rtol=0, atol=1e-5 * largest)
+
+    loss = F.cross_entropy(ours[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=0)
+    loss.backward()
+    out.loss.backward()
+    assert compare_gradients(stage, theirs, tmp_path / "gradients") >= weights.keys() - {
+        name for name in weights if name.endswith("router.bias")
+    }
+
+
+@pytest.mark.parametrize("name", IN_FP64)
+def test_logits_in_fp64_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Its norms, angles and softmax stay in fp32 whatever the dtype."""
+    kind, changes = DIALECTS[name]
+    theirs = save_model(tmp_path / "hf", kind, **SIZES | changes).double().eval()
+    model, weights = read(tmp_path / "hf")
+    stage, tokens = filled(model, weights).double(), some_tokens()
+    with torch.no_grad():
+        ours, expected = logits_of(stage, model, tokens), theirs(tokens).logits
+    worst = float((ours - expected).abs().max())
+    assert ours.dtype == expected.dtype == torch.float64
+    assert worst <= 1e-6 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_an_imported_and_exported_model_has_the_same_tensors_in_transformers(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind, changes = DIALECTS[name]
+    theirs = save_model(Path("hf"), kind, **SIZES | changes)
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    assert "proven: the logits of 24 tokens" in capsys.readouterr().err
+    assert checkpoint(["export", "run=t", "to=out"]) == 0
+    again, found = transformers.AutoModelForCausalLM.from_pretrained(
+        "out", output_loading_info=True
+    )
+    assert type(again) is type(theirs)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    expected, state = theirs.state_dict(), again.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert from_hf(config("out")) == from_hf(config("hf"))
+    with torch.no_grad():
+        tokens = some_tokens()
+        torch.testing.assert_close(
+            again.eval()(tokens).logits, theirs.eval()(tokens).logits, rtol=0, atol=1e-6
+        )
+
+
+def config(folder: str) -> dict[str, Any]:
+    return json.loads(Path(folder, "config.json").read_text())

@@ -1,0 +1,211 @@
+"""Tests folders of vision models: their text model is trained, and the rest comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
+import transformers
+
+from parallel3d.checkpoint.hf.folder import read_hf_config
+from parallel3d.checkpoint.hf.names import is_of_text
+from parallel3d.commands.checkpoint.command import checkpoint
+from parallel3d.commands.checkpoint.huggingface import keep_keys
+from parallel3d.commands.init_from import find_source
+from parallel3d.config.schema import DataConfig
+from parallel3d.errors import UserError
+from parallel3d.run.directory import KEPT_FOLDER
+from tests.huggingface import DIALECTS, SIZES
+
+pytestmark = pytest.mark.slow
+
+TEXT = {"hidden_size": 32, "max_position_embeddings": 24, "pad_token_id": None}
+TEXT |= {"bos_token_id": 60, "eos_token_id": 60}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# The whole's model_type, its text part in `DIALECTS`, and its other keys.
+WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3",
+        "gemma3_text",
+        {"mm_tokens_per_image": 4, "vision_config": VISION, "image_token_index": 59},
+    ),
+    "mistral3": (
+        "mistral3",
+        "mistral",
+        {
+            "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
+            "tie_word_embeddings": False,
+            "image_token_index": 59,
+        },
+    ),
+    "mistral3_of_ministral3": (
+        "mistral3",
+        "ministral3",
+        {
+            "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
+            "tie_word_embeddings": True,
+            "image_token_index": 59,
+        },
+    ),
+    "llava": (
+        "llava",
+        "llama_yarn_geglu",
+        {
+            "vision_config": VISION | {"model_type": "clip_vision_model"},
+            "image_token_index": 59,
+        },
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The default takes seconds on a busy disk.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def make(name: str) -> torch.nn.Module:
+    """Makes a folder `hf` like transformers, with files of a processor."""
+    kind, text, more = WHOLES[name]
+    text_kind, changes = DIALECTS[text]
+    inner = {"model_type": text_kind, **SIZES, **TEXT, **changes}
+    config = transformers.AutoConfig.for_model(kind, text_config=inner, **more)
+    torch.manual_seed(5)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained("hf")
+    Path("hf/preprocessor_config.json").write_text('{"size":  {"height": 28}}\n')
+    Path("hf/chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
+    return model
+
+
+def tensors_in(folder: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def same_bits(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    bits = (tensor.view(torch.uint8) for tensor in (mine, theirs))
+    return mine.dtype == theirs.dtype and torch.equal(*bits)
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_an_export_is_the_imported_folder_even_if_that_is_gone(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = make(name)
+    kind, _, _ = WHOLES[name]
+    before = tensors_in("hf")
+    odd = next(key for key in before if key.startswith("multi_modal_projector"))
+    before[odd] = before[odd].to(torch.bfloat16)  # bytes of other types stay, too
+    save_file(before, "hf/model.safetensors", metadata={"format": "pt"})
+    config = json.loads(Path("hf/config.json").read_text())
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    said = capsys.readouterr().err
+    assert "proven: the logits of 24 tokens" in said
+    assert "its text model is trained" in said
+    shutil.rmtree("hf")
+    assert checkpoint(["export", "run=t", "to=out"]) == 0
+
+    after = tensors_in("out")
+    assert after.keys() == before.keys()
+    assert all(same_bits(after[key], before[key]) for key in before)
+    written = json.loads(Path("out/config.json").read_text())
+    assert written["model_type"] == kind
+    for key in config.keys() - {"text_config"}:
+        assert written[key] == config[key], key
+    assert Path("out/preprocessor_config.json").read_text() == '{"size":  {"height": 28}}\n'
+    assert Path("out/chat_template.json").is_file()
+
+    again, found = transformers.AutoModelForImageTextToText.from_pretrained(
+        "out", output_loading_info=True, dtype=torch.float32
+    )
+    assert type(again) is type(theirs)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            again.eval()(tokens).logits, theirs.eval()(tokens).logits, rtol=0, atol=1e-6
+        )
+
+
+def test_both_layouts_of_names_are_read_and_written() -> None:
+    make("mistral3")
+    old = tensors_in("hf")
+    new = {}
+    for key, tensor in old.items():
+        inner = key.removeprefix("language_model.")
+        if inner.startswith("model."):
+            new[f"model.language_model.{inner.removeprefix('model.')}"] = tensor
+        else:
+            new[inner if inner != key else f"model.{key}"] = tensor
+    save_file(new, "hf/model.safetensors", metadata={"format": "pt"})
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    assert checkpoint(["export", "run=t", "to=out", "dtype=bf16"]) == 0
+    after = tensors_in("out")
+    assert after.keys() == new.keys()
+    for key, tensor in after.items():
+        assert tensor.dtype == (torch.bfloat16 if is_of_text(key) else torch.float32)
+    index = json.loads(Path("out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == new.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in after.values())
+
+
+def test_what_lies_beside_the_text_model_follows_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make("mistral3")
+    assert checkpoint(["import", "from=hf", "run=t"]) == 0
+    assert checkpoint(["ls"]) == 0
+    assert checkpoint(["verify", "run=t"]) == 0
+    assert checkpoint(["branch", "from=t", "run=u"]) == 0
+    for begun, source in (("v", "t"), ("w", "hf")):  # as a start with init_from does
+        Path("runs", begun).mkdir()
+        found = find_source(source, Path("runs"))
+        keep_keys(found, DataConfig(), 61, Path("runs", begun))
+    for name in ("others.safetensors", "config.json", "preprocessor_config.json"):
+        kept = {Path("runs", run, KEPT_FOLDER, name).read_bytes() for run in "tuvw"}
+        assert len(kept) == 1
+    assert checkpoint(["export", "run=u", "to=out"]) == 0
+    assert tensors_in("out").keys() == tensors_in("hf").keys()
+
+
+def test_tensors_and_keys_of_a_text_part_are_checked(tmp_path: Path) -> None:
+    make("mistral3")
+    tensors = tensors_in("hf")
+    tensors["language_model.model.layers.0.self_attn.sinks"] = torch.ones(4)
+    save_file(tensors, "hf/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"no place for the tensor language_model\.model\.lay"):
+        checkpoint(["import", "from=hf", "run=t"])
+    path = Path("hf/config.json")
+    config = json.loads(path.read_text())
+    for changes, said in (
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"text_config": None}, "model_type=mistral3 without text_config"),
+        ({"text_config": config["text_config"] | {"logit_scale": 2.0}}, "logit_scale=2"),
+        ({"text_config": {"model_type": "t5"}}, "model_type=t5"),
+        ({"model_type": "idefics3"}, "or gemma3, mistral3 or llava with one of these"),
+    ):
+        path.write_text(json.dumps(config | changes))
+        with pytest.raises(UserError, match=said.replace(".", r"\.")):
+            read_hf_config(Path("hf"))
