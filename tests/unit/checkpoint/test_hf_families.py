@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
 import transformers
 
 from parallel3d.checkpoint.hf.config import from_hf
+from parallel3d.commands.checkpoint import huggingface
 from parallel3d.commands.checkpoint.command import checkpoint
-from tests.huggingface import DIALECTS, compare_gradients, filled, logits_of, read, save_model
+from tests.huggingface import (
+    DIALECTS,
+    compare_gradients,
+    fill,
+    filled,
+    logits_of,
+    read,
+    save_model,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -58,18 +69,39 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
     }
 
 
+class InFp64(TorchFunctionMode):
+    """Replaces fp32 in every call by fp64: norms, angles and softmax of transformers stay in fp32
+    whatever the dtype of its weights."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        given = [torch.float64 if one is torch.float32 else one for one in args]
+        named = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*given, **named)
+
+
 @pytest.mark.parametrize("name", IN_FP64)
 def test_logits_in_fp64_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """Its norms, angles and softmax stay in fp32 whatever the dtype."""
     kind, changes = DIALECTS[name]
-    theirs = save_model(tmp_path / "hf", kind, **SIZES | changes).double().eval()
+    saved = save_model(tmp_path / "hf", kind, **SIZES | changes)
     model, weights = read(tmp_path / "hf")
-    stage, tokens = filled(model, weights).double(), some_tokens()
+    stage, tokens = huggingface.blank_model(model, torch.float64), some_tokens()
+    fill(stage, weights)
     with torch.no_grad():
-        ours, expected = logits_of(stage, model, tokens), theirs(tokens).logits
+        ours = logits_of(stage, model, tokens)
+        with InFp64():
+            theirs = type(saved)(saved.config).double().eval()
+            theirs.load_state_dict(saved.state_dict())
+            expected = theirs(tokens).logits
     worst = float((ours - expected).abs().max())
     assert ours.dtype == expected.dtype == torch.float64
-    assert worst <= 1e-6 * float(expected.abs().max())
+    assert worst <= 1e-9 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("name", DIALECTS)
