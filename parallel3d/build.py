@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ class RankParts:
 
     Attributes:
         stages: the rank's stages, by chunk.
-        tied_name: name of the table if another rank holds it too; else None.
+        tied_name: name of the table if another rank holds it too and it is trained; else None.
         executor: runs the stages' forwards and backwards, with their messages.
         balance: balances the experts; None for a model without them.
     """
@@ -74,8 +74,9 @@ def build(
     context = BuildContext.of_run(blueprint, initializer, groups.tp, groups.cp, groups.ep)
     held = blueprint.stages_of(groups.pp.index)
     stages = stages_of_rank(blueprint.model, held, context)
+    freeze(stages, blueprint.frozen)
     # Parameters, and the gradients that the ranks of dp share.
-    tied = (stage.tied_table for stage in stages if stage.tied_table is not None)
+    tied = {stage.tied_table for stage in stages} - {None} - blueprint.frozen
     noise = noise_scale(blueprint, groups, device)
     engine = data_parallel_engine(blueprint.data, stages, initializer, dtype, groups, noise.norms)
     for stage in stages:
@@ -85,7 +86,19 @@ def build(
     optimizer = build_optimizer(blueprint, engine, groups, device)
     executor = build_executor(blueprint, schedule, stages, engine, groups, device, launch, timer)
     balance = expert_balance(blueprint, stages, groups)
-    return RankParts(stages, next(tied, None), noise, engine, optimizer, executor, balance)
+    return RankParts(stages, next(iter(tied), None), noise, engine, optimizer, executor, balance)
+
+
+def freeze(stages: Sequence[Stage], names: Collection[str]) -> None:
+    """Excludes the parameters of these names from training, before the engine reads them.
+
+    This is all that it takes: autograd, the linear layers, the engines and the optimizer treat a
+    parameter without `requires_grad` as a constant.
+    """
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if name in names:
+                parameter.requires_grad_(False)
 
 
 def expert_balance(
@@ -162,4 +175,13 @@ def build_executor(
         for stage in stages:
             stage.offload = offload
     run = engine.callable_stages(stages)
-    return Executor(run, route, sends, device, channel, timer, offload=offload)
+    return Executor(
+        run,
+        route,
+        sends,
+        device,
+        channel,
+        timer,
+        offload=offload,
+        without_backward=blueprint.stages_without_backward,
+    )

@@ -37,7 +37,13 @@ from parallel3d.experts.balance import ExpertFigures
 from parallel3d.metrics.jsonl import Score
 from parallel3d.optim.optimizer import learning_rate
 from parallel3d.parameters.gather import gather_parameters
-from parallel3d.parameters.slices import ParameterSlice, parameter_slices, state_slice
+from parallel3d.parameters.slices import (
+    ParameterSlice,
+    constant_slices,
+    parameter_slices,
+    state_slice,
+    with_averages,
+)
 from parallel3d.schedules.check import check
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.tensor_parallel.partial_gradients import (
@@ -462,11 +468,19 @@ class Trainer:
         return self.optimizer.squared_norm(summed_in).to(self.device)
 
     def parameter_slices(self) -> list[ParameterSlice]:
+        """Returns slices of all that a checkpoint restores on this rank."""
         states = {} if self.balance is None else self.balance.states
         return [
             *parameter_slices(self.optimizer.groups),
+            *constant_slices(self.data_parallel.constants),
             *(state_slice(name, values, self.groups) for name, values in states.items()),
         ]
+
+    def saved_slices(self) -> list[ParameterSlice]:
+        """Returns slices of all that a checkpoint holds of this rank: also averages of frozen
+        parameters."""
+        slices = self.parameter_slices()
+        return slices if self.config.optim.ema_decay is None else with_averages(slices)
 
     def progress(self) -> dict[str, Any]:
         return {

@@ -21,6 +21,7 @@ from parallel3d.blueprint.ops import (
     widths,
     with_experts,
 )
+from parallel3d.blueprint.parameters import TABLE, stage_parameters, tensors_of
 from parallel3d.blueprint.sizes import offloading, recomputing
 from parallel3d.blueprint.stages import (
     StageWeights,
@@ -115,6 +116,8 @@ class StageBlueprint:
         recomputed: number of first layers whose backward repeats a part of the forward.
         offloaded: number of first layers that are offloaded.
         first, last: whether it holds the embedding, and the head.
+        without_backward: number of first layers with nothing to train in them or before them.
+        has_backward: whether there is anything to train in it or before it.
     """
 
     layers: range
@@ -122,6 +125,22 @@ class StageBlueprint:
     offloaded: int
     first: bool
     last: bool
+    without_backward: int
+    has_backward: bool
+
+    @property
+    def backward(self) -> StageBlueprint:
+        """The stage without the layers that have no backward, and keep nothing for one."""
+        few = self.without_backward
+        if not few:
+            return self
+        return replace(
+            self,
+            layers=self.layers[few:],
+            recomputed=max(0, self.recomputed - few),
+            offloaded=max(0, self.offloaded - few),
+            without_backward=0,
+        )
 
 
 @dataclass(frozen=True)
@@ -323,6 +342,7 @@ class Blueprint:
         """Stages of the pipeline, by number. Raises UserError (see `layers_per_stage`)."""
         counts = self.layers_per_stage
         last = len(counts) - 1
+        begin = self.first_trained
         repeats = any(ops.repeated for ops in self.ops.values())
         return tuple(
             StageBlueprint(
@@ -331,9 +351,48 @@ class Blueprint:
                 offloaded=offloading(self.offload_layers, i, n),
                 first=i == 0,
                 last=i == last,
+                without_backward=min(n, max(0, begin - (end - n))),
+                has_backward=begin < end + (i == last),
             )
             for i, (n, end) in enumerate(zip(counts, accumulate(counts), strict=True))
         )
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters of ranks that hold nothing to train (`optim.freeze`).
+
+        A parameter with a trained tensor on some rank, such as one of q, k and v or one expert of a
+        layer, is not among them: its frozen tensors have gradients that nothing reads.
+        """
+        if not self.optim.freeze:
+            return frozenset()
+        layers = range(self.model.num_layers)
+        names = {p.name for p in stage_parameters(self.model, 1, layers, True, True)} | {TABLE}
+        return frozenset(
+            name
+            for name in names
+            if all(self.optim.treatment(t).frozen for t in tensors_of(name, self.model))
+        )
+
+    @cached_property
+    def first_trained(self) -> int:
+        """The first layer with a parameter to train; −1: the embedding has one; the number of
+        layers: only the head has.
+
+        Nothing before it has a backward.
+        """
+        if not self.optim.freeze:
+            return -1
+        layers = range(self.model.num_layers)
+        held = stage_parameters(self.model, 1, layers, True, True)
+        place = {"embedding": -1, "head": len(layers)}
+        parts = [p.name.split(".") for p in held if p.name not in self.frozen]
+        return min(place[part[0]] if part[0] in place else int(part[1]) for part in parts)
+
+    @property
+    def stages_without_backward(self) -> int:
+        """Number of first stages that compute no gradient, and get none from the next one."""
+        return sum(not stage.has_backward for stage in self.stages)
 
     def stages_of(self, index: int) -> tuple[StageBlueprint, ...]:
         """Returns the stages of rank `index` along pp, by chunk."""

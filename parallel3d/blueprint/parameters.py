@@ -25,6 +25,7 @@ class LocalParameter(NamedTuple):
         owners: sets of ranks with different shared elements.
         tied: it is the weight of both embedding and head.
         expert: it holds experts, whose gradients are summed over edp.
+        frozen: none of the tensors in it is trained, on any rank, so it has no gradient.
     """
 
     name: str
@@ -35,6 +36,7 @@ class LocalParameter(NamedTuple):
     owners: int = 1
     tied: bool = False
     expert: bool = False
+    frozen: bool = False
 
 
 def stage_parameters(
@@ -64,6 +66,29 @@ def stage_parameters(
         shared = model.tie_embeddings and (first or borrows_table)
         found += _head(model, tp, has_table=not shared)
     return found
+
+
+def tensors_of(name: str, model: ModelConfig) -> list[str]:
+    """Returns the names of the full tensors that a parameter of this name holds, over all ranks."""
+    inner = ("gate", "up") if model.activation == "swiglu" else ("up",)
+    prefix, _, of_layer = name.rpartition(".")
+    if name == TABLE:
+        return [TABLES[0] if model.tie_embeddings else "head.weight"]
+    if prefix == "head.norm":
+        return [f"final_norm.{of_layer}"]
+    if prefix.endswith("attention.qkv"):
+        return [f"{prefix.removesuffix('qkv')}{part}.{of_layer}" for part in "qkv"]
+    if prefix.endswith("attention.qk_norm"):
+        return [f"{prefix.removesuffix('qk_norm')}{of_layer}_norm.weight"]
+    if prefix.endswith("mlp.experts"):
+        parts = inner if of_layer == "up" else (of_layer,)
+        experts = range(model.num_experts)
+        return [f"{prefix}.{number}.{part}.weight" for number in experts for part in parts]
+    if prefix.endswith(("mlp.up", "mlp.shared.up")):
+        return [f"{prefix.removesuffix('up')}{part}.{of_layer}" for part in inner]
+    if name == "embedding.position" or of_layer == "shared_gate":
+        return [f"{name}.weight"]
+    return [name]
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -144,8 +144,9 @@ class PipelineRank:
 
     @property
     def is_tied_to_another(self) -> bool:
-        """Whether this is one of two ranks that each hold a copy of the tied weight."""
-        return self.first != self.last and self.table.tied
+        """Whether this is one of two ranks that each hold a copy of the tied weight, with a
+        gradient to sum."""
+        return self.first != self.last and self.table.tied and not self.table.frozen
 
     def neighbours(self, offset: int) -> int:
         """Counts its stages whose next (+1) or previous (-1) stage is on another rank."""
@@ -155,7 +156,8 @@ class PipelineRank:
     def held(self, stage: StageBlueprint, layers: range) -> list[LocalParameter]:
         """Returns the parameters of a stage with only these layers; a rank has a table only
         once."""
-        return stage_parameters(
+        frozen = self.blueprint.frozen
+        found = stage_parameters(
             self.blueprint.model,
             self.layout.tp,
             layers,
@@ -164,6 +166,7 @@ class PipelineRank:
             borrows_table=self.first,
             ep=max(self.layout.ep, 1),
         )
+        return [p._replace(frozen=p.name in frozen) for p in found] if frozen else found
 
     @cached_property
     def chunks(self) -> list[list[LocalParameter]]:
@@ -186,6 +189,32 @@ class PipelineRank:
             of_experts = sum(p.numel for p in held if p.expert)
             found[experts] = of_experts, sum(p.numel for p in held) - of_experts
         return found
+
+    def frozen_numel(self, layers: range | None = None) -> tuple[int, int]:
+        """Returns the frozen elements of experts, and of all other parameters: of this rank, or of
+        some of its layers."""
+        if not self.blueprint.frozen:
+            return 0, 0
+        held = self.parameters
+        if layers is not None:
+            held = [p for p in held if _layer_of(p) in layers]
+        frozen = [p for p in held if p.frozen]
+        experts = sum(p.numel for p in frozen if p.expert)
+        return experts, sum(p.numel for p in frozen) - experts
+
+    def trained_numel(self, stage: StageBlueprint) -> int:
+        """Returns the elements of the layers of a stage that are trained."""
+        numel = sum(sum(self.numels[kind.experts]) * kind.layers for kind in self.kinds_of(stage))
+        return numel - sum(self.frozen_numel(stage.layers))
+
+    def most_trained(self, stage: StageBlueprint) -> int:
+        """Returns the trained elements of the layer of a stage that has most."""
+        if not self.blueprint.frozen:
+            return self.layer_numel(self.kinds_of(stage))
+        numels = Counter[int]()
+        for p in self.trained:
+            numels[_layer_of(p)] += p.numel
+        return max((numels[layer] for layer in stage.layers), default=0)
 
     def layer_numel(self, kinds: Sequence[LayersOfKind]) -> int:
         """Returns the elements of the largest of these layers."""
@@ -211,9 +240,20 @@ class PipelineRank:
     def parameters(self) -> list[LocalParameter]:
         return [parameter for chunk in self.chunks for parameter in chunk]
 
+    @cached_property
+    def trained(self) -> list[LocalParameter]:
+        """The parameters that have gradients, masters and states of the optimizer."""
+        return [parameter for parameter in self.parameters if not parameter.frozen]
+
+
+def _layer_of(parameter: LocalParameter) -> int:
+    """Returns the number of a parameter's layer; −1 for embedding and head."""
+    part, number, *_ = parameter.name.split(".")
+    return int(number) if part == "layers" else -1
+
 
 def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
-    """Returns the parameters of each bucket, in their order there.
+    """Returns the parameters of each bucket, in their order there; none of what is frozen.
 
     The chunk of the last layers comes first, because its gradients are ready first. Gradients of
     experts have buckets of their own, unless the run has one rank.
@@ -221,7 +261,7 @@ def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
     found = []
     apart = rank.layout.world_size > 1
     for chunk in reversed(rank.chunks):
-        ready = chunk[::-1]
+        ready = [parameter for parameter in reversed(chunk) if not parameter.frozen]
         buckets: list[list[int]] = []
         for experts in (False, True):
             places = [i for i, p in enumerate(ready) if (p.expert and apart) is experts]
@@ -287,14 +327,14 @@ class FlatShard(NamedTuple):
 
 
 def flat_shards(rank: PipelineRank) -> list[FlatShard]:
-    """Returns the gradients that a rank sums over tp and steps, by bucket.
+    """Returns the gradients that a rank sums over tp and steps, by bucket; none of what is frozen.
 
     Under zero=1 they are its part of every bucket, with zero 2 and 3 its rows of every parameter.
     """
     tied = rank.is_tied_to_another
     found = []
     if rank.fully_sharded:
-        for p in rank.parameters:
+        for p in rank.trained:
             shards, at = rank.shards_of(p), rank.index_of(p)
             most = sharded_numel(p, shards)
             first, end = (min(p.numel, most * i) for i in (at, at + 1))

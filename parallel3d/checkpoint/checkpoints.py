@@ -6,9 +6,10 @@ Only checkpoints that are provably damaged may be set aside (`manifest.read_toge
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,14 @@ from parallel3d.checkpoint.saver import (
     remove_leftovers,
     set_aside,
 )
-from parallel3d.checkpoint.storage import State, chunks_by_name, read_state
+from parallel3d.checkpoint.storage import State, chunks_by_name, read_state, stored_shapes
 from parallel3d.comm import collectives
 from parallel3d.comm.exchange import all_gather_json, broadcast_json
 from parallel3d.comm.operation_log import blocking
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config import identity
 from parallel3d.config.length import Length
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, OptimConfig, full_shapes_of
 from parallel3d.config.values import BatchSizes
 from parallel3d.data.corpus import Blend, history_until
 from parallel3d.data.sampler import TrainingText
@@ -175,20 +176,44 @@ def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, sample
 # Restoring and saving
 
 
-def _to_read(trainer: Trainer, manifest: Manifest) -> State:
+def _to_read(trainer: Trainer, manifest: Manifest, folder: Path) -> State:
     """Returns the trainer's chunks that the checkpoint holds.
 
-    A checkpoint of step 0 may hold weights alone; then the optimizer's states are set to zero.
+    A checkpoint of step 0 may hold weights alone; then the optimizer's states are set to zero, as
+    are those of parameters that were frozen there.
     """
     state = chunks_by_name(trainer.parameter_slices(), shared=False)
-    if not manifest.has_weights_alone:
-        return {k: v for k, v in state.items() if manifest.has_ema or not k.startswith(f"{EMA}/")}
     kept = (f"{PARAMETER}/", f"{STATE}/")
-    weights = {k: v for k, v in state.items() if k.startswith(kept)}
-    for name in state.keys() - weights.keys():
+    if manifest.has_weights_alone:
+        return clear_others(state, [name for name in state if name.startswith(kept)])
+    if not manifest.has_ema:
+        state = {k: v for k, v in state.items() if not k.startswith(f"{EMA}/")}
+    return without_frozen(state, manifest, folder)
+
+
+def without_frozen(state: State, manifest: Manifest, folder: Path) -> State:
+    """Returns the chunks that a checkpoint holds although parameters were frozen there, which have
+    no moments; clears the others. Checkpoints of older versions have these moments."""
+    there = manifest.config.get("optim", {}).get("freeze")
+    if not isinstance(there, list) or not there:
+        return state
+    optim = OptimConfig(freeze=[str(pattern) for pattern in there])
+    stored = stored_shapes(folder)
+
+    def is_missing(name: str) -> bool:
+        kind, _, full = name.partition("/")
+        moment = kind not in (PARAMETER, STATE, EMA)
+        return moment and name not in stored and optim.treatment(full).frozen
+
+    return clear_others(state, [name for name in state if not is_missing(name)])
+
+
+def clear_others(state: State, names: Collection[str]) -> State:
+    """Returns the chunks of these names; sets all others to zero."""
+    for name in state.keys() - set(names):
         for _, values in state[name].chunks:
             values.zero_()
-    return weights
+    return {name: state[name] for name in names}
 
 
 class CheckpointFailure(RuntimeError):
@@ -278,7 +303,7 @@ class Checkpoints:
             return first_step  # nothing will be saved
         saver = self._prepare_saver()
         if self._copies_ahead(first_step - 1):
-            saver.staging.prepare(chunks_by_name(trainer.parameter_slices(), shared=True))
+            saver.staging.prepare(chunks_by_name(trainer.saved_slices(), shared=True))
         return first_step
 
     def _prepare_saver(self) -> Saver:
@@ -334,14 +359,20 @@ class Checkpoints:
             return written
         # With zero=1, an all-gather in flight also writes this rank's own parameters.
         trainer.data_parallel.wait_for_all_gathers()
-        state = chunks_by_name(trainer.parameter_slices(), shared=True)
+        state = chunks_by_name(trainer.saved_slices(), shared=True)
         if not wait:
             trainer.before_update = self.saver.copied.wait
         self.number += 1
         model = self.config.model
         states = len(model.expert_layers) * model.num_experts if model.router_bias else 0
         facts = self._facts(trainer)
-        save = Save(step, self.number, state, facts, parameter_count(model), states)
+        optim = self.config.optim
+        frozen = sum(
+            math.prod(shape)
+            for name, shape in full_shapes_of(model).items()
+            if optim.treatment(name).frozen
+        )
+        save = Save(step, self.number, state, facts, parameter_count(model), states, frozen)
         self.step_in_flight = self.saved_step = step
         # After the last step the values do not change and need no copy.
         copies = step < self.length.last_step
@@ -396,7 +427,7 @@ class Checkpoints:
             manifest = read_manifest(folder)
             compared = compared_with(manifest, self.config, trainer.corpus)
             if compared.refusal is None:
-                read_state(folder, _to_read(trainer, manifest))
+                read_state(folder, _to_read(trainer, manifest, folder))
             return manifest, compared
 
         found, damage = read_together(read, self._from_all_ranks)

@@ -57,7 +57,7 @@ from parallel3d.files import (
     replace_durably,
 )
 from parallel3d.parameters.segments import Chunk
-from parallel3d.parameters.slices import STATE
+from parallel3d.parameters.slices import EMA, STATE
 from parallel3d.private_names import default_store, foreach_copy_
 
 if TYPE_CHECKING:
@@ -230,13 +230,18 @@ def count_elements(state: State) -> dict[str, int]:
     return dict(counts)
 
 
-def is_complete(totals: Counter[str], elements: int, states: int = 0) -> bool:
+def is_complete(totals: Counter[str], elements: int, states: int = 0, frozen: int = 0) -> bool:
     """Returns whether each kind has all elements; some have Muon's momentum, the others AdamW's
-    moments. `states`: elements of the states that are not stepped."""
+    moments, and `frozen` ones have neither. `states`: elements of the states that are not
+    stepped."""
     others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
-    stepped = {kind: n for kind, n in totals.items() if kind != STATE}
-    everywhere = all(n + totals[others.get(kind, "")] == elements for kind, n in stepped.items())
-    return everywhere and totals[PARAMETER] == elements and totals[STATE] == states
+    moments = all(
+        n + totals[others[kind]] == elements - frozen
+        for kind, n in totals.items()
+        if kind in others
+    )
+    weights = {totals[kind] for kind in (PARAMETER, EMA) if kind == PARAMETER or kind in totals}
+    return moments and weights == {elements} and totals[STATE] == states
 
 
 def failed(rank: int, error: Exception) -> SaveResult:
@@ -399,8 +404,9 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Save:
-    """Describes a save in flight; `facts` lacks the files, `elements` counts all parameters and
-    `states` the elements of states that are not stepped."""
+    """Describes a save in flight; `facts` lacks the files, `elements` counts all parameters,
+    `states` the elements of states that are not stepped, and `frozen` those of frozen
+    parameters."""
 
     step: int
     number: int
@@ -408,6 +414,7 @@ class Save:
     facts: Manifest
     elements: int
     states: int = 0
+    frozen: int = 0
 
 
 class Saver:
@@ -516,8 +523,8 @@ class Saver:
     def _complete(self, save: Save, parts: list[SaveResult]) -> SaveResult:
         """Makes the checkpoint from all parts. Raises OSError and RuntimeError if it cannot."""
         totals: Counter[str] = sum((Counter(part.elements) for part in parts), Counter())
-        if not is_complete(totals, save.elements, save.states):
-            wanted = f"{save.elements} and {save.states} of states"
+        if not is_complete(totals, save.elements, save.states, save.frozen):
+            wanted = f"{save.elements} ({save.frozen} frozen) and {save.states} of states"
             raise RuntimeError(f"the ranks wrote {dict(totals)} elements, not {wanted}")
         files = [part.file for part in parts if part.file is not None]
         complete(self._unfinished(save), save.facts, files)

@@ -280,6 +280,7 @@ def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
     Raises UserError on all ranks if the source is damaged or missing, TrainingFailure if a rank
     cannot read it.
     """
+    from parallel3d.checkpoint.checkpoints import without_frozen
     from parallel3d.checkpoint.storage import chunks_by_name, read_state
     from parallel3d.comm.exchange import all_gather_json
     from parallel3d.optim.optimizer import EMA
@@ -298,7 +299,8 @@ def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
             if source.hf is not None:
                 _read_hugging_face(source.folder, source.hf, config.model, state)
             else:
-                read_state(source.folder, state)
+                assert source.manifest is not None  # of a run
+                read_state(source.folder, without_frozen(state, source.manifest, source.folder))
             return source
         except UserError as error:
             raise DamagedCheckpoint(str(error)) from None

@@ -24,7 +24,7 @@ from parallel3d.data_parallel.reducer import (
 )
 from parallel3d.device.accelerator import is_accelerator
 from parallel3d.parameters.copies import CopyGroups, GroupsOf
-from parallel3d.parameters.segments import ParameterSpan, Segment
+from parallel3d.parameters.segments import Constant, ParameterSpan, Segment
 from parallel3d.parameters.state import spec_of, state_of
 
 T = TypeVar("T")
@@ -179,7 +179,8 @@ class BucketedDataParallel:
     Gradients are added in the buckets. Only a parameter's last gradient of a step counts for a
     reduction (Li et al. 2020, §3.2.4): there is one per micro-batch and use, in the order in which
     the pipeline schedule computes them. The loss is already divided by the tokens of the global
-    batch, so the reduction is a plain sum.
+    batch, so the reduction is a plain sum. Frozen parameters are in no bucket: every rank holds
+    them whole.
 
     Under ZeRO stage 1 (Rajbhandari et al. 2020 §5.1) gradients are reduce-scattered, each rank
     steps its shard, and the parameters are gathered while the next forward begins, layer by layer.
@@ -196,6 +197,7 @@ class BucketedDataParallel:
 
     Attributes:
         segments: flat shards that this rank steps.
+        constants: the frozen parameters.
         works: handles of the reductions of this step, by bucket.
     """
 
@@ -215,7 +217,8 @@ class BucketedDataParallel:
         self.groups_of = groups_of
         self.sharded = zero > 0
         self.parameters = {name: p for chunk in chunks for name, p in chunk.items()}
-        self.names = list(self.parameters)
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.names = list(self.trained)
         self.cap = bucket_cap_mb
         self.overlap = overlap
         self.dtype = dtype
@@ -224,10 +227,24 @@ class BucketedDataParallel:
         self.works: list[Work] = []
         self.running = False
         self.observer = observer
-        self._fill_buckets([list(chunk) for chunk in chunks], values)
-        self.step_timer = self.buckets[0].data.timer or StepTimer()
-        for number, parameter in enumerate(self.parameters.values()):
+        self.constants = [
+            self._hold(name, p, values)
+            for name, p in self.parameters.items()
+            if name not in self.trained
+        ]
+        trained = [[name for name in chunk if name in self.trained] for chunk in chunks]
+        self._fill_buckets(trained, values)
+        first = next(iter(self.parameters.values()))
+        self.step_timer = groups_of(spec_of(first)).data.timer or StepTimer()
+        for number, parameter in enumerate(self.trained.values()):
             self._register_hooks(number, parameter)
+
+    def _hold(self, name: str, parameter: nn.Parameter, values: InitFn) -> Constant:
+        """Allocates a frozen parameter in the compute dtype."""
+        parameter.data = values(parameter).detach().to(self.dtype)
+        spec = spec_of(parameter)
+        span = ParameterSpan(name, spec, 0, parameter.numel())
+        return Constant(parameter.detach().view(-1), span, self.groups_of(spec))
 
     def _fill_buckets(self, chunks: list[list[str]], values: InitFn = Tensor.detach) -> None:
         self.buckets: list[Bucket] = []
@@ -286,7 +303,7 @@ class BucketedDataParallel:
     def start_step(self, microbatches: int) -> None:
         for bucket in self.buckets:
             bucket.grad.zero_()
-        self.expected = [spec_of(p).uses * microbatches for p in self.parameters.values()]
+        self.expected = [spec_of(p).uses * microbatches for p in self.trained.values()]
         self.reducer.begin(self.expected)
         self.works = []
         if self.observer is not None:
@@ -304,7 +321,7 @@ class BucketedDataParallel:
             )
         if self.observer is not None:
             name = self.names[number]
-            self.observer.added(name, self.parameters[name], self.expected[number] - left)
+            self.observer.added(name, self.trained[name], self.expected[number] - left)
         if left == 0:
             for index in self.reducer.filled(number):
                 self.reduce_bucket(index)

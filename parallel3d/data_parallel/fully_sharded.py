@@ -3,7 +3,8 @@
 Every block is an FSDP unit, and the rest of the stage (embedding, final norm, head, so that a tied
 table is one tensor) is one more. Under stage 3 the parameters of a block are freed after its
 forward and gathered again for its backward. The other parameters, and all parameters under stage 2,
-stay until the step's last backward.
+stay until the step's last backward. Stage 2 therefore holds frozen parameters whole, and stage 3
+shards them in the compute dtype.
 
 This module adds sums instead of means (the loss is already divided), one flat gradient buffer, the
 names of parameters without a gradient, and our own collectives, which are timed, logged and
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar, cast
 
@@ -30,7 +31,7 @@ from parallel3d.comm.group import SINGLE, Group
 from parallel3d.device import accelerator
 from parallel3d.parameters.copies import GroupsOf
 from parallel3d.parameters.initializer import Initializer
-from parallel3d.parameters.segments import ParameterSpan, Segment
+from parallel3d.parameters.segments import Constant, ParameterSpan, Segment
 from parallel3d.parameters.state import spec_of, state_of
 
 T = TypeVar("T")
@@ -59,9 +60,11 @@ class FullyShardedDataParallel:
             so that no rank holds unsharded gradients of more than one unit; else only in the last
             backward.
         mesh_of: returns the mesh of a group.
+        without_backward: units that no backward reads.
 
     Attributes:
         segments: flat shards that this rank steps, one per parameter.
+        constants: frozen parameters, or with stage 3 this rank's shards of them.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class FullyShardedDataParallel:
         zero: int,
         every_microbatch: bool,
         mesh_of: Callable[[Group], DeviceMesh],
+        without_backward: Collection[nn.Module] = (),
     ) -> None:
         root = stages[0] if len(stages) == 1 else _Chunks(stages)
         divided = [*units, (root, rest)]
@@ -89,9 +93,12 @@ class FullyShardedDataParallel:
         self.zero = zero
         self.every_microbatch = every_microbatch
         self.reduces_each = every_microbatch  # backward of this step
+        ignored = {p for p in root.parameters() if not p.requires_grad} if zero == 2 else set()
+        for parameter in ignored:
+            values = initializer.values(spec_of(parameter)) if initializer.deferred else parameter
+            parameter.data = values.detach().to(dtype)
         for module, held in divided:  # drawn and sharded one after the other
-            if initializer.deferred:
-                _draw_own_rows(module, initializer, held.shards)
+            _draw_own_rows(module, initializer, held.shards, dtype, ignored)
             # The root's parameters are needed at once in the backward, so they stay.
             frees = zero == 3 and module is not root
             fully_shard(
@@ -99,6 +106,7 @@ class FullyShardedDataParallel:
                 mesh=meshes[held.shards],
                 reshard_after_forward=frees,
                 mp_policy=policy,
+                ignored_params=ignored or None,
             )
         assert isinstance(root, FSDPModule)  # `fully_shard` has changed its class
         self.root: FSDPModule = root
@@ -119,11 +127,13 @@ class FullyShardedDataParallel:
         for stage in stages:
             blocks = [m for m in stage.modules() if isinstance(m, FSDPModule) and m is not root]
             for before, block in zip([*blocks[:1], *blocks], blocks, strict=False):
-                block.set_modules_to_backward_prefetch([before])
+                nearest = block if before in without_backward else before
+                block.set_modules_to_backward_prefetch([nearest])
         self.parameters: dict[str, nn.Parameter] = _named(stages)
         self.without_gradient: set[str] = set()
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         numel: Counter[ShardGroups] = Counter()
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.trained.items():
             numel[self.held[name]] += _local(parameter).numel()
         device = _local(next(iter(self.parameters.values()))).device
         self.gradients = {
@@ -131,12 +141,16 @@ class FullyShardedDataParallel:
         }
         self.segments: list[Segment] = []
         self.gradient_of: dict[str, Tensor] = {}
+        self.constants: list[Constant] = []
         used: Counter[ShardGroups] = Counter()
         for name, parameter in self.parameters.items():
             state, held = state_of(parameter), self.held[name]
             state.spec = specs[name]
             state.compute_dtype = dtype
             flat = _local(parameter).view(-1)
+            if name not in self.trained:
+                self.constants += self._constant(name, parameter, flat, groups_of)
+                continue
             grad = self.gradients[held][used[held] : used[held] + flat.numel()]
             used[held] += flat.numel()
             self._keep_gradient(name, parameter, grad)
@@ -144,6 +158,17 @@ class FullyShardedDataParallel:
             if span.numel:  # with fewer rows than ranks some shards are empty
                 copies = replace(groups_of(specs[name]), data=held.replicas)
                 self.segments.append(Segment(flat, grad, flat, [span], copies))
+
+    def _constant(
+        self, name: str, parameter: nn.Parameter, flat: Tensor, groups_of: GroupsOf
+    ) -> list[Constant]:
+        spec = spec_of(parameter)
+        if not isinstance(parameter.data, DTensor):
+            return [Constant(flat, ParameterSpan(name, spec, 0, flat.numel()), groups_of(spec))]
+        held = self.held[name]
+        span = self._span(name, held.shards.index)
+        copies = replace(groups_of(spec), data=held.replicas)
+        return [Constant(flat, span, copies)] if span.numel else []
 
     def _keep_gradient(self, name: str, parameter: nn.Parameter, grad: Tensor) -> None:
         """Makes `parameter.grad`, to which FSDP2 adds reduced gradients, a view of the buffer."""
@@ -162,7 +187,7 @@ class FullyShardedDataParallel:
 
     def spans_of(self, index: int) -> list[ParameterSpan]:
         """Returns what rank `index` of dp steps, in the order of its segments."""
-        sizes = {name: held.shards.size for name, held in self.held.items()}
+        sizes = {name: self.held[name].shards.size for name in self.trained}
         spans = (self._span(name, index % size) for name, size in sizes.items())
         return [span for span in spans if span.numel]
 
@@ -183,7 +208,7 @@ class FullyShardedDataParallel:
     def start_step(self, microbatches: int) -> None:
         for flat in self.gradients.values():
             flat.zero_()
-        self.without_gradient = set(self.parameters)
+        self.without_gradient = set(self.trained)
         # With one reduction per step, a parameter of both ends of the model has one gradient in
         # fp32, from the first backward, and one in the compute dtype, from the last. FSDP2 refuses
         # to add them unless every parameter has had a backward before.
@@ -307,16 +332,27 @@ class _ReduceScatter(_Collective):
         collectives.reduce_scatter_into(output_tensor, input_tensor, self.group).wait()
 
 
-def _draw_own_rows(unit: nn.Module, initializer: Initializer, shards: Group) -> None:
-    """Allocates a unit's parameters and draws the rows of this rank's shard."""
+def _draw_own_rows(
+    unit: nn.Module,
+    initializer: Initializer,
+    shards: Group,
+    dtype: torch.dtype,
+    ignored: Collection[nn.Parameter],
+) -> None:
+    """Allocates a unit's parameters and draws the rows of this rank's shard, if they are deferred.
+
+    Frozen parameters are converted to the compute dtype `dtype`.
+    """
     for parameter in unit.parameters():
-        if isinstance(parameter, DTensor):  # of a unit that is already sharded
+        if isinstance(parameter, DTensor) or parameter in ignored:  # of a unit that is sharded
             continue
-        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        rows = len(whole)
-        first, end = (first_row(rows, shards.size, shards.index + i) for i in (0, 1))
-        initializer.fill_rows(spec_of(parameter), first, whole[first:end])
-        parameter.data = whole
+        values = parameter.data
+        if initializer.deferred:
+            values = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            rows = len(values)
+            first, end = (first_row(rows, shards.size, shards.index + i) for i in (0, 1))
+            initializer.fill_rows(spec_of(parameter), first, values[first:end])
+        parameter.data = values if parameter.requires_grad else values.to(dtype)
 
 
 def _sum_over(replicas: Group) -> Callable[[Tensor], None]:
@@ -340,6 +376,6 @@ def first_row(rows: int, ranks: int, rank: int) -> int:
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
+    """Returns this rank's shard, or a whole parameter that FSDP2 ignores."""
     sharded = parameter.detach()
-    assert isinstance(sharded, DTensor)
-    return sharded.to_local()
+    return sharded.to_local() if isinstance(sharded, DTensor) else sharded

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from parallel3d.parameters.segments import ParameterSpan, Segment
+from parallel3d.parameters.segments import Constant, ParameterSpan, Segment
 
 T = TypeVar("T")
 
@@ -21,10 +21,12 @@ class DataParallel(Protocol):
     Attributes:
         parameters: the parameters of all stages of this rank, by name.
         segments: flat shards that this rank steps.
+        constants: what this rank keeps of the frozen parameters, without `requires_grad`.
     """
 
     parameters: dict[str, nn.Parameter]
     segments: list[Segment]
+    constants: list[Constant]
 
     def spans_of(self, index: int) -> list[ParameterSpan]:
         """Returns the spans that rank `index` of dp steps, in the order of its segments."""

@@ -137,18 +137,21 @@ def _state(rank: PipelineRank) -> RankMemory:
     of_experts = sum(rank.numels[kind.experts][0] * kind.layers for kind in rank.kinds)
     others = sum(rank.numels[kind.experts][1] * kind.layers for kind in rank.kinds)
     zero, optim = blueprint.data.zero, blueprint.optim
+    frozen = rank.frozen_numel()
+    trained = of_experts - frozen[0], others + rank.end_numel - frozen[1]
 
-    def divided(each: int, divides: bool) -> float:
+    def divided(each: int, divides: bool, numel: tuple[int, int] = trained) -> float:
         """Returns the bytes of a state with `each` for an element, divided over ranks or not."""
         data, experts = (rank.replicas, rank.layout.edp) if divides else (1, 1)
-        return each * (others + rank.end_numel) / data + each * of_experts / experts
+        return each * numel[1] / data + each * numel[0] / experts
 
     moments = 1 if optim.name == "sgd" else 2
     moment = 2 if optim.state == "bf16" else wide
     average = wide * (optim.ema_decay is not None)
     spread = rank.fully_sharded
     return RankMemory(
-        parameters=0.0 if spread else divided(item, False),
+        parameters=divided(item, zero == 3 and spread, frozen)
+        + (0.0 if spread else divided(item, False)),
         gradients=divided(wide, spread),
         masters=0.0 if item >= FP32 and not spread else divided(wide, zero > 0),
         optimizer=divided(moments * moment + average, zero > 0),
@@ -320,12 +323,13 @@ class _Moments:
     def __init__(self, rank: PipelineRank, layers: Layers) -> None:
         self.rank = rank
         self.layers = layers
-        self.kept = [_kept(rank, stage, layers) for stage in rank.stages]
+        self.kept = [_kept(rank, stage.backward, layers) for stage in rank.stages]
         self.once = rank.blueprint.microbatches == 1
         # FSDP2's gradient of a table is in the compute type until it is reduced.
         model, cut = rank.blueprint.model, rank.layout.tp
         table = rank.item * (model.padded_vocab_size // cut * model.hidden_size)
-        self.table = float(table) if rank.fully_sharded else 0.0
+        reduces = rank.fully_sharded and not (rank.last and rank.table.frozen)
+        self.table = float(table) if reduces else 0.0
         # The head's forward computes the gradients of its input, with the norm, and of its table.
         self.states = 2 * rank.stream
         self.head = self.states + self.table * rank.last
@@ -341,6 +345,8 @@ class _Moments:
             if kind == Kind.W:  # it frees memory and is never the peak
                 continue
             stage, kept = rank.stages[chunk], self.kept[chunk]
+            if kind != Kind.F and not stage.has_backward:
+                continue
             live = seen.live @ held + seen.deferred @ waits + seen.in_flight * message
             most = float((live + seen.begun @ left).max())
             of_action = self._forward(stage, kept)
@@ -364,11 +370,11 @@ class _Moments:
         """Returns the bytes of offloaded layers on the device: of the layer that computes, of a
         neighbour, and of one that the next action fetches."""
         near = min(2, stage.offloaded) + (not turns_around(self.rank, stage))
-        return near * max(_moved(self.rank, stage, self.layers), default=0.0)
+        return near * max(_moved(self.rank, stage.backward, self.layers), default=0.0)
 
     def _deferred(self, stage: StageBlueprint) -> float:
         """Returns the bytes that all weight gradients of a stage keep from I to W."""
-        kinds = self.rank.kinds_of(stage)
+        kinds = self.rank.kinds_of(stage.backward)
         return sum(kind.layers * self.layers[kind.experts].deferred for kind in kinds)
 
     def _most(self, stage: StageBlueprint, of: Callable[[LayerBytes], float]) -> float:
@@ -386,6 +392,7 @@ class _Moments:
         numel = rank.layer_numel(rank.kinds) * layers
         if rank.blueprint.data.zero == 2:
             numel = sum(sum(rank.numels[kind.experts]) * kind.layers for kind in rank.kinds)
+            numel -= sum(rank.frozen_numel())  # held whole
         return rank.item * float(numel + rank.end_numel)
 
     def _ties(self, stage: StageBlueprint) -> bool:
@@ -438,17 +445,17 @@ class _Moments:
         """
         rank = self.rank
         adds = stage.first and not stage.last and rank.last and rank.table.tied
-        return sum(p.numel for p in rank.ends_read(stage)) - (rank.table.numel if adds else 0)
+        numel = sum(p.numel for p in rank.ends_read(stage) if not p.frozen)
+        return numel - (rank.table.numel if adds and not rank.table.frozen else 0)
 
     def _left(self, stage: StageBlueprint) -> float:
         """Returns the bytes that remain after a stage's backward: sums of gradients, or the input
         of the last reduction."""
-        rank, kinds = self.rank, self.rank.kinds_of(stage)
+        rank = self.rank
         if rank.accumulates:
-            numel = sum(sum(rank.numels[kind.experts]) * kind.layers for kind in kinds)
-            return float(FP32 * (numel + self._completed(stage)))
+            return float(FP32 * (rank.trained_numel(stage) + self._completed(stage)))
         if rank.fully_sharded and not self.once and len(rank.stages) == 1:
-            return float(FP32 * (self._completed(stage) or rank.layer_numel(kinds)))
+            return float(FP32 * (self._completed(stage) or rank.most_trained(stage)))
         return 0.0
 
     def _reduction(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
@@ -456,7 +463,7 @@ class _Moments:
         also during the next layer's backward, and while gradients of the ends are reduced."""
         rank, layers, sums = self.rank, len(stage.layers), not self.rank.accumulates
         # `before`: kept by the layer whose backward is done.
-        one, before = rank.layer_numel(rank.kinds_of(stage)), kept / layers
+        one, before = rank.most_trained(stage), kept / layers
         cast = self.table if stage.last and not self._ties(stage) else 0.0
         wide = cast + sums * FP32 * one
         if rank.blueprint.data.zero == 2 and (self.once or rank.accumulates):
@@ -511,7 +518,7 @@ def host_memory(config: Config, index: int) -> float:
     """Returns the bytes of pinned memory for offloaded activations of rank `index` along pp."""
     rank = PipelineRank(planned(config), index)
     layers, waiting, running = layers_of(rank), [], []
-    for stage in rank.stages:
+    for stage in (stage.backward for stage in rank.stages):
         turns = turns_around(rank, stage)
         slabs = [math.ceil(n / SLAB_BYTES) for n in _moved(rank, stage, layers, turns)]
         waiting.append(sum(slabs))

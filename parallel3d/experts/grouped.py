@@ -60,7 +60,8 @@ def run_experts(
 
 
 class _Experts(torch.autograd.Function):
-    """Keeps x, the result of `up` and the weights; everything else is computed again.
+    """Keeps x (unless `up` is frozen), the result of `up` and the weights; everything else is
+    computed again.
 
     Weights of the experts are kept in `ctx` itself, like those of linear layers (`linear_ops`).
     """
@@ -82,15 +83,16 @@ class _Experts(torch.autograd.Function):
         # Nothing else names the rows, so that they are free before the second GEMM.
         given = up, rows.counts, _rows_of(up, rows)
         inner = grouped_matmul(x.index_select(0, rows.tokens), *given)
-        ctx.save_for_backward(x, weights, inner)
+        ctx.save_for_backward(weights, inner, *([x] if up.requires_grad else []))
         active = _weighed(inner, weights.flatten()[rows.slots], activation)
         out = grouped_matmul(active, down, rows.counts, _rows_of(down, rows))
         return sum_of_slots(out, rows.places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, inner = ctx.saved_tensors
-        x = x.detach()
+        weights, inner, *kept = ctx.saved_tensors
+        tokens = [x.detach() for x in kept]
+        of_x, of_up, of_down = (ctx.needs_input_grad[i] for i in (0, 2, 3))
         rows, up, down = ctx.rows, ctx.up, ctx.down
         grad = grad.contiguous()
         grad_out = grad.index_select(0, rows.tokens)
@@ -101,8 +103,10 @@ class _Experts(torch.autograd.Function):
             active = _weighed(*leaves, ctx.activation)
         grad_inner, grad_chosen = torch.autograd.grad(active, leaves, grad_active)
         active, chosen, inner = active.detach(), chosen.detach(), inner.detach()
-        grad_rows = grouped_matmul_back(grad_inner, up, rows.counts, _rows_of(up, rows))
-        grad_x = sum_of_slots(grad_rows, rows.places)
+        grad_x = None
+        if of_x:
+            grad_rows = grouped_matmul_back(grad_inner, up, rows.counts, _rows_of(up, rows))
+            grad_x = sum_of_slots(grad_rows, rows.places)
         grad_weights = torch.zeros_like(weights).flatten()
         grad_weights[rows.slots] = grad_chosen
 
@@ -114,10 +118,13 @@ class _Experts(torch.autograd.Function):
             return grad.index_select(0, rows.tokens)
 
         def taken() -> Tensor:
-            return x.index_select(0, rows.tokens)
+            return tokens[0].index_select(0, rows.tokens)
 
-        grad_down = add_grouped_gradient(down, grad_of_rows, active_rows, rows.counts)
-        grad_up = add_grouped_gradient(up, lambda: grad_inner, taken, rows.counts)
+        grad_up = grad_down = None
+        if of_down:
+            grad_down = add_grouped_gradient(down, grad_of_rows, active_rows, rows.counts)
+        if of_up:
+            grad_up = add_grouped_gradient(up, lambda: grad_inner, taken, rows.counts)
         return grad_x, grad_weights.view_as(weights), grad_up, grad_down, None, None
 
 

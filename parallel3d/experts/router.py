@@ -196,15 +196,18 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.weight = weight
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(*([x] if weight.requires_grad else []))
+        ctx.dtype = x.dtype
         wide = torch.promote_types(x.dtype, torch.float32)
         return linear(x.to(wide), weight.to(wide))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        (x,) = ctx.saved_tensors
         weight = ctx.weight
-        grad_x = matmul(grad, weight.to(grad.dtype)).to(x.dtype)
+        grad_x = matmul(grad, weight.to(grad.dtype)).to(ctx.dtype)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None
+        (x,) = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         grad_weight = matmul(rows.t(), x.flatten(0, -2).to(grad.dtype))
         if state_of(weight).main_grad is None:

@@ -65,6 +65,7 @@ def data_parallel_engine(
             settings.zero,
             settings.every_microbatch,
             groups.mesh_of,
+            _without_backward(stages),
         )
     return BucketedDataParallel(
         parameters_of_chunks(stages),
@@ -77,6 +78,13 @@ def data_parallel_engine(
         values=lambda p: initializer.values(spec_of(p)),
         observer=observer,
     )
+
+
+def _without_backward(stages: Sequence[Stage]) -> set[nn.Module]:
+    """Returns the layers with nothing to train in them or before them, and their experts."""
+    blocks = [b for stage in stages for b in [*stage.blocks.values()][: stage.without_backward]]
+    experts = {b.mlp.experts for b in blocks if isinstance(b.mlp, MixtureOfExperts)}
+    return {*blocks, *experts}
 
 
 def _has_copies(stages: Sequence[Stage], groups_of: GroupsOf) -> bool:

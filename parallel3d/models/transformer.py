@@ -301,6 +301,8 @@ class Stage(nn.Module):
         tied_table: local name of the word embedding if another rank holds it too; else None.
         offload: moves saved tensors of the offloaded layers to the host.
         offloaded: number of first layers that are offloaded.
+        without_backward: number of first layers with nothing to train in them or before them.
+        compiled: the blocks are compiled.
     """
 
     def __init__(
@@ -323,6 +325,8 @@ class Stage(nn.Module):
         self.run_blocks = _run_blocks
         self.offload: ActivationOffload | None = None
         self.offloaded = 0
+        self.without_backward = 0
+        self.compiled = False
         self.tied_table: str | None = None
         if model.tie_embeddings and (first or last) and not first_and_last_share_rank:
             self.tied_table = "embedding.word.weight" if first else "head.table"
@@ -402,11 +406,17 @@ class Stage(nn.Module):
         blocks = list(self.blocks.items())
         shared = rotary, samples, documents
         # Offloaded layers are moved one at a time, so each is a graph of its own.
-        cuts = [*range(self.offloaded), *range(self.offloaded, len(blocks), GRAPH_BLOCKS)]
+        begin = max(self.offloaded, self.without_backward)
+        cuts = [*range(self.offloaded), *range(self.offloaded, begin, GRAPH_BLOCKS)]
+        cuts += range(begin, len(blocks), GRAPH_BLOCKS)
         for i, end in zip(cuts, [*cuts[1:], len(blocks)], strict=False):
             graph = blocks[i:end]
             for name, _ in graph:
                 self.pre_forward(f"layers.{name}")
+            if self.compiled and i >= self.without_backward and not x.requires_grad:
+                # An operator of a linear layer has no backward if its input has no gradient, as
+                # its weight is none of its inputs.
+                x = x.detach().requires_grad_(torch.is_grad_enabled())
             last, stays = end == len(blocks), i >= self.offloaded
             with (
                 self.offload.layer(graph[0][1], shared, stays=stays, is_last=last)
@@ -433,6 +443,7 @@ def stages_of_rank(
             model, one.layers, one.first, one.last, ctx, first_stage, share_rank, one.recomputed
         )
         stage.offloaded = one.offloaded
+        stage.without_backward = one.without_backward
         stages.append(stage)
     return stages
 
@@ -460,6 +471,7 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     compiled, one = torch_compile(_run_blocks, **how), torch_compile(_run_block, **how)
     attention = torch_compile(_run_attention, **how)
     for stage in stages:
+        stage.compiled = True
         blocks = stage.blocks.values()
         experts = [block for block in blocks if isinstance(block.mlp, MixtureOfExperts)]
         for block in experts:

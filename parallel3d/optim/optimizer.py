@@ -33,8 +33,8 @@ NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own 
 
 @dataclass
 class FlatGroup:
-    """Segments with equal treatment, and their optimizer state. Frozen groups keep their state
-    unchanged.
+    """Segments with equal treatment, and their optimizer state. Frozen tensors that share a
+    parameter with trained ones are groups without a state.
 
     `state` holds AdamW's two moments, or the momentum of SGD or Muon, and with `optim.ema_decay`
     the average of the weights; `steps` is the kernels' own step count, a scalar per segment.
@@ -121,6 +121,8 @@ class Optimizer:
             parts = [(decay, [s for s in rest if s.spec.decays is d], names) for d, decay in kinds]
             parts.append((optim.weight_decay, hidden, ("momentum",)))
             for decay, members, states in parts:
+                if treated.frozen:
+                    states = ()
                 if members:
                     self.groups.append(FlatGroup.of(treated, decay, members, states, dtype))
         self.trained = [group for group in self.groups if not group.treated.frozen]
@@ -180,7 +182,7 @@ class Optimizer:
         if self.muon is not None:
             self.step_hidden(self.muon, learning_rate)
         if self.optim.ema_decay is not None:
-            for group in self.groups:
+            for group in self.trained:
                 foreach_lerp_(group.state[EMA], group.masters, 1.0 - self.optim.ema_decay)
         self.updates += 1
 
@@ -203,15 +205,16 @@ class Optimizer:
 
     @torch.no_grad()
     def start_ema(self) -> None:
-        """Starts the average of the weights from the weights, with `optim.ema_decay`."""
+        """Starts the average of the weights from the weights, with `optim.ema_decay`; the average
+        of frozen ones is themselves."""
         if self.optim.ema_decay is not None:
-            for group in self.groups:
+            for group in self.trained:
                 group.state[EMA] = [master.clone() for master in group.masters]
 
     @torch.no_grad()
     def swap_ema(self) -> None:
         """Exchanges the masters and their average, bit by bit."""
-        for group in self.groups:
+        for group in self.trained:
             for master, average in zip(group.masters, group.state[EMA], strict=True):
                 weights = master.clone()
                 master.copy_(average)

@@ -77,6 +77,17 @@ class Segment:
         return self.by_kind(partial(self.groups.of, self.spec))
 
 
+class Constant(NamedTuple):
+    """Elements of a frozen parameter, flat and in the compute dtype, which nothing steps.
+
+    `groups`: the groups over which they have copies.
+    """
+
+    param: Tensor
+    span: ParameterSpan
+    groups: CopyGroups
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Locates a part of a full tensor: its first index and its sizes, per dimension."""

@@ -3,19 +3,21 @@ checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from parallel3d.optim.optimizer import FlatGroup
+from parallel3d.optim.optimizer import EMA, FlatGroup
 from parallel3d.parameters.copies import Copies, copy_groups
+from parallel3d.parameters.segments import Constant
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
 
+PARAMETER = "parameter"
 STATE = "state"
 
 
@@ -27,7 +29,8 @@ class ParameterSlice:
         start: first element of the slice in the flattened local parameter.
         values: flat live views of equal length, fp32 or better: "parameter" (the master) and the
             optimizer's "exp_avg" and "exp_avg_sq", or "momentum" (or bf16), and "ema"; or "state"
-            alone (`state_slice`).
+            alone (`state_slice`). Of a frozen parameter, it is "parameter" alone, in the compute
+            dtype.
     """
 
     name: str
@@ -48,12 +51,31 @@ def state_slice(name: str, values: Tensor, groups: ProcessGroups) -> ParameterSl
     return ParameterSlice(name, spec, 0, {STATE: values}, copy_groups(spec, groups).of(spec, shard))
 
 
+def constant_slices(constants: Iterable[Constant]) -> Iterator[ParameterSlice]:
+    """Yields slices of the frozen parameters."""
+    for values, span, groups in constants:
+        for copies, run in span.by_copies(groups):
+            first = run.start - span.start
+            views = {PARAMETER: values[first : first + run.numel]}
+            yield ParameterSlice(run.name, run.spec, run.start, views, copies)
+
+
+def with_averages(slices: Iterable[ParameterSlice]) -> list[ParameterSlice]:
+    """Returns the slices, with the averages of frozen parameters, which are the parameters."""
+    found = []
+    for part in slices:
+        if PARAMETER in part.values and EMA not in part.values:
+            part = replace(part, values={**part.values, EMA: part.values[PARAMETER]})
+        found.append(part)
+    return found
+
+
 def parameter_slices(groups: Iterable[FlatGroup]) -> list[ParameterSlice]:
     """Returns slices of everything that this rank steps, given its optimizer's groups."""
     found: list[ParameterSlice] = []
     for group in groups:
         for i, segment in enumerate(group.segments):
-            values = {"parameter": segment.master}
+            values = {PARAMETER: segment.master}
             values |= {name: moments[i] for name, moments in group.state.items()}
             offset = 0
             for span in segment.spans:

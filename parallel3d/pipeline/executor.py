@@ -26,6 +26,7 @@ from parallel3d.pipeline.p2p import (
     StageOutputs,
     Values,
     as_tuple,
+    is_backward,
     post,
 )
 from parallel3d.schedules.actions import Action, Kind, Step
@@ -184,6 +185,8 @@ class Executor:
         keeps_failures: an exception of a stage is kept in `failure` instead of raised. This rank
             continues with zeros to the end of the step, so that its neighbours do not wait for it.
         offload: moves tensors that the stages save for the backward to the host.
+        without_backward: number of first stages of the pipeline with nothing to train. Their
+            backwards are empty, and no gradient is sent to them, equally on both sides.
     """
 
     def __init__(
@@ -196,6 +199,7 @@ class Executor:
         step_timer: StepTimer | None = None,
         keeps_failures: bool = False,
         offload: ActivationOffload | None = None,
+        without_backward: int = 0,
     ) -> None:
         self.stages = stages
         self.route = route
@@ -207,6 +211,7 @@ class Executor:
             channel.step_timer = self.step_timer
         self.keeps_failures = keeps_failures
         self.offload = offload
+        self.without_backward = without_backward
         self.failure: StageFailure | None = None
         self.last_stage = route.assignment.stages - 1
         self.live: dict[Place, _Live] = {}  # from F to B or I
@@ -258,7 +263,7 @@ class Executor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         computes = [step for step in program if isinstance(step, Action)]
         batches = MicroBatches(load, (step.microbatch for step in computes if step.kind == Kind.F))
-        last = next((step for step in reversed(computes) if step.kind in (Kind.B, Kind.I)), None)
+        last = next(filter(self._has_gradient, reversed(computes)), None)
         following = iter([*computes[1:], None])
         for step in program:
             if not isinstance(step, Action):
@@ -287,18 +292,33 @@ class Executor:
         """Returns the number of the stage that computes, sends or receives."""
         return self.route.assignment.stage(self.route.group.index, action.chunk)
 
+    def _takes_gradient(self, stage: int) -> bool:
+        """Returns whether the gradient of a stage's result is sent to it, or made by its loss."""
+        return stage >= self.without_backward
+
+    def _has_gradient(self, step: Action) -> bool:
+        """Returns whether a computation is a backward that is not empty."""
+        return step.kind in (Kind.B, Kind.I) and self._takes_gradient(self._stage(step))
+
+    def _is_sent(self, action: Action) -> bool:
+        """Returns whether a message of the program is sent: not a gradient that nothing reads."""
+        to_earlier, stage = action.kind == Kind.SEND_B, self._stage(action)
+        return not is_backward(action) or self._takes_gradient(stage - to_earlier)
+
     def _sent(self, action: Action) -> StageOutputs:
         """Returns the shapes and dtype of the tensors in a message."""
         return self.sends[self._stage(action) - (action.kind in (Kind.RECV_F, Kind.SEND_B))]
 
     def _communicate(self, group: Sequence[Action]) -> None:
         messages = []
-        for action in group:
+        for action in filter(self._is_sent, group):
             if action.kind.is_send:
                 messages.append((action, self.outbox.pop(action)))
             else:
                 messages.append((action, self._sent(action).empty_message(self.device)))
         self._finish_sends(SENDS)
+        if not messages:
+            return
         with self.step_timer.starting("pp", self._name(*group)):
             transfers = post(messages, self.route, self.channel)
         for transfer in transfers:
@@ -384,7 +404,7 @@ class Executor:
         xs: Values = ()
         if number > 0:
             xs = self._received(Kind.RECV_F, step)
-            if trains:
+            if trains and self._takes_gradient(number - 1):
                 xs = _End.apply(grads, self.anchor, *xs)
         with self.step_timer.within("data"):
             args = (*batches.take(), loss_scale)
@@ -425,6 +445,10 @@ class Executor:
         live = self.live.pop(place)
         if self.offload is not None:
             self.offload.backward(place)
+        if not self._takes_gradient(stage):
+            if step.kind == Kind.I:
+                self.deferred[place] = []
+            return
         if stage < self.last_stage:
             grads = self._received(Kind.RECV_B, step)
         else:
@@ -437,7 +461,8 @@ class Executor:
                     differentiate()
             else:
                 differentiate()
-        if stage > 0:  # without gradients: the stage does not use its inputs, or has failed
+        if stage > 0 and self._takes_gradient(stage - 1):
+            # Without gradients: the stage does not use its inputs, or has failed.
             made = tuple(live.grads) or self.sends[stage - 1].zeros(self.device)
             self._hand_off(Kind.SEND_B, step, made)
 

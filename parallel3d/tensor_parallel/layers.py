@@ -351,7 +351,7 @@ class ColumnParallelLinear(ShardedModule):
             self.check_sequence(x, 3, self.sp)
         if self.handle is not None and torch.compiler.is_compiling():
             gather = 1 if self.sp is None else self.group.size
-            return linear_ops.compiled_linear(x, self.handle, self.weight.shape[0], gather, 1)
+            return linear_ops.compiled(self, x, self.weight.shape[0], gather, 1)
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.sums_shared:
@@ -448,7 +448,7 @@ class RowParallelLinear(ShardedModule):
             self.check_sequence(x, 3, self.group.size * self.sp)
         if self.handle is not None and torch.compiler.is_compiling():
             scatter = 1 if self.sp is None else self.group.size
-            y = linear_ops.compiled_linear(x, self.handle, self.out_features, 1, scatter)
+            y = linear_ops.compiled(self, x, self.out_features, 1, scatter)
             bias: Tensor | None = self.bias
         else:
             x, weight, bias = _cast(x, self.weight, self.bias)

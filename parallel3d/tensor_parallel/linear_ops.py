@@ -7,6 +7,7 @@ gradient, the accumulation into gradient buckets and their readiness work as in 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,7 @@ class LinearLayer(Protocol):
     bias: nn.Parameter | None
     group: Group
     sp: int | None
+    handle: Tensor | None
 
 
 def _forward(x: Tensor, handle: Tensor, outputs: int, gather: int, scatter: int) -> Tensor:
@@ -47,12 +49,32 @@ def _backward(grad: Tensor, x: Tensor, handle: Tensor, *sizes: int) -> Tensor:
     # nothing in a compiled block reads a gradient bucket.
     layer: LinearLayer = registered(handle)
     grad = grad.contiguous()
-    if layer.split == "column" and layer.bias is not None:
-        add_gradient(layer.bias, grad.flatten(0, -2).sum(0))
+    _add_bias_gradient(layer, grad)
     grad_x, grad_weight = run_backward(layer.split, grad, x, layer.weight, layer.group, layer.sp)
     if grad_weight is not None:
         add_gradient(layer.weight, grad_weight)
+    assert grad_x is not None
     return grad_x
+
+
+def _add_bias_gradient(layer: LinearLayer, grad: Tensor) -> None:
+    if layer.split == "column" and layer.bias is not None and layer.bias.requires_grad:
+        add_gradient(layer.bias, grad.flatten(0, -2).sum(0))
+
+
+def _backward_of_frozen(grad: Tensor, handle: Tensor, *sizes: int) -> Tensor:
+    layer: LinearLayer = registered(handle)
+    grad = grad.contiguous()
+    _add_bias_gradient(layer, grad)
+    grad_x, _ = run_backward(layer.split, grad, None, layer.weight, layer.group, layer.sp)
+    assert grad_x is not None
+    return grad_x
+
+
+def _shape_of_input(
+    grad: Tensor, handle: Tensor, outputs: int, gather: int, scatter: int, inputs: int
+) -> Tensor:
+    return grad.new_empty(grad.shape[0], grad.shape[1] * scatter // gather, inputs)
 
 
 # Runs the layer's forward: (b, s, in) → (b, s · gather / scatter, outputs), where `gather` and
@@ -67,6 +89,26 @@ compiled_linear = operator(
     lambda grad, x, *_: x.new_empty(x.shape),
     kept="",
 )
+
+# The same for a layer whose weight is frozen: its backward needs no input.
+compiled_frozen_linear = operator(
+    "frozen_linear",
+    "Tensor x",
+    "Tensor handle, int outputs, int gather, int scatter, int inputs",
+    lambda x, handle, outputs, gather, scatter, _: _forward(x, handle, outputs, gather, scatter),
+    lambda x, handle, outputs, gather, scatter, _: _forward_shape(
+        x, handle, outputs, gather, scatter
+    ),
+    _backward_of_frozen,
+    _shape_of_input,
+)
+
+
+def compiled(layer: LinearLayer, x: Tensor, outputs: int, gather: int, scatter: int) -> Tensor:
+    """Runs the layer's forward in a compiled block; its weight's gradient goes to its bucket."""
+    if layer.weight.requires_grad:
+        return compiled_linear(x, layer.handle, outputs, gather, scatter)
+    return compiled_frozen_linear(x, layer.handle, outputs, gather, scatter, x.shape[-1])
 
 
 # Asynchronous tensor parallelism (Wang et al. 2023, "Overlap Communication with Dependent
@@ -163,14 +205,30 @@ def column_forward(
 
 
 def column_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
-) -> tuple[Tensor, Tensor | None]:
+    grad: Tensor, x: Tensor | None, weight: Tensor, group: Group, sp: int | None, of_x: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
     """Returns the gradients of x and, without a bucket, of the weight.
 
     Under sequence parallelism x is this rank's shard, gathered again while the input-gradient GEMM
     runs. The input gradient is reduced while the weight-gradient GEMM runs.
+
+    Args:
+        x: None: the weight is frozen and has no gradient.
+        of_x: whether x has a gradient.
     """
     rows = grad.flatten(0, -2)
+    if x is None:
+        grad_x = matmul(grad, weight)
+        return (
+            collectives.all_reduce(grad_x, group)
+            if sp is None
+            else reduce_scatter_sequence(grad_x, group)
+        ), None
+    if not of_x and sp is None:
+        return None, add_weight_gradient(weight, rows, x.flatten(0, -2))
+    if not of_x:
+        gather = partial(all_gather_sequence, x, group)
+        return None, add_weight_gradient(weight, rows, lambda: gather().flatten(0, -2))
     if sp is not None and deferred_queue(weight) is not None:
         grad_x, reducing = collectives.reduce_scatter_async(
             sequence_first(matmul(grad, weight)), group
@@ -201,14 +259,19 @@ def row_forward(x: Tensor, weight: Tensor, group: Group, sp: int | None) -> Tens
 
 
 def row_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
-) -> tuple[Tensor, Tensor | None]:
+    grad: Tensor, x: Tensor | None, weight: Tensor, group: Group, sp: int | None, of_x: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of x and, without a bucket, of the weight, like `column_backward`."""
+    grad_x, full = None, grad
     if sp is None:
-        return matmul(grad, weight), add_weight_gradient(
-            weight, grad.flatten(0, -2), x.flatten(0, -2)
-        )
-    grad_x, full = gather_linear(grad, weight.t(), None, group, sp, keep=True)
-    assert full is not None
+        grad_x = matmul(grad, weight) if of_x else None
+    elif of_x:
+        grad_x, gathered = gather_linear(grad, weight.t(), None, group, sp, keep=x is not None)
+        full = grad if gathered is None else gathered
+    else:
+        full = all_gather_sequence(grad, group)
+    if x is None:
+        return grad_x, None
     return grad_x, add_weight_gradient(weight, full.flatten(0, -2), x.flatten(0, -2))
 
 
@@ -222,12 +285,21 @@ def run_forward(
 
 
 def run_backward(
-    split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
-) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of x and, without a bucket, of the weight."""
+    split: str,
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor,
+    group: Group,
+    sp: int | None,
+    of_x: bool = True,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of x, if it has one (`of_x`), and, without a bucket, of the weight.
+
+    `x`: None for a frozen weight, whose gradient is not computed.
+    """
     if split == "row":
-        return row_backward(grad, x, weight, group, sp)
-    return column_backward(grad, x, weight, group, sp)
+        return row_backward(grad, x, weight, group, sp, of_x)
+    return column_backward(grad, x, weight, group, sp, of_x)
 
 
 # Autograd nodes. Weights are kept in `ctx` itself, not among the saved tensors: recomputation
@@ -257,7 +329,8 @@ class _Linear(torch.autograd.Function):
     """Runs the communication and the GEMM of a column- or row-parallel layer in one node.
 
     With two nodes, autograd would finish the reduction of the input gradient before it starts the
-    weight gradient. `kept`: the `_Keep` node that saved x, or [].
+    weight gradient. `kept`: the `_Keep` node that saved x, or []. The input gradient needs the
+    weight alone, so with a frozen weight nothing is saved.
     """
 
     @staticmethod
@@ -273,29 +346,31 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.split = split
         ctx.weight = weight
-        ctx.has_bias = bias is not None
+        ctx.trains = weight.requires_grad
+        ctx.trains_bias = bias is not None and bias.requires_grad
         ctx.group = group
         ctx.sp = sp
         ctx.kept = kept
-        if not kept:
+        if ctx.trains and not kept:
             ctx.save_for_backward(x)
         return run_forward(split, x, weight, bias, group, sp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         grad = grad.contiguous()
-        (x,) = (ctx.kept[0] if ctx.kept else ctx).saved_tensors
-        # With its graph, x in a deferred weight gradient would keep the stage's input and its
-        # gradient.
-        x = x.detach()
-        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        others = grad_bias, None, None, None
-        if ctx.split == "column" and ctx.sp is None and not ctx.needs_input_grad[1]:
-            # x is data: no reduction.
-            grad_weight = add_weight_gradient(ctx.weight, grad.flatten(0, -2), x.flatten(0, -2))
-            return None, None, grad_weight, *others
-        gradients = run_backward(ctx.split, grad, x, ctx.weight, ctx.group, ctx.sp)
-        return None, *gradients, *others
+        x = None
+        if ctx.trains:
+            (x,) = (ctx.kept[0] if ctx.kept else ctx).saved_tensors
+            # With its graph, x in a deferred weight gradient would keep the stage's input and its
+            # gradient.
+            x = x.detach()
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.trains_bias else None
+        # Data, and the result of frozen layers alone, has no gradient.
+        of_x = ctx.needs_input_grad[1]
+        gradients: tuple[Tensor | None, Tensor | None] = (None, None)
+        if of_x or x is not None:
+            gradients = run_backward(ctx.split, grad, x, ctx.weight, ctx.group, ctx.sp, of_x)
+        return None, *gradients, grad_bias, None, None, None
 
 
 def linear_node(
@@ -312,6 +387,6 @@ def linear_node(
     `recomputed`: a recomputation of x must stop before this GEMM.
     """
     kept: list[Any] = []
-    if recomputed and x.requires_grad:  # data is never recomputed
+    if recomputed and x.requires_grad and weight.requires_grad:  # data is never recomputed
         x = _Keep.apply(x, kept)
     return _Linear.apply(split, x, weight, bias, group, sp, kept)

@@ -302,9 +302,15 @@ class HeadLoss:
         labels: Tensor,
         loss_mask: Tensor,
         loss_scale: Tensor | None = None,
+        of_x: bool = True,
+        of_table: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Returns the sum of the unmasked losses and, with `loss_scale`, the gradients of x and,
-        without a bucket, of the table."""
+        without a bucket, of the table.
+
+        `of_x`, `of_table`: whether they have a gradient: not a frozen table, nor the result of
+        frozen layers.
+        """
         group, sp = self.group, self.sp and self.group.size > 1
         full = all_gather_sequence(x, group) if sp else x
         tokens, labels = full.flatten(0, -2), labels.flatten()
@@ -314,12 +320,14 @@ class HeadLoss:
             for chunk in chunks:
                 self._write_losses(losses[chunk], tokens[chunk], table, labels[chunk])
             return losses.mul_(mask).sum(), None, None
-        main_grad = state_of(table).main_grad
-        of_table = main_grad
-        if of_table is None:
+        main_grad = state_of(table).main_grad if of_table else None
+        grad_table = main_grad
+        if of_table and main_grad is None:
             accum_dtype = torch.promote_types(table.dtype, torch.float32)
-            of_table = torch.zeros_like(table, dtype=accum_dtype)
-        grad_x, factor = torch.empty_like(tokens), mask * loss_scale.to(mask.dtype)
+            grad_table = torch.zeros_like(table, dtype=accum_dtype)
+        grad_x = torch.empty_like(tokens) if of_x else None
+        reduced, work = grad_x, None
+        factor = mask * loss_scale.to(mask.dtype)
         rows = table.shape[0]
         for chunk in chunks:
             grad = self._write_losses(losses[chunk], tokens[chunk], table, labels[chunk]).gradient(
@@ -327,25 +335,27 @@ class HeadLoss:
             )
             if grad.shape[1] > rows:  # the columns of all ranks were gathered
                 grad = grad.narrow(1, rows * group.index, rows)
-            if accelerator.is_on_accelerator(grad):
+            if grad_x is not None and accelerator.is_on_accelerator(grad):
                 torch.mm(grad, table, out=grad_x[chunk])
-            else:  # on a CPU not every matmul can be written in place
+            elif grad_x is not None:  # on a CPU not every matmul can be written in place
                 grad_x[chunk] = matmul(grad, table)
-            if chunk is chunks[-1]:  # reduced while the last weight-gradient GEMM runs
+            if grad_x is not None and chunk is chunks[-1]:
+                # Reduced while the last weight-gradient GEMM runs.
                 whole = reduced = grad_x.view_as(full)
                 if sp:
                     reduced, work = collectives.reduce_scatter_async(sequence_first(whole), group)
                 else:
                     work = collectives.all_reduce_async(whole, group)
-            add_matmul(of_table, grad, tokens[chunk])
+            if grad_table is not None:
+                add_matmul(grad_table, grad, tokens[chunk])
             del grad  # so that the next chunk's logits can reuse its memory
-        work.wait()
-        grad_x = reduced.transpose(0, 1).contiguous() if sp else reduced
-        return (
-            losses.mul_(mask).sum(),
-            grad_x,
-            of_table.to(table.dtype) if main_grad is None else None,
-        )
+        if work is not None:
+            work.wait()
+        if reduced is not None and sp:
+            reduced = reduced.transpose(0, 1).contiguous()
+        if grad_table is not None:
+            grad_table = grad_table.to(table.dtype) if main_grad is None else None
+        return losses.mul_(mask).sum(), reduced, grad_table
 
     def _chunks(self, tokens: Tensor, table: Tensor) -> list[slice]:
         columns = table.shape[0] * (self.group.size if self.gather_logits else 1)
@@ -386,7 +396,8 @@ class _HeadLoss(torch.autograd.Function):
         loss_scale: Tensor,
         head: HeadLoss,
     ) -> Tensor:
-        loss, *ctx.gradients = head.run(x, table, labels, loss_mask, loss_scale)
+        wanted = x.requires_grad, table.requires_grad
+        loss, *ctx.gradients = head.run(x, table, labels, loss_mask, loss_scale, *wanted)
         ctx.table = table
         ctx.loss_scale = loss_scale
         return loss
@@ -399,6 +410,6 @@ class _HeadLoss(torch.autograd.Function):
                 f"{float(ctx.loss_scale)}"
             )
         grad_x, grad_table = ctx.gradients
-        if grad_table is None:
+        if grad_table is None and ctx.needs_input_grad[1]:
             state_of(ctx.table).register_grad_ready()
         return grad_x, grad_table, None, None, None, None
