@@ -70,7 +70,7 @@ def stage_parameters(
 
 def tensors_of(name: str, model: ModelConfig) -> list[str]:
     """Returns the names of the full tensors that a parameter of this name holds, over all ranks."""
-    inner = ("gate", "up") if model.activation == "swiglu" else ("up",)
+    inner = ("gate", "up") if model.is_gated else ("up",)
     prefix, _, of_layer = name.rpartition(".")
     if name == TABLE:
         return [TABLES[0] if model.tie_embeddings else "head.weight"]

@@ -34,6 +34,18 @@ class LayersOfKind(NamedTuple):
     recomputed: int
 
 
+class Gradients(NamedTuple):
+    """The gradients that the backward of a layer computes: names of GEMMs (`Op.name`).
+
+    Attributes:
+        inputs: those whose input has a gradient.
+        weights: those whose weight has one.
+    """
+
+    inputs: frozenset[str]
+    weights: frozenset[str]
+
+
 class PipelineRank:
     """One rank of a pipeline with all of its stages, and the sizes that follow.
 
@@ -112,6 +124,46 @@ class PipelineRank:
         every = [model.has_experts(layer) for layer in layers]
         return [LayersOfKind(k, every.count(k), again.count(k)) for k in sorted({*every})]
 
+    def layers_alike(self) -> list[tuple[LayersOfKind, Gradients]]:
+        """Returns the layers of this rank by kind, and by the gradients that they have."""
+        if not self.blueprint.frozen:
+            return [(kind, self.all_gradients(kind.experts)) for kind in self.kinds]
+        found: dict[tuple[bool, Gradients], LayersOfKind] = {}
+        for stage in self.stages:
+            for place, layer in enumerate(stage.layers):
+                experts, gradients = self.blueprint.model.has_experts(layer), self.gradients(layer)
+                _, count, again = found.get((experts, gradients), (experts, 0, 0))
+                repeats = stage.without_backward <= place < stage.recomputed
+                found[experts, gradients] = LayersOfKind(experts, count + 1, again + repeats)
+        return [(kind, gradients) for (_, gradients), kind in found.items()]
+
+    def all_gradients(self, experts: bool) -> Gradients:
+        """Returns the gradients of a layer without frozen parameters."""
+        names = frozenset(op.name for op in self.ops[experts].ops if op.kind == "gemm")
+        return Gradients(names, names)
+
+    def gradients(self, layer: int) -> Gradients:
+        """Returns the gradients of a layer, whose operations run one after the other.
+
+        Router, experts and the shared expert all read the result of the norm before them.
+        """
+        held = {p.name: p.frozen for p in self.parameters if _layer_of(p) == layer}
+        reached = normed = self.blueprint.first_trained < layer
+        inputs, weights = set(), set()
+        for op in self.ops[self.blueprint.model.has_experts(layer)].ops:
+            if op.kind not in ("gemm", "norm"):
+                continue
+            name = f"layers.{layer}.{op.name}"
+            own = [n for n in held if n == name or n.startswith(f"{name}.")]
+            parallel = op.name in ("mlp.router", "mlp.experts.up", "mlp.shared.up")
+            if op.kind == "gemm" and (normed if parallel or "gate" in op.name else reached):
+                inputs.add(op.name)
+            if op.kind == "gemm" and not all(held[n] for n in own if not n.endswith(".bias")):
+                weights.add(op.name)
+            reached |= not all(held[n] for n in own)
+            normed = reached if op.kind == "norm" else normed
+        return Gradients(frozenset(inputs), frozenset(weights))
+
     def shards_of(self, parameter: LocalParameter) -> int:
         """Returns the number of ranks that divide a parameter's optimizer state."""
         return self.expert_shards if parameter.expert else self.shards
@@ -148,10 +200,18 @@ class PipelineRank:
         gradient to sum."""
         return self.first != self.last and self.table.tied and not self.table.frozen
 
-    def neighbours(self, offset: int) -> int:
-        """Counts its stages whose next (+1) or previous (-1) stage is on another rank."""
-        around = (self.assignment.neighbour(self.index, c, offset) for c in range(len(self.stages)))
-        return sum(place is not None and place[0] != self.index for place in around)
+    def neighbours(self, offset: int, with_backward: bool = False) -> int:
+        """Counts its stages whose next (+1) or previous (-1) stage is on another rank.
+
+        `with_backward`: only if the earlier one of the two gets a gradient from the other.
+        """
+        found = 0
+        for chunk in range(len(self.stages)):
+            place = self.assignment.neighbour(self.index, chunk, offset)
+            stage = self.assignment.stage(self.index, chunk) + min(offset, 0)
+            counts = not with_backward or self.blueprint.stages[stage].has_backward
+            found += place is not None and place[0] != self.index and counts
+        return found
 
     def held(self, stage: StageBlueprint, layers: range) -> list[LocalParameter]:
         """Returns the parameters of a stage with only these layers; a rank has a table only

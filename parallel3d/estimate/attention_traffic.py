@@ -21,6 +21,7 @@ class Sent(NamedTuple):
         count: number of calls in forward and backward.
         again: number of further calls if the backward recomputes attention.
         what: the content, for reports.
+        backward: number of calls among `count` in the backward.
     """
 
     op: str
@@ -28,6 +29,7 @@ class Sent(NamedTuple):
     count: Number
     again: Number
     what: str
+    backward: Number
 
 
 def sends(
@@ -45,20 +47,20 @@ def sends(
     """
     own, what = 2 * tokens * w.keys * item, "keys and values"  # own: bytes of this rank
     if style == "gather" and drops:
-        yield Sent("all_gather", cp * own / 2, 2, 2, what)
-        yield Sent("reduce_scatter", cp * own / 2, 2, 0, f"gradients of {what}")
+        yield Sent("all_gather", cp * own / 2, 2, 2, what, 0)
+        yield Sent("reduce_scatter", cp * own / 2, 2, 0, f"gradients of {what}", 2)
     elif style == "gather":  # the recomputed forward's keys and values serve the backward too
-        yield Sent("all_gather", cp * own, 2, 0, what)
-        yield Sent("reduce_scatter", cp * own, 1, 0, f"gradients of {what}")
+        yield Sent("all_gather", cp * own, 2, 0, what, 1)
+        yield Sent("reduce_scatter", cp * own, 1, 0, f"gradients of {what}", 1)
     elif style == "ring":
-        yield Sent("send_recv", own, 2 * (cp - 1), cp - 1, what)
+        yield Sent("send_recv", own, 2 * (cp - 1), cp - 1, what, cp - 1)
         wide = own / item * np.maximum(item, 4)
-        yield Sent("send_recv", wide, cp - 1, 0, f"gradients of {what}")
+        yield Sent("send_recv", wide, cp - 1, 0, f"gradients of {what}", cp - 1)
     else:
         copies = np.maximum(cp / w.key_heads, 1)  # a rank has one key-value head at least
         queries = tokens * w.queries * item
-        yield Sent("all_to_all", queries + own * copies, 2, 1, "heads of whole sequences")
-        yield Sent("all_to_all", queries, 2, 1, "results of heads")
+        yield Sent("all_to_all", queries + own * copies, 2, 1, "heads of whole sequences", 1)
+        yield Sent("all_to_all", queries, 2, 1, "results of heads", 1)
 
 
 def exposed(style: str, sent: Any, attention: Any, share: float) -> Any:

@@ -12,7 +12,9 @@ from parallel3d.blueprint.collectives import Transfer, wire_bytes
 from parallel3d.blueprint.dispatch import ALL_TO_ALL
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import ExpertWidths, split_counts, widths
+from parallel3d.blueprint.parameters import TABLES
 from parallel3d.blueprint.rank import (
+    Gradients,
     LayersOfKind,
     PipelineRank,
     bucket_numel,
@@ -46,18 +48,25 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the tp collectives around the GEMMs of a rank's layers.
 
     The forward gathers the input of column-parallel GEMMs (with sp) and sums the output of
-    row-parallel ones; the backward does the reverse.
+    row-parallel ones; the backward does the reverse, without the gradients of frozen weights and
+    of the inputs of layers before which all is frozen. With `mlp_chunks` these are an upper bound.
     """
-    for kind in rank.kinds:
-        yield from _of_kind(rank, kind)
+    for kind, gradients in rank.layers_alike():
+        yield from _of_kind(rank, kind, gradients)
 
 
-def _of_kind(rank: PipelineRank, kind: LayersOfKind) -> Iterator[Transfer]:
+def _of_kind(rank: PipelineRank, kind: LayersOfKind, gradients: Gradients) -> Iterator[Transfer]:
     whole, what = rank.hidden, "activations of the layers"
     microbatches, ops = rank.blueprint.microbatches, rank.ops[kind.experts]
     layers = kind.layers * microbatches
     recomputed = kind.recomputed * microbatches
     columns, rows = split_counts(ops.ops)
+    of_inputs = split_counts([op for op in ops.ops if op.name in gradients.inputs])
+    weights = gradients.weights, gradients.weights - gradients.inputs
+    of_columns, of_rows_alone = (
+        split_counts([op for op in ops.ops if op.name in names])[row]
+        for row, names in enumerate(weights)
+    )
     columns_again, rows_again = split_counts(ops.repeated)
     if rank.blueprint.layer.gather_qk:
         model, tp = rank.blueprint.model, rank.layout.tp
@@ -65,15 +74,17 @@ def _of_kind(rank: PipelineRank, kind: LayersOfKind) -> Iterator[Transfer]:
         every = rank.tokens * heads * model.head_size * rank.item
         twice = recomputed * any(op.name == "attention.qkv" for op in ops.repeated)
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
-        yield Transfer("tp", "reduce_scatter", every, layers, "gradients of q and k")
+        back = layers * _has_gradient(gradients, "attention.qkv")
+        yield Transfer("tp", "reduce_scatter", every, back, "gradients of q and k")
     if rank.blueprint.model.qk_norm_width == "full":
         sums = 2 * rank.tokens * max(rank.item, STATISTIC_BYTES)  # of q and of k, for each token
         twice = recomputed * any(op.name == "attention.qk_norm" for op in ops.repeated)
-        yield Transfer("tp", "all_reduce", sums, 2 * layers + twice, "norms of q and k")
+        twice += layers * _has_gradient(gradients, "attention.out")
+        yield Transfer("tp", "all_reduce", sums, layers + twice, "norms of q and k")
     cut = rank.mlp_chunks
     apart = recomputed if cut > 1 else 0  # MLPs whose two GEMMs communicate in chunks
     if not rank.sp:
-        sums = (columns + rows) * layers + rows_again * recomputed - 2 * apart
+        sums = (of_inputs[0] + rows) * layers + rows_again * recomputed - 2 * apart
         yield Transfer("tp", "all_reduce", whole, sums, what)
         if apart:
             yield Transfer("tp", "all_reduce", whole // cut, 2 * apart * cut, what)
@@ -83,15 +94,21 @@ def _of_kind(rank: PipelineRank, kind: LayersOfKind) -> Iterator[Transfer]:
         yield Transfer("tp", "reduce_scatter", whole // cut, 2 * apart * cut, what)
     # The backward of a column-parallel GEMM gathers the saved shard and scatters its gradient
     # whole.
-    yield Transfer("tp", "all_gather", whole, columns * layers - apart, what)
-    yield Transfer("tp", "reduce_scatter", whole, columns * layers - apart, what)
+    gathers = (of_columns + of_rows_alone) * layers - apart
+    yield Transfer("tp", "all_gather", whole, gathers, what)
+    yield Transfer("tp", "reduce_scatter", whole, of_inputs[0] * layers - apart, what)
     # All others are split into chunks that overlap with the GEMM.
     chunks = rank.blueprint.layer.chunks
     each = whole // chunks
-    gathers = (columns + rows) * layers + columns_again * recomputed - 3 * apart
+    gathers = (columns + of_inputs[1]) * layers + columns_again * recomputed - 3 * apart
     scatters = rows * layers + rows_again * recomputed - apart
     yield Transfer("tp", "all_gather", each, chunks * gathers, what)
     yield Transfer("tp", "reduce_scatter", each, chunks * scatters, what)
+
+
+def _has_gradient(gradients: Gradients, name: str) -> bool:
+    """Returns whether the result of a GEMM has a gradient."""
+    return name in gradients.inputs | gradients.weights
 
 
 def _experts(rank: PipelineRank) -> Iterator[Transfer]:
@@ -100,12 +117,12 @@ def _experts(rank: PipelineRank) -> Iterator[Transfer]:
     All-to-all sends as many tokens to each rank as experts chosen at random need.
     """
     blueprint = rank.blueprint
-    for kind in rank.kinds:
+    for kind, gradients in rank.layers_alike():
         if kind.experts:
             yield from _balance(rank, kind.layers * blueprint.microbatches)
             x = blueprint.experts
             if x is not None and x.way:
-                yield from _dispatch(rank, kind, x)
+                yield from _dispatch(rank, kind, gradients, x)
 
 
 def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
@@ -119,13 +136,19 @@ def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
         yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "routed tokens")
 
 
-def _dispatch(rank: PipelineRank, kind: LayersOfKind, x: ExpertWidths) -> Iterator[Transfer]:
+def _dispatch(
+    rank: PipelineRank, kind: LayersOfKind, gradients: Gradients, x: ExpertWidths
+) -> Iterator[Transfer]:
     """Yields the way of tokens to their experts and back, and of their gradients."""
     microbatches, ops = rank.blueprint.microbatches, rank.ops[True]
     layers, recomputed = kind.layers * microbatches, kind.recomputed * microbatches
     again = {op.name for op in ops.repeated}
     there = layers + recomputed * ("mlp.dispatch" in again)
     back = layers + recomputed * ("mlp.combine" in again)
+    of_tokens = layers * ("mlp.experts.up" in gradients.inputs)
+    of_weights = layers * _has_gradient(gradients, "mlp.router")
+    trained = {"mlp.experts.up", "mlp.experts.down"} & gradients.weights
+    of_results = layers if trained else of_weights
     own = rank.tokens // (rank.layout.tp if rank.sp else 1)
     tokens = x.ep * (round(own * x.share_sent) if x.way == ALL_TO_ALL else own)
     states = tokens * rank.blueprint.model.hidden_size * rank.item
@@ -134,14 +157,15 @@ def _dispatch(rank: PipelineRank, kind: LayersOfKind, x: ExpertWidths) -> Iterat
         counts = WHOLE_BYTES * (x.ep + rank.blueprint.model.num_experts)
         yield Transfer("ep", "all_to_all", counts, layers, "numbers of tokens and rows")
         yield Transfer("ep", "all_to_all", choices, layers, "choices of experts")
-        yield Transfer("ep", "all_to_all", weights, there + layers, "weights of experts")
-        yield Transfer("ep", "all_to_all", states, there + back + 2 * layers, "tokens of experts")
+        yield Transfer("ep", "all_to_all", weights, there + of_weights, "weights of experts")
+        moved = there + back + of_tokens + of_results
+        yield Transfer("ep", "all_to_all", states, moved, "tokens of experts")
         return
     yield Transfer("ep", "all_gather", choices, layers, "choices of experts")
     yield Transfer("ep", "all_gather", weights, there, "weights of experts")
-    yield Transfer("ep", "reduce_scatter", weights, layers, "gradients of weights of experts")
-    yield Transfer("ep", "all_gather", states, there + layers, "tokens of experts")
-    yield Transfer("ep", "reduce_scatter", states, back + layers, "results of experts")
+    yield Transfer("ep", "reduce_scatter", weights, of_weights, "gradients of weights of experts")
+    yield Transfer("ep", "all_gather", states, there + of_results, "tokens of experts")
+    yield Transfer("ep", "reduce_scatter", states, back + of_tokens, "results of experts")
 
 
 # The list mirrors the code call by call; `tests/distributed/test_traffic.py` compares it with real
@@ -209,7 +233,8 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
     if rank.first and rank.blueprint.model.embedding == "vocab_parallel":
         if rank.sp:
             yield Transfer("tp", "reduce_scatter", whole, microbatches, "embedding")
-            yield Transfer("tp", "all_gather", whole, microbatches, "embedding's gradient")
+            back = 0 if TABLES[0] in rank.blueprint.frozen else microbatches
+            yield Transfer("tp", "all_gather", whole, back, "embedding's gradient")
         else:
             yield Transfer("tp", "all_reduce", whole, microbatches, "embedding")
     if rank.last:
@@ -231,8 +256,12 @@ def _context(rank: PipelineRank) -> Iterator[Transfer]:
     style, drops = blueprint.layer.cp_style, blueprint.model.dropout > 0
     repeats = blueprint.repeats_attention
     groups = rank.head_groups if style == "gather" and not drops else 1
+    alike = [kind for kind, of in rank.layers_alike() if _has_gradient(of, "attention.qkv")]
+    with_backward = sum(kind.layers for kind in alike)
+    recomputed = repeats * sum(kind.recomputed for kind in alike)
     for sent in sends(style, w, rank.tokens, rank.item, blueprint.layout.cp, drops):
-        count = rank.layer_count * sent.count + repeats * rank.recomputed_layers * sent.again
+        count = rank.layer_count * (sent.count - sent.backward) + with_backward * sent.backward
+        count += recomputed * sent.again
         count *= blueprint.microbatches * groups
         yield Transfer("cp", sent.op, int(sent.nbytes) // groups, int(count), sent.what)
     if blueprint.noise_scale:
@@ -243,12 +272,15 @@ def _context(rank: PipelineRank) -> Iterator[Transfer]:
 def _head(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the tp collectives of the head and its loss (tensor_parallel/loss.py)."""
     model, microbatches, whole = rank.blueprint.model, rank.blueprint.microbatches, rank.hidden
+    norms = [p for p in rank.ends if p.name.startswith("head.norm.")]
+    reached = rank.blueprint.first_trained < model.num_layers or not all(p.frozen for p in norms)
+    back = microbatches * reached
     if rank.sp:
         yield Transfer("tp", "all_gather", whole, microbatches, "head's input")
-        yield Transfer("tp", "reduce_scatter", whole, microbatches, "head's input gradient")
+        yield Transfer("tp", "reduce_scatter", whole, back, "head's input gradient")
     else:
-        yield Transfer("tp", "all_reduce", whole, microbatches, "head's input gradient")
-        if rank.table.replicated:
+        yield Transfer("tp", "all_reduce", whole, back, "head's input gradient")
+        if rank.table.replicated and not rank.table.frozen:
             table, what = rank.table.numel * rank.item, "replicated table's gradient"
             yield Transfer("tp", "all_gather", table, microbatches, what)
     if model.parallel_output:
@@ -266,9 +298,10 @@ def _head(rank: PipelineRank) -> Iterator[Transfer]:
 def _pipeline(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields a message per micro-batch, direction and boundary (pipeline/executor.py)."""
     after, before = rank.neighbours(1), rank.neighbours(-1)
-    yield from _messages(rank, after, before)
+    back = rank.neighbours(-1, with_backward=True)
+    yield from _messages(rank, after, back)
     if rank.sends_slices:
-        count = rank.blueprint.microbatches * (after + before)
+        count = rank.blueprint.microbatches * (before + rank.neighbours(1, with_backward=True))
         yield Transfer("tp", "all_gather", rank.hidden, count, "parts of messages")
 
 
@@ -299,7 +332,7 @@ def _data(rank: PipelineRank) -> Iterator[Transfer]:
 def _muon(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the exchanges around Newton-Schulz (optim/muon.py) of tp rank 0.
 
-    With HSDP or frozen matrices these are an upper bound.
+    With HSDP, or frozen matrices beside trained ones of a GEMM, these are an upper bound.
     """
     if rank.blueprint.optim.name == "muon":
         for experts in (False, True):
@@ -310,7 +343,7 @@ def _muon_of(rank: PipelineRank, experts: bool) -> Iterator[Transfer]:
     """Yields the exchanges of the matrices of experts, whole on the ranks of edp, or of all
     others."""
     blueprint, layout = rank.blueprint, rank.layout
-    table = [p for p in rank.parameters if p.expert is experts]
+    table = [p for p in rank.trained if p.expert is experts]
     if not table:
         return
     here, shards = rank.index_of(table[0]), rank.shards_of(table[0])
@@ -322,6 +355,7 @@ def _muon_of(rank: PipelineRank, experts: bool) -> Iterator[Transfer]:
         name: shape
         for name, shape in full_shapes_of(blueprint.model).items()
         if is_hidden(name, len(shape))
+        and not blueprint.optim.treatment(name).frozen
         and ".".join(name.split(".")[:2]) in layers
         and (".experts." in name) is experts
         and (not experts or int(name.split(".")[4]) in rank.experts_here)
@@ -359,20 +393,31 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
     """
     blueprint, microbatches = rank.blueprint, rank.blueprint.microbatches
     every = microbatches if blueprint.data.every_microbatch else 1
+    whole = blueprint.data.zero == 2  # frozen parameters are
+    gathered: Counter[tuple[str, bool]] = Counter()
     numels: Counter[tuple[str, bool]] = Counter()
     for p in rank.parameters:
         block = p.name.startswith("layers.")
         unit = ".".join(p.name.split(".")[:2]) if block else "rest"
         dp = rank.shards_of(p)
-        numels[unit, p.expert] += dp * sharded_numel(p, dp)
+        numel = dp * sharded_numel(p, dp)
+        numels[unit, p.expert] += 0 if p.frozen else numel
+        gathered[unit, p.expert] += 0 if p.frozen and whole else numel
+    waiting = {f"layers.{n}" for s in rank.stages for n in s.layers[: s.without_backward]}
     for (unit, experts), numel in numels.items():
         dim = "edp" if experts else rank.layout.replica_dim
-        times = 2 * microbatches if blueprint.data.zero == 3 and unit != "rest" else 1
-        yield Transfer(dim, "all_gather", numel * rank.item, times, "parameters")
+        times = 1
+        if not whole and unit != "rest":
+            times = microbatches * (1 if unit in waiting else 2)
+        if inputs := gathered[unit, experts]:
+            yield Transfer(dim, "all_gather", inputs * rank.item, times, "parameters")
+        if not numel:
+            continue
         # With a single micro-batch, too, each backward's gradients are reduced separately.
         apart = unit == "rest" and every == microbatches
         read, dp = map(rank.ends_read, rank.stages), rank.shards
-        ends = [dp * sum(sharded_numel(p, dp) for p in mine) for mine in read if mine]
+        trained = [[p for p in mine if not p.frozen] for mine in read]
+        ends = [dp * sum(sharded_numel(p, dp) for p in mine) for mine in trained if mine]
         for reduced in ends if apart else [numel]:
             yield Transfer(dim, "reduce_scatter", reduced * rank.grad_item, every, "gradients")
 

@@ -69,8 +69,13 @@ TREATED = (
     ("groups", (("embedding.*", (("lr_mult", 0.5),)), ("layers.1.*", (("wd_mult", 3.0),)))),
 )
 TIED = Problem("gpt_tiny", "muon", True, optim=TREATED)
-# These have moments in bf16 and averaged weights.
-UNTIED = Problem("llama_tiny", "adamw", False, optim=(("state", "bf16"), ("ema_decay", 0.6)))
+# These have moments in bf16 and averaged weights, and a frozen layer.
+UNTIED = Problem(
+    "llama_tiny",
+    "adamw",
+    False,
+    optim=(("state", "bf16"), ("ema_decay", 0.6), ("freeze", ("layers.1.*",))),
+)
 IN_FP32 = [
     replace(problem, optimizer="adamw", precision="fp32", optim=(), steps=SAVED + 2)
     for problem in (UNTIED, TIED)

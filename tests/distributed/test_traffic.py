@@ -144,6 +144,7 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
     config.schedule.slices = changes.get("slices")
     config.context_parallel.style = changes.get("style", "gather")
     config.optim.name, config.optim.momentum = changes.get("optim", "adamw"), 0.9
+    config.optim.freeze = changes.get("freeze")
     config.ep = max(layout.ep, 1)
     config.moe.dispatch = changes.get("dispatch", "auto")
     config.moe.aux_loss, config.moe.z_loss = changes.get("losses", (0.0, 0.0))
@@ -201,6 +202,15 @@ SENT = {**EXPERTS, "dispatch": "all_to_all"}
 GATHERED = {**EXPERTS, "dispatch": "gather"}
 GATED = {"model.shared_expert_size": 8, "model.shared_expert_gate": True}
 LOSSES = {"losses": (0.01, 0.001)}
+# Frozen are all but the head, the first layers with half of one, one of two matrices of each MLP,
+# and all matrices of attention and experts.
+HEAD = {**UNTIED, "freeze": ["embedding.*", "layers.*", "final_norm.*"]}
+FIRST = {
+    **UNTIED,
+    "freeze": ["embedding.*", "layers.0.*", "layers.1.input_norm.*", "layers.1.attention.*"],
+}
+UP = {"freeze": ["*.mlp.up.*", "*.mlp.gate.*"]}
+IN_EXPERTS = {"freeze": ["*.attention.*", "*.experts.*", "embedding.*"]}
 # By number of ranks, so that one run of the pool has all cases of that number.
 CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
     1: {
@@ -240,6 +250,20 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "cp2 zero1 recompute": (Layout(cp=2), {**LLAMA, "zero": 1, "recompute": "full"}),
         "cp2 dropout": (Layout(cp=2), {"model.dropout": 0.1, "recompute": "full"}),
         "pp2 loops": (Layout(pp=2), LOOPS),
+        "tp2 frozen": (Layout(tp=2), {**LLAMA, **FIRST, "recompute": "full"}),
+        "tp2 sp frozen": (Layout(tp=2), {**LLAMA, **FIRST, "sp": True}),
+        "tp2 sp frozen but the head": (Layout(tp=2), {**HEAD, "sp": True}),
+        "tp2 frozen but the head": (Layout(tp=2), {**FULL_NORM, **HEAD, **GATHER_QK}),
+        "tp2 sp up frozen": (Layout(tp=2), {**LLAMA, **UP, "sp": True, "chunks": 2}),
+        "pp2 frozen": (Layout(pp=2), {**LOOPS, **FIRST}),
+        "dp2 zero1 frozen": (Layout(dp=2), {"zero": 1, **FIRST}),
+        "dp2 zero2 frozen": (Layout(dp=2), {"zero": 2, **FIRST}),
+        "dp2 zero3 frozen": (Layout(dp=2), {"zero": 3, **FIRST}),
+        "dp2 zero3 frozen but the head": (Layout(dp=2), {"zero": 3, **HEAD}),
+        "cp2 frozen": (Layout(cp=2), {**HEADS, **FIRST}),
+        "cp2 muon frozen": (Layout(cp=2), {**MUON, **FIRST, "zero": 1}),
+        "dp2 ep2 gathered frozen": (Layout(dp=2, ep=2), {**GATHERED, **GATED, **IN_EXPERTS}),
+        "dp2 ep2 sent frozen": (Layout(dp=2, ep=2), {**SENT, **FIRST, "recompute": "[mlp]"}),
         "tp2 ep1 zero1": (Layout(tp=2, ep=1), {**EXPERTS, **LOSSES, "sp": True, "zero": 1}),
         "dp2 ep2 gathered": (Layout(dp=2, ep=2), {**GATHERED, **GATED, "recompute": "full"}),
         "dp2 ep2 sent": (Layout(dp=2, ep=2), {**SENT, **LOSSES, "recompute": "[mlp]"}),
@@ -285,6 +309,9 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "dp4 muon zero2": (Layout(dp=4), MUON | {"zero": 2}),
         "pp2 dp2 v zero3": (Layout(pp=2, dp=2), V | {"zero": 3}),
         "pp2 dp2 loops zero2": (Layout(pp=2, dp=2), LOOPS | {"zero": 2}),
+        "tp2 pp2 v frozen": (Layout(tp=2, pp=2), V | FIRST),
+        "pp2 dp2 v zero3 frozen": (Layout(pp=2, dp=2), V | {"zero": 3, **FIRST}),
+        "tp2 pp2 loops slices frozen": (Layout(tp=2, pp=2), LOOPS | {"slices": True, **FIRST}),
         "tp2 pp2 v sp": (Layout(tp=2, pp=2), V | {"sp": True, **UNTIED}),
         "tp2 pp2 loops slices": (Layout(tp=2, pp=2), LOOPS | {"slices": True}),
         "tp2 dp2 ep2 sent zero1": (

@@ -234,10 +234,11 @@ class StepCounter(Observer):
 
     def label_state(self, trainer: Trainer) -> None:
         """Labels parameters, gradients, masters and optimizer state."""
-        parameters = [p.detach() for p in trainer.parameters.values()]
+        parameters = [p.detach() for p in trainer.parameters.values() if p.requires_grad]
         segments = trainer.data_parallel.segments
         # In fp32 or better the optimizer steps the parameters themselves; FSDP2's shards are only
-        # read in the compute type.
+        # read in the compute type. Frozen parameters have no masters.
+        self._label((constant.param for constant in trainer.data_parallel.constants), "parameters")
         own = {p.dtype for p in parameters} != {trainer.dtype}
         self._label([*parameters, *(s.param for s in segments)], "masters" if own else "parameters")
         gradients = [state_of(p).main_grad for p in trainer.parameters.values()]
