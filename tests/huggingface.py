@@ -98,6 +98,33 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 8, **GROUPED}),
     "smollm3_window": ("smollm3", {"use_sliding_window": True, **_LAYERS, **GROUPED}),
     "phi3_window": ("phi3", {"sliding_window": 7, **GROUPED}),
+    "phi3_longrope": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75, **_LONGROPE},
+            "original_max_position_embeddings": 8,
+            **GROUPED,
+        },
+    ),
+    "phi3_short": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75, **_LONGROPE}
+            | {"factor": 4.0},
+            "original_max_position_embeddings": 64,
+            **GROUPED,
+        },
+    ),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.25,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.5,
+            **GROUPED,
+        },
+    ),
     "glm4": ("glm4", {"head_dim": 16, **GROUPED}),
     "seed_oss": (
         "seed_oss",
@@ -105,6 +132,7 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_dropout": 0.0, "residual_dropout": 0.0},
     ),
     "olmo2": ("olmo2", GROUPED),
+    "olmo3": ("olmo3", {"rope_theta": 3e5, "rope_scaling": _YARN, **_LAYERS, **GROUPED}),
     "exaone4": (
         "exaone4",
         {"rope_parameters": {"rope_theta": 1e4, **_LLAMA3}, **_LAYERS, **GROUPED},
@@ -112,6 +140,27 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4_full": (
         "exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 2, **GROUPED},
+    ),
+    "gemma2": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": 3.0, **_GEMMA, **_LAYERS},
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 12,
+            "sliding_window": 7,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            **_GEMMA,
+        },
+    ),
+    "llama_yarn_geglu": (
+        "llama",
+        {
+            "hidden_act": "gelu_pytorch_tanh",
+            "rope_parameters": {"rope_theta": 1e4, "truncate": False, **_YARN},
+            **GROUPED,
+        },
     ),
     "qwen2_window": (
         "qwen2",

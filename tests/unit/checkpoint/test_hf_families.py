@@ -95,10 +95,14 @@ def test_logits_in_fp64_equal_those_of_transformers(name: str, tmp_path: Path) -
     fill(stage, weights)
     with torch.no_grad():
         ours = logits_of(stage, model, tokens)
-        with InFp64():
-            theirs = type(saved)(saved.config).double().eval()
-            theirs.load_state_dict(saved.state_dict())
-            expected = theirs(tokens).logits
+        torch.set_default_dtype(torch.float64)
+        try:
+            with InFp64():
+                theirs = type(saved)(saved.config).eval()
+                theirs.load_state_dict(saved.state_dict())
+                expected = theirs(tokens).logits
+        finally:
+            torch.set_default_dtype(torch.float32)
     worst = float((ours - expected).abs().max())
     assert ours.dtype == expected.dtype == torch.float64
     assert worst <= 1e-9 * float(expected.abs().max())

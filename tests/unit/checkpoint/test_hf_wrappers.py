@@ -39,12 +39,25 @@ VISION = {
 }
 # The whole's model_type, its text part in `DIALECTS`, and its other keys.
 WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3",
+        "gemma3_text",
+        {"mm_tokens_per_image": 4, "vision_config": VISION, "image_token_index": 59},
+    ),
     "mistral3": (
         "mistral3",
         "mistral",
         {
             "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
             "tie_word_embeddings": False,
+            "image_token_index": 59,
+        },
+    ),
+    "llava": (
+        "llava",
+        "llama_yarn_geglu",
+        {
+            "vision_config": VISION | {"model_type": "clip_vision_model"},
             "image_token_index": 59,
         },
     ),
