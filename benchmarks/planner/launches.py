@@ -93,6 +93,7 @@ def _split_attention(rank: PipelineRank) -> int:
     again = rank.recomputed_layers * repeats * (forward - kept)
     # Positions of the shard with their cos and sin; the embedding looks learned positions up.
     positions = 3 * len(rank.stages) * (blueprint.model.position_embedding == "rope")
+    positions += len(rank.stages) * (blueprint.model.query_temperature > 0)
     return rank.layer_count * (forward + backward) + again + positions
 
 

@@ -105,6 +105,7 @@ class Widths(NamedTuple):
     head_norms: Number = 0  # q and k are normalised
     full_norms: Number = 0  # all heads of q, and of k, as one vector
     rope: Number = 0
+    temperature: Number = 0  # queries are multiplied by numbers of their positions
     qkv_bias: Number = 0
     out_bias: Number = 0
     bias: Number = 0
@@ -132,6 +133,7 @@ def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
         head_norms=int(model.qk_norm),
         full_norms=int(model.qk_norm_width == "full"),
         rope=int(model.position_embedding == "rope"),
+        temperature=int(model.query_temperature > 0),
         qkv_bias=int(model.qkv_bias),
         out_bias=int(model.out_bias),
         bias=int(model.bias),
@@ -251,7 +253,11 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
             **COLUMN,
         ),
         Op("attention.qk_norm", "norm", qkv, qkv, attention, qkv, norms, kernels, kernels),
-        Op("attention.rotary", "elementwise", qkv, qkv, attention, 0, 0, w.rope, 1),
+        Op(
+            *("attention.rotary", "elementwise", qkv, qkv, attention),
+            forward=w.rope + 2 * w.temperature,  # the factors are rounded
+            backward=1 + w.temperature,
+        ),
         Op("attention", "attention", qkv, w.queries, attention, w.queries, w.heads),
         Op(
             "attention.out",

@@ -122,6 +122,7 @@ def causal_attention(
     cp: ContextParallel = ONE_RANK,
     scale: float | None = None,
     window: int | None = None,
+    temperature: Tensor | None = None,
 ) -> Tensor:
     """Computes softmax(scale · q·kᵀ + causal mask)·v per head (Vaswani et al. 2017 §3.2).
 
@@ -136,10 +137,13 @@ def causal_attention(
         scale: None: head_dim^-½.
         window: keys that a query sees, its own included; `documents` then have its tables. None:
             all keys before it.
+        temperature: factors of the queries, (s, 1) or (b, 1, s, 1); None: 1.
 
     Returns: (b, s, heads · head_dim).
     """
     q, k, v = split_heads(qkv, (heads, kv_heads, head_dim), rotary)
+    if temperature is not None:
+        q = q * temperature.to(q.dtype)
     y = attend_split(q, k, v, documents, kernel, cp, dropout, samples, scale, window)
     return y.transpose(1, 2).flatten(2)
 

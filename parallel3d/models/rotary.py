@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,18 @@ from torch import Tensor
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models.dialect import LLAMA3, LONGROPE, YARN, Rope
 from parallel3d.models.ops import Rotary
+
+
+class Positions(NamedTuple):
+    """What attention reads of the positions of a micro-batch's tokens.
+
+    Attributes:
+        rotary: cos and sin of the kinds of positions in the model (`model.ropes`).
+        temperature: factors of the queries, (s, 1) or (b, 1, s, 1); None: 1.
+    """
+
+    rotary: tuple[Rotary, ...]
+    temperature: Tensor | None = None
 
 
 def rotary_tables(
@@ -100,3 +113,17 @@ def _attention_factor(model: ModelConfig) -> float:
     if model.rope_scaling == YARN:
         return 0.1 * log + 1.0
     return math.sqrt(1.0 + log / math.log(model.rope_original_length))
+
+
+def temperatures(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """Returns the factors of queries by position, (seq_length, 1) in fp32 or better, or None.
+
+    They grow with each further `rope_original_length` tokens, so that attention over more keys
+    stays as sharp (Llama 4, Ministral 3).
+    """
+    if not model.query_temperature:
+        return None
+    position = torch.arange(model.seq_length, dtype=torch.float64)
+    periods = torch.floor(position / model.rope_original_length)
+    factor = 1.0 + model.query_temperature * torch.log1p(periods)
+    return factor.unsqueeze(1).to(device, torch.promote_types(dtype, torch.float32))

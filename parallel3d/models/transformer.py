@@ -47,7 +47,7 @@ from parallel3d.models.recompute import (
     shared_inductor,
     without_inplace_reuse,
 )
-from parallel3d.models.rotary import rotary_tables
+from parallel3d.models.rotary import Positions, rotary_tables, temperatures
 from parallel3d.parameters.initializer import Initializer
 from parallel3d.parameters.spec import ShardSpec
 from parallel3d.parameters.state import state_of
@@ -117,13 +117,12 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         norm: Callable[[Tensor], Tensor],
-        rotary: Sequence[Rotary],
+        positions: Positions,
         samples: Tensor | None,
         documents: Documents | None,
     ) -> Tensor:
-        """`rotary`: the tables of the stage's kinds of positions."""
-        own = None if self.rope is None else rotary[self.rope]
-        inner = (self.project(x, norm), own, samples, documents)
+        own = None if self.rope is None else positions.rotary[self.rope]
+        inner = (self.project(x, norm), own, positions.temperature, samples, documents)
         return checkpoint_up_to_linear(
             self.out, self.attend, *inner, recompute="attention" in self.recompute
         )
@@ -132,6 +131,7 @@ class Attention(nn.Module):
         self,
         qkv: Tensor,
         rotary: Rotary | None,
+        temperature: Tensor | None,
         samples: Tensor | None,
         documents: Documents | None,
     ) -> Tensor:
@@ -139,7 +139,8 @@ class Attention(nn.Module):
             qkv = self.qk_norm(qkv)
         shape, dropout = (self.heads, self.kv_heads, self.head_dim), self.dropout
         given = (qkv, *shape, rotary, dropout, samples, documents)
-        return causal_attention(*given, self.kernel, self.cp, self.scale, self.window)
+        how = self.kernel, self.cp, self.scale, self.window
+        return causal_attention(*given, *how, temperature)
 
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns q, k and v of this rank's heads, concatenated, from norm(x).
@@ -188,7 +189,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotary: Sequence[Rotary],
+        positions: Positions,
         samples: Tensor | None = None,
         documents: Documents | None = None,
         balance: Balance | None = None,
@@ -196,19 +197,19 @@ class TransformerBlock(nn.Module):
         # One for this micro-batch: several are between their forward and their backward.
         choice = Choice() if isinstance(self.mlp, MixtureOfExperts) else None
         if self.recompute:
-            return recomputed(self.layer, x, rotary, samples, documents, balance, choice)
-        return self.layer(x, rotary, samples, documents, balance, choice)
+            return recomputed(self.layer, x, positions, samples, documents, balance, choice)
+        return self.layer(x, positions, samples, documents, balance, choice)
 
     def layer(
         self,
         x: Tensor,
-        rotary: Sequence[Rotary],
+        positions: Positions,
         samples: Tensor | None,
         documents: Documents | None,
         balance: Balance | None,
         choice: Choice | None,
     ) -> Tensor:
-        x, attended = self.run_attention(self, x, rotary, samples, documents)
+        x, attended = self.run_attention(self, x, positions, samples, documents)
         x, norm = self._sum_and_norm(x, attended, self.mlp_norm)
         y = self.mlp(x, norm) if choice is None else self.mlp(x, norm, choice, balance)
         return x + self.added_by_mlp(y, samples, documents)
@@ -234,7 +235,7 @@ class TransformerBlock(nn.Module):
     def attended(
         self,
         x: Tensor,
-        rotary: Sequence[Rotary],
+        positions: Positions,
         samples: Tensor | None,
         documents: Documents | None,
     ) -> tuple[Tensor, Tensor]:
@@ -243,7 +244,7 @@ class TransformerBlock(nn.Module):
         The x it returns is the norm's: the backward of a fused norm adds the gradient of both.
         """
         x, norm = self._sum_and_norm(x, None, self.input_norm)
-        y = self.attention(x, norm, rotary, samples, documents)
+        y = self.attention(x, norm, positions, samples, documents)
         return x, self.added_by_attention(y, samples, documents)
 
     def _sum_and_norm(
@@ -265,13 +266,13 @@ class TransformerBlock(nn.Module):
 def _run_blocks(
     blocks: list[TransformerBlock],
     x: Tensor,
-    rotary: Sequence[Rotary],
+    positions: Positions,
     samples: Tensor | None = None,
     documents: Documents | None = None,
     balance: Balance | None = None,
 ) -> Tensor:
     for block in blocks:
-        x = block(x, rotary, samples, documents, balance)
+        x = block(x, positions, samples, documents, balance)
     return x
 
 
@@ -347,6 +348,7 @@ class Stage(nn.Module):
         of_init = ctx.init.dtype, ctx.init.device
         # Tables of the kinds of positions that any layer of the model has.
         self.rotary = tuple(rotary_tables(model, rope, *of_init) for rope in model.ropes)
+        self.temperature = temperatures(model, *of_init)
         self.window = model.sliding_window
         self.divided = ctx.tp.size if ctx.sequence_parallel else 1
         self.device = ctx.init.device
@@ -358,15 +360,20 @@ class Stage(nn.Module):
 
     def positions_and_documents(
         self, batch: int, length: int, documents: Documents | None = None
-    ) -> tuple[tuple[Rotary, ...], Documents | None]:
+    ) -> tuple[Positions, Documents | None]:
         """Returns what the blocks read of `batch` samples of `length` tokens: the rotary tables of
         the tokens' positions, and the documents, which windows need in any case."""
         read = slice(length) if documents is None else documents.positions()
         rotary = tuple((cos[read], sin[read]) for cos, sin in self.rotary)
+        temperature = self.temperature
+        if temperature is not None:
+            temperature = temperature[read]
+            if documents is not None:
+                temperature = temperature.unsqueeze(1)  # for all heads
         if documents is None and self.window is not None:
             split = SequenceSplit(length, window=self.window)
             documents = whole_samples(batch, self.device, split)
-        return rotary, documents
+        return Positions(rotary, temperature), documents
 
     def forward(
         self,
@@ -402,9 +409,9 @@ class Stage(nn.Module):
             x = self.embedding(tokens, samples, documents)
         assert x is not None  # only the first stage has no hidden states
         batch, length, _ = x.shape
-        rotary, documents = self.positions_and_documents(batch, length * self.divided, documents)
+        positions, documents = self.positions_and_documents(batch, length * self.divided, documents)
         blocks = list(self.blocks.items())
-        shared = rotary, samples, documents
+        shared = positions, samples, documents
         # Offloaded layers are moved one at a time, so each is a graph of its own.
         begin = max(self.offloaded, self.without_backward)
         cuts = [*range(self.offloaded), *range(self.offloaded, begin, GRAPH_BLOCKS)]
@@ -423,7 +430,7 @@ class Stage(nn.Module):
                 if self.offload is not None
                 else nullcontext()
             ):
-                given = (rotary, samples, documents, balance)
+                given = (positions, samples, documents, balance)
                 x = self.run_blocks([block for _, block in graph], x, *given)
         if self.head is None:
             return x
@@ -608,6 +615,8 @@ class Decoder:
             rotary = cos[first:end], sin[first:end]
         heads = attention.heads
         q, k, v = split_heads(qkv, (heads, attention.kv_heads, attention.head_dim), rotary)
+        if self.stage.temperature is not None:
+            q = q * self.stage.temperature[first:end]
         _cache(cache, torch.stack((k, v)), end)
         how: dict[str, Any] = {"kernel": attention.kernel, "scale": attention.scale}
         if first == 0 and attention.window is not None:

@@ -57,6 +57,24 @@ EXPERTS = replace(
         *(("shared_expert_size", 16), ("bias", False)),
     ),
 )
+# Positions that are scaled, and queries that grow with them (Ministral 3).
+YARN = replace(
+    PAIRS,
+    model=(
+        *(*PAIRS.model, ("rope_scaling", "yarn"), ("rope_scaling_factor", 4.0)),
+        *(("rope_original_length", 3), ("rotary_base", 100.0), ("rope_beta_fast", 1.5)),
+        *(("rope_beta_slow", 0.1), ("query_temperature", 0.5)),
+    ),
+)
+YARN_PACKS = replace(YARN, documents=True)
+# Its sliding layers are not scaled, and others have no positions.
+MIXED_YARN = replace(
+    YARN_PACKS,
+    model=(
+        *(*YARN.model, ("sliding_window", 5), ("sliding_rotary_base", 50.0)),
+        ("layer_types", ("sliding", "full", "full_nope")),
+    ),
+)
 QWEN3_ONE_HEAD = replace(ONE_HEAD, model=(*QK_NORM, *ONE_HEAD.model, ("attention_bias", "all")))
 
 # The matrix has all other options, each with every layout.
@@ -94,6 +112,8 @@ CASES = [
         [
             Case(FULL_ONE_HEAD, schedule="zb_h1"),
             Case(AFTER, schedule="zb_h1", sp=True),
+            Case(YARN, schedule="zb_h1", sp=True, keys=(("recompute", "[attention]"),)),
+            Case(YARN_PACKS, keys=GATHER_QK),
             Case(GEMMA, schedule="zb_h1"),
         ],
     ),
@@ -121,6 +141,8 @@ CASES = [
             *(Case(SCALED, keys=(("context_parallel.style", style),)) for style in STYLES),
             Case(SCALED_PACKS, keys=(("attention_kernel", "math"),)),
             Case(SCALED_DROPPED),
+            *(Case(YARN_PACKS, keys=(("context_parallel.style", style),)) for style in STYLES),
+            Case(MIXED_YARN),
         ],
     ),
 ]

@@ -191,9 +191,9 @@ def blank_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage
 def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
     assert stage.embedding is not None and stage.head is not None
     x = stage.embedding(tokens)
-    rotary, documents = stage.positions_and_documents(len(tokens), tokens.shape[1])
+    positions, documents = stage.positions_and_documents(len(tokens), tokens.shape[1])
     for block in stage.layers.values():
-        x = block(x, rotary, documents=documents)
+        x = block(x, positions, documents=documents)
     return stage.head.logits(x)[..., : model.vocab_size]
 
 

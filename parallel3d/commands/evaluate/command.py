@@ -206,9 +206,9 @@ def hidden_states(
         x = torch.empty((*tokens.shape, hidden), dtype=example.dtype, device=example.device)
         assert pp.handle is not None  # only called with several stages
         transfer(dist.irecv, x, pp.ranks[pp.index - 1], pp.handle)
-    rotary, documents = stage.positions_and_documents(len(tokens), tokens.shape[1], documents)
+    positions, documents = stage.positions_and_documents(len(tokens), tokens.shape[1], documents)
     for block in stage.blocks.values():
-        x = block(x, rotary, documents=documents)
+        x = block(x, positions, documents=documents)
     if stage.head is None:
         assert pp.handle is not None
         transfer(dist.isend, x.contiguous(), pp.ranks[pp.index + 1], pp.handle)

@@ -62,6 +62,9 @@ GEMMA = dataclasses.replace(
     attention_scale=0.3,
     logit_scale=0.7,
     logit_cap=2.0,
+    query_temperature=0.4,
+    rope_scaling="yarn",
+    rope_original_length=5,
 )
 OLMO2 = dataclasses.replace(OLMOE, norm_position="after")
 
@@ -82,9 +85,9 @@ def whole_forward(stage: Stage, tokens: list[int]) -> Tensor:
     """Returns logits of the last position by the trained forward pass, without a cache."""
     with torch.no_grad():
         x = stage.embedding(torch.tensor([tokens]))
-        rotary, documents = stage.positions_and_documents(1, len(tokens))
+        positions, documents = stage.positions_and_documents(1, len(tokens))
         for block in stage.layers.values():
-            x = block(x, rotary, documents=documents)
+            x = block(x, positions, documents=documents)
         return stage.head.logits(x)[0, -1, : stage.head.model.vocab_size]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from parallel3d.config.schema import ModelConfig
 from parallel3d.models.dialect import Rope
-from parallel3d.models.rotary import frequencies, rotary_tables
+from parallel3d.models.rotary import frequencies, rotary_tables, temperatures
 
 PAIRS = 12
 PLAIN = ModelConfig(
@@ -96,3 +96,15 @@ def test_layers_that_are_not_scaled_have_plain_frequencies_of_their_base() -> No
     found, factor = frequencies(model, Rope(500.0, is_scaled=False))
     assert factor == 1.0
     assert found.tolist() == pytest.approx([500.0 ** (-d / PAIRS) for d in range(PAIRS)])
+
+
+@pytest.mark.slow
+def test_temperatures_are_those_of_transformers() -> None:
+    from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
+
+    model = replace(PLAIN, query_temperature=0.1, rope_original_length=7)
+    found = temperatures(model, torch.float64, torch.device("cpu"))
+    assert found is not None
+    expected = get_llama_4_attn_scale(torch.arange(40)[None], 0.1, 7)
+    torch.testing.assert_close(found.flatten().float(), expected.flatten().float())
+    assert temperatures(PLAIN, torch.float64, torch.device("cpu")) is None
