@@ -38,8 +38,16 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
 
 DENSE = ("llama", "qwen2", "qwen3", "gpt2")
+DIALECTS = (
+    *("mistral", "ministral3", "smollm3", "phi3", "granite", "glm4", "seed_oss", "olmo2", "olmo3"),
+    *("exaone4", "gemma2", "gemma3_text"),
+)
 WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "dots1", "glm4_moe", "minimax_m2")
-KINDS = DENSE + WITH_EXPERTS
+KINDS = DENSE + DIALECTS + WITH_EXPERTS
+# Families that use_sliding_window gives a window.
+SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+# Families whose layers of each kind have rope_parameters of their own.
+BY_KIND = ("olmo3", "gemma3_text")
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -62,6 +70,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
 # Names to which other families, versions or programs give a meaning.
 FOREIGN = """
     logit_scale embedding_multiplier attention_multiplier residual_multiplier logits_scaling
@@ -78,6 +88,9 @@ FOREIGN = """
     shared_expert_intermediate_size first_k_dense_replace decoder_sparse_step mlp_only_layers
     routed_scaling_factor n_group topk_group router_jitter_noise router_aux_loss_coef
     output_router_logits scoring_func topk_method moe_layer_freq num_nextn_predict_layers
+    no_rope_layers no_rope_layer_interval sliding_window_pattern rope_local_base_freq
+    query_pre_attn_scalar attn_logit_softcapping use_bidirectional_attention residual_multiplier
+    attention_out_bias llama_4_scaling_beta cache_implementation _sliding_window_pattern
     num_mtp_layers qkv_bias rotary_dim attn_type_list use_routing_bias moe_router_dtype
 """
 VALUES: tuple[Any, ...] = (
@@ -97,6 +110,8 @@ VALUES: tuple[Any, ...] = (
     ),
     *([], [4], ["full_attention"] * 2, ["sliding_attention", "full_attention"], {}, {"a": 1}),
     *({"rope_theta": 700.0}, {"type": "linear", "factor": 2.0}, dict(LLAMA3)),
+    *(["full_attention"] * 4, ["sliding_attention", "full_attention"] * 2, [1, 0, 1, 0], "LG"),
+    *(dict(YARN), dict(LINEAR), {"full_attention": dict(LINEAR)}, {"sliding_attention": None}),
     *([0], [1, 1], [0, 1, 2], "sigmoid", "softmax", "noaux_tc", 2.5, 0.25, 12),
 )
 PLAUSIBLE = (True, False, 0, 1, 2, 0.1, 0.9, None, "x")
@@ -166,6 +181,59 @@ def experts(kind: str, rng: random.Random) -> dict[str, Any]:
     return found
 
 
+def dialect(kind: str, rng: random.Random, rope: dict[str, Any]) -> dict[str, Any]:
+    """Returns random options of a dense family with windows, norms or scales."""
+    found: dict[str, Any] = {}
+    scaled = rng.choice(({}, {}, YARN, LINEAR, LLAMA3))
+    if kind in BY_KIND:
+        sliding = {"rope_theta": rng.choice((500.0, 10000.0))}
+        found["rope_parameters"] = rng.choice(
+            (
+                {"full_attention": rope | scaled, "sliding_attention": sliding},
+                {"full_attention": rope | scaled, "sliding_attention": rope | scaled},
+                None,
+            )
+        )
+    elif kind == "phi3":
+        part = rng.choice((0.5, 0.75, 1.0))
+        long = {"rope_type": "longrope", "partial_rotary_factor": part}
+        found["rope_parameters"] = rope | {"partial_rotary_factor": part}
+        if rng.random() < 0.5:
+            found["original_max_position_embeddings"] = rng.choice((16, 32, 64))
+            found["rope_parameters"] = rope | long  # its lists follow, when the heads are known
+    else:
+        found["rope_parameters"] = rope | scaled
+    if kind == "ministral3":
+        beta = {"llama_4_scaling_beta": rng.choice((0.0, 0.3))}
+        found["rope_parameters"] = rope | (scaled or YARN) | beta
+        found["rope_parameters"].setdefault("original_max_position_embeddings", 16)
+    if kind in ("mistral", "phi3", "ministral3", "exaone4", "gemma2", "gemma3_text", "olmo3"):
+        found["sliding_window"] = rng.choice((3, 7, 20))
+    if kind in ("mistral", "phi3", "ministral3") and rng.random() < 0.3:
+        found["sliding_window"] = None
+    if kind in ("olmo3", "exaone4", "gemma2", "gemma3_text"):
+        words = ("full_attention", "sliding_attention")
+        found["layer_types"] = rng.choice((None, None, [rng.choice(words) for _ in range(4)]))
+    if kind == "smollm3":
+        found["no_rope_layers"] = rng.choice((None, [1, 0, 0, 1], [1] * 4))
+        found["no_rope_layer_interval"] = rng.choice((2, 3))
+        found |= rng.choice(({}, {"use_sliding_window": True, "sliding_window": 5}))
+    if kind == "granite":
+        found |= {"embedding_multiplier": rng.choice((1.0, 3.0)), "attention_multiplier": 0.3}
+        found |= {"residual_multiplier": rng.choice((1.0, 0.25)), "logits_scaling": 0.5}
+    if kind in ("gemma2", "gemma3_text"):
+        found |= {"attn_logit_softcapping": None, "query_pre_attn_scalar": rng.choice((8, 20))}
+        found["final_logit_softcapping"] = rng.choice((None, 3.0))
+        found["hidden_activation"] = rng.choice(("gelu_pytorch_tanh", "silu"))
+    if kind in ("glm4", "ministral3", "gemma2", "gemma3_text", "seed_oss", "mistral"):
+        found["head_dim"] = rng.choice((8, 16))
+    if kind in ("smollm3", "granite", "glm4", "seed_oss", "olmo2", "olmo3", "gemma2"):
+        found["attention_bias"] = rng.random() < 0.5
+    if kind in ("smollm3", "granite", "seed_oss"):
+        found["mlp_bias"] = rng.random() < 0.5
+    return found
+
+
 def on_disk(model: Any) -> dict[str, Tensor]:
     """Returns the tensors as transformers saves them: each expert apart."""
     with tempfile.TemporaryDirectory() as name:
@@ -188,15 +256,37 @@ def base(rng: random.Random, kinds: Sequence[str] = KINDS) -> Case:
         options["n_inner"] = rng.choice((None, 40))
     else:
         rope: dict[str, Any] = {"rope_theta": rng.choice((500.0, 10000.0, 12345.0))}
-        rope |= rng.choice(({"rope_type": "default"}, LLAMA3))
+        rope |= rng.choice(({"rope_type": "default"}, LLAMA3, YARN, LINEAR))
         options["rope_parameters"] = rope
         options["rms_norm_eps"] = rng.choice((1e-6, 1e-4))
+    if kind in SWITCHED and rng.random() < 0.4:
+        options |= {"use_sliding_window": True, "sliding_window": rng.choice((3, 7))}
+        options["max_window_layers"] = rng.choice((0, 1, 3))
+    if kind in DIALECTS:
+        sizes["num_hidden_layers"] = 4
+        options |= dialect(kind, rng, {"rope_theta": options["rope_parameters"]["rope_theta"]})
+        rope = options["rope_parameters"] or {}
+        width = sizes["hidden_size"] // 4
+        if int(width * rope.get("partial_rotary_factor", 1.0)) % 2:
+            rope["partial_rotary_factor"] = 1.0
+        if rope.get("rope_type") == "longrope":
+            turned = int(width * rope["partial_rotary_factor"])
+            for name in ("short_factor", "long_factor"):
+                rope[name] = [rng.choice((1.0, 1.5, 3.0)) for _ in range(turned // 2)]
+        options = {key: value for key, value in options.items() if value is not None} | {
+            key: None
+            for key in ("sliding_window", "attn_logit_softcapping")
+            if key in options and options[key] is None
+        }
+        options["pad_token_id"] = None  # the default is no token of so small a vocabulary
     if kind in WITH_EXPERTS:
         options |= experts(kind, rng)
     if kind in ("qwen3", "glm4_moe") or (
         kind in ("llama", "mixtral", "qwen3_moe", "dots1") and rng.random() < 0.3
     ):
         options["head_dim"] = rng.choice((8, 12)) if kind != "glm4_moe" else rng.choice((8, 16))
+    if kind == "mixtral":  # transformers' YaRN does not take the default
+        options.setdefault("head_dim", 8)
     if kind in ("llama", "qwen3", "qwen3_moe", "olmoe", "dots1", "glm4_moe"):
         options["attention_bias"] = rng.random() < 0.3
     if kind == "llama":
@@ -207,7 +297,7 @@ def base(rng: random.Random, kinds: Sequence[str] = KINDS) -> Case:
     with torch.no_grad():
         for key, value in model.state_dict().items():
             value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
-            value.add_("norm" in key or ".ln_" in key)
+            value.add_(("norm" in key or ".ln_" in key) and not kind.startswith("gemma"))
     tensors = on_disk(model)
     if options["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
@@ -242,6 +332,9 @@ def rope_moved(case: Case) -> None:
         case.config["rope_theta"] = 500.0
         return
     rng, rope = case.rng, dict(rope)
+    if case.kind in BY_KIND and rng.random() < 0.5:
+        kind = rng.choice(("full_attention", "sliding_attention"))
+        rope[kind] = rng.choice((None, {"rope_theta": 777.0}, dict(LINEAR), dict(YARN), {}))
     for _ in range(rng.choice((1, 2, 3))):
         move = rng.randrange(8)
         if move == 0 and "rope_theta" in rope:
@@ -251,7 +344,7 @@ def rope_moved(case: Case) -> None:
         elif move == 2 and "rope_type" in rope:
             rope["type"] = rope.pop("rope_type")
         elif move == 3:
-            rope["type"] = rng.choice(("default", "llama3", "linear"))
+            rope["type"] = rng.choice(("default", "llama3", "linear", "yarn", "su"))
         elif move == 4:
             case.config["original_max_position_embeddings"] = rng.choice((4, 16, 64, 1024))
         elif move == 5:

@@ -292,6 +292,8 @@ def to_hf(model: ModelConfig, dtype: str, like: str | None = None) -> dict[str, 
         keys["mlp_bias"] = model.bias
     if family.norm_of_heads == "":
         keys["use_qk_norm"] = model.qk_norm
+    if family.has_pad:
+        keys["pad_token_id"] = None
     keys |= {key: family.fixed[key][0] for key in family.fixed if key in family.defaults}
     return keys if family.experts is None else keys | written_experts(model, family)
 

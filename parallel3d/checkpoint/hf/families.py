@@ -186,6 +186,7 @@ class Family:
         zero_centered: norms multiply by 1 + weight.
         root_scale: the embedding is multiplied by √hidden_size.
         scales: further factors.
+        has_pad: transformers has a default of pad_token_id, which must be in the vocabulary.
         experts: names of its experts; None: a dense family.
     """
 
@@ -225,6 +226,7 @@ class Family:
     zero_centered: bool = False
     root_scale: bool = False
     scales: tuple[Scale, ...] = ()
+    has_pad: bool = False
     experts: ExpertNames | None = None
 
     @property
@@ -486,6 +488,7 @@ FAMILIES: dict[str, Family] = {
         rope_names={"su": "longrope", "yarn": "longrope"},
         original=4096,
         windows=Windows("all", None),
+        has_pad=True,
     ),
     SMOLLM3: Family(
         "SmolLM3",
@@ -497,6 +500,7 @@ FAMILIES: dict[str, Family] = {
         has_mlp_bias=True,
         base=2e6,
         windows=Windows("unrotated", None, switch=True, period=4),
+        has_pad=True,
     ),
     SEED_OSS: Family(
         "Seed-OSS",
@@ -510,6 +514,7 @@ FAMILIES: dict[str, Family] = {
         bias_key="attention_bias",
         out_bias_key="attention_out_bias",
         has_mlp_bias=True,
+        has_pad=True,
     ),
     GRANITE: Family(
         "Granite",
@@ -537,6 +542,7 @@ FAMILIES: dict[str, Family] = {
         bias_key="attention_bias",
         rotary=0.5,
         pairs=True,
+        has_pad=True,
     ),
     OLMO2: Family(
         "OLMo 2",
@@ -547,6 +553,7 @@ FAMILIES: dict[str, Family] = {
         biases="all",
         bias_key="attention_bias",
         norm_of_heads="full",
+        has_pad=True,
     ),
     OLMO3: Family(
         "OLMo 3",
@@ -560,6 +567,7 @@ FAMILIES: dict[str, Family] = {
         base=5e5,
         local_base=5e5,
         windows=Windows("period", period=4),
+        has_pad=True,
     ),
     EXAONE4: Family(
         "EXAONE 4",
@@ -586,6 +594,7 @@ FAMILIES: dict[str, Family] = {
         },
         has_temperature=True,
         windows=Windows("all", None),
+        has_pad=True,
     ),
     GEMMA2: Family(
         "Gemma 2",
@@ -609,6 +618,7 @@ FAMILIES: dict[str, Family] = {
             _QUERY_SCALAR,
             _cap(30.0),
         ),
+        has_pad=True,
     ),
     GEMMA3: Family(
         "Gemma 3",
@@ -634,6 +644,7 @@ FAMILIES: dict[str, Family] = {
             _QUERY_SCALAR,
             _cap(None),
         ),
+        has_pad=True,
     ),
 }
 DENSE = tuple(kind for kind, family in FAMILIES.items() if family.experts is None)

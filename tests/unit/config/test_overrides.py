@@ -101,7 +101,8 @@ def test_nearest_key(word: str, key: str | None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", presets("model"))
 def test_every_model_preset_composes_and_checks_under_a_fitting_layout(preset: str) -> None:
-    layouts = {"gpt2_1_5b": (1, 4), "gpt2_124m": (4, 4), "qwen2_5_0_5b": (2, 2)}
+    layouts = {"gpt2_1_5b": (1, 4), "gpt2_124m": (4, 4), "qwen2_5_0_5b": (2, 2), "phi4_14b": (2, 2)}
+    layouts |= {"gemma3_1b": (1, 2)}
     tp, pp = layouts.get(preset, (4, 2))
     keys = [f"model={preset}", f"tp={tp}", f"pp={pp}", "sp=true"]  # experts need sp under tp
     checked = check_config(composed(keys), 2 * tp * pp)
