@@ -343,6 +343,9 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         default = family.defaults[theirs]
         value = keys.get(theirs, default, type(default))
         found[ours] = float(value) if isinstance(default, float) else value
+    most = ModelConfig.__dataclass_fields__["num_layers"].metadata["maximum"]
+    if found["num_layers"] > most:  # before a list of the layers is made
+        raise keys.error("num_hidden_layers", found["num_layers"], f"it must be at most {most}")
     found |= _from_gpt2(keys, found) if kind == GPT2 else _from_llama(keys, kind, found)
     keys.finish(HARMLESS | {TYPE, *family.harmless.split()})
     return kind, found

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from parallel3d.checkpoint import storage
+from parallel3d.checkpoint.hf.config import from_hf
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
 from parallel3d.checkpoint.manifest import (
     CHECKPOINTS,
@@ -290,6 +291,13 @@ def test_invalid_hf_index_is_refused(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=r"index\.json"):
         next(tensors_of(tmp_path, ModelConfig(), "gpt2"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3_text", "smollm3", "gpt2"])
+def test_no_list_is_made_of_very_many_layers(kind: str) -> None:
+    key = "n_layer" if kind == "gpt2" else "num_hidden_layers"
+    with pytest.raises(UserError, match="num_hidden_layers=1000000000000, which our model cannot"):
+        from_hf({"model_type": kind, key: 10**12})
 
 
 def test_the_number_of_hf_layers_is_bounded_by_the_files(tmp_path: Path) -> None:
