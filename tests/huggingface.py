@@ -95,6 +95,17 @@ _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, **GROUPED}
 DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 12, **GROUPED}),
     "mistral_window": ("mistral", {"sliding_window": 7, **GROUPED}),
+    "ministral3": (
+        "ministral3",
+        {
+            "head_dim": 12,
+            "rope_parameters": {
+                **{"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0, **_YARN},
+                "llama_4_scaling_beta": 0.3,
+            },
+            **GROUPED,
+        },
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 8, **GROUPED}),
     "smollm3_window": ("smollm3", {"use_sliding_window": True, **_LAYERS, **GROUPED}),
     "phi3_window": ("phi3", {"sliding_window": 7, **GROUPED}),

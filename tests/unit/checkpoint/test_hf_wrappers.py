@@ -53,6 +53,15 @@ WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "image_token_index": 59,
         },
     ),
+    "mistral3_of_ministral3": (
+        "mistral3",
+        "ministral3",
+        {
+            "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8},
+            "tie_word_embeddings": True,
+            "image_token_index": 59,
+        },
+    ),
     "llava": (
         "llava",
         "llama_yarn_geglu",
