@@ -284,13 +284,19 @@ def _has_own_head(folder: Path, kind: str, wrapped: bool) -> bool:
 
 def keep_rest(folder: Path, source: HFFolder, to: Path) -> None:
     """Writes all of a vision model's folder but its text model into the new folder `to`; see
-    `keep_others`. Raises OSError."""
+    `keep_others`. Raises UserError if they cannot be read, or written."""
     if not source.wrapped:
         return
     with ExitStack() as stack:
         names = [key for key in _tensors(folder, stack) if not is_of_text(key)]
-    with new_folder(to) as partial:
-        keep_others(folder, _files(folder), names, partial)
+    try:
+        with new_folder(to) as partial:
+            keep_others(folder, _files(folder), names, partial)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"from={folder}: what lies there beside the text model cannot be kept "
+            f"({plain(str(error))})"
+        ) from None
 
 
 def tensors_of(

@@ -116,11 +116,15 @@ def extents_of(path: Path) -> dict[str, Extent]:
 def keep_others(folder: Path, files: Sequence[Path], names: Collection[str], to: Path) -> None:
     """Writes the tensors `names`, config.json and the processor's files into the folder `to`.
 
-    `files`: those of the weights; a later one wins. Raises OSError.
+    `files`: those of the weights; a later one wins. Raises OSError, and ValueError for a file that
+    is not what its name says.
     """
     for name in (CONFIG, *PROCESSOR_FILES):
         if (folder / name).is_file():
-            write_durably(to / name, read_bounded(folder / name, LARGEST_BESIDE))
+            content = read_bounded(folder / name, LARGEST_BESIDE)
+            if name.endswith(".json"):
+                parse_json(content)
+            write_durably(to / name, content)
     where = {name: (path, e) for path in files for name, e in extents_of(path).items()}
     found = {name: where[name] for name in sorted(names)}
     at, header = 0, {}

@@ -589,6 +589,7 @@ FOLDERS = {
     | {"head_dim": 64, "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192}
     | {"rope_scaling": OF_8B["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True},
     "qwen3_8b_sft": PUBLISHED["qwen3_8b"] | {"max_position_embeddings": 40960},
+    "gemma3_4b_sft": PUBLISHED["gemma3_4b"],
     "gpt2_124m_sft": {
         **{"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024},
         **{"activation_function": "gelu_new", "vocab_size": 50257, "layer_norm_epsilon": 1e-5},

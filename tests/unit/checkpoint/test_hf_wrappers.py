@@ -197,6 +197,12 @@ def test_tensors_and_keys_of_a_text_part_are_checked(tmp_path: Path) -> None:
     save_file(tensors, "hf/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"no place for the tensor language_model\.model\.lay"):
         checkpoint(["import", "from=hf", "run=t"])
+    del tensors["language_model.model.layers.0.self_attn.sinks"]
+    save_file(tensors, "hf/model.safetensors", metadata={"format": "pt"})
+    Path("hf/preprocessor_config.json").write_text("root:x:0:0")
+    with pytest.raises(UserError, match="beside the text model cannot be kept"):
+        checkpoint(["import", "from=hf", "run=t"])
+    assert not Path("runs/t").exists()
     path = Path("hf/config.json")
     config = json.loads(path.read_text())
     for changes, said in (
