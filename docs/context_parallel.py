@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parallel3d.context_parallel.documents import Ints, SequenceSplit, work_of_ranks
+from parallel3d.context_parallel.split import Ints, SequenceSplit, work_of_ranks
 from parallel3d.svg import GREY, INK, PALETTE, Canvas
 
 HERE = Path(__file__).resolve().parent

@@ -26,7 +26,7 @@ from parallel3d.comm.step_timer import StepTimer
 from parallel3d.config.checks import check_config
 from parallel3d.config.length import Length, clock_of
 from parallel3d.config.schema import Config
-from parallel3d.context_parallel.documents import SequenceSplit
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import Batches, MicroBatch, with_length
 from parallel3d.data.sampler import Finite, FirstSamples, SampleSource, TrainingText
 from parallel3d.data.tokens import WatchedFile

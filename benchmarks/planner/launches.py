@@ -101,8 +101,8 @@ def _of_layers(rank: PipelineRank, kind: str, forward: int, backward: int) -> in
     """Counts the launches of GEMMs or attention in one micro-batch, given those of one
     operation."""
     found = 0
-    for experts, layers, recomputed in rank.kinds:
-        ops = rank.ops[experts]
+    for kind_of_layer, layers, recomputed in rank.kinds:
+        ops = rank.ops[kind_of_layer]
         every, again = (
             sum(op.calls for op in ops if op.kind == kind) for ops in (ops.ops, ops.repeated)
         )
@@ -114,8 +114,8 @@ def _blocks(rank: PipelineRank, copies: int) -> int:
     """Counts the launches of one micro-batch between GEMMs, with the contiguous copies around
     them."""
     model, found = rank.blueprint.model, 0
-    for experts, layers, more in rank.kinds:
-        ops = rank.ops[experts]
+    for kind, layers, more in rank.kinds:
+        ops = rank.ops[kind]
         again = _forward(ops.repeated, copies)
         found += more * (_forward(ops.ops, copies) + _backward(ops.ops, copies) + again)
         plain = _forward(ops.plain, copies) + _backward(ops.plain, copies)
@@ -127,9 +127,9 @@ def _blocks(rank: PipelineRank, copies: int) -> int:
     several = rank.blueprint.balance.aux_loss > 0 and rank.blueprint.micro_batch_size > 1
     found += _expert_layers(rank) * (4 * rank.fully_sharded + several)
     if rank.sp and rank.blueprint.layout.cp == 1:  # the tokens' positions in each forward
-        for kind in rank.kinds:
-            again = any(op.name == "mlp.router" for op in rank.ops[kind.experts].repeated)
-            found += kind.experts * (kind.layers + again * kind.recomputed)
+        for of in rank.kinds:
+            again = any(op.name == "mlp.router" for op in rank.ops[of.kind].repeated)
+            found += of.kind.experts * (of.layers + again * of.recomputed)
     return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
 
 
@@ -168,7 +168,7 @@ def _balance(rank: PipelineRank) -> int:
 
 
 def _expert_layers(rank: PipelineRank) -> int:
-    return sum(kind.layers for kind in rank.kinds if kind.experts)
+    return sum(of.layers for of in rank.kinds if of.kind.experts)
 
 
 def _sharding(rank: PipelineRank) -> int:

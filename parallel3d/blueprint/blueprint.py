@@ -14,6 +14,7 @@ from itertools import accumulate
 from parallel3d.blueprint.layout import Layout, layout_of
 from parallel3d.blueprint.ops import (
     ExpertWidths,
+    LayerKind,
     LayerOps,
     layer_costs,
     layer_kinds,
@@ -305,12 +306,12 @@ class Blueprint:
         return replace(self.layout, loops=1 if shape == "v" else chunks)
 
     @cached_property
-    def ops(self) -> dict[bool, LayerOps]:
-        """Operations of a layer on one rank, by whether it has experts, for the model's kinds."""
-        given = self.model, self.layout.tp, self.sequence_parallel, self.layer.recompute
+    def ops(self) -> dict[LayerKind, LayerOps]:
+        """Operations of a layer of each of the model's kinds on one rank."""
+        given = self.layout.tp, self.sequence_parallel, self.layer.recompute
         return {
-            experts: ops_of(*given, ep=self.layout.ep, settings=self.balance if experts else None)
-            for experts in layer_kinds(self.model)
+            kind: ops_of(self.model, kind, *given, ep=self.layout.ep, settings=self.balance)
+            for kind in layer_kinds(self.model)
         }
 
     @property

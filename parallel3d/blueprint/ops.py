@@ -10,6 +10,7 @@ Sizes are numbers or numpy arrays: `Widths` of one configuration, or of a table 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -110,13 +111,38 @@ class Widths(NamedTuple):
     out_bias: Number = 0
     bias: Number = 0
     experts: ExpertWidths | None = None  # in place of the MLP
+    window: int | None = None  # keys that a query sees; None: all before it
 
 
-def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
-    """Returns the sizes of `model`'s layers on each of `tp` ranks.
+class LayerKind(NamedTuple):
+    """What the layers of a model differ in.
 
-    With fewer key-value heads than ranks, each head is replicated on several.
+    Attributes:
+        experts: they have experts in place of an MLP.
+        window: keys that a query sees, its own included; None: all before it.
+        rotates: RoPE rotates q and k.
     """
+
+    experts: bool = False
+    window: int | None = None
+    rotates: bool = False
+
+    @classmethod
+    def of(cls, model: ModelConfig, layer: int) -> LayerKind:
+        attention = model.attention_kind(layer)
+        rotates = attention.rope is not None
+        return cls(model.has_experts(layer), attention.window, rotates)
+
+
+def widths(
+    model: ModelConfig, tp: int = 1, sp: bool = False, kind: LayerKind | None = None
+) -> Widths:
+    """Returns the sizes of a layer of `model` on each of `tp` ranks, with an MLP.
+
+    `kind`: that of its attention; None: the first layer's. With fewer key-value heads than ranks,
+    each head is replicated on several.
+    """
+    kind = LayerKind.of(model, 0) if kind is None else kind
     return Widths(
         hidden=model.hidden_size,
         queries=model.num_attention_heads * model.head_size // tp,
@@ -132,11 +158,12 @@ def widths(model: ModelConfig, tp: int = 1, sp: bool = False) -> Widths:
         scaled=int(model.residual_scale != 1.0),
         head_norms=int(model.qk_norm),
         full_norms=int(model.qk_norm_width == "full"),
-        rope=int(model.position_embedding == "rope"),
+        rope=int(kind.rotates),
         temperature=int(model.query_temperature > 0),
         qkv_bias=int(model.qkv_bias),
         out_bias=int(model.out_bias),
         bias=int(model.bias),
+        window=kind.window,
     )
 
 
@@ -190,6 +217,7 @@ class Op(NamedTuple):
         inside, inside_backward: elements per token that exist at one time only inside of it.
         operands: elements per token that its weight gradient keeps if it is deferred; None: its
             input and the gradient of its output.
+        window: of attention, keys that a query sees; None: all before it.
     """
 
     name: str
@@ -208,6 +236,7 @@ class Op(NamedTuple):
     inside: Number = 0
     inside_backward: Number = 0
     operands: Number | None = None
+    window: int | None = None
 
     @property
     def numel(self) -> Number:
@@ -258,7 +287,10 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
             forward=w.rope + 2 * w.temperature,  # the factors are rounded
             backward=1 + w.temperature,
         ),
-        Op("attention", "attention", qkv, w.queries, attention, w.queries, w.heads),
+        Op(
+            *("attention", "attention", qkv, w.queries, attention, w.queries, w.heads),
+            window=w.window,
+        ),
         Op(
             "attention.out",
             inputs=w.queries,
@@ -447,39 +479,54 @@ def split_counts(ops: Sequence[Op]) -> tuple[int, int]:
     return column, row
 
 
-def flops(ops: Sequence[Op], seq_length: Number) -> Number:
-    """Returns forward FLOPs per token of the GEMMs and of causal attention's two matmuls."""
+def flops(ops: Sequence[Op], seq_length: Number, keys: Number | None = None) -> Number:
+    """Returns forward FLOPs per token of the GEMMs and of attention's two matmuls.
+
+    `keys`: keys of a query without a window; None: the causal half of the sequence.
+    """
     gemms = sum(2.0 * op.rows * op.inputs * op.outputs for op in ops if op.kind == "gemm")
-    return gemms + sum(2.0 * op.outputs * seq_length for op in ops if op.kind == "attention")
+    every = seq_length / 2 if keys is None else keys
+    attentions = [op for op in ops if op.kind == "attention"]
+    return gemms + sum(4.0 * op.outputs * keys_seen(op, seq_length, every) for op in attentions)
+
+
+def keys_seen(op: Op, seq_length: Number, every: Number) -> Number:
+    """Returns the mean number of keys that a query of an attention sees.
+
+    `every`: that number without a window, or with one that no sequence fills.
+    """
+    window = op.window
+    if window is None or window >= seq_length:
+        return every
+    return window - window * (window - 1) / (2 * seq_length)
 
 
 def layer_flops(
-    model: ModelConfig, recompute: Collection[str] | None = None, *, experts: bool = False
+    model: ModelConfig, recompute: Collection[str] | None = None, kind: LayerKind | None = None
 ) -> float:
     """Returns forward FLOPs per layer and token over all tensor ranks; with `recompute`, only of
-    the operations that the backward repeats. `experts`: of a layer with experts, not an MLP."""
-    ops = _plain(model, experts)
+    the operations that the backward repeats. `kind`: the layer's; None: that of the first one."""
+    ops = _plain(model, LayerKind.of(model, 0) if kind is None else kind)
     chosen = ops if recompute is None else repeated(ops, recompute)
     return float(flops(chosen, model.seq_length))
 
 
-def _plain(model: ModelConfig, experts: bool) -> list[Op]:
+def _plain(model: ModelConfig, kind: LayerKind) -> list[Op]:
     """Returns the operations of a layer without tensor parallelism or recomputation."""
-    settings = ExpertsConfig() if experts else None
-    return ops_of(model, 1, False, frozenset(), ep=1, settings=settings).plain
+    return ops_of(model, kind, 1, False, frozenset(), ep=1, settings=ExpertsConfig()).plain
 
 
-def layer_kinds(model: ModelConfig) -> dict[bool, int]:
-    """Returns whether they have experts → number of such layers, for the kinds in the model."""
-    sparse = len(model.expert_layers)
-    numbers = {False: model.num_layers - sparse, True: sparse}
-    return {experts: count for experts, count in numbers.items() if count}
+def layer_kinds(model: ModelConfig) -> dict[LayerKind, int]:
+    """Returns the kinds of layers in the model, with the number of layers of each: those with an
+    MLP first."""
+    counts = Counter(LayerKind.of(model, layer) for layer in range(model.num_layers))
+    return {kind: counts[kind] for kind in sorted(counts, key=lambda kind: kind.experts)}
 
 
 def layer_costs(model: ModelConfig) -> tuple[float, ...]:
     """Returns `layer_flops` of each layer."""
-    cost = {experts: layer_flops(model, experts=experts) for experts in layer_kinds(model)}
-    return tuple(cost[model.has_experts(layer)] for layer in range(model.num_layers))
+    cost = {kind: layer_flops(model, kind=kind) for kind in layer_kinds(model)}
+    return tuple(cost[LayerKind.of(model, layer)] for layer in range(model.num_layers))
 
 
 def kept(ops: Sequence[Op]) -> tuple[Number, Number]:
@@ -506,19 +553,20 @@ class LayerOps(NamedTuple):
 
 def ops_of(
     model: ModelConfig,
+    kind: LayerKind,
     tp: int,
     sp: bool,
     recompute: frozenset[str],
     *,
-    ep: int = 0,
-    settings: ExpertsConfig | None = None,
+    ep: int,
+    settings: ExpertsConfig,
 ) -> LayerOps:
     """Returns the operations of a layer on one of `tp` ranks, with these parts recomputed.
 
-    `ep`, `settings`: of a layer with experts; 0 and None: a layer with an MLP.
+    `ep`, `settings`: of experts, if the kind has them.
     """
-    w = widths(model, tp, sp)
-    if settings is not None:
+    w = widths(model, tp, sp, kind)
+    if kind.experts:
         w = with_experts(w, model, tp, ep, settings)
     return cached_ops(w, recompute)
 
@@ -536,6 +584,7 @@ def cached_ops(w: Widths, parts: frozenset[str]) -> LayerOps:
 #   and token. Norms, softmax, activations, embedding look-ups and the optimizer do not.
 # * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
 #   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
+#   Through a window it counts the keys that are seen.
 # * Recomputed activations never count: this is model (MFU), not hardware (HFU) utilisation.
 # * Experts count as far as a token uses them, with their router.
 # * The output head counts `vocab_size` tokens, without padding.
@@ -551,6 +600,6 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     They follow FLOPS_FORMULA and the conventions above.
     """
     forward = 0.0
-    for experts, count in layer_kinds(model).items():
-        forward += count * flops(_plain(model, experts), 2 * seq_length)  # attention in full
+    for kind, count in layer_kinds(model).items():
+        forward += count * flops(_plain(model, kind), seq_length, keys=seq_length)
     return float(3 * forward + 6 * model.hidden_size * model.vocab_size)

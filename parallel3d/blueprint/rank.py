@@ -13,7 +13,7 @@ from parallel3d.blueprint.buckets import (
     is_hidden,
     padded_numel,
 )
-from parallel3d.blueprint.ops import widths
+from parallel3d.blueprint.ops import LayerKind, widths
 from parallel3d.blueprint.parameters import TABLE, TABLES, LocalParameter, stage_parameters
 from parallel3d.blueprint.sizes import heads_at_once, loss_chunks
 
@@ -24,12 +24,12 @@ class LayersOfKind(NamedTuple):
     """Layers of one kind on a rank or a stage.
 
     Attributes:
-        experts: they have experts.
+        kind: their kind.
         layers: their number.
         recomputed: number of those whose backward repeats a part of the forward.
     """
 
-    experts: bool
+    kind: LayerKind
     layers: int
     recomputed: int
 
@@ -74,7 +74,7 @@ class PipelineRank:
         self.sp = blueprint.sequence_parallel
         self.on_accelerator = blueprint.device != "cpu"  # device=auto is planned for GPUs
         self.sends_slices = blueprint.sends_slices(self.on_accelerator)
-        has_experts = any(kind.experts for kind in self.kinds)
+        has_experts = any(of.kind.experts for of in self.kinds)
         copies = max(self.replicas, self.layout.edp if has_experts else 1)
         self.fully_sharded = zero > 1 and copies > 1  # by FSDP2
         self.shards = self.replicas if zero else 1  # ranks that divide the optimizer's state
@@ -120,26 +120,30 @@ class PipelineRank:
         model, layers = self.blueprint.model, stage.layers
         if len(self.ops) == 1:
             return [LayersOfKind(next(iter(self.ops)), len(layers), stage.recomputed)]
-        again = [model.has_experts(layer) for layer in layers[: stage.recomputed]]
-        every = [model.has_experts(layer) for layer in layers]
-        return [LayersOfKind(k, every.count(k), again.count(k)) for k in sorted({*every})]
+        every = [LayerKind.of(model, layer) for layer in layers]
+        again = every[: stage.recomputed]
+        return [
+            LayersOfKind(kind, every.count(kind), again.count(kind))
+            for kind in self.ops
+            if kind in every
+        ]
 
     def layers_alike(self) -> list[tuple[LayersOfKind, Gradients]]:
         """Returns the layers of this rank by kind, and by the gradients that they have."""
         if not self.blueprint.frozen:
-            return [(kind, self.all_gradients(kind.experts)) for kind in self.kinds]
-        found: dict[tuple[bool, Gradients], LayersOfKind] = {}
+            return [(of, self.all_gradients(of.kind)) for of in self.kinds]
+        found: dict[tuple[LayerKind, Gradients], LayersOfKind] = {}
         for stage in self.stages:
             for place, layer in enumerate(stage.layers):
-                experts, gradients = self.blueprint.model.has_experts(layer), self.gradients(layer)
-                _, count, again = found.get((experts, gradients), (experts, 0, 0))
+                key = LayerKind.of(self.blueprint.model, layer), self.gradients(layer)
+                kind, count, again = found.get(key, (key[0], 0, 0))
                 repeats = stage.without_backward <= place < stage.recomputed
-                found[experts, gradients] = LayersOfKind(experts, count + 1, again + repeats)
-        return [(kind, gradients) for (_, gradients), kind in found.items()]
+                found[key] = LayersOfKind(kind, count + 1, again + repeats)
+        return [(of, gradients) for (_, gradients), of in found.items()]
 
-    def all_gradients(self, experts: bool) -> Gradients:
+    def all_gradients(self, kind: LayerKind) -> Gradients:
         """Returns the gradients of a layer without frozen parameters."""
-        names = frozenset(op.name for op in self.ops[experts].ops if op.kind == "gemm")
+        names = frozenset(op.name for op in self.ops[kind].ops if op.kind == "gemm")
         return Gradients(names, names)
 
     def gradients(self, layer: int) -> Gradients:
@@ -150,7 +154,7 @@ class PipelineRank:
         held = {p.name: p.frozen for p in self.parameters if _layer_of(p) == layer}
         reached = normed = self.blueprint.first_trained < layer
         inputs, weights = set(), set()
-        for op in self.ops[self.blueprint.model.has_experts(layer)].ops:
+        for op in self.ops[LayerKind.of(self.blueprint.model, layer)].ops:
             if op.kind not in ("gemm", "norm"):
                 continue
             name = f"layers.{layer}.{op.name}"
@@ -239,15 +243,15 @@ class PipelineRank:
         return [p for stage in self.stages for p in self.held(stage, range(0))]
 
     @cached_property
-    def numels(self) -> dict[bool, tuple[int, int]]:
+    def numels(self) -> dict[LayerKind, tuple[int, int]]:
         """Elements of a layer of each kind: of its experts, and of all other parameters."""
         model, tp, ep = self.blueprint.model, self.layout.tp, max(self.layout.ep, 1)
         found = {}
-        for experts in self.ops:
-            layer = next(n for n in range(model.num_layers) if model.has_experts(n) is experts)
+        for kind in self.ops:
+            layer = next(n for n in range(model.num_layers) if LayerKind.of(model, n) == kind)
             held = stage_parameters(model, tp, range(layer, layer + 1), False, False, ep=ep)
             of_experts = sum(p.numel for p in held if p.expert)
-            found[experts] = of_experts, sum(p.numel for p in held) - of_experts
+            found[kind] = of_experts, sum(p.numel for p in held) - of_experts
         return found
 
     def frozen_numel(self, layers: range | None = None) -> tuple[int, int]:
@@ -264,7 +268,7 @@ class PipelineRank:
 
     def trained_numel(self, stage: StageBlueprint) -> int:
         """Returns the elements of the layers of a stage that are trained."""
-        numel = sum(sum(self.numels[kind.experts]) * kind.layers for kind in self.kinds_of(stage))
+        numel = sum(sum(self.numels[of.kind]) * of.layers for of in self.kinds_of(stage))
         return numel - sum(self.frozen_numel(stage.layers))
 
     def most_trained(self, stage: StageBlueprint) -> int:
@@ -278,7 +282,7 @@ class PipelineRank:
 
     def layer_numel(self, kinds: Sequence[LayersOfKind]) -> int:
         """Returns the elements of the largest of these layers."""
-        return max(sum(self.numels[kind.experts]) for kind in kinds)
+        return max(sum(self.numels[of.kind]) for of in kinds)
 
     @property
     def end_numel(self) -> int:
@@ -342,13 +346,11 @@ def bucket_numel(bucket: Sequence[LocalParameter], rank: PipelineRank) -> int:
 
 
 def _sum_of_kinds(kinds: Sequence[LayersOfKind]) -> list[LayersOfKind]:
-    sums = {kind.experts: LayersOfKind(kind.experts, 0, 0) for kind in kinds}
-    for experts, layers, recomputed in kinds:
-        before = sums[experts]
-        sums[experts] = LayersOfKind(
-            experts, before.layers + layers, before.recomputed + recomputed
-        )
-    return [sums[experts] for experts in sorted(sums)]
+    sums: dict[LayerKind, LayersOfKind] = {}
+    for kind, layers, recomputed in kinds:
+        before = sums.get(kind, LayersOfKind(kind, 0, 0))
+        sums[kind] = LayersOfKind(kind, before.layers + layers, before.recomputed + recomputed)
+    return sorted(sums.values(), key=lambda of: of.kind.experts)
 
 
 class FlatShard(NamedTuple):

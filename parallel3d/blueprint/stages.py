@@ -166,9 +166,9 @@ class StageWeights:
         model, given = config.model, config.schedule.layers_per_stage
         sp, recompute = config.sp and config.tp > 1, parts_of(config.recompute)
         repeated = every = 0.0
-        for experts, count in layer_kinds(model).items():
-            settings = config.moe if experts else None
-            ops = ops_of(model, config.tp, sp, recompute, ep=config.ep, settings=settings)
+        for kind, count in layer_kinds(model).items():
+            of_kind = model, kind, config.tp, sp, recompute
+            ops = ops_of(*of_kind, ep=config.ep, settings=config.moe)
             repeated += count * flops(ops.repeated, model.seq_length)
             every += count * flops(ops.ops, model.seq_length)
         return cls(

@@ -1,8 +1,7 @@
-"""The keys that queries see through a window, and those of them that other ranks hold.
+"""The keys that queries see through a window.
 
 A query at position i of a document that begins at `start` sees the keys max(start, i − W + 1) … i:
-W keys, its own included. Under context parallelism a rank therefore needs few keys of the others,
-its halo: the W − 1 before each of its pieces, as far as they are of the same document.
+W keys, its own included. The keys that it needs of other ranks: `halo.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from parallel3d.context_parallel.halo import Segments, Whole, amounts, needed_by_ranks
+from parallel3d.context_parallel.split import Ints
 from parallel3d.context_parallel.varlen_calls import plan_calls, rows_of
 from parallel3d.device import accelerator
-
-Ints = npt.NDArray[np.int32]
-Whole = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -69,51 +67,6 @@ class WindowBlocks:
     halo: Halo | None = None
 
 
-class Segments(NamedTuple):
-    """Consecutive tokens of one document on a rank; all arrays have an entry for each segment.
-
-    Attributes:
-        rank, row: the rank, and the sample. first: place among the rank's tokens of the sample.
-        number: tokens. position, start: of the first token, and of its document.
-    """
-
-    rank: Whole
-    row: Whole
-    first: Whole
-    number: Whole
-    position: Ints
-    start: Ints
-
-    @classmethod
-    def of(cls, held: Ints, starts: Ints) -> Segments:
-        """Returns the segments of all ranks (`SequenceSplit.held`), given the beginning of each
-        position's document."""
-        size, b, n = held.shape
-        own = np.take_along_axis(starts[None], held, axis=2)
-        begins = np.ones(held.shape, dtype=bool)
-        begins[..., 1:] = (np.diff(held) != 1) | (np.diff(own) != 0)
-        rank, row, first = np.nonzero(begins)
-        number = np.diff(np.append((rank * b + row) * n + first, size * b * n))
-        return cls(rank, row, first, number, held[begins], own[begins])
-
-    def of_rank(self, rank: int) -> Segments:
-        chosen = self.rank == rank
-        return Segments(*(x[chosen] for x in self))
-
-
-def needed_of_others(segments: Segments, owner: Ints, window: int, rank: int) -> Whole:
-    """Returns the tokens of other ranks that this rank's queries see, ascending.
-
-    Tokens are numbered through the samples, of which `owner` (b, padded) has the rank of each.
-    """
-    mine = segments.of_rank(rank)
-    end = mine.row * owner.shape[1] + mine.position
-    begin = end - np.minimum(mine.position - mine.start, window - 1)
-    seen = [np.arange(*span) for span in zip(begin, end, strict=True) if span[0] < span[1]]
-    tokens = np.unique(np.concatenate(seen)) if seen else np.zeros(0, dtype=np.int64)
-    return tokens[owner.reshape(-1)[tokens] != rank]
-
-
 def window_blocks(
     held: Ints, starts: Ints, index: int, window: int, device: torch.device
 ) -> WindowBlocks:
@@ -128,7 +81,7 @@ def window_blocks(
     rows = np.arange(b, dtype=np.int64)[:, None] * padded
     keys, halo = (held[index] + rows).reshape(-1), None
     if size > 1:
-        keys, halo = _halo(held, segments, index, window, device, padded)
+        keys, halo = _halo(held, starts, index, window, device)
     mine = segments.of_rank(index)
     query, token = mine.row * n + mine.first, mine.row * padded + mine.position
     before = mine.position - mine.start
@@ -172,18 +125,16 @@ def _filled(most: int, *columns: npt.NDArray) -> Ints:
 
 
 def _halo(
-    held: Ints, segments: Segments, index: int, window: int, device: torch.device, padded: int
+    held: Ints, starts: Ints, index: int, window: int, device: torch.device
 ) -> tuple[Whole, Halo]:
     """Returns the tokens whose keys this rank has after the exchange, ascending, and its halo."""
     size, b, n = held.shape
+    padded = starts.shape[1]
     rows = np.arange(b, dtype=np.int64)[:, None] * padded
     tokens = (held + rows).reshape(size, -1)
-    owner = np.empty((b, padded), dtype=np.int32)
-    owner.reshape(-1)[tokens] = np.arange(size, dtype=np.int32)[:, None]
-    needed = [needed_of_others(segments, owner, window, rank) for rank in range(size)]
+    owner, needed = needed_by_ranks(held, starts, window)
     owners = [owner.reshape(-1)[of_rank] for of_rank in needed]
-    # [i, j]: tokens from rank j to rank i.
-    amounts = np.stack([np.bincount(of_rank, minlength=size) for of_rank in owners])
+    each = amounts(owner, needed)
     received = needed[index][np.argsort(owners[index], kind="stable")]
     sent = [of_rank[by == index] for of_rank, by in zip(needed, owners, strict=True)]
     places = np.searchsorted(tokens[index], np.concatenate(sent))
@@ -200,9 +151,7 @@ def _halo(
         sent=on_device(places, (size - 1) * b * n),
         order=on_device(order, b * padded),
         places=on_device(inverse, b * padded),
-        counts=torch.from_numpy(
-            np.stack((amounts[:, index], amounts[index], amounts.sum(0), amounts.sum(1)))
-        ),
+        counts=torch.from_numpy(np.stack((each[:, index], each[index], each.sum(0), each.sum(1)))),
     )
 
 

@@ -22,12 +22,8 @@ import numpy.typing as npt
 import torch
 
 from parallel3d.comm.exchange import all_gather_json
-from parallel3d.context_parallel.documents import (
-    Documents,
-    SequenceSplit,
-    make_documents,
-    whole_samples,
-)
+from parallel3d.context_parallel.documents import Documents, make_documents, whole_samples
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.sampler import (
     Finite,
     Masking,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from parallel3d.blueprint.ops import Number, Widths
+from parallel3d.context_parallel.halo import amounts, needed_by_ranks
+from parallel3d.context_parallel.split import SequenceSplit
 
 OVERLAPPED = ("gather", "ring")  # styles that send while attention computes
 
@@ -61,6 +64,28 @@ def sends(
         queries = tokens * w.queries * item
         yield Sent("all_to_all", queries + own * copies, 2, 1, "heads of whole sequences", 1)
         yield Sent("all_to_all", queries, 2, 1, "results of heads", 1)
+
+
+@functools.lru_cache(maxsize=256)
+def halo_tokens(
+    split: SequenceSplit, samples: int, window: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the tokens whose keys each rank sends to others for their windows, and those that
+    each receives, for samples that are one document each."""
+    starts = split.pad_starts(np.zeros((samples, split.length), dtype=np.int32))
+    each = amounts(*needed_by_ranks(split.held(starts), starts, window))
+    return tuple(each.sum(0).tolist()), tuple(each.sum(1).tolist())
+
+
+def halo_sends(w: Widths, sent: Number, received: Number, item: Number) -> Iterator[Sent]:
+    """Yields the calls of a sliding layer's attention (context_parallel/window_attention.py).
+
+    `sent`, `received`: tokens of a micro-batch whose keys and values the rank exchanges.
+    """
+    each, what = 2 * w.keys * item, "keys and values of windows"
+    yield Sent("all_to_all", sent * each, 2, 1, what, 1)
+    wide = each / item * np.maximum(item, 4)
+    yield Sent("all_to_all", received * wide, 1, 0, f"gradients of {what}", 1)
 
 
 def exposed(style: str, sent: Any, attention: Any, share: float) -> Any:

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.blueprint.buckets import PIECE
 from parallel3d.blueprint.in_flight import states_of
-from parallel3d.blueprint.ops import LayerOps, Op, kept, widths
+from parallel3d.blueprint.ops import LayerKind, LayerOps, Op, kept, widths
 from parallel3d.blueprint.rank import PipelineRank, flat_shards
 from parallel3d.config.schema import Config
+from parallel3d.context_parallel.split import SequenceSplit
+from parallel3d.estimate.attention_traffic import halo_tokens
 from parallel3d.estimate.search import LayoutChoice, configure, planned
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import OFFLOADED_BYTES, SLAB_BYTES
@@ -134,8 +136,8 @@ def _state(rank: PipelineRank) -> RankMemory:
     blueprint = rank.blueprint
     item = rank.item
     wide = rank.grad_item
-    of_experts = sum(rank.numels[kind.experts][0] * kind.layers for kind in rank.kinds)
-    others = sum(rank.numels[kind.experts][1] * kind.layers for kind in rank.kinds)
+    of_experts = sum(rank.numels[of.kind][0] * of.layers for of in rank.kinds)
+    others = sum(rank.numels[of.kind][1] * of.layers for of in rank.kinds)
     zero, optim = blueprint.data.zero, blueprint.optim
     frozen = rank.frozen_numel()
     trained = of_experts - frozen[0], others + rank.end_numel - frozen[1]
@@ -182,10 +184,10 @@ class LayerBytes:
         deferred: operands of its weight gradients, kept from I to W (`parameters/gradients.py`).
     """
 
-    def __init__(self, rank: PipelineRank, ops: LayerOps) -> None:
+    def __init__(self, rank: PipelineRank, kind: LayerKind, ops: LayerOps) -> None:
         self.rank, self.ops = rank, ops
         self.again = {op.name for op in ops.repeated}
-        self.over_cp = context_bytes(rank, "attention" in self.again)
+        self.over_cp = context_bytes(rank, kind, "attention" in self.again)
         self.plain = bytes_kept(rank, ops.plain) + self.over_cp.kept
         self.kept = bytes_kept(rank, ops.kept)
         if "attention" not in self.again:
@@ -276,12 +278,12 @@ class LayerBytes:
                 more += self._operands(op)
 
 
-Layers: TypeAlias = Mapping[bool, LayerBytes]  # by whether the layer has experts
+Layers: TypeAlias = Mapping[LayerKind, LayerBytes]
 
 
 def layers_of(rank: PipelineRank) -> Layers:
     """Returns the bytes of a layer of each kind in the model."""
-    return {experts: LayerBytes(rank, ops) for experts, ops in rank.ops.items()}
+    return {kind: LayerBytes(rank, kind, ops) for kind, ops in rank.ops.items()}
 
 
 class ContextBytes(NamedTuple):
@@ -298,8 +300,9 @@ class ContextBytes(NamedTuple):
     backward: float = 0.0
 
 
-def context_bytes(rank: PipelineRank, repeats: bool) -> ContextBytes:
-    """Returns the bytes of context parallelism; `repeats`: the backward recomputes attention."""
+def context_bytes(rank: PipelineRank, kind: LayerKind, repeats: bool) -> ContextBytes:
+    """Returns the bytes of context parallelism in a layer of this kind; `repeats`: the backward
+    recomputes attention."""
     w = widths(rank.blueprint.model, rank.layout.tp)
     cp = rank.layout.cp
     style = rank.blueprint.layer.cp_style
@@ -310,6 +313,13 @@ def context_bytes(rank: PipelineRank, repeats: bool) -> ContextBytes:
     if style == "heads":
         kept = queries + (max(cp / w.key_heads, 1) - 1) * keys
         return ContextBytes(kept, kept if repeats else 0.0, 2 * queries + keys)
+    if kind.window is not None and not rank.blueprint.model.dropout:
+        # The keys with the halo: those in order and those in the order of the ranks, with their
+        # gradients.
+        split, samples = SequenceSplit.of_run(rank.blueprint, 0), rank.blueprint.micro_batch_size
+        _, received = halo_tokens(split, samples, kind.window)
+        with_halo = keys * (1 + max(received) / rank.tokens)
+        return ContextBytes(backward=2 * (1 + wide) * with_halo)
     if style == "ring":
         return ContextBytes(backward=wide * queries + 3 * (1 + wide) * keys)
     gathered, sets = cp * keys, 2 + 2 * wide + (0 if repeats else 2)
@@ -375,11 +385,11 @@ class _Moments:
     def _deferred(self, stage: StageBlueprint) -> float:
         """Returns the bytes that all weight gradients of a stage keep from I to W."""
         kinds = self.rank.kinds_of(stage.backward)
-        return sum(kind.layers * self.layers[kind.experts].deferred for kind in kinds)
+        return sum(each.layers * self.layers[each.kind].deferred for each in kinds)
 
     def _most(self, stage: StageBlueprint, of: Callable[[LayerBytes], float]) -> float:
         """Returns the most of a stage's layers."""
-        return max(of(self.layers[kind.experts]) for kind in self.rank.kinds_of(stage))
+        return max(of(self.layers[each.kind]) for each in self.rank.kinds_of(stage))
 
     def _gathered(self, layers: int) -> float:
         """Returns the bytes of the parameters that FSDP2 has gathered.
@@ -391,7 +401,7 @@ class _Moments:
             return 0.0
         numel = rank.layer_numel(rank.kinds) * layers
         if rank.blueprint.data.zero == 2:
-            numel = sum(sum(rank.numels[kind.experts]) * kind.layers for kind in rank.kinds)
+            numel = sum(sum(rank.numels[of.kind]) * of.layers for of in rank.kinds)
             numel -= sum(rank.frozen_numel())  # held whole
         return rank.item * float(numel + rank.end_numel)
 
@@ -432,7 +442,7 @@ class _Moments:
         layers, kinds = len(stage.layers), self.rank.kinds_of(stage)
         if len(kinds) == 1:
             return (layers - 1) * (self._deferred(stage) / layers - kept / layers)
-        first = self.layers[self.rank.blueprint.model.has_experts(stage.layers[0])]
+        first = self.layers[LayerKind.of(self.rank.blueprint.model, stage.layers[0])]
         kept_first = first.kept if stage.recomputed else first.plain
         return self._deferred(stage) - first.deferred - (kept - kept_first)
 
@@ -488,8 +498,8 @@ class _Moments:
 
 def _kept(rank: PipelineRank, stage: StageBlueprint, layers: Layers) -> float:
     kept = 0.0
-    for experts, count, recomputed in rank.kinds_of(stage):
-        layer = layers[experts]
+    for kind, count, recomputed in rank.kinds_of(stage):
+        layer = layers[kind]
         kept += recomputed * layer.kept + (count - recomputed) * layer.plain
     return kept - sum(_moved(rank, stage, layers))
 
@@ -504,7 +514,7 @@ def _moved(
     away = min(stage.offloaded, len(stage.layers) - turns)
     found = []
     for i, number in enumerate(stage.layers[:away]):
-        layer = layers[rank.blueprint.model.has_experts(number)]
+        layer = layers[LayerKind.of(rank.blueprint.model, number)]
         found.append(layer.moved if i < stage.recomputed else layer.moved_plain)
     return found
 

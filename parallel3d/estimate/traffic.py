@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 
 from parallel3d.blueprint.buckets import Home, homes, is_hidden, padded_numel
 from parallel3d.blueprint.collectives import Transfer, wire_bytes
@@ -23,7 +23,8 @@ from parallel3d.blueprint.rank import (
     sharded_numel,
 )
 from parallel3d.config.schema import Config, full_shapes_of
-from parallel3d.estimate.attention_traffic import sends
+from parallel3d.context_parallel.split import SequenceSplit
+from parallel3d.estimate.attention_traffic import Sent, halo_sends, halo_tokens, sends
 from parallel3d.estimate.search import planned
 from parallel3d.schedules.orders import StageAssignment
 
@@ -51,15 +52,15 @@ def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     row-parallel ones; the backward does the reverse, without the gradients of frozen weights and
     of the inputs of layers before which all is frozen. With `mlp_chunks` these are an upper bound.
     """
-    for kind, gradients in rank.layers_alike():
-        yield from _of_kind(rank, kind, gradients)
+    for of, gradients in rank.layers_alike():
+        yield from _of_kind(rank, of, gradients)
 
 
-def _of_kind(rank: PipelineRank, kind: LayersOfKind, gradients: Gradients) -> Iterator[Transfer]:
+def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iterator[Transfer]:
     whole, what = rank.hidden, "activations of the layers"
-    microbatches, ops = rank.blueprint.microbatches, rank.ops[kind.experts]
-    layers = kind.layers * microbatches
-    recomputed = kind.recomputed * microbatches
+    microbatches, ops = rank.blueprint.microbatches, rank.ops[of.kind]
+    layers = of.layers * microbatches
+    recomputed = of.recomputed * microbatches
     columns, rows = split_counts(ops.ops)
     of_inputs = split_counts([op for op in ops.ops if op.name in gradients.inputs])
     weights = gradients.weights, gradients.weights - gradients.inputs
@@ -117,12 +118,13 @@ def _experts(rank: PipelineRank) -> Iterator[Transfer]:
     All-to-all sends as many tokens to each rank as experts chosen at random need.
     """
     blueprint = rank.blueprint
-    for kind, gradients in rank.layers_alike():
-        if kind.experts:
-            yield from _balance(rank, kind.layers * blueprint.microbatches)
-            x = blueprint.experts
-            if x is not None and x.way:
-                yield from _dispatch(rank, kind, gradients, x)
+    sparse = [(of, gradients) for of, gradients in rank.layers_alike() if of.kind.experts]
+    if sparse:
+        yield from _balance(rank, sum(of.layers for of, _ in sparse) * blueprint.microbatches)
+    x = blueprint.experts
+    if x is not None and x.way:
+        for of, gradients in sparse:
+            yield from _dispatch(rank, of, gradients, x)
 
 
 def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
@@ -137,11 +139,11 @@ def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
 
 
 def _dispatch(
-    rank: PipelineRank, kind: LayersOfKind, gradients: Gradients, x: ExpertWidths
+    rank: PipelineRank, of: LayersOfKind, gradients: Gradients, x: ExpertWidths
 ) -> Iterator[Transfer]:
     """Yields the way of tokens to their experts and back, and of their gradients."""
-    microbatches, ops = rank.blueprint.microbatches, rank.ops[True]
-    layers, recomputed = kind.layers * microbatches, kind.recomputed * microbatches
+    microbatches, ops = rank.blueprint.microbatches, rank.ops[of.kind]
+    layers, recomputed = of.layers * microbatches, of.recomputed * microbatches
     again = {op.name for op in ops.repeated}
     there = layers + recomputed * ("mlp.dispatch" in again)
     back = layers + recomputed * ("mlp.combine" in again)
@@ -208,6 +210,10 @@ def transfers(
             found += _messages(ranks[0], boundaries, boundaries)
             continue
         mine = [[t for t in sent if t.dim == dim] for sent in lists]
+        if dim == "cp" and config.model.sliding_window is not None:  # halos differ between ranks
+            places = product(range(layout.pp), range(layout.cp))
+            every = (_context(PipelineRank(blueprint, *place)) for place in places)
+            mine = [[t for t in sent if t.count] for sent in every]
         n = group_size(dim, layout)
         found += max(mine, key=lambda sent: sum(wire_bytes(t, n) for t in sent))
     return found
@@ -252,21 +258,36 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
 def _context(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the cp traffic of attention (context_parallel/attention.py), and sums of gradients for
     the noise scale."""
-    blueprint, w = rank.blueprint, widths(rank.blueprint.model, rank.layout.tp)
-    style, drops = blueprint.layer.cp_style, blueprint.model.dropout > 0
-    repeats = blueprint.repeats_attention
-    groups = rank.head_groups if style == "gather" and not drops else 1
-    alike = [kind for kind, of in rank.layers_alike() if _has_gradient(of, "attention.qkv")]
-    with_backward = sum(kind.layers for kind in alike)
-    recomputed = repeats * sum(kind.recomputed for kind in alike)
-    for sent in sends(style, w, rank.tokens, rank.item, blueprint.layout.cp, drops):
-        count = rank.layer_count * (sent.count - sent.backward) + with_backward * sent.backward
-        count += recomputed * sent.again
-        count *= blueprint.microbatches * groups
-        yield Transfer("cp", sent.op, int(sent.nbytes) // groups, int(count), sent.what)
+    blueprint = rank.blueprint
+    every = [(of, _has_gradient(by, "attention.qkv")) for of, by in rank.layers_alike()]
+    for window in dict.fromkeys(of.kind.window for of, _ in every):
+        alike = [(of, back) for of, back in every if of.kind.window == window]
+        layers = sum(of.layers for of, _ in alike)
+        with_backward = sum(of.layers for of, back in alike if back)
+        recomputed = sum(of.recomputed for of, back in alike if back)
+        groups, calls = _attention(rank, window)
+        for sent in calls:
+            count = layers * (sent.count - sent.backward) + with_backward * sent.backward
+            count += blueprint.repeats_attention * recomputed * sent.again
+            count *= blueprint.microbatches * groups
+            yield Transfer("cp", sent.op, int(sent.nbytes) // groups, int(count), sent.what)
     if blueprint.noise_scale:
         for p in rank.parameters:
             yield Transfer("cp", "all_reduce", p.numel * rank.grad_item, 1, "noise scale")
+
+
+def _attention(rank: PipelineRank, window: int | None) -> tuple[int, Iterator[Sent]]:
+    """Returns the cp calls of one layer's attention, and into how many each of them is divided."""
+    blueprint, w = rank.blueprint, widths(rank.blueprint.model, rank.layout.tp)
+    style, drops, cp = blueprint.layer.cp_style, blueprint.model.dropout > 0, rank.layout.cp
+    if window is None or drops or style == "heads":
+        groups = rank.head_groups if style == "gather" and not drops else 1
+        return groups, sends(style, w, rank.tokens, rank.item, cp, drops)
+    split = SequenceSplit.of_run(blueprint, 0)
+    halo = halo_tokens(split, blueprint.micro_batch_size, window)
+    here = rank.data_rank % cp
+    sent, received = (tokens[here] for tokens in halo)
+    return 1, halo_sends(w, sent, received, rank.item)
 
 
 def _head(rank: PipelineRank) -> Iterator[Transfer]:

@@ -66,13 +66,14 @@ def _check_dense_layers(model: ModelConfig) -> None:
 
 
 def check_priced(model: ModelConfig, command: str) -> None:
-    """Raises UserError for a model with experts, whose layers `command` cannot price."""
-    if model.num_experts:
-        raise UserError(
-            f"model.num_experts={model.num_experts} must be 0 for {command}, which knows no price "
-            "of experts yet; the nearest is parallel3d dryrun, which runs a step of a layout that "
-            "you give"
-        )
+    """Raises UserError for a model with experts or windows, whose layers `command` cannot price."""
+    for name, off, what in (("num_experts", 0, "experts"), ("sliding_window", None, "windows")):
+        if (value := getattr(model, name)) != off:
+            raise UserError(
+                f"model.{name}={value} must be {show(off)} for {command}, which knows no price of "
+                f"{what} yet; the nearest is parallel3d dryrun, which runs a step of a layout that "
+                "you give"
+            )
 
 
 def check_expert_parallel(num_experts: int, ep: int, ranks: int) -> None:

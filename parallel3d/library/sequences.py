@@ -11,7 +11,8 @@ from torch import Tensor
 from parallel3d.blueprint.sizes import STYLES, splits_heads
 from parallel3d.comm.group import Group, GroupLike, group_of
 from parallel3d.context_parallel.attention import ContextParallel
-from parallel3d.context_parallel.documents import Documents, SequenceSplit, make_documents
+from parallel3d.context_parallel.documents import Documents, make_documents
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.errors import UserError, nearest
 from parallel3d.models.attention import attend_split
 

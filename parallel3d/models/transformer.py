@@ -22,7 +22,8 @@ from parallel3d.comm.exchange import transfer
 from parallel3d.config.schema import ModelConfig
 from parallel3d.context_parallel.attention import ContextParallel
 from parallel3d.context_parallel.document_attention import repeated
-from parallel3d.context_parallel.documents import Documents, SequenceSplit, whole_samples
+from parallel3d.context_parallel.documents import Documents, whole_samples
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.device.fused import register
 from parallel3d.device.precision import master_dtype
 from parallel3d.experts.balance import Balance

@@ -22,7 +22,8 @@ from parallel3d.comm.operation_log import LoggedOperation, OperationLog
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.context_parallel.attention import ContextParallel
-from parallel3d.context_parallel.documents import SequenceSplit, make_documents
+from parallel3d.context_parallel.documents import make_documents
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.models.attention import attend_split
 from parallel3d.models.recompute import recomputed
 from tests.distributed.pool import Pool

@@ -15,7 +15,7 @@ import torch
 
 from parallel3d.config.values import AUTO
 from parallel3d.context_parallel.attention import attend_within
-from parallel3d.context_parallel.documents import SequenceSplit
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import Documents, documents_of
 from parallel3d.data.sampler import Sample, document_starts
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.collectives import CompletedWork, Work
-from parallel3d.context_parallel.documents import SequenceSplit
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import Batches, MicroBatch
 from parallel3d.models.dropout import Dropout
 from parallel3d.trainer import Trainer

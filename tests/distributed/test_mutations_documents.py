@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.context_parallel.documents import Documents, SequenceSplit, make_documents
+from parallel3d.context_parallel.documents import Documents, make_documents
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.loader import MicroBatch
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, check_caught

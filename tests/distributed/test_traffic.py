@@ -202,6 +202,8 @@ SENT = {**EXPERTS, "dispatch": "all_to_all"}
 GATHERED = {**EXPERTS, "dispatch": "gather"}
 GATED = {"model.shared_expert_size": 8, "model.shared_expert_gate": True}
 LOSSES = {"losses": (0.01, 0.001)}
+# Two sliding layers, the first and the last; a rank's halo depends on its place.
+WINDOW = {**LLAMA, "model.layer_types": ["sliding", "full"], "model.sliding_window": 3}
 # Frozen are all but the head, the first layers with half of one, one of two matrices of each MLP,
 # and all matrices of attention and experts.
 HEAD = {**UNTIED, "freeze": ["embedding.*", "layers.*", "final_norm.*"]}
@@ -248,6 +250,13 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "dp2 zero2 every micro-batch": (Layout(dp=2), {"zero": 2, "every": True}),
         "dp2 zero3 once a step": (Layout(dp=2), {"zero": 3, "every": False}),
         "cp2 zero1 recompute": (Layout(cp=2), {**LLAMA, "zero": 1, "recompute": "full"}),
+        "cp2 windows recomputed": (Layout(cp=2), {**WINDOW, "recompute": "full"}),
+        "cp2 windows of experts": (
+            Layout(cp=2, ep=1),
+            {**EXPERTS, **LOSSES, **WINDOW, "model.num_layers": 4, "model.dense_layers": [0]},
+        ),
+        "cp2 windows frozen": (Layout(cp=2), {**WINDOW, **FIRST}),
+        "cp2 windows, dropout": (Layout(cp=2), {**WINDOW, "model.dropout": 0.1}),
         "cp2 dropout": (Layout(cp=2), {"model.dropout": 0.1, "recompute": "full"}),
         "pp2 loops": (Layout(pp=2), LOOPS),
         "tp2 frozen": (Layout(tp=2), {**LLAMA, **FIRST, "recompute": "full"}),
@@ -272,6 +281,7 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
     },
     3: {
         "pp3": (Layout(pp=3), {"layers_per_stage": [1, 1, 1]}),
+        "cp3 windows, padded": (Layout(cp=3), WINDOW),
         "cp3 padded, noise scale": (Layout(cp=3), {"comm_hook": "bf16", "noise_scale": True}),
     },
     4: {
@@ -304,6 +314,12 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
             {**HEADS, "recompute": "full", "recompute_layers": [1, 0]},
         ),
         "cp4 heads, two of keys": (Layout(cp=4), {**HEADS, "sp": True}),
+        "cp4 windows in a ring": (
+            Layout(cp=4),
+            {**WINDOW, "style": "ring", "recompute": "[attention]", "precision": "fp64"},
+        ),
+        "cp2 dp2 windows, heads": (Layout(cp=2, dp=2), {**WINDOW, "style": "heads"}),
+        "cp2 pp2 long windows": (Layout(cp=2, pp=2), {**WINDOW, "model.sliding_window": 6}),
         "cp4 ring": (Layout(cp=4), {**RING, "recompute": "[attention]", "precision": "fp64"}),
         "tp4 muon": (Layout(tp=4), MUON),
         "dp4 muon zero2": (Layout(dp=4), MUON | {"zero": 2}),

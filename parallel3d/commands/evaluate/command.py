@@ -26,7 +26,8 @@ from parallel3d.commands.evaluate.rows import (
 )
 from parallel3d.commands.generate import load_newest
 from parallel3d.commands.options import CommandConfig, EvalConfig
-from parallel3d.context_parallel.documents import Documents, SequenceSplit, whole_samples
+from parallel3d.context_parallel.documents import Documents, whole_samples
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.tokenizer import BYTE, Tokenizer, open_tokenizer
 from parallel3d.errors import UserError, print_line
 from parallel3d.files import no_link

@@ -21,7 +21,8 @@ from parallel3d.context_parallel.document_attention import (
     empty_for_blocks,
     merge,
 )
-from parallel3d.context_parallel.documents import SequenceSplit, make_documents
+from parallel3d.context_parallel.documents import make_documents
+from parallel3d.context_parallel.split import SequenceSplit
 from tests.unit.context_parallel.test_document_attention import square
 from tests.unit.context_parallel.test_split import starts_of
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from parallel3d.context_parallel.documents import SequenceSplit, make_documents, work_of_ranks
+from parallel3d.context_parallel.documents import make_documents
+from parallel3d.context_parallel.split import SequenceSplit, work_of_ranks
 
 
 def starts_of(*documents: list[int], padded: int) -> np.ndarray:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from parallel3d.config.values import AUTO, MATH
-from parallel3d.context_parallel.documents import SequenceSplit, make_documents
+from parallel3d.context_parallel.documents import make_documents
+from parallel3d.context_parallel.halo import Segments, needed_of_others
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.context_parallel.window_attention import attend_in_window
-from parallel3d.context_parallel.windows import Segments, chunks_of, needed_of_others
+from parallel3d.context_parallel.windows import chunks_of
 
 WINDOWS = (1, 2, 3, 5, 8, 16, 40)
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from parallel3d.config.schema import Config, DataConfig, ModelConfig
-from parallel3d.context_parallel.documents import SequenceSplit
+from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.data.chat import SPOKEN, TOKEN
 from parallel3d.data.corpus import Corpus, open_corpus
 from parallel3d.data.foreign import look_at_turns

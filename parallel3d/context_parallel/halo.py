@@ -1,0 +1,78 @@
+"""The keys of other ranks that the queries of a rank see through a window: its halo.
+
+They are the W − 1 keys before each of its pieces, as far as these are of the same document and of
+other ranks. It needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.context_parallel.split import Ints
+
+Whole = npt.NDArray[np.int64]
+
+
+class Segments(NamedTuple):
+    """Consecutive tokens of one document on a rank; all arrays have an entry for each segment.
+
+    Attributes:
+        rank, row: the rank, and the sample. first: place among the rank's tokens of the sample.
+        number: tokens. position, start: of the first token, and of its document.
+    """
+
+    rank: Whole
+    row: Whole
+    first: Whole
+    number: Whole
+    position: Ints
+    start: Ints
+
+    @classmethod
+    def of(cls, held: Ints, starts: Ints) -> Segments:
+        """Returns the segments of all ranks (`SequenceSplit.held`), given the beginning of each
+        position's document."""
+        size, b, n = held.shape
+        own = np.take_along_axis(starts[None], held, axis=2)
+        begins = np.ones(held.shape, dtype=bool)
+        begins[..., 1:] = (np.diff(held) != 1) | (np.diff(own) != 0)
+        rank, row, first = np.nonzero(begins)
+        number = np.diff(np.append((rank * b + row) * n + first, size * b * n))
+        return cls(rank, row, first, number, held[begins], own[begins])
+
+    def of_rank(self, rank: int) -> Segments:
+        chosen = self.rank == rank
+        return Segments(*(x[chosen] for x in self))
+
+
+def needed_of_others(segments: Segments, owner: Ints, window: int, rank: int) -> Whole:
+    """Returns the tokens of other ranks that this rank's queries see, ascending.
+
+    Tokens are numbered through the samples, of which `owner` (b, padded) has the rank of each.
+    """
+    mine = segments.of_rank(rank)
+    end = mine.row * owner.shape[1] + mine.position
+    begin = end - np.minimum(mine.position - mine.start, window - 1)
+    seen = [np.arange(*span) for span in zip(begin, end, strict=True) if span[0] < span[1]]
+    tokens = np.unique(np.concatenate(seen)) if seen else np.zeros(0, dtype=np.int64)
+    return tokens[owner.reshape(-1)[tokens] != rank]
+
+
+def needed_by_ranks(held: Ints, starts: Ints, window: int) -> tuple[Ints, list[Whole]]:
+    """Returns the rank of each token (b, padded), and `needed_of_others` of every rank."""
+    size, b, _ = held.shape
+    owner = np.empty(starts.shape, dtype=np.int32)
+    for rank, row in np.ndindex(size, b):
+        owner[row, held[rank, row]] = rank
+    segments = Segments.of(held, starts)
+    return owner, [needed_of_others(segments, owner, window, rank) for rank in range(size)]
+
+
+def amounts(owner: Ints, needed: Sequence[Whole]) -> Whole:
+    """Returns the tokens whose keys each rank gets of each: [i, j] of them go from rank j to i."""
+    owners = (owner.reshape(-1)[tokens] for tokens in needed)
+    return np.stack([np.bincount(ranks, minlength=len(needed)) for ranks in owners])

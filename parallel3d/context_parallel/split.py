@@ -1,0 +1,129 @@
+"""The tokens of a sequence that each context-parallel rank holds. It needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel3d.blueprint.blueprint import Blueprint
+from parallel3d.config.values import padded_length
+
+Ints = npt.NDArray[np.int32]
+
+BLOCKS = 16  # most blocks of a rank in a balanced split: each may cost a call of the kernel
+EVEN = 0.05  # accepted imbalance: the slowest rank's extra work over the mean
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """Splits sequences over `size` ranks; this one is number `index`.
+
+    A sequence is padded at its end, and cut into 2 · size pieces. Rank r holds pieces r and
+    2 · size − 1 − r, so that all ranks have as many pairs of query and key under a causal mask
+    (Brandon et al. 2023, Striped Attention; Llama 3 report, §3.3.2). Where documents make that
+    uneven, a `balanced` split gives each rank the same number of blocks, chosen by their
+    attention's work.
+
+    Attributes:
+        length: tokens of a sequence.
+        multiple: divides the tokens of a rank (tp, under sequence parallelism).
+        ring: attention reads the keys of one rank after the other, not of the whole sequence.
+        window: keys that a query of a sliding layer sees; None: no layer slides.
+    """
+
+    length: int
+    size: int = 1
+    index: int = 0
+    multiple: int = 1
+    balanced: bool = False
+    ring: bool = False
+    window: int | None = None
+
+    @classmethod
+    def of_run(cls, blueprint: Blueprint, index: int) -> SequenceSplit:
+        """Returns a run's split, for rank `index` of cp."""
+        layer = blueprint.layer
+        return cls(
+            length=blueprint.model.seq_length,
+            size=blueprint.layout.cp,
+            index=index,
+            multiple=blueprint.rank_multiple,
+            # With style=heads each rank attends to whole sequences, so nothing is uneven.
+            balanced=layer.cp_balance and layer.cp_style != "heads",
+            ring=layer.cp_style == "ring",
+            window=blueprint.model.sliding_window,
+        )
+
+    @property
+    def padded(self) -> int:
+        return padded_length(self.length, self.size, self.multiple)
+
+    @property
+    def local(self) -> int:
+        """Tokens of a sequence that each rank holds."""
+        return self.padded // self.size
+
+    def pad_starts(self, starts: Ints) -> Ints:
+        """Pads (b, length) starts of documents to (b, padded): the padding is a document by itself.
+
+        Padding longer than a sequence becomes several documents, so that none has more positions
+        than the model knows.
+        """
+        padding = np.arange(self.length, self.padded, dtype=np.int32) // self.length * self.length
+        return np.hstack((starts, np.tile(padding, (len(starts), 1))))
+
+    def held(self, starts: Ints) -> Ints:
+        """Returns (size, b, local): the positions that each rank holds of each sequence, ascending.
+
+        `starts`: (b, padded), where the document of each position begins. All ranks return the
+        same.
+        """
+        pieces = np.arange(self.padded, dtype=np.int32).reshape(2 * self.size, -1)
+        ranks = [np.concatenate((pieces[r], pieces[-1 - r])) for r in range(self.size)]
+        halves = np.repeat(np.stack(ranks)[:, None], len(starts), axis=1)
+        if not self.balanced:
+            return halves
+        counts = [n for n in range(2, BLOCKS + 1) if self.local % n == 0]
+        best, least = halves, imbalance(halves, starts)
+        for count in counts:  # the fewest blocks that are even
+            if least <= EVEN:
+                break
+            blocks = self._balanced(starts, count)
+            if (found := imbalance(blocks, starts)) < least:
+                best, least = blocks, found
+        return best
+
+    def _balanced(self, starts: Ints, count: int) -> Ints:
+        """Returns `held` with `count` blocks of each sequence per rank.
+
+        Blocks are given in order of falling work, each to the rank with the least work so far.
+        """
+        blocks = np.arange(self.padded, dtype=np.int32).reshape(self.size * count, -1)
+        pairs = blocks.reshape(-1) - starts + 1  # of each query
+        work = pairs.reshape(len(starts), len(blocks), -1).sum(2)
+        loads = np.zeros(self.size, dtype=np.int64)
+        held = np.empty((self.size, len(starts), self.local), dtype=np.int32)
+        for row, of_blocks in enumerate(work):
+            given: list[list[int]] = [[] for _ in range(self.size)]
+            for block in np.argsort(-of_blocks, kind="stable"):
+                free = [r for r in range(self.size) if len(given[r]) < count]
+                rank = min(free, key=lambda r: loads[r])
+                given[rank].append(block)
+                loads[rank] += of_blocks[block]
+            for rank, of_rank in enumerate(given):
+                held[rank, row] = blocks[sorted(of_rank)].reshape(-1)
+        return held
+
+
+def work_of_ranks(held: Ints, starts: Ints) -> npt.NDArray[np.int64]:
+    """Counts the pairs of query and key of each rank's attention: (size,)."""
+    pairs = held - np.take_along_axis(starts[None], held, axis=2) + 1
+    return pairs.sum(axis=(1, 2), dtype=np.int64)
+
+
+def imbalance(held: Ints, starts: Ints) -> float:
+    """Returns the work of the slowest rank's attention over the mean, less 1."""
+    work = work_of_ranks(held, starts)
+    return float(work.max() / work.mean() - 1)
