@@ -364,13 +364,13 @@ class Stage(nn.Module):
     ) -> tuple[Positions, Documents | None]:
         """Returns what the blocks read of `batch` samples of `length` tokens: the rotary tables of
         the tokens' positions, and the documents, which windows need in any case."""
-        read = slice(length) if documents is None else documents.positions()
-        rotary = tuple((cos[read], sin[read]) for cos, sin in self.rotary)
-        temperature = self.temperature
-        if temperature is not None:
-            temperature = temperature[read]
-            if documents is not None:
-                temperature = temperature.unsqueeze(1)  # for all heads
+        rotary, temperature = self.rotary, self.temperature
+        if rotary or temperature is not None:
+            read = slice(length) if documents is None else documents.positions()
+            rotary = tuple((cos[read], sin[read]) for cos, sin in rotary)
+            temperature = None if temperature is None else temperature[read]
+        if temperature is not None and documents is not None:
+            temperature = temperature.unsqueeze(1)  # for all heads
         if documents is None and self.window is not None:
             split = SequenceSplit(length, window=self.window)
             documents = whole_samples(batch, self.device, split)
