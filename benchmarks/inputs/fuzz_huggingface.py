@@ -114,6 +114,21 @@ VALUES: tuple[Any, ...] = (
     *(dict(YARN), dict(LINEAR), {"full_attention": dict(LINEAR)}, {"sliding_attention": None}),
     *([0], [1, 1], [0, 1, 2], "sigmoid", "softmax", "noaux_tc", 2.5, 0.25, 12),
 )
+# Text models → the vision models that wrap them, with the rest of their config.json.
+VISION = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+}
+PIXTRAL = {"vision_config": VISION | {"model_type": "pixtral", "head_dim": 8}}
+WHOLES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"model_type": "gemma3", "vision_config": VISION, "mm_tokens_per_image": 4},
+    "mistral": {"model_type": "mistral3", **PIXTRAL},
+    "ministral3": {"model_type": "mistral3", **PIXTRAL},
+    "llama": {
+        "model_type": "llava",
+        "vision_config": VISION | {"model_type": "clip_vision_model"},
+    },
+}
 PLAUSIBLE = (True, False, 0, 1, 2, 0.1, 0.9, None, "x")
 
 
@@ -122,7 +137,7 @@ class Case:
     """A folder before it is written.
 
     `doubled`: keys that occur once more in the text, before the others; `files`: name → its
-    tensors.
+    tensors; `whole`: config.json of the vision model whose text part it is, without that.
     """
 
     kind: str
@@ -133,17 +148,30 @@ class Case:
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
+    whole: dict[str, Any] = field(default_factory=dict)
+    prefixes: tuple[str, str] = ("model.", "")  # of the text model's tensors, and of its head
 
     def write(self, folder: Path) -> None:
         text = json.dumps(self.config)
         for key, value in self.doubled.items():
             text = f"{{{json.dumps(key)}: {json.dumps(value)}, {text[1:]}"
+        if self.whole:
+            text = f'{json.dumps(self.whole)[:-1]}, "text_config": {text}}}'
         (folder / "config.json").write_text(text)
         for name, content in self.texts.items():
             (folder / name).write_text(content)
         for name, tensors in (self.files or {"model.safetensors": self.tensors}).items():
-            copies = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
+            copies = {
+                self.name(key): tensor.clone().contiguous() for key, tensor in tensors.items()
+            }
             save_file(copies, folder / name, metadata={"format": "pt"})
+
+    def name(self, key: str) -> str:
+        """Returns a tensor's name in the file."""
+        if not self.whole:
+            return key
+        inner, head = self.prefixes
+        return f"{head}{key}" if key.startswith("lm_head") else inner + key.removeprefix("model.")
 
     @property
     def embedding(self) -> str:
@@ -418,6 +446,25 @@ def prefixes(case: Case) -> None:
         case.tensors[some[0]] = case.tensors[bare[some[0]]].clone()
 
 
+def wrapped(case: Case) -> None:
+    """Makes it the text part of a vision model, in either layout of names; tensors of the encoder
+    are missing, and do not change the text model's results."""
+    if case.kind not in WHOLES:
+        return
+    rng = case.rng
+    case.whole = dict(WHOLES[case.kind])
+    case.prefixes = rng.choice(
+        (("language_model.model.", "language_model."), ("model.language_model.", ""))
+    )
+    tied = rng.choice((case.config.get("tie_word_embeddings"), True, False, None))
+    if tied is not None:
+        case.whole["tie_word_embeddings"] = tied
+    if rng.random() < 0.3:
+        case.whole[rng.choice(("image_token_index", "vocab_size", *FIXED))] = rng.choice(VALUES)
+    if rng.random() < 0.2:
+        case.config["model_type"] = rng.choice(("llama", "mistral", "gemma3_text", "gemma3", None))
+
+
 def more_tensors(case: Case) -> None:
     """Adds masks and tables of old checkpoints, or an unknown tensor."""
     if case.kind in WITH_EXPERTS and case.rng.random() < 0.5:
@@ -491,7 +538,7 @@ def beside(case: Case) -> None:
 
 
 CHANGES: tuple[Callable[[Case], None], ...] = (
-    *(aliases, rope_moved, absurd, unknown, harmless, doubled, head, prefixes),
+    *(aliases, rope_moved, absurd, unknown, harmless, doubled, head, prefixes, wrapped),
     *(more_tensors, types, files, beside),
 )
 
@@ -516,7 +563,8 @@ def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
     model = replace(ModelConfig(), **found.keys)
     stage = huggingface.blank_model(model)
     held = {name.partition("/")[2]: state.chunks for name, state in state_of(stage).items()}
-    tensors = tensors_of(folder, model, found.kind, dtype=torch.float32, mtp=found.mtp)
+    how = {"mtp": found.mtp, "wrapped": found.wrapped}
+    tensors = tensors_of(folder, model, found.kind, dtype=torch.float32, **how)
     for name, tensor in tensors:
         for chunk, values in held.pop(name):
             values.copy_(chunk.of(tensor))
@@ -542,7 +590,7 @@ def outcome(case: Case) -> tuple[str, str]:
         except Exception:
             return "CRASH", traceback.format_exc()
         try:
-            theirs = huggingface.their_logits(folder, tokens)
+            theirs = huggingface.their_logits(folder, tokens, wrapped=bool(case.whole))
         except UserError as error:
             return "unproven", str(error).replace(name, "…")
         try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parallel3d.checkpoint.hf.config import FIXED, TOKENS, TYPE
-from parallel3d.checkpoint.hf.families import GEMMA3, LLAMA, MISTRAL
+from parallel3d.checkpoint.hf.families import FAMILIES, GEMMA3, LLAMA, MISTRAL
 from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.data.tokenizer import CHAT_TEMPLATE, CONFIG, LARGEST_BESIDE, PROCESSORS_TEMPLATE
 from parallel3d.errors import UserError
@@ -70,6 +70,11 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     text = keys.get(TEXT, None, dict)
     if text is None:
         raise UserError(f"config.json has model_type={config[TYPE]} without {TEXT}")
+    kind = text.get(TYPE, wrapper.text)
+    for scale in FAMILIES[kind].scales if kind in FAMILIES else ():
+        if scale.ours in ("logit_scale", "logit_cap"):  # classes of vision models leave these out
+            neutral = None if scale.may_be_off else 1.0
+            Keys(text, TEXT).require(scale.theirs, (neutral,), scale.usual)
     tokens = {key: config[key] for key in TOKENS if key in config}
     tied = keys.get(TIED, wrapper.tied, bool)
     return {TYPE: wrapper.text, **text, **tokens, TIED: tied}

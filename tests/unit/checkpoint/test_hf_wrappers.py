@@ -210,6 +210,14 @@ def test_tensors_and_keys_of_a_text_part_are_checked(tmp_path: Path) -> None:
         ({"text_config": None}, "model_type=mistral3 without text_config"),
         ({"text_config": config["text_config"] | {"logit_scale": 2.0}}, "logit_scale=2"),
         ({"text_config": {"model_type": "t5"}}, "model_type=t5"),
+        (
+            {"text_config": {"model_type": "granite", "logits_scaling": 8.0}},
+            "text_config has logits_scaling=8.0, which our model cannot express",
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {"final_logit_softcapping": 30.0}},
+            "text_config has final_logit_softcapping=30.0",
+        ),
         ({"model_type": "idefics3"}, "or gemma3, mistral3 or llava with one of these"),
     ):
         path.write_text(json.dumps(config | changes))
