@@ -22,7 +22,7 @@ from parallel3d.blueprint.ops import (
     widths,
     with_experts,
 )
-from parallel3d.blueprint.parameters import TABLE, stage_parameters, tensors_of
+from parallel3d.blueprint.parameters import first_trained, frozen_parameters
 from parallel3d.blueprint.sizes import offloading, recomputing
 from parallel3d.blueprint.stages import (
     StageWeights,
@@ -360,35 +360,13 @@ class Blueprint:
 
     @cached_property
     def frozen(self) -> frozenset[str]:
-        """Names of the parameters of ranks that hold nothing to train (`optim.freeze`).
-
-        A parameter with a trained tensor on some rank, such as one of q, k and v or one expert of a
-        layer, is not among them: its frozen tensors have gradients that nothing reads.
-        """
-        if not self.optim.freeze:
-            return frozenset()
-        layers = range(self.model.num_layers)
-        names = {p.name for p in stage_parameters(self.model, 1, layers, True, True)} | {TABLE}
-        return frozenset(
-            name
-            for name in names
-            if all(self.optim.treatment(t).frozen for t in tensors_of(name, self.model))
-        )
+        """Names of the parameters of ranks that hold nothing to train."""
+        return frozen_parameters(self.model, self.optim)
 
     @cached_property
     def first_trained(self) -> int:
-        """The first layer with a parameter to train; −1: the embedding has one; the number of
-        layers: only the head has.
-
-        Nothing before it has a backward.
-        """
-        if not self.optim.freeze:
-            return -1
-        layers = range(self.model.num_layers)
-        held = stage_parameters(self.model, 1, layers, True, True)
-        place = {"embedding": -1, "head": len(layers)}
-        parts = [p.name.split(".") for p in held if p.name not in self.frozen]
-        return min(place[part[0]] if part[0] in place else int(part[1]) for part in parts)
+        """The first layer with a parameter to train (see `parameters.first_trained`)."""
+        return first_trained(self.model, self.frozen)
 
     @property
     def stages_without_backward(self) -> int:

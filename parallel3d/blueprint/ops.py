@@ -578,10 +578,28 @@ def cached_ops(w: Widths, parts: frozenset[str]) -> LayerOps:
     return LayerOps(ops, [op for op in ops if op not in again], again, layer_ops(w))
 
 
+class TrainedShares(NamedTuple):
+    """The shares of a model that a run trains; less than 1 with `optim.freeze`.
+
+    Attributes:
+        backward: share of the layers with something to train in them or before them.
+        weights: share of the elements of the layers.
+        embedding, head: share of the embedding's and of the head's weight: 0 or 1.
+    """
+
+    backward: float = 1.0
+    weights: float = 1.0
+    embedding: float = 1.0
+    head: float = 1.0
+
+
+ALL_TRAINED = TrainedShares()
+
 # Conventions of the MFU:
 #
 # * Only matmuls count: 2 FLOPs per multiply-add, once forward and twice backward, i.e. 6 per weight
 #   and token. Norms, softmax, activations, embedding look-ups and the optimizer do not.
+# * A frozen weight has no gradient, i.e. 4 per weight and token, and 2 before all that is trained.
 # * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
 #   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
 #   Through a window it counts the keys that are seen.
@@ -593,13 +611,23 @@ def cached_ops(w: Widths, parts: frozenset[str]) -> LayerOps:
 MFU_FORMULA = "tokens_per_s × flops_per_token / (world_size × peak_flops_per_device)"
 FLOPS_FORMULA = "6 × matmul weights + 12 × layers × heads × head_dim × seq_length (full attention)"
 
+LESS_FROZEN = ", less the gradients of what is frozen"
 
-def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+
+def flops_per_token(
+    model: ModelConfig, seq_length: int, shares: TrainedShares = ALL_TRAINED
+) -> float:
     """Returns model FLOPs of training (forward and backward) on one token of a `seq_length` sample.
 
     They follow FLOPS_FORMULA and the conventions above.
     """
-    forward = 0.0
+    forward = gemms = 0.0
     for kind, count in layer_kinds(model).items():
-        forward += count * flops(_plain(model, kind), seq_length, keys=seq_length)
-    return float(3 * forward + 6 * model.hidden_size * model.vocab_size)
+        ops = _plain(model, kind)
+        forward += count * flops(ops, seq_length, keys=seq_length)  # attention in full
+        gemms += count * flops([op for op in ops if op.kind == "gemm"], seq_length)
+    # Attention's backward has four matmuls, two for each one of the forward.
+    of_inputs = shares.backward * (2 * forward - gemms)
+    head = 2 * model.hidden_size * model.vocab_size
+    of_head = head * (1 + (shares.backward > 0) + shares.head)
+    return float(forward + of_inputs + shares.weights * gemms + of_head)

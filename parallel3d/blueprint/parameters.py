@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from parallel3d.blueprint.ops import Widths, cached_ops, widths
-from parallel3d.config.schema import ModelConfig
+from parallel3d.blueprint.ops import ALL_TRAINED, TrainedShares, Widths, cached_ops, widths
+from parallel3d.config.schema import ModelConfig, OptimConfig
 
 TABLE = "head.table"
-TABLES = ("embedding.word.weight", TABLE)
+WORD_TABLE = "embedding.word.weight"
+TABLES = (WORD_TABLE, TABLE)
 
 
 class LocalParameter(NamedTuple):
@@ -73,7 +74,7 @@ def tensors_of(name: str, model: ModelConfig) -> list[str]:
     inner = ("gate", "up") if model.is_gated else ("up",)
     prefix, _, of_layer = name.rpartition(".")
     if name == TABLE:
-        return [TABLES[0] if model.tie_embeddings else "head.weight"]
+        return [WORD_TABLE if model.tie_embeddings else "head.weight"]
     if prefix == "head.norm":
         return [f"final_norm.{of_layer}"]
     if prefix.endswith("attention.qkv"):
@@ -169,8 +170,51 @@ def _norm(w: Widths, name: str) -> list[LocalParameter]:
     return [LocalParameter(f"{name}.{part}", w.hidden, True) for part in parts]
 
 
+def frozen_parameters(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
+    """Returns the names of the parameters of ranks that hold nothing to train (`optim.freeze`).
+
+    A parameter with a trained tensor on some rank, such as one of q, k and v or one expert of a
+    layer, is not among them: its frozen tensors have gradients that nothing reads.
+    """
+    if not optim.freeze:
+        return frozenset()
+    held = stage_parameters(model, 1, range(model.num_layers), True, True)
+    names = {parameter.name for parameter in held} | {TABLE}
+    return frozenset(
+        name for name in names if all(optim.treatment(t).frozen for t in tensors_of(name, model))
+    )
+
+
+def first_trained(model: ModelConfig, frozen: Collection[str]) -> int:
+    """Returns the first layer with a parameter to train; −1: the embedding has one; the number of
+    layers: only the head has. Nothing before it has a backward."""
+    if not frozen:
+        return -1
+    layers = range(model.num_layers)
+    held = stage_parameters(model, 1, layers, True, True)
+    place = {"embedding": -1, "head": len(layers)}
+    parts = [p.name.split(".") for p in held if p.name not in frozen]
+    return min(place[part[0]] if part[0] in place else int(part[1]) for part in parts)
+
+
+def trained_shares(model: ModelConfig, optim: OptimConfig) -> TrainedShares:
+    """Returns the shares of the model that a run trains."""
+    frozen = frozen_parameters(model, optim)
+    if not frozen:
+        return ALL_TRAINED
+    layers = range(model.num_layers)
+    held = stage_parameters(model, 1, layers, False, False)
+    trained = sum(p.numel for p in held if p.name not in frozen)
+    return TrainedShares(
+        backward=1 - max(0, first_trained(model, frozen)) / len(layers),
+        weights=trained / sum(p.numel for p in held),
+        embedding=float(WORD_TABLE not in frozen),
+        head=float(TABLE not in frozen),
+    )
+
+
 def parameter_count(model: ModelConfig) -> int:
-    """Counts distinct trainable parameters of the unpadded model; a tied weight counts once."""
+    """Counts distinct parameters of the unpadded model; a tied weight counts once."""
     unpadded = replace(model, vocab_multiple=1)
     ends = sum(p.numel for p in stage_parameters(unpadded, 1, range(0), True, True))
     layers = stage_parameters(unpadded, 1, range(model.num_layers), False, False)

@@ -271,6 +271,12 @@ class PipelineRank:
         numel = sum(sum(self.numels[of.kind]) * of.layers for of in self.kinds_of(stage))
         return numel - sum(self.frozen_numel(stage.layers))
 
+    def trained_layers(self, stage: StageBlueprint) -> float:
+        """Returns how many layers have as many trained elements as those of a stage together."""
+        numel = self.trained_numel(stage)
+        whole = numel + sum(self.frozen_numel(stage.layers))
+        return len(stage.layers) * numel / whole if whole else 0.0
+
     def most_trained(self, stage: StageBlueprint) -> int:
         """Returns the trained elements of the layer of a stage that has most."""
         if not self.blueprint.frozen:

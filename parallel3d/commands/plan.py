@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from parallel3d.blueprint.ops import flops_per_token
+from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.blueprint.stages import StageWeights
 from parallel3d.commands.dryrun.keys import DryrunConfig
 from parallel3d.commands.options import CommandConfig
@@ -164,7 +165,8 @@ class Plan:
         """Returns a layout's model FLOPs utilisation in per cent."""
         model = self.config.model
         tokens = self.config.global_batch_size * model.seq_length
-        useful = tokens * flops_per_token(model, model.seq_length)
+        shares = trained_shares(model, self.config.optim)
+        useful = tokens * flops_per_token(model, model.seq_length, shares)
         seconds = float(self.priced.seconds[index])
         return 100 * useful / (seconds * self.gpus * self.sizes["peak"])
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.blueprint.collectives import bus_factor
-from parallel3d.blueprint.ops import Op, Widths, layer_ops
+from parallel3d.blueprint.ops import ALL_TRAINED, Op, TrainedShares, Widths, layer_ops
 from parallel3d.blueprint.sizes import STYLES, splits_heads
 from parallel3d.config.schema import ModelConfig
 from parallel3d.estimate.attention_traffic import exposed, sends
@@ -160,6 +161,11 @@ class StepWork:
     speed: Number
     fabric: Number
     engine: Number
+    # Shares that are trained, as in `ops.TrainedShares`.
+    backward: Number = field(default_factory=partial(np.ones, ()))
+    trained: Number = field(default_factory=partial(np.ones, ()))
+    embedding_trained: Number = field(default_factory=partial(np.ones, ()))
+    head_trained: Number = field(default_factory=partial(np.ones, ()))
 
     @property
     def tokens(self) -> Number:
@@ -198,8 +204,9 @@ class StepWork:
         return sum(self.held(op) for op in self.ops if op.kind == "gemm")
 
 
-def sizes_of_model(model: ModelConfig) -> dict[str, float]:
-    """Returns the fields of `StepWork` that depend on the model alone (without experts)."""
+def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> dict[str, float]:
+    """Returns the fields of `StepWork` that depend on the model alone (without experts), and on
+    what is trained of it."""
     return {
         "layers": model.num_layers,
         "hidden": model.hidden_size,
@@ -215,6 +222,10 @@ def sizes_of_model(model: ModelConfig) -> dict[str, float]:
         "experts": 1,
         "active_experts": 1,
         "ep": 1,
+        "backward": shares.backward,
+        "trained": shares.weights,
+        "embedding_trained": shares.embedding,
+        "head_trained": shares.head,
     }
 
 
@@ -402,7 +413,7 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
         again = repeats(op, work)
         kind = KINDS.get(op.kind, "element-wise")
         parts[kind] = parts[kind] + forward + backward
-        parts["recomputed"] = parts["recomputed"] + again * forward
+        parts["recomputed"] = parts["recomputed"] + work.backward * again * forward
         if op.split:
             waits = waits + _tensor_parallel(op, work, c, again)
     shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
@@ -422,14 +433,16 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
     """Returns the GPU's seconds of an operation's forward and backward."""
     rows = work.tokens * (work.active_experts if op.name in OF_EXPERTS else 1.0)
     if op.kind == "attention":
-        return attention(work, c)
+        forward, backward = attention(work, c)
+        return forward, work.backward * backward
     if op.kind != "gemm":
         # A kernel reads and writes 2 bytes per element; residual sums also read dropout's masks.
         width = 2 * (op.inputs + op.outputs + work.dropout * op.outputs * (op.name in RESIDUALS))
         factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
         moved = move(work, c, rows * width * factor)
-        return moved, 2 * moved
-    forward, backward = _matmul(work, c, rows, op.inputs, op.outputs)
+        return moved, work.backward * 2 * moved
+    forward, of_input, of_weight = _matmul(work, c, rows, op.inputs, op.outputs)
+    backward = work.backward * of_input + work.trained * of_weight
     # Operands are cast to fp8 before the all-gather, and the weights once a step.
     share = work.widths.share if op.split == "column" else 1.0
     cast = move(work, c, work.tokens * op.inputs / share * c["fp8.cast_bytes"]) * work.fp8
@@ -437,13 +450,15 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
     return forward + cast + move(work, c, weights) * work.fp8, backward + cast
 
 
-def _matmul(work: StepWork, c: Constants, rows: Any, inputs: Any, outputs: Any) -> tuple[Any, Any]:
-    """Returns the seconds of a GEMM, and those of its input's and its weight's gradients."""
-    forward, *backward = (
-        gemm(work, c, m, n, k)
-        for m, n, k in ((rows, outputs, inputs), (rows, inputs, outputs), (inputs, outputs, rows))
+def _matmul(
+    work: StepWork, c: Constants, rows: Any, inputs: Any, outputs: Any
+) -> tuple[Any, Any, Any]:
+    """Returns the seconds of a GEMM, of its input's gradient, and of its weight's."""
+    return (
+        gemm(work, c, rows, outputs, inputs),
+        gemm(work, c, rows, inputs, outputs),
+        gemm(work, c, inputs, outputs, rows),
     )
-    return forward, sum(backward)
 
 
 RESIDUALS = ("attention.residual", "mlp.residual")
@@ -459,11 +474,11 @@ def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
     bytes = 2 * work.tokens * work.hidden
     one = gather(work, c, bytes, work.tp, 1)
     summed = reduce(work, c, bytes, work.tp, 1)
+    sp, back = work.sequence_parallel, work.backward
+    again = back * again
     if op.split == "column":
-        return work.sequence_parallel * (2.5 + again) * one + (1 - work.sequence_parallel) * summed
-    return np.where(work.sequence_parallel > 0, 2 * one, summed) + again * np.where(
-        work.sequence_parallel > 0, one, summed
-    )
+        return sp * (1 + 1.5 * back + again) * one + (1 - sp) * back * summed
+    return np.where(sp > 0, (1 + back) * one, summed) + again * np.where(sp > 0, one, summed)
 
 
 def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
@@ -483,7 +498,10 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
                 one = gather(work, c, sent.nbytes, ranks, stride)
             else:
                 one = bus_factor(sent.op, ranks) * sent.nbytes / rate + wait
-            total = total + (sent.count + again * sent.again) * one
+            count = (
+                sent.count - sent.backward + work.backward * (sent.backward + again * sent.again)
+            )
+            total = total + count * one
         possible = (style != "heads") | splits_heads(w.heads, w.key_heads, ranks)
         total = np.where(ranks > 1, exposed(style, total, attends, c["cp.exposed"]), 0.0)
         found.append(np.where(possible, total, np.inf))
@@ -496,7 +514,7 @@ def _experts(work: StepWork, c: Constants) -> Any:
     """Returns the seconds that tokens travel to their experts and back, forward and backward."""
     bytes = 2 * work.tokens * work.hidden * work.active_experts / work.tp
     every = gather(work, c, bytes, np.maximum(work.ep, 1), work.tp)
-    return np.where(work.experts > 1, 4 * every, 0.0)
+    return np.where(work.experts > 1, 2 * (1 + work.backward) * every, 0.0)
 
 
 def _host(work: StepWork, c: Constants) -> Any:
@@ -520,7 +538,9 @@ def _host(work: StepWork, c: Constants) -> Any:
 def head(work: StepWork, c: Constants) -> Any:
     """Returns seconds of the head and the loss, forward and backward."""
     rows, columns = work.tokens, work.vocab / work.tp
-    matmuls = sum(_matmul(work, c, rows, work.hidden, columns))
+    forward, of_input, of_weight = _matmul(work, c, rows, work.hidden, columns)
+    of_input = np.where(np.asarray(work.backward) > 0, of_input, 0.0)
+    matmuls = forward + (of_input + work.head_trained * of_weight)
     wide = 1 + work.fp8 * (work.peak / work.peak_attention - 1)  # the head stays in 16 bits
     return matmuls * wide + move(work, c, rows * columns * c["head.bytes"])
 
@@ -581,17 +601,19 @@ def step(work: StepWork, c: Constants) -> StepTime:
 
 
 def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
-    """Returns a tensor rank's elements in the first, the fullest middle and the last stage."""
-    each = work.parameters
+    """Returns a tensor rank's trained elements in the first, the fullest middle and the last
+    stage."""
+    each = work.trained * work.parameters
     table = work.vocab * work.hidden / work.tp
     single = work.pp == 1
-    own_head = np.where(single & (work.tied > 0), 0, table)
-    first = work.first * each + table + np.where(single, own_head, 0)
-    return first, work.middle * each, np.where(single, first, work.last * each + table)
+    own_head = np.where(single & (work.tied > 0), 0, work.head_trained * table)
+    first = work.first * each + work.embedding_trained * table + np.where(single, own_head, 0)
+    last = work.last * each + work.head_trained * table
+    return first, work.middle * each, np.where(single, first, last)
 
 
 def largest_stage(work: StepWork) -> Any:
-    """Returns the elements of the largest stage."""
+    """Returns the trained elements of the stage that has most."""
     first, middle, last = stage_parameters(work)
     return np.maximum(np.maximum(first, middle), last)
 

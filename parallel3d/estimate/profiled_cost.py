@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.ops import layer_flops, layer_ops, widths
+from parallel3d.blueprint.parameters import TABLE, WORD_TABLE, trained_shares
 from parallel3d.blueprint.rank import PipelineRank, StageBlueprint
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
@@ -265,16 +266,24 @@ def passes(machine: MeasuredMachine, config: Config, piece: str) -> Passes:
     return ratio * np.array([machine[f"{piece}.{way}"](*at) for way in WAYS])
 
 
-def stage_passes(machine: MeasuredMachine, config: Config, stage: StageBlueprint) -> Passes:
-    """Returns the passes of a stage: its blocks, its ends, and the host's work per action."""
+def stage_passes(
+    machine: MeasuredMachine, config: Config, stage: StageBlueprint, rank: PipelineRank
+) -> Passes:
+    """Returns the passes of a stage of a rank: its blocks, its ends, and the host's work per
+    action; not the gradients of what is frozen."""
     block = passes(machine, config, "block")
+    few, frozen = stage.backward, rank.blueprint.frozen
+    counts = np.array([len(stage.layers), len(few.layers), rank.trained_layers(stage)])
     parts = sorted(parts_of(config.recompute))  # a sum in the same order in every process
     again = sum(machine[f"recompute.{part}"](config.tp) for part in parts)
-    found = len(stage.layers) * block + (0.0, stage.recomputed * again * float(block[0]), 0.0)
+    found = counts * block + (0.0, few.recomputed * again * float(block[0]), 0.0)
     found += np.array((1.0, 1.0, 0.0)) * machine.numbers["launch.action"]
     if stage.first:
-        found += passes(machine, config, "embedding")
-    return found + passes(machine, config, "head") if stage.last else found
+        found += passes(machine, config, "embedding") * (1.0, 1.0, WORD_TABLE not in frozen)
+    if stage.last:
+        reached = rank.blueprint.first_trained < config.model.num_layers
+        found += passes(machine, config, "head") * (1.0, reached, TABLE not in frozen)
+    return found
 
 
 def sent_seconds(machine: MeasuredMachine, rank: PipelineRank, sent: Transfer) -> float:
@@ -357,12 +366,12 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
         for sent in transfers(config, layout, rank.index):
             seconds[sent.dim] += sent_seconds(machine, rank, sent)
             crossings += sent.count * (sent.dim == "pp")
-        elements = sum(p.numel for p in rank.parameters) / rank.shards
+        elements = sum(p.numel for p in rank.trained) / rank.shards
         seconds["update"] = machine["update"](elements)
         groups.append(seconds)
         for chunk, stage in enumerate(rank.stages):
             number = assignment.stage(rank.index, chunk)
-            each[number] = stage_passes(machine, config, stage)
+            each[number] = stage_passes(machine, config, stage, rank)
             each[number, :2] += (seconds["tp"] + seconds["cp"]) / (2 * count * assignment.chunks)
     reduced = [g["dp"] + g["dp_cp"] + g["embedding"] for g in groups]
     ends = [r + g["update"] + g["world"] for r, g in zip(reduced, groups, strict=True)]
@@ -452,7 +461,7 @@ def measured_sizes(config: Config, machine: MeasuredMachine, ranks: int) -> dict
     made, memory = machine.made, machine.numbers["memory_gb"] * 1e9
     each = min(1.0, made.count / ranks) if machine.shares else 1.0
     return {
-        **sizes_of_model(config.model),
+        **sizes_of_model(config.model, trained_shares(config.model, config.optim)),
         "gpus_per_node": ranks,
         "peak": machine.numbers["peak_tflops"] * 1e12 * each,
         "memory_bytes": memory / ranks if machine.shares else memory,

@@ -15,6 +15,7 @@ from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout, layout_of
 from parallel3d.blueprint.ops import widths
+from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.blueprint.rank_mapping import RankMapping, Tiling
 from parallel3d.blueprint.sizes import STYLES
 from parallel3d.blueprint.stages import balance_chunks
@@ -110,7 +111,7 @@ def sizes_of(config: Config) -> dict[str, float]:
     moved = cluster.gpu_memory_gb_per_s or card.memory_gb_s
     fabric = "ndr" if cluster.rail_gb_per_s >= 40 else "hdr"
     return {
-        **sizes_of_model(model),
+        **sizes_of_model(model, trained_shares(model, config.optim)),
         "gpus_per_node": domain,
         "flash": 1,
         "dropout": 0,

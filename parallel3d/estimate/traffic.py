@@ -12,7 +12,7 @@ from parallel3d.blueprint.collectives import Transfer, wire_bytes
 from parallel3d.blueprint.dispatch import ALL_TO_ALL
 from parallel3d.blueprint.layout import Layout
 from parallel3d.blueprint.ops import ExpertWidths, split_counts, widths
-from parallel3d.blueprint.parameters import TABLES
+from parallel3d.blueprint.parameters import WORD_TABLE
 from parallel3d.blueprint.rank import (
     Gradients,
     LayersOfKind,
@@ -239,7 +239,7 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
     if rank.first and rank.blueprint.model.embedding == "vocab_parallel":
         if rank.sp:
             yield Transfer("tp", "reduce_scatter", whole, microbatches, "embedding")
-            back = 0 if TABLES[0] in rank.blueprint.frozen else microbatches
+            back = 0 if WORD_TABLE in rank.blueprint.frozen else microbatches
             yield Transfer("tp", "all_gather", whole, back, "embedding's gradient")
         else:
             yield Transfer("tp", "all_reduce", whole, microbatches, "embedding")

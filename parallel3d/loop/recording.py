@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel3d.blueprint.ops import flops_per_token
+from parallel3d.blueprint.parameters import trained_shares
 from parallel3d.data.blend import Blended
 from parallel3d.data.corpus import Blend, Corpus
 from parallel3d.data.sampler import Finite
@@ -95,7 +96,9 @@ def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:
     return Recorder(
         config,
         worker.run_dir,
-        flops_per_token(config.model, config.model.seq_length),
+        flops_per_token(
+            config.model, config.model.seq_length, trained_shares(config.model, config.optim)
+        ),
         peak,
         first_step=trainer.steps_done + 1,
         length=trainer.length,

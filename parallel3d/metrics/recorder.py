@@ -17,7 +17,7 @@ from typing import Any, Self
 from rich.console import Console
 
 from parallel3d.blueprint.layout import Layout, layout_of
-from parallel3d.blueprint.ops import FLOPS_FORMULA, MFU_FORMULA
+from parallel3d.blueprint.ops import FLOPS_FORMULA, LESS_FROZEN, MFU_FORMULA
 from parallel3d.blueprint.parameters import parameter_count
 from parallel3d.config.length import Length
 from parallel3d.config.schema import Config
@@ -395,7 +395,7 @@ class Recorder:
                 "value": None if rates["mean"] is None else self._mfu(rates["mean"]),
                 "formula": MFU_FORMULA,
                 "flops_per_token": self.flops_per_token,
-                "flops_per_token_formula": FLOPS_FORMULA,
+                "flops_per_token_formula": FLOPS_FORMULA + LESS_FROZEN * bool(config.optim.freeze),
                 "peak_flops_per_device": self.peak.flops,
                 "peak_source": self.peak.source,
                 "world_size": config.world_size,

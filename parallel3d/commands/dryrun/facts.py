@@ -11,7 +11,11 @@ from typing import Any
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import flops_per_token
-from parallel3d.blueprint.parameters import active_parameter_count, parameter_count
+from parallel3d.blueprint.parameters import (
+    active_parameter_count,
+    parameter_count,
+    trained_shares,
+)
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.commands.dryrun.counting import dry_step, gpu_of
 from parallel3d.config.schema import Config
@@ -53,7 +57,8 @@ def facts_of(
     times = stretch(Blueprint.of(config))
     step = max(step_seconds(row, times) for row in rows)
     tokens = config.global_batch_size * config.model.seq_length
-    model_flops = tokens * flops_per_token(config.model, config.model.seq_length)
+    model, shares = config.model, trained_shares(config.model, config.optim)
+    model_flops = tokens * flops_per_token(model, model.seq_length, shares)
     return {
         "model": config.model.name,
         "parameters": parameter_count(config.model),
