@@ -421,15 +421,17 @@ class Stage(nn.Module):
             graph = blocks[i:end]
             for name, _ in graph:
                 self.pre_forward(f"layers.{name}")
-            if self.compiled and i >= self.without_backward and not x.requires_grad:
+            frozen = i < self.without_backward
+            if self.compiled and not frozen and not x.requires_grad:
                 # An operator of a linear layer has no backward if its input has no gradient, as
                 # its weight is none of its inputs.
                 x = x.detach().requires_grad_(torch.is_grad_enabled())
             last, stays = end == len(blocks), i >= self.offloaded
             with (
+                torch.no_grad() if frozen else nullcontext(),
                 self.offload.layer(graph[0][1], shared, stays=stays, is_last=last)
                 if self.offload is not None
-                else nullcontext()
+                else nullcontext(),
             ):
                 given = (positions, samples, documents, balance)
                 x = self.run_blocks([block for _, block in graph], x, *given)

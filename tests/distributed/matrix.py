@@ -29,6 +29,7 @@ RANKS = 8  # an upper limit
 SIZES = ("tp", "pp", "dp", "cp")
 PLAIN = ("1f1b", "gpipe")  # schedules of one chunk, with whole backwards
 MLP = "[norm,attention,mlp]"
+FROZEN = ("by name", "first frozen", "norms frozen")  # treatments
 
 # Factors and their levels, by subject. The first level is the default; a layout that has no use for
 # a factor keeps it.
@@ -98,7 +99,7 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "optimizer": {
         "optimizer": ("sgd", "momentum", "adamw", "muon"),
-        "treatment": ("plain", "averaged", "by name", "scheduled"),
+        "treatment": ("plain", "averaged", "by name", "first frozen", "norms frozen", "scheduled"),
         "batches": ("same", "grow", "shrink"),
     },
     "computation": {
@@ -223,7 +224,7 @@ REFUSED = (
     Rule(
         "noise is measured of all gradients",
         ("treatment", "noise scale"),
-        lambda treatment, noisy: not noisy or treatment != "by name",
+        lambda treatment, noisy: not noisy or treatment not in FROZEN,
     ),
     Rule(
         "noise is measured between parts of a batch",
@@ -537,6 +538,8 @@ TREATMENTS: Mapping[str, dict[str, Any]] = {
             ("embedding.*", (("lr_mult", 0.5), ("wd_mult", 0.0))),
         ),
     },
+    "first frozen": {},  # see FIRST_FROZEN
+    "norms frozen": {"freeze": ("*norm*",)},
     "scheduled": {
         **{"lr_decay_style": "cosine", "lr_decay_steps": 5, "lr_warmup_steps": 1},
         **{"beta1": 0.8, "beta2": 0.9},
@@ -558,6 +561,11 @@ BALANCING: Mapping[str, tuple[tuple[str, float], ...]] = {
     "none": (),
     "auxiliary": (("aux_loss", 0.1), ("bias_update_rate", 0.05)),
     "both losses": (("aux_loss", 0.1), ("z_loss", 0.01), ("bias_update_rate", 0.05)),
+}
+# Nothing in the first of several layers has a backward, and a part of the next one.
+FIRST_FROZEN = {
+    False: ("embedding.*", "layers.0.attention.*"),
+    True: ("embedding.*", "layers.0.*", "layers.1.attention.*", "layers.1.input_norm.*"),
 }
 EXPERTS_FROZEN = ("layers.0.attention.k.weight", "layers.0.mlp.experts.1.*")
 SMOOTHED = (("label_smoothing", 0.1), ("z_loss", 0.01))
@@ -614,6 +622,13 @@ def problem(levels: Levels) -> Problem:
     optim = OPTIM[optimizer] | OPTIMIZERS[levels["optimizer"]] | TREATMENTS[levels["treatment"]]
     if levels["experts"] and levels["treatment"] == "by name":
         optim["freeze"] = EXPERTS_FROZEN
+    # Each further layer is a further graph to compile.
+    layers = max(
+        pp * levels["chunks"] + (not levels["compile"] or levels["stages"] == "uneven"),
+        2 if levels["expert layers"] == "some" else 1,
+    )
+    if levels["treatment"] == "first frozen":
+        optim["freeze"] = FIRST_FROZEN[layers > 1]
     if levels["treatment"] == "scheduled":  # whose rates are lower in all steps but one
         optim["lr"] *= 2
     if levels["precision"] != "fp64":
@@ -627,11 +642,7 @@ def problem(levels: Levels) -> Problem:
         levels["precision"],
         model=tuple(_model(levels).items()),
         optim=tuple((k, v) for k, v in optim.items() if v != OPTIM[optimizer].get(k)),
-        # Each further layer is a further graph to compile.
-        layers=max(
-            pp * levels["chunks"] + (not levels["compile"] or levels["stages"] == "uneven"),
-            2 if levels["expert layers"] == "some" else 1,
-        ),
+        layers=layers,
         loss=SMOOTHED if levels["loss"] == "smoothed" else (),
         moe=BALANCING[levels["balancing"]],
         # The second step reads what the first has left.

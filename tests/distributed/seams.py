@@ -118,6 +118,10 @@ COPY_GROUPS = Seam("parameters.copies:copy_groups")
 SEGMENT_BY_KIND = Seam("parameters.segments:Segment.by_kind")
 TREATMENT = Seam("config.schema:OptimConfig.treatment")
 
+# What is frozen
+FREEZE = Seam("build:freeze")
+FIRST_TRAINED = Seam("blueprint.parameters:first_trained")
+
 # Samples
 MICRO_BATCH = Seam("data.loader:Batches.micro_batch")
 LAST_SAMPLES = Seam("data.sampler:FirstSamples.sample")

@@ -1,34 +1,46 @@
-"""Tests that planted bugs of `optim.freeze` and `optim.groups` are caught; test_matrix uses
-both."""
+"""Tests what frozen parameters lack, how a run resumes with others frozen, and that planted bugs of
+`optim.freeze` and `optim.groups` are caught; test_matrix trains with both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from parallel3d.config.schema import OptimConfig, Treatment
+from parallel3d.blueprint.layout import Layout
+from parallel3d.checkpoint.checkpoints import Checkpoints
+from parallel3d.config.schema import ModelConfig, OptimConfig, Treatment
 from parallel3d.optim.optimizer import Optimizer
 from parallel3d.parameters.segments import Segment
 from parallel3d.parameters.spec import ShardSpec
+from parallel3d.parameters.state import state_of
 from parallel3d.trainer import Trainer
 from tests.distributed.cases import Case, Problem
-from tests.distributed.harness import References, check_caught
+from tests.distributed.harness import (
+    References,
+    check_cases,
+    check_caught,
+    make_trainer,
+    plain_groups,
+)
 from tests.distributed.pool import Pool
 from tests.distributed.seams import (
+    FIRST_TRAINED,
+    LINEAR_BACKWARD,
     SEGMENT_BY_KIND,
     SHARE_OF_NORM,
+    STEP,
     TREATMENT,
     UPDATE,
     Mutation,
     planted,
 )
-
-pytestmark = pytest.mark.more
 
 TREATED = Problem(
     "llama_tiny",
@@ -86,6 +98,7 @@ def a_factor_of_another_group(sound: Any, settings: OptimConfig, name: str) -> T
     return found if found.frozen else found._replace(lr_mult=1.5 - found.lr_mult)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "mutation",
     [
@@ -98,3 +111,241 @@ def a_factor_of_another_group(sound: Any, settings: OptimConfig, name: str) -> T
 def test_a_planted_bug_is_caught(mutation: Mutation, pool: Pool, references: References) -> None:
     told_by = {"loss", "grad norm", "weights"}
     check_caught(mutation, (1, 1, 1), Case(TREATED), told_by, pool, references)
+
+
+# Whole parameters of ranks that are frozen have no gradient at all.
+
+
+def frozen(*patterns: str, **how: Any) -> Problem:
+    """Returns a problem of three layers in which tensors of these names are frozen."""
+    optim = (*((("freeze", patterns),) if patterns else ()), *how.pop("optim", ()))
+    return Problem(**{"preset": "llama_tiny", "optimizer": "sgd", "tied": False} | how, optim=optim)
+
+
+BUT_THE_HEAD = ("embedding.*", "layers.*", "final_norm.*")
+FIRST = ("embedding.*", "layers.0.*", "layers.1.attention.*", "layers.1.input_norm.*")
+MOMENTS = {"optimizer": "adamw", "optim": (("ema_decay", 0.6), ("state", "bf16"))}
+CLIPPED = (("clip_grad", 0.3),)
+V = {"schedule": "zbv", "microbatches": 4}
+
+
+def sharded(zero: int, *keys: tuple[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return (("zero", zero), *keys)
+
+
+# The matrix has each of these patterns with each of most settings, but no V whose first stage on a
+# rank has no backward while the last one has, and no stage of frozen parameters alone in them.
+CASES = {
+    (1, 1, 1): [Case(frozen("*.weight", preset="gpt_tiny"), keys=(("recompute", "full"),))],
+    (2, 1, 1): [
+        Case(frozen(*FIRST), sp=True, keys=(("recompute", "[norm,attention,mlp]"),)),
+        Case(frozen("embedding.*", tied=True, steps=2), embedding="replicated"),
+    ],
+    (1, 3, 1): [Case(frozen(*FIRST)), Case(frozen("layers.2.*", "final_norm.*", "head.*"))],
+    (1, 2, 2): [
+        Case(frozen(*BUT_THE_HEAD, layers=4, optim=CLIPPED), **V, keys=sharded(2, ("vpp", 2))),
+        Case(frozen(*FIRST, layers=4), **V, keys=sharded(3, ("vpp", 2))),
+        Case(frozen(*BUT_THE_HEAD, **MOMENTS), keys=sharded(1)),
+    ],
+}
+
+
+@pytest.mark.parametrize("sizes", CASES, ids=lambda s: "tp{}-pp{}-dp{}".format(*s))
+def test_training_equals_the_reference(
+    sizes: tuple[int, int, int], pool: Pool, references: References
+) -> None:
+    check_cases(sizes, CASES[sizes], pool, references)
+
+
+def what_is_held(zero: int) -> list[tuple[str, bool, int, int, int, torch.dtype]]:
+    """Returns of each parameter of a rank, after a step in bf16: its name, whether it is trained,
+    elements of gradients, masters and moments, and the type in which a constant is held."""
+    groups = plain_groups(Layout(dp=2))
+    problem = frozen("layers.1.*", "embedding.*", precision="bf16", **MOMENTS)
+    trainer = make_trainer(Case(problem, keys=sharded(zero)), groups)
+    trainer.train_step()
+    elements: dict[str, Counter[str]] = {name: Counter() for name in trainer.parameters}
+    for group in trainer.optimizer.groups:
+        for i, segment in enumerate(group.segments):
+            for span in segment.spans:
+                kinds = {"gradient", "master", *group.state}
+                elements[span.name].update(dict.fromkeys(kinds, span.numel))
+            assert all(state[i].numel() == segment.master.numel() for state in group.state.values())
+    constants = {c.span.name: c.param.dtype for c in trainer.data_parallel.constants}
+    found = []
+    for name, parameter in trainer.parameters.items():
+        of, grad = elements[name], state_of(parameter).main_grad
+        gradients = of["gradient"] if grad is None else max(grad.numel(), of["gradient"])
+        moments = of["exp_avg"] + of["exp_avg_sq"] + of["ema"]
+        dtype = constants.get(name, torch.float32)
+        found.append((name, parameter.requires_grad, gradients, of["master"], moments, dtype))
+    groups.close()
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_frozen_parameter_has_no_gradient_master_or_moments(zero: int, pool: Pool) -> None:
+    for of_rank in pool.run(2, what_is_held, zero):
+        for name, trained, *elements, dtype in of_rank:
+            assert trained is not name.startswith(("layers.1.", "embedding."))
+            if trained:
+                assert min(elements) > 0 or zero, name  # a shard may have none of it
+            else:
+                assert elements == [0, 0, 0], name
+                assert dtype == torch.bfloat16, name
+
+
+def kept_bytes(patterns: Sequence[str]) -> int:
+    """Returns the bytes that a forward keeps for its backward, without parameters."""
+    groups = plain_groups(Layout())
+    trainer = make_trainer(Case(frozen(*patterns), microbatches=1), groups)
+    own = {p.untyped_storage().data_ptr() for p in trainer.parameters.values()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        [stage] = trainer.stages
+        trainer.data_parallel.start_step(1)
+        batch = trainer.train_batches.micro_batch(0, 0)
+        stage(None, *batch, torch.ones((), dtype=torch.float64))
+    groups.close()
+    return sum(kept.values())
+
+
+def test_inputs_of_frozen_layers_are_not_kept(pool: Pool) -> None:
+    """Compares three layers: all trained, without gradients of the matrices, without backward."""
+    every, matrices, head = (
+        pool.run(1, kept_bytes, patterns)[0]
+        for patterns in ((), ("*.attention.*", "*.mlp.*"), BUT_THE_HEAD)
+    )
+    model, tokens = Case(frozen("*")).config(Layout()).model, 24 * 16
+    # The inputs of `qkv`, `out`, `up` and `down`, of 8 bytes an element. Attention's backward keeps
+    # its result in another order.
+    inputs = 3 * 8 * tokens * (3 * model.hidden_size + model.ffn_size)
+    assert every - matrices == inputs
+    assert head < 0.05 * every
+
+
+def resumed_with_others_frozen(run_dir: Path) -> list[Any]:
+    """Trains two steps with all parameters, one with layer 1 frozen and one with layer 0 frozen,
+    from checkpoints; returns kinds of what was saved, and how far weights and moments moved."""
+    groups = plain_groups(Layout())
+    found: list[Any] = []
+    every = ("run", run_dir.name), ("checkpoint.every", 1)
+    run_dir.mkdir(exist_ok=True)
+    for steps, patterns in ((2, ()), (1, ("layers.1.*",)), (1, ("layers.0.*",))):
+        problem = frozen(*patterns, steps=4, optimizer="adamw", optim=(("ema_decay", 0.6),))
+        trainer = make_trainer(Case(problem, keys=every), groups)
+        checkpoints = Checkpoints(trainer.config, run_dir, groups, print)
+        checkpoints.restore(trainer)
+        before = {name: w.clone() for name, w in trainer.full_parameters().items()}
+        started = {
+            s.name: {kind: float(values.abs().sum()) for kind, values in s.values.items()}
+            for s in trainer.parameter_slices()
+        }
+        for _ in range(steps):
+            trainer.train_step()
+            checkpoints.after_step(trainer)
+        checkpoints.close()
+        after = trainer.full_parameters()
+        moved = {name: not torch.equal(w, before[name]) for name, w in after.items()}
+        saved = {s.name: sorted(s.values) for s in trainer.saved_slices()}
+        found.append((started, moved, saved))
+    groups.close()
+    return found
+
+
+def test_a_run_resumes_with_others_frozen(pool: Pool, tmp_path: Path) -> None:
+    """A checkpoint with moments of what is frozen now is read without them, and in one without
+    them they begin at zero."""
+    [[_, second, third]] = pool.run(1, resumed_with_others_frozen, tmp_path / "run")
+    started, moved, saved = second
+    name = "layers.{}.mlp.down.weight"
+    assert [moved[name.format(layer)] for layer in range(3)] == [True, False, True]
+    assert started[name.format(0)]["exp_avg"] > 0
+    assert list(started[name.format(1)]) == ["parameter"]
+    assert saved[name.format(1)] == ["ema", "parameter"]
+    started, moved, _ = third
+    assert [moved[name.format(layer)] for layer in range(3)] == [False, True, True]
+    assert started[name.format(1)]["exp_avg"] == started[name.format(1)]["exp_avg_sq"] == 0
+    assert started[name.format(1)]["ema"] == started[name.format(1)]["parameter"] > 0
+    assert started[name.format(2)]["exp_avg"] > 0
+
+
+# Planted bugs
+
+
+@planted(LINEAR_BACKWARD)
+def nothing_passes_a_frozen_layer(sound: Any, split: str, grad: Tensor, *how: Any) -> Any:
+    """Without a weight gradient a linear layer has no input gradient, it thinks."""
+    grad_x, grad_weight = sound(split, grad, *how)
+    return grad_x if how[0] is not None else torch.zeros_like(grad_x), grad_weight
+
+
+@planted(LINEAR_BACKWARD)
+def not_summed_over_tp(
+    sound: Any, split: str, grad: Tensor, x: Tensor | None, weight: Tensor, *how: Any
+) -> Any:
+    """The gradient of a frozen column-parallel layer's input stays that of the rank's own rows."""
+    if x is None and split == "column":
+        return grad @ weight, None
+    return sound(split, grad, x, weight, *how)
+
+
+@planted(FIRST_TRAINED)
+def cut_above_a_trained_layer(sound: Any, model: ModelConfig, frozen: Any) -> int:
+    """The first layer that is trained is thought to have no backward."""
+    return sound(model, frozen) + 1
+
+
+@planted(STEP)
+def what_is_frozen_decays(sound: Any, trainer: Trainer) -> Any:
+    result = sound(trainer)
+    for values, _, _ in trainer.data_parallel.constants:
+        values.mul_(1 - result.lr * trainer.config.optim.weight_decay)
+    return result
+
+
+@planted(STEP)
+def a_copy_of_the_frozen_table_is_stepped(sound: Any, trainer: Trainer) -> Any:
+    """The last stage steps its copy of the tied table, which is frozen."""
+    result = sound(trainer)
+    if trainer.groups.pp.index > 0:
+        for values, span, _ in trainer.data_parallel.constants:
+            values.sub_(result.lr * values.sign() if span.spec.tied else 0.0)
+    return result
+
+
+@planted(TREATMENT)
+def a_frozen_table_is_trained(sound: Any, settings: OptimConfig, name: str) -> Treatment:
+    found = sound(settings, name)
+    return found._replace(frozen=False) if name == "embedding.word.weight" else found
+
+
+SGD = {"steps": 2, "batch": 12}
+TOLD = {"loss", "grad norm", "weights", "evaluation"}
+MLPS, TABLE = frozen("*.mlp.*", **SGD), frozen("embedding.*", tied=True, **SGD)
+UNTIED_TABLE = frozen("embedding.*", **SGD)
+PLANTED = {
+    "nothing-passes": (nothing_passes_a_frozen_layer, (1, 1, 1), MLPS, (), TOLD),
+    "not-summed": (not_summed_over_tp, (2, 1, 1), MLPS, (), TOLD | {"replicas"}),
+    "cut": (cut_above_a_trained_layer, (1, 3, 1), UNTIED_TABLE, (), TOLD),
+    "decays": (what_is_frozen_decays, (1, 1, 2), frozen(*FIRST, **SGD), sharded(3), TOLD),
+    "a-copy": (
+        *(a_copy_of_the_frozen_table_is_stepped, (1, 2, 1)),
+        *(TABLE, (), TOLD | {"replicas"}),
+    ),
+    "table": (a_frozen_table_is_trained, (1, 2, 1), TABLE, (), TOLD),
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_of_freezing_is_caught(name: str, pool: Pool, references: References) -> None:
+    mutation, sizes, problem, keys, told_by = PLANTED[name]
+    check_caught(mutation, sizes, Case(problem, keys=keys), told_by, pool, references)

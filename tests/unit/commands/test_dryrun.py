@@ -6,6 +6,7 @@ own: a list of configurations goes in, their facts come out.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,17 @@ import torch
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.collectives import wire_bytes
 from parallel3d.blueprint.ops import flops_per_token
-from parallel3d.blueprint.parameters import stage_parameters
+from parallel3d.blueprint.parameters import stage_parameters, trained_shares
 from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.cli.command_line import main
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.commands.dryrun.counting import Zeros
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
+from parallel3d.trainer import Trainer
 from tests.e2e.ready import run_code
 
 pytestmark = pytest.mark.slow
@@ -33,6 +38,8 @@ MODEL = {
     "position_embedding": "rope", "activation": "swiglu", "bias": False, "tie_embeddings": False,
 }  # fmt: skip
 ONE = {"micro_batch_size": 2, "global_batch_size": 4, "dp": 1}
+BUT_THE_HEAD = ["embedding.*", "layers.*", "final_norm.*"]
+FIRST_HALF = ["embedding.*", "layers.0.*"]
 
 # name → keys of Config; "model" overrides MODEL.
 CASES: dict[str, dict[str, Any]] = {
@@ -44,6 +51,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": ONE | {"precision": "fp32"},
     "sgd": ONE | {"optim": "sgd"},
     "zero1": ONE | {"dp": 4, "zero": 1, "global_batch_size": 16},
+    "head": ONE | {"freeze": BUT_THE_HEAD},
+    "head zero1": ONE | {"dp": 4, "zero": 1, "global_batch_size": 16, "freeze": BUT_THE_HEAD},
+    "half zero2": ONE | {"dp": 4, "zero": 2, "global_batch_size": 16, "freeze": FIRST_HALF},
+    "half zero3": ONE | {"dp": 4, "zero": 3, "global_batch_size": 16, "freeze": FIRST_HALF},
+    "matrices": ONE | {"freeze": ["*.attention.*", "*.mlp.*"]},
     "zero3": ONE | {"dp": 4, "zero": 3, "global_batch_size": 16},
     "3d": ONE | {"tp": 2, "pp": 2, "dp": 2, "sp": True, "global_batch_size": 16},
     "whole": ONE | {"tp": 2, "pp": 2, "dp": 2, "global_batch_size": 16},
@@ -79,6 +91,7 @@ for name, keys in given.items():
     config.precision.name = keys.pop("precision", "bf16")
     config.schedule.name = keys.pop("schedule", "1f1b")
     config.optim.name = keys.pop("optim", "adamw")
+    config.optim.freeze = keys.pop("freeze", None)
     config.ddp = DataParallelConfig(**keys.pop("ddp", {}))
     config.data = DataConfig(**keys.pop("data", {}))
     config.moe = ExpertsConfig(**keys.pop("moe", {}))
@@ -97,8 +110,10 @@ def complete(keys: dict[str, Any]) -> dict[str, Any]:
 
 def config_of(name: str) -> Config:
     keys = complete(CASES[name])
-    named = {k: v for k, v in keys.items() if k not in ("precision", "schedule", "optim")}
+    apart = ("precision", "schedule", "optim", "freeze")
+    named = {k: v for k, v in keys.items() if k not in apart}
     config = Config(**named | {"model": ModelConfig(**keys["model"])})
+    config.optim.freeze = keys.get("freeze")
     config.precision.name = keys.get("precision", "bf16")
     config.schedule.name = keys.get("schedule", "1f1b")
     return check_config(config, own_samples=True)
@@ -157,6 +172,65 @@ def test_zero_3_shards_everything_and_gathers_parameters(facts) -> None:
     assert all(map(near, state(found), (0, numel, numel, 2 * numel)))
     assert found["parameters_bytes"] > 0
     assert found["start_peak_bytes"] < found["between_steps_bytes"] + 4 * numel / 2
+
+
+def numels(name: str) -> tuple[int, int]:
+    """Returns the elements of all parameters of a rank, and of those that are trained."""
+    rank = PipelineRank(planned(config_of(name)), 0)
+    return sum(p.numel for p in rank.parameters), sum(p.numel for p in rank.trained)
+
+
+def test_state_of_what_is_frozen_is_2_bytes_a_parameter(facts) -> None:
+    numel, trained = numels("head")
+    assert 0 < trained < numel / 5
+    expected = 2 * numel, 4 * trained, 4 * trained, 8 * trained
+    assert all(map(near, state(facts["head"]), expected)), state(facts["head"])
+    expected = 2 * numel, 4 * trained, trained, 2 * trained
+    assert all(map(near, state(facts["head zero1"]), expected)), state(facts["head zero1"])
+
+
+def test_zero_2_holds_what_is_frozen_whole_and_zero_3_shards_it(facts) -> None:
+    numel, trained = numels("half zero2")
+    frozen = numel - trained
+    for name, held in (("half zero2", 2 * frozen), ("half zero3", frozen / 2)):
+        expected = held, trained, trained, 2 * trained
+        assert all(map(near, state(facts[name]), expected)), (name, state(facts[name]))
+
+
+@pytest.mark.parametrize("name", ["head", "matrices"])
+def test_a_trainer_holds_what_the_dry_run_of_a_frozen_run_counts(facts, name) -> None:
+    """Compares the bytes of every kind of state with those of a trainer on the CPU."""
+    config = dataclasses.replace(config_of(name), device="cpu")
+    trainer = Trainer(config, ProcessGroups.single(), torch.device("cpu"), train_source=Zeros(512))
+    trainer.train_step()
+    segments, groups = trainer.data_parallel.segments, trainer.optimizer.groups
+    states = (t for group in groups for ts in (*group.state.values(), group.steps) for t in ts)
+    tensors = (
+        trainer.parameters.values(),
+        (s.grad for s in segments),
+        (s.master for s in segments),
+        states,
+    )
+    measured = [sum(t.nbytes for t in some) for some in tensors]
+    assert state(facts[name]) == pytest.approx(measured, rel=0.03)
+
+
+def test_what_is_frozen_has_no_weight_gradient_and_nothing_before_it_a_backward(facts) -> None:
+    """Compares FLOPs with those of all GEMMs, two thirds of which are of the backward, and
+    activations at the peak with those of a whole step, among them temporary ones."""
+    config = config_of("one")
+    model, tokens = config.model, config.global_batch_size * config.model.seq_length
+    shares = {name: trained_shares(model, config_of(name).optim) for name in ("head", "matrices")}
+    for name, share in shares.items():
+        whole = flops_per_token(model, model.seq_length)
+        less = tokens * (whole - flops_per_token(model, model.seq_length, share))
+        # Attention's flash kernel counts half of the square, and 7 of 12 matmuls of both ways.
+        assert facts["one"]["flops"] - facts[name]["flops"] == pytest.approx(less, rel=0.12)
+    assert facts["head"]["activations_bytes"] < 0.5 * facts["one"]["activations_bytes"]
+    assert facts["matrices"]["activations_bytes"] < 0.9 * facts["one"]["activations_bytes"]
+    for name in ("head", "head zero1", "half zero2", "half zero3", "matrices"):
+        bound = peak_memory(config_of(name), 0).total
+        assert facts[name]["peak_bytes"] <= 1.03 * bound, name
 
 
 def test_in_fp32_the_parameters_are_the_masters(facts) -> None:
