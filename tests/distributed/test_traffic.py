@@ -404,7 +404,7 @@ def check(name: str, layout: Layout, changes: dict[str, Any], sent: Sequence[Sen
 @planted(FREEZE)
 def one_thawed(sound: Any, stages: Any, names: Any) -> None:
     """One parameter that is frozen has a gradient and a bucket, and is reduced."""
-    sound(stages, sorted(names)[:-1])
+    sound(stages, names - {"layers.1.attention.qkv.weight"})
 
 
 @planted(FIRST_TRAINED)
