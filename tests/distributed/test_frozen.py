@@ -32,6 +32,7 @@ from tests.distributed.harness import (
 from tests.distributed.pool import Pool
 from tests.distributed.seams import (
     FIRST_TRAINED,
+    FREEZE,
     LINEAR_BACKWARD,
     SEGMENT_BY_KIND,
     SHARE_OF_NORM,
@@ -41,6 +42,8 @@ from tests.distributed.seams import (
     Mutation,
     planted,
 )
+from tests.distributed.test_traffic import FIRST as FROZEN_FIRST
+from tests.distributed.test_traffic import LOOPS, Sent, check, sent_in_steps
 
 TREATED = Problem(
     "llama_tiny",
@@ -349,3 +352,38 @@ PLANTED = {
 def test_a_planted_bug_of_freezing_is_caught(name: str, pool: Pool, references: References) -> None:
     mutation, sizes, problem, keys, told_by = PLANTED[name]
     check_caught(mutation, sizes, Case(problem, keys=keys), told_by, pool, references)
+
+
+@planted(FREEZE)
+def one_thawed(sound: Any, stages: Any, names: Any) -> None:
+    """One parameter that is frozen has a gradient and a bucket, and is reduced."""
+    sound(stages, names - {"layers.1.attention.qkv.weight"})
+
+
+@planted(FIRST_TRAINED)
+def sent_to_frozen_stages(sound: Any, model: ModelConfig, frozen: Any) -> int:
+    """Stages send gradients to those before them that have nothing to train."""
+    return -1
+
+
+def sent_with_a_bug(bug: Mutation, layout: Layout, changes: dict[str, Any]) -> Sent:
+    with bug():
+        return sent_in_steps({"": (layout, changes)})[""]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("bug", "layout", "changes"),
+    [
+        (one_thawed, Layout(dp=2), {"zero": 1, **FROZEN_FIRST}),
+        (one_thawed, Layout(dp=2), {"zero": 3, **FROZEN_FIRST}),
+        (sent_to_frozen_stages, Layout(pp=2), {**LOOPS, **FROZEN_FIRST}),
+    ],
+    ids=["a bucket", "a shard", "a message"],
+)
+def test_traffic_of_what_is_frozen_is_noticed(
+    bug: Mutation, layout: Layout, changes: dict[str, Any], pool: Pool
+) -> None:
+    sent = pool.run(2, sent_with_a_bug, bug, layout, changes)
+    with pytest.raises(AssertionError):
+        check("planted", layout, changes, sent)

@@ -26,7 +26,6 @@ from parallel3d.parameters.state import spec_of
 from parallel3d.pipeline import executor
 from parallel3d.trainer import Trainer
 from tests.distributed.pool import Pool
-from tests.distributed.seams import FIRST_TRAINED, FREEZE, Mutation, planted
 from tests.kernels import no_kernels
 
 Count = Counter[tuple[str, str, int]]  # (group, operation, bytes of a call) → calls
@@ -399,41 +398,6 @@ def check(name: str, layout: Layout, changes: dict[str, Any], sent: Sequence[Sen
     assert {stage for stage, *_ in sent} == set(range(layout.pp))
     if layout.world_size > 1:
         assert found  # comparing two empty lists would prove nothing
-
-
-@planted(FREEZE)
-def one_thawed(sound: Any, stages: Any, names: Any) -> None:
-    """One parameter that is frozen has a gradient and a bucket, and is reduced."""
-    sound(stages, names - {"layers.1.attention.qkv.weight"})
-
-
-@planted(FIRST_TRAINED)
-def sent_to_frozen_stages(sound: Any, model: ModelConfig, frozen: Any) -> int:
-    """Stages send gradients to those before them that have nothing to train."""
-    return -1
-
-
-def sent_with_a_bug(bug: Mutation, layout: Layout, changes: dict[str, Any]) -> Sent:
-    with bug():
-        return sent_in_steps({"": (layout, changes)})[""]
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-    ("bug", "layout", "changes"),
-    [
-        (one_thawed, Layout(dp=2), {"zero": 1, **FIRST}),
-        (one_thawed, Layout(dp=2), {"zero": 3, **FIRST}),
-        (sent_to_frozen_stages, Layout(pp=2), {**LOOPS, **FIRST}),
-    ],
-    ids=["a bucket", "a shard", "a message"],
-)
-def test_traffic_of_what_is_frozen_is_noticed(
-    bug: Mutation, layout: Layout, changes: dict[str, Any], pool: Pool
-) -> None:
-    sent = pool.run(2, sent_with_a_bug, bug, layout, changes)
-    with pytest.raises(AssertionError):
-        check("planted", layout, changes, sent)
 
 
 class AtRandom:

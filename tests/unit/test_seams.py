@@ -21,7 +21,6 @@ FILES = [
     *FOLDER.glob("test_mutations*.py"),
     *FOLDER.glob("test_experts_*.py"),
     FOLDER / "test_frozen.py",
-    FOLDER / "test_traffic.py",
     Path(__file__).parent / "experts" / "test_router.py",
 ]
 PLANTED = {path.name: ast.parse(path.read_text()) for path in FILES}
