@@ -77,7 +77,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 _LAYERS = {"num_hidden_layers": 8, "sliding_window": 7}  # two periods of four layers
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+_YARN = {
+    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    # With these values, the ramp begins and ends between pairs of the small heads.
+    **{"beta_fast": 1.0, "beta_slow": 0.05},
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
