@@ -55,6 +55,9 @@ SMALL = {
     "loss.label_smoothing=0.1",
     "q/k norm over all heads": TINY + "global_batch_size=2 model.qk_norm=true "
     "model.qk_norm_width=full",
+    "GeGLU, norms around 0, capped logits": TINY + "global_batch_size=2 model.activation=geglu "
+    "model.norm_position=both model.norm_zero_centered=true model.qk_norm=true "
+    "model.logit_cap=30 model.logit_scale=0.5",
     "dropout": TINY + "global_batch_size=2 model.dropout=0.1",
     "dropout within documents": TINY + "global_batch_size=2 model.dropout=0.1 "
     "data.document_mask=true",

@@ -15,7 +15,8 @@ since early stages hold the activations of most micro-batches.
 Communication is repeated in the same order on every rank of a tensor group. `layer` repeats one
 all-reduce without sequence parallelism, and two all-gathers and a reduce-scatter with it; `mlp`
 repeats one all-gather with it; other parts repeat none. A segment ends in a linear layer, whose
-GEMM and reduction are not repeated.
+GEMM and reduction are not repeated; but a whole layer that ends in a norm (`model.norm_position`)
+repeats both, as the norm keeps their result.
 """
 
 from __future__ import annotations

@@ -76,10 +76,18 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         "loss chunks": (False, True),
     },
     "model": {
-        "activation": ("gelu", "relu", "swiglu"),
-        "positions": ("learned", "rope", "partial rope", "scaled rope", "none"),
+        "activation": ("gelu", "relu", "swiglu", "geglu"),
+        "positions": (
+            *("learned", "rope", "partial rope", "scaled rope", "linear rope", "yarn", "longrope"),
+            "none",
+        ),
+        "temperature": (False, True),
         "norm": ("layernorm", "rmsnorm"),
+        "norm position": ("before", "after", "both"),
+        "norm weight": ("around 1", "around 0"),
         "qk_norm": (False, True),
+        "scales": ("none", "all"),
+        "logit cap": (False, True),
         "heads": (8, 12),
         "kv heads": ("all", "some", "one"),
         "bias": ("all", "none", "qkv"),
@@ -180,6 +188,11 @@ REFUSED = (
         "gathered q and k are not compiled",
         ("attention", "compile"),
         lambda attention, compiled: attention == "heads" or not compiled,
+    ),
+    Rule(
+        "weights of LayerNorms are around 1",
+        ("norm", "norm weight"),
+        lambda norm, weight: norm == "rmsnorm" or weight == "around 1",
     ),
     Rule(
         "an MLP in chunks is recomputed",
@@ -507,6 +520,7 @@ ACTIVATIONS: Mapping[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu"},
     "relu": {"activation": "relu", "ffn_hidden_size": None},
     "swiglu": {"activation": "swiglu"},
+    "geglu": {"activation": "geglu"},
 }
 ROPE = {"position_embedding": "rope"}
 POSITIONS: Mapping[str, dict[str, Any]] = {
@@ -517,7 +531,23 @@ POSITIONS: Mapping[str, dict[str, Any]] = {
         **ROPE,
         **{"rotary_base": 100.0, "rope_scaling_factor": 4.0, "rope_original_length": 8},
     },
+    "linear rope": {**ROPE, "rope_scaling": "linear", "rope_scaling_factor": 3.0},
+    # Pairs of the first dimensions are unchanged, the last ones slowed, others between.
+    "yarn": {
+        **ROPE,
+        **{"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_length": 8},
+        **{"rotary_base": 100.0, "rope_beta_fast": 1.5, "rope_beta_slow": 0.1},
+    },
+    "longrope": {
+        **ROPE,
+        **{"rope_scaling": "longrope", "rope_scaling_factor": 2.0, "rope_original_length": 8},
+    },
     "none": {"position_embedding": "none"},
+}
+LONGROPE = {"rope_short_factors": (1.0, 1.2, 1.4), "rope_long_factors": (1.5, 3.0, 2.0)}
+SCALES = {
+    **{"embedding_scale": 3.0, "residual_scale": 0.6, "attention_scale": 0.3},
+    "logit_scale": 0.7,
 }
 OPTIMIZERS: Mapping[str, dict[str, Any]] = {
     "sgd": {"lr": 1.0},
@@ -592,8 +622,21 @@ def _model(levels: Levels) -> dict[str, Any]:
     }
     if levels["heads"] == 12:  # wider than the residual stream
         model["head_dim"] = 6
+    if levels["positions"] == "longrope":  # a factor for each pair of dimensions of a head
+        pairs = {8: 2, 12: 3}[levels["heads"]]
+        model |= {name: factors[:pairs] for name, factors in LONGROPE.items()}
+    if levels["temperature"]:
+        model = {"rope_original_length": 4, **model, "query_temperature": 0.4}
+    if levels["norm position"] != "before":
+        model["norm_position"] = levels["norm position"]
+    if levels["norm weight"] == "around 0":
+        model["norm_zero_centered"] = True
     if levels["qk_norm"]:
         model["qk_norm"] = True
+    if levels["scales"] == "all":
+        model |= SCALES
+    if levels["logit cap"]:
+        model["logit_cap"] = 3.0
     if levels["bias"] == "qkv":
         model["attention_bias"] = "qkv"
     if levels["dropout"]:
@@ -636,7 +679,7 @@ def problem(levels: Levels) -> Problem:
         # not clipped, and AdamW's are as long at a small gradient as at a large one.
         optim["lr"] /= {"momentum": 8, "sgd": 2, "adamw": 4}.get(levels["optimizer"], 1)
     return Problem(
-        "llama_tiny" if levels["activation"] == "swiglu" else "gpt_tiny",
+        "llama_tiny" if levels["activation"] in ("swiglu", "geglu") else "gpt_tiny",
         optimizer,
         levels["tied"],
         levels["precision"],
