@@ -45,6 +45,9 @@ LARGE = {
     "model.seq_length=8192 loss.label_smoothing=0.1",
     "olmoe_1b_7b, 4 × 4,096": "model=olmoe_1b_7b micro_batch_size=4 global_batch_size=4 "
     "model.seq_length=4096",
+    "llama_1b with GeGLU, 8 × 4,096": "model=llama_1b micro_batch_size=8 global_batch_size=8 "
+    "model.seq_length=4096 model.activation=geglu model.norm_position=both "
+    "model.norm_zero_centered=true",
     "megatron_345m, 8 × 1,024": "model=megatron_345m model.dropout=0.1 micro_batch_size=8 "
     "global_batch_size=8",
 }
