@@ -165,7 +165,8 @@ def run_blocks(config: Config, launches: Callable[[], int]) -> list[tuple[str, i
     size = (config.micro_batch_size, model.seq_length, model.hidden_size)
     x = torch.empty(size, dtype=torch.bfloat16, device=device, requires_grad=True)
     samples = torch.empty(size[0], dtype=torch.int64, device=device) if model.dropout else None
-    y = stage.run_blocks([*stage.blocks.values()], x, stage.rotary, samples, None)
+    positions, documents = stage.positions_and_documents(*size[:2])
+    y = stage.run_blocks([*stage.blocks.values()], x, positions, samples, documents)
     parts = [(f"{model.num_layers} blocks, forward", launches())]
     y.backward(torch.empty_like(y))
     return [*parts, (f"{model.num_layers} blocks, backward", launches())]

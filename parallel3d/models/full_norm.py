@@ -58,8 +58,8 @@ class FullQKNorm(nn.Module):
             how = self.eps, self.offset
             q, k = rms_norm(q, self.q, *how), rms_norm(k, self.k, *how)
             return torch.cat((q, k, v), -1)
-        how = self.widths, self.shape, self.eps, self.offset, self.tp
-        return _FullNorm.apply(qkv, self.q, self.k, *how)
+        sizes = self.widths, self.shape
+        return _FullNorm.apply(qkv, self.q, self.k, *sizes, self.eps, self.offset, self.tp)
 
 
 class _FullNorm(torch.autograd.Function):

@@ -110,7 +110,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *rms_norm_backward(grad, *ctx.saved_tensors, ctx.offset), None, None
+        saved = *ctx.saved_tensors, ctx.offset
+        return *rms_norm_backward(grad, *saved), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
