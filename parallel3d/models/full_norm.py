@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.config.schema import ModelConfig
-from parallel3d.device.fused import fused
+from parallel3d.device.fused import fused, operator, register, registered
 from parallel3d.models.layers import BuildContext, offset_of
 from parallel3d.models.ops import Heads, gain_of, heads_of, rms_norm
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
@@ -52,44 +52,73 @@ class FullQKNorm(nn.Module):
         self.q = weight("q", heads[0], queries, 1)
         self.k = weight("k", heads[1], keys, replicas)
 
+        self.handle = register(self)
+
     def forward(self, qkv: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # on one tensor-parallel rank
-            q, k, v = (part.flatten(2) for part in heads_of(qkv, self.shape))
-            how = self.eps, self.offset
-            q, k = rms_norm(q, self.q, *how), rms_norm(k, self.k, *how)
-            return torch.cat((q, k, v), -1)
-        sizes = self.widths, self.shape
-        return _FullNorm.apply(qkv, self.q, self.k, *sizes, self.eps, self.offset, self.tp)
+        if not torch.compiler.is_compiling():
+            return _FullNorm.apply(qkv, self.q, self.k, self.handle)
+        if self.tp.size > 1:
+            return _full_norm(qkv, self.q, self.k, self.handle)
+        (q, k, v), how = heads_of(qkv, self.shape), (self.eps, self.offset)
+        q, k = rms_norm(q.flatten(2), self.q, *how), rms_norm(k.flatten(2), self.k, *how)
+        return torch.cat((q, k, v.flatten(2)), -1)
+
+
+def _forward(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, handle: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the result, and the scales (b, s, 2) of q and k."""
+    norm: FullQKNorm = registered(handle)
+    squares = sum_over_ranks(sums_of_squares(qkv, norm.widths, norm.shape), norm.tp)
+    return scaled_heads(qkv, q_weight, k_weight, squares, norm.shape, norm.eps, norm.offset)
+
+
+def _backward(
+    grad: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, scales: Tensor, handle: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    norm: FullQKNorm = registered(handle)
+    norms = q_weight, k_weight, scales
+    along, of_q, of_k = full_norm_sums(grad, qkv, *norms, norm.widths, norm.shape, norm.offset)
+    # The copies of a key-value head have parts of its gradient, whose sum is the gradient. So each
+    # copy subtracts its part of the mean, which is divided by the copies as well.
+    shared = *norms, sum_over_ranks(along, norm.tp), norm.shape, norm.offset
+    return full_norm_backward(grad, qkv, *shared), of_q, of_k
 
 
 class _FullNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        widths: tuple[int, int],
-        shape: Heads,
-        eps: float,
-        offset: float,
-        tp: Group,
+        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, handle: Tensor
     ) -> Tensor:
-        squares = sum_over_ranks(sums_of_squares(qkv, widths, shape), tp)
-        out, scales = scaled_heads(qkv, q_weight, k_weight, squares, shape, eps, offset)
+        out, scales = _forward(qkv, q_weight, k_weight, handle)
         ctx.save_for_backward(qkv, q_weight, k_weight, scales)
-        ctx.widths, ctx.shape, ctx.offset, ctx.tp = widths, shape, offset, tp
+        ctx.handle = handle
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        qkv, *norms = ctx.saved_tensors
-        shared = *norms, ctx.widths, ctx.shape, ctx.offset
-        along, *weights = full_norm_sums(grad, qkv, *shared)
-        # The copies of a key-value head have parts of its gradient, whose sum is the gradient. So
-        # each copy subtracts its part of the mean, which is divided by the copies as well.
-        shared = *norms, sum_over_ranks(along, ctx.tp), ctx.shape, ctx.offset
-        return full_norm_backward(grad, qkv, *shared), *weights, *[None] * 5
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        saved = *ctx.saved_tensors, ctx.handle
+        return *_backward(grad, *saved), None
+
+
+def _shapes(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, handle: Tensor
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    return qkv.new_empty(qkv.shape), qkv.new_empty(*qkv.shape[:2], 2, dtype=wide)
+
+
+# In a compiled block: a graph cannot hold the sums over the ranks. It keeps the result besides.
+_full_norm = operator(
+    "full_norm",
+    "Tensor qkv, Tensor q_weight, Tensor k_weight",
+    "Tensor handle",
+    _forward,
+    _shapes,
+    lambda grad, qkv, q, k, out, *more: _backward(grad, qkv, q, k, *more),
+    lambda grad, *saved: tuple(x.new_empty(x.shape) for x in saved[:3]),
+    kept="Tensor out, Tensor scales",
+)
 
 
 def sum_over_ranks(x: Tensor, tp: Group) -> Tensor:

@@ -424,11 +424,6 @@ CONFLICTS = (
         (("model.qk_norm", True), ("model.qk_norm_width", "head")),
     ),
     Conflict(
-        {"model.qk_norm_width": Is("full"), "compile": Other(False), "tp": Other(1)},
-        "{model.qk_norm_width} sums over the ranks of {tp}, which does not work with {compile} yet",
-        (("compile", False), ("tp", 1)),
-    ),
-    Conflict(
         {"model.norm_zero_centered": Is(True), "model.norm": Is("layernorm")},
         "{model.norm_zero_centered} adds 1 to the weights of RMSNorms, but {model.norm}",
         (("model.norm", "rmsnorm"), ("model.norm_zero_centered", False)),

@@ -93,6 +93,7 @@ CASES = [
         [
             Case(QWEN3_ONE_HEAD, keys=(*ZERO3, ("recompute", "[norm,mlp]"), *MLP_CHUNKS)),
             Case(FULL_ONE_HEAD, sp=True, keys=(*ZERO3, ("recompute", "full"))),
+            Case(FULL_GEMMA, sp=True, compile=True),
             Case(AFTER, sp=True, keys=(*ZERO3, ("recompute", "full"))),
             Case(AFTER_FULL, keys=(("recompute", "[norm,mlp]"), *MLP_CHUNKS)),
             Case(GEMMA, parallel_output=False, keys=(("recompute", "full"),)),
