@@ -674,7 +674,9 @@ def problem(levels: Levels) -> Problem:
         2 if levels["expert layers"] == "some" else 1,
     )
     if levels["treatment"] == "first frozen":
-        optim["freeze"] = FIRST_FROZEN[layers > 1]
+        there = "attention_output_norm" if levels["norm position"] == "after" else "input_norm"
+        frozen = FIRST_FROZEN[layers > 1]
+        optim["freeze"] = tuple(name.replace("input_norm", there) for name in frozen)
     if levels["treatment"] == "scheduled":  # whose rates are lower in all steps but one
         optim["lr"] *= 2
     if levels["precision"] != "fp64":
