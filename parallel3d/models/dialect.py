@@ -88,6 +88,7 @@ class RopeKeys:
         "yarn and longrope: factor of cos and sin; null: 0.1 · ln f + 1 in yarn and "
         "√(1 + ln f / ln rope_original_length) in longrope, with f = rope_scaling_factor",
         above=0,
+        tried=(1.2,),
     )
     rope_short_factors: list[float] = key(
         [], "longrope: divisors of the frequencies up to a seq_length of rope_original_length"

@@ -25,8 +25,11 @@ from parallel3d.config.values import (
 from parallel3d.experts.keys import ExpertKeys
 from parallel3d.models.dialect import (
     FULL,
+    LINEAR,
+    LLAMA3,
     SLIDING,
     SLIDING_NOPE,
+    YARN,
     AttentionKind,
     DialectKeys,
     LayerTypeKeys,
@@ -422,6 +425,14 @@ CONFLICTS = (
         {"model.qk_norm_width": Is("full"), "model.qk_norm": Is(False)},
         "{model.qk_norm_width} is the width of norms, but {model.qk_norm}",
         (("model.qk_norm", True), ("model.qk_norm_width", "head")),
+    ),
+    Conflict(
+        {
+            "model.rope_attention_factor": Other(None),
+            "model.rope_scaling": Is(LLAMA3, LINEAR),
+        },
+        "{model.rope_attention_factor} belongs to yarn and longrope, but {model.rope_scaling}",
+        (("model.rope_attention_factor", None), ("model.rope_scaling", YARN)),
     ),
     Conflict(
         {"model.norm_zero_centered": Is(True), "model.norm": Is("layernorm")},
