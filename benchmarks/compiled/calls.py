@@ -61,6 +61,7 @@ SMALL = {
     "GeGLU, norms around 0, capped logits": TINY + "global_batch_size=2 model.activation=geglu "
     "model.norm_position=both model.norm_zero_centered=true model.qk_norm=true "
     "model.logit_cap=30 model.logit_scale=0.5",
+    "experts": TINY + "global_batch_size=2 model.num_experts=8 model.expert_ffn_size=40",
     "dropout": TINY + "global_batch_size=2 model.dropout=0.1",
     "dropout within documents": TINY + "global_batch_size=2 model.dropout=0.1 "
     "data.document_mask=true",

@@ -222,9 +222,10 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
 def interpreting() -> Iterator[None]:
     """Repairs Triton's interpreter for the kernels that TorchInductor writes.
 
-    It truncates fp32 where a GPU rounds it to bf16; lacks libdevice's functions, which are replaced
-    by Triton's own; cannot loop up to an argument under NumPy 2.4; and calls TorchInductor's
-    maximum once for each element, 10 ms each, although NumPy's is the same.
+    It truncates fp32 where a GPU rounds it to bf16, and multiplies the bits of bf16 matrices; lacks
+    libdevice's functions, which are replaced by Triton's own; cannot loop up to an argument under
+    NumPy 2.4; and calls TorchInductor's maximum once for each element, 10 ms each, although NumPy's
+    is the same.
     """
     import numpy as np
     import torch
@@ -241,6 +242,12 @@ def interpreting() -> Iterator[None]:
         wide = torch.from_numpy(np.ascontiguousarray(source.data))
         bits = wide.bfloat16().view(torch.int16).numpy().view(np.uint16)
         return interpreter.TensorHandle(bits.reshape(source.data.shape), kind.scalar)
+
+    plain_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        factors = [plain_cast(self, x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)]
+        return plain_dot(self, *factors, *more)
 
     def patch_tensor(tensor: Any, *scope: Any) -> None:
         plain_patch(tensor, *scope)
@@ -259,6 +266,7 @@ def interpreting() -> Iterator[None]:
 
     with (
         patch.object(interpreter.InterpreterBuilder, "cast_impl", cast),
+        patch.object(interpreter.InterpreterBuilder, "create_dot", dot),
         patch.object(interpreter, "_patch_lang_tensor", patch_tensor),
         patch.object(interpreter.ReduceOps, "apply_impl", reduce),
         patch.object(triton_helpers, "libdevice", Libdevice()),

@@ -65,12 +65,20 @@ def measured(cards: Sequence[str], folder: Path) -> dict[str, Any]:
         out = folder / f"{card}.json"
         if not out.exists():
             worker("worker", "compile", card, str(large), str(out), **caches)
-        rows["compiled"] += json.loads(out.read_text(encoding="utf-8"))
-    out = folder / "interpreted.json"
+        grouped = folder / f"{card}_grouped.json"
+        if not grouped.exists():
+            worker("grouped", "compile", card, str(grouped), **caches)
+        for part in (out, grouped):
+            rows["compiled"] += json.loads(part.read_text(encoding="utf-8"))
+    out, grouped = folder / "interpreted.json", folder / "interpreted_grouped.json"
+    interpret = caches | {"TRITON_INTERPRET": "1"}
     if not out.exists():
-        words = ("interpret", cards[0], str(small), str(out))
-        worker("worker", *words, TRITON_INTERPRET="1", **caches)
-    rows["interpreted"] = json.loads(out.read_text(encoding="utf-8"))
+        worker("worker", "interpret", cards[0], str(small), str(out), **interpret)
+    if not grouped.exists():
+        worker("grouped", "interpret", cards[0], str(grouped), **interpret)
+    rows["interpreted"] = [
+        row for part in (out, grouped) for row in json.loads(part.read_text(encoding="utf-8"))
+    ]
     out = folder / "uncalled.json"
     worker("calls", "uncalled", str(out), str(large), str(small))
     rows["uncalled"] = json.loads(out.read_text(encoding="utf-8"))

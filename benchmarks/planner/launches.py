@@ -126,6 +126,8 @@ def _blocks(rank: PipelineRank, copies: int) -> int:
     # for several sequences.
     several = rank.blueprint.balance.aux_loss > 0 and rank.blueprint.micro_batch_size > 1
     found += _expert_layers(rank) * (4 * rank.fully_sharded + several)
+    # A deferred gradient of experts computes its activations and gathers its rows again.
+    found += _expert_layers(rank) * 2 * rank.blueprint.pipeline.schedule().splits_backward
     if rank.sp and rank.blueprint.layout.cp == 1:  # the tokens' positions in each forward
         for of in rank.kinds:
             again = any(op.name == "mlp.router" for op in rank.ops[of.kind].repeated)

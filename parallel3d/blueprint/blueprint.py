@@ -310,7 +310,14 @@ class Blueprint:
         """Operations of a layer of each of the model's kinds on one rank."""
         given = self.layout.tp, self.sequence_parallel, self.layer.recompute
         return {
-            kind: ops_of(self.model, kind, *given, ep=self.layout.ep, settings=self.balance)
+            kind: ops_of(
+                self.model,
+                kind,
+                *given,
+                ep=self.layout.ep,
+                settings=self.balance,
+                precision=self.precision.name,
+            )
             for kind in layer_kinds(self.model)
         }
 
@@ -320,7 +327,8 @@ class Blueprint:
         if not self.model.num_experts:
             return None
         w = widths(self.model, self.layout.tp, self.sequence_parallel)
-        return with_experts(w, self.model, self.layout.tp, self.layout.ep, self.balance).experts
+        given = self.layout.tp, self.layout.ep, self.balance, self.precision.name
+        return with_experts(w, self.model, *given).experts
 
     @cached_property
     def repeats_attention(self) -> bool:

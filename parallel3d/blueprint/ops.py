@@ -56,6 +56,7 @@ class ExpertWidths(NamedTuple):
         choosing: launches that choose by the scores. weighing, unweighing: launches from the
             logits to the weights, and back to the gradient of the logits.
         numbers: fp32 numbers that these keep of a token. aux, z: the losses are used.
+        is_grouped: one kernel multiplies the rows of all experts (`device.grouped`).
     """
 
     experts: int
@@ -71,6 +72,7 @@ class ExpertWidths(NamedTuple):
     numbers: int
     aux: int
     z: int
+    is_grouped: bool
 
     @property
     def here(self) -> int:
@@ -168,10 +170,10 @@ def widths(
 
 
 def with_experts(
-    w: Widths, model: ModelConfig, tp: int, ep: int, settings: ExpertsConfig
+    w: Widths, model: ModelConfig, tp: int, ep: int, settings: ExpertsConfig, precision: str
 ) -> Widths:
     """Returns the sizes `w` of a dense layer with experts in place of the MLP, on each of `ep`
-    ranks."""
+    ranks, computed in this precision."""
     sigmoid, groups = model.router_score == "sigmoid", model.router_top_groups < model.router_groups
     normalizes, bias = model.router_normalize, model.router_bias
     # The order of the scores and its copy; the bias; the groups' scores, their order and the mask.
@@ -195,6 +197,7 @@ def with_experts(
             numbers=numbers,
             aux=int(aux),
             z=int(z),
+            is_grouped=precision == "bf16",
         )
     )
 
@@ -213,7 +216,8 @@ class Op(NamedTuple):
         split: for a GEMM, "column" (sharded outputs) or "row" (sharded inputs).
         bias: whether a GEMM has a bias.
         rows: rows that it computes for each token; of a GEMM of experts, those of the chosen ones.
-        calls: launches of a GEMM in each direction; more than one with several experts.
+        matrices: matrices of a GEMM's weights; more than one with several experts.
+        calls: launches of a GEMM in each direction.
         inside, inside_backward: elements per token that exist at one time only inside of it.
         operands: elements per token that its weight gradient keeps if it is deferred; None: its
             input and the gradient of its output.
@@ -232,6 +236,7 @@ class Op(NamedTuple):
     split: str = ""
     bias: Number = 0
     rows: Number = 1
+    matrices: int = 1
     calls: int = 1
     inside: Number = 0
     inside_backward: Number = 0
@@ -241,7 +246,7 @@ class Op(NamedTuple):
     @property
     def numel(self) -> Number:
         """Elements of a GEMM's weights on this rank."""
-        return self.inputs * self.outputs * self.calls
+        return self.inputs * self.outputs * self.matrices
 
 
 COLUMN: dict[str, Any] = {"kind": "gemm", "split": "column"}
@@ -367,19 +372,22 @@ def _experts(
     ends = mlp if x.shared else last
     if "mlp" not in recompute:
         norm = norm | {"parts": ("layer",)}
-    apart, several = int(x.ep > 1), x.chosen - 1
+    apart = int(x.ep > 1)
     # Whole numbers have 8 bytes: the choices, and the order of rows by expert and by token.
     choice = own * 2 * x.chosen + 2 * rows + 4 * x.chosen * read
-    choosing = x.choosing + 4 + x.aux + 8  # with the sums of the balance, and the order of rows
+    choosing = x.choosing + 4 + x.aux + 10  # with the sums of the balance, and the order of rows
     if x.way == ALL_TO_ALL:
         choice += 2 * read + 2 * own * x.ep
         choosing += 12 + 9
     elif x.way == GATHER:
         choosing += 6
-    joins = 3 + 2 * several  # launches that sum the rows of each token
-    merges = 3 + 2 * (x.ep - 1) if x.way == ALL_TO_ALL else 0  # likewise the ranks' sums
     sent = int(x.way == ALL_TO_ALL)
     inner, active = rows * up, rows * x.ffn
+    calls = 1 if x.is_grouped else x.here
+    copies = calls if not x.is_grouped else 0  # of each product into the rows of all experts
+    # Without a gate, the activation, its product with the weights in fp32, and their gradients are
+    # kernels of their own.
+    alone = 1 - int(w.gated)
     found = [
         Op("mlp_norm", **norm),
         Op(
@@ -400,43 +408,41 @@ def _experts(
             keeps=read * h * apart,
             statistics=read * x.chosen,
             forward=2 * sent,
-            backward=2 * merges,
+            backward=2 * sent,
         ),
         Op(
             *("mlp.experts.up", "gemm", h, up, mlp),
             keeps=inner,
-            forward=1 + x.here,
-            backward=1 + x.here + joins,
+            forward=1 + copies,
+            backward=2 + copies,
             rows=rows,
-            calls=x.here,
+            matrices=x.here,
+            calls=calls,
             inside=rows * h,
-            # The experts' backward holds most when it has summed the rows' gradients: what it has
-            # kept, gradients of both GEMMs, and rows or activations of a weight gradient.
-            inside_backward=inner
-            + 2 * rows * h
-            + 2 * read * h
-            + max(read * h, 5 * active)
-            + 2 * active,
+            # The experts' backward holds most when it has the gradients of their activations, or
+            # when it has summed the rows' gradients.
+            inside_backward=inner + read * h + max(2 * active + 5 * active * alone, read * h),
             operands=read * h + inner,
         ),
         Op(
             *("mlp.experts.activation", "elementwise", inner, active, mlp),
-            forward=5,
-            backward=5 + 6 + 2 + 4,
-            inside=4 * active,
+            forward=2 + 3 * alone,
+            backward=4 + 9 * alone,
+            inside=4 * active * alone,
         ),
         Op(
             *("mlp.experts.down", "gemm", x.ffn, h, mlp),
-            forward=x.here + joins,
-            backward=x.here + 2,
+            forward=1 + copies,
+            backward=1 + copies,
             rows=rows,
-            calls=x.here,
-            inside=active + rows * h + 2 * read * h,
+            matrices=x.here,
+            calls=calls,
+            inside=active + read * h,
             operands=read * h + inner,
         ),
         Op(
             *("mlp.combine", "elementwise", read * h, own * h, ends),
-            forward=merges,
+            forward=sent,
             backward=sent,
         ),
     ]
@@ -560,14 +566,15 @@ def ops_of(
     *,
     ep: int,
     settings: ExpertsConfig,
+    precision: str = "bf16",
 ) -> LayerOps:
     """Returns the operations of a layer on one of `tp` ranks, with these parts recomputed.
 
-    `ep`, `settings`: of experts, if the kind has them.
+    `ep`, `settings`, `precision`: of experts, if the kind has them.
     """
     w = widths(model, tp, sp, kind)
     if kind.experts:
-        w = with_experts(w, model, tp, ep, settings)
+        w = with_experts(w, model, tp, ep, settings, precision)
     return cached_ops(w, recompute)
 
 

@@ -161,9 +161,10 @@ def has_kernel_compiler() -> bool:
 
 
 class _Fused(Generic[*Ts, T]):
-    def __init__(self, function: Callable[[*Ts], T], least: int | None) -> None:
+    def __init__(self, function: Callable[[*Ts], T], least: int | None, rows: bool) -> None:
         functools.update_wrapper(self, function)
         self.least = least
+        self.rows = rows
         self.function = function
         self.kernels: dict[Hashable, Callable[..., T]] = {}
         self.compiles = True
@@ -187,7 +188,7 @@ class _Fused(Generic[*Ts, T]):
 
         # Detached, because training and evaluation would otherwise be two kernels.
         plain = [a.detach() if isinstance(a, Tensor) else a for a in args]
-        kernel = self._kernel(tuple(map(_kind, plain)))
+        kernel = self._kernel(tuple(_kind(a, self.rows) for a in plain))
         try:
             with torch.no_grad():
                 return kernel(*plain)
@@ -209,7 +210,8 @@ class _Fused(Generic[*Ts, T]):
             kernel = self.kernels[kind] = torch.compile(
                 _with_own_code(self.function),
                 fullgraph=True,
-                dynamic=False,
+                # None: a second number of rows compiles code for any number.
+                dynamic=None if self.rows else False,
                 options=EQUAL_BITS,
             )
             if len(self.kernels) == MOST_KERNELS:
@@ -220,10 +222,12 @@ class _Fused(Generic[*Ts, T]):
         log.warning("%s runs as separate operations: %s", self.function.__name__, why)
 
 
-def _kind(argument: Any) -> Hashable:
-    """Returns the properties of an argument for which a kernel is specialised."""
+def _kind(argument: Any, rows: bool) -> Hashable:
+    """Returns the properties of an argument for which a kernel is specialised; the number of rows
+    is one of them unless `rows`."""
     if isinstance(argument, Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.device
+        shape = argument.shape[1:] if rows else argument.shape
+        return shape, argument.stride(), argument.dtype, argument.device
     return argument
 
 
@@ -232,7 +236,9 @@ def _with_own_code(function: Callable[[*Ts], T]) -> Callable[..., T]:
     return FunctionType(code, function.__globals__, function.__name__, *more)
 
 
-def fused(function: Callable[[*Ts], T], *, least: int | None = None) -> Callable[[*Ts], T]:
+def fused(
+    function: Callable[[*Ts], T], *, least: int | None = None, rows: bool = False
+) -> Callable[[*Ts], T]:
     """Decorates an element-wise function of tensors and constants that may run as one kernel.
 
     Operations between GEMMs are bound by memory: eight in a row read and write the activations
@@ -246,5 +252,7 @@ def fused(function: Callable[[*Ts], T], *, least: int | None = None) -> Callable
 
     Args:
         least: it is compiled if its largest argument has this many elements; None: LEAST_ELEMENTS.
+        rows: the first dimension differs from call to call, as the rows of experts do, and is no
+            reason to compile it again.
     """
-    return _Fused(function, least)
+    return _Fused(function, least, rows)

@@ -266,7 +266,7 @@ class LayerBytes:
             summed = 0.0
             if op.kind == "gemm" and rank.fully_sharded:  # without FSDP2 it is added in place
                 more += rank.item * op.numel
-                summed = float(FP32 * op.numel * (op.calls > 1))  # the experts', before rounding
+                summed = float(FP32 * op.numel * (op.matrices > 1))  # the experts', before rounding
             attends = self.over_cp.backward if op.kind == "attention" else 0.0
             results = self._row(op) * (op.rows * (op.inputs + op.outputs) + op.inside_backward)
             if op.kind != "attention":

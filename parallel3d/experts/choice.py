@@ -5,6 +5,7 @@ Everything here is decided once for each micro-batch: a recomputation and the ba
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,8 @@ from torch import Tensor
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
 from parallel3d.device.accelerator import has_values
+from parallel3d.device.fused import fused
+from parallel3d.device.grouped import Groups, has_grouped_kernels
 
 
 class Routing(NamedTuple):
@@ -29,13 +32,13 @@ class Rows:
     """The rows that a rank's experts read: each is a token for one expert, sorted by expert.
 
     Attributes:
-        counts: rows of each local expert, one after the other.
+        groups: the rows of each local expert, one after the other.
         tokens: (rows,) int64, the token of each row.
         slots: (rows,) int64, the place of each row in the flat (tokens, slots) table of choices.
         places: (tokens, slots) int64, the row of each choice; the number of rows for none.
     """
 
-    counts: tuple[int, ...]
+    groups: Groups
     tokens: Tensor
     slots: Tensor
     places: Tensor
@@ -47,21 +50,30 @@ class Rows:
         `balanced`: number of rows if all experts are chosen equally often.
         """
         numbers = counts_of(experts.flatten(), count + 1)[:count]
-        return cls.sorted_by(experts, _read(numbers, evenly(balanced, count)))
+        groups = Groups.of(numbers, _read(numbers, evenly(balanced, count)))
+        return cls.sorted_by(experts, groups, groups.total)
 
     @classmethod
-    def sorted_by(cls, experts: Tensor, counts: tuple[int, ...]) -> Rows:
+    def of_all(cls, experts: Tensor, count: int, dtype: torch.dtype) -> Rows:
+        """Does the same where every choice is a local expert; only for experts' GEMMs in `dtype`
+        that run one by one the host waits for the device."""
+        if not has_grouped_kernels(experts.device, dtype):
+            return cls.of(experts, count, experts.numel())
+        groups = Groups.of(counts_of(experts.flatten(), count), None)
+        return cls.sorted_by(experts, groups, experts.numel())
+
+    @classmethod
+    def sorted_by(cls, experts: Tensor, groups: Groups, total: int) -> Rows:
         """Sorts the choices of t tokens: (t, slots), each a local expert, or their number for none.
 
-        `counts`: choices of each local expert. Rows of an expert are in the order of tokens.
+        `total`: choices of local experts. Rows of an expert are in the order of tokens.
         """
         flat = experts.flatten()
-        total = sum(counts)
         slots = flat.sort(stable=True).indices[:total]
         places = torch.full_like(flat, total)
         places[slots] = torch.arange(total, device=flat.device)
         tokens = slots.div(experts.shape[1], rounding_mode="floor")
-        return cls(counts, tokens, slots, places.view(experts.shape))
+        return cls(groups, tokens, slots, places.view(experts.shape))
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class Sent:
         places: (n, ep) int64, the message of each token to each rank; the number of messages for
             none.
         given, taken: messages to and from each rank.
-        rows: rows that each of this rank's experts gets.
+        rows: the rows that each of this rank's experts gets.
         most: the most messages that a rank can send or get.
     """
 
@@ -81,7 +93,7 @@ class Sent:
     places: Tensor
     given: tuple[int, ...]
     taken: tuple[int, ...]
-    rows: tuple[int, ...]
+    rows: Groups
     most: int
 
     @classmethod
@@ -97,7 +109,8 @@ class Sent:
         of_experts = counts_of(experts.flatten(), local * ep.size).view(ep.size, local)
         numbers = torch.cat((goes.sum(0).unsqueeze(1), of_experts), dim=1)
         got = collectives.all_to_all(numbers, ep)
-        both = torch.cat((numbers[:, 0], got[:, 0], got[:, 1:].sum(0)))
+        of_local = got[:, 1:].sum(0)
+        both = torch.cat((numbers[:, 0], got[:, 0], of_local))
         rows = evenly(experts.numel(), local)
         counts = _read(both, [*[balanced] * (2 * ep.size), *rows])
         given, taken = counts[: ep.size], counts[ep.size : 2 * ep.size]
@@ -113,7 +126,7 @@ class Sent:
             places.view(ep.size, count).t(),
             given,
             taken,
-            counts[2 * ep.size :],
+            Groups.of(of_local, counts[2 * ep.size :]),
             ep.size * count,
         )
 
@@ -167,12 +180,19 @@ def balanced_experts(seed: int, layer: int, tokens: int, experts: int, chosen: i
     return orders[:, : each * chosen].reshape(-1, chosen)[:tokens].contiguous()
 
 
+@functools.partial(fused, rows=True)
 def sum_of_slots(rows: Tensor, places: Tensor) -> Tensor:
     """Sums each token's rows in the order of its slots: (rows, h), (t, slots) → (t, h).
 
     A place behind the last row adds nothing. Equal inputs give equal bits on every device, as
     nothing is added atomically.
     """
+    if torch.compiler.is_compiling():  # one kernel, without a copy of the rows
+        last, total = rows.shape[0] - 1, rows.new_zeros(places.shape[0], rows.shape[1])
+        for place in places.unbind(1) if last >= 0 else ():
+            row = rows.index_select(0, place.clamp(max=last))
+            total = total + row.where((place <= last).unsqueeze(-1), 0)
+        return total
     padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     total = padded.index_select(0, places[:, 0])
     for slot in range(1, places.shape[1]):

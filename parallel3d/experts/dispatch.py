@@ -46,7 +46,7 @@ def dispatched(
     local = experts // ep.size
     if ep.size == 1:
         if choice.rows is None:
-            choice.rows = Rows.of(routing.experts, local, routing.experts.numel())
+            choice.rows = Rows.of_all(routing.experts, local, x.dtype)
         return run(x, routing.weights, choice.rows)
     if way == GATHER:
         return _by_gather(x, routing, choice, local, ep, run)
@@ -108,7 +108,8 @@ def _by_all_to_all(
         experts = collectives.all_to_all_rows(
             routing.experts[sent.tokens], ep, sent.given, sent.taken, sent.most
         )
-        choice.rows = Rows.sorted_by(_local(experts, local, ep.index), sent.rows)
+        local_experts = _local(experts, local, ep.index)
+        choice.rows = Rows.sorted_by(local_experts, sent.rows, sent.rows.total)
     sizes = sent.given, sent.taken, sent.most
     tokens = _Exchange.apply(_Take.apply(x, sent), ep, *sizes)
     weights = _Exchange.apply(_Take.apply(routing.weights, sent), ep, *sizes)

@@ -8,41 +8,33 @@ arXiv:2512.14080).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel3d.device.matmul import matmul
+from parallel3d.device.accelerator import is_on_accelerator
+from parallel3d.device.grouped import Groups, grouped_matmul
 from parallel3d.experts.choice import Rows, sum_of_slots
-from parallel3d.parameters.gradients import add_grouped_gradient
+from parallel3d.experts.gradients import add_grouped_gradient
+from parallel3d.parameters.gradients import deferred_queue
 
-Activation = Callable[[Tensor], Tensor]
 
+class Activation(NamedTuple):
+    """The non-linearity of experts, from `inner` to `ffn` features of a row.
 
-def grouped_matmul(rows: Tensor, weight: Tensor, counts: tuple[int, ...], rows_of: int) -> Tensor:
-    """Multiplies the rows of each expert by its part of `weight`: W (rows_of, in) of each.
-
-    Shapes: (rows, in), (experts · rows_of, in), → (rows, rows_of).
+    Attributes:
+        plain: computes it.
+        weighed: one kernel that also multiplies each row by its weight, in place of `_weighed`;
+            None: there is none.
+        weighed_backward: one kernel that returns the gradients of the rows and of the weights, and
+            the result of `weighed`, from (gradient, rows, weights).
     """
-    return _each(rows, weight.unflatten(0, (-1, rows_of)).transpose(1, 2), counts)
 
-
-def grouped_matmul_back(
-    grad: Tensor, weight: Tensor, counts: tuple[int, ...], rows_of: int
-) -> Tensor:
-    """Returns the gradient of `grouped_matmul`'s rows: (rows, rows_of) → (rows, in)."""
-    return _each(grad, weight.unflatten(0, (-1, rows_of)), counts)
-
-
-def _each(rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor:
-    out = rows.new_empty(rows.shape[0], matrices.shape[2])
-    first = 0
-    for count, matrix in zip(counts, matrices, strict=True):
-        if count:
-            out[first : first + count] = matmul(rows[first : first + count], matrix)
-        first += count
-    return out
+    plain: Callable[[Tensor], Tensor]
+    weighed: Callable[[Tensor, Tensor], Tensor] | None = None
+    weighed_backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None = None
 
 
 def run_experts(
@@ -81,11 +73,10 @@ class _Experts(torch.autograd.Function):
         ctx.rows = rows
         ctx.activation = activation
         # Nothing else names the rows, so that they are free before the second GEMM.
-        given = up, rows.counts, _rows_of(up, rows)
-        inner = grouped_matmul(x.index_select(0, rows.tokens), *given)
+        inner = grouped_matmul(x.index_select(0, rows.tokens), *_transposed(up, rows))
         ctx.save_for_backward(weights, inner, *([x] if up.requires_grad else []))
         active = _weighed(inner, weights.flatten()[rows.slots], activation)
-        out = grouped_matmul(active, down, rows.counts, _rows_of(down, rows))
+        out = grouped_matmul(active, *_transposed(down, rows))
         return sum_of_slots(out, rows.places)
 
     @staticmethod
@@ -96,19 +87,13 @@ class _Experts(torch.autograd.Function):
         rows, up, down = ctx.rows, ctx.up, ctx.down
         grad = grad.contiguous()
         grad_out = grad.index_select(0, rows.tokens)
-        grad_active = grouped_matmul_back(grad_out, down, rows.counts, _rows_of(down, rows))
+        grad_active = grouped_matmul(grad_out, _matrices(down, rows), rows.groups)
         chosen = weights.detach().flatten()[rows.slots]
-        with torch.enable_grad():
-            leaves = inner.detach().requires_grad_(), chosen.requires_grad_()
-            active = _weighed(*leaves, ctx.activation)
-        grad_inner, grad_chosen = torch.autograd.grad(active, leaves, grad_active)
-        active, chosen, inner = active.detach(), chosen.detach(), inner.detach()
-        grad_x = None
-        if of_x:
-            grad_rows = grouped_matmul_back(grad_inner, up, rows.counts, _rows_of(up, rows))
-            grad_x = sum_of_slots(grad_rows, rows.places)
-        grad_weights = torch.zeros_like(weights).flatten()
-        grad_weights[rows.slots] = grad_chosen
+        inner = inner.detach()
+        grad_inner, grad_chosen, active = _weighed_backward(
+            grad_active, inner, chosen, ctx.activation
+        )
+        del grad_active
 
         # A deferred gradient keeps the tokens and `inner`, not the rows and the activations.
         def active_rows() -> Tensor:
@@ -120,19 +105,54 @@ class _Experts(torch.autograd.Function):
         def taken() -> Tensor:
             return tokens[0].index_select(0, rows.tokens)
 
-        grad_up = grad_down = None
-        if of_down:
-            grad_down = add_grouped_gradient(down, grad_of_rows, active_rows, rows.counts)
+        grad_up = grad_down = grad_x = None
+        if of_down and deferred_queue(down) is None:
+            grad_down = add_grouped_gradient(
+                down, partial(_same, grad_out), partial(_same, active), rows.groups
+            )
+        elif of_down:
+            grad_down = add_grouped_gradient(down, grad_of_rows, active_rows, rows.groups)
+        del active, grad_out
+        if of_x:
+            grad_rows = grouped_matmul(grad_inner, _matrices(up, rows), rows.groups)
+            grad_x = sum_of_slots(grad_rows, rows.places)
+            del grad_rows
+        grad_weights = torch.zeros_like(weights).flatten()
+        grad_weights[rows.slots] = grad_chosen
         if of_up:
-            grad_up = add_grouped_gradient(up, lambda: grad_inner, taken, rows.counts)
+            grad_up = add_grouped_gradient(up, lambda: grad_inner, taken, rows.groups)
         return grad_x, grad_weights.view_as(weights), grad_up, grad_down, None, None
 
 
-def _rows_of(weight: Tensor, rows: Rows) -> int:
-    return weight.shape[0] // len(rows.counts)
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _matrices(weight: Tensor, rows: Rows) -> Tensor:
+    """Returns the experts' matrices, (experts, out, in) of (experts · out, in)."""
+    return weight.unflatten(0, (len(rows.groups.ends), -1))
+
+
+def _transposed(weight: Tensor, rows: Rows) -> tuple[Tensor, Groups]:
+    """Returns the transposed matrices, (experts, in, out), and the rows of each."""
+    return _matrices(weight, rows).transpose(1, 2), rows.groups
 
 
 def _weighed(inner: Tensor, weights: Tensor, activation: Activation) -> Tensor:
     """Returns activations times the rows' weights, rounded once: (rows, inner) → (rows, ffn)."""
-    active = activation(inner)
+    if activation.weighed is not None and is_on_accelerator(inner):
+        return activation.weighed(inner, weights)
+    active = activation.plain(inner)
     return (active.to(weights.dtype) * weights.unsqueeze(-1)).to(active.dtype)
+
+
+def _weighed_backward(
+    grad: Tensor, inner: Tensor, weights: Tensor, activation: Activation
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of `inner` and of the weights, and the result of `_weighed`."""
+    if activation.weighed_backward is not None and is_on_accelerator(inner):
+        return activation.weighed_backward(grad, inner, weights)
+    with torch.enable_grad():
+        leaves = inner.detach().requires_grad_(), weights.detach().requires_grad_()
+        active = _weighed(*leaves, activation)
+    return *torch.autograd.grad(active, leaves, grad), active.detach()

@@ -15,10 +15,11 @@ from parallel3d.config.schema import ModelConfig
 from parallel3d.experts.balance import Balance
 from parallel3d.experts.choice import Choice, Rows
 from parallel3d.experts.dispatch import dispatched
-from parallel3d.experts.grouped import run_experts
+from parallel3d.experts.grouped import Activation, run_experts
 from parallel3d.experts.router import Router
 from parallel3d.models.layers import BuildContext, output_std
 from parallel3d.models.mlp import MLP, activate
+from parallel3d.models.ops import weighed_backward, weighed_forward
 from parallel3d.models.recompute import recomputed
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
@@ -32,7 +33,7 @@ class Experts(nn.Module):
     def __init__(self, prefix: str, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
         self.count = model.num_experts // ctx.ep.size
-        self.activation = model.activation
+        self.activation = _activation(model)
         first, hidden, width = self.count * ctx.ep.index, model.hidden_size, model.expert_size
         inner = ("gate", "up") if model.is_gated else ("up",)
         up, down = [], []
@@ -49,7 +50,21 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
         """Returns the weighed sums over this rank's experts: (t, hidden) → (t, hidden)."""
-        return run_experts(x, weights, self.up, self.down, rows, partial(activate, self.activation))
+        return run_experts(x, weights, self.up, self.down, rows, self.activation)
+
+
+def _activation(model: ModelConfig) -> Activation:
+    plain = partial(activate, model.activation)
+    if not model.is_gated:
+        return Activation(plain)
+
+    def weighed(inner: Tensor, weights: Tensor) -> Tensor:
+        return weighed_forward(inner, weights, model.activation)
+
+    def backward(grad: Tensor, inner: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        return weighed_backward(grad, inner, weights, model.activation)
+
+    return Activation(plain, weighed, backward)
 
 
 def _whole(name: str, shape: tuple[int, int], row: int, std: float) -> ShardSpec:

@@ -182,11 +182,7 @@ def geglu_forward(gate_up: Tensor) -> Tensor:
 def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     gate, grad = _wide(gate), _wide(grad)
-    # gelu(z) = z·Φ, with Φ = (1 + tanh u) / 2 and u = √(2/π)·(z + 0.044715·z³), and Φ' =
-    # (1 − tanh² u)·u' / 2.
-    tanh = torch.tanh(SQRT_2_OVER_PI * (gate + CUBIC * gate**3))
-    share = 0.5 + 0.5 * tanh
-    slope = 0.5 * (1.0 - tanh * tanh) * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * gate * gate)
+    share, slope = _share(gate, "geglu")
     grad_gate = grad * up * (share + gate * slope)
     return torch.cat((grad_gate, grad * gate * share), -1).to(gate_up.dtype)
 
@@ -239,6 +235,43 @@ class _Gated(torch.autograd.Function):
         torch.mul(grad, kept[0], out=grad_up)
         of.alone_backward(grad * up, gate, grad_gate)
         return out, None
+
+
+@partial(fused, rows=True)
+def weighed_forward(gate_up: Tensor, weights: Tensor, name: str) -> Tensor:
+    """Returns the gated activation of each row times its weight, rounded once: (rows, 2f), (rows,)
+    → (rows, f)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = _wide(gate)
+    share, _ = _share(gate, name)
+    return (gate * share * up * weights.unsqueeze(-1)).to(gate_up.dtype)
+
+
+@partial(fused, rows=True)
+def weighed_backward(
+    grad: Tensor, gate_up: Tensor, weights: Tensor, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of the rows and of their weights, and the result of the forward."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, grad, weights = _wide(gate), _wide(grad), weights.unsqueeze(-1)
+    share, slope = _share(gate, name)
+    active = gate * share
+    weighed = grad * weights
+    grad_gate = weighed * up * (share + gate * slope)
+    grad_gate_up = torch.cat((grad_gate, weighed * active), -1).to(gate_up.dtype)
+    active = active * up
+    return grad_gate_up, (grad * active).sum(-1), (active * weights).to(gate_up.dtype)
+
+
+def _share(gate: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Returns the share s of the gate z that passes, as z · s, and its derivative."""
+    if name == "swiglu":
+        share = torch.sigmoid(gate)
+        return share, share * (1.0 - share)
+    # gelu: s = (1 + tanh u) / 2 with u = √(2/π)·(z + 0.044715·z³), and s' = (1 − tanh² u)·u' / 2.
+    tanh = torch.tanh(SQRT_2_OVER_PI * (gate + CUBIC * gate**3))
+    slope = 0.5 * (1.0 - tanh * tanh) * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * gate * gate)
+    return 0.5 + 0.5 * tanh, slope
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,45 +36,14 @@ def add_weight_gradient(
     def rows() -> Tensor:
         return x if isinstance(x, Tensor) else x()
 
-    return _add_or_defer(
+    return add_or_defer(
         weight,
         lambda: matmul(grad.t(), rows()),
         lambda main_grad: add_matmul(main_grad, grad, rows()),
     )
 
 
-def add_grouped_gradient(
-    weight: Tensor,
-    grad: Callable[[], Tensor],
-    x: Callable[[], Tensor],
-    counts: Sequence[int],
-) -> Tensor | None:
-    """Adds the gradients gradᵀ·x of experts' matrices to their bucket, or returns them.
-
-    An expert without rows has the gradient zero, so that every rank has a gradient of every expert
-    that it holds. Otherwise it works like `add_weight_gradient`.
-
-    Args:
-        weight: (experts · out, in).
-        grad, x: functions that return (rows, out) and (rows, in), sorted by expert.
-        counts: rows of each expert.
-    """
-
-    def add(out: Tensor) -> None:
-        grad_rows, x_rows = grad().split(list(counts)), x().split(list(counts))
-        for i, matrix in enumerate(out.unflatten(0, (len(counts), -1))):
-            if counts[i]:
-                add_matmul(matrix, grad_rows[i], x_rows[i])
-
-    def computed() -> Tensor:
-        out = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        add(out)
-        return out.to(weight.dtype)
-
-    return _add_or_defer(weight, computed, add)
-
-
-def _add_or_defer(
+def add_or_defer(
     weight: Tensor, computed: Callable[[], Tensor], add_to: Callable[[Tensor], None]
 ) -> Tensor | None:
     """Adds a weight's gradient to its bucket, now or deferred; or returns it for autograd.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
 from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.device.grouped import has_grouped_kernels
 from parallel3d.models import ops
 from parallel3d.simulated_device.device import this_machine
 from parallel3d.simulated_device.machine import Observer
@@ -81,9 +82,13 @@ def one_wait_a_step() -> Iterator[None]:
 
 
 def forwards_of_experts(trainer: Trainer) -> int:
-    """Returns the forwards of layers with experts in the trainer's last step on this rank."""
-    layers = 0 if trainer.balance is None else len(trainer.balance.routers)
-    return layers * trainer.schedule.microbatches
+    """Returns the forwards of layers with experts in the trainer's last step on this rank in which
+    the host must know how many rows the experts get."""
+    if trainer.balance is None:
+        return 0
+    if trainer.groups.ep.size == 1 and has_grouped_kernels(trainer.device, trainer.dtype):
+        return 0
+    return len(trainer.balance.routers) * trainer.schedule.microbatches
 
 
 @contextmanager

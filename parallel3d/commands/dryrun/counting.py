@@ -11,7 +11,7 @@ import gc
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -130,6 +130,15 @@ COLLECTIVES = {  # the simulated device's names, and those of `bus_factor`
 }
 aten = torch.ops.aten
 _ALIKE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
+# FLOPs of products of groups, whose rows all belong to a group.
+GROUPED: dict[Any, Callable[..., float]] = {
+    torch.ops.parallel3d.grouped_matmul: lambda ends, rows, matrices: (
+        2.0 * rows.shape[0] * matrices.shape[1] * matrices.shape[2]
+    ),
+    torch.ops.parallel3d.add_products: lambda out, ends, a, b: (
+        2.0 * a.shape[0] * a.shape[1] * b.shape[1]
+    ),
+}
 
 
 class Counts(Counter[tuple[str, str]]):
@@ -281,6 +290,8 @@ class StepCounter(Observer):
             flops = 2.0 * ATTENTION[kernel.name] * batch * heads * length * keys * width
             return "attention", flops, self.dtypes[q.dtype], width
         packet = operator.overloadpacket
+        if packet in GROUPED:
+            return "gemm_layers", GROUPED[packet](*args), self.dtypes[args[-1].dtype], 0
         count = flop_registry.get(_ALIKE.get(packet, packet))
         if count is None:
             return part, 0.0, "", 0
@@ -317,6 +328,7 @@ _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] 
     ("/parallel3d/tensor_parallel/partial_gradients.py", None, OPTIMIZER, "buffers", "optimizer"),
     ("/parallel3d/tensor_parallel/", None, BLOCKS, "activations", None),
     ("/parallel3d/parameters/gradients.py", None, None, "buffers", None),  # matmuls to be added
+    ("/parallel3d/experts/gradients.py", None, BLOCKS, "buffers", None),
     ("/parallel3d/models/embedding_and_head.py", None, OTHER, "activations", None),
     ("/parallel3d/models/", None, BLOCKS, "activations", None),
     ("/parallel3d/experts/grouped.py", None, BLOCKS, "activations", None),

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel3d.device.grouped import Groups
 from parallel3d.experts.choice import Rows, sum_of_slots
-from parallel3d.experts.grouped import run_experts
+from parallel3d.experts.grouped import Activation, run_experts
 from parallel3d.models.mlp import activate
+from parallel3d.models.ops import weighed_backward, weighed_forward
 from parallel3d.parameters.state import state_of
 from tests.distributed.seams import EXPERT_GRADIENT, SUMMED_SLOTS, Mutation, planted
 
@@ -82,7 +84,7 @@ def check(experts: list[list[int]], main_grads: bool) -> None:
         for weight in given[2:]:
             state_of(weight).main_grad = torch.zeros_like(weight)
     with uninitialised_is_nan():
-        ours = run_experts(*given, rows_of(chosen), partial(activate, "swiglu"))
+        ours = run_experts(*given, rows_of(chosen), Activation(partial(activate, "swiglu")))
         ours.backward(grad)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
     for leaf, gradient in zip(given, wanted, strict=True):
@@ -109,14 +111,13 @@ def nothing_behind_the_last_row(sound: Any, rows: Tensor, places: Tensor) -> Ten
 
 @planted(EXPERT_GRADIENT)
 def gradients_of_used_experts_alone(
-    sound: Any, weight: Tensor, grad: Callable[[], Tensor], x: Callable[[], Tensor], counts: Any
+    sound: Any, weight: Tensor, grad: Callable[[], Tensor], x: Callable[[], Tensor], groups: Groups
 ) -> Tensor:
     """A grouped GEMM writes no gradient for an expert without rows."""
     out = torch.empty_like(weight)
-    pairs = zip(grad().split(list(counts)), x().split(list(counts)), strict=True)
-    for matrix, (g, rows) in zip(out.unflatten(0, (len(counts), -1)), pairs, strict=True):
-        if len(rows):
-            matrix.copy_(g.t() @ rows)
+    for matrix, rows in zip(out.unflatten(0, (len(groups.ends), -1)), groups.spans(), strict=True):
+        if rows.start < rows.stop:
+            matrix.copy_(grad()[rows].t() @ x()[rows])
     return out
 
 
@@ -128,7 +129,8 @@ def test_unwritten_memory_is_detected(bug: Mutation) -> None:
 
 def test_rows_are_in_the_order_of_experts_and_tokens() -> None:
     rows = rows_of(torch.tensor([[1, 3], [3, 1], [EXPERTS, 0]]))
-    assert rows.counts == (1, 2, 0, 2)
+    assert rows.groups.counts == (1, 2, 0, 2)
+    assert rows.groups.ends.tolist() == [1, 3, 3, 5]
     assert rows.tokens.tolist() == [2, 0, 1, 0, 1]
     assert rows.slots.tolist() == [5, 0, 3, 1, 2]
     assert rows.places.tolist() == [[1, 3], [4, 2], [5, 0]]
@@ -148,6 +150,19 @@ def test_an_activation_in_bf16_is_rounded_once_with_its_weight() -> None:
     weights = torch.rand(64, 1, generator=generator)
     up, down = torch.eye(5).bfloat16(), torch.eye(5).bfloat16()
     rows = Rows.of(torch.zeros(64, 1, dtype=torch.int64), 1, 64)
-    found = run_experts(x, weights, up, down, rows, lambda inner: inner)
+    found = run_experts(x, weights, up, down, rows, Activation(lambda inner: inner))
     assert torch.equal(found, (x.float() * weights).bfloat16())
     assert not torch.equal(found, x * weights.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_the_kernels_of_a_weighed_activation_equal_its_plain_form(name: str) -> None:
+    rows, grad = drawn(9, 2 * WIDTH, seed=1), drawn(9, WIDTH, seed=2)
+    leaves = rows.requires_grad_(), drawn(9, seed=3).requires_grad_()
+    plain = activate(name, leaves[0]) * leaves[1].unsqueeze(-1)
+    wanted = (*torch.autograd.grad(plain, leaves, grad), plain)
+    detached = [leaf.detach() for leaf in leaves]
+    torch.testing.assert_close(weighed_forward(*detached, name), plain.detach())
+    found = weighed_backward(grad, *detached, name)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-12, atol=1e-13)

@@ -1,0 +1,159 @@
+"""Matrix products of groups of rows, each group with a matrix of its own: the experts of a layer.
+
+A GPU runs all groups in one kernel, which reads on the device where they end, so that the host need
+not know their sizes. Elsewhere each group is a product by itself.
+
+Weight gradients are added in fp32: PyTorch's grouped GEMM has neither an fp32 result nor one that
+it adds to (PyTorch issue 166651), so `grouped_kernels` has a kernel for that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel3d.device import accelerator
+from parallel3d.device.fused import has_kernel_compiler
+from parallel3d.device.matmul import matmul
+
+HOPPER = 9  # major compute capability from which on PyTorch's grouped GEMM is one kernel
+
+
+class Groups(NamedTuple):
+    """Groups of consecutive rows.
+
+    Attributes:
+        ends: (groups,) int32 on the device, the row after the last one of each group.
+        counts: rows of each group; None: the host does not know them.
+    """
+
+    ends: Tensor
+    counts: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, numbers: Tensor, counts: tuple[int, ...] | None) -> Groups:
+        """Returns groups of these sizes, (groups,) on the device, and on the host if it knows
+        them."""
+        return cls(numbers.cumsum(0).int(), counts)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each group. Raises ValueError if the host does not know them."""
+        if self.counts is None:
+            raise ValueError("the sizes of the groups are known on the device alone")
+        return self.counts
+
+    @property
+    def total(self) -> int:
+        """Rows of all groups."""
+        return sum(self.sizes)
+
+    def spans(self) -> Iterator[slice]:
+        """Yields the rows of each group."""
+        first = 0
+        for size in self.sizes:
+            yield slice(first, first + size)
+            first += size
+
+
+def has_grouped_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether products of groups are one kernel: bf16 on a GPU since Hopper, with Triton,
+    or on the simulated device; there fp64 too, so that the kernels' users are compared exactly."""
+    if not accelerator.is_accelerator(device):
+        return False
+    if hasattr(accelerator.module(device), "fused_kernel"):
+        return dtype in (torch.bfloat16, torch.float64)
+    return dtype == torch.bfloat16 and _is_since_hopper(device) and has_kernel_compiler()
+
+
+@functools.cache
+def _is_since_hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return accelerator.module(device).get_device_capability(device)[0] >= HOPPER
+
+
+def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+    """Multiplies the rows of each group by its matrix: (rows, in), (groups, in, out) → (rows, out).
+
+    Rows after the last group have no defined result.
+    """
+    if has_grouped_kernels(rows.device, rows.dtype):
+        return torch.ops.parallel3d.grouped_matmul(groups.ends, rows, matrices)
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    for span, matrix in zip(groups.spans(), matrices, strict=True):
+        if span.start < span.stop:
+            out[span] = matmul(rows[span], matrix)
+    return out
+
+
+def add_products(out: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
+    """Adds aᵀ·b of each group's rows to its matrix in fp32 `out`, in one kernel, without rounding
+    the products.
+
+    (groups, n, m), (rows, n), (rows, m). It needs `has_grouped_kernels`.
+    """
+    torch.ops.parallel3d.add_products(out, groups.ends, a, b)
+
+
+# The operators that are one kernel. The simulated device runs their form for the CPU.
+
+
+def _spans(ends: Tensor) -> Iterator[slice]:
+    first = 0
+    for end in ends.tolist():
+        yield slice(first, end)
+        first = end
+
+
+def _matmul_on_cpu(ends: Tensor, rows: Tensor, matrices: Tensor) -> Tensor:
+    out = rows.new_full((rows.shape[0], matrices.shape[2]), torch.nan)  # after the last group
+    for span, matrix in zip(_spans(ends), matrices, strict=True):
+        out[span] = rows[span] @ matrix
+    return out
+
+
+def _matmul_on_gpu(ends: Tensor, rows: Tensor, matrices: Tensor) -> Tensor:
+    return F.grouped_mm(rows, matrices, offs=ends)
+
+
+def _matmul_without_values(ends: Tensor, rows: Tensor, matrices: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], matrices.shape[2])
+
+
+def _add_on_cpu(out: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> None:
+    for matrix, span in zip(out, _spans(ends), strict=True):
+        matrix.addmm_(a[span].to(out.dtype).t(), b[span].to(out.dtype))
+
+
+def _add_on_gpu(out: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> None:
+    from parallel3d.device import grouped_kernels  # only there is Triton
+
+    grouped_kernels.add_products(out, a.contiguous(), b.contiguous(), ends)
+
+
+def _add_without_values(out: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> None:
+    pass
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("parallel3d", "FRAGMENT")
+    library.define("grouped_matmul(Tensor ends, Tensor rows, Tensor matrices) -> Tensor")
+    library.define("add_products(Tensor(a!) out, Tensor ends, Tensor a, Tensor b) -> ()")
+    forms: dict[str, tuple[Any, Any]] = {
+        "CPU": (_matmul_on_cpu, _add_on_cpu),
+        "CUDA": (_matmul_on_gpu, _add_on_gpu),
+        "Meta": (_matmul_without_values, _add_without_values),
+    }
+    for key, (product, addition) in forms.items():
+        library.impl("grouped_matmul", product, key)
+        library.impl("add_products", addition, key)
+    return library
+
+
+_library = _register()  # the operators exist as long as it does
