@@ -36,7 +36,8 @@ class Piece:
     Attributes:
         places: by chunk, its first element, counted from `start`, rows and columns; other elements
             are padding.
-        numbers: int64 (chunks, 2), site + B · first row, and first column.
+        numbers: int64 (chunks, 3), site + B · first row, first column, and B: as a constant,
+            TorchInductor would multiply row numbers by it in 32 bits.
     """
 
     start: int
@@ -79,8 +80,9 @@ def pieces_of(segment: Segment, seed: int) -> list[Piece]:
         for begin, site, chunk in some:
             row, rows = (chunk.offsets[0], chunk.sizes[0]) if len(chunk.sizes) == 2 else (0, 1)
             places.append((begin - start, rows, chunk.sizes[-1]))
-            numbers.append([signed((site + ROW * row) % (1 << 64), 64), chunk.offsets[-1]])
-        known = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 2)
+            key = signed((site + ROW * row) % (1 << 64), 64)
+            numbers.append([key, chunk.offsets[-1], signed(ROW, 64)])
+        known = torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 3)
         pieces.append(Piece(start, end, places, known))
     return pieces
 
@@ -105,7 +107,7 @@ def _cut(chunk: Chunk, most: int) -> list[tuple[Chunk, int]]:
 def _fill(out: Tensor, number: Tensor, shift: Tensor) -> None:
     rows = torch.arange(out.shape[0], device=out.device).unsqueeze(-1)
     columns = torch.arange(out.shape[1], dtype=torch.int32, device=out.device)
-    key = rows * signed(ROW, 64) + (number[0] + shift)
+    key = rows * number[2] + (number[0] + shift)
     out.copy_(mixed(*halves(key), columns + number[1].to(torch.int32)))
 
 
