@@ -17,8 +17,7 @@ def add_grouped_gradient(
     """Adds the gradients gradᵀ·x of experts' matrices to their bucket, or returns them.
 
     An expert without rows has the gradient zero, so that every rank has a gradient of every expert
-    that it holds. Otherwise it works like
-    `parameters.gradients.add_weight_gradient`.
+    that it holds. Otherwise it works like `parameters.gradients.add_weight_gradient`.
 
     Args:
         weight: (experts · out, in).
