@@ -629,6 +629,7 @@ def _model(levels: Levels) -> dict[str, Any]:
         model = {"rope_original_length": 4, **model, "query_temperature": 0.4}
     if levels["norm position"] != "before":
         model["norm_position"] = levels["norm position"]
+    if levels["norm position"] == "after":
         # The first outputs are small. Norms that divided by them would make gradients, and rounding
         # errors in them, a hundred times as large.
         model["norm_eps"] = 0.1
