@@ -14,20 +14,25 @@ from parallel3d.checkpoint.hf.layers import THEIR_FULL, THEIR_SLIDING
 from parallel3d.checkpoint.hf.read_keys import Keys
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError
+from parallel3d.models.dialect import LINEAR, LLAMA3, LONGROPE, YARN
 
 THETA, KIND, OLD_KIND = "rope_theta", "rope_type", "type"
 NEW, OLD = "rope_parameters", "rope_scaling"
 ORIGINAL = "original_max_position_embeddings"
 PART, ROTARY_DIM = "partial_rotary_factor", "rotary_dim"
 BETA = "llama_4_scaling_beta"
-LLAMA3 = {
+OF_LLAMA3 = {
     "factor": "rope_scaling_factor",
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
     ORIGINAL: "rope_original_length",
 }
-YARN = {"beta_fast": "rope_beta_fast", "beta_slow": "rope_beta_slow", "truncate": "rope_truncate"}
-LONGROPE = {"short_factor": "rope_short_factors", "long_factor": "rope_long_factors"}
+OF_YARN = {
+    "beta_fast": "rope_beta_fast",
+    "beta_slow": "rope_beta_slow",
+    "truncate": "rope_truncate",
+}
+OF_LONGROPE = {"short_factor": "rope_short_factors", "long_factor": "rope_long_factors"}
 ATTENTION = "attention_factor"
 
 
@@ -154,14 +159,18 @@ def _factor(rope: Keys, kind: str, positions: int | None = None, original: int =
     if positions is None:
         if not rope.has("factor"):
             raise UserError(f"config.json has rope_type={kind} without factor")
-        return float(rope.get("factor", 1.0, float))
-    found = rope.get("factor", None, float)
-    return float(found) if found is not None else positions / max(1, original)
+        found = rope.get("factor", 1.0, float)
+    else:
+        found = rope.get("factor", None, float)
+        found = positions / max(1, original) if found is None else found
+    if found < 1:
+        raise rope.error("factor", found, "it must be at least 1")
+    return float(found)
 
 
 def _linear(keys: Keys, rope: Keys, family: Family, positions: int, turned: int) -> dict[str, Any]:
     keys.get(ORIGINAL, 0, int)  # has no effect
-    return {"rope_scaling": "linear", "rope_scaling_factor": _factor(rope, "linear")}
+    return {"rope_scaling": LINEAR, "rope_scaling_factor": _factor(rope, "linear")}
 
 
 def _llama3(keys: Keys, rope: Keys, family: Family, positions: int, turned: int) -> dict[str, Any]:
@@ -176,7 +185,7 @@ def _llama3(keys: Keys, rope: Keys, family: Family, positions: int, turned: int)
             f"config.json has rope_type=llama3 with low_freq_factor={low:g}, which must be below "
             f"high_freq_factor={high:g}"
         )
-    return {ours: values[theirs] for theirs, ours in LLAMA3.items()}
+    return {ours: values[theirs] for theirs, ours in OF_LLAMA3.items()}
 
 
 def _yarn(keys: Keys, rope: Keys, family: Family, positions: int, turned: int) -> dict[str, Any]:
@@ -188,10 +197,8 @@ def _yarn(keys: Keys, rope: Keys, family: Family, positions: int, turned: int) -
     one, all_dims = (rope.get(key, None, float) for key in ("mscale", "mscale_all_dim"))
     if given is None and one and all_dims:
         given = _length(factor, one) / _length(factor, all_dims)
-    if factor <= 1 and given not in (None, 1.0):
-        raise rope.error(ATTENTION, given, "with a factor of 1 it must be 1")
     return {
-        "rope_scaling": "yarn",
+        "rope_scaling": YARN,
         "rope_scaling_factor": factor,
         "rope_original_length": original,
         "rope_attention_factor": None if given is None else float(given),
@@ -210,17 +217,15 @@ def _longrope(
 ) -> dict[str, Any]:
     original = _original(keys, rope, family, positions)
     factor = _factor(rope, "longrope", positions, original)
-    if factor <= 1:
-        raise rope.error("factor", factor, f"with {KIND}=longrope it must be more than 1")
     found: dict[str, Any] = {
-        "rope_scaling": "longrope",
+        "rope_scaling": LONGROPE,
         "rope_scaling_factor": factor,
         "rope_original_length": original,
         "rope_attention_factor": rope.get(ATTENTION, None, float),
     }
     if original < 2 and found["rope_attention_factor"] is None:
         raise rope.error(ORIGINAL, original, "it must be at least 2")
-    for theirs, ours in LONGROPE.items():
+    for theirs, ours in OF_LONGROPE.items():
         factors = rope.get(theirs, [], list)
         if len(factors) != turned // 2 or not all(_is_positive(one) for one in factors):
             raise rope.error(
@@ -234,7 +239,7 @@ def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and value > 0
 
 
-_SCALINGS = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+_SCALINGS = {LINEAR: _linear, LLAMA3: _llama3, YARN: _yarn, LONGROPE: _longrope}
 
 
 def written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -266,19 +271,25 @@ def written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
     return keys | {NEW: base | scaling}
 
 
+def _is_scaled(model: ModelConfig) -> bool:
+    """Returns whether the model scales the positions of any kind of layer."""
+    in_yarn = model.rope_scaling == YARN and model.rope_attention_factor is not None
+    return model.rope_scaling_factor != 1 or model.rope_scaling == LONGROPE or in_yarn
+
+
 def _written_scaling(model: ModelConfig) -> dict[str, Any]:
-    if model.rope_scaling_factor == 1:
+    if not _is_scaled(model):
         return {KIND: "default"}
     kind = model.rope_scaling
-    if kind == "llama3":
-        return {KIND: kind} | {theirs: getattr(model, ours) for theirs, ours in LLAMA3.items()}
+    if kind == LLAMA3:
+        return {KIND: kind} | {theirs: getattr(model, ours) for theirs, ours in OF_LLAMA3.items()}
     found: dict[str, Any] = {KIND: kind, "factor": model.rope_scaling_factor}
-    if kind == "linear":
+    if kind == LINEAR:
         return found
     found[ORIGINAL] = model.rope_original_length
     if model.rope_attention_factor is not None:
         found[ATTENTION] = model.rope_attention_factor
-    more = YARN if kind == "yarn" else LONGROPE
+    more = OF_YARN if kind == YARN else OF_LONGROPE
     return found | {theirs: getattr(model, ours) for theirs, ours in more.items()}
 
 
@@ -289,9 +300,9 @@ def wanted_rope(model: ModelConfig, family: Family) -> list[tuple[str, Any, tupl
         found.append(("rotary_percent", model.rotary_percent, (1.0,)))
     if not family.has_temperature:
         found.append(("query_temperature", model.query_temperature, (0.0,)))
-    if model.rope_scaling_factor > 1:
+    if _is_scaled(model):
         known = tuple(kind for kind in family.scalings if kind != "default")
         found.append(("rope_scaling", model.rope_scaling, known))
-        if family.local_base is not None and model.rope_scaling == "yarn":
+        if family.local_base is not None and model.rope_scaling == YARN:
             found.append(("rope_truncate", model.rope_truncate, (True,)))
     return found

@@ -58,6 +58,7 @@ GEMMA3 = replace(
 FAMILIES = {
     "mistral": replace(LLAMA, layer_types=["sliding"], **SLIDES),
     "phi3": replace(LLAMA, rotary_percent=0.5, **LONGROPE),
+    "phi3_factor_1": replace(LLAMA, rotary_percent=0.5, **LONGROPE | {"rope_scaling_factor": 1.0}),
     "smollm3": replace(LLAMA, layer_types=["full", "full", "full", "full_nope"]),
     "seed_oss": replace(LLAMA, attention_bias="qkv", bias=True, head_dim=12),
     "granite": replace(
@@ -80,6 +81,9 @@ FAMILIES = {
     "gemma3_text": GEMMA3,
     # Families that stood before, in other dialects.
     "llama": replace(LLAMA, activation="geglu", **YARN),
+    "llama_factor_1": replace(
+        LLAMA, rope_scaling="yarn", rope_attention_factor=1.5, rope_original_length=16
+    ),
     "qwen2": replace(
         LLAMA, attention_bias="qkv", layer_types=["full"] * 5 + ["sliding"] * 3, **SLIDES
     ),
@@ -87,9 +91,9 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_model_of_a_family_is_exported_as_that_family_and_comes_back(kind: str) -> None:
-    model = FAMILIES[kind]
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_of_a_family_is_exported_as_that_family_and_comes_back(name: str) -> None:
+    model, kind = FAMILIES[name], name.removesuffix("_factor_1")
     assert hf_kind(model) == kind
     found, keys = from_hf(to_hf(model, "fp32"))
     assert found == kind
@@ -103,9 +107,9 @@ def test_a_model_of_a_family_is_exported_as_that_family_and_comes_back(kind: str
     assert replace(back, **same) == replace(model, **same)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_tensor_of_a_family_has_its_place_once(kind: str) -> None:
-    model = FAMILIES[kind]
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_tensor_of_a_family_has_its_place_once(name: str) -> None:
+    model, kind = FAMILIES[name], name.removesuffix("_factor_1")
     tensors = hf_tensors(model, kind)
     assert sorted(part for t in tensors for part in t.parts) == sorted(full_shapes_of(model))
     assert len({t.name for t in tensors}) == len(tensors)
