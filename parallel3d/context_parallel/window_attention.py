@@ -80,14 +80,14 @@ class _Run(NamedTuple):
         return {"scale": self.scale, "window_size_left": self.window - 1, "window_size_right": 0}
 
     @property
-    def halo(self) -> _Exchange | None:
+    def halo(self) -> HaloExchange | None:
         if self.sent is None or self.order is None or self.places is None or self.counts is None:
             return None
         halo = Halo(self.sent, self.order, self.places, self.counts)
-        return _Exchange(halo, registered(self.handle).group)
+        return HaloExchange(halo, registered(self.handle).group)
 
 
-class _Exchange:
+class HaloExchange:
     """Exchange of a halo's keys and values, and of their gradients."""
 
     def __init__(self, halo: Halo, group: Group) -> None:

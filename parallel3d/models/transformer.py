@@ -351,6 +351,9 @@ class Stage(nn.Module):
         self.rotary = tuple(rotary_tables(model, rope, *of_init) for rope in model.ropes)
         self.temperature = temperatures(model, *of_init)
         self.window = model.sliding_window
+        # Whole periods of the pattern of layers, so that graphs share their code.
+        period = len(model.layer_types) or 1
+        self.graph_blocks = GRAPH_BLOCKS // period * period or GRAPH_BLOCKS
         self.divided = ctx.tp.size if ctx.sequence_parallel else 1
         self.device = ctx.init.device
 
@@ -415,8 +418,8 @@ class Stage(nn.Module):
         shared = positions, samples, documents
         # Offloaded layers are moved one at a time, so each is a graph of its own.
         begin = max(self.offloaded, self.without_backward)
-        cuts = [*range(self.offloaded), *range(self.offloaded, begin, GRAPH_BLOCKS)]
-        cuts += range(begin, len(blocks), GRAPH_BLOCKS)
+        cuts = [*range(self.offloaded), *range(self.offloaded, begin, self.graph_blocks)]
+        cuts += range(begin, len(blocks), self.graph_blocks)
         for i, end in zip(cuts, [*cuts[1:], len(blocks)], strict=False):
             graph = blocks[i:end]
             for name, _ in graph:

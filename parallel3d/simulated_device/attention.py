@@ -90,12 +90,15 @@ def _forward(
     causal: bool,
     *rest: Any,
     scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Attends: (…, tokens, heads, d) → the same, and the logarithms of the sums (…, heads, tokens).
 
     With edges, sequences are packed, without a batch dimension. A causal sequence's last query
-    reads its last key.
+    reads its last key, and through a window at most `window_size_left` keys before its own.
     """
+    window = _window(causal, window_size_left, window_size_right)
     _check_packed(q, edges, longest)
     _check_packed(k, key_edges, longest_keys)
     out = simulated(torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device))
@@ -104,10 +107,10 @@ def _forward(
     sums = simulated(torch.empty(of_sums, dtype=accum_dtype, device=q.device))
     for part, keys in _sequences(q, edges, key_edges):
         whole = _swapped(q.data_[part]), _swapped(k.data_[keys]), _swapped(v.data_[keys])
-        scores, _, values = _scores(*whole, causal, scale)
+        scores, _, values = _scores(*whole, causal, scale, window)
         out.data_[part] = _swapped(scores.softmax(-1) @ values).to(q.dtype)
         sums.data_[..., part] = scores.logsumexp(-1)
-    _launch(FLASH, [q, k, v], [out, sums], edges, key_edges, causal)
+    _launch(FLASH, [q, k, v], [out, sums], edges, key_edges, causal, window)
     unused = torch.empty(0, device=q.device)
     return out, sums, unused, unused, unused
 
@@ -128,8 +131,11 @@ def _backward(
     causal: bool,
     *rest: Any,
     scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     """Differentiates attention to some keys; `out` and `sums` may be results over more keys."""
+    window = _window(causal, window_size_left, window_size_right)
     _check_packed(q, edges, longest)
     _check_packed(k, key_edges, longest_keys)
     grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
@@ -138,15 +144,16 @@ def _backward(
     for part, keys in _sequences(q, edges, key_edges):
         of_q, of_out, attended = (_swapped(t.data_[part]) for t in (q, grad, out))
         whole = of_q, _swapped(k.data_[keys]), _swapped(v.data_[keys])
-        found = _gradients(of_out, *whole, sums.data_[..., part], causal, scale, attended)
+        seen = causal, scale, window
+        found = _gradients(of_out, *whole, sums.data_[..., part], *seen, attended)
         for to, place, value in zip(grads, (part, keys, keys), found, strict=True):
             to.data_[place] = _swapped(value).to(to.dtype)
-    _launch(FLASH_BACKWARD, [q, k, v, grad, out, sums], grads, edges, key_edges, causal)
+    _launch(FLASH_BACKWARD, [q, k, v, grad, out, sums], grads, edges, key_edges, causal, window)
     return tuple(grads)
 
 
 def _scores(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns scores (…, heads, s, t), keys and values of every query head, in fp32 or better."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -155,8 +162,11 @@ def _scores(
     scores = q.to(accum_dtype) @ keys.transpose(-2, -1) * scale
     if causal:
         queries, keys_of_all = scores.shape[-2:]
-        future = torch.ones(queries, keys_of_all, dtype=torch.bool).triu(1 + keys_of_all - queries)
-        scores = scores.masked_fill(future, -torch.inf)
+        before = keys_of_all - queries
+        every = torch.ones(queries, keys_of_all, dtype=torch.bool)
+        scores = scores.masked_fill(every.triu(1 + before), -torch.inf)
+        if window is not None:
+            scores = scores.masked_fill(every.tril(before - window), -torch.inf)
     return scores, keys, values
 
 
@@ -168,11 +178,12 @@ def _gradients(
     sums: Tensor,
     causal: bool,
     scale: float | None,
+    window: int | None,
     out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v (Dao et al. 2022, algorithm 4, in one block)."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores, keys, values = _scores(q, k, v, causal, scale)
+    scores, keys, values = _scores(q, k, v, causal, scale, window)
     chances = torch.exp(scores - sums.unsqueeze(-1))
     grad = grad.to(chances.dtype)
     of_chances = grad @ values.transpose(-2, -1)
@@ -224,6 +235,7 @@ def _launch(
     edges: Tensor | None,
     key_edges: Tensor | None,
     causal: bool,
+    window: int | None,
 ) -> None:
     """Reports the kernel; observers get queries and keys as sequences of equal length."""
     q, k = inputs[:2]
@@ -231,7 +243,16 @@ def _launch(
     shapes = ((count, t.shape[-2], math.prod(t.shape[:-2]) // count, t.shape[-1]) for t in (q, k))
     alike = [torch.empty(shape, dtype=q.dtype, device="meta") for shape in shapes]
     given = [*inputs, *(e for e in (edges, key_edges) if e is not None)]
-    launch(name, given, outputs, (name, alike, {"causal": causal}, None))
+    launch(name, given, outputs, (name, alike, {"causal": causal, "window": window}, None))
+
+
+def _window(causal: bool, left: int | None, right: int | None) -> int | None:
+    """Returns the keys that a query sees through a kernel's window, None without one."""
+    if left is None:
+        return None
+    if not causal or right != 0:
+        raise NotImplementedError(f"a window to both sides on the {TYPE} device")
+    return left + 1
 
 
 def _swapped(x: Tensor) -> Tensor:

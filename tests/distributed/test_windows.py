@@ -11,6 +11,8 @@ import pytest
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, Sizes, check_cases
 from tests.distributed.pool import Pool
+from tests.distributed.simulated import SimulatedPool
+from tests.distributed.simulated_runs import run_on_own_device
 
 STYLES = ("gather", "heads", "ring")
 TYPES = {
@@ -93,3 +95,44 @@ def test_windows_train_like_the_reference(
     sizes: Sizes, cases: list[Case], pool: Pool, references: References
 ) -> None:
     check_cases(sizes, cases, pool, references)
+
+
+# Blocks of several kinds in one graph, and a halo inside of it.
+COMPILED: list[tuple[Sizes, list[Case]]] = [
+    ((1, 1, 1), [Case(PACKS, compile=True), Case(NOPE, compile=True)]),
+    (
+        (1, 1, 1, 2),
+        [
+            Case(replace(PACKS, ranks=2), compile=True),
+            Case(LONG, compile=True, keys=styled("ring", recompute="full")),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "cases"), COMPILED, ids=["one rank", "cp2"])
+def test_compiled_windows_train_like_the_reference(
+    sizes: Sizes, cases: list[Case], pool: Pool, references: References
+) -> None:
+    check_cases(sizes, cases, pool, references)
+
+
+# With heads of 8, half precision takes the varlen kernel.
+HALF = replace(
+    windowed("gemma", 5, num_attention_heads=4), precision="bf16", steps=2, batch=12, documents=True
+)
+SIMULATED: dict[Sizes, list[Case]] = {
+    (2, 1, 1): [Case(HALF, sp=True, keys=(("recompute", "full"),)), Case(PACKS)],
+    (1, 1, 1, 2): [
+        Case(replace(HALF, ranks=2)),
+        Case(replace(HALF, ranks=2), keys=styled("ring", recompute="selective")),
+        Case(replace(PACKS, ranks=2)),
+    ],
+}
+
+
+@pytest.mark.parametrize("sizes", SIMULATED, ids=["tp", "cp"])
+def test_windows_on_a_simulated_device_need_no_wait(
+    sizes: Sizes, simulated: SimulatedPool, references: References
+) -> None:
+    check_cases(sizes, SIMULATED[sizes], simulated, references, run=run_on_own_device)

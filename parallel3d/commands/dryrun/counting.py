@@ -156,6 +156,18 @@ class Counts(Counter[tuple[str, str]]):
         return sum(self.of(what).values())
 
 
+def _keys_seen(queries: int, keys: int, causal: bool, window: int | None) -> float:
+    """Returns the mean number of keys that a query of a kernel computes with.
+
+    A causal kernel skips the blocks above the diagonal, which ends at the last key; a window also
+    those far below it.
+    """
+    if window is None or window > keys:
+        return keys - causal * queries / 2
+    lacking = max(0, window - 1 - (keys - queries))  # the first query's keys before the sequence
+    return window - lacking * (lacking + 1) / (2 * queries)
+
+
 class StepCounter(Observer):
     """Counts while it is one of the machine's observers.
 
@@ -285,8 +297,7 @@ class StepCounter(Observer):
         if kernel.name in ATTENTION:
             q, k = args
             batch, heads, length, width = q.shape
-            # A causal kernel skips the blocks above the diagonal, which ends at the last key.
-            keys = k.shape[-2] - kwargs["causal"] * length / 2
+            keys = _keys_seen(length, k.shape[-2], **kwargs)
             flops = 2.0 * ATTENTION[kernel.name] * batch * heads * length * keys * width
             return "attention", flops, self.dtypes[q.dtype], width
         packet = operator.overloadpacket

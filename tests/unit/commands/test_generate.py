@@ -130,6 +130,15 @@ def test_a_sliding_layer_caches_its_window_alone() -> None:
     assert [cache.shape[3] for cache in short.caches.values()] == [12, 12]
 
 
+def test_a_cache_that_is_one_key_too_short_shows() -> None:
+    decoder, stage = decoder_of(SLIDING)
+    decoder.caches["0"] = decoder.caches["0"][:, :, :, :-1]
+    tokens = list(range(9))
+    for length in range(4, 10):
+        logits = decoder.logits(tokens[:length])
+    assert (logits - whole_forward(stage, tokens)).abs().max() > 1e-6
+
+
 def draws(seed: int, logits: Tensor, count: int, **settings: object) -> list[int]:
     sampler = TokenSampler(GenerateConfig(**settings), seed)
     return [sampler.draw(logits) for _ in range(count)]
