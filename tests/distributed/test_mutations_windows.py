@@ -25,7 +25,10 @@ from tests.distributed.seams import (
     planted,
 )
 from tests.distributed.test_mutations import ALL_NUMBERS
-from tests.distributed.test_windows import LONG, PACKS, SHORT, styled
+from tests.distributed.test_windows import LONG as LONG_ADAMW
+from tests.distributed.test_windows import PACKS as PACKS_ADAMW
+from tests.distributed.test_windows import SHORT as SHORT_ADAMW
+from tests.distributed.test_windows import styled
 
 pytestmark = pytest.mark.more
 
@@ -72,6 +75,10 @@ def gradients_of_the_halo_are_lost(
 
 
 ONE, TWO = (1, 1, 1), (1, 1, 1, 2)
+# SGD's cases evaluate, too.
+SHORT, LONG, PACKS = (
+    replace(problem, optimizer="sgd") for problem in (SHORT_ADAMW, LONG_ADAMW, PACKS_ADAMW)
+)
 OVER_TWO = replace(PACKS, ranks=2)
 PLANTED = [
     pytest.param(a_key_too_many, ONE, Case(SHORT), ALL_NUMBERS, id="w+1"),
