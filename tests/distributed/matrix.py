@@ -29,6 +29,7 @@ RANKS = 8  # an upper limit
 SIZES = ("tp", "pp", "dp", "cp")
 PLAIN = ("1f1b", "gpipe")  # schedules of one chunk, with whole backwards
 MLP = "[norm,attention,mlp]"
+UNROTATED = ("learned", "none")  # positions
 FROZEN = ("by name", "first frozen", "norms frozen")  # treatments
 
 # Factors and their levels, by subject. The first level is the default; a layout that has no use for
@@ -82,6 +83,8 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
             "none",
         ),
         "temperature": (False, True),
+        "layer types": ("full", "sliding", "alternating", "two of three", "nope"),
+        "window": ("short", "long"),  # than a piece of a sequence over two ranks
         "norm": ("layernorm", "rmsnorm"),
         "norm position": ("before", "after", "both"),
         "norm weight": ("around 1", "around 0"),
@@ -193,6 +196,11 @@ REFUSED = (
         "weights of LayerNorms are around 1",
         ("norm", "norm weight"),
         lambda norm, weight: norm == "rmsnorm" or weight == "around 1",
+    ),
+    Rule(
+        "only some layers of a model with RoPE lack positions",
+        ("positions", "layer types"),
+        lambda positions, types: types != "nope" or positions not in UNROTATED,
     ),
     Rule(
         "an MLP in chunks is recomputed",
@@ -319,6 +327,11 @@ IDLE = (
         "experts on one rank are not dispatched",
         ("ep", "dispatch"),
         lambda ep, dispatch: ep > 1 or dispatch == "gather",
+    ),
+    Rule(
+        "full layers have no window",
+        ("layer types", "window"),
+        lambda types, window: types != "full" or window == "short",
     ),
     *_only_split("tp", "sp", "attention", "table", "logits", "slices"),
     *_only_split("pp", "schedule", "chunks", "stages", "slices"),
@@ -464,7 +477,7 @@ def chosen() -> Cover:
 # Settings on which streams, events and the order of a communicator depend.
 ON_STREAMS = (
     *("schedule", "sp", "style", "zero", "buckets", "offload", "dropout", "noise scale"),
-    *("experts", "dispatch"),
+    *("experts", "dispatch", "layer types"),
 )
 
 
@@ -549,6 +562,14 @@ SCALES = {
     **{"embedding_scale": 3.0, "residual_scale": 0.6, "attention_scale": 0.3},
     "logit_scale": 0.7,
 }
+LAYER_TYPES: Mapping[str, tuple[str, ...]] = {
+    "full": (),
+    "sliding": ("sliding",),
+    "alternating": ("sliding", "full"),
+    "two of three": ("sliding", "sliding", "full"),
+    "nope": ("sliding", "full_nope"),
+}
+WINDOWS = {"short": 3, "long": 9}
 OPTIMIZERS: Mapping[str, dict[str, Any]] = {
     "sgd": {"lr": 1.0},
     "momentum": {"momentum": 0.9, "lr": 0.3, "clip_grad": 0.0},
@@ -635,6 +656,10 @@ def _model(levels: Levels) -> dict[str, Any]:
         model["norm_eps"] = 0.1
     if levels["norm weight"] == "around 0":
         model["norm_zero_centered"] = True
+    if types := LAYER_TYPES[levels["layer types"]]:
+        model |= {"layer_types": types, "sliding_window": WINDOWS[levels["window"]]}
+        if levels["layer types"] == "two of three" and levels["positions"] not in UNROTATED:
+            model["sliding_rotary_base"] = 50.0
     if levels["qk_norm"]:
         model["qk_norm"] = True
     if levels["scales"] == "all":
@@ -673,6 +698,7 @@ def problem(levels: Levels) -> Problem:
     layers = max(
         pp * levels["chunks"] + (not levels["compile"] or levels["stages"] == "uneven"),
         2 if levels["expert layers"] == "some" else 1,
+        len(LAYER_TYPES[levels["layer types"]]),
     )
     if levels["treatment"] == "first frozen":
         there = "attention_output_norm" if levels["norm position"] == "after" else "input_norm"
