@@ -334,6 +334,33 @@ BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
         ["model.rope_original_length=1", "at least 2", "nearest is model.rope_original_length=2"],
     ),
     (
+        {"model.layer_types": ["full", "slidng"]},
+        None,
+        ["model.layer_types=[full,slidng]", "nearest is model.layer_types=[full,sliding]"],
+    ),
+    (
+        {"model.layer_types": ["full", "sliding"]},
+        None,
+        ["need model.sliding_window", "nearest is model.sliding_window=256"],
+    ),
+    (
+        {"model.layer_types": ["full"] * 9 + ["sliding"], "model.sliding_window": 8},
+        None,
+        ["model.sliding_window=8", "among 4 layers", "nearest is model.sliding_window=null"],
+    ),
+    (
+        {"model.layer_types": ["full", "full_nope"]},
+        None,
+        ["model.position_embedding=learned", "nearest is model.layer_types=[full,full]"],
+    ),
+    (
+        {"model.layer_types": ["sliding_nope"], "model.sliding_window": 8}
+        | {"model.sliding_rotary_base": 50.0}
+        | ROPE,
+        None,
+        ["model.sliding_rotary_base=50.0", "none is rotated", "sliding_rotary_base=null"],
+    ),
+    (
         {"model.max_position_embeddings": 128},
         None,
         ["model.seq_length=256", "max_position_embeddings=128", "nearest is model.seq_length=128"],
@@ -575,6 +602,7 @@ def test_parts_that_recompute_are_spelled_in_one_way(
         ({"sp": True}, 2, 2),  # nothing to split with tp=1
         ({"sp": True, "tp": 4}, 4, 1),
         (ROPE | {"model.rotary_percent": 0.125}, None, 1),
+        ({"model.layer_types": ["sliding", "full"], "model.sliding_window": 9999}, None, 1),
         # the table of positions only limits learned positions
         (ROPE | {"model.max_position_embeddings": 8}, None, 1),
         # without rope its keys have no effect

@@ -141,3 +141,19 @@ def test_the_loss_is_gathered_once_a_chunk_of_its_device(device: str, chunks: in
     config.device, config.model.vocab_size = device, 131072
     (found,) = (t for t in transfers(config, LARGE, stage=3) if t.what == "loss")
     assert (found.count, found.nbytes) == (8 * chunks, 8 * 3 * 4 * 4096 // chunks)
+
+
+def test_a_window_of_1024_sends_a_fortieth_of_what_a_full_layer_of_128k_tokens_does() -> None:
+    layout = Layout(cp=8)
+    sent = []
+    for keys in ({}, {"layer_types": ["sliding"], "sliding_window": 1024}):
+        model = ModelConfig(
+            num_layers=4, hidden_size=2048, num_attention_heads=16, num_query_groups=8,
+            seq_length=131072, position_embedding="rope", **keys,
+        )  # fmt: skip
+        config = Config(cp=8, dp=1, model=model, micro_batch_size=1, global_batch_size=1)
+        config.precision.name = "bf16"
+        sent.append(total(transfers(config, layout), "cp", layout))
+        of_rank = [total(transfers(config, layout, 0, rank), "cp", layout) for rank in range(8)]
+        assert max(of_rank) == sent[-1]
+    assert sent[0] >= 40 * sent[1] > 0

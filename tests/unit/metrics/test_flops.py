@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from parallel3d.blueprint.ops import flops_per_token
+from parallel3d.blueprint.ops import flops_per_token, layer_costs
 from parallel3d.blueprint.parameters import active_parameter_count, parameter_count
 from parallel3d.config.schema import ModelConfig, conf_dir
 
@@ -145,3 +146,17 @@ def test_flops_do_not_depend_on_tying_positions_or_padding() -> None:
 def test_only_attention_flops_grow_with_the_sequence() -> None:
     model = small()
     assert flops_per_token(model, 32) - flops_per_token(model, 16) == 12 * 2 * 8 * 16
+
+
+def test_a_window_counts_the_keys_that_are_seen() -> None:
+    """Query i of 64 sees min(i + 1, 10) keys; a window that no sequence fills changes nothing."""
+    full = ModelConfig(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=64)
+    pattern = replace(full, layer_types=["sliding", "sliding", "full"], sliding_window=10)
+    seen = sum(min(i + 1, 10) for i in range(64)) / 64
+    lacking = 2 * 3 * 4 * 32 * (64 - seen)  # two layers, forward and backward, two matmuls
+    assert flops_per_token(pattern, 64) == pytest.approx(flops_per_token(full, 64) - lacking)
+    wide = replace(pattern, sliding_window=64)
+    assert flops_per_token(wide, 64) == flops_per_token(full, 64)
+    sliding, *_, whole = layer_costs(pattern)
+    assert whole == layer_costs(full)[0]
+    assert whole - sliding == pytest.approx(4 * 32 * (64 / 2 - seen))
