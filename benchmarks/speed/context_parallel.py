@@ -2,6 +2,7 @@
 
     python -m benchmarks.speed.context_parallel steps [--tokens 16384] [--rounds 5]
     python -m benchmarks.speed.context_parallel attention [--tokens 16384] [--rounds 5]
+    python -m benchmarks.speed.context_parallel windows [--tokens 16384] [--rounds 5]
 
 `steps`: seconds of a training step of a small Llama with one thread per rank; one process and cp=2
 in every style take turns. The table has the median of each run's steps after the first three, the
@@ -10,6 +11,9 @@ median over the rounds, and how many times faster than one process it is.
 `attention`: forward and backward of one layer's attention on two ranks, by
 `parallel3d.context_parallel_attention`, by a ring of blocking sends and receives that is written
 here, by PyTorch's own context parallelism (or the exception it raises), and on one process.
+
+`windows`: the same of a sliding layer, whose window is a sixteenth of the sequence, beside a full
+one.
 """
 
 from __future__ import annotations
@@ -197,6 +201,35 @@ def attention_on_ranks(tokens: int, rounds: int) -> None:
         print(f"PyTorch {torch.__version__}: {said}")
 
 
+def windows_on_ranks(tokens: int, rounds: int) -> None:
+    """Measures full and sliding layers on each of two ranks, under torchrun."""
+    import parallel3d as p3d
+    from parallel3d.context_parallel.attention import ContextParallel
+    from parallel3d.context_parallel.documents import whole_samples
+    from parallel3d.context_parallel.split import SequenceSplit
+    from parallel3d.models.attention import attend_split
+
+    groups, window, device = p3d.init(cp=2, dp=1, device="cpu"), tokens // 16, torch.device("cpu")
+    torch.manual_seed(groups.rank)
+    shapes = [(1, tokens // 2, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    inputs = [torch.randn(s).transpose(1, 2).requires_grad_() for s in shapes]
+    times: dict[tuple[str, int | None], list[float]] = {}
+    for _ in range(rounds):
+        for style in STYLES:
+            how = {"ring": style == "ring", "window": window}
+            split = SequenceSplit(tokens, 2, groups.rank, **how)
+            documents, cp = whole_samples(1, device, split), ContextParallel(groups.cp, style)
+            for seen in (None, window):
+                attend = partial(attend_split, documents=documents, cp=cp, window=seen)
+                times.setdefault((style, seen), []).append(seconds(attend, inputs))
+    if groups.rank == 0:
+        print(f"{tokens:,} tokens, {HEADS} heads of {HEAD_DIM}, fp32, forward and backward")
+        print(f"| on two ranks | full, ms | window of {window:,}, ms | share |\n|---|---|---|---|")
+        for style in STYLES:
+            full, sliding = (statistics.median(times[style, seen]) for seen in (None, window))
+            print(f"| {style} | {1000 * full:.0f} | {1000 * sliding:.0f} | {sliding / full:.2f} |")
+
+
 def torch_context_parallel(inputs: list[Tensor]) -> str:
     """Returns the time of PyTorch's own context parallelism, or the exception it raises."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -219,14 +252,15 @@ def torch_context_parallel(inputs: list[Tensor]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("steps", "attention", "rank"))
+    parser.add_argument("what", choices=("steps", "attention", "windows", "rank"))
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--windows", action="store_true", help="what a rank measures")
     given = parser.parse_args()
     if given.what == "steps":
         steps(given.tokens or 16384, given.rounds)
     elif given.what == "rank":
-        attention_on_ranks(given.tokens, given.rounds)
+        (windows_on_ranks if given.windows else attention_on_ranks)(given.tokens, given.rounds)
     else:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         words = ["rank", "--tokens", str(given.tokens or 16384), "--rounds", str(given.rounds)]
@@ -237,6 +271,7 @@ def main() -> None:
             "-m",
             "benchmarks.speed.context_parallel",
             *words,
+            *(["--windows"] if given.what == "windows" else []),
         ]
         subprocess.run(command, env=environment(), check=True)
 

@@ -3,11 +3,20 @@ mask."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from parallel3d.blueprint.layout import Layout
+from parallel3d.comm import collectives
+from parallel3d.comm.process_groups import ProcessGroups
+from parallel3d.context_parallel.attention import ContextParallel
+from parallel3d.context_parallel.documents import whole_samples
+from parallel3d.context_parallel.split import SequenceSplit
+from parallel3d.models.attention import attend_split
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import References, Sizes, check_cases
 from tests.distributed.pool import Pool
@@ -136,3 +145,29 @@ def test_windows_on_a_simulated_device_need_no_wait(
     sizes: Sizes, simulated: SimulatedPool, references: References
 ) -> None:
     check_cases(sizes, SIMULATED[sizes], simulated, references, run=run_on_own_device)
+
+
+def seconds_of_layers(tokens: int) -> tuple[float, float]:
+    """Returns the least seconds of the attention of a full and of a sliding layer, forward and
+    backward, whose window is a sixteenth of the sequence."""
+    groups = ProcessGroups.create(Layout(cp=2), "cpu", timeout_s=300)
+    window, ranks = tokens // 16, (2, groups.cp.index)
+    split = SequenceSplit(tokens, *ranks, window=window)
+    documents, cp = whole_samples(1, torch.device("cpu"), split), ContextParallel(groups.cp)
+    shapes = [(1, tokens // 2, heads, 32) for heads in (8, 4, 4)]
+    inputs = [torch.randn(shape).transpose(1, 2).requires_grad_() for shape in shapes]
+    found: list[list[float]] = [[], []]
+    for _ in range(5):
+        for times, seen in zip(found, (None, window), strict=True):
+            collectives.all_reduce(torch.zeros(1), groups.cp)
+            begun = time.perf_counter()
+            attend_split(*inputs, documents, cp=cp, window=seen).sum().backward()
+            times.append(time.perf_counter() - begun)
+    groups.close()
+    full, sliding = map(min, found)
+    return full, sliding
+
+
+def test_a_window_of_a_sixteenth_takes_at_most_half_the_time_of_a_full_layer(pool: Pool) -> None:
+    for full, sliding in pool.run(2, seconds_of_layers, 2048):
+        assert sliding <= 0.5 * full, (full, sliding)
