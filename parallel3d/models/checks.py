@@ -108,8 +108,9 @@ def check_layer_types(model: ModelConfig) -> None:
                 f"{shown} must have {', '.join(LAYER_TYPES[:-1])} or {LAYER_TYPES[-1]} for each "
                 f"layer; the nearest is model.layer_types={show(fixed)}."
             )
-    slides = any(kind.window is not None for kind in model.attention_kinds)
-    if window is None and any(word in (SLIDING, SLIDING_NOPE) for word in types):
+    words = types[: model.num_layers]
+    slides = any(word in (SLIDING, SLIDING_NOPE) for word in words)
+    if window is None and slides:
         raise UserError(
             f"{shown} has sliding layers, which need model.sliding_window, the keys that a query "
             f"sees; the nearest is model.sliding_window={min(4096, model.seq_length)}."
@@ -119,7 +120,7 @@ def check_layer_types(model: ModelConfig) -> None:
             f"model.sliding_window={window} is the window of sliding layers, but {shown} has none "
             f"among {model.num_layers} layers; the nearest is model.sliding_window=null."
         )
-    if any(word in NOPE for word in types) and model.position_embedding != "rope":
+    if any(word in NOPE for word in words) and model.position_embedding != "rope":
         fixed = [NOPE.get(word, word) for word in types]
         raise UserError(
             f"{shown} has layers without rotary positions, but the others have none either with "
