@@ -62,7 +62,7 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
         "gemm": "NOTED", "host syncs": "SKIPPED", "trace": "NOTED"
     }  # fmt: skip
     assert found["losses"]["off"] == {"loss": 0.0, "grad_norm": 0.0}
-    assert len(found["kernels"]["functions"]) == 18
+    assert len(found["kernels"]["functions"]) == 20
     assert found["addmm"]["two_steps_error"] > 1e-4  # upper bound of one step
     assert found["adamw"]["writes_gradient"] is True
     assert len(found["attention"]["cases"]) == 2

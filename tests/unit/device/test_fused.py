@@ -150,8 +150,9 @@ def test_a_node_is_one_kernel_forward_and_one_backward(
 @pytest.mark.parametrize(
     "kernels", [no_kernels, pytest.param(nullcontext, marks=OWN, id="own kernels")]
 )
+@pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_a_compiled_residual_norm_equals_fp64(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    offset: float, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compares with the plain form by autograd, which takes the sum as the dtype rounds it."""
     compiled(monkeypatch)
@@ -168,10 +169,11 @@ def test_a_compiled_residual_norm_equals_fp64(
         return *results, *torch.autograd.grad(results, leaves, grads)
 
     def plain(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return x + y, torch.nn.functional.rms_norm(x + y, shape[-1:], weight, 1e-5)
+        gain = weight + offset
+        return x + y, torch.nn.functional.rms_norm(x + y, shape[-1:], gain, 1e-5)
 
     with kernels():
-        own = both(x, y, weight, lambda *t: ops.add_rms_norm(*t, 1e-5))
+        own = both(x, y, weight, lambda *t: ops.add_rms_norm(*t, 1e-5, offset))
     wide = both(*(t.double() for t in (x, y, weight)), plain)
     few = 4 * torch.finfo(kind).eps
     for name, mine, true in zip(("sum", "norm", "x", "y", "weight"), own, wide, strict=True):
