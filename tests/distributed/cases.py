@@ -342,6 +342,8 @@ def dead_weights(names: Iterable[str], model: ModelConfig) -> frozenset[str]:
     A key bias adds the same to all scores of a query, unless RoPE turns it by the key's position or
     a norm of the key follows it.
     """
-    if model.position_embedding == "rope" or model.qk_norm:
+    if model.qk_norm:
         return frozenset()
-    return frozenset(name for name in names if name.endswith("attention.k.bias"))
+    turns = [model.attention_kind(layer).rope is not None for layer in range(model.num_layers)]
+    dead = {f"layers.{layer}.attention.k.bias" for layer, turned in enumerate(turns) if not turned}
+    return frozenset(name for name in names if name in dead)
