@@ -129,6 +129,13 @@ BUT_THE_HEAD = ("embedding.*", "layers.*", "final_norm.*")
 FIRST = ("embedding.*", "layers.0.*", "layers.1.attention.*", "layers.1.input_norm.*")
 MOMENTS = {"optimizer": "adamw", "optim": (("ema_decay", 0.6), ("state", "bf16"))}
 CLIPPED = (("clip_grad", 0.3),)
+EXPERTS = {
+    "model": (("num_experts", 8), ("experts_per_token", 2), ("expert_ffn_size", 24)),
+    "optim": CLIPPED,
+    "moe": (("aux_loss", 0.1),),
+    "layers": 2,
+    "steps": 2,
+}
 V = {"schedule": "zbv", "microbatches": 4}
 
 
@@ -145,6 +152,10 @@ CASES = {
         Case(frozen("embedding.*", tied=True, steps=2), embedding="replicated"),
     ],
     (1, 3, 1): [Case(frozen(*FIRST)), Case(frozen("layers.2.*", "final_norm.*", "head.*"))],
+    (2, 1, 2, 1, 4): [
+        Case(frozen("*.experts.*", "*.input_norm.*", **EXPERTS), sp=True),
+        Case(frozen("*.router.*", "embedding.*", **EXPERTS), sp=True),
+    ],
     (1, 2, 2): [
         Case(frozen(*BUT_THE_HEAD, layers=4, optim=CLIPPED), **V, keys=sharded(2, ("vpp", 2))),
         Case(frozen(*FIRST, layers=4), **V, keys=sharded(3, ("vpp", 2))),
@@ -153,9 +164,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("sizes", CASES, ids=lambda s: "tp{}-pp{}-dp{}".format(*s))
+@pytest.mark.parametrize("sizes", CASES, ids=lambda s: "-".join(map(str, s)))
 def test_training_equals_the_reference(
-    sizes: tuple[int, int, int], pool: Pool, references: References
+    sizes: tuple[int, ...], pool: Pool, references: References
 ) -> None:
     check_cases(sizes, CASES[sizes], pool, references)
 
