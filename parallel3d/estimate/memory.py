@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -202,6 +203,20 @@ class LayerBytes:
         return max(self._backward(defers=False))
 
     @functools.cached_property
+    def without_backward(self) -> float:
+        """The most that its forward needs if it has no backward: four tensors of the residual
+        stream, which names refer to until its end, and the results of attention or of the MLP."""
+        most = made = 0.0
+        part = ""
+        for op in self.ops.plain:
+            mine = "mlp" if op.name.startswith("mlp") else "attention"
+            made, part = (made, part) if mine == part else (0.0, mine)
+            result = self._row(op) * (op.rows * op.outputs + op.inside)
+            most = max(most, made + 4 * self.rank.stream + result + self._gathered(op))
+            made += self._row(op) * op.keeps
+        return most
+
+    @functools.cached_property
     def halved(self) -> float:
         """The same for I, the half of the backward that defers weight gradients."""
         return max(self._backward(defers=True))
@@ -389,7 +404,8 @@ class _Moments:
 
     def _most(self, stage: StageBlueprint, of: Callable[[LayerBytes], float]) -> float:
         """Returns the most of a stage's layers."""
-        return max(of(self.layers[each.kind]) for each in self.rank.kinds_of(stage))
+        kinds = [each.kind for each in self.rank.kinds_of(stage) if each.layers]
+        return max((of(self.layers[kind]) for kind in kinds), default=0.0)
 
     def _gathered(self, layers: int) -> float:
         """Returns the bytes of the parameters that FSDP2 has gathered.
@@ -414,13 +430,18 @@ class _Moments:
         rank = self.rank
         layer = self._most(stage, lambda layer: layer.forward) + self._away(stage)
         layer += self._gathered(min(2, rank.layer_count))
+        found = {"forward": kept + layer if stage.backward.layers else 0.0}
+        if stage.without_backward:  # they come before the layers that keep something
+            without = self._most(stage, lambda layer: layer.without_backward)
+            without += self._gathered(min(2, rank.layer_count))
+            found["forward"] = max(found["forward"], without)
         if not stage.last:
-            return {"forward": kept + layer}
+            return found
         logits = rank.item * max(rank.loss_chunks) * rank.columns
         states = self.states + 2 * rank.hidden + (rank.hidden + rank.stream if rank.sp else 0)
         tables = 2 * self.table + max(logits, self.table)
         head = states + tables + self._gathered(1)
-        return {"forward": kept + layer, "head and loss": kept + head}
+        return found | {"head and loss": kept + head}
 
     def _backward(self, stage: StageBlueprint, kind: Kind, kept: float) -> float:
         """Returns the bytes of a layer's backward; for I those in the first layer, when the
@@ -428,10 +449,10 @@ class _Moments:
         layers = len(stage.layers)
         more = self._away(stage) + self._gathered(min(2, layers))
         if kind == Kind.I:
-            more += self._most(stage, lambda layer: layer.halved)
+            more += self._most(stage.backward, lambda layer: layer.halved)
             more += max(0.0, self._others_deferred(stage, kept))
         else:
-            more += self._most(stage, lambda layer: layer.backward)
+            more += self._most(stage.backward, lambda layer: layer.backward)
         if stage.last:  # it begins with the head's gradient
             more -= self.rank.stream
             more += 0.0 if self._ties(stage) else self.table
@@ -501,7 +522,30 @@ def _kept(rank: PipelineRank, stage: StageBlueprint, layers: Layers) -> float:
     for kind, count, recomputed in rank.kinds_of(stage):
         layer = layers[kind]
         kept += recomputed * layer.kept + (count - recomputed) * layer.plain
-    return kept - sum(_moved(rank, stage, layers))
+    return kept - sum(_moved(rank, stage, layers)) - _unread(rank, stage)
+
+
+# Operations whose results are kept for the weight gradient of the next one alone.
+INPUTS = {"input_norm": "attention.qkv", "mlp_norm": "mlp.up", "mlp.activation": "mlp.down"}
+
+
+def _unread(rank: PipelineRank, stage: StageBlueprint) -> float:
+    """Returns the bytes of inputs of frozen GEMMs, which are not kept, in all layers of a stage
+    but one, whose backward frees them, and but those that are offloaded."""
+    if not rank.blueprint.frozen:
+        return 0.0
+    found = []
+    for place, layer in enumerate(stage.layers[stage.offloaded :], stage.offloaded):
+        ops = rank.ops[LayerKind.of(rank.blueprint.model, layer)]
+        weights = rank.gradients(layer).weights
+        unread = [
+            op._replace(statistics=0)
+            for op, reader in pairwise(ops.plain)
+            if INPUTS.get(op.name) == reader.name and reader.name not in weights
+        ]
+        again = {op.name for op in ops.repeated} if place < stage.recomputed else set()
+        found.append(bytes_kept(rank, [op for op in unread if op.name not in again]))
+    return sum(found) - max(found, default=0.0)
 
 
 def _moved(
