@@ -68,10 +68,10 @@ def pieces_out_of_turn(sound: Any, split: str, *given: Any) -> Tensor:
 
 @planted(LINEAR_BACKWARD)
 def gather_split_in_the_backward(
-    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
+    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, *how: Any
 ) -> Gradients:
     """Each rank takes its part of its own input gradient; the other ranks' are not added."""
-    grad_x, grad_weight = sound(split, grad, x, weight, group, sp)
+    grad_x, grad_weight = sound(split, grad, x, weight, group, *how)
     if split == "column":
         grad_x = matmul(grad, weight).chunk(group.size, dim=1)[group.index].contiguous()
     return grad_x, grad_weight
@@ -79,17 +79,17 @@ def gather_split_in_the_backward(
 
 @planted(LINEAR_BACKWARD)
 def split_summed_in_the_backward(
-    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
+    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, *how: Any
 ) -> Gradients:
     """Gradients of a scattered tensor are summed over the ranks and gathered."""
     if split == "row":
         grad = collectives.all_reduce(grad.clone(), group)
-    return sound(split, grad, x, weight, group, sp)
+    return sound(split, grad, x, weight, group, *how)
 
 
 @planted(LINEAR_BACKWARD)
 def weight_gradient_of_the_own_tokens(
-    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, sp: int | None
+    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, group: Group, *how: Any
 ) -> Gradients:
     """The backward does not gather the kept shard: a weight only sees the tokens of its own
     rank."""
@@ -97,15 +97,15 @@ def weight_gradient_of_the_own_tokens(
         others = all_gather_sequence(x, group)
         others.chunk(group.size, dim=1)[group.index].zero_()
         add_matmul(state_of(weight).main_grad, -grad.flatten(0, -2), others.flatten(0, -2))
-    return sound(split, grad, x, weight, group, sp)
+    return sound(split, grad, x, weight, group, *how)
 
 
 @planted(LINEAR_BACKWARD)
 def input_gradient_not_reduced(
-    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, _: Group, sp: int | None
+    sound: Any, split: str, grad: Tensor, x: Tensor, weight: Tensor, _: Group, *how: Any
 ) -> Gradients:
     """f has no backward: each rank continues with the gradient of its own outputs."""
-    return sound(split, grad, x, weight, SINGLE, sp)
+    return sound(split, grad, x, weight, SINGLE, *how)
 
 
 @planted(ROW_PARALLEL)
