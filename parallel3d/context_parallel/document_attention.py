@@ -161,7 +161,7 @@ def attend_only_block(
     parts = map(concatenated, (q, k, v))
     found = flash_forward(*parts, *of_call, 0.0, True, False, scale=block.scale)
     sums = found[1].unflatten(1, (len(q), -1)).transpose(0, 1)
-    return _as_batch(found[0], len(q)), sums
+    return as_batch(found[0], len(q)), sums
 
 
 def differentiate_only_block(
@@ -182,7 +182,7 @@ def differentiate_only_block(
     ((_, _, of_call),) = block.sequences
     parts = (*map(concatenated, (grad, q, k, v, out)), sums.transpose(0, 1).flatten(1))
     found = flash_gradients(parts, *of_call, True, scale=block.scale)
-    of_q, of_k, of_v = (_as_batch(x, len(q)) for x in found)
+    of_q, of_k, of_v = (as_batch(x, len(q)) for x in found)
     return of_q, of_k, of_v
 
 
@@ -353,7 +353,7 @@ def _viewed(x: Tensor) -> Tensor:
     return tokens.view(-1, *tokens.shape[2:])
 
 
-def _as_batch(x: Tensor, batch: int) -> Tensor:
+def as_batch(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 

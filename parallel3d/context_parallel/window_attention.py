@@ -23,6 +23,7 @@ from parallel3d.comm.group import Group
 from parallel3d.config.values import AUTO
 from parallel3d.context_parallel.attention import ONE_RANK, ContextParallel
 from parallel3d.context_parallel.document_attention import (
+    as_batch,
     concatenated,
     cpu_attended,
     cpu_gradients,
@@ -80,6 +81,14 @@ class _Run(NamedTuple):
         return {"scale": self.scale, "window_size_left": self.window - 1, "window_size_right": 0}
 
     @property
+    def only_call(self) -> tuple[Any, ...] | None:
+        """The varlen kernel's arguments if one call has all queries and keys."""
+        if int(self.calls[0, 0]) != 1:
+            return None
+        ((_, _, of_call),) = calls_of(self.calls, self.edges)
+        return of_call
+
+    @property
     def halo(self) -> HaloExchange | None:
         if self.sent is None or self.order is None or self.places is None or self.counts is None:
             return None
@@ -126,12 +135,17 @@ class HaloExchange:
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     """Returns the result and log Σ exp(scores)."""
     run = _Run(*how)
-    out, sums = empty_for_only_block(q)
-    whole_out, logs = out.transpose(1, 2).flatten(0, 1), sums.transpose(0, 1).flatten(1).T
     queries, keys, values = map(concatenated, (q, k, v))
     if (halo := run.halo) is not None:
         keys, values = halo.keys(keys, values)
-    if uses_varlen_kernel(q, run.kernel):
+    by_kernel = uses_varlen_kernel(q, run.kernel)
+    if by_kernel and (of_call := run.only_call) is not None:
+        parts = queries, keys, values
+        found = flash_forward(*parts, *of_call, 0.0, True, False, **run.band)
+        return as_batch(found[0], len(q)), found[1].unflatten(1, (len(q), -1)).transpose(0, 1)
+    out, sums = empty_for_only_block(q)
+    whole_out, logs = out.transpose(1, 2).flatten(0, 1), sums.transpose(0, 1).flatten(1).T
+    if by_kernel:
         for rows, span, of_call in calls_of(run.calls, run.edges):
             parts = queries[rows], keys[span], values[span]
             found = flash_forward(*parts, *of_call, 0.0, True, False, **run.band)
@@ -157,9 +171,16 @@ def _backward(
     if (halo := run.halo) is not None:
         keys, values = halo.keys(keys, values)
     accum_dtype = torch.promote_types(k.dtype, torch.float32)
+    by_kernel = uses_varlen_kernel(q, run.kernel)
+    if by_kernel and (of_call := run.only_call) is not None:
+        parts = of_out, queries, keys, values, results, logs.T.contiguous()
+        of_q, of_k, of_v = flash_gradients(parts, *of_call, True, **run.band)
+        if halo is not None:
+            of_k, of_v = halo.gradients(of_k.to(accum_dtype), of_v.to(accum_dtype))
+        return _as_inputs(of_q, of_k, of_v, k.dtype, len(q))
     of_q = torch.empty_like(queries, memory_format=torch.contiguous_format)
     of_k, of_v = (x.new_zeros(x.shape, dtype=accum_dtype) for x in (keys, values))
-    if uses_varlen_kernel(q, run.kernel):
+    if by_kernel:
         for rows, span, of_call in calls_of(run.calls, run.edges):
             given = of_out[rows], queries[rows], keys[span], values[span], results[rows]
             parts = *given, logs[rows].T.contiguous()
@@ -183,9 +204,15 @@ def _backward(
                     view.add_(own)
     if halo is not None:
         of_k, of_v = halo.gradients(of_k, of_v)
-    shapes = (x.unflatten(0, (len(q), -1)).to(k.dtype) for x in (of_q, of_k, of_v))
-    of_q, of_k, of_v = (x.contiguous().transpose(1, 2) for x in shapes)
-    return of_q, of_k, of_v
+    return _as_inputs(of_q, of_k, of_v, k.dtype, len(q))
+
+
+def _as_inputs(
+    of_q: Tensor, of_k: Tensor, of_v: Tensor, dtype: torch.dtype, batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turns gradients (tokens, heads, head_dim) into those of `attend_in_window`'s inputs."""
+    q, k, v = (as_batch(x.to(dtype).contiguous(), batch) for x in (of_q, of_k, of_v))
+    return q, k, v
 
 
 def _mask(chunks: Chunks, window: int, q: Tensor) -> Tensor | None:

@@ -3,6 +3,7 @@ own split."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import time
@@ -165,3 +166,14 @@ def test_layers_of_two_costs_are_balanced_as_the_best_of_all_splits() -> None:
 
         assert most(tuple(itertools.accumulate(found))) == min(map(most, every))
     assert balance_layers((1.0,) * 12, StageAssignment(4), 3.0) == (3, 4, 4, 1)
+
+
+def test_full_layers_cost_more_than_sliding_ones() -> None:
+    """At a long sequence the last layers, which are full, are worth several sliding ones."""
+    model = ModelConfig(num_layers=12, hidden_size=64, num_attention_heads=4, seq_length=16384)
+    types = ["sliding"] * 8 + ["full"] * 4
+    sliding = dataclasses.replace(model, layer_types=types, sliding_window=64)
+    splits = [
+        Blueprint.of(Config(model=each, pp=2, dp=1)).layers_per_stage for each in (model, sliding)
+    ]
+    assert splits == [(6, 6), (10, 2)]
