@@ -563,8 +563,9 @@ def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
     model = replace(ModelConfig(), **found.keys)
     stage = huggingface.blank_model(model)
     held = {name.partition("/")[2]: state.chunks for name, state in state_of(stage).items()}
-    how = {"mtp": found.mtp, "wrapped": found.wrapped}
-    tensors = tensors_of(folder, model, found.kind, dtype=torch.float32, **how)
+    tensors = tensors_of(
+        folder, model, found.kind, dtype=torch.float32, mtp=found.mtp, wrapped=found.wrapped
+    )
     for name, tensor in tensors:
         for chunk, values in held.pop(name):
             values.copy_(chunk.of(tensor))

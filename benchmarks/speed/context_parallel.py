@@ -216,8 +216,8 @@ def windows_on_ranks(tokens: int, rounds: int) -> None:
     times: dict[tuple[str, int | None], list[float]] = {}
     for _ in range(rounds):
         for style in STYLES:
-            how = {"ring": style == "ring", "window": window}
-            split = SequenceSplit(tokens, 2, groups.rank, **how)
+            rings = style == "ring"
+            split = SequenceSplit(tokens, 2, groups.rank, ring=rings, window=window)
             documents, cp = whole_samples(1, device, split), ContextParallel(groups.cp, style)
             for seen in (None, window):
                 attend = partial(attend_split, documents=documents, cp=cp, window=seen)
