@@ -31,6 +31,10 @@ TOKENS = 300
 KINDS = {
     "llama": {"hidden_size": 24, "max_position_embeddings": 24, **GROUPED},
     "gpt2": {"n_embd": 24, "n_positions": 24},
+    "mistral": {
+        **{"hidden_size": 24, "max_position_embeddings": 24, "sliding_window": 7},
+        **GROUPED,
+    },
 }
 
 
@@ -87,7 +91,9 @@ def by_the_reference(run: Path, request: Request) -> Likelihood:
         return judged(model(torch.tensor([request.tokens[:-1]]))[0], request)
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("llama", "fp64"), ("gpt2", "fp32")])
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("llama", "fp64"), ("gpt2", "fp32"), ("mistral", "fp64")]
+)
 def test_likelihoods_equal_those_of_another_program(
     kind: str, precision: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
