@@ -16,7 +16,9 @@ from torch import Tensor
 os.environ["HF_HUB_OFFLINE"] = "1"  # set before transformers is imported: tests use no network
 import transformers
 
+from parallel3d.checkpoint.hf import folder
 from parallel3d.checkpoint.hf.folder import export_hf, read_hf_config, tensors_of
+from parallel3d.checkpoint.hf.names import HFTensor
 from parallel3d.commands.checkpoint import huggingface
 from parallel3d.config.schema import ModelConfig, full_shapes_of
 from parallel3d.errors import UserError
@@ -315,3 +317,32 @@ def test_export_never_overwrites_a_folder_and_leaves_no_partial_one(tmp_path: Pa
     with pytest.raises(UserError, match="cannot be written"):
         export(GPT, tmp_path / "file" / "hf")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "hf"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_square_matrices_that_are_read_transposed_change_the_logits(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No shape tells a square matrix from its transpose: the logits have to."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 24}
+    save_model(tmp_path, kind, **GROUPED | sizes)
+    model, weights = imported(tmp_path)
+    tokens = some_tokens(model)
+    ours = our_logits(model, weights, tokens)
+    sound = folder.hf_tensors
+
+    def transposed(model: ModelConfig, kind: str) -> list[HFTensor]:
+        return [
+            replace(tensor, transposed=len({*tensor.shape}) == 1 < len(tensor.shape))
+            for tensor in sound(model, kind)
+        ]
+
+    monkeypatch.setattr(folder, "hf_tensors", transposed)
+    _, changed = imported(tmp_path)
+    square = [name for name, weight in changed.items() if not torch.equal(weight, weights[name])]
+    assert any(".mlp." in name for name in square)
+    assert any(".attention." in name for name in square)
+    for part in (".attention.", ".mlp."):
+        some = {name: changed[name] for name in square if part in name}
+        off = our_logits(model, weights | some, tokens) - ours
+        assert off.abs().max() > 100 * 1e-5  # the tolerance above
