@@ -25,7 +25,6 @@ from torch.profiler import ProfilerActivity, profile
 from parallel3d.blueprint.layout import Layout
 from parallel3d.device.accelerator import Ranges
 from parallel3d.loop.profiling import layers_shown
-from parallel3d.models import transformer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import (
     References,
@@ -115,6 +114,8 @@ def run_first_steps(folder: str) -> FirstSteps:
     groups = plain_groups(Layout(1, 1, 2))
     problem = Problem("llama_tiny", "sgd", False, layers=5, documents=True)
     trainer = make_trainer(Case(problem, compile=True, bucket_cap_mb=0.02), groups)
+    for stage in trainer.stages:
+        stage.graph_blocks = 2
     graphs, early, left_out, documents = [], 0, [], set()
     finish, load = trainer.data_parallel.finish_step, trainer.train_batches.micro_batch
 
@@ -130,7 +131,7 @@ def run_first_steps(folder: str) -> FirstSteps:
 
     trainer.data_parallel.finish_step = finish_step
     trainer.train_batches.micro_batch = micro_batch
-    with mock.patch.object(transformer, "GRAPH_BLOCKS", 2), own_graphs(folder):
+    with own_graphs(folder):
         for _ in range(3):
             start = time.perf_counter()
             trainer.train_step()
