@@ -451,7 +451,7 @@ def searched(
     """
     file, batch = config.cluster.file, config.global_batch_size
     check_model(config.model)
-    check_priced(config.model, "plan and layout=auto")
+    check_priced(config.model, "plan and layout=auto", measured=file is not None)
     check_held(config, fixed, ranks)
     if file is not None:
         machine = read(file)

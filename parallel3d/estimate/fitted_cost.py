@@ -110,7 +110,7 @@ class StepWork:
     vocab: Number
     tied: Number
     seq: Number
-    window: Number  # largest number of keys that a query sees
+    window: Number  # largest number of keys that a query of a sliding layer sees
     # layout
     tp: Number
     pp: Number
@@ -166,6 +166,7 @@ class StepWork:
     trained: Number = field(default_factory=partial(np.ones, ()))
     embedding_trained: Number = field(default_factory=partial(np.ones, ()))
     head_trained: Number = field(default_factory=partial(np.ones, ()))
+    sliding: Number = field(default_factory=partial(np.ones, ()))  # share of the layers
 
     @property
     def tokens(self) -> Number:
@@ -218,7 +219,8 @@ def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> d
         "vocab": model.padded_vocab_size,
         "tied": float(model.tie_embeddings),
         "seq": model.seq_length,
-        "window": np.inf,
+        "window": np.inf if model.sliding_window is None else model.sliding_window,
+        "sliding": _sliding(model),
         "experts": 1,
         "active_experts": 1,
         "ep": 1,
@@ -227,6 +229,14 @@ def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> d
         "embedding_trained": shares.embedding,
         "head_trained": shares.head,
     }
+
+
+def _sliding(model: ModelConfig) -> float:
+    """Returns the share of the layers that have a window; 1 if there is none."""
+    if model.sliding_window is None:
+        return 1.0
+    windows = [model.attention_kind(layer).window for layer in range(model.num_layers)]
+    return sum(window is not None for window in windows) / len(windows)
 
 
 # Time of a pipeline in closed form (tested against `schedules/walk.py`).
@@ -320,15 +330,23 @@ def move(work: StepWork, c: Constants, bytes: Number) -> Any:
 
 
 def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
-    """Returns (forward, backward) seconds of one layer's scores, softmax and values.
+    """Returns (forward, backward) seconds of one layer's scores, softmax and values: the mean of
+    layers with a window and without.
 
     Flash kernels skip the masked half, and their backward takes 2.5 forwards. Plain kernels compute
     and write the full square, once in the forward and twice in the backward.
     """
+    sliding = _attention(work, c, np.minimum(work.seq, work.window))
+    full = _attention(work, c, work.seq)
+    forward = np.where(work.sliding == 1, sliding, full + work.sliding * (sliding - full))
+    return forward, np.where(work.flash > 0, 2.5, 2.0) * forward
+
+
+def _attention(work: StepWork, c: Constants, keys: Number) -> Any:
+    """Returns the seconds of a forward in which a query sees at most `keys` keys."""
     queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp  # rows of scores
-    keys = np.minimum(work.seq, work.window)
     flops = 4.0 * queries * keys * work.head_size
-    causal = np.where(work.window < work.seq, 1.0, 0.5)
+    causal = np.where(keys < work.seq, 1.0, 0.5)
     width = np.where(work.head_size < 96, 0.75, 1.0)  # narrow heads fill half of a tensor core
     odd = np.where(np.mod(work.head_size, 8) != 0, c["attention.odd_head"], 1.0)
     base = c.of("speed", "rate", work.speed) * work.peak_attention * odd
@@ -338,8 +356,7 @@ def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
     written = queries * keys * c["attention.score_bytes"] * np.where(work.dropout > 0, 1.0, 0.7)
     plain = plain + move(work, c, written)
     gap = 3 * c["gemm.gap_us"] * 1e-6
-    forward = np.where(work.flash > 0, flash, plain) + gap
-    return forward, np.where(work.flash > 0, 2.5, 2.0) * forward
+    return np.where(work.flash > 0, flash, plain) + gap
 
 
 _RING = 32  # the latency up to this many ranks is a ring's; larger groups add a tree's
@@ -482,10 +499,12 @@ def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
 
 
 def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
-    """Returns the exposed seconds of a layer's cp traffic, by the style of `work`.
+    """Returns the exposed seconds of a layer's cp traffic, by the style of `work`; in gather and
+    ring the mean of layers with a window, whose halo is taken for nothing, and without.
 
     `attends`: seconds of attention, forward and backward.
     """
+    full = np.where(work.window < work.seq, 1 - work.sliding, 1.0)
     ranks, stride, w = work.cp, work.tp, work.widths
     rate = pair_rate(work, c, ranks * stride <= work.gpus_per_node)
     wait = latency(work, c, ranks, stride, 1)
@@ -503,6 +522,7 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
             )
             total = total + count * one
         possible = (style != "heads") | splits_heads(w.heads, w.key_heads, ranks)
+        total = total if style == "heads" else full * total
         total = np.where(ranks > 1, exposed(style, total, attends, c["cp.exposed"]), 0.0)
         found.append(np.where(possible, total, np.inf))
     return np.choose(

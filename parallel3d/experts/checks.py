@@ -65,10 +65,11 @@ def _check_dense_layers(model: ModelConfig) -> None:
         )
 
 
-def check_priced(model: ModelConfig, command: str) -> None:
-    """Raises UserError for a model with experts or windows, whose layers `command` cannot price."""
+def check_priced(model: ModelConfig, command: str, *, measured: bool = True) -> None:
+    """Raises UserError for a model with experts or, on a machine that was `measured`, windows:
+    `command` cannot price their layers."""
     for name, off, what in (("num_experts", 0, "experts"), ("sliding_window", None, "windows")):
-        if (value := getattr(model, name)) != off:
+        if (value := getattr(model, name)) != off and (measured or what == "experts"):
             raise UserError(
                 f"model.{name}={value} must be {show(off)} for {command}, which knows no price of "
                 f"{what} yet; the nearest is parallel3d dryrun, which runs a step of a layout that "

@@ -63,6 +63,8 @@ REFUSED = {
     "experts auto": ("train", ("layout=auto", "model=moe_tiny", "launch.ranks=2"),
                      "model.num_experts=8 must be 0 for .*layout=auto.*nearest is .*dryrun"),
     "experts timed": ("calibrate", ("model=moe_tiny",), "num_experts=8 must be 0 for calibrate"),
+    "windows": ("plan", ("model.layer_types=[sliding]", "model.sliding_window=64"),
+                "model.sliding_window=64 must be null for plan .*nearest is parallel3d dryrun"),
     "a word": ("train", ("layout=best",), "layout=best must be one of given, auto"),
     "tp": ("calibrate", ("tp=2",), "tp=2: calibrate measures .*nearest is calibrate.ranks=4"),
     "ranks": ("calibrate", ("calibrate.ranks=6",), "calibrate.ranks=6 must be a power of two"),

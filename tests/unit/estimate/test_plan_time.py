@@ -141,3 +141,25 @@ def test_constants_in_the_repository_have_the_names_of_the_code() -> None:
     c = load()
     assert {*time_guesses()} <= {*c.values}
     assert all(value > 0 for value in c.values.values())
+
+
+def test_attention_is_the_mean_of_sliding_and_full_layers() -> None:
+    fitted, window = constants(), 512.0
+    full, sliding, mixed = (
+        fitted_cost.attention(work(window=window, sliding=share), fitted)[0]
+        for share in (0.0, 1.0, 0.75)
+    )
+    assert full == fitted_cost.attention(work(), fitted)[0]
+    assert sliding < full / 3  # 512 keys of 2048 on average, and what each call costs
+    assert mixed == pytest.approx(0.25 * full + 0.75 * sliding)
+
+
+def test_layers_with_a_window_send_no_keys_but_those_of_all_heads() -> None:
+    fitted = constants()
+    for style, share in (("gather", 0.25), ("heads", 1.0)):
+        of = {"cp": 4, "cp_style": fitted_cost.STYLES.index(style), "window": 512.0}
+        some, every = (
+            fitted_cost.context_parallel(work(sliding=part, **of), fitted, 0.0)
+            for part in (0.75, 0.0)
+        )
+        assert some == pytest.approx(share * every)
