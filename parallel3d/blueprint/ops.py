@@ -117,7 +117,7 @@ class Widths(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """What the layers of a model differ in.
+    """Tells the kinds of layers of a model apart.
 
     Attributes:
         experts: they have experts in place of an MLP.

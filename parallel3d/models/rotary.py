@@ -14,7 +14,7 @@ from parallel3d.models.ops import Rotary
 
 
 class Positions(NamedTuple):
-    """What attention reads of the positions of a micro-batch's tokens.
+    """Holds what attention needs of the positions of a micro-batch's tokens.
 
     Attributes:
         rotary: cos and sin of the kinds of positions in the model (`model.ropes`).
