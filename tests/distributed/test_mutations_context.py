@@ -187,7 +187,7 @@ def the_diagonal_at_the_first_key(sound: Any, *given: Any) -> np.ndarray:
 @planted(ATTENTION)
 def heads_have_the_masks_of_the_first(sound: Any, *given: Any) -> Tensor:
     """A rank that attends with other heads uses the dropout masks of the first heads."""
-    *_, dropout, _ = given
+    dropout = next(one for one in given if isinstance(one, Dropout))
     dropout.first_head = 0
     return sound(*given)
 

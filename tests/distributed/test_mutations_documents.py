@@ -93,7 +93,7 @@ def dropout_sees_everything(
     sound: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, *how: Any
 ) -> Tensor:
     """Attention that writes its probabilities out ignores the documents."""
-    *_, samples = how
+    _, _, _, samples, *_ = how
     return sound(q, k, v, documents if samples is None else None, *how)
 
 
