@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import gc
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -79,22 +80,27 @@ def device_of(word: str) -> torch.device:
 
 
 def read_preset(path: Path) -> dict[str, Any]:
-    """Reads a model's preset, which is flat: `key: value` per line, and comments. No YAML reader is
-    needed."""
+    """Returns a model's preset, which is flat: `key: value` per line, lists in brackets, which may
+    have several lines, and comments. No YAML reader is needed."""
     values: dict[str, Any] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        key, colon, word = line.partition("#")[0].partition(":")
-        word = word.strip()
-        if not colon:
-            continue
-        if word in CONSTANTS:
-            values[key.strip()] = CONSTANTS[word]
-            continue
-        try:
-            values[key.strip()] = ast.literal_eval(word)
-        except (ValueError, SyntaxError):
-            values[key.strip()] = word
+    text = "\n".join(line.partition("#")[0] for line in path.read_text("utf-8").splitlines())
+    for key, word in re.findall(r"^(\w+):\s*(\[[^\]]*\]|[^\n]*)", text, re.MULTILINE):
+        if word.startswith("["):
+            values[key] = [
+                _constant(part.strip()) for part in word[1:-1].split(",") if part.strip()
+            ]
+        else:
+            values[key] = _constant(word.strip())
     return values
+
+
+def _constant(word: str) -> Any:
+    if word in CONSTANTS:
+        return CONSTANTS[word]
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word
 
 
 def model_of(name: str, size: Size) -> ModelConfig:

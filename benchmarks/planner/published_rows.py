@@ -63,7 +63,7 @@ _DEFAULTS: dict[str, float] = {
     "dropout": 1, "parallel_block": 0, "overlap_tp": 0, "overlap_pp": 0, "overlap_dp": 0,
     "scatter_gather": 0, "graph": 0, "compiled": 0, "split": 0, "experts": 1,
     "active_experts": 1, "ep": 1, "grad_bytes": 2, "window": math.inf, "gpus_per_node": 8,
-    "backward": 1, "trained": 1, "embedding_trained": 1, "head_trained": 1,
+    "backward": 1, "trained": 1, "embedding_trained": 1, "head_trained": 1, "sliding": 1,
 }  # fmt: skip
 
 
