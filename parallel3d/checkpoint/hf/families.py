@@ -7,7 +7,7 @@ classes. It uses no torch and no files.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 LLAMA = "llama"
@@ -298,6 +298,18 @@ def _cap(usual: float | None) -> Scale:
 
 _QUERY_SCALAR = Scale("attention_scale", "query_pre_attn_scalar", 256, -0.5, is_whole=True)
 
+_OLMO2 = Family(
+    "OLMo 2",
+    "Olmo2ForCausalLM",
+    _sizes(4096, 32, 32, None, 11008, 2048, 50304, 1e-5),
+    norms=AFTER,
+    has_head_dim=False,
+    biases="all",
+    bias_key="attention_bias",
+    norm_of_heads="full",
+    has_pad=True,
+)
+
 FAMILIES: dict[str, Family] = {
     LLAMA: Family(
         "Llama",
@@ -544,30 +556,14 @@ FAMILIES: dict[str, Family] = {
         pairs=True,
         has_pad=True,
     ),
-    OLMO2: Family(
-        "OLMo 2",
-        "Olmo2ForCausalLM",
-        _sizes(4096, 32, 32, None, 11008, 2048, 50304, 1e-5),
-        norms=AFTER,
-        has_head_dim=False,
-        biases="all",
-        bias_key="attention_bias",
-        norm_of_heads="full",
-        has_pad=True,
-    ),
-    OLMO3: Family(
-        "OLMo 3",
-        "Olmo3ForCausalLM",
-        _sizes(4096, 32, 32, None, 11008, 2048, 50304, 1e-5),
-        norms=AFTER,
-        has_head_dim=False,
-        biases="all",
-        bias_key="attention_bias",
-        norm_of_heads="full",
+    OLMO2: _OLMO2,
+    OLMO3: replace(
+        _OLMO2,
+        title="OLMo 3",
+        architecture="Olmo3ForCausalLM",
         base=5e5,
         local_base=5e5,
         windows=Windows("period", period=4),
-        has_pad=True,
     ),
     EXAONE4: Family(
         "EXAONE 4",
