@@ -13,17 +13,20 @@ the whole padded sequences on one tensor rank in attention's dtype, and Q = byte
 | heads  | all-to-all of q, k, v and of the        | the same                                |
 |        | result: (p−1)/p · (2 · Q + K') / p      |                                         |
 
-K' is K, or with fewer key-value heads than ranks p / heads times as much. Under recomputation of
+K' is K, or K · p / (key-value heads) if there are fewer of these than ranks. Under recomputation of
 attention the forward is repeated; gather then keeps what it has gathered for the backward that
 follows: two all-gathers in all. With attention dropout, K and V are gathered separately and whole,
 and kept.
 
-gather: K and V of some heads are gathered while attention to the previous ones runs. A query
-attends to consecutive positions, from its document's start on, so a document costs a call of the
-kernel.
-ring: K and V of a rank travel to the next while attention to them runs, and results are merged
-(Liu et al. 2023, Ring Attention). heads: each rank attends with a part of the heads to whole
-sequences (Jacobs et al. 2023, DeepSpeed-Ulysses).
+gather: K and V of some heads are gathered while attention of the previous heads runs. A query
+attends to consecutive positions from its document's start on, so the kernel is called once per
+document.
+
+ring: the keys and values of a rank travel to the next while attention to them runs, and results are
+merged (Liu et al. 2023, Ring Attention).
+
+heads: each rank attends with a part of the heads to whole sequences (Jacobs et al. 2023,
+DeepSpeed-Ulysses).
 """
 
 from __future__ import annotations
@@ -60,8 +63,8 @@ class ContextParallel:
     """The ranks that share sequences, and how they exchange keys and values.
 
     Attributes:
-        keeps: this forward is a recomputation, which its backward follows at once: gathered tensors
-            are kept for it.
+        keeps: this forward is a recomputation, whose backward follows at once, so gathered tensors
+            are kept.
         handle: stands for this object in operators (see `device.fused.register`).
     """
 
@@ -131,8 +134,7 @@ def attend_across(
 
 
 class _Run(NamedTuple):
-    """Arguments of the attention operator: blocks of keys, and how to fetch those of other
-    ranks."""
+    """Arguments of the attention operator: blocks of keys, and how to fetch other ranks' keys."""
 
     handle: Tensor
     table: Tensor
@@ -328,7 +330,7 @@ def _gather_backward(
         if finish_reducing is not None:
             finish_reducing()
         finish_reducing = finish
-    assert finish_reducing is not None  # there are heads
+    assert finish_reducing is not None  # there is at least one group of heads
     finish_reducing()
     return of_keys
 

@@ -3,10 +3,10 @@
 On a CPU each document is a call of PyTorch's kernel; on a GPU in half precision all documents are
 one call of the varlen kernel.
 
-Under context parallelism queries are fewer than keys, which may come in blocks (`attend_block`). A
-query's results of several calls are merged by their log Σ exp(scores); the gradients of a call need
-no more than the merged result and that logarithm (Dao et al. 2022, §B.2; Liu et al. 2023, Ring
-Attention).
+Under context parallelism there are fewer queries than keys, and keys may come in blocks
+(`attend_block`). A query's results of several calls are merged by their log Σ exp(scores); the
+gradients of a call need only the merged result and that logarithm (Dao et al. 2022, §B.2; Liu et
+al. 2023, Ring Attention).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def allowed(kernel: str) -> AbstractContextManager[object]:
 
 
 class _EqualDocuments(NamedTuple):
-    """Consecutive documents of `length` tokens, from token `begin` of row `row` of the batch."""
+    """Consecutive documents of `length` tokens each, from token `begin` of row `row` of the batch
+    on."""
 
     row: int
     begin: int
@@ -132,7 +133,7 @@ class Block(NamedTuple):
 def empty_for_blocks(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Allocates a result (b, heads, n, head_dim) and its sums (b, heads, n), in fp32 or better.
 
-    `dtype`: the result's dtype instead.
+    `dtype`: the result's dtype, in place of that.
     """
     b, heads, n, size = q.shape
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -360,15 +361,15 @@ def as_batch(x: Tensor, batch: int) -> Tensor:
 def flash_gradients(
     parts: tuple[Tensor, ...], *sequences: Any, **how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the kernel; `sequences`: edges of queries and keys, the longest of each, and whether it
-    is causal; `how`: the scale, and the edges of a window."""
+    """Runs the backward kernel. `sequences`: edges of queries and keys, the longest of each, and
+    whether attention is causal; `how`: the scale, and the sides of a window."""
     q, (*of_sequences, causal) = parts[1], sequences
-    # The kernel wants a generator state although nothing is dropped.
+    # The kernel requires a generator's state although nothing is dropped.
     state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
     return flash_backward(*parts, *of_sequences, 0.0, causal, state, unused, **how)
 
 
-# Elsewhere: the device's kernel forward, and the formula backward in blocks of rows.
+# Elsewhere: the device's kernel in the forward, and the formula for blocks of rows in the backward.
 
 
 def _plain_alone(
@@ -433,7 +434,7 @@ def plain_gradients(
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """Returns the factor of the scores, also where it is the usual one."""
+    """Returns the factor of the scores; None stands for the usual one."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 

@@ -18,7 +18,7 @@ from parallel3d.device import accelerator
 
 @dataclass(frozen=True)
 class AttentionBlocks:
-    """Queries and the keys that they attend to, in blocks of keys; m queries and keys of b samples.
+    """m queries of b samples and the keys that they attend to, in blocks of keys.
 
     A segment is consecutive queries of one document. They attend to `before` consecutive keys that
     come before all of them and, in the first block, each to the keys of the segment up to its own.
@@ -195,7 +195,8 @@ def segments_of(held: Ints, starts: Ints, split: SequenceSplit) -> Ints:
         return _table([np.stack((row, first, number, start, position - start))], b * n)
     blocks = []
     for i in range(split.size):
-        # A rank's positions ascend, so those of a document before this segment are consecutive.
+        # A rank's positions ascend, so its tokens of a document before this segment are
+        # consecutive.
         offsets = np.arange(b)[:, None] * split.padded
         theirs = (held[(split.index - i) % split.size] + offsets).reshape(-1)
         key, end = (np.searchsorted(theirs, x + row * split.padded) for x in (start, position))

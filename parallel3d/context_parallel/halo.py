@@ -1,7 +1,7 @@
-"""The keys of other ranks that the queries of a rank see through a window: its halo.
+"""Finds a rank's halo: the keys of other ranks that its queries see through a window.
 
-They are the W − 1 keys before each of its pieces, as far as these are of the same document and of
-other ranks. It needs no torch.
+These are the W − 1 keys before each of its pieces, without those of other documents and its own. No
+torch is needed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ Whole = npt.NDArray[np.int64]
 
 
 class Segments(NamedTuple):
-    """Consecutive tokens of one document on a rank; all arrays have an entry for each segment.
+    """Segments: runs of consecutive tokens of one document on a rank. Arrays have an entry for
+    each.
 
     Attributes:
-        rank, row: the rank, and the sample. first: place among the rank's tokens of the sample.
-        number: tokens. position, start: of the first token, and of its document.
+        rank, row: the rank, and the sample. first: index of the first token among the rank's tokens
+            of the sample. number: number of tokens. position, start: position of the first token,
+            and of its document's start.
     """
 
     rank: Whole
@@ -34,8 +36,8 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, held: Ints, starts: Ints) -> Segments:
-        """Returns the segments of all ranks (`SequenceSplit.held`), given the beginning of each
-        position's document."""
+        """Returns the segments of all ranks, given the positions that they hold
+        (`SequenceSplit.held`) and the start of each position's document."""
         size, b, n = held.shape
         own = np.take_along_axis(starts[None], held, axis=2)
         begins = np.ones(held.shape, dtype=bool)
@@ -50,9 +52,9 @@ class Segments(NamedTuple):
 
 
 def needed_of_others(segments: Segments, owner: Ints, window: int, rank: int) -> Whole:
-    """Returns the tokens of other ranks that this rank's queries see, ascending.
+    """Returns the tokens of other ranks that this rank's queries see, in ascending order.
 
-    Tokens are numbered through the samples, of which `owner` (b, padded) has the rank of each.
+    Tokens are numbered through all samples; `owner` (b, padded) is the rank of each.
     """
     mine = segments.of_rank(rank)
     end = mine.row * owner.shape[1] + mine.position
@@ -73,6 +75,6 @@ def needed_by_ranks(held: Ints, starts: Ints, window: int) -> tuple[Ints, list[W
 
 
 def amounts(owner: Ints, needed: Sequence[Whole]) -> Whole:
-    """Returns the tokens whose keys each rank gets of each: [i, j] of them go from rank j to i."""
+    """Counts the tokens whose keys the ranks exchange: [i, j] go from rank j to rank i."""
     owners = (owner.reshape(-1)[tokens] for tokens in needed)
     return np.stack([np.bincount(ranks, minlength=len(needed)) for ranks in owners])

@@ -1,4 +1,4 @@
-"""The tokens of a sequence that each context-parallel rank holds. It needs no torch."""
+"""Splits the tokens of a sequence over context-parallel ranks, without torch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from parallel3d.config.values import padded_length
 
 Ints = npt.NDArray[np.int32]
 
-BLOCKS = 16  # most blocks of a rank in a balanced split: each may cost a call of the kernel
+BLOCKS = 16  # maximum number of blocks of a rank in a balanced split; each may cost a call
 EVEN = 0.05  # accepted imbalance: the slowest rank's extra work over the mean
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """Splits sequences over `size` ranks; this one is number `index`.
+    """Splits sequences over `size` ranks; this is rank `index` of them.
 
-    A sequence is padded at its end, and cut into 2 · size pieces. Rank r holds pieces r and
-    2 · size − 1 − r, so that all ranks have as many pairs of query and key under a causal mask
-    (Brandon et al. 2023, Striped Attention; Llama 3 report, §3.3.2). Where documents make that
-    uneven, a `balanced` split gives each rank the same number of blocks, chosen by their
-    attention's work.
+    A sequence is padded at its end, and cut into 2 · size pieces. Rank r holds pieces r and 2·size
+    − 1 − r, so that all ranks have equally many pairs of query and key under a causal mask (Brandon
+    et al. 2023, Striped Attention; Llama 3 report, §3.3.2). Where documents make that uneven, a
+    `balanced` split gives each rank the same number of blocks, chosen by their attention's work.
 
     Attributes:
         length: tokens of a sequence.
         multiple: divides the tokens of a rank (tp, under sequence parallelism).
-        ring: attention reads the keys of one rank after the other, not of the whole sequence.
+        ring: attention reads the keys of one rank after another, not the whole sequence at once.
         window: keys that a query of a sliding layer sees; None: no layer slides.
     """
 
@@ -62,7 +61,7 @@ class SequenceSplit:
 
     @property
     def local(self) -> int:
-        """Tokens of a sequence that each rank holds."""
+        """Number of tokens of a sequence that each rank holds."""
         return self.padded // self.size
 
     def pad_starts(self, starts: Ints) -> Ints:
@@ -98,7 +97,8 @@ class SequenceSplit:
     def _balanced(self, starts: Ints, count: int) -> Ints:
         """Returns `held` with `count` blocks of each sequence per rank.
 
-        Blocks are given in order of falling work, each to the rank with the least work so far.
+        Blocks are assigned in order of decreasing work, each to the rank with the least work so
+        far.
         """
         blocks = np.arange(self.padded, dtype=np.int32).reshape(self.size * count, -1)
         pairs = blocks.reshape(-1) - starts + 1  # of each query

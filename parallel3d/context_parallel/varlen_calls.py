@@ -1,4 +1,4 @@
-"""Calls of the kernel that reads sequences of different lengths, concatenated."""
+"""Plans the calls of the varlen kernel, which reads concatenated sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Ints = npt.NDArray[np.int32]
 def plan_calls(
     segments: Sequence[tuple[int, int, int, int]], causal: bool, calls: Ints, edges: Ints
 ) -> None:
-    """Writes the fewest calls, in order of queries.
+    """Fills in the fewest possible calls, in order of queries.
 
-    A call reads consecutive queries and keys. Its sequences are segments, and keys between them
-    that no query of this call attends to.
+    A call reads consecutive queries and keys. Its sequences are segments and, between them, keys
+    that none of its queries attends to.
 
     Args:
-        segments: of each the first query, the number of queries, the first key, and the number of
-            keys before those of the queries.
-        causal: each query sees its own key too.
-        calls, edges: zeros; see `documents.AttentionBlocks`.
+        segments: for each: first query, number of queries, first key, and number of keys before the
+            queries' own.
+        causal: each query also sees its own key.
+        calls, edges: outputs, zero at first; see `documents.AttentionBlocks`.
     """
-    # First query, first key, and of each sequence the numbers of queries and keys.
+    # First query, first key, and for each sequence the numbers of queries and keys.
     planned: list[tuple[int, int, list[tuple[int, int]]]] = []
     next_query = next_key = -1
     for query, number, key, before in segments:
@@ -58,5 +58,5 @@ def calls_of(calls: Tensor, edges: Tensor) -> Iterator[tuple[slice, slice, tuple
 
 
 def rows_of(table: Tensor) -> list[list[int]]:
-    """Returns the rows of a table that begins with their number."""
+    """Returns the rows of a table whose first row has their number."""
     return table[1 : int(table[0, 0]) + 1].tolist()

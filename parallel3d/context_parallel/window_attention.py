@@ -1,13 +1,12 @@
 """Attention through a window, with the keys that other ranks hold.
 
-On a CPU, and where there is no kernel, queries go in chunks to the keys that some of them see, at
-most 2 · window − 1, and a mask hides what the others see. On a GPU in half precision the varlen
-kernel has the window.
+On a CPU, and where there is no kernel, a chunk of queries attends to all keys that any of them
+sees, at most 2 · window − 1, under a mask. On a GPU in half precision the varlen kernel implements
+windows.
 
-Under context parallelism the ranks first send each other their halos, keys and values in one
-all-to-all whose sizes follow from the positions that each rank holds. In the backward they send
-them again, and then the gradients back, which are added in the order of the ranks. They travel in
-fp32 or better.
+Under context parallelism the ranks first exchange their halos: keys and values in one all-to-all,
+whose sizes follow from the positions that each rank holds. The backward repeats this exchange and
+then returns the gradients, in fp32 or better; they are added in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class _Run(NamedTuple):
 
     @property
     def only_call(self) -> tuple[Any, ...] | None:
-        """The varlen kernel's arguments if one call has all queries and keys."""
+        """The varlen kernel's arguments if a single call has all queries and keys; else None."""
         if int(self.calls[0, 0]) != 1:
             return None
         ((_, _, of_call),) = calls_of(self.calls, self.edges)
@@ -97,18 +96,19 @@ class _Run(NamedTuple):
 
 
 class HaloExchange:
-    """Exchange of a halo's keys and values, and of their gradients."""
+    """Exchanges a halo's keys and values, and their gradients."""
 
     def __init__(self, halo: Halo, group: Group) -> None:
         self.given, self.taken, *most = halo.counts.tolist()
-        self.most_given, self.most_taken = map(max, most)  # of any rank
+        # The maxima over the ranks.
+        self.most_given, self.most_taken = map(max, most)
         self.group = group
         self.sent = halo.sent[: sum(self.given)]
         self.order, self.places = halo.order, halo.places
 
     def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values in order of the sequences, with the halo: (keys, heads,
-        head_dim) each, given this rank's (tokens, heads, head_dim)."""
+        """Returns keys and values with the halo, in order of the sequences: (tokens, heads,
+        head_dim) → (keys, heads, head_dim) each."""
         own = torch.stack((k, v), 1)
         how = self.group, self.given, self.taken, self.most_given
         received = collectives.all_to_all_rows(own[self.sent], *how)
@@ -117,14 +117,14 @@ class HaloExchange:
         return ordered[:, 0], ordered[:, 1]
 
     def gradients(self, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sums of the ranks' gradients of this rank's keys and values; inverts
+        """Returns the gradients of this rank's keys and values, summed over ranks: the adjoint of
         `keys`."""
         every = torch.stack((of_k, of_v), 1)
         every = every.index_select(0, self.places[: len(every)])
         own, others = every.split((len(every) - sum(self.taken), sum(self.taken)))
         how = self.group, self.taken, self.given, self.most_taken
         arrived = collectives.all_to_all_rows(others, *how)
-        # One rank after the other: a key may be in the halos of several.
+        # One rank at a time, because a key may be in the halos of several.
         parts = zip(self.sent.split(self.given), arrived.split(self.given), strict=True)
         for places, part in parts:
             if len(places):
@@ -210,13 +210,14 @@ def _backward(
 def _as_inputs(
     of_q: Tensor, of_k: Tensor, of_v: Tensor, dtype: torch.dtype, batch: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns gradients (tokens, heads, head_dim) into those of `attend_in_window`'s inputs."""
+    """Reshapes gradients (tokens, heads, head_dim) like the inputs of `attend_in_window`."""
     q, k, v = (as_batch(x.to(dtype).contiguous(), batch) for x in (of_q, of_k, of_v))
     return q, k, v
 
 
 def _mask(chunks: Chunks, window: int, q: Tensor) -> Tensor | None:
-    """Returns (queries, keys) 0 for keys that a query sees, else −∞; None: a causal mask does."""
+    """Returns a mask (queries, keys): 0 where a query sees the key, else −∞. None: it would be
+    causal."""
     if not chunks.before and chunks.number <= window:
         return None
     shape = chunks.number, chunks.before + chunks.number

@@ -1,7 +1,7 @@
-"""The keys that queries see through a window.
+"""Finds the keys that queries see through a window.
 
 A query at position i of a document that begins at `start` sees the keys max(start, i − W + 1) … i:
-W keys, its own included. The keys that it needs of other ranks: `halo.py`.
+W keys, its own included. `halo.py` finds the keys that are needed from other ranks.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from parallel3d.device import accelerator
 
 @dataclass(frozen=True)
 class Halo:
-    """The keys that the ranks of a group send each other, b samples of n tokens on each.
+    """The keys that the ranks of a group exchange, for b samples with n tokens on each rank.
 
     The shapes of the tensors do not depend on the documents: one compilation serves all.
 
     Attributes:
-        sent: ((size − 1) · b · n,) int64 on the device: places among this rank's b · n tokens of
+        sent: ((size − 1) · b · n,) int64 on the device: indices, among this rank's b · n tokens, of
             those that it sends, rank by rank.
-        order: (b · padded,) int64 on the device: places of the keys, in order of the sequences,
-            among this rank's tokens and then the received ones, rank by rank.
-        places: (b · padded,) int64 on the device: the inverse.
+        order: (b · padded,) int64 on the device: for the keys in order of the sequences, indices
+            into this rank's tokens followed by the received ones, rank by rank.
+        places: (b · padded,) int64 on the device: the inverse of `order`.
         counts: (4, size) int64 on the host: tokens that this rank sends to each rank, that it
             receives from each, and that each rank sends and receives in all.
     """
@@ -45,18 +45,18 @@ class Halo:
 
 @dataclass(frozen=True)
 class WindowBlocks:
-    """Queries and the keys that they see through a window; m queries.
+    """m queries and the keys that they see through a window.
 
-    The keys are all of b samples, or this rank's and its halo, in order of the sequences. Tokens of
-    all samples are numbered in a row.
+    The keys are all keys of b samples, or this rank's own and its halo, in order of the sequences.
+    Tokens are numbered through all samples.
 
     Attributes:
-        window: keys that a query sees at most, its own included.
+        window: maximum number of keys that a query sees, its own included.
         table: (m + 1, 4) int32 on the host: the first row has the number of chunks; the others have
             the first query of a chunk, its number of queries, the first key, and the keys before
             the first query. A chunk has consecutive queries of one document, at most `window`.
-        calls, edges: calls of the varlen kernel, as one block of `documents.AttentionBlocks` has
-            them.
+        calls, edges: calls of the varlen kernel, in the form of one block of
+            `documents.AttentionBlocks`.
         halo: None where this rank has all keys.
     """
 
@@ -111,7 +111,8 @@ def window_blocks(
 
 
 def _chunks(numbers: Whole, most: int) -> tuple[Whole, Whole]:
-    """Returns the segment of each chunk of at most `most` queries, and its number in it."""
+    """Cuts segments into chunks of at most `most` queries; returns each chunk's segment, and its
+    number there."""
     counts = -(-numbers // most)
     chunks = np.repeat(np.arange(len(numbers)), counts)
     return chunks, np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -127,7 +128,8 @@ def _filled(most: int, *columns: npt.NDArray) -> Ints:
 def _halo(
     held: Ints, starts: Ints, index: int, window: int, device: torch.device
 ) -> tuple[Whole, Halo]:
-    """Returns the tokens whose keys this rank has after the exchange, ascending, and its halo."""
+    """Returns the tokens whose keys this rank has after the exchange, in ascending order, and its
+    halo."""
     size, b, n = held.shape
     padded = starts.shape[1]
     rows = np.arange(b, dtype=np.int64)[:, None] * padded
@@ -156,12 +158,12 @@ def _halo(
 
 
 class Chunks(NamedTuple):
-    """Neighbouring chunks of equal form, which one call computes.
+    """Neighbouring chunks of one shape, which one call computes.
 
     Attributes:
         query, key: the first query and the first key of the first chunk.
-        chunks: how many; each begins `number` queries and keys after the one before.
-        number, before: queries of a chunk, and keys before them.
+        chunks: number of chunks; each begins `number` queries and keys after the previous one.
+        number, before: numbers of queries of a chunk, and of keys before them.
     """
 
     query: int
@@ -179,7 +181,8 @@ class Chunks(NamedTuple):
         return self._view(x, self.key, self.before + self.number)
 
     def parts_of_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys before the queries, and theirs: two views without common elements."""
+        """Returns the keys before the queries and the queries' own keys: two views that do not
+        overlap."""
         before = self._view(x, self.key, self.before)
         return before, self._view(x, self.key + self.before, self.number)
 
@@ -191,10 +194,10 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(table: Tensor) -> Iterator[Chunks]:
-    """Yields the chunks of a table of `WindowBlocks`, equal neighbours together.
+    """Yields the chunks of a table of `WindowBlocks`; neighbours of one shape are joined.
 
-    Chunks with more keys before them than queries are apart, since gradients are added to the views
-    of all of them at once.
+    Chunks with more keys before them than queries are not joined: their views of the keys would
+    overlap, and gradients are added to all views at once.
     """
     found: Chunks | None = None
     for query, number, key, before in rows_of(table):

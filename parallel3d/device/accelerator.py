@@ -1,4 +1,4 @@
-"""The only module that knows which kind of device a tensor is on, and a profiler's ranges.
+"""Hides the kind of device that a tensor is on from all other modules; ranges for profilers.
 
 CUDA and ROCm GPUs, other accelerators that torch knows and the simulated one
 (`parallel3d.simulated_device`) share this code: their modules (`torch.cuda`, …) share names.

@@ -61,13 +61,13 @@ def operator(
     gradient is `NAME_backward`.
 
     Args:
-        inputs: schema of the arguments that have a gradient.
-        where: schema of the other ones, tensors first.
+        inputs: schema of the arguments that get a gradient.
+        where: schema of the other arguments, tensors first.
         run: returns the result for the inputs and `where`, or a tuple of the result and other
             tensors that the gradient needs.
         gradient: returns the gradients of the inputs, given the result's gradient, the saved
             tensors, and `where`.
-        shape, gradient_shape: the same for tensors without values.
+        shape, gradient_shape: like `run` and `gradient`, for tensors without values.
         kept: None: nothing is saved; "": the inputs; else also the results, whose schema this is.
     """
     count, tensors = inputs.count("Tensor"), where.count("Tensor")
@@ -136,11 +136,11 @@ T = TypeVar("T")
 # autotunes the split of its reductions, and replicated results of tensor ranks, such as gradients
 # of norms, would differ in their last bits.
 EQUAL_BITS: dict[str, str | int | bool | Callable[..., Any]] = {"deterministic": True}
-# Below this size of the largest argument a kernel saves microseconds but costs seconds to compile,
-# for instance for one token at a time in `generate`.
+# If the largest argument is smaller than this, as for one token at a time in `generate`, a kernel
+# saves microseconds but takes seconds to compile.
 LEAST_ELEMENTS = 1 << 20
-# Most kinds of arguments for which a function is compiled, seconds each; further kinds (`generate`
-# with prompts of all lengths) run as separate operations.
+# A function is compiled for at most so many kinds of arguments, seconds each; further kinds
+# (`generate` with prompts of all lengths) run as separate operations.
 MOST_KERNELS = 64
 
 
@@ -202,15 +202,15 @@ class _Fused(Generic[*Ts, T]):
     def _kernel(self, kind: Hashable) -> Callable[..., T]:
         """Returns the kernel for arguments of this kind; beyond the limit, the plain function.
 
-        Dynamo finds compiled code through a function's code object and refuses a ninth shape of
-        one (`recompile_limit`), so each kind gets a code object of its own.
+        Dynamo finds compiled code through a function's code object and refuses a ninth shape for it
+        (`recompile_limit`), so each kind gets a code object of its own.
         """
         kernel = self.kernels.get(kind)
         if kernel is None and len(self.kernels) < MOST_KERNELS:
             kernel = self.kernels[kind] = torch.compile(
                 _with_own_code(self.function),
                 fullgraph=True,
-                # None: a second number of rows compiles code for any number.
+                # None: a second number of rows triggers a compilation for any number.
                 dynamic=None if self.rows else False,
                 options=EQUAL_BITS,
             )

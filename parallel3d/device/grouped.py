@@ -1,10 +1,11 @@
-"""Matrix products of groups of rows, each group with a matrix of its own: the experts of a layer.
+"""Grouped GEMMs: products of groups of rows, each with a matrix of its own, for the experts of a
+layer.
 
-A GPU runs all groups in one kernel, which reads on the device where they end, so that the host need
-not know their sizes. Elsewhere each group is a product by itself.
+A GPU runs all groups in one kernel, which reads their ends from device memory, so that the host
+need not know their sizes. Elsewhere each group is a GEMM by itself.
 
-Weight gradients are added in fp32: PyTorch's grouped GEMM has neither an fp32 result nor one that
-it adds to (PyTorch issue 166651), so `grouped_kernels` has a kernel for that.
+Weight gradients are added in fp32. PyTorch's grouped GEMM can neither return fp32 nor add to its
+result (PyTorch issue 166651), so `grouped_kernels` has a kernel for that.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from parallel3d.device import accelerator
 from parallel3d.device.fused import has_kernel_compiler
 from parallel3d.device.matmul import matmul
 
-HOPPER = 9  # major compute capability from which on PyTorch's grouped GEMM is one kernel
+HOPPER = 9  # from this major compute capability on, PyTorch's grouped GEMM is one kernel
 
 
 class Groups(NamedTuple):
     """Groups of consecutive rows.
 
     Attributes:
-        ends: (groups,) int32 on the device, the row after the last one of each group.
-        counts: rows of each group; None: the host does not know them.
+        ends: (groups,) int32 on the device, the end (exclusive) of each group.
+        counts: number of rows of each group; None: the host does not know it.
     """
 
     ends: Tensor
@@ -37,20 +38,20 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, counts: tuple[int, ...] | None) -> Groups:
-        """Returns groups of these sizes, (groups,) on the device, and on the host if it knows
-        them."""
+        """Returns groups of these sizes, (groups,) on the device; `counts`: the same on the host,
+        if known."""
         return cls(numbers.cumsum(0).int(), counts)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each group. Raises ValueError if the host does not know them."""
+        """Number of rows of each group. Raises ValueError if the host does not know it."""
         if self.counts is None:
-            raise ValueError("the sizes of the groups are known on the device alone")
+            raise ValueError("the sizes of the groups are only known on the device")
         return self.counts
 
     @property
     def total(self) -> int:
-        """Rows of all groups."""
+        """Number of rows of all groups."""
         return sum(self.sizes)
 
     def spans(self) -> Iterator[slice]:
@@ -62,8 +63,8 @@ class Groups(NamedTuple):
 
 
 def has_grouped_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether products of groups are one kernel: bf16 on a GPU since Hopper, with Triton,
-    or on the simulated device; there fp64 too, so that the kernels' users are compared exactly."""
+    """Returns whether products of groups are one kernel: in bf16 on a GPU from Hopper on, with
+    Triton, and on the simulated device, there also in fp64 for exact comparisons."""
     if not accelerator.is_accelerator(device):
         return False
     if hasattr(accelerator.module(device), "fused_kernel"):
@@ -81,7 +82,7 @@ def _is_since_hopper(device: torch.device) -> bool:
 def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """Multiplies the rows of each group by its matrix: (rows, in), (groups, in, out) → (rows, out).
 
-    Rows after the last group have no defined result.
+    The result is undefined in rows after the last group.
     """
     if has_grouped_kernels(rows.device, rows.dtype):
         return torch.ops.parallel3d.grouped_matmul(groups.ends, rows, matrices)
@@ -93,15 +94,15 @@ def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 
 
 def add_products(out: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
-    """Adds aᵀ·b of each group's rows to its matrix in fp32 `out`, in one kernel, without rounding
-    the products.
+    """Adds aᵀ·b of each group's rows to its matrix in `out` (fp32), in one kernel and without
+    rounding.
 
     (groups, n, m), (rows, n), (rows, m). It needs `has_grouped_kernels`.
     """
     torch.ops.parallel3d.add_products(out, groups.ends, a, b)
 
 
-# The operators that are one kernel. The simulated device runs their form for the CPU.
+# Operators that are one kernel each. The simulated device runs their CPU implementation.
 
 
 def _spans(ends: Tensor) -> Iterator[slice]:
@@ -132,7 +133,7 @@ def _add_on_cpu(out: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _add_on_gpu(out: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> None:
-    from parallel3d.device import grouped_kernels  # only there is Triton
+    from parallel3d.device import grouped_kernels  # imported here because only GPUs have Triton
 
     grouped_kernels.add_products(out, a.contiguous(), b.contiguous(), ends)
 
@@ -156,4 +157,4 @@ def _register() -> torch.library.Library:
     return library
 
 
-_library = _register()  # the operators exist as long as it does
+_library = _register()  # keeps the operators registered

@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows and columns of a program's part of a result, and rows of a group that it reads at a time: 64
-# numbers of fp32 a thread for the result, and three stages of 32 KiB in shared memory.
+# Rows and columns of a program's tile of the result, and rows of a group that it reads at a time.
+# The result takes 64 fp32 numbers per thread, and the operands three stages of 32 KiB in shared
+# memory.
 BLOCKS = {"COLUMNS_A": 128, "COLUMNS_B": 128, "ROWS": 64}
 HOW = {"num_warps": 8, "num_stages": 3}
 
@@ -28,8 +29,8 @@ def add_products_of_groups(  # type: ignore[no-untyped-def]
 ):
     """Adds aᵀ·b of each group's rows to its matrix in `out`: (groups, a_columns, b_columns) fp32.
 
-    Rows of all other groups, and those after the last one, are masked and never read. Programs of
-    one group that read the same columns of `a` are neighbours, for the cache.
+    Rows of other groups, and rows after the last group, are masked and never read. Programs of a
+    group that read the same columns of `a` run side by side, so that the cache is reused.
     """
     group = tl.program_id(1).to(tl.int64)
     parts = tl.cdiv(b_columns, COLUMNS_B)

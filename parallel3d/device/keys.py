@@ -32,8 +32,8 @@ class DeviceKeys:
     )
     deterministic: bool = key(
         False,
-        "on GPUs, kernels that add in a fixed order: the same layout then gives the same bits, as "
-        "it always does on CPU; slower",
+        "on GPUs, kernels that add in a fixed order: slower, but the same layout then gives the "
+        "same bits, as it always does on CPU",
         resume=FREE,
     )
 

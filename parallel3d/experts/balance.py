@@ -21,15 +21,15 @@ from parallel3d.device.accelerator import moved
 
 @dataclass(frozen=True)
 class Balance:
-    """Holds what the balancing losses of a layer read of a micro-batch of b samples.
+    """The data of a micro-batch of b samples that the balancing losses of a layer need.
 
     Attributes:
-        samples: (b,) int64, their numbers in the run.
+        samples: (b,) int64, the samples' numbers in the run.
         positions: (b, n) int64, the places of this rank's n tokens in each sample; None: 0, 1, 2 …
-        used: (b, n) bool, which of these tokens are no padding; None: all.
-        lengths: (b,) float64, the tokens of each whole sample that are no padding.
+        used: (b, n) bool, false for padding among these tokens; None: there is no padding.
+        lengths: (b,) float64, the number of tokens of each whole sample, without padding.
         aux_scale, z_scale: scalars, the factors of a sequence's auxiliary loss and of a token's
-            z-loss in what the backward differentiates; None: the loss is not used.
+            z-loss in the total that the backward differentiates; None: the loss is not used.
         sequence: the groups over which the tokens of a sequence are split.
         watch: sees every choice of experts, and may replace it.
     """
@@ -63,8 +63,9 @@ class Watch(Protocol):
         """Returns the experts that the tokens of a micro-batch use.
 
         Args:
-            experts: (n, k) of the router's own choice.
-            margins: (n,) how far the last chosen value is from the first that was not chosen.
+            experts: (n, k), the router's own choice.
+            margins: (n,), the gap between the lowest chosen value and the highest one that was not
+                chosen.
         """
         ...
 
@@ -88,7 +89,7 @@ class Tally:
         self.values += torch.cat((losses.chosen, sums)).double()
 
     def take(self) -> Tensor:
-        """Returns the sums and starts again at zero."""
+        """Returns the sums and resets them to zero."""
         values = self.values
         self.values = torch.zeros_like(values)
         return values
@@ -99,10 +100,10 @@ class BalanceLosses:
     """Balancing losses of a micro-batch's tokens of one layer on this rank, differentiable scalars.
 
     Attributes:
-        aux: Σ over the samples of this rank's part of the auxiliary loss. That of a sequence of T
-            tokens is Σ_e f_e · P_e, with f_e = experts / (k·T) · its tokens that chose e, and P_e
-            the mean of its scores, normalised to a sum of 1 (DeepSeek-V3 report, equations 17 to
-            20). Zero if it is not used.
+        aux: Σ over the samples of this rank's part of the auxiliary loss. The loss of a sequence of
+            T tokens is Σ_e f_e · P_e, where f_e = experts / (k·T) · the number of its tokens that
+            chose e, and P_e is the mean score of e over all T tokens, normalised to a sum of 1
+            (DeepSeek-V3 report, equations 17 to 20). Zero if it is not used.
         z: Σ over tokens of logsumexp(logits)² (Zoph et al. 2022, ST-MoE, equation 5).
         entropy: Σ over tokens of the entropy of their scores.
         chosen: (experts,) tokens of this rank that chose each expert.
@@ -124,12 +125,12 @@ class BalanceLosses:
         balance: Balance,
         counts: Tensor | None,
     ) -> BalanceLosses:
-        """Computes the losses of n = b · s tokens; padding is in none of them.
+        """Computes the losses of n = b · s tokens, without padding.
 
         Args:
             logits, scores: (n, all experts).
             experts: (n, k), the chosen ones.
-            counts: as in the attributes, if they are known; else collective over `sequence`.
+            counts: as in the attributes, if known; if None, the call is collective over `sequence`.
         """
         samples = len(balance.lengths)
         chosen = torch.zeros_like(scores, dtype=torch.int64).scatter_(-1, experts, 1)
@@ -155,7 +156,7 @@ class BalanceLosses:
         return cls(aux, z.sum(), entropy, here.sum(0), counts)
 
     def through(self, x: Tensor, balance: Balance) -> Tensor:
-        """Returns x, through which the backward adds the gradients of the losses in use."""
+        """Returns x; its backward adds the gradients of the losses in use."""
         for loss, scale in ((self.aux, balance.aux_scale), (self.z, balance.z_scale)):
             if scale is not None:
                 x = _WithLoss.apply(x, loss, scale)
@@ -177,7 +178,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class ExpertFigures(NamedTuple):
-    """Figures of the expert layers in a step, equal on every rank, by layer of the model.
+    """Statistics of the expert layers in a step, equal on every rank, by layer of the model.
 
     Attributes:
         counts: tokens of each expert.
@@ -194,10 +195,10 @@ class ExpertFigures(NamedTuple):
     bias: dict[int, tuple[float, float]]
 
     def row(self) -> dict[str, dict[str, float]]:
-        """Returns the figures of a line of metrics.jsonl, each by layer.
+        """Returns the values for a line of metrics.jsonl, each by layer.
 
-        `load` is the tokens of the fullest expert over the mean, `unused` the experts without a
-        token, and `bias` the distance between the lowest and the highest.
+        `load` is the number of tokens of the fullest expert over the mean, `unused` the number of
+        experts without a token, and `bias` the highest bias minus the lowest.
         """
         found: dict[str, dict[str, float]] = {
             "load": {str(n): round(max(c) * len(c) / max(1, sum(c)), 4) for n, c in self.layers},
@@ -218,7 +219,7 @@ class ExpertFigures(NamedTuple):
 
 
 class Routed(Protocol):
-    """A router, as far as the balance of a run reads it."""
+    """The attributes of a router that balancing needs."""
 
     name: str
     bias: Tensor | None
@@ -262,22 +263,22 @@ class BalanceOfRun:
 
     @property
     def states(self) -> dict[str, Tensor]:
-        """The biases of this rank's routers, by full name: they are saved with the parameters."""
+        """The biases of this rank's routers, by full name; they are saved with the parameters."""
         routers = self.routers.values()
         return {f"{r.name}.bias": r.bias for r in routers if r.bias is not None}
 
     @property
     def needs_routed_tokens(self) -> bool:
-        """Whether `scaled` needs the tokens of the global batch that are no padding."""
+        """Whether `scaled` needs the number of tokens of the global batch, without padding."""
         return self.settings.z_loss > 0
 
     def scaled(self, balance: Balance, loss_scale: float, batch: int, routed: Tensor) -> Balance:
-        """Returns a micro-batch's balance with the scales of its losses.
+        """Returns the `Balance` of a micro-batch, with the scales of its losses.
 
         Args:
             loss_scale: factor of all gradients.
             batch: sequences of the global batch.
-            routed: scalar, its tokens that are no padding, on any rank.
+            routed: scalar, its number of tokens without padding, on all ranks.
         """
         aux, z = self.settings.aux_loss, self.settings.z_loss
         like = balance.lengths
@@ -301,7 +302,7 @@ class BalanceOfRun:
         return shares.flatten()
 
     def figures(self, totals: Sequence[float], batch: int) -> ExpertFigures:
-        """Returns the figures of a step, given `take` summed over the world."""
+        """Returns the statistics of a step, given the result of `take` summed over the world."""
         width = self.experts + Tally.MORE + 2
         rows = {n: totals[i * width : (i + 1) * width] for i, n in enumerate(self.layers)}
         counts = {layer: [round(n) for n in row[: self.experts]] for layer, row in rows.items()}
@@ -325,10 +326,10 @@ class BalanceOfRun:
 def updated_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     """Returns the bias after a step (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
 
-    `counts`: (experts,) tokens of the global batch. An expert with fewer than the mean rises by
-    `rate`, one with more falls by it.
+    `counts`: (experts,) tokens of the global batch. The bias of an expert with fewer tokens than
+    the mean rises by `rate`; with more tokens it falls.
     """
     counts = counts.double()
-    # Compared as whole numbers: the mean of counts may not be one.
+    # The comparison is in whole numbers, because the mean of the counts may not be one.
     direction = torch.sign(counts.sum() - counts * counts.numel())
     return bias + rate * direction.to(bias.dtype)

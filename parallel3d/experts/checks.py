@@ -66,7 +66,7 @@ def _check_dense_layers(model: ModelConfig) -> None:
 
 
 def check_priced(model: ModelConfig, command: str, *, measured: bool = True) -> None:
-    """Raises UserError for a model with experts or, on a machine that was `measured`, windows:
+    """Raises UserError for a model with experts or, on a `measured` machine, with windows:
     `command` cannot price their layers."""
     for name, off, what in (("num_experts", 0, "experts"), ("sliding_window", None, "windows")):
         if (value := getattr(model, name)) != off and (measured or what == "experts"):

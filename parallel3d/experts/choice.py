@@ -1,6 +1,6 @@
 """The experts that tokens choose, and the order in which tokens are read, sent and summed.
 
-Everything here is decided once for each micro-batch: a recomputation and the backward read it.
+These decisions are made once per micro-batch; recomputation and the backward reuse them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from parallel3d.device.grouped import Groups, has_grouped_kernels
 
 
 class Routing(NamedTuple):
-    """The experts of n tokens, best first, and their weights: (n, k) int64, and fp32 or better."""
+    """The experts of n tokens, best first, (n, k) int64, and their weights, (n, k) in fp32 or
+    better."""
 
     experts: Tensor
     weights: Tensor
@@ -29,13 +30,14 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that a rank's experts read: each is a token for one expert, sorted by expert.
+    """The rows that a rank's experts read, sorted by expert: a row is one token for one expert.
 
     Attributes:
         groups: the rows of each local expert, one after the other.
         tokens: (rows,) int64, the token of each row.
         slots: (rows,) int64, the place of each row in the flat (tokens, slots) table of choices.
-        places: (tokens, slots) int64, the row of each choice; the number of rows for none.
+        places: (tokens, slots) int64, the row of each choice; where there is none, the number of
+            rows.
     """
 
     groups: Groups
@@ -45,7 +47,7 @@ class Rows:
 
     @classmethod
     def of(cls, experts: Tensor, count: int, balanced: int) -> Rows:
-        """Counts and sorts the choices of t tokens (see `sorted_by`); waits for the device.
+        """Counts and sorts the choices of t tokens (see `sorted_by`); synchronises with the device.
 
         `balanced`: number of rows if all experts are chosen equally often.
         """
@@ -55,8 +57,8 @@ class Rows:
 
     @classmethod
     def of_all(cls, experts: Tensor, count: int, dtype: torch.dtype) -> Rows:
-        """Does the same where every choice is a local expert; only for experts' GEMMs in `dtype`
-        that run one by one the host waits for the device."""
+        """Does the same where every choice is a local expert. The host only waits for the device if
+        the experts' GEMMs in `dtype` run one by one."""
         if not has_grouped_kernels(experts.device, dtype):
             return cls.of(experts, count, experts.numel())
         groups = Groups.of(counts_of(experts.flatten(), count), None)
@@ -64,9 +66,11 @@ class Rows:
 
     @classmethod
     def sorted_by(cls, experts: Tensor, groups: Groups, total: int) -> Rows:
-        """Sorts the choices of t tokens: (t, slots), each a local expert, or their number for none.
+        """Sorts the choices of t tokens, (t, slots): local experts, or the number of these for
+        none.
 
-        `total`: choices of local experts. Rows of an expert are in the order of tokens.
+        `total`: the number of choices of local experts. An expert's rows are in the order of
+        tokens.
         """
         flat = experts.flatten()
         slots = flat.sort(stable=True).indices[:total]
@@ -78,15 +82,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sent:
-    """The tokens of this rank that went to each rank of ep.
+    """This rank's tokens that go to each rank of ep, a message for each token and rank.
 
     Attributes:
-        tokens: (sent,) int64, this rank's token of each message, by rank and then by token.
-        places: (n, ep) int64, the message of each token to each rank; the number of messages for
-            none.
-        given, taken: messages to and from each rank.
+        tokens: (sent,) int64, the token of each message, sorted by rank and then by token.
+        places: (n, ep) int64, the message of each token to each rank; where there is none, the
+            number of messages.
+        given, taken: numbers of messages to and from each rank.
         rows: the rows that each of this rank's experts gets.
-        most: the most messages that a rank can send or get.
+        most: the largest number of messages that a rank can send or receive.
     """
 
     tokens: Tensor
@@ -98,14 +102,15 @@ class Sent:
 
     @classmethod
     def of(cls, experts: Tensor, local: int, ep: Group, balanced: int) -> Sent:
-        """Finds the ranks of the chosen experts (n, k); collective, and waits for the device.
+        """Finds the ranks of the chosen experts (n, k). Collective; synchronises with the device.
 
         `balanced`: messages to each rank if all experts are chosen equally often.
         """
         ranks = experts.div(local, rounding_mode="floor")
         goes = torch.zeros(len(experts), ep.size, dtype=torch.bool, device=experts.device)
         goes.scatter_(1, ranks, True)
-        # For each rank the messages to it, and the rows of each of its experts.
+        # For each rank: the number of messages to it, and the number of rows of each of its
+        # experts.
         of_experts = counts_of(experts.flatten(), local * ep.size).view(ep.size, local)
         numbers = torch.cat((goes.sum(0).unsqueeze(1), of_experts), dim=1)
         got = collectives.all_to_all(numbers, ep)
@@ -115,7 +120,8 @@ class Sent:
         counts = _read(both, [*[balanced] * (2 * ep.size), *rows])
         given, taken = counts[: ep.size], counts[ep.size : 2 * ep.size]
         total = sum(given)
-        # A stable sort of (rank, token): the messages to rank 0 in the order of tokens, and so on.
+        # A stable sort of (rank, token) lists the messages to rank 0 in the order of tokens, and so
+        # on.
         flat = goes.t().flatten()
         messages = (~flat).sort(stable=True).indices[:total]
         places = torch.full_like(flat, total, dtype=torch.int64)
@@ -135,13 +141,13 @@ class Sent:
 class Choice:
     """Keeps a layer's decisions about the tokens of a micro-batch for its recomputation.
 
-    The first forward fills it in; a recomputed one reads it.
+    The first forward fills it in; a recomputed forward reads it.
 
     Attributes:
         experts: (n, k), as in `Routing`.
         counts: (b, experts) tokens of each whole sequence that chose an expert, for the auxiliary
             loss.
-        sent: the tokens that went to each rank.
+        sent: the tokens that go to each rank.
         rows: the order in which this rank's experts read their tokens.
     """
 
@@ -152,27 +158,28 @@ class Choice:
 
 
 def counts_of(numbers: Tensor, count: int) -> Tensor:
-    """Counts each whole number below `count`: (n,) int64 → (count,)."""
+    """Counts how often each number below `count` occurs: (n,) int64 → (count,)."""
     return numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _read(numbers: Tensor, balanced: Sequence[int]) -> tuple[int, ...]:
-    """Returns the numbers, for which the host waits; `balanced` in their place if they have no
-    values, in a dry run."""
+    """Returns the numbers, after waiting for the device. In a dry run they have no values, and
+    `balanced` is returned instead."""
     counts = numbers.tolist()
     return tuple(counts if has_values(numbers.device) else balanced)
 
 
 def evenly(total: int, parts: int) -> list[int]:
-    """Returns `total` in whole parts that differ by one at most."""
+    """Splits `total` into whole numbers that differ by at most one."""
     return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
 
 
 def balanced_experts(seed: int, layer: int, tokens: int, experts: int, chosen: int) -> Tensor:
-    """Returns experts of each position of a sequence, equally often: (tokens, chosen) int64.
+    """Returns the experts of each position of a sequence, all equally often: (tokens, chosen)
+    int64.
 
-    Every experts/chosen positions share a random order of all experts; it is the same in all
-    sequences and layouts.
+    Each run of experts/chosen positions shares out one random permutation of all experts. The
+    result is the same for all sequences and layouts.
     """
     chance = torch.Generator().manual_seed(4096 * seed + layer)
     each = experts // chosen
@@ -184,8 +191,8 @@ def balanced_experts(seed: int, layer: int, tokens: int, experts: int, chosen: i
 def sum_of_slots(rows: Tensor, places: Tensor) -> Tensor:
     """Sums each token's rows in the order of its slots: (rows, h), (t, slots) → (t, h).
 
-    A place behind the last row adds nothing. Equal inputs give equal bits on every device, as
-    nothing is added atomically.
+    Places past the last row add nothing. Equal inputs give equal bits on every device, as nothing
+    is added atomically.
     """
     if torch.compiler.is_compiling():  # one kernel, without a copy of the rows
         last, total = rows.shape[0] - 1, rows.new_zeros(places.shape[0], rows.shape[1])

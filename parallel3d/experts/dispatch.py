@@ -1,12 +1,12 @@
-"""The two ways in which tokens reach the experts of other ranks, and return.
+"""Sends tokens to the experts of other ranks, and returns the results, in one of two ways.
 
 | way | a rank gets | bytes for each token, in hidden states and each direction |
 |---|---|---|
 | gather | the tokens of all ranks of ep | ep − 1 |
 | all_to_all | each token once if it chose an expert there | (ep − 1) · p, see `share_sent` |
 
-A rank runs its own experts on what it got and returns one sum for each token, and the token's own
-rank adds these sums in the order of the ranks. All sizes are known from the forward: neither a
+A rank runs its own experts on the tokens that it received and returns one sum for each; the token's
+own rank adds these sums in the order of the ranks. All sizes are known from the forward: neither a
 backward nor a recomputation exchanges counts or waits for the device.
 """
 
@@ -39,8 +39,8 @@ def dispatched(
     """Returns the weighted sums of the chosen experts' results: (n, hidden) → (n, hidden).
 
     Args:
-        choice: keeps the order of rows and the ranks of tokens for a recomputation.
-        experts: number of all experts, of which each rank of `ep` holds an equal run.
+        choice: keeps the order of rows and the ranks of tokens for recomputation.
+        experts: the number of all experts; each rank of `ep` holds equally many consecutive ones.
         run: runs this rank's experts.
     """
     local = experts // ep.size
@@ -54,7 +54,7 @@ def dispatched(
 
 
 def _local(experts: Tensor, local: int, index: int) -> Tensor:
-    """Returns numbers among the `local` experts of rank `index`; `local` for those of others."""
+    """Returns numbers among the `local` experts of rank `index`; `local` for the others."""
     numbers = experts - local * index
     return numbers.where((numbers >= 0) & (numbers < local), local)
 
@@ -118,7 +118,7 @@ def _by_all_to_all(
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchanges rows; the backward sends the gradients back."""
+    """Exchanges rows by all-to-all; the backward sends the gradients back."""
 
     @staticmethod
     def forward(
@@ -146,7 +146,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sums each token's results in the order of ranks: the adjoint of `_Take`."""
+    """Sums each token's results in the order of ranks; it is the adjoint of `_Take`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Sent) -> Tensor:

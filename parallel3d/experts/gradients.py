@@ -16,8 +16,8 @@ def add_grouped_gradient(
 ) -> Tensor | None:
     """Adds the gradients gradᵀ·x of experts' matrices to their bucket, or returns them.
 
-    An expert without rows has the gradient zero, so that every rank has a gradient of every expert
-    that it holds. Otherwise it works like `parameters.gradients.add_weight_gradient`.
+    An expert without rows gets a zero gradient, so that every rank has gradients of all of its
+    experts. Otherwise it works like `parameters.gradients.add_weight_gradient`.
 
     Args:
         weight: (experts · out, in).

@@ -1,7 +1,7 @@
-"""The experts of one rank: rows sorted by expert, grouped GEMMs, and sums in a fixed order.
+"""Runs the experts of one rank: rows sorted by expert, grouped GEMMs, sums in a fixed order.
 
-A token's weight multiplies the activation before the second GEMM. So nothing of the size of the
-results is kept, and the weight's gradient is a sum over a row (Guo et al. 2025, SonicMoE,
+A token's weight multiplies the activation before the second GEMM. So the second GEMM's results need
+not be kept, and the weight's gradient is a sum over a row (Guo et al. 2025, SonicMoE,
 arXiv:2512.14080).
 """
 
@@ -22,14 +22,13 @@ from parallel3d.parameters.gradients import deferred_queue
 
 
 class Activation(NamedTuple):
-    """The non-linearity of experts, from `inner` to `ffn` features of a row.
+    """The non-linearity of experts, which maps the `inner` features of a row to `ffn` features.
 
     Attributes:
-        plain: computes it.
-        weighed: one kernel that also multiplies each row by its weight, in place of `_weighed`;
-            None: there is none.
-        weighed_backward: one kernel that returns the gradients of the rows and of the weights, and
-            the result of `weighed`, from (gradient, rows, weights).
+        plain: the function itself.
+        weighed: a kernel that also multiplies each row by its weight; None: `_weighed` does so.
+        weighed_backward: a kernel that takes (gradient, rows, weights) and returns the gradients of
+            the rows and of the weights, and the result of `weighed`.
     """
 
     plain: Callable[[Tensor], Tensor]
@@ -43,7 +42,7 @@ def run_experts(
     """Runs this rank's experts on t tokens: (t, hidden) → (t, hidden).
 
     Args:
-        weights: (t, slots) of each choice, fp32 or better.
+        weights: (t, slots), the weight of each choice, fp32 or better.
         up: (experts · inner, hidden), down: (experts · hidden, ffn): the experts' matrices, one
             after the other.
         activation: the non-linearity, from `inner` to `ffn` features.
@@ -72,7 +71,7 @@ class _Experts(torch.autograd.Function):
         ctx.down = down
         ctx.rows = rows
         ctx.activation = activation
-        # Nothing else names the rows, so that they are free before the second GEMM.
+        # No variable holds the gathered rows, so that their memory is free before the second GEMM.
         inner = grouped_matmul(x.index_select(0, rows.tokens), *_transposed(up, rows))
         ctx.save_for_backward(weights, inner, *([x] if up.requires_grad else []))
         active = _weighed(inner, weights.flatten()[rows.slots], activation)
@@ -95,7 +94,8 @@ class _Experts(torch.autograd.Function):
         )
         del grad_active
 
-        # A deferred gradient keeps the tokens and `inner`, not the rows and the activations.
+        # A deferred gradient keeps x and `inner` and recomputes the gathered rows and the
+        # activations.
         def active_rows() -> Tensor:
             return _weighed(inner, chosen, ctx.activation)
 
@@ -129,12 +129,12 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _matrices(weight: Tensor, rows: Rows) -> Tensor:
-    """Returns the experts' matrices, (experts, out, in) of (experts · out, in)."""
+    """Views (experts · out, in) as the experts' matrices, (experts, out, in)."""
     return weight.unflatten(0, (len(rows.groups.ends), -1))
 
 
 def _transposed(weight: Tensor, rows: Rows) -> tuple[Tensor, Groups]:
-    """Returns the transposed matrices, (experts, in, out), and the rows of each."""
+    """Returns the transposed matrices, (experts, in, out), and the groups of rows."""
     return _matrices(weight, rows).transpose(1, 2), rows.groups
 
 

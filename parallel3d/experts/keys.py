@@ -44,7 +44,7 @@ class ExpertKeys:
     router_scale: float = key(1.0, "factor of the weights of a token's experts", above=0)
     router_bias: bool = key(
         False,
-        "a bias of each expert's score that changes the choice alone, and is updated once a step "
+        "a bias on each expert's score that only affects the choice, and is updated once a step "
         "so that experts get equally many tokens (DeepSeek-V3 report, §2.1.2)",
     )
     router_groups: int = key(
@@ -79,7 +79,7 @@ class ExpertLayoutKeys:
 
 @dataclass
 class ExpertsConfig:
-    """Balance of a mixture of experts, and the way of tokens to the experts."""
+    """Balance of a mixture of experts, and how tokens reach the experts."""
 
     aux_loss: float = key(
         0.0,

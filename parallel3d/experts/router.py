@@ -1,8 +1,8 @@
 """The router: scores of a token's experts, their choice, and their weights.
 
-All families are one function of five settings (`RouterSettings`). Scores are fp32, or fp64 in an
-fp64 model. The choice is made once for each micro-batch and is kept (`Choice`): a recomputed
-forward that chose again could choose other experts.
+The routers of all model families are one function with the settings in `RouterSettings`. Scores are
+fp32, or fp64 in an fp64 model. The choice is made once per micro-batch and kept (`Choice`), because
+a recomputed forward that chose again could choose other experts.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ class RouterSettings:
 
 
 def scores_of(logits: Tensor, settings: RouterSettings) -> Tensor:
-    """Returns the scores of all experts: (n, experts) → the same."""
+    """Returns the scores of all experts: (n, experts) → (n, experts)."""
     return logits.sigmoid() if settings.score == "sigmoid" else logits.softmax(-1)
 
 
 def ranked(values: Tensor, count: int) -> Tensor:
-    """Returns the places of the `count` largest values of each row, ties by the lower place."""
+    """Returns the indices of the `count` largest values of each row; of equal values the first
+    wins."""
     places = values.sort(dim=-1, descending=True, stable=True).indices
-    return places[..., :count].contiguous()  # a view would keep the places of all values
+    return places[..., :count].contiguous()  # a view would keep the indices of all values in memory
 
 
 def choose(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Tensor:
     """Returns the experts of each token, best first: (n, experts) → (n, k) int64.
 
-    `bias` changes the choice alone. With groups, experts outside of a token's best groups are not
+    `bias` only affects the choice. With groups, experts outside a token's best groups are not
     chosen (DeepSeek-V3 report, §2.1.2).
     """
     values, _ = _values(scores, bias, settings)
@@ -70,10 +71,10 @@ def choose(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Ten
 
 
 def margins_of(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Tensor:
-    """Returns how far each token's choice is from another one: (n, experts) → (n,).
+    """Returns how close each token's choice was: (n, experts) → (n,).
 
-    It is the gap between the last chosen value and the next one, and between the last group that is
-    kept and the next one if that is smaller.
+    It is the gap between the lowest chosen value and the highest one that was not chosen, or the
+    same gap between groups if that is smaller.
     """
     values, of_groups = _values(scores, bias, settings)
     gaps = [_gap(values, settings.chosen)]
@@ -92,8 +93,8 @@ def _gap(values: Tensor, count: int) -> Tensor:
 def _values(
     scores: Tensor, bias: Tensor | None, settings: RouterSettings
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the values by which experts are chosen, and those of their groups, if there are
-    groups to choose."""
+    """Returns the values by which experts are chosen, and the values of the groups, or None without
+    groups to choose from."""
     values = scores.detach()
     if bias is not None:
         values = values + bias
@@ -114,7 +115,7 @@ def weights_of(scores: Tensor, experts: Tensor, settings: RouterSettings) -> Ten
     weights = scores.gather(-1, experts)
     if settings.normalize:
         total = weights.sum(-1, keepdim=True)
-        # The bound of transformers and DeepSeek-V3; a sum of softmax scores is never zero.
+        # transformers and DeepSeek-V3 add this bound; a sum of softmax scores is never zero.
         weights = weights / (total + 1e-20 if settings.score == "sigmoid" else total)
     return weights * settings.scale
 
@@ -127,7 +128,7 @@ class Router(nn.Module):
 
     Attributes:
         bias: (experts,) added to the scores for the choice, fp32 or fp64; None without
-            `model.router_bias`. It is a state and no parameter: the optimizer, clipping and
+            `model.router_bias`. It is state rather than a parameter: the optimizer, clipping and
             averaging ignore it.
     """
 
@@ -159,8 +160,9 @@ class Router(nn.Module):
         """Routes tokens: (b, s, hidden) → n = b · s tokens.
 
         Args:
-            choice: the choice of an earlier forward of the same tokens; an empty one is filled in.
-            balance: the balancing losses' share of the micro-batch; None: tokens are not counted.
+            choice: the choice made by an earlier forward of the same tokens; an empty one is filled
+                in.
+            balance: the data for balancing losses of the micro-batch; None: tokens are not counted.
         """
         logits = _Logits.apply(x, self.weight).flatten(0, -2)
         scores = scores_of(logits, self.settings)
@@ -191,7 +193,7 @@ class Router(nn.Module):
 
 
 class _Logits(torch.autograd.Function):
-    """Computes x·Wᵀ in fp32 or better: products of bf16 numbers are exact there."""
+    """Computes x·Wᵀ in fp32 or better, where products of bf16 numbers are exact."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

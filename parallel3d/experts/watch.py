@@ -1,8 +1,8 @@
 """Records the choices of experts in a step, and replays those of another run.
 
-A layout and a single process choose other experts where two scores are closer than their rounding.
-A replayed choice tells such flips from mistakes: with it, losses and gradients agree as in a model
-without experts.
+A layout and a single process may choose different experts where two scores differ by less than
+rounding. Replaying the choice separates such flips from mistakes: with it, losses and gradients
+agree as closely as in a model without experts.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class Choices:
     Attributes:
         layers: the layers with experts, in the order of the tensors' first dimension.
         first: number of the step's first sample in the run.
-        experts: (layers, samples, positions, k) int64, own choices; -1 where this rank has none.
+        experts: (layers, samples, positions, k) int64, the model's choices; -1 where this rank has
+            none.
         margins: (layers, samples, positions) float64, how close the choice was; see `margins_of`.
-        given: experts to use in place of the own ones; None: the own ones.
+        given: experts to use instead of the chosen ones; None: the chosen ones are used.
     """
 
     layers: list[int]
@@ -44,13 +45,13 @@ class Choices:
         device: torch.device,
         given: Tensor | None = None,
     ) -> Choices:
-        """Returns choices to be recorded; `shape`: samples, positions and k."""
+        """Creates an empty record; `shape`: samples, positions and k."""
         experts = torch.full((len(layers), *shape), -1, dtype=torch.int64, device=device)
         margins = torch.full(experts.shape[:-1], torch.inf, dtype=torch.float64, device=device)
         return cls(layers, first, experts, margins, given)
 
     def chosen(self, layer: int, balance: Balance, experts: Tensor, margins: Tensor) -> Tensor:
-        """Records the choice of a micro-batch; returns it, or the one that is given."""
+        """Records the choice of a micro-batch; returns the experts to use."""
         number = self.layers.index(layer)
         count, length = len(balance.samples), self.experts.shape[2]
         own = experts.unflatten(0, (count, -1))
@@ -72,20 +73,20 @@ class Choices:
         """Returns the choices of all ranks; collective. Each token must be on one rank."""
         # A rank without a token has -1, and adds nothing to the sum.
         experts = collectives.all_reduce(self.experts + 1, world) - 1
-        # The smallest value: only one rank has another one than infinity.
+        # This is the smallest value, because it is infinite on all ranks but one.
         inverse = collectives.all_reduce(1 / self.margins, world)
         return Choices(self.layers, self.first, experts, 1 / inverse, self.given)
 
 
 @dataclass(frozen=True)
 class Flips:
-    """How the choices of a layout differ from those of a single process in a step.
+    """Differences between the choices of a layout and those of a single process in a step.
 
     Attributes:
-        tokens: tokens of each layer.
-        by_layer: layer → tokens whose chosen experts differ, in any order.
+        tokens: number of tokens of each layer.
+        by_layer: layer → number of tokens whose sets of chosen experts differ.
         margin: the smallest margin of all tokens in the single process.
-        close: tokens, summed over layers, with a margin below 1e-6.
+        close: number of tokens, summed over layers, with a margin below 1e-6.
         first: (layer, sample, position, margin) of the flip with the largest margin; None: there
             is none.
     """
@@ -98,7 +99,7 @@ class Flips:
 
     @property
     def count(self) -> int:
-        """Tokens, summed over layers, whose experts differ."""
+        """Number of tokens, summed over layers, whose experts differ."""
         return sum(self.by_layer.values())
 
     @property

@@ -51,7 +51,7 @@ from parallel3d.metrics.starts import STARTS, starts_of
 # one that runs.
 
 KEPT_FILE = "huggingface.json"  # facts kept by an import for an export
-KEPT_FOLDER = "huggingface"  # what else an import keeps of a vision model
+KEPT_FOLDER = "huggingface"  # other files that an import of a vision model keeps
 CONFIG_FILE = "config.yaml"
 CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
 # Raised on reading a file that is not a configuration: torn, empty, or of another kind.
@@ -109,8 +109,8 @@ def last_config(directory: Path) -> Config:
 
 
 def _last_first(directory: Path) -> list[Path]:
-    """Returns the configurations: that of the last start that reached a step, then the others from
-    the newest on."""
+    """Returns the configuration of the last start that reached a step, then the others, newest
+    first."""
     begun = config_of_last_start(directory)
     return sorted(config_files(directory)[::-1], key=lambda path: path.name != begun)
 
@@ -230,7 +230,7 @@ def _schema() -> DictConfig:
 
 
 TEMPORARY = ".new-"
-LEFT_S = 86400.0  # age in seconds at which one is removed, as its creator is dead
+LEFT_S = 86400.0  # at this age a temporary folder is removed, because its creator must be dead
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
 HOW = ("run", "train.progress", "launch.", "logger.")  # keys that do not affect the computation
@@ -243,7 +243,7 @@ def new_folder(runs: Path) -> Path:
 
 def remove_temporary(runs: Path) -> None:
     """Removes temporary run directories of this user that are a day old."""
-    with suppress(OSError):  # leftovers do no harm
+    with suppress(OSError):  # leftovers are harmless
         for path in runs.glob(f"{TEMPORARY}*"):
             status = path.lstat()
             is_old = time.time() - status.st_mtime > LEFT_S
@@ -399,7 +399,7 @@ def take_run(config: Config, directory: Path) -> int | None:
         own = directory / FOLDER
         if own.is_dir() and not keeps_tokenizer(config.data, directory):
             gone = new_folder(directory.parent)
-            os.rename(own, gone)  # it is thus never half removed
+            os.rename(own, gone)  # so that it is never half removed
             shutil.rmtree(gone)
         # A mere evaluation does not count as a start.
         if not config.train.eval_only and newest_config(directory) != config:
@@ -411,7 +411,7 @@ def take_run(config: Config, directory: Path) -> int | None:
         ) from None
     except OSError as error:
         if held is not None:
-            with suppress(OSError):  # the descriptor is closed in any case
+            with suppress(OSError):  # even after an error the descriptor is closed
                 os.close(held)
         raise UserError(
             f"run={config.run}: {directory} cannot be written ({error.strerror}): make it "
@@ -482,7 +482,7 @@ def discard_unused(directory: Path) -> None:
                 return
         if (directory / CONFIG_FILE).read_text("utf-8", "replace").startswith(_maker()):
             gone = new_folder(directory.parent)
-            os.rename(directory, gone)  # it is thus never half removed
+            os.rename(directory, gone)  # so that it is never half removed
             shutil.rmtree(gone)
 
 

@@ -18,7 +18,7 @@ class RunKeys:
 
     run: str | None = key(
         None,
-        "name of the run; null makes one",
+        "name of the run; null: made from the time and the layout",
         resume=FREE,
         once=True,
     )
@@ -32,13 +32,13 @@ class LaunchConfig:
     RESUME: ClassVar[str] = FREE
     master_port: int = key(
         0,
-        "port of the rendezvous; 0 picks a free one, under Slurm one derived from the job's number",
+        "port of the rendezvous; 0 picks a free one, or under Slurm derives one from the job's id",
         minimum=0,
         maximum=65535,
     )
     master_addr: str | None = key(
         None,
-        "address of the host of rank 0, for ranks of srun or mpirun; null: as the launcher says",
+        "address of rank 0's host, for ranks started by srun or mpirun; null: the launcher's",
         once=True,
     )
     ranks: int | None = key(

@@ -185,14 +185,15 @@ def detect(
 ) -> RankAssignment | None:
     """Returns this process's rank by its launcher's variables; None if it starts its own ranks.
 
-    It does so without a known launcher, or under one that started a single process.
+    A process starts its own ranks if it has no known launcher, or one that started it alone.
 
     Args:
         environ: variables; empty ones are ignored.
         master_addr: launch.master_addr, which overrides the launcher's address of rank 0.
         master_port: launch.master_port, or 0.
         starts: ranks that this process would start itself. Without a launcher, it refuses to leave
-            out tasks or hosts that the user has asked for. None: it needs no other process.
+            out tasks or hosts that the user has asked for. None: the subcommand runs in one
+            process.
         read: returns the text of a file; raises OSError.
 
     Raises:

@@ -182,9 +182,9 @@ def find_cluster(
 
 # Subcommands that continue an existing run.
 CAN_RESUME = ("train",)
-READ_A_RUN = ("eval",)  # and write into a folder of it
+READ_A_RUN = ("eval",)  # they write into a folder of that run
 
-RUN_KEY = "parallel3d/run"  # rank 0's run, for the others
+RUN_KEY = "parallel3d/run"  # the store's key of rank 0's run, read by the other ranks
 TELL_S = 15.0  # maximum wait for the store of rank 0, which first imports torch
 READ_S = 5.0  # rank 0 keeps the store for this time, so that the others can read why it ends
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import PrefixStore, Store
 
-TAKING_S = 5.0  # a signal waits this long for a run directory to be complete
+TAKING_S = 5.0  # maximum time that a signal waits for a run directory to be complete
 
 # Function of each subcommand that runs on every rank: f(config, worker) -> exit code or None.
 APPS = {
