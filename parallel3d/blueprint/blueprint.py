@@ -131,7 +131,7 @@ class StageBlueprint:
 
     @property
     def backward(self) -> StageBlueprint:
-        """The stage without the layers that have no backward, and keep nothing for one."""
+        """The stage without the layers that have no backward and so keep no activations."""
         few = self.without_backward
         if not few:
             return self
@@ -301,7 +301,7 @@ class Blueprint:
 
     @cached_property
     def looped_layout(self) -> Layout:
-        """The layout with the number of times that the stages loop over the ranks."""
+        """The layout, with the schedule's number of stages per rank."""
         shape, chunks = self.assignment.shape, self.assignment.chunks
         return replace(self.layout, loops=1 if shape == "v" else chunks)
 
@@ -378,7 +378,7 @@ class Blueprint:
 
     @property
     def stages_without_backward(self) -> int:
-        """Number of first stages that compute no gradient, and get none from the next one."""
+        """Number of first stages that compute no gradient, and receive none from the next stage."""
         return sum(not stage.has_backward for stage in self.stages)
 
     def stages_of(self, index: int) -> tuple[StageBlueprint, ...]:
@@ -394,8 +394,8 @@ class Blueprint:
 
     def sends_slices(self, on_accelerator: bool) -> bool:
         """Returns whether each tensor rank sends only its slice of the hidden states to the next
-        stage:         Megatron's scatter_gather_tensors_in_pipeline (Narayanan et al. 2021 §4.1).
-        The states must be equal, so `sp` excludes it."""
+        stage, as Megatron's scatter_gather_tensors_in_pipeline does (Narayanan et al. 2021 §4.1).
+        The states must be equal on all ranks, so `sp` excludes it."""
         tp, pp = self.layout.tp, self.layout.pp
         if self.layer.sp or tp == 1 or pp == 1 or self.model.seq_length % tp:
             return False

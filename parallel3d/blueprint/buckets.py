@@ -1,5 +1,5 @@
-"""How tensors are cut and distributed, for the training code and the estimates: gradients into
-buckets, optimizer states into pieces, Muon's matrices to home ranks."""
+"""Rules by which training code and estimates distribute tensors: gradients into buckets, optimizer
+states into pieces, Muon's matrices to home ranks."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ LOOKUP_TOKENS = 1 << 16
 
 
 def is_hidden(name: str, dims: int) -> bool:
-    """Returns whether Muon steps a tensor: it steps the matrices of the layers, but not routers,
-    tables and the head."""
+    """Returns whether Muon steps a tensor: only matrices of the layers, without routers, tables and
+    the head."""
     return dims == 2 and name.startswith("layers.") and not name.endswith(".router.weight")
 
 

@@ -179,8 +179,8 @@ def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, sample
 def _to_read(trainer: Trainer, manifest: Manifest, folder: Path) -> State:
     """Returns the trainer's chunks that the checkpoint holds.
 
-    A checkpoint of step 0 may hold weights alone; then the optimizer's states are set to zero, as
-    are those of parameters that were frozen there.
+    A checkpoint of step 0 may only hold weights; then the optimizer's states are set to zero. So
+    are the states of parameters that were frozen in the checkpoint's run.
     """
     state = chunks_by_name(trainer.parameter_slices(), shared=False)
     kept = (f"{PARAMETER}/", f"{STATE}/")
@@ -192,8 +192,8 @@ def _to_read(trainer: Trainer, manifest: Manifest, folder: Path) -> State:
 
 
 def without_frozen(state: State, manifest: Manifest, folder: Path) -> State:
-    """Returns the chunks that a checkpoint holds although parameters were frozen there, which have
-    no moments; clears the others. Checkpoints of older versions have these moments."""
+    """Drops and clears chunks that the checkpoint lacks because their parameters were frozen and
+    have no moments. Checkpoints of older versions have these moments."""
     there = manifest.config.get("optim", {}).get("freeze")
     if not isinstance(there, list) or not there:
         return state

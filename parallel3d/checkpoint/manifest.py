@@ -41,8 +41,8 @@ PARAMETER = "parameter"  # kind of the weights in a checkpoint; other kinds are 
 KINDS = {"model": PARAMETER, "ema": "ema"}  # values of weights=…
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{64})\.json")
-_LARGEST_MANIFEST = 16 << 20  # bytes: enough for a hundred thousand ranks
-# Numbers that `Trainer.restore` needs besides the loss scale.
+_LARGEST_MANIFEST = 16 << 20  # bytes, enough for a hundred thousand ranks
+# Numbers that `Trainer.restore` needs in addition to the loss scale.
 COUNTS = ("steps", "consumed_samples", "updates", "good_steps", "overflows")
 
 
@@ -130,7 +130,8 @@ class Manifest:
 
     @property
     def has_weights_alone(self) -> bool:
-        """Returns whether it is of step 0, made from weights by an import or an average."""
+        """Returns whether it is a checkpoint of step 0, made from weights by an import or an
+        average."""
         return self.step == 0
 
     @property

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from parallel3d.config.schema import CheckpointConfig
 
 
-# The right to write a run's checkpoints, the choice of those to keep, and removal of leftovers
+# The lease on a run's checkpoints, the choice of those to keep, and the removal of leftovers
 
 _LARGEST = 1 << 16  # bytes
 
@@ -223,7 +223,7 @@ class SaveResult:
 
 
 def count_elements(state: State) -> dict[str, int]:
-    """Counts the elements of parameters and of each kind of optimizer state."""
+    """Returns the number of elements of the parameters and of each kind of optimizer state."""
     counts: Counter[str] = Counter()
     for name, tensor in state.items():
         counts[name.partition("/")[0]] += sum(chunk.elements for chunk, _ in tensor.chunks)
@@ -296,7 +296,7 @@ def complete(unfinished: Path, facts: Manifest, files: Sequence[FileDigest]) -> 
     return final
 
 
-_ALIGNED = 64  # bytes: alignment of staged chunks
+_ALIGNED = 64  # alignment of staged chunks in bytes
 # Bytes of a slab. torch pins powers of two: one slab of 33 GiB would take 64 GiB of host memory.
 SLAB = 1 << 30
 
@@ -316,8 +316,8 @@ class Staging:
     def prepare(self, state: State) -> list[tuple[str, Chunk, Tensor, Tensor]]:
         """Allocates the missing memory for `state`, at half a second per GB; call it before a save.
 
-        Returns (name, chunk, its values, its place) of every chunk. They are packed into slabs, the
-        largest first.
+        Returns (name, chunk, its values, its place) for every chunk. Chunks are packed into slabs,
+        the largest first.
         """
         pinned = accelerator.is_accelerator(device_of(state))
         used: list[int] = []  # bytes of each slab

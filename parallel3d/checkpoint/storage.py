@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 # single one writes a smaller slice: with more writers, headers would outweigh values.
 SHARED_ELEMENTS = 4096
 _LENGTH = 8  # bytes
-_LARGEST_HEADER = 64 << 20  # bytes, including its length: enough for a quarter of a million chunks
-_MOST = 1 << 60  # elements of a tensor
+# bytes, including the header's length; enough for a quarter of a million chunks
+_LARGEST_HEADER = 64 << 20
+_MOST = 1 << 60  # maximum number of elements of a tensor
 _BLOCK = 4 << 20  # bytes that are written while they are in the processor's cache from hashing
 _NAMES = {
     torch.float64: "F64",
@@ -103,7 +104,8 @@ def share(part: ParameterSlice) -> tuple[int, int]:
 
 
 def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str, TensorChunks]:
-    """Returns `kind/name` → views of chunks; `shared`: without chunks that another rank writes."""
+    """Returns `kind/name` → views of chunks; `shared`: leaves out chunks that another rank
+    writes."""
     tensors: dict[str, TensorChunks] = {}
     for part in parts:
         first, count = 0, next(iter(part.values.values())).numel()
@@ -266,7 +268,7 @@ def read_state(folder: Path, state: State) -> Manifest:
     `state` may then be partly filled.
     """
     manifest, stored = _opened(folder)
-    # By stored chunk, the wanted parts: (values to fill, their chunk, the part in both).
+    # For each stored chunk, the wanted parts: (values to fill, their chunk, the overlap of both).
     wanted: dict[StoredChunk, list[tuple[Tensor, Chunk, Chunk]]] = defaultdict(list)
     for name, tensor in state.items():
         there = stored.get(name)
@@ -330,7 +332,7 @@ def _opened(folder: Path) -> tuple[Manifest, dict[str, list[StoredChunk]]]:
             stored[chunk.name].append(chunk)
     for name, chunks in stored.items():
         elements, shapes = sum(c.chunk.elements for c in chunks), {c.full_shape for c in chunks}
-        # This also keeps a header from demanding more memory than its file has.
+        # This also keeps a header from claiming more memory than its file has.
         if shapes != {chunks[0].full_shape} or elements != math.prod(chunks[0].full_shape):
             raise DamagedCheckpoint(f"{folder.name} holds {elements} elements of {name}")
     return manifest, dict(stored)

@@ -135,8 +135,8 @@ def causal_attention(
         documents: attention stays within each; None: a sample is one document.
         cp: how the ranks that share sequences attend together, if `documents` have a shard.
         scale: None: head_dim^-½.
-        window: keys that a query sees, its own included; `documents` then have its tables. None:
-            all keys before it.
+        window: number of keys that a query sees, its own included; `documents` then has tables of
+            the window. None: all keys up to its own.
         temperature: factors of the queries, (s, 1) or (b, 1, s, 1); None: 1.
 
     Returns: (b, s, heads · head_dim).
@@ -160,13 +160,13 @@ def attend_split(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Does `causal_attention` for q (b, heads, s, head_dim), and k and v with as many heads or
-    fewer."""
+    """Does the same as `causal_attention`, for q (b, heads, s, head_dim), and k and v with at most
+    as many heads."""
     shard = None if documents is None else documents.shard
     if window is None and shard is None and documents is not None and documents.are_samples:
         documents = None  # only windows need tables of whole samples
     exchanged = shard if cp.style == "heads" else None
-    if exchanged is not None:  # for whole sequences of some heads
+    if exchanged is not None:  # each rank then has whole sequences of some heads
         q, k, v = to_heads(q, k, v, cp, exchanged)
         shard = None
     heads, dtype = q.shape[1], q.dtype
@@ -183,7 +183,7 @@ def attend_split(
         y = attend_dropping(q, k, v, dropout, samples, documents, scale, window)
     elif window is not None:
         held = documents if shard is None else shard
-        assert held is not None and held.window is not None  # whoever reads batches makes them
+        assert held is not None and held.window is not None  # made when the batch was read
         y = attend_in_window(q, k, v, held.window, cp, kernel, scale)
     elif documents is None:
         y = attend(q, k, v, is_causal=True, kernel=kernel, scale=scale)

@@ -23,7 +23,7 @@ from parallel3d.models.dialect import (
     Rope,
 )
 
-# Words of layers without positions → those of the same layers with them.
+# Layer type without positions → the same type with positions.
 NOPE = {FULL_NOPE: FULL, SLIDING_NOPE: SLIDING}
 
 
@@ -97,7 +97,7 @@ def _check_rope(model: ModelConfig) -> None:
 
 
 def check_layer_types(model: ModelConfig) -> None:
-    """Raises UserError for kinds of layers, or for a window or a base, that do not fit."""
+    """Raises UserError for layer types, a window or a RoPE base that do not fit together."""
     types, window = model.layer_types, model.sliding_window
     shown = f"model.layer_types={show(list(types))}"
     for word in types:

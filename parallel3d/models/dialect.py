@@ -1,4 +1,4 @@
-"""Keys in which families of transformers differ: kinds of attention layers, RoPE, norms, scales."""
+"""Keys in which model families differ: types of attention layers, RoPE, norms, scales."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import ClassVar, NamedTuple
 
 from parallel3d.config.values import REFUSED, key
 
-# Words of `model.layer_types`: whether a layer's attention has a window, and no positions (NoPE).
+# Values of `model.layer_types`: attention with or without a window, and without positions (NoPE).
 FULL, SLIDING, FULL_NOPE, SLIDING_NOPE = "full", "sliding", "full_nope", "sliding_nope"
 LAYER_TYPES = (FULL, SLIDING, FULL_NOPE, SLIDING_NOPE)
 
 
-# Words of `model.rope_scaling`.
+# Values of `model.rope_scaling`.
 LLAMA3, LINEAR, YARN, LONGROPE = "llama3", "linear", "yarn", "longrope"
 
 
 class Rope(NamedTuple):
-    """Rotary positions of a kind of layer: base θ, and whether `model.rope_scaling` scales them."""
+    """Rotary positions of a layer type: base θ, and whether `model.rope_scaling` applies."""
 
     base: float
     is_scaled: bool
@@ -27,7 +27,7 @@ class AttentionKind(NamedTuple):
     """The attention of a layer.
 
     Attributes:
-        window: keys that a query sees, itself included; None: all before it.
+        window: number of keys that a query sees, its own included; None: all up to its own.
         rope: rotary positions; None: none, or learned ones.
     """
 
@@ -37,25 +37,26 @@ class AttentionKind(NamedTuple):
 
 @dataclass
 class LayerTypeKeys:
-    """Kinds of layers, and the window of those that have one."""
+    """Types of attention layers, and the window of sliding ones."""
 
     RESUME: ClassVar[str] = REFUSED
     layer_types: list[str] = key(
         [],
-        "attention of the layers, repeated over all of them, as [sliding,sliding,full]: full, or "
-        "sliding with model.sliding_window, and both also without positions (full_nope, "
+        "attention of each layer, a pattern that is repeated, as [sliding,sliding,full]: full, or "
+        "sliding with model.sliding_window, or either without positions (full_nope, "
         "sliding_nope); []: every layer is full",
     )
     sliding_window: int | None = key(
         None,
-        "keys that a query of a sliding layer sees, its own included; null: no layer slides",
+        "number of keys that a query of a sliding layer sees, its own included; null: no sliding "
+        "layers",
         minimum=1,
         tried=(5,),
     )
     sliding_rotary_base: float | None = key(
         None,
-        "RoPE base θ of sliding layers, whose frequencies are then not scaled; null: as in full "
-        "layers",
+        "RoPE base θ of sliding layers, whose frequencies are then unscaled; null: the same as in "
+        "full layers",
         above=1,
     )
 
@@ -67,18 +68,18 @@ class RopeKeys:
     RESUME: ClassVar[str] = REFUSED
     rope_scaling: str = key(
         LLAMA3,
-        "how RoPE is scaled: linear divides all frequencies by rope_scaling_factor; llama3 the low "
-        "ones; yarn those of fewer turns than rope_beta_fast (Peng et al. 2023); longrope divides "
-        "each pair by a factor of its own (Ding et al. 2024)",
+        "how RoPE is scaled: linear divides all frequencies by rope_scaling_factor; llama3 only "
+        "the low ones; yarn only those with fewer turns than rope_beta_fast (Peng et al. 2023); "
+        "longrope has a divisor for each pair (Ding et al. 2024)",
         choices=(LLAMA3, LINEAR, YARN, LONGROPE),
     )
     rope_beta_fast: float = key(
         32.0,
-        "yarn: frequencies of more turns than this in rope_original_length are unchanged",
+        "yarn: frequencies with more turns than this in rope_original_length are unchanged",
         above=0,
     )
     rope_beta_slow: float = key(
-        1.0, "yarn: frequencies of fewer turns than this are divided by the factor", above=0
+        1.0, "yarn: frequencies with fewer turns than this are divided by the factor", above=0
     )
     rope_truncate: bool = key(
         True, "yarn: the pairs at which the ramp begins and ends are whole numbers"
@@ -91,7 +92,7 @@ class RopeKeys:
         tried=(1.2,),
     )
     rope_short_factors: list[float] = key(
-        [], "longrope: divisors of the frequencies up to a seq_length of rope_original_length"
+        [], "longrope: divisors of the frequencies for a seq_length of at most rope_original_length"
     )
     rope_long_factors: list[float] = key(
         [], "longrope: divisors of the frequencies for a longer seq_length"
@@ -100,13 +101,13 @@ class RopeKeys:
 
 @dataclass
 class DialectKeys:
-    """Places and weights of norms, and scales."""
+    """Positions of norms, the form of their weights, and scales."""
 
     RESUME: ClassVar[str] = REFUSED
     norm_position: str = key(
         "before",
-        "norms of a layer: of the input of attention and MLP (before), of their output (after; "
-        "OLMo 2), or of both (Gemma, GLM-4)",
+        "where a layer has norms: before attention and MLP, after them (OLMo 2), or both (Gemma, "
+        "GLM-4)",
         choices=("before", "after", "both"),
     )
     norm_zero_centered: bool = key(
@@ -120,10 +121,13 @@ class DialectKeys:
         above=0,
     )
     residual_scale: float = key(
-        1.0, "factor of what attention and MLP add to the residual stream (Granite)", above=0
+        1.0,
+        "factor of the outputs of attention and MLP before they are added to the residual stream "
+        "(Granite)",
+        above=0,
     )
     attention_scale: float | None = key(
-        None, "factor of the scores of attention; null: head_dim^-½", above=0
+        None, "factor of the attention scores; null: head_dim^-½", above=0
     )
     logit_scale: float = key(1.0, "factor of the logits (Granite, Cohere)", above=0)
     logit_cap: float | None = key(

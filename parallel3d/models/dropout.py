@@ -61,11 +61,13 @@ class Dropout(nn.Module):
         return _dropout(x, samples, self.site, positions, self.first_head, first, self.p)
 
 
-@functools.partial(fused, least=0)  # even small calls, which would be fifteen launches
+# compiled even for small calls, which would otherwise be fifteen launches
+@functools.partial(fused, least=0)
 def row_keys(
     start: Tensor, rows: tuple[int, ...], first_head: int, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns L and H of the keys, (b, *rows, 1) int32 each; rows are (s,) or (heads, s).
+    """Returns the halves L and H of the keys, (b, *rows, 1) int32 each; rows are (s,) or (heads,
+    s).
 
     `start`: (b,) site + A · sample; `positions`: (s,) or (b, s).
     """
@@ -162,7 +164,7 @@ def attend_dropping(
         samples: (b,) numbers of the samples in the run.
         documents: attention stays within each; None: a sample is one document.
         scale: None: head_dim^-½.
-        window: keys that a query sees, its own included; None: all before it.
+        window: number of keys that a query sees, its own included; None: all up to its own.
 
     Returns: (b, heads, s, head_dim), stored as (b, s, heads, head_dim).
     """
@@ -191,8 +193,7 @@ def attend_dropping(
 
 
 class _Block(NamedTuple):
-    """Scores that are computed together: those of some samples and queries for the first `keys`
-    keys."""
+    """Scores that are computed together: some samples and queries with the first `keys` keys."""
 
     samples: slice
     rows: slice

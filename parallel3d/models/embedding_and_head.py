@@ -57,7 +57,8 @@ class Embedding(nn.Module):
         self.dropout = ctx.dropout("embedding", model)
 
     def of_words(self, tokens: Tensor) -> Tensor:
-        """Returns the word embedding times its factor, which is rounded like the embedding."""
+        """Returns the word embedding times its factor; the factor is rounded to the embedding's
+        dtype."""
         x = self.word(tokens)
         if self.scale == 1.0:
             return x

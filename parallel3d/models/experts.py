@@ -1,4 +1,4 @@
-"""The layer of experts that stands in place of an MLP: router, experts, shared expert."""
+"""The mixture of experts that replaces the MLP of a layer: router, experts, shared expert."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 
 class Experts(nn.Module):
-    """Holds this rank's experts: their matrices, one after the other.
+    """Holds the matrices of this rank's experts, concatenated. Every rank of edp holds the same
+    experts.
 
-    Every rank of edp holds the same ones. They have no biases.
+    They have no biases.
     """
 
     def __init__(self, prefix: str, model: ModelConfig, ctx: BuildContext) -> None:
@@ -49,7 +50,7 @@ class Experts(nn.Module):
         self.down = ctx.init.parameter(_spec(down))
 
     def forward(self, x: Tensor, weights: Tensor, rows: Rows) -> Tensor:
-        """Returns the weighed sums over this rank's experts: (t, hidden) → (t, hidden)."""
+        """Returns each token's weighted sum over this rank's experts: (t, hidden) → (t, hidden)."""
         return run_experts(x, weights, self.up, self.down, rows, self.activation)
 
 
@@ -80,8 +81,8 @@ def _spec(shards: list[ShardSpec]) -> ParameterSpec:
 class MixtureOfExperts(nn.Module):
     """Sends each token to its chosen experts, and adds the shared expert's result.
 
-    Under sequence parallelism the experts take this rank's tokens as they are: each token is on
-    exactly one rank. The shared expert is an ordinary tensor-parallel MLP.
+    Under sequence parallelism each token is on exactly one rank, so the experts take this rank's
+    tokens unchanged. The shared expert is an ordinary tensor-parallel MLP.
     """
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
@@ -97,7 +98,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(f"{prefix}.experts", model, ctx)
         self.shared = self.shared_gate = None
         if model.shared_expert_size:
-            # The layer itself recomputes its norm, or all of it.
+            # The layer itself takes care of recomputing its norm, or all of it.
             inside = replace(ctx, recompute=ctx.recompute - {"norm", "mlp"})
             width = model.shared_expert_size
             self.shared = MLP(f"{prefix}.shared", width, model, inside, bias=False)

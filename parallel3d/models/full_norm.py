@@ -1,7 +1,7 @@
 """RMSNorm over all heads of q, and of k, as one vector (OLMoE, MiniMax-M2).
 
-Tensor parallelism splits the heads, so the ranks add their sums of squares: one all-reduce of two
-numbers per token in the forward, and one in the backward.
+Tensor parallelism splits the heads, so sums of squares are all-reduced: two numbers per token in
+the forward, and two in the backward.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 class FullQKNorm(nn.Module):
     """Applies RMSNorm to q and to k before RoPE, each over all heads of the model.
 
-    A rank holds the weights of its own heads. Key-value heads that are on several ranks count once
-    in the mean; each rank has the gradient of its own query heads alone.
+    A rank holds the weights of its own heads. A key-value head that is on several ranks counts once
+    in the mean; each rank's gradient of it only covers the rank's own query heads.
 
     Shapes: (b, s, (heads + 2 · kv_heads) · head_dim) → the same.
     """
@@ -79,8 +79,8 @@ def _backward(
     norm: FullQKNorm = registered(handle)
     norms = q_weight, k_weight, scales
     along, of_q, of_k = full_norm_sums(grad, qkv, *norms, norm.widths, norm.shape, norm.offset)
-    # The copies of a key-value head have parts of its gradient, whose sum is the gradient. So each
-    # copy subtracts its part of the mean, which is divided by the copies as well.
+    # The gradient of a key-value head is the sum of its copies' gradients. So each copy subtracts
+    # its part of the mean, which is divided by the number of copies as well.
     shared = *norms, sum_over_ranks(along, norm.tp), norm.shape, norm.offset
     return full_norm_backward(grad, qkv, *shared), of_q, of_k
 
@@ -108,7 +108,7 @@ def _shapes(
     return qkv.new_empty(qkv.shape), qkv.new_empty(*qkv.shape[:2], 2, dtype=wide)
 
 
-# In a compiled block: a graph cannot hold the sums over the ranks. It keeps the result besides.
+# For compiled blocks, whose graph cannot contain the sums over the ranks. The result is also kept.
 _full_norm = operator(
     "full_norm",
     "Tensor qkv, Tensor q_weight, Tensor k_weight",
@@ -122,7 +122,7 @@ _full_norm = operator(
 
 
 def sum_over_ranks(x: Tensor, tp: Group) -> Tensor:
-    """Sums parts of means over the tensor-parallel ranks, in place."""
+    """Sums the ranks' parts of means over tensor parallelism, in place."""
     return collectives.all_reduce(x, tp) if tp.size > 1 else x
 
 
@@ -135,7 +135,7 @@ def _parts(qkv: Tensor, shape: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 @fused
 def sums_of_squares(qkv: Tensor, widths: tuple[int, int], shape: Heads) -> Tensor:
-    """Returns this rank's part of the mean squares of q and of k, (b, s, 2)."""
+    """Returns this rank's part of the mean square of q and of k, (b, s, 2)."""
     q, k, _ = _parts(qkv, shape)
     return torch.stack((q.square().sum(-1) / widths[0], k.square().sum(-1) / widths[1]), -1)
 
@@ -169,8 +169,8 @@ def full_norm_sums(
     shape: Heads,
     offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns this rank's part of the means of grad · weight · normalised, (b, s, 2), and the
-    weights' gradients."""
+    """Returns this rank's part of the means `along` of grad · weight · normalised, (b, s, 2), and
+    the gradients of both weights."""
     q, k, _ = _parts(qkv, shape)
     grad_q, grad_k, _ = _parts(grad, shape)
     by_q, by_k = grad_q * q * scales[..., :1], grad_k * k * scales[..., 1:]
@@ -192,8 +192,8 @@ def full_norm_backward(
     shape: Heads,
     offset: float,
 ) -> Tensor:
-    """Returns scale · (grad · weight − normalised · along) of q and k, and v's gradient as it
-    is."""
+    """Returns scale · (grad · weight − normalised · along) for q and k, and v's gradient
+    unchanged."""
     q, k, _ = _parts(qkv, shape)
     grad_q, grad_k, grad_v = _parts(grad, shape)
     q_scale, k_scale = scales[..., :1], scales[..., 1:]

@@ -69,7 +69,7 @@ class TransformerKeys:
         "rows of the learned position table; null: seq_length",
         minimum=1,
     )
-    vocab_size: int = key(257, "tokens that exist (the byte tokenizer has 257)", minimum=2)
+    vocab_size: int = key(257, "number of distinct tokens (the byte tokenizer has 257)", minimum=2)
     vocab_multiple: int = key(
         128,
         "the vocabulary is padded to a multiple of this, whatever tp is; padded logits never count",
@@ -97,16 +97,16 @@ class TransformerKeys:
     )
     rope_low_freq_factor: float = key(
         1.0,
-        "llama3: frequencies of fewer turns than this in rope_original_length are divided",
+        "llama3: frequencies with fewer turns than this in rope_original_length are divided",
         above=0,
     )
     rope_high_freq_factor: float = key(
         4.0,
-        "llama3: frequencies of more turns than this in rope_original_length are unchanged",
+        "llama3: frequencies with more turns than this in rope_original_length are unchanged",
         above=0,
     )
     rope_original_length: int = key(
-        8192, "scaled RoPE: seq_length with which the model was first trained", minimum=1
+        8192, "scaled RoPE: seq_length of the model's original training", minimum=1
     )
     qk_norm: bool = key(
         False,
@@ -114,7 +114,7 @@ class TransformerKeys:
     )
     qk_norm_width: str = key(
         "head",
-        "what model.qk_norm normalises: each head by itself, or all heads of q, and of k, as one "
+        "model.qk_norm normalises each head by itself, or all heads of q (and all of k) as one "
         "vector (OLMoE, MiniMax-M2)",
         choices=("head", "full"),
     )
@@ -130,8 +130,8 @@ class TransformerKeys:
     )
     attention_bias: str | None = key(
         None,
-        "biases in attention: of q, k and v alone (qkv, as Qwen2), of the output too (all); "
-        "null: all or none, as bias says",
+        "biases in attention: only in q, k and v (qkv, as in Qwen2), or also in the output (all); "
+        "null: all or none, following bias",
         choices=("none", "qkv", "all"),
     )
     tie_embeddings: bool = key(
@@ -151,8 +151,8 @@ class TransformerKeys:
     )
     dropout: float = key(
         0.0,
-        "probability of dropping an element of the embedding's, an attention's or an MLP's output, "
-        "or of attention's probabilities; the same elements under every layout",
+        "probability of dropping an element of the output of the embedding, an attention or an "
+        "MLP, or an attention probability; the same elements in every layout",
         minimum=0,
         below=1,
         resume=REPORTED,
@@ -176,7 +176,7 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head, also where `head_dim` is null."""
+        """Width of one attention head, even if `head_dim` is null."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
@@ -191,7 +191,7 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def is_gated(self) -> bool:
-        """Returns whether an MLP multiplies by a gate, which is a matrix of its own."""
+        """Returns whether an MLP multiplies by a gate, which has a weight matrix of its own."""
         return self.activation in ("swiglu", "geglu")
 
     def attention_kind(self, layer: int) -> AttentionKind:
@@ -208,18 +208,19 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def attention_kinds(self) -> list[AttentionKind]:
-        """The distinct kinds of attention, in the order of their first layers."""
+        """The distinct kinds of attention, in the order in which layers have them first."""
         return list(dict.fromkeys(map(self.attention_kind, range(self.num_layers))))
 
     @property
     def ropes(self) -> list[Rope]:
-        """The distinct rotary positions of the layers, in the order of their first layers."""
+        """The distinct rotary positions of the layers, in the order in which layers have them
+        first."""
         ropes = [kind.rope for kind in self.attention_kinds if kind.rope is not None]
         return list(dict.fromkeys(ropes))
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
-        """The names of a layer's norms of the residual stream's width, in their order."""
+        """Names of a layer's norms over the hidden dimension, in the order of the forward."""
         before, after = self.norm_position != "after", self.norm_position != "before"
         return (
             *(["input_norm"] if before else []),
@@ -235,17 +236,17 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads, also where `num_query_groups` is null."""
+        """Number of key-value heads, even if `num_query_groups` is null."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:
-        """Width of the MLP, also where `ffn_hidden_size` is null."""
+        """Width of the MLP, even if `ffn_hidden_size` is null."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def expert_size(self) -> int:
-        """Width of an expert, also where `expert_ffn_size` is null."""
+        """Width of an expert, even if `expert_ffn_size` is null."""
         return self.expert_ffn_size or self.ffn_size
 
     @property
@@ -255,7 +256,7 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def max_positions(self) -> int:
-        """Rows of the learned position table, also where `max_position_embeddings` is null."""
+        """Rows of the learned position table, even if `max_position_embeddings` is null."""
         return self.max_position_embeddings or self.seq_length
 
     @property
@@ -299,8 +300,7 @@ def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def states_of(model: ModelConfig) -> frozenset[str]:
-    """Returns the names of the full tensors that training keeps but does not step: the biases of
-    routers."""
+    """Returns the names of full tensors that the optimizer does not step: the biases of routers."""
     if not model.router_bias:
         return frozenset()
     return frozenset(f"layers.{layer}.mlp.router.bias" for layer in model.expert_layers)
@@ -399,14 +399,14 @@ class LayerKeys:
 
 @dataclass
 class AttentionKeys:
-    """The kernel of attention."""
+    """The attention kernel."""
 
     attention_kernel: str = key(
         AUTO,
-        "kernel of attention; auto: PyTorch's choice, but not cuDNN on a B200 where a rank has "
-        "fewer than 8 key-value heads (tp divides them), as PyTorch issue 193893 reports wrong "
-        "results; math writes the scores out; fa3, fa4: FlashAttention 3 or 4 where it is "
-        "installed; training with model.dropout uses a formula of its own",
+        "attention kernel; auto: PyTorch's choice, but not cuDNN on a B200 where a rank has fewer "
+        "than 8 key-value heads (tp divides them), because of wrong results (PyTorch issue "
+        "193893); math materialises the scores; fa3, fa4: FlashAttention 3 or 4 if installed; "
+        "training with model.dropout does not use the kernel",
         choices=KERNELS,
         resume=FREE,
     )
@@ -441,8 +441,8 @@ CONFLICTS = (
     ),
     Conflict(
         {"mlp_chunk_tokens": Other(None), "recompute": Where(_leaves_mlp, "none")},
-        "{mlp_chunk_tokens} cuts an MLP that the backward computes again, and needs mlp in "
-        "recompute, not {recompute}",
+        "{mlp_chunk_tokens} cuts an MLP that the backward recomputes, and needs mlp in recompute, "
+        "not {recompute}",
         (("recompute", "[norm,attention,mlp]"), ("mlp_chunk_tokens", None)),
     ),
     *(
@@ -470,7 +470,7 @@ CONFLICTS = (
             "device": Other("auto", "cpu"),
             "precision.name": Other(*HALF_PRECISION),
         },
-        "{attention_kernel} takes bf16 and fp16 alone on GPUs, but {precision.name}",
+        "{attention_kernel} only takes bf16 and fp16 on GPUs, but {precision.name}",
         (("attention_kernel", AUTO), ("precision.name", "bf16")),
     ),
     Conflict(

@@ -94,7 +94,7 @@ class BuildContext:
 
 
 def offset_of(model: ModelConfig) -> float:
-    """Returns what RMSNorms add to their weights, which begin at 1 minus it."""
+    """Returns the offset that RMSNorms add to their weights, whose initial value is 1 minus it."""
     return 1.0 if model.norm_zero_centered else 0.0
 
 

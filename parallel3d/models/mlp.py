@@ -18,7 +18,7 @@ from parallel3d.tensor_parallel.layers import ColumnParallelLinear, RowParallelL
 
 
 def activate(activation: str, x: Tensor) -> Tensor:
-    """Applies `model.activation`; for swiglu and geglu from 2f features, gate and up, to f."""
+    """Applies `model.activation`; swiglu and geglu map 2f features, gate and up, to f."""
     if activation == "swiglu":
         return swiglu(x)
     if activation == "geglu":
@@ -29,7 +29,7 @@ def activate(activation: str, x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Runs two GEMMs with a non-linearity; a gate and up share the first.
+    """Runs two GEMMs with a non-linearity between; gate and up share the first GEMM.
 
     Args:
         prefix: beginning of the names of its parameters.

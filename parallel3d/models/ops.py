@@ -32,7 +32,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def gain_of(weight: Tensor, offset: float) -> Tensor:
-    """Returns what an RMSNorm multiplies by: its weight, or in fp32 or better 1 + its weight."""
+    """Returns the factor of an RMSNorm: its weight, or 1 + its weight in fp32 or better."""
     # In bf16 the sum would lose the weight's last eight bits.
     return _wide(weight) + offset if offset else weight
 
@@ -196,8 +196,8 @@ def _gelu_backward(grad: Tensor, gate: Tensor, out: Tensor) -> None:
 
 
 class _Gate(NamedTuple):
-    """A non-linearity of the gate: fused with the product, by itself, and its gradient into
-    `out`."""
+    """A non-linearity of the gate: `forward` and `backward` for fused kernels, `alone` as a single
+    operation, whose backward writes the gradient into `out`."""
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -264,7 +264,8 @@ def weighed_backward(
 
 
 def _share(gate: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Returns the share s of the gate z that passes, as z · s, and its derivative."""
+    """Returns the share s by which the gate z is multiplied, so that its result is z · s, and its
+    derivative."""
     if name == "swiglu":
         share = torch.sigmoid(gate)
         return share, share * (1.0 - share)
@@ -370,7 +371,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates like `_rotate`, as one expression over both halves, which a compiler fuses."""
+    """Does the same as `_rotate`, as one expression over both halves, which a compiler fuses."""
     half = cos.shape[-1]
     pairs = x[..., : 2 * half].unflatten(-1, (2, half))
     signs = torch.arange(-1, 2, 2, device=x.device).unsqueeze(-1)

@@ -88,7 +88,8 @@ def _without_backward(stages: Sequence[Stage]) -> set[nn.Module]:
 
 
 def _has_copies(stages: Sequence[Stage], groups_of: GroupsOf) -> bool:
-    # A function, so that no reference to a parameter is left: FSDP2 frees sharded parameters.
+    # This is a function so that no reference to a parameter survives: FSDP2 frees sharded
+    # parameters.
     specs = (spec_of(p) for stage in stages for p in stage.parameters())
     return any(groups_of(spec).data.size > 1 for spec in specs)
 

@@ -14,10 +14,10 @@ from parallel3d.models.ops import Rotary
 
 
 class Positions(NamedTuple):
-    """Holds what attention needs of the positions of a micro-batch's tokens.
+    """Data of the positions of a micro-batch's tokens that attention needs.
 
     Attributes:
-        rotary: cos and sin of the kinds of positions in the model (`model.ropes`).
+        rotary: cos and sin for each kind of positions in the model (`model.ropes`).
         temperature: factors of the queries, (s, 1) or (b, 1, s, 1); None: 1.
     """
 
@@ -30,7 +30,7 @@ def rotary_tables(
 ) -> Rotary:
     """Returns cos and sin of position · frequency: (seq_length, 1, r/2) each, fp32 or better.
 
-    The frequency of pair d is base^(-2d/r), scaled if the model scales that of this kind of layer.
+    The frequency of pair d is base^(-2d/r), scaled if the model scales this kind of layer.
     """
     frequency, factor = frequencies(model, rope)
     # fp32 is too coarse for the angles of late positions.
@@ -60,7 +60,7 @@ def frequencies(model: ModelConfig, rope: Rope) -> tuple[Tensor, float]:
 
 
 def _llama3(frequency: Tensor, model: ModelConfig) -> Tensor:
-    """Scales frequencies as Llama 3.1's reference_impl, `apply_scaling`.
+    """Scales frequencies like `apply_scaling` in Llama 3.1's reference_impl.
 
     A pair that turns less than `rope_low_freq_factor` times in `rope_original_length` tokens turns
     `rope_scaling_factor` times slower, and a pair that turns more than `rope_high_freq_factor`
@@ -77,7 +77,7 @@ def _yarn(frequency: Tensor, base: float, model: ModelConfig) -> Tensor:
 
     A pair that turns more than `rope_beta_fast` times in `rope_original_length` tokens is
     unchanged, a pair that turns less than `rope_beta_slow` times turns `rope_scaling_factor` times
-    slower. In between, the share of each is linear in the number of the pair.
+    slower. In between, the two are blended linearly in the number of the pair.
     """
     pairs = len(frequency)
 
@@ -88,7 +88,7 @@ def _yarn(frequency: Tensor, base: float, model: ModelConfig) -> Tensor:
     first, last = pair_of(model.rope_beta_fast), pair_of(model.rope_beta_slow)
     if model.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
-    # transformers bounds them by the rotated dimensions, not by the pairs.
+    # transformers clips them to the number of rotated dimensions, not of pairs.
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     width = last - first or 1e-3
     slowed = ((torch.arange(pairs, dtype=torch.float64) - first) / width).clamp(0, 1)
@@ -98,7 +98,7 @@ def _yarn(frequency: Tensor, base: float, model: ModelConfig) -> Tensor:
 def _longrope(frequency: Tensor, model: ModelConfig) -> Tensor:
     """Divides each frequency by its factor for this length (Ding et al. 2024, arXiv:2402.13753).
 
-    The choice is the configuration's: with each batch's own length it would change the model.
+    The configured length decides: a choice by the length of each batch would change the model.
     """
     is_long = model.seq_length > model.rope_original_length
     factors = model.rope_long_factors if is_long else model.rope_short_factors
@@ -106,7 +106,7 @@ def _longrope(frequency: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _attention_factor(model: ModelConfig) -> float:
-    """Returns the factor of cos and sin, by which scores of scaled positions grow squared."""
+    """Returns the factor of cos and sin; scores grow with its square."""
     if model.rope_attention_factor is not None:
         return model.rope_attention_factor
     log = math.log(model.rope_scaling_factor)

@@ -79,7 +79,7 @@ class Attention(nn.Module):
         self.scale = model.attention_scale
         kind = model.attention_kind(layer)
         self.window = kind.window
-        # Number of its table among those of the stage; None: no positions.
+        # index of the layer's rotary table among those of the stage; None: no positions
         self.rope = None if kind.rope is None else model.ropes.index(kind.rope)
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1
@@ -157,12 +157,13 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Computes x + attention(norm(x)), then x + mlp(norm(x)); or x + norm(attention(x)) and so on,
-    or with norms at both places (`model.norm_position`)."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)). `model.norm_position` may move the
+    norms, as in x + norm(attention(x)), or place them before and after."""
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        if model.norm_position == "after":  # whose inputs and results are kept by others anyway
+        # other operations keep its norms' inputs and results anyway
+        if model.norm_position == "after":
             ctx = replace(ctx, recompute=ctx.recompute - {"norm"})
 
         def norm(name: str) -> Norm | None:
@@ -195,7 +196,7 @@ class TransformerBlock(nn.Module):
         documents: Documents | None = None,
         balance: Balance | None = None,
     ) -> Tensor:
-        # One for this micro-batch: several are between their forward and their backward.
+        # One per micro-batch, because several are between their forward and their backward.
         choice = Choice() if isinstance(self.mlp, MixtureOfExperts) else None
         if self.recompute:
             return recomputed(self.layer, x, positions, samples, documents, balance, choice)
@@ -218,7 +219,8 @@ class TransformerBlock(nn.Module):
     def added_by_attention(
         self, y: Tensor, samples: Tensor | None = None, documents: Documents | None = None
     ) -> Tensor:
-        """Returns what attention's output `y` adds to the residual stream."""
+        """Returns attention's output `y` as it is added to the residual stream: normed, dropped,
+        scaled."""
         if self.attention_output_norm is not None:
             y = self.attention_output_norm(y)
         return self._scaled(self.attention_dropout(y, samples, documents))
@@ -240,9 +242,10 @@ class TransformerBlock(nn.Module):
         samples: Tensor | None,
         documents: Documents | None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns x, and what attention adds to it.
+        """Returns x, and the addend of attention.
 
-        The x it returns is the norm's: the backward of a fused norm adds the gradient of both.
+        The returned x is a result of the norm: a fused norm's backward adds the gradients of both
+        results.
         """
         x, norm = self._sum_and_norm(x, None, self.input_norm)
         y = self.attention(x, norm, positions, samples, documents)
@@ -351,7 +354,7 @@ class Stage(nn.Module):
         self.rotary = tuple(rotary_tables(model, rope, *of_init) for rope in model.ropes)
         self.temperature = temperatures(model, *of_init)
         self.window = model.sliding_window
-        # Whole periods of the pattern of layers, so that graphs share their code.
+        # A graph has whole periods of the pattern of layers, so that graphs share their code.
         period = len(model.layer_types) or 1
         self.graph_blocks = GRAPH_BLOCKS // period * period or GRAPH_BLOCKS
         self.divided = ctx.tp.size if ctx.sequence_parallel else 1
@@ -365,8 +368,8 @@ class Stage(nn.Module):
     def positions_and_documents(
         self, batch: int, length: int, documents: Documents | None = None
     ) -> tuple[Positions, Documents | None]:
-        """Returns what the blocks read of `batch` samples of `length` tokens: the rotary tables of
-        the tokens' positions, and the documents, which windows need in any case."""
+        """Returns the inputs of the blocks for `batch` samples of `length` tokens: the rotary
+        tables of the tokens' positions, and the documents, which windows always need."""
         rotary, temperature = self.rotary, self.temperature
         if rotary or temperature is not None:
             read = slice(length) if documents is None else documents.positions()
@@ -399,14 +402,15 @@ class Stage(nn.Module):
             loss_mask: (b, s) bool; only the last stage reads it.
             samples: (b,) numbers of the samples in the run, for dropout.
             documents: attention and positions are within each; None: a sample is one document.
-            balance: the share of the experts' balancing losses; None: their tokens are not counted.
+            balance: data for the experts' balancing losses; None: the experts' tokens are not
+                counted.
             loss_scale: scalar gradient of the sum of the losses in the backward; None: evaluation,
                 without gradients or dropout.
         """
         if loss_scale is None or not self.uses_dropout:
             samples = None
         if loss_scale is None:
-            balance = None  # an evaluation between two steps is in no count of theirs
+            balance = None  # an evaluation between two steps must not be counted
         x = hidden
         if self.embedding is not None:
             self.pre_forward("embedding")
@@ -426,8 +430,8 @@ class Stage(nn.Module):
                 self.pre_forward(f"layers.{name}")
             frozen = i < self.without_backward
             if self.compiled and not frozen and not x.requires_grad:
-                # An operator of a linear layer has no backward if its input has no gradient, as
-                # its weight is none of its inputs.
+                # The operator of a linear layer has no weight among its inputs, so without a
+                # gradient of its input it would have no backward.
                 x = x.detach().requires_grad_(torch.is_grad_enabled())
             last, stays = end == len(blocks), i >= self.offloaded
             with (
@@ -465,10 +469,9 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     """Compiles the forward and backward of the blocks, in groups that share their code.
 
     Blocks that FSDP2 shards are compiled one by one, inside its hooks, which gather and free them.
-    In a block with experts only the attention is compiled: the experts' numbers of rows change from
-    one micro-batch to the next, and their choice must not be computed again.
-    Gradients of the linear layers go to their buckets (see `tensor_parallel.linear_ops`); only
-    under FSDP2 they go to `.grad`.
+    In a block with experts only the attention is compiled: the experts' row counts change with
+    every micro-batch, and their choice must not be recomputed. Gradients of the linear layers go to
+    their buckets (see `tensor_parallel.linear_ops`); only under FSDP2 they go to `.grad`.
 
     Args:
         saves_operands: weight gradients may be deferred (see `shared_inductor`).
@@ -546,15 +549,15 @@ class Decoder:
             # Keys and values: (1, key-value heads, seq_length or window, head_dim) each.
             of_token = attention.kv_heads, length, attention.head_dim
             self.caches[name] = example.new_zeros(2, 1, *of_token)
-        self.start = 0  # first token in the window
-        self.cached = 0  # tokens in the caches, from `start` on
+        self.start = 0  # index of the window's first token
+        self.cached = 0  # number of tokens in the caches, from `start` on
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor | None:
         """Returns logits (vocab_size,) of the token after `tokens` on the last stage, else None.
 
         Call it with the whole sequence so far; tokens of earlier calls are cached. When the window
-        of `seq_length` tokens is full, its second half is read again, from position 0 on.
+        of `seq_length` tokens is full, its second half is recomputed, from position 0 on.
         """
         start = self._window_start(len(tokens))
         if start != self.start or len(tokens) - start - self.cached != 1:
@@ -578,7 +581,7 @@ class Decoder:
         return logits[0, 0, : self.model.vocab_size]
 
     def _window_start(self, length: int) -> int:
-        """Returns the first token of the window, which moves by half its length when full."""
+        """Returns the index of the window's first token; a full window moves by half its length."""
         half = max(1, self.window // 2)
         return 0 if length <= self.window else -(-(length - self.window) // half) * half
 
@@ -609,8 +612,8 @@ class Decoder:
     def _attend(self, attention: Attention, cache: Tensor, qkv: Tensor) -> Tensor:
         """Computes attention of new tokens (1, n, …) over all tokens in `cache`, and caches them.
 
-        Either the cache is empty, or n is 1 and no mask is needed. A sliding layer caches the keys
-        of its window alone, those of position p at p modulo the window.
+        Either the cache is empty, or n is 1 and no mask is needed. A sliding layer only caches the
+        keys of its window: position p is at p modulo the window.
         """
         first, end = self.cached, self.cached + qkv.shape[1]
         if attention.qk_norm is not None:
@@ -639,7 +642,7 @@ class Decoder:
 
 def _cache(cache: Tensor, new: Tensor, end: int) -> None:
     """Writes `new` (2, 1, heads, n, head_dim), the keys and values up to position `end`, into a
-    ring of the last ones."""
+    ring buffer of the latest ones."""
     size = cache.shape[3]
     new = new[:, :, :, -size:]
     first = (end - new.shape[3]) % size

@@ -1,7 +1,7 @@
 """Maps config.json of Hugging Face models to our `model` section, key by key.
 
-It uses no torch and no files. Defaults, which a config.json may leave out, are those of
-transformers' configuration classes. Keys without a counterpart are refused in one sentence each.
+It uses no torch and no files. A config.json may leave out defaults of transformers' configuration
+classes. A key without a counterpart is refused in one sentence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from parallel3d.config.fields import show
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError, nearest_hint
 
-# Our key; the key of Llama and its relatives; the key of GPT-2.
+# Rows: our key, the key of Llama and its relatives, the key of GPT-2.
 _KEYS = (
     ("hidden_size", "hidden_size", "n_embd"),
     ("num_layers", "num_hidden_layers", "n_layer"),
@@ -52,12 +52,12 @@ _KEYS = (
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 # Other names of the tanh approximation, equal up to rounding.
 SPELLINGS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-# Non-linearity of the gate → model.activation, and what an export writes for it.
+# Non-linearity of the gate → model.activation, and the word that an export writes for it.
 GATED = {"silu": "swiglu", "swish": "swiglu", **dict.fromkeys(SPELLINGS, "geglu")}
 GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 # Reasons for which values of keys are refused.
 WHY = {"attn_logit_softcapping": ", as no kernel of attention caps the scores"}
-# Dense families that rotate, in the order in which they are tried for an export.
+# Dense families with RoPE, in the order in which they are tried for an export.
 _DENSE = (QWEN3, QWEN2, *(kind for kind in DENSE if kind not in (QWEN3, QWEN2, GPT2)))
 EOS, POSITIONS = "eos_token_id", "max_position_embeddings"
 TYPE = "model_type"
@@ -140,7 +140,8 @@ def hf_kind(model: ModelConfig, like: str | None = None) -> str:
     if kind != GPT2 and int(rotated) % 2:
         raise UserError(
             f"model.num_attention_heads={model.num_attention_heads} gives heads of "
-            f"{model.head_size}: Hugging Face's {title} format only rotates even heads"
+            f"{model.head_size} dimensions: Hugging Face's {title} format needs an even number for "
+            "RoPE"
         )
     return kind
 
@@ -213,19 +214,19 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
 
 
 def _biases(model: ModelConfig) -> str:
-    """Returns `model.attention_bias` with the word that is in effect."""
+    """Returns the value of `model.attention_bias` that is in effect."""
     return "all" if model.out_bias else "qkv" if model.qkv_bias else "none"
 
 
 def _known_biases(family: Family) -> tuple[str, ...]:
-    """Returns the words of `model.attention_bias` that a family knows."""
+    """Returns the values of `model.attention_bias` that a family knows."""
     known = ["none"] if family.biases is None or family.bias_key is not None else []
     known += [] if family.biases is None else [family.biases]
     return (*known, "all") if family.out_bias_key is not None else tuple(known)
 
 
 def _wanted_scales(model: ModelConfig, family: Family) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """Returns (key, value, values that the family knows) for the scales that the family fixes."""
+    """Returns (key, value, values that the family knows) for each scale that the family fixes."""
     usual = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "logit_cap": None}
     if family.root_scale:
         usual["embedding_scale"] = model.hidden_size**0.5
@@ -309,7 +310,8 @@ def _written_scales(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the format, special tokens and RoPE's positions, which an export writes again."""
+    """Returns the format, special tokens and RoPE's positions, so that an export can write them
+    back."""
     kept = {key: config[key] for key in TOKENS if key in config}
     for key, value in kept.items():
         numbers = value if key == EOS and isinstance(value, list) else [value]
@@ -344,7 +346,7 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         value = keys.get(theirs, default, type(default))
         found[ours] = float(value) if isinstance(default, float) else value
     most = ModelConfig.__dataclass_fields__["num_layers"].metadata["maximum"]
-    if found["num_layers"] > most:  # before a list of the layers is made
+    if found["num_layers"] > most:  # checked before lists of that length are made
         raise keys.error("num_hidden_layers", found["num_layers"], f"it must be at most {most}")
     found |= _from_gpt2(keys, found) if kind == GPT2 else _from_llama(keys, kind, found)
     keys.finish(HARMLESS | {TYPE, *family.harmless.split()})
@@ -408,9 +410,9 @@ def _head_dim(keys: Keys, family: Family, hidden: int, heads: int) -> int:
     null = {"null": usual} if family.null_head_dim else {}
     width = keys.get("head_dim", family.head_dim or usual, int, **null)
     if width % 2:
-        raise UserError(f"config.json has heads of {width}: RoPE turns pairs of dimensions")
+        raise UserError(f"config.json has heads of {width} dimensions: RoPE needs an even number")
     if family.usual_heads and width != usual:
-        raise keys.error("head_dim", width, f"its norms need heads of {usual}")
+        raise keys.error("head_dim", width, f"its norms need heads of {usual} dimensions")
     return width
 
 

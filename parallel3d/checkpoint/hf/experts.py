@@ -1,6 +1,6 @@
 """Maps mixtures of experts of Hugging Face models to ours: names in a layer, and keys.
 
-On disk each expert is apart, as here. It uses no torch and no files.
+On disk each expert has tensors of its own, as here. This module uses no torch and no files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PARTS = ("gate", "up", "down")
 
 
 def modules_of(names: ExpertNames, count: int) -> dict[str, str]:
-    """Returns their module → ours, of one layer with `count` experts; {} is the layer's number."""
+    """Returns their module → ours for one layer with `count` experts; {} is the layer's number."""
     block = f"model.layers.{{}}.{names.block}"
     found = {f"{block}.gate": "mlp.router"}
     if names.shared is not None:
@@ -35,7 +35,7 @@ def modules_of(names: ExpertNames, count: int) -> dict[str, str]:
 
 
 def read_experts(keys: Keys, family: Family, layers: int) -> dict[str, Any]:
-    """Returns our keys of the experts. Raises UserError for what our model cannot express."""
+    """Returns our keys of the experts. Raises UserError if our model cannot express a value."""
     names, defaults = family.experts, family.defaults
     assert names is not None
 

@@ -1,7 +1,7 @@
 """Families of Hugging Face models: their names, transformers' defaults, and their variations.
 
-A family's defaults, which a config.json may leave out, are those of transformers' configuration
-classes. It uses no torch and no files.
+A config.json may leave out a family's defaults, those of transformers' configuration class. This
+module uses no torch and no files.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class ExpertNames:
     """Describes how a family spells its experts.
 
     Attributes:
-        block: module that stands in place of an MLP.
-        parts: their names of our gate, up and down in an expert.
-        shared: their module of the shared expert; None: the family has none.
+        block: module that replaces the MLP.
+        parts: their names for our gate, up and down in an expert.
+        shared: their name for the shared expert; None: the family has none.
         choice_bias: their tensor of the router's bias in `block`; None: the family has none.
         count: key with the number of experts.
         width: key with the width of an expert; `intermediate_size` where no layer is dense.
-        shared_width: key with the width of the shared expert, or with the number of experts of
-            `width` that it is as large as (`shared_in_experts`).
+        shared_width: key with the width of the shared expert or, with `shared_in_experts`, with
+            that width divided by `width`.
         gated: the shared expert's output is multiplied by a sigmoid of the token.
         score: `model.router_score`.
-        normalizes: norm_topk_prob where the family has no such key; None: it has the key.
+        normalizes: value of norm_topk_prob in a family without such a key; None: it has the key.
         dense: key that says which layers are dense; None: no layer is.
-        grouped: it has groups of experts and a scale of their weights.
+        grouped: the router has groups of experts, and a scale of their weights.
     """
 
     block: str
@@ -72,7 +72,7 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class Windows:
-    """Describes which layers of a family have a window where config.json does not list them.
+    """Describes which layers of a family have a window if config.json does not list them.
 
     Attributes:
         rule: "all": every layer; "late": those from max_window_layers on; "early": each second one
@@ -101,12 +101,12 @@ class Windows:
 
 @dataclass(frozen=True)
 class Scale:
-    """Describes a key with a factor; ours is theirs to the power of `power`.
+    """Describes a key with a factor; our value is theirs to the power of `power`.
 
     Attributes:
         ours: our key.
         theirs: their key.
-        usual: default of their key; None: off.
+        usual: default of their key; None: no factor.
         is_whole: their key is a whole number.
         may_be_off: their key may be null.
     """
@@ -119,7 +119,7 @@ class Scale:
     may_be_off: bool = False
 
 
-# Their norms of the residual stream in a layer → ours.
+# Their norms over the hidden dimension in a layer → ours.
 BEFORE = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
 AFTER = {
     "post_attention_layernorm": "attention_output_norm",
@@ -137,7 +137,7 @@ GLM_NORMS = {
     "post_attention_layernorm": "mlp_norm",
     "post_mlp_layernorm": "mlp_output_norm",
 }
-# Their module that joins several of ours → ours, one after the other along dimension 0.
+# Their module that joins several of ours → ours, in the order along dimension 0.
 _JOINED_QKV = {"self_attn.qkv_proj": "attention.q attention.k attention.v"}
 _JOINED_MLP = {"mlp.gate_up_proj": "mlp.gate mlp.up"}
 SCALINGS = ("default", "llama3", "linear", "yarn", "longrope")
@@ -152,27 +152,28 @@ class Family:
         architecture: transformers' class of the language model.
         defaults: values of keys that config.json may leave out.
         aliases: other name of a key → the key, as in transformers' `attribute_map`.
-        fixed: keys that may change the result of this family alone, with their harmless values;
-            the first is the default unless `defaults` has one.
+        fixed: keys that may change the result of this family only, with their harmless values; the
+            first is the default unless `defaults` has one.
         harmless: more keys that change no logit of this family.
         norms: module of each norm in a layer → ours.
         joined: module of several projections → ours.
         head_dim: default of `head_dim`; None: hidden_size / num_attention_heads.
         null_head_dim: `head_dim` may be null, which means hidden_size / num_attention_heads.
         has_head_dim: an export always writes `head_dim`; else only an unusual one.
-        whole_heads: transformers refuses a hidden_size that is not a multiple of the heads.
-        usual_heads: heads must be of hidden_size / num_attention_heads.
-        activation_key: key of the MLP's non-linearity.
+        whole_heads: transformers refuses a hidden_size that is not a multiple of the number of
+            heads.
+        usual_heads: the size of a head must be hidden_size / num_attention_heads.
+        activation_key: key with the MLP's non-linearity.
         activations: `model.activation` that it allows, the default first.
         biases: `model.attention_bias` that the key `bias_key` switches on; None: no bias.
-        bias_key: key that switches attention's biases on; None: `biases` is always so.
+        bias_key: key that switches attention's biases on; None: `biases` always applies.
         out_bias_key: key that switches the output's bias on by itself.
         has_mlp_bias: the key mlp_bias switches the MLP's biases on.
         dropouts: keys of probabilities of dropout.
         norm_of_heads: norms of q and k: "head", "full", None, or "" where `use_qk_norm` decides.
         rotary: default of partial_rotary_factor; None: every dimension of a head is rotated.
         has_rotary_dim: it may give the number of rotated dimensions as rotary_dim.
-        pairs: dimensions 2i and 2i + 1 of a head turn together; here i and i + r/2 do.
+        pairs: RoPE pairs dimensions 2i and 2i + 1 of a head; otherwise, as here, i and i + r/2.
         base: default of rope_theta.
         local_base: default base of layers with a window, where each kind of layer has its own
             rope_parameters; None: all have the same.
@@ -344,7 +345,7 @@ FAMILIES: dict[str, Family] = {
         "GPT-2",
         "GPT2LMHeadModel",
         _GPT2_SIZES,
-        # Sizes under Llama's names, which GPT-2 may use as well.
+        # Sizes under Llama's names, which a GPT-2 config may use as well.
         aliases={
             "hidden_size": "n_embd",
             "num_hidden_layers": "n_layer",

@@ -1,6 +1,6 @@
 """Writes and reads Hugging Face folders: safetensors, config.json, generation_config.json.
 
-It processes one file or tensor at a time, so the model need not fit into memory. Nothing is
+One file or tensor is processed at a time, so the model need not fit into memory. Nothing is
 unpickled.
 """
 
@@ -62,11 +62,11 @@ from parallel3d.files import new_folder, open_regular, plain
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # transformers starts a new file at this size as well
-# Masks and rotary tables in old checkpoints; we compute them.
+# Masks and rotary tables in old checkpoints, which we compute instead.
 NO_WEIGHTS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
-# Bytes: some 140,000 tensors, while 94 layers of 128 experts have 36,946.
+# Bytes, enough for some 140,000 tensors; 94 layers of 128 experts have 36,946.
 LARGEST_HEADER = 16 << 20
 EXPERT = ".experts."
 LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")
@@ -100,8 +100,8 @@ def export_hf(
         ends: takes an `eos_token_id` or None, and returns the one to export, with all tokens at
             which a generation stops.
         kept: `kept_keys` of the config.json that the model was imported from.
-        beside: more files, by name, such as a tokenizer's; they override ours.
-        others: what `keep_rest` wrote, where the model is the text part of a vision model.
+        beside: additional files, by name, such as a tokenizer's; they override ours.
+        others: the folder that `keep_rest` wrote, if the model is the text part of a vision model.
 
     Raises:
         UserError: a model that no format can express, a weight that is not finite in `dtype`, a
@@ -194,8 +194,8 @@ def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
 
 
 def _reordered(whole: Tensor, tensor: HFTensor, *, back: bool) -> Tensor:
-    """Returns rows in our order, rotated pairs in two halves of a head; `back`: in theirs, pairs
-    side by side."""
+    """Reorders rows from rotated pairs side by side to pairs in the two halves of a head, as here;
+    `back`: the other way."""
     if tensor.pairs is None:
         return whole
     size, turned = tensor.pairs
@@ -214,7 +214,7 @@ class HFFolder:
         keys: keys of our `model` section.
         untied: config.json ties the head to the embedding, but the files hold another head.
         kept: see `kept_keys`.
-        mtp: layers of multi-token prediction, which may lie there behind the model's own.
+        mtp: number of layers of multi-token prediction that may follow the model's own.
         notices: sentences on what an import leaves out.
         wrapped: the model is the text part of a vision model.
     """
@@ -249,7 +249,7 @@ def read_hf_config(folder: Path) -> HFFolder:
         raise UserError(f"from={folder}: {plain(str(error))}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UserError(  # a size that is not a number, or 0
-            f"from={folder}: {CONFIG} has values that make no sense ({plain(str(error))})"
+            f"from={folder}: {CONFIG} has impossible values ({plain(str(error))})"
         ) from None
     if wrapped:
         notices += (
@@ -263,7 +263,7 @@ def read_hf_config(folder: Path) -> HFFolder:
 
 
 def _has_own_head(folder: Path, kind: str, wrapped: bool) -> bool:
-    """Returns whether the files' head differs from the embedding, compared like in transformers."""
+    """Returns whether the files' head differs from the embedding, by transformers' comparison."""
     with ExitStack() as stack:
         where = _tensors(folder, stack)
         names = spellings(EMBEDDINGS[kind], wrapped=wrapped)
@@ -283,7 +283,7 @@ def _has_own_head(folder: Path, kind: str, wrapped: bool) -> bool:
 
 
 def keep_rest(folder: Path, source: HFFolder, to: Path) -> None:
-    """Writes all of a vision model's folder but its text model into the new folder `to`; see
+    """Writes everything in a vision model's folder but the text model into the new folder `to`; see
     `keep_others`. Raises UserError if they cannot be read, or written."""
     if not source.wrapped:
         return
@@ -294,7 +294,7 @@ def keep_rest(folder: Path, source: HFFolder, to: Path) -> None:
             keep_others(folder, _files(folder), names, partial)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"from={folder}: what lies there beside the text model cannot be kept "
+            f"from={folder}: its files and tensors outside of the text model cannot be kept "
             f"({plain(str(error))})"
         ) from None
 
@@ -314,12 +314,12 @@ def tensors_of(
     Args:
         dtype: dtype of the tensors; None: the files' dtype.
         wanted: names of our tensors; None: all.
-        mtp: layers of multi-token prediction that may lie there too, and are left out.
+        mtp: number of layers of multi-token prediction that may be there too, and are left out.
         wrapped: the model is the text part of a vision model; other tensors are left out.
 
     Raises:
-        UserError: before the first tensor, no safetensors, or a tensor that is missing, of another
-            shape, unknown or not floating-point; later, a tensor that is not finite.
+        UserError: before the first tensor, if there are no safetensors, or a tensor is missing,
+            unknown, of another shape or not floating-point; later, if a tensor is not finite.
     """
     with ExitStack() as stack:
         where = _tensors(folder, stack)
@@ -351,7 +351,8 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def _tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Opens the files; returns the file of each key, the last that has it, as in transformers."""
+    """Opens the files; returns the file of each key. If several have it, the last wins, as in
+    transformers."""
     files = [stack.enter_context(_open(path)) for path in _files(folder)]
     return {key: file for file in files for key in file.keys()}  # noqa: SIM118
 
@@ -375,7 +376,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _refuse_other_readings(folder: Path, names: Iterable[str]) -> None:
-    """Raises UserError for files that change what transformers computes or reads."""
+    """Raises UserError for files that change which weights transformers reads or uses."""
     if (folder / ADAPTER).exists():
         raise UserError(
             f"from={folder} holds {ADAPTER}, and the model's results depend on whether the "
@@ -415,7 +416,8 @@ def _open(path: Path) -> Any:
 
 
 def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
-    """Raises UserError for more layers than tensors, before names are made for every layer."""
+    """Raises UserError if there are more layers than tensors, before names are made for every
+    layer."""
     if model.num_layers > tensors:
         raise UserError(f"{where} has {model.num_layers} layers, but only {tensors} tensors exist")
 
@@ -432,7 +434,7 @@ def _match(
 ) -> dict[str, str]:
     """Returns transformers' name → key in the files, perhaps without prefix or tied embedding.
 
-    Tensors of the layers `left_out` are not the model's.
+    Tensors of the layers `left_out` do not belong to the model.
     """
     keys = {}
     heads = spellings(HEAD, wrapped=wrapped)
@@ -473,8 +475,8 @@ def _match(
 
 
 def _check_prefixes(folder: Path, keys: Mapping[str, str]) -> None:
-    """Raises UserError if some experts' names have the prefix and others not: transformers joins
-    the experts of each spelling by themselves, and reads another model."""
+    """Raises UserError if only some experts' names have the prefix: transformers would join the
+    experts of each spelling separately, and read another model."""
     experts = [(name, key) for name, key in keys.items() if EXPERT in name]
     if len({name == key for name, key in experts}) > 1:
         bare = next(key for name, key in experts if name != key)

@@ -1,6 +1,6 @@
-"""Maps the kinds of attention layers of Hugging Face models to ours: windows, and no positions.
+"""Maps the attention layers of Hugging Face models to ours: with windows, without positions.
 
-It uses no torch and no files.
+This module uses no torch and no files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TYPES, WINDOW, SWITCH, LAST = (
     "max_window_layers",
 )
 ROTATED, INTERVAL = "no_rope_layers", "no_rope_layer_interval"  # 1: a layer has positions
-# (has a window, has positions) → our word.
+# (has a window, has positions) → our layer type.
 WORDS = {
     (False, True): FULL,
     (True, True): SLIDING,
@@ -31,7 +31,7 @@ WORDS = {
 
 
 def pattern_of(words: list[str]) -> list[str]:
-    """Returns the shortest `model.layer_types` that repeats to `words`; []: all are full."""
+    """Returns the shortest `model.layer_types` whose repetition gives `words`; []: all are full."""
     count = len(words)
     for period in range(1, count + 1):
         if all(words[layer] == words[layer % period] for layer in range(period, count)):
@@ -40,14 +40,14 @@ def pattern_of(words: list[str]) -> list[str]:
 
 
 def words_of(model: ModelConfig) -> list[str]:
-    """Returns our word for every layer."""
+    """Returns our layer type of every layer."""
     types = model.layer_types or [FULL]
     return [types[layer % len(types)] for layer in range(model.num_layers)]
 
 
 def read_layers(keys: Keys, family: Family, layers: int, positions: int) -> dict[str, Any]:
-    """Returns `layer_types` and `sliding_window`. Raises UserError for what transformers refuses or
-    our model cannot express."""
+    """Returns `layer_types` and `sliding_window`. Raises UserError for values that transformers
+    refuses or our model cannot express."""
     windows = family.windows
     types = _read_types(keys, layers)
     if windows is None:
@@ -78,13 +78,14 @@ def read_layers(keys: Keys, family: Family, layers: int, positions: int) -> dict
     if windows.nope and size is not None:
         rotated = slides
     if not windows.by_layer and size is not None and size >= positions:
-        slides = [False] * layers  # no query sees a window's end
+        slides = [False] * layers  # no sequence is longer than the window
     words = [WORDS[kind] for kind in zip(slides, rotated, strict=True)]
     return {TYPES: pattern_of(words), WINDOW: size if any(slides) else None}
 
 
 def _read_types(keys: Keys, layers: int) -> list[bool] | None:
-    """Returns which layers have a window by layer_types; None: config.json does not list them."""
+    """Returns which layers have a window, from layer_types; None: config.json does not list
+    them."""
     kinds = keys.get("attn_type_list", None, list)  # MiniMax: 1 is attention to all tokens
     if kinds is not None and any(one != 1 for one in kinds):
         raise keys.error("attn_type_list", kinds, "every layer must be 1")
@@ -116,7 +117,7 @@ def _read_rotated(keys: Keys, period: int, layers: int) -> list[bool]:
 def _usual(
     keys: Keys, family: Family, layers: int, size: int | None, rotated: list[bool]
 ) -> list[bool]:
-    """Returns which layers have a window where config.json does not list them."""
+    """Returns which layers have a window if config.json does not list them."""
     windows = family.windows
     assert windows is not None
     every = range(layers)

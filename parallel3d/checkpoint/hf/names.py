@@ -1,4 +1,4 @@
-"""Maps the names of Hugging Face models' tensors to ours. It uses no torch and no files."""
+"""Maps the names of Hugging Face models' tensors to ours, without torch or files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _GPT2 = (
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 TEXT_HEADS = (f"language_model.{HEAD}", HEAD)
 BASE_PREFIX = re.compile(r"^(model|transformer)\.")
-TURNED = ("attention.q", "attention.k")  # modules whose rows RoPE turns
+TURNED = ("attention.q", "attention.k")  # modules whose rows RoPE rotates
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class HFTensor:
         rows: rows of each part.
         shape: shape of the tensor in the file.
         transposed: the file holds the transpose of the joined parts.
-        wide: an export writes it in fp32 or better, whatever the dtype of the others: a router's
-            bias, whose differences bf16 would erase.
-        pairs: (size of a head, rotated dimensions) where the file holds neighbours that turn
-            together next to each other; None: in halves, as here.
+        wide: an export always writes it in fp32 or better: bf16 would erase the differences of a
+            router's bias.
+        pairs: (size of a head, rotated dimensions) if rotated pairs are side by side in the file;
+            None: they are in halves, as here.
     """
 
     name: str
@@ -81,10 +81,10 @@ class HFTensor:
 def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
     """Returns every tensor of `model` in the format `kind`, in the order of the layers.
 
-    Families differ in the names of norms, and in projections that are joined into one tensor.
-    GPT-2 (`GPT2LMHeadModel`) also transposes them: its layers are `Conv1D`, whose weight is
-    (inputs, outputs). Rotary dimensions are paired (i, i + r/2) there as here, so that rows stay in
-    place, except in GLM-4, which pairs (2i, 2i + 1). A tied head is left out, as in transformers.
+    Families differ in the names of norms, and in projections that are joined into one tensor. GPT-2
+    (`GPT2LMHeadModel`) also transposes them: its layers are `Conv1D`, whose weight is (inputs,
+    outputs). Rotary dimensions are paired (i, i + r/2) as in our model, so rows keep their order,
+    except in GLM-4, which pairs (2i, 2i + 1). A tied head is left out, as in transformers.
     """
     shapes, states, tensors = full_shapes_of(model), states_of(model), []
     turned = (model.head_size, int(model.head_size * model.rotary_percent))
@@ -124,7 +124,7 @@ def is_of_text(key: str) -> bool:
 
 
 def _modules(family: Family) -> dict[str, str]:
-    """Returns their module → ours, in each layer, in our order."""
+    """Returns their module → ours for each layer, in our order."""
     joined = {part for parts in family.joined.values() for part in parts.split()}
     apart = {theirs: ours for theirs, ours in _IN_LAYER.items() if ours not in joined}
     found = {**family.norms, **family.joined, **apart}
@@ -133,8 +133,8 @@ def _modules(family: Family) -> dict[str, str]:
 
 
 def _pairs(model: ModelConfig, kind: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yields their tensor, our tensors, and whether they are in a layer, whether or not the model
-    has them."""
+    """Yields their tensor, our tensors, and whether they are in a layer, even if the model lacks
+    them."""
     family = FAMILIES[kind]
     before, in_layer, after = _GPT2 if kind == GPT2 else (_BEFORE, _modules(family), _AFTER)
     names = family.experts

@@ -1,4 +1,4 @@
-"""Reads a config.json key by key: a key that is not understood is refused in one sentence."""
+"""Reads a config.json key by key, and refuses a key that is not understood in one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFUSED = object()
 
 
 class Keys:
-    """Reads a config.json, or an object in it; each key once, and `finish` refuses the others."""
+    """Reads each key of a config.json, or of an object in it, once; `finish` refuses the others."""
 
     def __init__(
         self,

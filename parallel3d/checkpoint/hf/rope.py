@@ -1,6 +1,6 @@
 """Maps rotary positions of Hugging Face models to ours: base, scaling, share of a head.
 
-It uses no torch and no files.
+This module uses no torch and no files.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ATTENTION = "attention_factor"
 def read_rope(
     keys: Keys, family: Family, positions: int, width: int, slides: bool
 ) -> dict[str, Any]:
-    """Returns base, scaling and share of the dimensions, by transformers' precedence.
+    """Returns our keys of base, scaling and share of the dimensions, by transformers' precedence.
 
-    `rope_scaling` wins over `rope_parameters`, as a whole. The base in it wins over the top-level
-    one, but the top-level `original_max_position_embeddings` wins over the one in it; the default
-    is all positions. Families with a base for each kind of layer have parameters for each, and
-    `rope_scaling` adds to those of full layers; `slides`: a layer has a window.
+    If `rope_scaling` exists, it replaces `rope_parameters` as a whole. A base inside wins over the
+    top-level one, but a top-level `original_max_position_embeddings` wins over the one inside; its
+    default is the number of positions. Families with a base for each kind of layer have parameters
+    for each kind, and `rope_scaling` adds to those of full layers. `slides`: a layer has a window.
     """
     old = keys.get(OLD, None, dict)
     new = keys.get(NEW, None, dict)
@@ -83,8 +83,8 @@ def _read_by_kind(
     slides: bool,
 ) -> dict[str, Any]:
     by_kind = Keys(new or {}, "rope_parameters of config.json")
-    # transformers has taken the base at the top from there when it comes to the layers with a
-    # window, which have a key of their own, or none.
+    # transformers uses up the top-level base for full layers; layers with a window have a key of
+    # their own, or none.
     bases = {THEIR_FULL: keys.get(THETA, family.base, float), THEIR_SLIDING: family.local_base}
     if family.local_key:
         bases[THEIR_SLIDING] = keys.get(family.local_key, family.local_base, float)
@@ -94,7 +94,7 @@ def _read_by_kind(
         if kind == THEIR_FULL:
             content = {**content, **(old or {})}
         rope = Keys(content, f"rope_parameters of config.json for {kind}")
-        rope.require("truncate", (True,), True)  # transformers looks for it outside
+        rope.require("truncate", (True,), True)  # transformers looks for it at the top level
         found[kind] = _read(keys, rope, family, positions, width, base)
         rope.finish()
     by_kind.finish()
@@ -132,8 +132,8 @@ def _read(
 
 
 def _rotary_percent(keys: Keys, rope: Keys, family: Family, width: int) -> float:
-    """Returns the share of a head that RoPE turns: the one in `rope`, at the top, of MiniMax's
-    rotary_dim, or the family's."""
+    """Returns the share of a head that RoPE rotates: from `rope`, the top level, MiniMax's
+    rotary_dim, or the family's default."""
     share = family.rotary
     if family.has_rotary_dim:
         rotated = keys.get(ROTARY_DIM, None, int)
@@ -145,9 +145,9 @@ def _rotary_percent(keys: Keys, rope: Keys, family: Family, width: int) -> float
 
 
 def _original(keys: Keys, rope: Keys, family: Family, positions: int) -> int:
-    """Returns the positions with which the model was first trained."""
+    """Returns the sequence length of the model's original training."""
     inside = rope.get(ORIGINAL, positions, int)
-    if family.local_base is not None:  # the one at the top has no effect
+    if family.local_base is not None:  # the top-level one has no effect
         return int(inside)
     if family.original is not None:
         inside = family.original
@@ -155,7 +155,8 @@ def _original(keys: Keys, rope: Keys, family: Family, positions: int) -> int:
 
 
 def _factor(rope: Keys, kind: str, positions: int | None = None, original: int = 1) -> float:
-    """Returns the factor; null is all positions over the original ones if `positions` are given."""
+    """Returns the factor. If it is null and `positions` is given, it is their ratio to the original
+    ones."""
     if positions is None:
         if not rope.has("factor"):
             raise UserError(f"config.json has rope_type={kind} without factor")
@@ -266,7 +267,7 @@ def written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
         keys[ORIGINAL] = model.rope_original_length if is_scaled else model.seq_length
     if family.has_temperature:
         scaling = scaling | {BETA: model.query_temperature, ORIGINAL: model.rope_original_length}
-        if OLD in keys:  # it wins over the other
+        if OLD in keys:  # it wins over rope_parameters
             keys[OLD] = base | scaling
     return keys | {NEW: base | scaling}
 

@@ -1,9 +1,9 @@
-"""Reads the text part of folders of vision models, and keeps what an export writes back.
+"""Reads the text part of folders of vision models, and keeps the other parts for an export.
 
 A `…ForConditionalGeneration` folder holds a text model of a known family, an encoder of images, and
 a projector between them. A run trains the text model. The other tensors, the rest of config.json
 and the processor's files are kept in the run, byte for byte, so that an export is a folder of the
-same class even if the imported one is gone. It uses no torch.
+same class even if the imported folder is gone. This module uses no torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Wrapper:
     tied: bool
 
 
-# By the model_type of the whole.
+# By the model_type of the whole model.
 WRAPPERS = {
     "gemma3": Wrapper(GEMMA3, tied=True),
     "mistral3": Wrapper(MISTRAL, tied=True),
@@ -62,7 +62,8 @@ WRAPPERS = {
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config of the text model. Raises UserError for what changes the whole."""
+    """Returns the config of the text model. Raises UserError for keys that change the whole
+    model."""
     wrapper = WRAPPERS[config[TYPE]]
     keys = Keys(config)
     for key, allowed in FIXED.items():
@@ -84,9 +85,9 @@ def whole_config(kept: Path, text: Mapping[str, Any], ends: Any) -> dict[str, An
     """Returns the config.json of the imported folder with another text model.
 
     Args:
-        kept: what `keep_others` wrote.
+        kept: the folder that `keep_others` wrote.
         text: config of the text model, with its tokens.
-        ends: `eos_token_id` of the whole, where it has one.
+        ends: `eos_token_id` at the top level, if it has one.
     """
     config: dict[str, Any] = parse_json(read_bounded(kept / CONFIG, LARGEST_BESIDE))
     inner = {key: value for key, value in text.items() if key != "architectures"}
@@ -105,7 +106,7 @@ class Extent(NamedTuple):
 
 
 def extents_of(path: Path) -> dict[str, Extent]:
-    """Returns where each tensor of a safetensors file lies, which `safe_open` has checked."""
+    """Returns the place of each tensor in a safetensors file that `safe_open` has checked."""
     with open_regular(path) as descriptor:
         size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         header = bytearray(size)
@@ -156,6 +157,6 @@ def _pieces(path: Path, extent: Extent) -> Iterator[memoryview]:
 
 
 def kept_files(kept: Path) -> dict[str, bytes]:
-    """Returns the processor's files in what `keep_others` wrote, by name."""
+    """Returns the processor's files that `keep_others` wrote, by name."""
     present = [name for name in PROCESSOR_FILES if (kept / name).is_file()]
     return {name: read_bounded(kept / name, LARGEST_BESIDE) for name in present}
