@@ -1,4 +1,5 @@
-"""The collectives and messages that ranks make, and the share of a buffer that each rank sends."""
+"""Describes the collectives and messages of ranks, and the share of a buffer that each rank
+sends."""
 
 from __future__ import annotations
 
@@ -31,14 +32,14 @@ def bus_factor(op: str, n: Any) -> Any:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Equal calls of one collective, or equal messages, of one rank in a step.
+    """Identical collective calls, or identical messages, of one rank in a step.
 
     Attributes:
         dim: the group: tp, cp, dp, dp_cp, pp, embedding or world.
         op: one of `OPERATIONS`.
         nbytes: bytes of one call's whole buffer, as nccl-tests counts them.
         count: calls in a step; for send_recv, messages that the rank sends.
-        what: the content, in a few words.
+        what: a description of the content.
     """
 
     dim: str

@@ -1,4 +1,4 @@
-"""The ranks of every group of a layout, and groups in two levels on a cluster."""
+"""Lists the ranks of every group of a layout, and splits groups into two levels on a cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel3d.blueprint.cluster import Cluster
 from parallel3d.blueprint.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
 
-# Groups along other dimensions, the fastest first.
+# Groups that span several dimensions, the fastest first.
 GROUPED = {"world": DIMENSIONS, "embedding": ("pp",), "dp_cp": ("cp", "dp")}
 Matrix = npt.NDArray[np.int64]  # (groups, members)
 

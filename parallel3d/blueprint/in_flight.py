@@ -1,7 +1,7 @@
-"""Micro-batches in flight on a rank of a pipeline, before each action of its order.
+"""Counts the micro-batches in flight on a rank of a pipeline, before each action of its order.
 
-The schedule's orders are walked once, counting. Bytes are a matmul with the counts, so one walk
-serves every model, micro-batch size and recomputation of a search.
+The schedule's orders are walked once. Bytes are a matmul with the counts, so one walk serves every
+model, micro-batch size and form of recomputation in a search.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class States:
     """States of one rank before one kind of action on one of its chunks; rows are different states.
 
     Attributes:
-        live: by chunk, micro-batches between their forward and their backward (or I).
-        deferred: by chunk, micro-batches between I and W.
-        in_flight: sends in flight, which hold their tensors.
+        live: by chunk, number of micro-batches between their forward and their backward (or I).
+        deferred: by chunk, number of micro-batches between I and W.
+        in_flight: number of sends in flight, which hold their tensors.
         begun: by chunk, whether it has had a backward in this step.
         final: whether the action is the step's last backward.
     """

@@ -101,17 +101,18 @@ class ClusterConfig:
     )
     nodes: int | None = key(
         None,
-        "nodes; null: as many as the ranks need, or one NVLink domain where they are unknown",
+        "number of nodes; null: as many as the ranks need, or one NVLink domain if their number "
+        "is unknown",
         minimum=1,
     )
     gpus_per_node: int | None = key(
         8,
-        "GPUs of a node; null: ranks spread evenly over nodes (8 where they are unknown)",
+        "GPUs per node; null: ranks are spread evenly over nodes (8 if their number is unknown)",
         minimum=1,
     )
     intra: str = key(
         "nvlink",
-        "link between the GPUs of a domain; nvlink_gb_per_s is its bandwidth",
+        "type of link between the GPUs of a domain; nvlink_gb_per_s is its bandwidth",
         choices=("nvlink", "pcie"),
     )
     network: str = key(
@@ -122,16 +123,16 @@ class ClusterConfig:
     )
     domain_gpus: int | None = key(
         None,
-        "GPUs joined by NVLink or PCIe: part of a node, a node or several; null: a node",
+        "number of GPUs joined by NVLink or PCIe: part of a node, a node or several; null: a node",
         minimum=1,
     )
     rails: int | None = key(
         None,
-        "NICs of a node, each on its own rail; GPU g uses rail g mod rails; null: one per GPU",
+        "NICs per node, each on its own rail; GPU g uses rail g mod rails; null: one per GPU",
         minimum=1,
     )
     unit_nodes: int | None = key(
-        None, "nodes under one set of leaf switches (a scalable unit); null: all", minimum=1
+        None, "nodes under one set of leaf switches (a scalable unit); null: all nodes", minimum=1
     )
     spine: bool = key(True, "whether a spine connects the rails; false: rail-only")
     oversubscription: float = key(

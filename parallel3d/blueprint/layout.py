@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 DIMENSIONS = ("tp", "cp", "dp", "pp")
-EXPERT_DIMENSIONS = ("ep", "edp")  # groups of a stage's ranks, which are no dimensions of the grid
+EXPERT_DIMENSIONS = ("ep", "edp")  # groups of a stage's ranks that are not dimensions of the grid
 DEFAULT_ORDER = "tp-cp-dp-pp"
 
 
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def most_copies(self) -> int:
-        """Most ranks over which gradients of a parameter are summed."""
+        """Largest number of ranks over which a parameter's gradient is summed."""
         return max(self.dp_cp, self.edp if self.ep else 1)
 
     @property
@@ -153,7 +153,7 @@ class Layout:
 
 
 def layout_of(config: Config) -> Layout:
-    """Returns the layout of a checked configuration; without `dp`, of one pipeline, with ep=1."""
+    """Returns the layout of a checked configuration; without `dp`, a single pipeline with ep=1."""
     ep = 1 if config.dp is None else config.ep
     ep = ep if config.model.num_experts else 0
     return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp, ep=ep)

@@ -1,4 +1,4 @@
-"""Lists the operations of a transformer layer on one tensor rank: the one list for all estimates.
+"""Lists the operations of a transformer layer on one tensor rank, once for all estimates.
 
 Parameters, FLOPs, kept activations, launches and collectives are sums over `layer_ops`; seconds are
 sums of its operations' prices. `parallel3d dryrun` runs the model itself and is the test of the
@@ -24,8 +24,8 @@ class NormCost(NamedTuple):
     """One norm of the hidden states.
 
     Attributes:
-        keeps: tensors of its input's size that stay until the backward.
-        statistics: fp32 numbers per token that stay too.
+        keeps: number of tensors of its input's size that stay until the backward.
+        statistics: number of fp32 values per token that stay too.
         forward, backward: kernel launches.
         is_fused: one kernel sums the residual stream and normalises it, forward and backward.
         has_bias: it has a bias as well as a weight.
@@ -49,14 +49,15 @@ class ExpertWidths(NamedTuple):
     """Sizes of a layer's experts on one rank, if all experts are chosen equally often.
 
     Attributes:
-        experts, chosen: of a layer, and of a token.
-        ep: ranks that divide the experts. way: how tokens reach them; "" with one rank.
+        experts, chosen: number of experts of a layer, and of a token.
+        ep: number of ranks that divide the experts. way: how tokens reach them; "" with one rank.
         ffn: width of an expert. shared: width of the shared expert on a tensor rank; 0: none.
         shared_gate: the shared expert's output is multiplied by a sigmoid.
-        choosing: launches that choose by the scores. weighing, unweighing: launches from the
-            logits to the weights, and back to the gradient of the logits.
-        numbers: fp32 numbers that these keep of a token. aux, z: the losses are used.
-        is_grouped: one kernel multiplies the rows of all experts (`device.grouped`).
+        choosing: launches of the choice, given the scores. weighing, unweighing: launches from the
+            logits to the weights, and from the weights' gradient to the logits'.
+        numbers: number of fp32 values per token that these keep. aux, z: whether the losses are
+            used.
+        is_grouped: whether one kernel multiplies the rows of all experts (`device.grouped`).
     """
 
     experts: int
@@ -76,7 +77,7 @@ class ExpertWidths(NamedTuple):
 
     @property
     def here(self) -> int:
-        """Experts of a rank."""
+        """Number of experts on a rank."""
         return self.experts // self.ep
 
     @property
@@ -86,7 +87,7 @@ class ExpertWidths(NamedTuple):
 
     @property
     def received(self) -> float:
-        """Tokens that a rank's experts read, over the rank's own tokens."""
+        """Number of tokens that a rank's experts read, divided by the rank's own tokens."""
         return self.ep * self.share_sent if self.way == ALL_TO_ALL else float(self.ep)
 
 
@@ -94,34 +95,35 @@ class Widths(NamedTuple):
     """Sizes of a layer on one tensor rank, in elements per token; flags are 0 or 1."""
 
     hidden: Number
-    queries: Number  # of all heads of the rank, like `keys`
+    queries: Number  # size of all heads of the rank together, like `keys`
     keys: Number
     heads: Number  # query heads
     key_heads: Number
     ffn: Number
     gated: Number = 0  # the MLP's first GEMM has two outputs of `ffn`
-    share: Number = 1  # ranks that divide the residual stream: tp under sequence parallelism
+    # number of ranks that divide the residual stream: tp under sequence parallelism
+    share: Number = 1
     norm: NormCost = NORMS["rmsnorm"]
-    norm_before: Number = 1  # of the inputs of attention and MLP
-    norm_after: Number = 0  # of their outputs
-    scaled: Number = 0  # outputs are multiplied by a number before they are added
+    norm_before: Number = 1  # norms of the inputs of attention and MLP
+    norm_after: Number = 0  # norms of their outputs
+    scaled: Number = 0  # outputs are scaled before they are added
     head_norms: Number = 0  # q and k are normalised
-    full_norms: Number = 0  # all heads of q, and of k, as one vector
+    full_norms: Number = 0  # the norm is over all heads of q, and of k, as one vector
     rope: Number = 0
-    temperature: Number = 0  # queries are multiplied by numbers of their positions
+    temperature: Number = 0  # queries are scaled by position
     qkv_bias: Number = 0
     out_bias: Number = 0
     bias: Number = 0
     experts: ExpertWidths | None = None  # in place of the MLP
-    window: int | None = None  # keys that a query sees; None: all before it
+    window: int | None = None  # number of keys that a query sees; None: all up to its own
 
 
 class LayerKind(NamedTuple):
-    """Tells the kinds of layers of a model apart.
+    """The properties that distinguish a model's kinds of layers.
 
     Attributes:
-        experts: they have experts in place of an MLP.
-        window: keys that a query sees, its own included; None: all before it.
+        experts: the layer has experts in place of an MLP.
+        window: number of keys that a query sees, its own included; None: all up to its own.
         rotates: RoPE rotates q and k.
     """
 
@@ -141,8 +143,8 @@ def widths(
 ) -> Widths:
     """Returns the sizes of a layer of `model` on each of `tp` ranks, with an MLP.
 
-    `kind`: that of its attention; None: the first layer's. With fewer key-value heads than ranks,
-    each head is replicated on several.
+    `kind`: the kind of its attention; None: the first layer's. With fewer key-value heads than
+    ranks, each head is replicated on several.
     """
     kind = LayerKind.of(model, 0) if kind is None else kind
     return Widths(
@@ -172,11 +174,11 @@ def widths(
 def with_experts(
     w: Widths, model: ModelConfig, tp: int, ep: int, settings: ExpertsConfig, precision: str
 ) -> Widths:
-    """Returns the sizes `w` of a dense layer with experts in place of the MLP, on each of `ep`
-    ranks, computed in this precision."""
+    """Returns the sizes `w` of a dense layer with its MLP replaced by experts, divided over `ep`
+    ranks, in this precision."""
     sigmoid, groups = model.router_score == "sigmoid", model.router_top_groups < model.router_groups
     normalizes, bias = model.router_normalize, model.router_bias
-    # The order of the scores and its copy; the bias; the groups' scores, their order and the mask.
+    # For the sorted scores and a copy, the bias, the groups' scores, their order and the mask.
     choosing = 2 + bias + ((8 if sigmoid else 7) if groups else 0)
     aux, z = settings.aux_loss > 0, settings.z_loss > 0
     chosen = model.experts_per_token
@@ -208,20 +210,20 @@ class Op(NamedTuple):
     Attributes:
         name: name of the module, as in the names of its parameters.
         kind: gemm, attention, norm or elementwise.
-        inputs, outputs: elements per token that it reads and writes; for a GEMM, k and n.
+        inputs, outputs: number of elements per token that it reads and writes; for a GEMM, k and n.
         parts: the parts of `recompute` that repeat it in the backward.
         keeps: elements per token that stay until the backward.
-        statistics: fp32 numbers per token that stay too.
+        statistics: number of fp32 values per token that stay too.
         forward, backward: kernel launches other than GEMMs and attention.
         split: for a GEMM, "column" (sharded outputs) or "row" (sharded inputs).
         bias: whether a GEMM has a bias.
-        rows: rows that it computes for each token; of a GEMM of experts, those of the chosen ones.
-        matrices: matrices of a GEMM's weights; more than one with several experts.
-        calls: launches of a GEMM in each direction.
-        inside, inside_backward: elements per token that exist at one time only inside of it.
+        rows: rows that it computes per token; for a GEMM of experts, one for each chosen expert.
+        matrices: number of weight matrices of a GEMM; more than one with several experts.
+        calls: number of launches of a GEMM in each direction.
+        inside, inside_backward: number of elements per token of temporary tensors inside of it.
         operands: elements per token that its weight gradient keeps if it is deferred; None: its
             input and the gradient of its output.
-        window: of attention, keys that a query sees; None: all before it.
+        window: for attention, the number of keys that a query sees; None: all up to its own.
     """
 
     name: str
@@ -259,7 +261,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
 
     A residual sum and a fused norm after it are one kernel, forward and backward, unless the norm
     is recomputed. The backward of the split into heads is a concatenation; RoPE is a kernel in both
-    directions. A norm of an output keeps its input, so a recomputed layer repeats the GEMM before.
+    directions. A norm after a GEMM keeps its input, so a recomputed layer repeats that GEMM.
     """
     h = w.hidden
     stream = w.hidden / w.share
@@ -269,7 +271,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
     norm |= {"parts": ("norm", "layer"), "keeps": w.norm.keeps * stream}
     norm |= {"statistics": w.norm.statistics / w.share}
     norm |= {"forward": w.norm.forward, "backward": w.norm.backward}
-    # A norm over all heads has a sum over the ranks between two kernels.
+    # A norm over all heads is two kernels with an all-reduce between them.
     norms, kernels = (2, 2) if w.full_norms else (w.heads + w.key_heads, 1)
     attention = ("attention", "layer")
     layer = ("layer",)
@@ -314,7 +316,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
         ),
         *(_mlp(w, norm) if w.experts is None else _experts(w, w.experts, norm, recompute)),
         Op("mlp_output_norm", **output_norm),
-        # The next layer's input. The norm's backward sums its gradient if they are fused.
+        # The next layer's input. If it is fused with a norm, the norm's backward sums its gradient.
         Op(
             *("mlp.residual", "elementwise", 2 * stream, stream, (), stream),
             forward=1 + w.scaled,
@@ -361,7 +363,7 @@ def _experts(
 ) -> list[Op]:
     """Lists the operations of a layer of experts (models/experts.py), given the fields of its norm.
 
-    Each token is on one tensor rank. The part `norm` alone does not recompute the norm, and a
+    Each token is on one tensor rank. If only `norm` is recomputed, the norm here is not. A
     recomputation ends with the last operation that keeps something.
     """
     own = 1 / w.share  # a rank's own tokens
@@ -373,9 +375,10 @@ def _experts(
     if "mlp" not in recompute:
         norm = norm | {"parts": ("layer",)}
     apart = int(x.ep > 1)
-    # Whole numbers have 8 bytes: the choices, and the order of rows by expert and by token.
+    # The choices, and the order of rows by expert and by token, are integers of 8 bytes.
     choice = own * 2 * x.chosen + 2 * rows + 4 * x.chosen * read
-    choosing = x.choosing + 4 + x.aux + 10  # with the sums of the balance, and the order of rows
+    # includes the sums for the balance, and the order of rows
+    choosing = x.choosing + 4 + x.aux + 10
     if x.way == ALL_TO_ALL:
         choice += 2 * read + 2 * own * x.ep
         choosing += 12 + 9
@@ -384,16 +387,16 @@ def _experts(
     sent = int(x.way == ALL_TO_ALL)
     inner, active = rows * up, rows * x.ffn
     calls = 1 if x.is_grouped else x.here
-    copies = calls if not x.is_grouped else 0  # of each product into the rows of all experts
+    copies = calls if not x.is_grouped else 0  # each product is copied into the rows of all experts
     # Without a gate, the activation, its product with the weights in fp32, and their gradients are
-    # kernels of their own.
+    # separate kernels.
     alone = 1 - int(w.gated)
     found = [
         Op("mlp_norm", **norm),
         Op(
             *("mlp.router", "gemm", h, x.experts, mlp),
             statistics=own * x.numbers,
-            forward=2 + x.weighing + 13 + 9 * x.aux,  # with the losses of the balance
+            forward=2 + x.weighing + 13 + 9 * x.aux,  # includes the balancing losses
             backward=x.unweighing + 5 + 11 * x.aux + 8 * x.z,
             rows=own,
             operands=0,
@@ -419,8 +422,8 @@ def _experts(
             matrices=x.here,
             calls=calls,
             inside=rows * h,
-            # The experts' backward holds most when it has the gradients of their activations, or
-            # when it has summed the rows' gradients.
+            # The experts' backward needs most memory when it has the gradients of their
+            # activations, or when it sums the rows' gradients.
             inside_backward=inner + read * h + max(2 * active + 5 * active * alone, read * h),
             operands=read * h + inner,
         ),
@@ -488,7 +491,7 @@ def split_counts(ops: Sequence[Op]) -> tuple[int, int]:
 def flops(ops: Sequence[Op], seq_length: Number, keys: Number | None = None) -> Number:
     """Returns forward FLOPs per token of the GEMMs and of attention's two matmuls.
 
-    `keys`: keys of a query without a window; None: the causal half of the sequence.
+    `keys`: number of keys of a query without a window; None: the mean under a causal mask.
     """
     gemms = sum(2.0 * op.rows * op.inputs * op.outputs for op in ops if op.kind == "gemm")
     every = seq_length / 2 if keys is None else keys
@@ -511,7 +514,7 @@ def layer_flops(
     model: ModelConfig, recompute: Collection[str] | None = None, kind: LayerKind | None = None
 ) -> float:
     """Returns forward FLOPs per layer and token over all tensor ranks; with `recompute`, only of
-    the operations that the backward repeats. `kind`: the layer's; None: that of the first one."""
+    the operations that the backward repeats. `kind`: kind of the layer; None: the first layer's."""
     ops = _plain(model, LayerKind.of(model, 0) if kind is None else kind)
     chosen = ops if recompute is None else repeated(ops, recompute)
     return float(flops(chosen, model.seq_length))
@@ -523,8 +526,8 @@ def _plain(model: ModelConfig, kind: LayerKind) -> list[Op]:
 
 
 def layer_kinds(model: ModelConfig) -> dict[LayerKind, int]:
-    """Returns the kinds of layers in the model, with the number of layers of each: those with an
-    MLP first."""
+    """Returns the kinds of layers in the model, dense ones first, with the number of layers of
+    each."""
     counts = Counter(LayerKind.of(model, layer) for layer in range(model.num_layers))
     return {kind: counts[kind] for kind in sorted(counts, key=lambda kind: kind.experts)}
 
@@ -545,10 +548,10 @@ class LayerOps(NamedTuple):
     """A layer's operations on one tensor rank of a run.
 
     Attributes:
-        ops: operations of a layer that recomputes: `kept` and `repeated` together.
-        kept: those whose results it keeps.
-        repeated: those that its backward repeats.
-        plain: operations of a layer that does not recompute.
+        ops: operations of a recomputed layer: `kept` and `repeated` together.
+        kept: the operations whose results it keeps.
+        repeated: the operations that its backward repeats.
+        plain: operations of a layer that is not recomputed.
     """
 
     ops: list[Op]
@@ -570,7 +573,7 @@ def ops_of(
 ) -> LayerOps:
     """Returns the operations of a layer on one of `tp` ranks, with these parts recomputed.
 
-    `ep`, `settings`, `precision`: of experts, if the kind has them.
+    `ep`, `settings`, `precision`: used for experts, if the kind has them.
     """
     w = widths(model, tp, sp, kind)
     if kind.experts:
@@ -606,12 +609,13 @@ ALL_TRAINED = TrainedShares()
 #
 # * Only matmuls count: 2 FLOPs per multiply-add, once forward and twice backward, i.e. 6 per weight
 #   and token. Norms, softmax, activations, embedding look-ups and the optimizer do not.
-# * A frozen weight has no gradient, i.e. 4 per weight and token, and 2 before all that is trained.
+# * A frozen weight has no gradient, i.e. 4 per weight and token, and 2 in layers before the first
+#   trained weight.
 # * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
 #   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
 #   Through a window it counts the keys that are seen.
 # * Recomputed activations never count: this is model (MFU), not hardware (HFU) utilisation.
-# * Experts count as far as a token uses them, with their router.
+# * Only the experts that a token uses count, and the router.
 # * The output head counts `vocab_size` tokens, without padding.
 
 

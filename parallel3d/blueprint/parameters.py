@@ -19,14 +19,14 @@ class LocalParameter(NamedTuple):
     """A parameter as one rank holds it.
 
     Attributes:
-        replicated: every tp rank holds all of it, with the gradient of its own tokens.
+        replicated: every tp rank holds all of it, and has the gradient of its own tokens.
         columns: columns of a matrix; 1 for a vector.
-        shared: elements at its end whose gradients several tp ranks sum: key-value heads that are
-            on several ranks, and norms of heads, since each rank has its own heads.
-        owners: sets of ranks with different shared elements.
+        shared: number of elements at its end whose gradients are summed over several tp ranks:
+            key-value heads on several ranks, and norms of heads, since each rank has its own heads.
+        owners: number of sets of ranks with different shared elements.
         tied: it is the weight of both embedding and head.
         expert: it holds experts, whose gradients are summed over edp.
-        frozen: none of the tensors in it is trained, on any rank, so it has no gradient.
+        frozen: no tensor in it is trained on any rank, so it has no gradient.
     """
 
     name: str
@@ -124,7 +124,7 @@ def _layer(w: Widths, tp: int, kv_heads: int) -> tuple[LocalParameter, ...]:
 def _with_experts(
     dense: Sequence[LocalParameter], model: ModelConfig, tp: int, ep: int
 ) -> list[LocalParameter]:
-    """Returns a layer's parameters with experts in place of the MLP, in the module's order."""
+    """Returns the parameters of a layer with experts instead of an MLP, in the module's order."""
     hidden, width = model.hidden_size, model.expert_size
     inner = 2 if model.is_gated else 1
     here = model.num_experts // ep
@@ -171,10 +171,10 @@ def _norm(w: Widths, name: str) -> list[LocalParameter]:
 
 
 def frozen_parameters(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
-    """Returns the names of the parameters of ranks that hold nothing to train (`optim.freeze`).
+    """Returns the names of ranks' parameters without a trained tensor (`optim.freeze`).
 
-    A parameter with a trained tensor on some rank, such as one of q, k and v or one expert of a
-    layer, is not among them: its frozen tensors have gradients that nothing reads.
+    A parameter with one trained tensor on some rank, such as one of q, k and v or one expert of a
+    layer, is not among them: its frozen tensors get gradients that are ignored.
     """
     if not optim.freeze:
         return frozenset()
@@ -186,8 +186,8 @@ def frozen_parameters(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
 
 
 def first_trained(model: ModelConfig, frozen: Collection[str]) -> int:
-    """Returns the first layer with a parameter to train; −1: the embedding has one; the number of
-    layers: only the head has. Nothing before it has a backward."""
+    """Returns the first layer with a parameter to train; −1 if the embedding has one; the number of
+    layers if only the head has one. Nothing before it has a backward."""
     if not frozen:
         return -1
     layers = range(model.num_layers)
@@ -198,7 +198,7 @@ def first_trained(model: ModelConfig, frozen: Collection[str]) -> int:
 
 
 def trained_shares(model: ModelConfig, optim: OptimConfig) -> TrainedShares:
-    """Returns the shares of the model that a run trains."""
+    """Returns the trained shares of the model."""
     frozen = frozen_parameters(model, optim)
     if not frozen:
         return ALL_TRAINED

@@ -1,4 +1,4 @@
-"""A rank of a pipeline: its stages, parameters, gradient buckets and shards."""
+"""Derives what a rank of a pipeline holds: its stages, parameters, gradient buckets and shards."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class LayersOfKind(NamedTuple):
     """Layers of one kind on a rank or a stage.
 
     Attributes:
-        kind: their kind.
-        layers: their number.
-        recomputed: number of those whose backward repeats a part of the forward.
+        kind: the kind of the layers.
+        layers: number of layers.
+        recomputed: number of layers whose backward repeats a part of the forward.
     """
 
     kind: LayerKind
@@ -35,11 +35,11 @@ class LayersOfKind(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients that the backward of a layer computes: names of GEMMs (`Op.name`).
+    """The gradients that the backward of a layer computes, as names of GEMMs (`Op.name`).
 
     Attributes:
-        inputs: those whose input has a gradient.
-        weights: those whose weight has one.
+        inputs: GEMMs whose input has a gradient.
+        weights: GEMMs whose weight has a gradient.
     """
 
     inputs: frozenset[str]
@@ -76,9 +76,10 @@ class PipelineRank:
         self.sends_slices = blueprint.sends_slices(self.on_accelerator)
         has_experts = any(of.kind.experts for of in self.kinds)
         copies = max(self.replicas, self.layout.edp if has_experts else 1)
-        self.fully_sharded = zero > 1 and copies > 1  # by FSDP2
-        self.shards = self.replicas if zero else 1  # ranks that divide the optimizer's state
-        self.expert_shards = self.layout.edp if zero else 1  # likewise of the experts' state
+        self.fully_sharded = zero > 1 and copies > 1  # FSDP2 shards the parameters
+        # number of ranks that divide the optimizer's state
+        self.shards = self.replicas if zero else 1
+        self.expert_shards = self.layout.edp if zero else 1  # likewise for the experts' state
         # Bytes of an element of activations, and of accumulated gradients: fp32 or better.
         self.item = ACTIVATION_BYTES[blueprint.precision.name]
         self.grad_item = max(4, self.item)
@@ -88,7 +89,7 @@ class PipelineRank:
         self.hidden = self.tokens * model.hidden_size * self.item
         self.stream = self.hidden / (tp if self.sp else 1)
         self.copies = self.sp and blueprint.micro_batch_size > 1
-        # Columns of the logits in this rank's loss.
+        # Number of columns of the logits in this rank's loss.
         self.columns = model.padded_vocab_size // (tp if model.parallel_output else 1)
 
     @property
@@ -116,7 +117,7 @@ class PipelineRank:
         return int(w.key_heads) // heads_at_once(int(w.key_heads), of_head)
 
     def kinds_of(self, stage: StageBlueprint) -> list[LayersOfKind]:
-        """Returns the kinds of a stage's layers."""
+        """Groups the layers of a stage by kind."""
         model, layers = self.blueprint.model, stage.layers
         if len(self.ops) == 1:
             return [LayersOfKind(next(iter(self.ops)), len(layers), stage.recomputed)]
@@ -129,7 +130,7 @@ class PipelineRank:
         ]
 
     def layers_alike(self) -> list[tuple[LayersOfKind, Gradients]]:
-        """Returns the layers of this rank by kind, and by the gradients that they have."""
+        """Groups the layers of this rank by kind and by the gradients that they have."""
         if not self.blueprint.frozen:
             return [(of, self.all_gradients(of.kind)) for of in self.kinds]
         found: dict[tuple[LayerKind, Gradients], LayersOfKind] = {}
@@ -147,9 +148,10 @@ class PipelineRank:
         return Gradients(names, names)
 
     def gradients(self, layer: int) -> Gradients:
-        """Returns the gradients of a layer, whose operations run one after the other.
+        """Returns the gradients of a layer.
 
-        Router, experts and the shared expert all read the result of the norm before them.
+        Its operations run one after another, except that the router, the experts and the shared
+        expert all read the result of the norm before them.
         """
         held = {p.name: p.frozen for p in self.parameters if _layer_of(p) == layer}
         reached = normed = self.blueprint.first_trained < layer
@@ -178,14 +180,14 @@ class PipelineRank:
 
     @property
     def experts_here(self) -> range:
-        """The numbers of the experts of the first tensor rank."""
+        """Indices of the experts on the first tensor rank."""
         count = self.blueprint.model.num_experts // self.layout.ep
         first = count * (self._stage_place % self.layout.ep)
         return range(first, first + count)
 
     @cached_property
     def _stage_place(self) -> int:
-        """The place of the first tensor rank among the ranks of its stage."""
+        """Index of the first tensor rank among the ranks of its stage."""
         layout = self.layout
         dp, cp = divmod(self.data_rank, layout.cp)
         place = {"pp": self.index, "dp": dp, "cp": cp}
@@ -194,7 +196,7 @@ class PipelineRank:
 
     @property
     def mlp_chunks(self) -> int:
-        """Chunks in which the MLP of a recomputed layer runs."""
+        """Number of chunks in which the MLP of a recomputed layer runs."""
         length = self.blueprint.local_seq_length // (self.layout.tp if self.sp else 1)
         return -(-length // -(-length // self.blueprint.layer.mlp_chunks))
 
@@ -205,9 +207,9 @@ class PipelineRank:
         return self.first != self.last and self.table.tied and not self.table.frozen
 
     def neighbours(self, offset: int, with_backward: bool = False) -> int:
-        """Counts its stages whose next (+1) or previous (-1) stage is on another rank.
+        """Counts the stages whose next (+1) or previous (-1) stage is on another rank.
 
-        `with_backward`: only if the earlier one of the two gets a gradient from the other.
+        `with_backward`: only if the earlier of the two stages receives a gradient.
         """
         found = 0
         for chunk in range(len(self.stages)):
@@ -218,8 +220,8 @@ class PipelineRank:
         return found
 
     def held(self, stage: StageBlueprint, layers: range) -> list[LocalParameter]:
-        """Returns the parameters of a stage with only these layers; a rank has a table only
-        once."""
+        """Returns the parameters of a stage with only these layers; a tied table is listed once per
+        rank."""
         frozen = self.blueprint.frozen
         found = stage_parameters(
             self.blueprint.model,
@@ -244,7 +246,8 @@ class PipelineRank:
 
     @cached_property
     def numels(self) -> dict[LayerKind, tuple[int, int]]:
-        """Elements of a layer of each kind: of its experts, and of all other parameters."""
+        """Numbers of elements of a layer of each kind: (in its experts, in all other
+        parameters)."""
         model, tp, ep = self.blueprint.model, self.layout.tp, max(self.layout.ep, 1)
         found = {}
         for kind in self.ops:
@@ -255,7 +258,7 @@ class PipelineRank:
         return found
 
     def frozen_numel(self, layers: range | None = None) -> tuple[int, int]:
-        """Returns the frozen elements of experts, and of all other parameters: of this rank, or of
+        """Counts the frozen elements of experts, and of all other parameters, on this rank or in
         some of its layers."""
         if not self.blueprint.frozen:
             return 0, 0
@@ -267,18 +270,19 @@ class PipelineRank:
         return experts, sum(p.numel for p in frozen) - experts
 
     def trained_numel(self, stage: StageBlueprint) -> int:
-        """Returns the elements of the layers of a stage that are trained."""
+        """Counts the trained elements in the layers of a stage."""
         numel = sum(sum(self.numels[of.kind]) * of.layers for of in self.kinds_of(stage))
         return numel - sum(self.frozen_numel(stage.layers))
 
     def trained_layers(self, stage: StageBlueprint) -> float:
-        """Returns how many layers have as many trained elements as those of a stage together."""
+        """Returns the number of fully trained layers with as many trained elements as the stage's
+        layers."""
         numel = self.trained_numel(stage)
         whole = numel + sum(self.frozen_numel(stage.layers))
         return len(stage.layers) * numel / whole if whole else 0.0
 
     def most_trained(self, stage: StageBlueprint) -> int:
-        """Returns the trained elements of the layer of a stage that has most."""
+        """Returns the number of trained elements in the layer of the stage that has most."""
         if not self.blueprint.frozen:
             return self.layer_numel(self.kinds_of(stage))
         numels = Counter[int]()
@@ -287,7 +291,7 @@ class PipelineRank:
         return max((numels[layer] for layer in stage.layers), default=0)
 
     def layer_numel(self, kinds: Sequence[LayersOfKind]) -> int:
-        """Returns the elements of the largest of these layers."""
+        """Returns the number of elements of the largest of these layers."""
         return max(sum(self.numels[of.kind]) for of in kinds)
 
     @property
@@ -323,7 +327,7 @@ def _layer_of(parameter: LocalParameter) -> int:
 
 
 def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
-    """Returns the parameters of each bucket, in their order there; none of what is frozen.
+    """Returns the parameters of each bucket, in the bucket's order, without frozen ones.
 
     The chunk of the last layers comes first, because its gradients are ready first. Gradients of
     experts have buckets of their own, unless the run has one rank.
@@ -341,13 +345,13 @@ def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
             cap = rank.blueprint.data.bucket_cap_mb
             for members in assign(sizes, cap, alone, rank.on_accelerator):
                 buckets.append([places[j] for j in members])
-        buckets.sort(key=max)  # in the order in which they become full
+        buckets.sort(key=max)  # in the order in which buckets fill up
         found += [[ready[i] for i in reversed(members)] for members in buckets]
     return found
 
 
 def bucket_numel(bucket: Sequence[LocalParameter], rank: PipelineRank) -> int:
-    """Returns the elements of a bucket, with padding."""
+    """Returns the number of elements of a bucket, including padding."""
     return padded_numel(sum(p.numel for p in bucket), rank.shards_of(bucket[0]))
 
 
@@ -363,9 +367,10 @@ class FlatShard(NamedTuple):
     """A part of the gradients that a rank steps.
 
     Attributes:
-        spans: parameters of one kind, each with the first of its elements and their number.
+        spans: parameters of one kind, each with the index of its first element and the number of
+            elements.
         tied: it is a copy that the norm does not count.
-        shared: elements that tp ranks sum (see `LocalParameter`), for all owners.
+        shared: number of elements that tp ranks sum (see `LocalParameter`), for all owners.
     """
 
     spans: list[tuple[LocalParameter, int, int]]
@@ -390,14 +395,16 @@ class FlatShard(NamedTuple):
 
     @property
     def hidden(self) -> int:
-        """Elements of matrices that Muon steps."""
+        """Number of elements of matrices that Muon steps."""
         return sum(n for p, _, n in self.spans if is_hidden(p.name, 1 + (p.columns > 1)))
 
 
 def flat_shards(rank: PipelineRank) -> list[FlatShard]:
-    """Returns the gradients that a rank sums over tp and steps, by bucket; none of what is frozen.
+    """Returns the gradients that a rank sums over tp and steps, by bucket, without frozen
+    parameters.
 
-    Under zero=1 they are its part of every bucket, with zero 2 and 3 its rows of every parameter.
+    Under zero=1 these are the rank's part of every bucket, under zero=2 and 3 its rows of every
+    parameter.
     """
     tied = rank.is_tied_to_another
     found = []
@@ -428,6 +435,7 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
 
 
 def sharded_numel(parameter: LocalParameter, shards: int) -> int:
-    """Returns the elements of the first and largest of `shards` shards, cut along the rows."""
+    """Returns the number of elements of the first and largest of `shards` shards, cut along
+    rows."""
     rows = parameter.numel // parameter.columns
     return -(-rows // shards) * parameter.columns

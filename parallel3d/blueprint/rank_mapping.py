@@ -1,4 +1,4 @@
-"""Rank mapping: the GPU of a cluster that holds each rank.
+"""Maps each rank to a GPU of a cluster.
 
 A rank is a place in `Layout`'s default order; a slot is a GPU of the cluster. Every group holds the
 same ranks in the same order under every mapping, so training gives the same bits.
@@ -28,7 +28,7 @@ class Tiling:
     """Mixed-radix digits of a slot number, fastest first: `tp8-dp2-pp4-dp16`.
 
     A dimension may occur more than once: here dp is split into two neighbours inside a domain and
-    16 outside. The earlier digits of a dimension are the faster ones of its index.
+    16 outside. The earlier digits of a dimension are the less significant digits of its index.
 
     `snake` (`tp4-dp2-dp8-snake`): an earlier digit of dp or pp runs backwards in every other turn
     of the later ones, as in a reflected Gray code. Neighbours then differ in only one digit, so a

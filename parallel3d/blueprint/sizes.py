@@ -16,7 +16,7 @@ LEAST_BYTES = 4 << 20
 
 
 def heads_at_once(heads: int, of_head: float) -> int:
-    """Returns how many key-value heads are gathered together, a divisor of `heads`.
+    """Returns the number of key-value heads that are gathered together, a divisor of `heads`.
 
     `of_head`: bytes of one head's keys and values on a rank.
     """
@@ -42,7 +42,7 @@ def offloading(given: Sequence[int] | None, stage: int, layers: int) -> int:
     return min(layers, given[0] if len(given) == 1 else given[stage])
 
 
-CPU_BYTES = 64 << 20  # of a chunk's fp32 logits
+CPU_BYTES = 64 << 20  # size of a chunk's fp32 logits
 # Each chunk reads the whole output weight twice and adds to its whole gradient: below about this
 # many tokens that takes longer than the matmuls (docs/performance.md).
 CPU_LEAST_TOKENS = 1024

@@ -1,4 +1,4 @@
-"""Layers of each pipeline stage, balanced by cost or as given."""
+"""Divides layers over pipeline stages, balanced by cost or as given."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def balance_chunks(
     extras = [0] * (stages - 1) + [last]
     base = dict.fromkeys(ranks, assignment.chunks * unit)
     base[ranks[-1]] += last
-    # The least possible cost of the most expensive rank: give each layer to the cheapest one.
+    # Giving each layer to the cheapest rank yields the least possible cost of the most expensive
+    # one.
     cheapest = sorted(base.values())
     for _ in range(layers - stages):
         heapq.heapreplace(cheapest, cheapest[0] + unit)
@@ -79,9 +80,9 @@ def balance_layers(
 ) -> tuple[int, ...]:
     """Returns how many layers each stage gets, like `balance_chunks`, given the cost of each.
 
-    Layers of unequal cost are first divided as if all had the mean. Then layers at the ends of
-    stages move to the neighbour for as long as that lowers the cost of the most expensive rank or,
-    at an equal one, the sum of squared costs of stages.
+    Layers of unequal cost are first divided as if all had the mean cost. Then layers at the ends of
+    stages move to the neighbouring stage as long as that lowers the cost of the most expensive rank
+    or, if that cost is equal, the sum of squared costs of stages.
     """
     layers = len(costs)
     if len(set(costs)) == 1:
@@ -109,7 +110,8 @@ def balance_layers(
 
 
 def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the splits in which one layer is on another stage: all stages between move by one."""
+    """Yields the splits in which one stage has a layer more and another one less; stages between
+    shift by one."""
     for source, target in itertools.permutations(range(len(counts)), 2):
         if counts[source] > 1:
             found = list(counts)
@@ -147,8 +149,8 @@ class StageWeights:
     Args:
         costs, head: costs of each layer and of the head, in one unit.
         ranks: ranks of the pipeline.
-        given: `schedule.layers_per_stage`, which rules out other numbers of stages, unless
-            `balances` is set: then those are balanced.
+        given: `schedule.layers_per_stage`, which rules out other numbers of stages; with `balances`
+            these are balanced instead.
         again: the repeated part of a layer's forward (0 to 1).
         recompute_layers: layers by stage (see `recomputing`); all layers if the lengths differ.
     """

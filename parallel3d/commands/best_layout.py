@@ -1,4 +1,4 @@
-"""Resolves layout=auto: chooses the best layout of the launcher's or this host's ranks.
+"""Resolves layout=auto: chooses the best layout for the launcher's ranks, or for this host's.
 
 Imports no torch. Under torchrun and srun each rank reads the same file, so all choose the same
 layout.
@@ -64,14 +64,14 @@ def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
     file = cluster.file
     if file is not None:
         machine = read(file)
-        # This rank may be bound to some of the host's cores, while a quota holds for all ranks.
+        # This rank may be bound to some of the host's cores, whereas a quota covers all ranks.
         bound = os.cpu_count() == machine.made.count and available_cores() == cores()
         count = machine.made.count if bound else available_cores()
         check_device(machine, file, kind, device_name(kind), count)
         if several:
             raise UserError(
-                f"cluster={file} must describe all hosts, but no network was measured in it: "
-                "layout=auto works with it on one host; the nearest is a cluster with a GPU, as "
+                f"cluster={file} must describe all hosts, but has no measured network: with it, "
+                "layout=auto works on one host only; the nearest is a cluster with a GPU, as "
                 "in cluster=dgx_h100"
             )
     elif kind == CPU:
@@ -90,7 +90,7 @@ def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
 def _first_allowed(plan: Plan, keys: set[str]) -> tuple[int, Config]:
     """Returns the best layout that passes the run's checks.
 
-    Raises the UserError of the very best one if none passes.
+    If none passes, raises the UserError of the very best one.
     """
     refused: UserError | None = None
     given = {key: getattr(plan.config, key) for key in ("zero", "vpp", "sp") if key in keys}

@@ -44,13 +44,14 @@ from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.directory import CONFIG_FILE
 from parallel3d.run.launch import Worker
 
-PIPED = 120  # columns without a terminal
-FULL = 116  # columns of the table with everything; narrower ones have bus bandwidths only
+PIPED = 120  # width without a terminal
+FULL = 116  # width of the full table; narrower tables only have bus bandwidths
 SHORT = {"shared memory": "shared"}
 
 
 def make_console() -> Console:
-    """Returns a console of the terminal's width, or wide enough for the tables without one."""
+    """Returns a console of the terminal's width; without a terminal, it is wide enough for the
+    tables."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPED)
 
@@ -106,7 +107,7 @@ def duration(seconds: float) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Formats `4 MiB` if it is a whole number of them, else bytes with thousands separators."""
+    """Formats whole MiB as `4 MiB`, other sizes in bytes with thousands separators."""
     if nbytes == 0:
         return ""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -183,16 +184,16 @@ def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
         yield tell
 
 
-# Upper bound of every link: natural logarithm of its microseconds, or of its ns per byte.
+# Upper bound for every link of the natural logarithms of its µs and of its ns per byte.
 LIMIT = 30.0
-# Their cost is a·α + b/B with a and b independent of the link, and training sends nearly all of its
-# bytes by them.
+# The fit uses collectives whose cost is a·α + b/B with a and b independent of the link; training
+# sends nearly all of its bytes by them.
 FITTED = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 
 
 @dataclass(frozen=True)
 class MeasuredOperation:
-    """One measured operation: n ranks, `nbytes` as nccl-tests counts them."""
+    """One measured operation on n ranks, with `nbytes` as nccl-tests counts them."""
 
     op: str
     n: int
@@ -205,14 +206,15 @@ class MeasuredOperation:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted link; it prices half of the samples within a factor of `typical_factor`."""
+    """A fitted link, whose prices of half of the samples are within a factor of
+    `typical_factor`."""
 
     link: Link
     samples: int
     typical_factor: float
 
     def overrides(self, kind: LinkClass, rail_gb_per_s: float) -> dict[str, float]:
-        """Returns the keys of `cluster`; the spine's bandwidth is given by its oversubscription."""
+        """Returns the link as keys of `cluster`, the spine's bandwidth as an oversubscription."""
         speed, latency = _round(self.link.gb_per_s), _round(self.link.latency_us)
         if kind is not LinkClass.SPINE:
             return {
@@ -226,7 +228,8 @@ class Fit:
 
 
 def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
-    """Returns the link whose prices are off by the smallest factors; None without two sizes.
+    """Returns the link that minimises the factors between price and measurement; None without two
+    sizes.
 
     Factors treat prices that are too high and too low alike, for all message sizes; relative
     differences would favour low prices. If larger messages take no longer, the bandwidth comes out
@@ -309,7 +312,7 @@ def report(
 def conclusions(
     facts: dict[str, Any], where: Where, findings: list[Finding], outlier: float
 ) -> list[str]:
-    """Returns the conclusions of a report, a sentence a line."""
+    """Returns the conclusions of a report, one sentence per line."""
     lines, pairs = [finding.sentence(where) for finding in findings], len(facts["pairs"])
     if pairs == 1:
         lines.append("One pair of ranks: nothing to compare it with, so nothing is called slow.")

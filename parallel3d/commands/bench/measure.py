@@ -1,4 +1,4 @@
-"""Rows of `bench comm`: collectives with known results, timed in the groups of a layout.
+"""Measures the rows of `bench comm`: collectives with known results, in the groups of a layout.
 
 Member m of a group of n holds `pattern(m)`: small whole numbers, so that sums are exact in fp32,
 with a prime period, so that a misplaced shard is noticed.
@@ -34,7 +34,7 @@ from parallel3d.run.launch import Worker
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 
-# Share of the budget; the probe of pairs and the end take the rest.
+# Share of the time budget; the probe of pairs and the end of the command take the rest.
 MEASURING_SHARE = 0.75
 
 
@@ -45,7 +45,7 @@ def timed_calls(
     warmup: int,
     calls: int,
 ) -> list[float]:
-    """Returns seconds of each of `calls` calls on this rank, each after a barrier."""
+    """Returns the seconds of `calls` calls on this rank, each after a barrier."""
     seconds = []
     for number in range(warmup + calls):
         barrier()
@@ -73,11 +73,11 @@ class CallCounts:
     calls: int  # timed calls of every row, if time allows
     row: int = 0
     spent: float = 0.0
-    cut: int = 0  # rows that had fewer calls
+    cut: int = 0  # number of rows with fewer calls
 
     def next(self) -> tuple[int, int]:
-        """Returns the (warm-up, timed) calls of the next row, as many as every remaining row can
-        have."""
+        """Returns the numbers of (warm-up, timed) calls of the next row, which every remaining row
+        could have."""
         ahead, full = sum(self.estimates[self.row :]), self.warmup + self.calls
         affordable = (self.seconds - self.spent) / max(ahead, 1e-9)
         if affordable >= full:
@@ -93,7 +93,7 @@ class CallCounts:
 
 
 PERIOD = 251
-ITEM = 4  # bytes of an fp32
+ITEM = 4  # bytes of an fp32 number
 
 REDUCTIONS = {name: getattr(dist.ReduceOp, name.upper()) for name in ("sum", "avg", "max", "min")}
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
@@ -112,7 +112,7 @@ class BenchOperation(NamedTuple):
 
     name: str  # one of `network.OPERATIONS`
     reduction: str | None = None  # sum, avg, max, min
-    own: bool = False  # by training's own path for CPU ranks (shared memory), not the backend
+    own: bool = False  # uses training's own path for CPU ranks (shared memory), not the backend
 
     @property
     def label(self) -> str:
@@ -127,7 +127,7 @@ def is_trainings(dim: str, name: str, reduction: str | None) -> bool:
 
 
 def operations(dim: str) -> list[BenchOperation]:
-    """Returns all operations, one per reduction, and training's own paths."""
+    """Returns all operations: one for each kind of reduction, and training's own paths."""
     return [
         BenchOperation(name, reduction, own)
         for name in (*REDUCING, *PLAIN)
@@ -138,12 +138,12 @@ def operations(dim: str) -> list[BenchOperation]:
 
 @dataclass(frozen=True)
 class Site:
-    """Group of this rank, its device, and the transport of its messages."""
+    """A group of this rank, its device, and the transport of its messages."""
 
     group: Group
     device: torch.device
     boxes: SharedP2P | None = None  # the pipeline's shared memory
-    chain: bool = False  # send/receive goes from stage to stage, not round a ring
+    chain: bool = False  # send/receive goes from stage to stage, not around a ring
 
     def close(self) -> None:
         """Frees the pipeline's shared memory."""
@@ -161,7 +161,7 @@ class Site:
         return max(unit, size // unit * unit)
 
     def path(self, operation: BenchOperation, size: int) -> str:
-        """Returns the transport: the backend's name, or that of training's own path."""
+        """Returns the name of the transport: the backend, or training's own path."""
         if not operation.own or accelerator.is_accelerator(self.device):
             return self.backend
         if operation.name == "send_recv":
@@ -172,8 +172,9 @@ class Site:
 
 @dataclass
 class Call:
-    """One operation on its buffers. `expected` is what the first `run` must return or, if it
-    returns no tensor, write to `result`; None: this rank has nothing to check."""
+    """One operation on its buffers. `expected` is the required result of the first `run`: its
+    return value or, if it returns no tensor, the content of `result`; None: this rank has nothing
+    to check."""
 
     run: Callable[[], object]
     result: Tensor | None = None
@@ -290,7 +291,7 @@ def _messages(operation: BenchOperation, site: Site, count: int) -> Call:
 
 @dataclass(frozen=True)
 class Where:
-    """Rank mapping of the run, and the host name of every rank."""
+    """The rank mapping of the run, and the host name of every rank."""
 
     placement: RankMapping
     hosts: tuple[str, ...]
@@ -299,8 +300,8 @@ class Where:
     def find(cls, settings: ClusterConfig, worker: Worker, layout: Layout) -> Where:
         """Gathers all hosts; collective over the world.
 
-        Without a rank mapping of the worker, ranks are in order on the configured cluster. Raises
-        UserError if that has too few GPUs.
+        If the worker has no rank mapping, ranks are in order on the configured cluster. Raises
+        UserError if the cluster has too few GPUs.
         """
         placement = worker.placement
         if placement is None:
@@ -316,7 +317,8 @@ class Where:
         return LinkClass(int(self.placement.cluster.link_class(slots[a], slots[b])))
 
     def slowest_link(self, ranks: Sequence[int], chain: bool) -> tuple[LinkClass, Link | None]:
-        """Returns the worst link between neighbours of a ring or chain; None: there is no wire."""
+        """Returns the worst link between neighbours of a ring or chain; None if a pair has no
+        wire."""
         ends = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
         worst = max(self.link_class(a, b) for a, b in (ends[:-1] if chain else ends))
         return worst, None if worst is LinkClass.NONE else self.placement.cluster.link(worst)
@@ -343,7 +345,7 @@ class Where:
 
 
 ALONE, TOGETHER = "alone", "together"
-MOST_ALONE = 16  # groups of a dimension that are measured alone, evenly spread
+MOST_ALONE = 16  # maximum number of groups of a dimension that are measured alone, evenly spread
 WORLD = "world"
 
 
@@ -377,7 +379,7 @@ def groups_of(layout: Layout, dim: str) -> list[list[int]]:
 
 
 def dimensions(layout: Layout) -> tuple[list[str], dict[str, str]]:
-    """Returns (dimensions to measure, reason why each of the others is left out)."""
+    """Returns (dimensions to measure, dimension → reason why it is left out)."""
     data = ("cp", "dp_cp") if layout.cp > 1 else ("dp",)
     left_out = {dim: f"{dim}=1: no groups" for dim in ("tp", "dp", "pp") if layout.size(dim) == 1}
     if layout.cp > 1 == layout.dp:
@@ -444,7 +446,7 @@ def _why_no_average(site: Site) -> str | None:
 
 
 def turns(layout: Layout, row: BenchRow) -> list[list[int]]:
-    """Returns the numbers of the groups that work at the same time, turn by turn."""
+    """Returns, for each turn, the numbers of the groups that work at the same time."""
     count = len(groups_of(layout, row.dim))
     if row.mode == TOGETHER:
         return [list(range(count))]
@@ -452,7 +454,8 @@ def turns(layout: Layout, row: BenchRow) -> list[list[int]]:
     return [[turn * count // taken] for turn in range(taken)]
 
 
-Timing = tuple[str, list[float]] | None  # path and seconds of each call; None: not measured here
+# path, and seconds of each call; None: not measured on this rank
+Timing = tuple[str, list[float]] | None
 
 
 def result(
@@ -502,7 +505,7 @@ def result(
     }
 
 
-Progress = Callable[[str, int, int], None]  # (description, rows done, of rows)
+Progress = Callable[[str, int, int], None]  # (description, rows done, number of rows)
 
 
 @dataclass
@@ -524,7 +527,7 @@ class Measurement:
         self.device = next(iter(self.sites.values())).device
 
     def results(self) -> Iterator[tuple[str, list[dict]]]:
-        """Yields (dimension, its rows for JSON on rank 0, else none).
+        """Yields (dimension, its rows for JSON); only rank 0 has rows.
 
         Raises WrongResult on a rank that finds a wrong number.
         """
@@ -565,7 +568,7 @@ class Measurement:
         return CallCounts(estimates, self.ends - time.perf_counter(), self.warmup, self.calls)
 
     def _agreed(self, plan: CallCounts) -> tuple[int, int]:
-        """Returns rank 0's plan for the next row on every rank."""
+        """Returns rank 0's numbers of calls for the next row, on every rank."""
         calls = torch.tensor(plan.next(), device=self.device)
         dist.broadcast(calls, 0)
         warmup, timed = calls.tolist()

@@ -1,4 +1,4 @@
-"""Probes of pairs and groups: find slow ranks and wires, in `bench comm` and in `preflight=true`.
+"""Probes pairs and groups to find slow ranks and wires, for `bench comm` and `preflight=true`.
 
 Pairs exchange messages, each pair alone. A rank is slow if its fastest pair is slower than
 `outlier` times the median rank's; a pair is slow if it is slower than `outlier` times the median
@@ -44,8 +44,8 @@ from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.launch import Worker
 from parallel3d.text import shortened
 
-ROUNDS = 3  # passes over all pairs
-PINGS = 5  # exchanges of a pair in one round
+ROUNDS = 3  # number of passes over all pairs
+PINGS = 5  # number of exchanges of a pair in one round
 PAUSES_S = (0.2, 0.4, 0.8)  # pauses before the measurements that confirm a finding
 ALL_PAIRS = 8  # largest group whose pairs are all probed; in larger ones only neighbours
 GROUP_BYTES = 1 << 20  # size of the groups' operations
@@ -56,12 +56,12 @@ Seconds = npt.NDArray[np.float64]
 
 
 def sizes_of(device: torch.device) -> tuple[int, ...]:
-    """Returns bytes of the messages: one for latency, one for bandwidth."""
+    """Returns the sizes of messages in bytes: one for latency, one for bandwidth."""
     return (4096, 32 << 20) if accelerator.is_accelerator(device) else (4096, 1 << 20)
 
 
 def floor_of(device: torch.device) -> float:
-    """Returns seconds below which a difference is the operating system's."""
+    """Returns the seconds below which a difference is noise of the operating system."""
     return 5e-6 if accelerator.is_accelerator(device) else 1e-3
 
 
@@ -69,7 +69,7 @@ def floor_of(device: torch.device) -> float:
 class Finding:
     """A slow rank (one entry in `ranks`) or pair (two).
 
-    seconds, median_s: its exchange of `nbytes`, and the median of the others.
+    seconds, median_s: time of its exchange of `nbytes`, and the median of the others.
     """
 
     ranks: tuple[int, ...]
@@ -85,7 +85,7 @@ class Finding:
         return self.seconds > max(outlier * self.median_s, self.median_s + floor_s)
 
     def sentence(self, where: Where) -> str:
-        """Describes it by rank, coordinates, host, GPU, rail and groups."""
+        """Describes the finding by rank, coordinates, host, GPU, rail and groups."""
         slower = (
             f"{self.times:.1f} times the median, {self.seconds * 1e3:.3g} against "
             f"{self.median_s * 1e3:.3g} ms for {self.nbytes:,} bytes"
@@ -120,10 +120,11 @@ def findings_in(
     outlier: float,
     floor_s: float,
 ) -> list[Finding]:
-    """Returns, from times (sizes, pairs), the slow ranks, and the slow pairs of other ranks.
+    """Returns the slow ranks, and the slow pairs of other ranks, given times (sizes, pairs).
 
-    A rank is slow if its fastest pair is over every link class (`classes`, of each pair): over one
-    class only, it has a slow wire, found as a pair. Fewer than three have no meaningful median.
+    A rank is slow if its fastest pair is slow in every link class (`classes`, of each pair); if it
+    is slow in one class only, it has a slow wire, which is found as a pair. Fewer than three ranks
+    or pairs have no meaningful median.
     """
     found: dict[tuple[int, ...], Finding] = {}
     ends = np.array(pairs).reshape(-1, 2)
@@ -154,8 +155,8 @@ def findings_in(
 
 
 def pairs_to_probe(layout: Layout) -> list[Pair]:
-    """Returns all pairs of groups up to ALL_PAIRS ranks, and ring neighbours of larger ones and the
-    world."""
+    """Returns all pairs in groups of up to ALL_PAIRS ranks, and the ring neighbours in larger
+    groups and the world."""
     found = set(_ring(list(range(layout.world_size))))
     for dim in DIMENSIONS:
         for ranks in layout.groups(dim):
@@ -172,7 +173,8 @@ def _ring(ranks: list[int]) -> list[Pair]:
 def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]:
     """Returns rounds of pairs that do not disturb each other.
 
-    `share` returns what a rank occupies exclusively: on CPUs its host's cores, else only itself.
+    `share` returns the resource that a rank occupies exclusively: on CPUs its host's cores, else
+    only itself.
     """
     waiting, rounds = pairs, []
     while waiting:
@@ -191,11 +193,11 @@ def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]
 
 
 def confirmed(measure: Callable[[], Seconds], judge: Callable[[Seconds], list]) -> Seconds:
-    """Returns the minimum of repeated measurements, made after pauses until nothing is slow any
-    more.
+    """Returns the minimum of measurements, repeated after pauses as long as `judge` finds something
+    slow.
 
-    Times, and so what `judge` finds in them, are equal on every rank. A busy machine is slow at
-    times.
+    The repetition rules out a machine that was briefly busy. Times are equal on every rank, and so
+    are the findings.
     """
     fastest = measure()
     for pause in PAUSES_S:
@@ -261,7 +263,8 @@ def _group_with(peer: int, groups: ProcessGroups) -> Group:
 
 @dataclass(frozen=True)
 class GroupTime:
-    """The fastest of several calls in one group, at its slowest rank, and the model's price."""
+    """The time of the fastest of several calls in one group, at its slowest rank, and the model's
+    price."""
 
     dim: str
     ranks: tuple[int, ...]
@@ -370,15 +373,15 @@ def _probe_groups(
 
 
 def work_of(dim: str) -> BenchOperation:
-    """Returns what training does in the groups of `dim`, by its own path."""
+    """Returns the operation of training in the groups of `dim`, by its own path."""
     if dim == "pp":
         return BenchOperation("send_recv", own=True)
     return BenchOperation("all_reduce", "sum", own=True)
 
 
 def _fastest(site: Site, dim: str, layout: Layout) -> Seconds:
-    """Returns (groups,): the fastest of some calls at each group's slowest rank, all groups of the
-    dimension at once; equal on every rank."""
+    """Returns (groups,): seconds of the fastest of some calls at each group's slowest rank, with
+    all groups of the dimension at once; equal on every rank."""
     groups = layout.groups(dim)
     call = prepare(work_of(dim), site, GROUP_BYTES)
     seconds = timed_calls(call.run, dist.barrier, site.device, 1, GROUP_CALLS)
@@ -390,8 +393,11 @@ def _fastest(site: Site, dim: str, layout: Layout) -> Seconds:
 
 
 def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[tuple[GroupTime, float]]:
-    """Returns groups that take more than `outlier` times the median multiple of the prices of their
-    dimension, and by how much. Fewer than three groups have no meaningful median."""
+    """Returns the slow groups, with the factor by which each is slow.
+
+    Within a dimension, the ratio of time to price is compared with the median ratio; a group is
+    slow above `outlier` times the median. Fewer than three groups have no meaningful median.
+    """
     found = []
     for usual, priced in _by_dim(groups):
         for group, price in priced if len(priced) > 2 else ():
@@ -413,8 +419,8 @@ def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
 
 
 def _by_dim(groups: list[GroupTime]) -> Iterator[tuple[float, list[tuple[GroupTime, float]]]]:
-    """Yields, for each dimension, the median multiple of the prices, and its groups that have a
-    price, with it."""
+    """Yields, for each dimension, the median ratio of time to price, and the groups that have a
+    price."""
     for dim in dict.fromkeys(group.dim for group in groups):
         priced = [(g, g.priced_s) for g in groups if g.dim == dim and g.priced_s]
         if priced:

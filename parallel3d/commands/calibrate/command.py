@@ -43,7 +43,7 @@ def calibrate_config(
         if key in chosen_keys(typed):
             raise UserError(
                 f"{key}={getattr(config, key)}: calibrate measures groups of every size, so {key} "
-                "must be left out; the nearest is calibrate.ranks=4, the most ranks of one"
+                "must be left out; the nearest is calibrate.ranks=4, the largest size"
             )
     device = choose_device(config.device, 1)
     kind = device.kind

@@ -14,7 +14,7 @@ class CalibrateConfig:
     """Options of `parallel3d calibrate`, which measures in the type of `precision`."""
 
     RESUME: ClassVar[str] = FREE
-    file: str = key("calibrated.yaml", "the cluster file that it writes", holds=Path)
+    file: str = key("calibrated.yaml", "the cluster file to write", holds=Path)
     replace: bool = key(False, "whether an existing file may be overwritten")
     ranks: int | None = key(
         None,
@@ -23,4 +23,4 @@ class CalibrateConfig:
         minimum=1,
         maximum=1024,
     )
-    passes: int = key(3, "how often each piece is measured, in turns with the others", minimum=1)
+    passes: int = key(3, "number of measurements of each piece, in turns with others", minimum=1)

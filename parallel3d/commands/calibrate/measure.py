@@ -1,4 +1,4 @@
-"""Measures a block, the ends, collectives and cores for `parallel3d calibrate`.
+"""Measures a block, the embedding and head, collectives and cores for `parallel3d calibrate`.
 
 Every rank runs `calibrate`. The first rank times the actions of the pipeline executor on training's
 own stages, with the sizes that one tensor rank has: the embedding, a few blocks, the head with the
@@ -62,10 +62,10 @@ from parallel3d.schedules.schedule import make
 Run = Callable[[], object]
 Tell = Callable[[str], None]
 Point = tuple[int, ...]
-TURNS = 3  # runs of blocks on several ranks at once, of which the fastest counts
+TURNS = 3  # number of runs of blocks on several ranks at once; the fastest counts
 MEASURED_KEY = "parallel3d/calibrate/measured"
 LEAST = 1e-7
-LOG_EVERY_S = 15.0  # for the log file of a batch job
+LOG_EVERY_S = 15.0  # progress lines for the log file of a batch job
 
 
 def calibrate(config: CommandConfig, worker: Worker) -> int:
@@ -91,7 +91,7 @@ def calibrate(config: CommandConfig, worker: Worker) -> int:
 
 
 def provenance(config: CommandConfig, device: torch.device) -> CalibrationSource:
-    """Returns device, software and date of a file that is made now."""
+    """Returns device, software and date for a new file."""
     on_device = accelerator.is_accelerator(device)
     return CalibrationSource(
         device=device.type,
@@ -125,7 +125,8 @@ def _teller(worker: Worker) -> Callable[[str], None]:
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
-    """Returns the memory of the GPU or the host, and that of a rank without a model, in 1e9 bytes.
+    """Returns the memory of the GPU or the host, and the memory of a rank without a model, in 1e9
+    bytes.
 
     The latter is the GPU's context, or the process's own pages.
     """
@@ -148,7 +149,7 @@ def _print_result(path: Path, machine: MeasuredMachine, ranks: int, seconds: flo
     each = "a core" if made.device == "cpu" else "a GPU"
     print(
         f"{made.name}, {made.count} of them, {made.type}: "
-        f"{1e3 * machine.numbers['peak_tflops']:.0f} GFLOP/s {each} at best; blocks of "
+        f"{1e3 * machine.numbers['peak_tflops']:.0f} GFLOP/s {each} at most; blocks of "
         f"{machine.model.name}, groups of up to {ranks} ranks. {seconds:.0f} s."
     )
     print(f"parallel3d plan cluster={path}  prices layouts of this machine; so does")
@@ -165,15 +166,16 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Returns the CPU time on a CPU, which other processes hardly affect, else the wall clock."""
+    """Returns the clock to use: CPU time on a CPU, since other processes hardly affect it, else
+    wall time."""
     if accelerator.is_accelerator(device):
         return time.perf_counter
     return time.process_time
 
 
 def windows(run: Run, device: torch.device, calls: int, count: int) -> list[tuple[float, float]]:
-    """Returns the seconds per call on the wall and by `clock_of`, for `count` windows of `calls`
-    calls."""
+    """Returns the wall seconds per call, and the seconds by `clock_of`, of `count` windows of
+    `calls` calls."""
     clock, found = clock_of(device), []
     run()
     for _ in range(count):
@@ -187,12 +189,12 @@ def windows(run: Run, device: torch.device, calls: int, count: int) -> list[tupl
 
 
 # Pieces of a model: the executor's actions on stages of one process.
-BLOCKS = 4  # blocks of a stage: too many weights for a cache
-# The first two are always measured, the others up to the global batch.
+BLOCKS = 4  # number of blocks of a stage, whose weights must not fit into a cache
+# Sizes of micro-batches: the first two are always measured, the others up to the global batch.
 MICRO_BATCHES = (1, 2, 4, 16)
 TOGETHER = 2  # micro-batches per run of the executor
-RUN_S, MOST_RUNS = 0.4, 8  # seconds for a point in one pass
-LONG_S = 8.0  # seconds of a point above which no larger micro-batch is measured
+RUN_S, MOST_RUNS = 0.4, 8  # seconds spent on a point in one pass
+LONG_S = 8.0  # if a point takes longer than this, no larger micro-batch is measured
 
 
 class WorkTimes(ActionTimes):
@@ -226,7 +228,7 @@ def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
 
 
 class ModelPieces:
-    """A pipeline of one rank: the embedding, a stage of blocks for each entry of `ways`, and the
+    """A pipeline on one rank: the embedding, a stage of blocks for each entry of `ways`, and the
     head.
 
     Args:
@@ -274,8 +276,9 @@ class ModelPieces:
     def run(self) -> dict[str, float]:
         """Runs a step of two micro-batches.
 
-        Returns the mean seconds of an action by kind and chunk (`F1`), of the host between two
-        (`action`), and those to clear and clip gradients and step the optimizer (`update`).
+        Returns mean seconds: of an action, by kind and chunk (`F1`); of the host between two
+        actions (`action`); and of clearing and clipping gradients and stepping the optimizer
+        (`update`).
         """
         now = clock_of(self.device)
         accelerator.synchronize(self.device)
@@ -301,7 +304,7 @@ class ModelPieces:
         return found
 
     def runs(self) -> list[dict[str, float]]:
-        """Returns the seconds of several runs; the first, which warms up, is left out."""
+        """Returns the seconds of several runs, without the first, which warms up."""
         self.run()
         begun, found = time.perf_counter(), [self.run()]
         while len(found) < MOST_RUNS and time.perf_counter() - begun < RUN_S:
@@ -312,8 +315,8 @@ class ModelPieces:
 def lower_quartile(seconds: Iterable[float]) -> float:
     """Returns the first quartile of the runs.
 
-    A step is as fast as its parts usually are. The fastest of many short runs catches a moment at
-    which the processor was faster than it stays, and other processes disturb the slower half.
+    The figure should be typical of a step. The fastest of many short runs catches a moment at which
+    the processor was unusually fast, and other processes disturb the slower half.
     """
     ordered = sorted(seconds)
     return ordered[len(ordered) // 4]
@@ -322,11 +325,12 @@ def lower_quartile(seconds: Iterable[float]) -> float:
 def pieces(
     config: CommandConfig, device: torch.device, most: int, tell: Tell
 ) -> tuple[dict[str, Table], float]:
-    """Measures blocks, ends and updates of every tp and several micro-batches, in passes.
+    """Measures blocks, ends and updates for every tp and several micro-batch sizes, in several
+    passes.
 
-    Returns the tables, and seconds of the host between two actions.
+    Returns the tables, and the host's seconds between two actions.
     """
-    found: dict[str, dict[Point, list[float]]] = {}  # of every run
+    found: dict[str, dict[Point, list[float]]] = {}  # kept for every run
     sizes = [n for n in MICRO_BATCHES if n <= max(2, config.global_batch_size)]
 
     def keep(name: str, point: Point, seconds: Iterable[float]) -> None:
@@ -358,7 +362,7 @@ def pieces(
         keep("update", (model.elements,), (run["update"] for run in runs))
         for chunk, part in enumerate(PARTS, 2):
             more = [(run[f"I{chunk}"] - run["I1"]) / run["F1"] for run in runs]
-            # The median: a difference of two disturbed times may be far too small.
+            # The median is used because a difference of two disturbed times may be far too small.
             keep(f"recompute.{part}", (tp,), [max(statistics.median(more), 1e-3)])
     typical = {
         name: {point: max(lower_quartile(seconds), LEAST) for point, seconds in points.items()}
@@ -374,10 +378,10 @@ def table_of(points: dict[Point, float]) -> Table:
     return Table(axes, tuple(points[p] for p in product(*axes)))
 
 
-# Collectives, messages, and cores that several ranks use at once.
+# Measurements of collectives and messages, and of cores that several ranks use at once.
 SIZES = (64, 4096, 65536, 524288, 4 << 20)  # bytes
 LARGE_SIZES = (1024, 65536, 1 << 20, 16 << 20, 256 << 20)
-# Calls of a window, short enough to be undisturbed sometimes; the best window counts.
+# Number of calls of a window, small enough for some windows to be undisturbed; the best one counts.
 CALLS, WINDOWS, FEW_WINDOWS = 4, 40, 8
 MOST_WAIT = 3.0  # a wall time above this multiple of the CPU time was disturbed by another process
 
@@ -387,7 +391,7 @@ def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict
 
     Ranks that share cores (tables with suffix SHARED) sleep while they wait, and only their CPU
     time counts, because they wait for a core while another rank works. Ranks with their own core or
-    GPU spin, and the wall clock counts. One rank has none: its tables are never used.
+    GPU spin, and wall time counts. A single rank communicates nothing; its tables are never used.
     """
     found: dict[str, dict[Point, float]] = {}
     world, launch, on_gpu = dist.get_world_size(), config.launch, accelerator.is_accelerator(device)
@@ -418,7 +422,7 @@ def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict
             boxes.memory.close()
         groups.close()
     tables = {name: table_of(points) for name, points in found.items()}
-    for name in COLLECTIVES:  # on one core or on GPUs there is only one way
+    for name in COLLECTIVES:  # on one core or on GPUs, only one of these cases exists
         either = tables.get(name) or tables.get(name + SHARED) or Table(((1,), (64,)), (LEAST,))
         tables = {name: either, name + SHARED: either} | tables
     return tables
@@ -427,8 +431,9 @@ def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict
 def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
     """Measures blocks on several ranks at once, and on one with several threads; collective.
 
-    Ranks that share a core count their own CPU seconds: those lost to others' use of its cache.
-    Returns tables of the slow-down by ranks (`together`) and threads, at most 1 for threads.
+    For ranks that share a core, CPU seconds are measured, which grow as others use its cache.
+    Returns tables of the slow-down by number of ranks (`together`) and of threads, at most 1 for
+    threads.
     """
     on_gpu = accelerator.is_accelerator(device)
     run = ModelPieces(config, config.model, 1, device).run
@@ -442,7 +447,7 @@ def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str
         seconds = sum(seen) / len(seen)
         times[count,] = min(seconds, times[count,] if turn else seconds)
     slow: dict[Point, float] = {}
-    for count in reversed(counts):  # more ranks never run faster: a smaller figure is noise
+    for count in reversed(counts):  # more ranks are never faster, so a smaller figure is noise
         slow[count,] = max(1.0, min([times[count,] / times[1,], *slow.values()]))
     found = {"together": slow}
     before, times = torch.get_num_threads(), {}
@@ -455,7 +460,7 @@ def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the rate of a large matmul: of one device, or of one thread's core."""
+    """Returns the rate of a large matmul on one device, or on the core of one thread."""
     size = 1024 if device.type == "cpu" else 8192
     a = torch.rand(size, size, device=device).to(dtype)
     return 2e-12 * size**3 / min(work for _, work in windows(lambda: a @ a, device, 2, 8))

@@ -40,12 +40,12 @@ VERBS = {
         paths=("runs_dir",),
     ),
     "export": Verb(
-        "write a checkpoint's model as a Hugging Face folder (Llama, Qwen2, Qwen3 or GPT-2)",
+        "write a checkpoint's model as a Hugging Face folder (GPT-2, Llama, Qwen, Gemma, …)",
         RUN
         | {"to": "folder to create"}
         | STEP
         | {
-            "dtype": f"type of the weights: {', '.join(DTYPES)} (that of the checkpoint)",
+            "dtype": f"type of the weights: {', '.join(DTYPES)} (the checkpoint's)",
             "weights": "model, or ema for their average with optim.ema_decay (model)",
         },
         ("run", "to"),
@@ -56,7 +56,7 @@ VERBS = {
     "import": Verb(
         "make a run whose checkpoint, at step 0, has the weights of a Hugging Face folder; keys "
         "of the configuration may follow",
-        {"from": "folder with config.json and safetensors (Llama, Qwen2, Qwen3 or GPT-2)"}
+        {"from": "folder with config.json and safetensors (GPT-2, Llama, Qwen, Gemma, …)"}
         | RUN
         | {
             "prove": "true, false: compare the run's logits with those of transformers, and import "

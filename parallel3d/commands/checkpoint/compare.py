@@ -23,7 +23,7 @@ from parallel3d.files import plain
 from parallel3d.parameters.slices import STATE
 
 KINDS = ("parameter", STATE, "ema", "exp_avg", "exp_avg_sq", "momentum")
-SHOWN = 20  # rows of differing tensors that are printed
+SHOWN = 20  # maximum number of differing tensors that are printed
 
 
 def verify(runs_dir: Path, run: str, step: int | None) -> int:
@@ -105,7 +105,7 @@ def _read(folder: Path, kind: str) -> dict[str, Tensor]:
 
 def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
     a, b = a.double(), b.double()
-    # NaN equals itself here, as the question is whether equal values were saved.
+    # NaN equals itself here, because the question is whether the same values were saved.
     unequal = (a != b) & ~(a.isnan() & b.isnan())
     gap = (a - b).abs()[unequal]
     largest = float(gap.max()) if gap.numel() else 0.0

@@ -200,7 +200,7 @@ def test_tensors_and_keys_of_a_text_part_are_checked(tmp_path: Path) -> None:
     del tensors["language_model.model.layers.0.self_attn.sinks"]
     save_file(tensors, "hf/model.safetensors", metadata={"format": "pt"})
     Path("hf/preprocessor_config.json").write_text("root:x:0:0")
-    with pytest.raises(UserError, match="beside the text model cannot be kept"):
+    with pytest.raises(UserError, match="outside of the text model cannot be kept"):
         checkpoint(["import", "from=hf", "run=t"])
     assert not Path("runs/t").exists()
     path = Path("hf/config.json")
