@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.planner.published_experts import fit_experts
 from benchmarks.planner.published_fit import Table, fit_memory, fit_times
 from benchmarks.planner.published_newer import READERS
 from benchmarks.planner.published_rows import Run, read_folder
@@ -278,6 +279,7 @@ def main() -> None:
     known = list(read_folder(options.calibration, READERS))
     peaks = fit_memory(known)
     values = peaks | fit_times(known, peaks)
+    values |= fit_experts(values)
     groups, sizes, devices = (left_out(known, folds(known, of)) for of in (None, size, device))
     print("\n".join(report(known, groups, sizes)))
     ranges, inside = spreads(known, (groups, sizes, devices))

@@ -50,7 +50,13 @@ class MemoryEstimate:
 def memory(work: StepWork, values: Mapping[str, float]) -> MemoryEstimate:
     """Returns the peak memory of the fullest GPU. Fields may be arrays: see `StepWork`."""
     v = {name: values.get(f"memory.{name}", guess) for name, (guess, _) in GUESSES.items()}
-    state = [_state(work, v, elements) for elements in stage_parameters(work)]
+    state = [_state(work, v, elements, work.dp * work.cp) for elements in stage_parameters(work)]
+    if np.any(work.sparse):
+        layers = work.first, work.middle, work.last
+        more = [
+            _state(work, v, n * work.trained * work.expert_parameters, work.edp) for n in layers
+        ]
+        state = [sum(both) for both in zip(state, more, strict=True)]
     each = _kept(work, v)
     held = np.minimum(work.microbatches, work.pp)
     grow = np.where(work.chunks > 1, 1 + (work.pp - 1) / (work.pp * work.chunks), 1.0)
@@ -94,9 +100,8 @@ def stalled(work: StepWork, values: Mapping[str, float], peak: Number, seconds: 
     return seconds * (1 + waits / seconds) ** chance
 
 
-def _state(work: StepWork, v: Mapping[str, float], elements: Number) -> Any:
-    """Returns weights, gradients, master and moments of one stage."""
-    ranks = work.dp * work.cp
+def _state(work: StepWork, v: Mapping[str, float], elements: Number, ranks: Number) -> Any:
+    """Returns weights, gradients, master and moments of elements that `ranks` replicate."""
     cut = np.where(work.zero > 0, ranks, 1.0)
     kept = np.where(work.zero >= 3, ranks, 1.0)
     buffers = np.where((work.zero > 0) & (work.zero < 3) & (ranks > 1), v["state.gathered"], 0.0)
@@ -114,12 +119,16 @@ def _kept(work: StepWork, v: Mapping[str, float]) -> Any:
 
 def _saved(work: StepWork, v: Mapping[str, float]) -> Any:
     """Returns the activation bytes a token of one layer without recomputation."""
-    saved = work.hidden * v["layer.whole"] + v["layer.kept"] * kept(work.ops)[0]
+    saved = work.hidden * v["layer.whole"] + v["layer.kept"] * _kept_elements(work)
     scores = work.widths.heads * np.minimum(work.seq, work.window) * 5
     return saved + np.where((work.flash == 0) & (work.recompute_attention == 0), scores, 0.0)
+
+
+def _kept_elements(work: StepWork) -> Any:
+    return work.mean(lambda ops: kept(ops)[0])
 
 
 def _working(work: StepWork, v: Mapping[str, float]) -> Any:
     """Returns the bytes of the one layer that is being computed or recomputed."""
     once = np.where(work.recompute_layer > 0, _saved(work, v), 0.0)
-    return work.tokens * (once + v["scratch"] * kept(work.ops)[0])
+    return work.tokens * (once + v["scratch"] * _kept_elements(work))

@@ -22,6 +22,7 @@ from benchmarks.planner.published_rows import (
     stages_by_cost,
     vtrain,
 )
+from parallel3d.estimate.fitted_cost import COPIES
 
 _MPT = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12),
         "1b": (24, 2048, 16), "3b": (32, 2560, 20), "7b": (32, 4096, 32),
@@ -124,7 +125,7 @@ def bridge(row: Row) -> Run:
     """Megatron-Bridge's tables: Hopper and Blackwell, with and without experts."""
     place = row["system"] or row["model"]
     device = place.split("DGX-")[1].lower()
-    shape = named(row["model"]) if row["system"] else unnamed(row)
+    shape = named(bridge_model(row))
     numbers = {k: _first(row.get(k)) for k in ("tp", "pp", "cp", "vp", "ep", "fsdp", "microbatch")}
     tp, pp, cp = numbers["tp"], numbers["pp"], numbers["cp"]
     dp = max(row["gpus"] / (tp * pp * cp), 1)
@@ -144,9 +145,16 @@ def bridge(row: Row) -> Run:
     over.update(zero=3 if numbers["fsdp"] > 1 else 1, sequence_parallel=float(tp > 1))
     over.update(gpus_per_node=72 if device.startswith("gb") else 8, scatter_gather=1)
     over["graph"] = float(device != "h100")
+    over["copies"] = COPIES.index("node")
     chosen = batches(row["global_batch"], dp, numbers["microbatch"])
-    made = [candidate(device, type, "ndr", **over, **b) for b in chosen]
+    engine = "recent" if "experts" in shape else "megatron"
+    made = [candidate(device, type, "ndr", engine, **over, **b) for b in chosen]
     return Run(row["id"], "nemo_megatron_bridge", place, made)
+
+
+def bridge_model(row: Row) -> str:
+    """Returns the model's name in a row of Megatron-Bridge's tables, some of which leave it out."""
+    return row["model"] if row["system"] else unnamed(row)
 
 
 def _first(value: object) -> float:

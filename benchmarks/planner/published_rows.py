@@ -40,9 +40,11 @@ class Run:
 
 
 def recomputed(kind: str = "none") -> Row:
-    """Fields of no, selective or full recomputation, the last up to the layer's very end."""
+    """Fields of no, selective or full recomputation, the last up to the layer's very end, or of
+    that of the experts."""
     full = float(kind.startswith("full"))
-    made = dict.fromkeys(("recompute_norm", "recompute_activation", "recompute_mlp"), 0.0)
+    made = dict.fromkeys(("recompute_norm", "recompute_activation"), 0.0)
+    made["recompute_mlp"] = float(kind == "experts")
     made["recompute_attention"] = float(kind.startswith("selective"))
     return {**made, "recompute_layer": full, "recompute_end": full}
 
@@ -61,9 +63,11 @@ _DEFAULTS: dict[str, float] = {
     "gated": 0, "tied": 1, "head_size": 0, "kv_heads": 0, "cp": 1, "cp_style": 0, "chunks": 1,
     "zero": 0, **recomputed(), "sequence_parallel": 0, "flash": 0,
     "dropout": 1, "parallel_block": 0, "overlap_tp": 0, "overlap_pp": 0, "overlap_dp": 0,
-    "scatter_gather": 0, "graph": 0, "compiled": 0, "split": 0, "experts": 1,
-    "active_experts": 1, "ep": 1, "grad_bytes": 2, "window": math.inf, "gpus_per_node": 8,
-    "backward": 1, "trained": 1, "embedding_trained": 1, "head_trained": 1, "sliding": 1,
+    "scatter_gather": 0, "graph": 0, "compiled": 0, "split": 0, "grad_bytes": 2,
+    "window": math.inf, "gpus_per_node": 8, "backward": 1, "trained": 1, "embedding_trained": 1,
+    "head_trained": 1, "sliding": 1,
+    "sparse": 0, "experts": 1, "active_experts": 1, "expert_ffn": 0, "shared_ffn": 0, "ep": 1,
+    "load": 1, "copies": 0, "q_latent": 0, "kv_latent": 0, "value_size": 0, "rope_size": 0,
 }  # fmt: skip
 
 

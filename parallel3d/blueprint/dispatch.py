@@ -3,21 +3,32 @@ them."""
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
+
+import numpy as np
 
 from parallel3d.config.values import AUTO
 
 GATHER, ALL_TO_ALL = "gather", "all_to_all"
 
 
-def share_sent(experts: int, chosen: int, ep: int) -> float:
+def share_sent(experts: Any, chosen: Any, ep: Any) -> Any:
     """Returns the probability that a token has an expert on a given rank: 1 − C(E−E/ep, k)/C(E, k).
 
     This assumes that experts are chosen at random; the choices of trained routers are correlated,
-    so that fewer tokens are sent.
+    so that fewer tokens are sent. Arguments are whole numbers, or numpy arrays of them.
     """
-    here = experts // ep
-    return 1.0 - math.comb(experts - here, chosen) / math.comb(experts, chosen)
+    if any(np.ndim(of) for of in (experts, chosen, ep)):
+        return np.vectorize(_share_sent, otypes=[float])(experts, chosen, ep)
+    return _share_sent(experts, chosen, ep)
+
+
+@functools.lru_cache(maxsize=1024)
+def _share_sent(experts: float, chosen: float, ep: float) -> float:
+    every, k = int(experts), int(chosen)
+    return 1.0 - math.comb(every - every // int(ep), k) / math.comb(every, k)
 
 
 def chosen_way(way: str, experts: int, chosen: int, ep: int) -> str:

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from parallel3d.blueprint.dispatch import ALL_TO_ALL, GATHER, chosen_way, share_sent
 from parallel3d.config.schema import ExpertsConfig, ModelConfig
 
@@ -48,6 +50,8 @@ NORMS = {
 class ExpertWidths(NamedTuple):
     """Sizes of a layer's experts on one rank, if all experts are chosen equally often.
 
+    Widths, and numbers of experts and ranks, are numpy arrays for a table of layouts.
+
     Attributes:
         experts, chosen: number of experts of a layer, and of a token.
         ep: number of ranks that divide the experts. way: how tokens reach them; "" with one rank.
@@ -60,12 +64,12 @@ class ExpertWidths(NamedTuple):
         is_grouped: whether one kernel multiplies the rows of all experts (`device.grouped`).
     """
 
-    experts: int
-    chosen: int
-    ep: int
+    experts: Number
+    chosen: Number
+    ep: Number
     way: str
-    ffn: int
-    shared: int
+    ffn: Number
+    shared: Number
     shared_gate: int
     choosing: int
     weighing: int
@@ -76,19 +80,19 @@ class ExpertWidths(NamedTuple):
     is_grouped: bool
 
     @property
-    def here(self) -> int:
+    def here(self) -> Number:
         """Number of experts on a rank."""
         return self.experts // self.ep
 
     @property
-    def share_sent(self) -> float:
+    def share_sent(self) -> Number:
         """Probability that a token has an expert on a given rank."""
         return share_sent(self.experts, self.chosen, self.ep)
 
     @property
-    def received(self) -> float:
+    def received(self) -> Number:
         """Number of tokens that a rank's experts read, divided by the rank's own tokens."""
-        return self.ep * self.share_sent if self.way == ALL_TO_ALL else float(self.ep)
+        return self.ep * self.share_sent if self.way == ALL_TO_ALL else 1.0 * self.ep
 
 
 class Widths(NamedTuple):
@@ -238,8 +242,8 @@ class Op(NamedTuple):
     split: str = ""
     bias: Number = 0
     rows: Number = 1
-    matrices: int = 1
-    calls: int = 1
+    matrices: Number = 1
+    calls: Number = 1
     inside: Number = 0
     inside_backward: Number = 0
     operands: Number | None = None
@@ -371,10 +375,11 @@ def _experts(
     h, up = w.hidden, x.ffn * (1 + w.gated)
     mlp = ("mlp", "layer")
     last = ("layer",) if w.norm_after else ()
-    ends = mlp if x.shared else last
+    shares = np.any(np.asarray(x.shared) > 0)
+    ends = mlp if shares else last
     if "mlp" not in recompute:
         norm = norm | {"parts": ("layer",)}
-    apart = int(x.ep > 1)
+    apart = x.way != ""
     # The choices, and the order of rows by expert and by token, are integers of 8 bytes.
     choice = own * 2 * x.chosen + 2 * rows + 4 * x.chosen * read
     # includes the sums for the balance, and the order of rows
@@ -390,7 +395,7 @@ def _experts(
     copies = calls if not x.is_grouped else 0  # each product is copied into the rows of all experts
     # Without a gate, the activation, its product with the weights in fp32, and their gradients are
     # separate kernels.
-    alone = 1 - int(w.gated)
+    alone = 1 - w.gated
     found = [
         Op("mlp_norm", **norm),
         Op(
@@ -424,7 +429,9 @@ def _experts(
             inside=rows * h,
             # The experts' backward needs most memory when it has the gradients of their
             # activations, or when it sums the rows' gradients.
-            inside_backward=inner + read * h + max(2 * active + 5 * active * alone, read * h),
+            inside_backward=inner
+            + read * h
+            + np.maximum(2 * active + 5 * active * alone, read * h),
             operands=read * h + inner,
         ),
         Op(
@@ -449,7 +456,7 @@ def _experts(
             backward=sent,
         ),
     ]
-    if not x.shared:
+    if not shares:
         return found
     wide = x.shared * (1 + w.gated)
     gated = x.shared_gate

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallel3d.blueprint.collectives import bus_factor
-from parallel3d.blueprint.ops import ALL_TRAINED, Op, TrainedShares, Widths, layer_ops
+from parallel3d.blueprint.dispatch import ALL_TO_ALL, share_sent
+from parallel3d.blueprint.ops import (
+    ALL_TRAINED,
+    ExpertWidths,
+    Op,
+    TrainedShares,
+    Widths,
+    layer_ops,
+)
 from parallel3d.blueprint.sizes import STYLES, splits_heads
 from parallel3d.config.schema import ModelConfig
 from parallel3d.estimate.attention_traffic import exposed, sends
@@ -28,7 +36,6 @@ from parallel3d.schedules.schedule import make
 from parallel3d.schedules.walk import Costs, walk
 
 Number = NDArray[Any]
-OF_EXPERTS = ("mlp.up", "mlp.activation", "mlp.down")  # run once per active expert of a token
 
 
 FILE = Path(__file__).with_name("constants.json")
@@ -39,7 +46,8 @@ SPEEDS = (
     *("gb200/bf16", "gb200/fp8", "gb200/fp4"),
 )
 NETWORKS = ("hdr", "hdr4", "opa", "roce", "ndr", "efa", "edr")
-ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp")
+# "recent": Megatron Core and NeMo of 2025, whose models with experts alone are fitted.
+ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp", "recent")
 
 FAMILIES = {"speed": SPEEDS, "network": NETWORKS, "engine": ENGINES}
 
@@ -105,7 +113,7 @@ class StepWork:
     heads: Number
     kv_heads: Number
     head_size: Number
-    ffn: Number  # width of one expert, if there are experts
+    ffn: Number  # width of the MLP of a layer without experts
     gated: Number  # flag: three matrices in the MLP instead of two
     vocab: Number
     tied: Number
@@ -145,9 +153,6 @@ class StepWork:
     graph: Number  # flag: kernels are launched as one graph
     compiled: Number  # flag: element-wise operations are fused
     fp8: Number
-    experts: Number
-    active_experts: Number
-    ep: Number
     grad_bytes: Number
     # hardware
     peak: Number  # FLOP/s in the dtype of GEMMs
@@ -167,6 +172,21 @@ class StepWork:
     embedding_trained: Number = field(default_factory=partial(np.ones, ()))
     head_trained: Number = field(default_factory=partial(np.ones, ()))
     sliding: Number = field(default_factory=partial(np.ones, ()))  # share of the layers
+    # Layers with experts; `sparse`: their share of the layers.
+    sparse: Number = field(default_factory=partial(np.zeros, ()))
+    experts: Number = field(default_factory=partial(np.ones, ()))
+    active_experts: Number = field(default_factory=partial(np.ones, ()))
+    expert_ffn: Number = field(default_factory=partial(np.zeros, ()))
+    shared_ffn: Number = field(default_factory=partial(np.zeros, ()))
+    ep: Number = field(default_factory=partial(np.ones, ()))
+    load: Number = field(default_factory=partial(np.ones, ()))  # rows of the fullest rank / mean
+    copies: Number = field(default_factory=partial(np.zeros, ()))  # index into COPIES
+    # Multi-head latent attention (DeepSeek-V2): widths of the latents, 0 without, and of the parts
+    # of a head. `head_size` is then the mean of a query's and a value's.
+    q_latent: Number = field(default_factory=partial(np.zeros, ()))
+    kv_latent: Number = field(default_factory=partial(np.zeros, ()))
+    value_size: Number = field(default_factory=partial(np.zeros, ()))
+    rope_size: Number = field(default_factory=partial(np.zeros, ()))
 
     @property
     def tokens(self) -> Number:
@@ -191,23 +211,100 @@ class StepWork:
 
     @functools.cached_property
     def ops(self) -> list[Op]:
-        """Operations of a layer on one tensor rank."""
-        return layer_ops(self.widths)
+        """Operations of a layer without experts on one tensor rank."""
+        return self._with_latents(layer_ops(self.widths))
 
-    def held(self, op: Op) -> Any:
-        """Returns the elements of a GEMM's weights on a tensor rank, over all its experts."""
-        local = np.where(self.experts > 1, self.experts / self.ep, 1.0)
-        return op.inputs * op.outputs * (local if op.name in OF_EXPERTS else 1.0)
+    @functools.cached_property
+    def expert_ops(self) -> list[Op]:
+        """Operations of a layer with experts."""
+        experts = ExpertWidths(
+            experts=self.experts,
+            chosen=self.active_experts,
+            ep=self.ep,
+            way=ALL_TO_ALL,
+            ffn=self.expert_ffn,
+            shared=self.shared_ffn / self.tp,
+            shared_gate=0,
+            choosing=0,
+            weighing=0,
+            unweighing=0,
+            numbers=0,
+            aux=0,
+            z=0,
+            is_grouped=True,
+        )
+        return self._with_latents(layer_ops(self.widths._replace(experts=experts)))
+
+    def _with_latents(self, ops: list[Op]) -> list[Op]:
+        """Returns the operations with the matrices of latent attention, where rows have it."""
+        latent = self.q_latent > 0
+        if not np.any(latent):
+            return ops
+        query = 2 * self.head_size - self.value_size
+        narrow = self.q_latent + self.kv_latent + self.rope_size
+        heads = self.heads / self.tp
+        keys_values = query - self.rope_size + self.value_size
+        up = Op("attention.q_up", "gemm", self.q_latent, heads * query * latent, ("layer",))
+        wide = heads * keys_values * latent
+        found = []
+        for op in ops:
+            if op.name == "attention.qkv":
+                op = op._replace(outputs=np.where(latent, narrow, op.outputs))
+                more = up._replace(name="attention.kv_up", inputs=self.kv_latent, outputs=wide)
+                found += [op, up, more]
+                continue
+            if op.name == "attention.out":
+                inputs = np.where(latent, heads * self.value_size, op.inputs)
+                op = op._replace(inputs=inputs)
+            found.append(op)
+        return found
+
+    def mean(self, of: Callable[[Sequence[Op]], Any]) -> Any:
+        """Returns the mean over all layers of a value of their operations."""
+        dense = of(self.ops)
+        if not np.any(self.sparse):
+            return dense
+        return self.mixed(dense, of(self.expert_ops))
+
+    def mixed(self, dense: Any, sparse: Any) -> Any:
+        """Returns the mean of a value of layers without experts and one of layers with them."""
+        return np.where(self.sparse > 0, dense + self.sparse * (sparse - dense), dense)
 
     @functools.cached_property
     def parameters(self) -> Any:
-        """Elements of a layer's matrices on a tensor rank."""
-        return sum(self.held(op) for op in self.ops if op.kind == "gemm")
+        """Elements of a layer's matrices on a tensor rank, without those of its experts."""
+        return self.mean(lambda ops: _elements(ops, of_experts=False))
+
+    @functools.cached_property
+    def expert_parameters(self) -> Any:
+        """Elements of a layer's experts on a rank."""
+        return self.mean(lambda ops: _elements(ops, of_experts=True))
+
+    @functools.cached_property
+    def multiplied(self) -> Any:
+        """Elements of a layer's matrices that a token is multiplied with on a tensor rank."""
+        gemms = self.mean(
+            lambda ops: sum(o.rows * o.inputs * o.outputs for o in ops if o.kind == "gemm")
+        )
+        return gemms
+
+    @property
+    def edp(self) -> Any:
+        """Ranks that hold the same experts."""
+        return self.tp * self.cp * self.dp / self.ep
+
+
+EXPERTS = "mlp.experts."  # beginning of the names of operations on the rows of experts
+
+
+def _elements(ops: Sequence[Op], *, of_experts: bool) -> Any:
+    gemms = [op for op in ops if op.kind == "gemm" and op.name.startswith(EXPERTS) is of_experts]
+    return sum(op.numel for op in gemms)
 
 
 def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> dict[str, float]:
-    """Returns the fields of `StepWork` that depend on the model alone (without experts), and on
-    what is trained of it."""
+    """Returns the fields of `StepWork` that depend on the model alone, and on what is trained of
+    it."""
     return {
         "layers": model.num_layers,
         "hidden": model.hidden_size,
@@ -221,9 +318,13 @@ def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> d
         "seq": model.seq_length,
         "window": np.inf if model.sliding_window is None else model.sliding_window,
         "sliding": _sliding(model),
-        "experts": 1,
-        "active_experts": 1,
+        "sparse": len(model.expert_layers) / model.num_layers,
+        "experts": max(model.num_experts, 1),
+        "active_experts": max(model.experts_per_token, 1),
+        "expert_ffn": model.expert_size if model.num_experts else 0,
+        "shared_ffn": model.shared_expert_size,
         "ep": 1,
+        "load": 1,
         "backward": shares.backward,
         "trained": shares.weights,
         "embedding_trained": shares.embedding,
@@ -304,24 +405,34 @@ def smooth_max(a: Number, b: Number, power: float = 4.0) -> Any:
     return (a**power + b**power) ** (1 / power)
 
 
-def gemm(work: StepWork, c: Constants, m: Number, n: Number, k: Number) -> Any:
-    """Returns seconds of an (m, k) × (k, n) matmul.
+def of_engine(work: StepWork, factor: float) -> Any:
+    """Returns the factor where the engine is "recent", else 1."""
+    return np.where(work.engine == ENGINES.index("recent"), factor, 1.0)
+
+
+def gemm(
+    work: StepWork, c: Constants, m: Number, n: Number, k: Number, groups: Number | int = 1
+) -> Any:
+    """Returns seconds of an (m, k) × (k, n) matmul, or of `groups` of them in one kernel.
 
     The rate of large matmuls is reduced for a short k (fill and drain of each tile), for tiles that
     reach over the edge, for an incomplete last wave (in part, as cuBLAS chooses among tiles) and
-    for ragged sizes.
+    for ragged sizes. A matmul that a row of a table lacks has a size of 0 and takes no time.
     """
+    exists = m * n * k * groups > 0
+    m, n, k, groups = (np.maximum(size, 1e-9) for size in (m, n, k, groups))
     ragged = (np.mod(n, 64) != 0) | (np.mod(k, 64) != 0)
     rate = c.of("speed", "rate", work.speed) * work.peak
     rate = rate * np.where(ragged, c["gemm.ragged"], 1.0)
+    rate = rate * of_engine(work, c["recent.gemm"])
     compute: Any = np.inf
     for rows, columns, parts, share in _TILES:
-        waves = np.ceil(m / rows) * np.ceil(n / columns) * parts / work.units
+        waves = groups * np.ceil(m / rows) * np.ceil(n / columns) * parts / work.units
         wave = (np.ceil(waves) / waves) ** c["gemm.wave"] * waves * work.units
         tile = 2.0 * rows * columns * (k / parts + c["gemm.ramp"])
         compute = np.minimum(compute, wave * tile / (rate * c["gemm.small_tile"] ** share))
-    moved = 2 * (m * k + k * n + m * n) / (work.memory_rate * c["memory.rate"])
-    return smooth_max(compute, moved) + c["gemm.gap_us"] * 1e-6
+    moved = 2 * groups * (m * k + k * n + m * n) / (work.memory_rate * c["memory.rate"])
+    return np.where(exists, smooth_max(compute, moved) + c["gemm.gap_us"] * 1e-6, 0.0)
 
 
 def move(work: StepWork, c: Constants, bytes: Number) -> Any:
@@ -423,9 +534,22 @@ KINDS = {"gemm": "matmuls", "attention": "attention"}  # all other kinds are ele
 def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
     """Returns a layer's seconds on the GPU by kind, and its seconds in total; both for forward and
     backward. The total is the host's time where its launches take longer."""
+    parts, waits = _of_layer(work.ops, work, c)
+    if np.any(work.sparse):
+        sparse, shown = _of_layer(work.expert_ops, work, c)
+        parts = {kind: work.mixed(dense, sparse[kind]) for kind, dense in parts.items()}
+        waits = work.mixed(waits, shown)
+        parts["exchange of tokens"] = work.sparse * _exchanges(work, c)
+    attends = parts["attention"]
+    parts["tp collectives"] = waits + context_parallel(work, c, attends)
+    return parts, smooth_max(sum(parts.values()), _host(work, c), c["launch.power"])
+
+
+def _of_layer(ops: Sequence[Op], work: StepWork, c: Constants) -> tuple[dict[str, Any], Any]:
+    """Returns the GPU's seconds of these operations by kind, and those of tp's collectives."""
     parts: dict[str, Any] = dict.fromkeys(("matmuls", "attention", "element-wise", "recomputed"), 0)
     waits: Any = 0.0
-    for op in work.ops:
+    for op in ops:
         forward, backward = seconds(op, work, c)
         again = repeats(op, work)
         kind = KINDS.get(op.kind, "element-wise")
@@ -434,10 +558,7 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
         if op.split:
             waits = waits + _tensor_parallel(op, work, c, again)
     shown = 1 - work.overlap_tp * from_odds(c.of("engine", "tp_hidden", work.engine))
-    waits = shown * waits * (1 - work.parallel_block / 2)
-    attends = parts["attention"]
-    parts["tp collectives"] = waits + context_parallel(work, c, attends) + _experts(work, c)
-    return parts, smooth_max(sum(parts.values()), _host(work, c), c["launch.power"])
+    return parts, shown * waits * (1 - work.parallel_block / 2)
 
 
 def repeats(op: Op, work: StepWork) -> Any:
@@ -448,7 +569,7 @@ def repeats(op: Op, work: StepWork) -> Any:
 
 def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
     """Returns the GPU's seconds of an operation's forward and backward."""
-    rows = work.tokens * (work.active_experts if op.name in OF_EXPERTS else 1.0)
+    loaded = work.load if op.name.startswith(LOADED) else 1.0
     if op.kind == "attention":
         forward, backward = attention(work, c)
         return forward, work.backward * backward
@@ -456,15 +577,38 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
         # A kernel reads and writes 2 bytes per element; residual sums also read dropout's masks.
         width = 2 * (op.inputs + op.outputs + work.dropout * op.outputs * (op.name in RESIDUALS))
         factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
-        moved = move(work, c, rows * width * factor)
+        moved = move(work, c, work.tokens * loaded * width * factor)
         return moved, work.backward * 2 * moved
-    forward, of_input, of_weight = _matmul(work, c, rows, op.inputs, op.outputs)
-    backward = work.backward * of_input + work.trained * of_weight
+    rows = work.tokens * (op.rows * loaded)
+    if op.name.startswith(EXPERTS):
+        forward, of_input, of_weight, copied = _grouped(op, work, c, rows)
+    else:
+        forward, of_input, of_weight = _matmul(work, c, rows, op.inputs, op.outputs)
+        copied = 0.0
+    backward = work.backward * (of_input + copied) + work.trained * of_weight
     # Operands are cast to fp8 before the all-gather, and the weights once a step.
     share = work.widths.share if op.split == "column" else 1.0
-    cast = move(work, c, work.tokens * op.inputs / share * c["fp8.cast_bytes"]) * work.fp8
-    weights = 3 * work.held(op) / work.microbatches
-    return forward + cast + move(work, c, weights) * work.fp8, backward + cast
+    each = c["fp8.cast_bytes"] * of_engine(work, c["recent.cast"])
+    cast = move(work, c, rows * op.inputs / share * each) * work.fp8
+    weights = 3 * op.numel / work.microbatches
+    return forward + copied + cast + move(work, c, weights) * work.fp8, backward + cast
+
+
+LOADED = (EXPERTS, "mlp.dispatch", "mlp.combine")  # begin the names of what grows with the load
+
+
+def _grouped(op: Op, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns the seconds of a GEMM of all experts of a rank, of its input's gradient, of its
+    weights' gradients, and of the rows that it gathers or sums, which have the hidden size."""
+    groups, slower = op.matrices, c["experts.rate"]
+    each = rows / groups
+    hidden = 2 * 2 * rows * work.hidden
+    return (
+        gemm(work, c, each, op.outputs, op.inputs, groups) / slower,
+        gemm(work, c, each, op.inputs, op.outputs, groups) / slower,
+        gemm(work, c, op.inputs, op.outputs, each, groups) / slower,
+        move(work, c, hidden * c["experts.rows"]),
+    )
 
 
 def _matmul(
@@ -530,11 +674,45 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
     )
 
 
-def _experts(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds that tokens travel to their experts and back, forward and backward."""
-    bytes = 2 * work.tokens * work.hidden * work.active_experts / work.tp
-    every = gather(work, c, bytes, np.maximum(work.ep, 1), work.tp)
-    return np.where(work.experts > 1, 2 * (1 + work.backward) * every, 0.0)
+# Copies of a token that are sent: one to each rank with an expert of it, one to each such node and
+# from there to the ranks, or one for each expert.
+COPIES = ("rank", "node", "expert")
+
+
+def exchange(work: StepWork, c: Constants) -> Any:
+    """Returns the seconds of one pass of tokens to their experts, or back.
+
+    The slower of the NVLink domain and the network counts, with the load of the fullest rank, and
+    the wait for the host, which reads the number of rows.
+    """
+    ep, experts, chosen = work.ep, work.experts, work.active_experts
+    inside = np.minimum(ep, work.gpus_per_node)
+    nodes = np.maximum(ep / inside, 1.0)
+    to_rank = share_sent(experts, chosen, ep)
+    to_node = np.where(nodes > 1, share_sent(experts, chosen, np.maximum(nodes, 2)), 1.0)
+    by_expert = chosen / ep
+    kind = work.copies
+    here = np.where(kind == COPIES.index("expert"), by_expert, to_rank) * (inside - 1)
+    away = np.where(kind == COPIES.index("expert"), by_expert, to_rank) * (ep - inside)
+    by_node = kind == COPIES.index("node")
+    here = np.where(by_node, to_rank * nodes * (inside - 1), here)
+    away = np.where(by_node, to_node * (nodes - 1), away)
+    bytes = 2 * work.hidden * work.tokens / work.widths.share * work.load
+    link = work.link_rate * c["link.rate"] * c["experts.link"]
+    network = work.fabric_rate * c.of("network", "rate", work.fabric) * c["experts.network"]
+    wire = np.maximum(here * bytes / link, away * bytes / network)
+    steps = np.where(nodes > 1, np.log2(nodes), 0.0)
+    delay = c["link.latency_us"] + c.of("network", "latency_us", work.fabric) * steps
+    return np.where(ep > 1, wire + 1e-6 * (delay + c["experts.wait_us"]), 0.0)
+
+
+def _exchanges(work: StepWork, c: Constants) -> Any:
+    """Returns the seconds of all passes of a layer, forward, backward and recomputed."""
+    again = sum(repeats(op, work) for op in work.expert_ops if op.name in PASSES)
+    return (2 + work.backward * (2 + again)) * exchange(work, c)
+
+
+PASSES = ("mlp.dispatch", "mlp.combine")
 
 
 def _host(work: StepWork, c: Constants) -> Any:
@@ -552,7 +730,11 @@ def _host(work: StepWork, c: Constants) -> Any:
     wide = work.tp * np.sqrt(np.maximum(work.tp / work.gpus_per_node, 1.0))
     crowd = np.where(spread, c.of("network", "crowd_us", work.fabric) * wide, 0.0)
     host = launches * (own + tensor) + crowd
-    return 1e-6 * host * np.where(work.graph > 0, 0.02, 1.0)
+    found = 1e-6 * host * np.where(work.graph > 0, 0.02, 1.0)
+    if not np.any(work.sparse):
+        return found
+    # Numbers of rows are read by the host, so experts are in no graph.
+    return found + work.sparse * launches * c["experts.launch_us"] * 1e-6
 
 
 def head(work: StepWork, c: Constants) -> Any:
@@ -622,7 +804,7 @@ def step(work: StepWork, c: Constants) -> StepTime:
 
 def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
     """Returns a tensor rank's trained elements in the first, the fullest middle and the last
-    stage."""
+    stage, without those of experts."""
     each = work.trained * work.parameters
     table = work.vocab * work.hidden / work.tp
     single = work.pp == 1
@@ -633,9 +815,19 @@ def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
 
 
 def largest_stage(work: StepWork) -> Any:
-    """Returns the trained elements of the stage that has most."""
+    """Returns the trained elements of the stage that has most, without those of experts."""
     first, middle, last = stage_parameters(work)
     return np.maximum(np.maximum(first, middle), last)
+
+
+def most_layers(work: StepWork) -> Any:
+    """Returns the layers of the stage that has most."""
+    return np.maximum(np.maximum(work.first, work.middle), work.last)
+
+
+def largest_experts(work: StepWork) -> Any:
+    """Returns a rank's trained elements of experts in the stage that has most layers."""
+    return work.trained * work.expert_parameters * most_layers(work)
 
 
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
@@ -643,6 +835,11 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
     ranks, stride = work.dp * work.cp, work.tp
     one = gather(work, c, 2 * work.parameters, ranks, stride)
     ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
+    if np.any(work.sparse):
+        more, steps = gather(work, c, 2 * work.expert_parameters, work.edp, work.ep), work.edp - 1
+        one = one + np.where(work.sparse > 0, more, 0.0)
+        rings = latency(work, c, work.edp, work.ep, steps) * np.where(work.edp > 1, 1.0, 0.0)
+        ring = ring + np.where(work.sparse > 0, rings, 0.0)
     wire = 3 * (one + ring * c.of("engine", "dp_messages", work.engine))
     both = smooth_max(each, wire * c["fsdp.contention"])
     return np.where(work.zero >= 3, both, each)
@@ -663,24 +860,37 @@ def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
     Layers are reduced one by one, so each pays the latency of a ring over all ranks; with hundreds
     of ranks that takes longer than the bytes.
     """
-    ranks, stride = work.dp * work.cp, work.tp
-    elements = largest_stage(work)
+    reduced, returned = _reductions(work, c, largest_stage(work), work.dp * work.cp, work.tp)
+    if np.any(work.sparse):
+        more = _reductions(work, c, largest_experts(work), work.edp, work.ep)
+        sparse = work.sparse > 0
+        reduced = reduced + np.where(sparse, more[0], 0.0)
+        returned = returned + np.where(sparse, more[1], 0.0)
+    odds = c.of("engine", "dp_hidden", work.engine)
+    hidden = np.minimum(work.overlap_dp * from_odds(odds) * reduced, backward)
+    return reduced - hidden + returned * (1 - work.overlap_dp * from_odds(odds))
+
+
+def _reductions(
+    work: StepWork, c: Constants, elements: Any, ranks: Any, stride: Any
+) -> tuple[Any, Any]:
+    """Returns the seconds of the reduction of gradients over `ranks`, and those of zero=1's
+    all-gather."""
     summed = reduce(work, c, work.grad_bytes * elements, ranks, stride)
     cut = gather(work, c, work.grad_bytes * elements, ranks, stride)
     back = gather(work, c, 2 * elements, ranks, stride)
-    layers = np.maximum(np.maximum(work.first, work.middle), work.last)
-    ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, layers, 0.0)
+    ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, most_layers(work), 0.0)
     ring = ring * c.of("engine", "dp_messages", work.engine)
-    odds = c.of("engine", "dp_hidden", work.engine)
     reduced = np.where(work.zero >= 3, 0.0, np.where(work.zero > 0, cut, summed) + ring)
-    hidden = np.minimum(work.overlap_dp * from_odds(odds) * reduced, backward)
-    returned = np.where((work.zero > 0) & (work.zero < 3), back + ring, 0.0)
-    return reduced - hidden + returned * (1 - work.overlap_dp * from_odds(odds))
+    return reduced, np.where((work.zero > 0) & (work.zero < 3), back + ring, 0.0)
 
 
 def _optimizer(work: StepWork, c: Constants) -> Any:
     ranks = np.where(work.zero > 0, work.dp * work.cp, 1.0)
-    return move(work, c, largest_stage(work) / ranks * c["optimizer.bytes"])
+    elements = largest_stage(work) / ranks
+    if np.any(work.sparse):
+        elements = elements + largest_experts(work) / np.where(work.zero > 0, work.edp, 1.0)
+    return move(work, c, elements * c["optimizer.bytes"])
 
 
 def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:

@@ -262,7 +262,7 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
     column["engine"] = np.full(n, float(ENGINES.index("megatron")))
     work = StepWork(**column)
-    head = float((work.vocab * work.hidden / (work.tp * work.parameters))[0])  # in layers
+    head = float((work.vocab * work.hidden / (work.tp * work.multiplied))[0])  # in layers
     split = {pp: _split(int(sizes["layers"]), head, pp) for pp in {c.pp for c in choices}}
     first, middle, last = np.array([split[c.pp] for c in choices], dtype=float).T
     return replace(work, first=first, middle=middle, last=last)

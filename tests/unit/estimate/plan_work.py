@@ -24,7 +24,7 @@ def work(device: str = "h100", type: str = "bf16", fabric: str = "ndr", **over: 
         chunks=1, micro_batch=1, microbatches=8, gpus_per_node=8, zero=0, **recomputed(),
         sequence_parallel=0, flash=1, dropout=0, parallel_block=0,
         overlap_tp=0, overlap_pp=0, overlap_dp=0, scatter_gather=0, graph=0, compiled=0, fp8=0,
-        split=0, experts=1, active_experts=1, ep=1, grad_bytes=4,
+        split=0, grad_bytes=4,
         peak=card.peak[type] * 1e12, peak_attention=card.peak["bf16"] * 1e12,
         memory_bytes=card.memory_gib * 2**30, memory_rate=card.memory_gb_s * 1e9,
         units=card.units, link_rate=card.link_gb_s * 1e9, fabric_rate=FABRICS[fabric] * 1e9,
