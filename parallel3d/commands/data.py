@@ -34,10 +34,11 @@ from parallel3d.host.quotas import available_cores
 from parallel3d.text import si
 
 DATA = "data"
-SMALLEST, LARGEST = 257, 1 << 24  # tokens of a trained tokenizer: 256 bytes and an end of text
+# smallest vocabulary of a trained tokenizer: 256 bytes and an end of text
+SMALLEST, LARGEST = 257, 1 << 24
 DAMAGED = 1  # the exit code
-READ = 1 << 20  # tokens, or lengths, that are read at a time
-SHOWN = 200  # characters of a document that are shown
+READ = 1 << 20  # number of tokens, or lengths, that are read at a time
+SHOWN = 200  # number of characters of a document that are shown
 LINE_EVERY_S = 10
 INPUT = {
     "input": "files, folders, globs or addresses that fsspec knows, joined by commas: jsonl, "
@@ -59,7 +60,7 @@ VERBS = {
             "workers": "processes that tokenize (one per core, within a quota)",
             "text_key": INPUT["text_key"],
             "format": INPUT["format"],
-            "bad": "largest share of rows without a document, which are left out (0.01)",
+            "bad": "largest share of rows without a document that may be left out (0.01)",
         },
         ("input", "to"),
         "parallel3d data tokenize input='dump/*.jsonl.zst' tokenizer=my/tokenizer.json "
@@ -161,7 +162,7 @@ def byte_progress(what: str, total: int) -> Iterator[Callable[[int, str], None]]
             bar.update(task, completed=read, facts=facts)
             if not live and time.monotonic() - logged > LINE_EVERY_S:
                 logged = time.monotonic()
-                # The share is rounded down, so that it is 100 only when all is done.
+                # The percentage is rounded down, so that it is 100 only when all is done.
                 share = 100 * min(read, total) // total
                 print(f"{what} {share} % of {si(total)}B · {facts}", flush=True)
 
@@ -212,12 +213,13 @@ def tokenize_corpus(
 
 
 def _of_tokenizer(to: Path, facts: CorpusFacts) -> list[str]:
-    """Returns sentences on the tokens that begin documents, and on differences to transformers."""
+    """Returns sentences on the tokens that begin documents, and on differences from
+    transformers."""
     tokenizer = open_tokenizer(tokenizer_beside(to, facts), "tokenizer")
     if not isinstance(tokenizer, FileTokenizer):
         return []
     sentences = list(tokenizer.doubts())
-    assert tokenizer.folder is not None  # a corpus has its own copy
+    assert tokenizer.folder is not None  # a corpus keeps a copy of its tokenizer
     if unlike := unlike_theirs(tokenizer, tokenizer.folder):
         sentences.append(unlike)
     if tokenizer.bos:
@@ -257,7 +259,7 @@ def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path
         tokenizer.save(to)
     if tokenizer.vocab_size < vocab_size:
         print_line(
-            f"the text gives {tokenizer.vocab_size:,} tokens, fewer than vocab_size={vocab_size}"
+            f"the text only suffices for {tokenizer.vocab_size:,} tokens of vocab_size={vocab_size}"
         )
     file = to if to.suffix == ".json" else to / TOKENIZER
     print(f"{file}: {tokenizer.vocab_size:,} tokens, from {count.size:,} bytes of text")
@@ -344,7 +346,9 @@ def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokeniz
     print()
     made = digest.hexdigest()
     if tokenizer is not None and largest >= tokenizer.vocab_size:
-        print(f"DAMAGED: it holds token {largest}, the tokenizer has {tokenizer.vocab_size}")
+        print(
+            f"DAMAGED: it holds token {largest}, but the tokenizer has only {tokenizer.vocab_size}"
+        )
         return DAMAGED
     if facts is None:
         print(
@@ -353,7 +357,7 @@ def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokeniz
         )
         return 0
     if (made, corpus.documents, len(corpus)) != (facts.digest, facts.documents, facts.tokens):
-        print(f"DAMAGED: its digest is {made}, it was made with {facts.digest}")
+        print(f"DAMAGED: its digest is {made}, but it was made with {facts.digest}")
         return DAMAGED
     print(f"proved: every byte is as it was made (digest {made})")
     return 0

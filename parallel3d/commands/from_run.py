@@ -97,7 +97,7 @@ def run_on_checkpoint(app: str, config: CommandConfig) -> int:
     try:
         code = run_here(app, config, folder, device)
     finally:
-        if code != 1:  # after a failure it holds the traceback
+        if code != 1:  # it is kept after a failure, since it holds the traceback
             shutil.rmtree(folder, ignore_errors=True)
     return code
 
@@ -114,7 +114,7 @@ def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> Co
     check_vocabulary(tokenizer.vocab_size, run.model.vocab_size, tokenizer.name)
     name = str(own.absolute()) if own.is_dir() else tokenizer.name
     values = {
-        # Experts train under sp alone with tp; decoding has no sequence parallelism in any case.
+        # Training requires sp for experts with tp; decoding never uses sequence parallelism.
         "sp": run.model.num_experts > 0 and config.tp > 1,
         "micro_batch_size": 1,
         "global_batch_size": config.dp or 1,
@@ -127,7 +127,7 @@ def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> Co
 
 
 def _config_there(app: str, runs_dir: str, run: str | None) -> Config:
-    """Returns the configuration of the run. Raises UserError for no run, or one without a
+    """Returns the configuration of the run. Raises UserError if there is no run, or it has no
     configuration."""
     runs = Path(runs_dir)
     if run is None:

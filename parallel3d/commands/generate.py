@@ -64,7 +64,7 @@ def generate(config: CommandConfig, worker: Worker) -> None:
         logits = decoder.logits(tokens)
         token = torch.zeros((), dtype=torch.int64, device=device)
         if groups.is_last_stage and groups.tp.index == 0:
-            assert logits is not None  # the last stage has them
+            assert logits is not None  # only the last stage has logits
             token += sampler.draw(logits[: tokenizer.vocab_size])
         if groups.world.size > 1:
             dist.broadcast(token, src=groups.world.size - groups.tp.size)

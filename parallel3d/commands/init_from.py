@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.trainer import Trainer
 
-# Keys of the model that may differ from the source, which gives all others.
+# Keys of the model that may differ from the source; it determines all others.
 MAY_DIFFER = (
     *("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout"),
     *("init_std",),
@@ -57,7 +57,7 @@ class Source:
     Attributes:
         name: `init_from` with the step of a run.
         folder: the checkpoint's folder, or the Hugging Face folder.
-        model: the keys of its model.
+        model: keys of its model.
         positions: the longest `seq_length` that it allows; None: any.
         tokenizer: name or path of its tokenizer; None: bytes if `has_bytes`, else unknown.
         manifest: the checkpoint's manifest; None for a Hugging Face folder.
@@ -125,7 +125,7 @@ def _of_run(run_dir: Path, step: int | None, name: str) -> Source:
             continue
         return _of_checkpoint(folder, f"{name}@{step_of(folder)}")
     raise UserError(
-        f"init_from={name} has no checkpoint that is whole ({len(folders)} tried); give another "
+        f"init_from={name} has no complete checkpoint ({len(folders)} tried); give another "
         "run, or wait until its folder can be read"
     )
 
@@ -193,15 +193,15 @@ def model_from(
     where: str,
     positions: int | None,
 ) -> ModelConfig:
-    """Returns the source's model, with given keys of `wanted` where these may differ.
+    """Returns the source's model, with those keys of `wanted` that are given and may differ.
 
     Raises UserError for a given key that contradicts the source, or for more than `positions`.
     """
     filled = dataclasses.asdict(source) | source.in_effect
     learned = source.position_embedding == "learned"
-    if not learned:  # there is no table of positions
+    if not learned:  # RoPE has no table of positions
         del filled["max_position_embeddings"]
-    # A table keeps its rows when samples get shorter.
+    # A position table keeps its rows if samples get shorter.
     model = dataclasses.replace(
         source, max_position_embeddings=source.max_positions if learned else None
     )

@@ -65,12 +65,12 @@ class PlanConfig:
 
     RESUME: ClassVar[str] = FREE
     html: str | None = key(
-        None, "plan: file for the whole plan as one page, with pictures", holds=Path
+        None, "plan: file for the whole plan as an HTML page with pictures", holds=Path
     )
     confirm: int = key(
         3,
-        "plan: number of best rows whose memory a dry run confirms; unless this is given, dry runs "
-        "begin within a minute only; 0: none, without torch",
+        "plan: number of best rows whose memory a dry run confirms; by default no dry run begins "
+        "after a minute; 0: none, without torch",
         minimum=0,
     )
 

@@ -81,14 +81,14 @@ from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 from parallel3d.topology.keys import TopologyConfig
 from parallel3d.topology.report import make_report, picture_of
 
-IN_LOG_S = 10.0  # seconds between progress messages: most searches end before the first
+IN_LOG_S = 10.0  # seconds between progress messages; most searches end before the first
 
 
 def progress(
     stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[str], None]:
     """Returns a function that reports the progress of a long search on stderr, every IN_LOG_S."""
-    stream = sys.stderr if stream is None else stream  # None if closed
+    stream = sys.stderr if stream is None else stream  # stderr is None if it is closed
     last = clock()
 
     def tell(where: str) -> None:
@@ -106,18 +106,19 @@ TIMED = (
     "systems' published runs (docs/planner.md)."
 )
 UNTIMED = (
-    "Prices come from datasheets and other systems' published runs: parallel3d was timed on an "
-    "H100 alone, 24 % faster than such a price (docs/planner.md)."
+    "Prices come from datasheets and other systems' published runs: parallel3d was only timed on "
+    "an H100, 24 % faster than such a price (docs/planner.md)."
 )
 
 
-LAYOUT = [f.name for f in fields(LayoutChoice)]  # columns of the table, and keys that may be fixed
+# columns of the table, and keys that the user may fix
+LAYOUT = [f.name for f in fields(LayoutChoice)]
 FIGURES = ("step s", "range", "MFU %", "GiB", "by", "why")
 HEAD = ("#", "tp", "pp", "vpp", "dp", "mb", *LAYOUT[5:], *FIGURES)
 ALIGNED = ">>>>>><<>>>>>><<"
 
 
-DRY_RUN, BOUND = "dry run", "bound"  # sources of a row's memory
+DRY_RUN, BOUND = "dry run", "bound"  # sources of the figure for a row's memory
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Plan:
         sizes: fields of `StepWork` that all layouts share.
         gpus: number of GPUs or ranks.
         reserve_gb: memory of a GPU that must stay free.
-        played: memory of layouts by dry runs (`find_memory`), for each by index along pp.
+        played: memory found by dry runs (`find_memory`): layout → index along pp → memory.
         unplayed: reason why there were fewer dry runs than asked for.
     """
 
@@ -173,8 +174,8 @@ class Plan:
     def cells(self) -> list[list[str]]:
         """Returns the table under HEAD.
 
-        The range of seconds is the one for a GPU, network or engine outside the fit, because no
-        published run used parallel3d. A measured machine has no range.
+        Seconds have the range for a GPU, network or engine outside the fit, because no published
+        run used parallel3d. A measured machine has no range.
         """
         spread = None if self.config.cluster.file else range_of_a_new_place()
         found = []
@@ -248,24 +249,25 @@ HELD = (
 
 # Parts of the busiest GPU's compute, and of a step, by their names in `breakdown` and `StepTime`.
 TIMES = {
-    "matmuls": "GEMMs of the layers, forward and both of the backward",
+    "matmuls": "GEMMs of the layers, one in the forward and two in the backward",
     "attention": "scores, softmax and values, forward and backward",
-    "element-wise": "norms, activations, residuals: bytes through the memory",
-    "recomputed": "forwards that are recomputed, as their results were not kept",
-    "tp collectives": "waits for the other GPUs of a layer, where no GEMM hides them",
-    "head and embedding": "logits, loss and table, where the busiest stage has them",
-    "launches": "the host, where it is slower than the GPU, and gathers of zero=3",
+    "element-wise": "norms, activations, residuals: bound by memory bandwidth",
+    "recomputed": "forwards that are repeated because their results were not kept",
+    "tp collectives": "waits for the other GPUs of a layer that no GEMM hides",
+    "head and embedding": "logits, loss and table, if the busiest stage has them",
+    "launches": "the host, if it is slower than the GPU, and gathers of zero=3",
     "compute": "the busiest GPU computes, with waits inside of its layers",
     "bubble": "waiting for the pipeline to fill and to drain",
-    "messages": "hidden states on their way to the next stage, where nothing hides it",
-    "gradients": "summing gradients over the replicas beyond the backward",
+    "messages": "sending hidden states to the next stage, as far as nothing hides it",
+    "gradients": "summing gradients over replicas, as far as the backward does not hide it",
     "optimizer": "the optimizer's pass over its state",
     "fixed": "the fixed cost of a step",
 }
 
 
 def write_page(plan: Plan, file: str, assumed: Sequence[str], said: str = "") -> None:
-    """Writes a single HTML page, `said` on top. Raises UserError if it cannot be written."""
+    """Writes a single HTML page with `said` at the top. Raises UserError if it cannot be
+    written."""
     title = escape(plan.title)
     priced = (
         "Times come from a model with constants fitted to published runs, memory from "
@@ -377,8 +379,9 @@ def _parts(priced: Priced, index: int) -> dict[str, float]:
     return {part: max(float(getattr(priced.time, part)[index]), 0.0) for part in parts}
 
 
-_MOST_NODES = 1 << 16  # largest cluster that is searched for one that the model would fit
-_STILL = 0.98  # the search ends if twice the nodes need more than this share of a rank's memory
+_MOST_NODES = 1 << 16  # largest cluster that is tried for a model that does not fit
+# the search ends if doubling the nodes leaves more than this share of a rank's memory
+_STILL = 0.98
 
 
 def plan(config: CommandConfig, typed: Sequence[str]) -> int:
@@ -425,9 +428,9 @@ def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:
         return ""
     tokens = si(enough * config.model.seq_length)
     return (
-        f"global_batch_size={batch} was not given, and a run on {gpus:,} GPUs has a larger one, "
-        f"on which the plan depends: give yours; the nearest is global_batch_size={enough}, "
-        f"{tokens}tokens a step."
+        f"global_batch_size={batch} was not given, but runs on {gpus:,} GPUs usually have a "
+        f"larger one, and the plan depends on it: give yours; the nearest is "
+        f"global_batch_size={enough}, {tokens}tokens a step."
     )
 
 
@@ -462,7 +465,7 @@ def searched(
                 "network was measured; the nearest is cluster.nodes=1"
             )
     sizes = sizes_of(config) if file is None else measured_sizes(config, machine, ranks)
-    zeros = (0, 1, 2, 3) if file is None else (0, 1)  # 2 and 3 are priced only roughly
+    zeros = (0, 1, 2, 3) if file is None else (0, 1)  # stages 2 and 3 are only priced roughly
     choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed, zeros))
     if not choices:
         raise UserError(no_layout(config, ranks, fixed))
@@ -494,15 +497,15 @@ def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[Layout
     return found
 
 
-BEGIN_S = 60.0  # no dry run begins later than this
-NO_TORCH = "No dry run confirmed a row, as torch is not installed; plan.confirm=0 asks for none."
+BEGIN_S = 60.0  # seconds after which no dry run begins
+NO_TORCH = "No dry run confirmed a row, because torch is missing; plan.confirm=0 asks for none."
 
 
 def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
-    """Returns the plan with the memory of its best `rows` from dry runs.
+    """Returns the plan with the memory of its best `rows` rows from dry runs.
 
-    The next row replaces one that does not fit or that a run would refuse. No dry run begins after
-    `seconds`. Raises UserError if no row is left.
+    If a row does not fit, or a run would refuse it, the next row takes its place. No dry run begins
+    after `seconds`. Raises UserError if no row is left.
     """
     if importlib.util.find_spec("torch") is None:
         return replace(found, unplayed=NO_TORCH)
@@ -553,7 +556,7 @@ def play(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
 
 
 def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
-    """Raises UserError for fixed values that no layout of `ranks` ranks has."""
+    """Raises UserError for fixed values that no layout of `ranks` ranks can have."""
     name, layers = fixed.get("schedule", "1f1b"), config.model.num_layers
     pp = int(fixed.get("pp", 1))
     if name not in NAMED_SCHEDULES:
@@ -605,7 +608,8 @@ def no_layout(config: Config, gpus: int, fixed: Fixed) -> str:
 
 
 def fits_nowhere(found: Plan, fixed: Fixed) -> str:
-    """Returns the error message for a model that fits no layout: the lack, and what would fit."""
+    """Returns the error message for a model that fits no layout: the missing memory, and the
+    nearest remedy."""
     config, memory = found.config, float(found.sizes["memory_bytes"])
     least = int(np.argmin(found.priced.memory))
     choice, needed = found.priced.choices[least], float(found.priced.memory[least])
@@ -647,13 +651,14 @@ def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str
             more = batch != config.global_batch_size
             return words + (f" global_batch_size={batch}" if more else "")
         needed = min(needed, least)
-        if needed > _STILL * before:  # everything is sharded as far as possible
+        if needed > _STILL * before:  # everything is already sharded as far as possible
             break
     return f"none was found up to {nodes} nodes"
 
 
 def _fewer_layers(config: Config, choice: LayoutChoice, sizes: Mapping[str, float]) -> str:
-    """Returns the end of that message for a measured machine: the most layers that would fit."""
+    """Returns the end of that message for a measured machine: the largest number of layers that
+    fits."""
     machine, step = read(str(config.cluster.file)), choice.pp * choice.vpp
     for layers in range((config.model.num_layers - 1) // step * step, 0, -step):
         smaller = replace(config, model=replace(config.model, num_layers=layers))

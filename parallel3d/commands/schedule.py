@@ -33,7 +33,7 @@ from parallel3d.text import aligned
 from parallel3d.topology.assumptions import check_free, write
 
 MADE_BY = "parallel3d schedule"
-# Memory caps in the table in addition to 1F1B's, if the user gives none.
+# Memory caps in the table, in addition to 1F1B's, if the user gives none.
 MORE_MEMORY = (1.25, 1.5)
 
 
@@ -161,7 +161,7 @@ def _table(found: Shown) -> list[str]:
 
 
 def row_name(row: ScheduleChoice) -> str:
-    """Returns the name of a row's schedule; for auto, also that of the chosen one."""
+    """Returns the name of a row's schedule; for auto, also the name of the chosen one."""
     if not row.why:
         return row.schedule.name
     return "auto" if row.schedule.name == "auto" else f"auto: {row.schedule.name}"

@@ -134,7 +134,8 @@ def take_initial_weights(
     if checkpoints.resumed:
         return {}
     if worker.rank == 0:
-        (worker.run_dir / KEPT_FILE).unlink(missing_ok=True)  # left by a start that saved nothing
+        # an earlier start that saved nothing may have left it
+        (worker.run_dir / KEPT_FILE).unlink(missing_ok=True)
         shutil.rmtree(worker.run_dir / KEPT_FOLDER, ignore_errors=True)
     if config.init_from is None:
         return {}
@@ -167,7 +168,7 @@ def run(
     watchdog, first = worker.watchdog, trainer.steps_done + 1
     assert watchdog is not None
     if worker.rank == 0:
-        (worker.run_dir / REQUEUE).unlink(missing_ok=True)  # left by an earlier start
+        (worker.run_dir / REQUEUE).unlink(missing_ok=True)  # an earlier start may have left it
     if first == 1:
         save_weights(trainer, worker, "weights-initial.safetensors")
     worker.phase = "measuring the peak"

@@ -5,9 +5,9 @@ after every step: loss, gradient norm, and every shard of every rank (replicas a
 They run in fp64, where only a mistake makes a difference, and in the run's own precision; with SGD,
 because Adam hides a wrong gradient scale, and with AdamW.
 
-With experts, the choices of both are compared as well. Below fp64 rounding decides between scores
-that are close, so the layout runs twice: freely, where the flips are counted and only the loss is
-checked coarsely, and with the choices of the single process, where the usual bounds hold.
+With experts, the choices of both are compared as well. Below fp64, rounding decides between close
+scores, so the layout runs twice: once freely, where flips are counted and only the loss is checked,
+coarsely; and once with the choices of the single process, where the usual bounds hold.
 """
 
 from __future__ import annotations
@@ -60,13 +60,15 @@ ROUNDED = Tolerance(1e-5, 1e-4, 1e-4)
 # weight by a whole learning rate, so in precisions below fp64 such differences do not show a
 # mistake.
 ROUNDED_ADAM = Tolerance(1e-5, 1e-4, None)
-# The layout decides which partial sums are rounded to 8 (bf16) or 11 (fp16) bits.
+# Partial sums are rounded to 8 (bf16) or 11 (fp16) bits, and which sums these are depends on the
+# layout.
 COARSE = Tolerance(1e-2, 1e-1, None)
 
 # A flipped choice sends a token through another expert, which changes its loss, and the gradients
 # of both experts.
 FLIPPED = Tolerance(1e-2, math.inf, None)
-UNDECIDED = 1e-9  # scores that are closer have no order in fp64 that every layout must keep
+# layouts may disagree, even in fp64, about the order of scores that are closer than this
+UNDECIDED = 1e-9
 
 SGD = OptimConfig(name="sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0, lr_decay_style="constant")
 
@@ -84,10 +86,10 @@ class Comparison(NamedTuple):
 
     Attributes:
         worst: the shard that differs most.
-        failure: what differs beyond the tolerance, as a sentence; None: nothing.
-        flips: how the choices of experts differ; None without experts.
+        failure: a sentence on differences beyond the tolerance; None: there are none.
+        flips: differences in the choices of experts; None without experts.
         replays: the layout used the choices of the single process.
-        is_undecided: `failure` is a choice of experts that rounding decides.
+        is_undecided: `failure` is a choice of experts that is up to rounding.
     """
 
     precision: str
@@ -103,7 +105,8 @@ class Comparison(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A training to compare; `replays`: the layout uses the single process's choices of experts."""
+    """A training run to compare; `replays`: the layout uses the single process's choices of
+    experts."""
 
     config: Config
     tolerance: Tolerance
@@ -117,8 +120,7 @@ def verify_command(config: CommandConfig, worker: Worker) -> int:
 
 def verify(config: Config, worker: Worker, steps: int = VerifyConfig().steps) -> int:
     """Runs all comparisons, `steps` steps each; returns 0 if the layout is exact, else 1.
-    Collective.
-    """
+    Collective."""
     console = Console(stderr=False) if worker.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
     sources = corpus.sources(config.model, config.data, config.seed)
@@ -189,7 +191,7 @@ def report(layout: Layout, sp: bool, rows: list[Comparison], failure: str | None
 def variants(config: Config, steps: int) -> Iterator[Variant]:
     """Yields the config in fp64 and in its own precision, with SGD and with AdamW; with experts
     below fp64 twice, with free and with replayed choices."""
-    own = dataclasses.replace(  # keeps the learning rates of the real run's first steps
+    own = dataclasses.replace(  # so that learning rates are those of the real run's first steps
         config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train_steps
     )
     optimizers = {"sgd": SGD, "adamw": OptimConfig(lr_decay_style="constant"), own.name: own}
@@ -232,7 +234,7 @@ def compare(
         expected = result = StepResult(0, 0.0, 0.0, 0.0, 0)
         found_flips = None
         if step:
-            theirs = _watched(trainer)  # a rank without the single process receives its choices
+            theirs = _watched(trainer)  # ranks without the single process receive its choices
             if single is not None:
                 theirs = _watched(single)
                 expected = single.train_step()
@@ -243,7 +245,8 @@ def compare(
             if ours is not None and theirs is not None:
                 of_all_ranks = ours.gathered(groups.world)
                 found_flips = None if single is None else flips(of_all_ranks, theirs)
-        trainer.data_parallel.wait_for_all_gathers()  # zero=1 overlaps these with the next forward
+        # with zero=1 the parameters' all-gather overlaps with the next forward
+        trainer.data_parallel.wait_for_all_gathers()
         shards = gather_shards(trainer.parameters.values(), groups)
         differs = False
         if single is not None:
@@ -266,7 +269,7 @@ def compare(
 
 
 def _watched(trainer: Trainer) -> Choices | None:
-    """Returns what records the choices of the trainer's next step; None without experts."""
+    """Returns a record for the choices of the trainer's next step; None without experts."""
     balance, config = trainer.balance, trainer.config
     if balance is None:
         return None
@@ -281,8 +284,8 @@ def _watched(trainer: Trainer) -> Choices | None:
 
 
 def _undecided(step: int, found: Flips) -> str | None:
-    """Returns the sentence on choices that differ in fp64 only where scores are equal but for
-    rounding; None if none do, or others too."""
+    """Returns a sentence if choices differ in fp64, but only where scores are equal up to rounding;
+    else None."""
     if found.first is None or found.first[3] >= UNDECIDED:
         return None
     layer, sample, position, margin = found.first
@@ -293,7 +296,8 @@ def _undecided(step: int, found: Flips) -> str | None:
 
 
 def _judged_choices(step: int, found: Flips, failure: str | None) -> str | None:
-    """Returns what differs in fp64, given the differences of choices and of everything else."""
+    """Returns a sentence on the differences in fp64, given those in choices and those in everything
+    else."""
     if found.first is None:
         return failure
     layer, sample, position, margin = found.first
@@ -307,9 +311,9 @@ def differences(
 ) -> list[ShardDifference]:
     """Compares every shard of every rank with the single process's tensor; NaN counts as inf.
 
-    A parameter's scale is its largest value, but at least the std of initial weights, as the bias
-    of the keys has no gradient (softmax cancels it) and holds rounding noise. The result is in the
-    order of the model's parameters, then of the ranks.
+    A parameter's scale is its largest value, but at least the std of initial weights: the bias of
+    the keys has no gradient (softmax cancels it) and only holds rounding noise. The result is in
+    the order of the model's parameters, then of the ranks.
     """
     found = []
     for rank, spec, values in shards:
@@ -338,7 +342,7 @@ def judge(
     parts = []
     for name, limit in (("loss", tolerance.loss), ("grad_norm", tolerance.grad_norm)):
         a, b = getattr(layout, name), getattr(single, name)
-        if a is None and b is None:  # neither found a token to learn from
+        if a is None and b is None:  # both are NaN: neither found a token to learn from
             continue
         if a is None or b is None:
             parts.append(f"{name} is {a} under the layout and {b} in one process")

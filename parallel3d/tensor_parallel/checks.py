@@ -19,7 +19,7 @@ WITH_SP = "(as sp=true) model.seq_length"
 
 
 def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:
-    """Returns the sizes that tp must divide, by what they are called in a sentence.
+    """Returns the sizes that tp must divide, by the names that sentences use for them.
 
     Context parallelism pads the sequence (`Config.padded_seq_length`).
     """
@@ -54,7 +54,7 @@ def check_tensor_parallel(model: ModelConfig, chunks: int, *, tp: int, cp: int, 
         wrong.append(f"model.num_query_groups={model.kv_heads} (or be a multiple of it)")
     if wrong:
         fits = _tp_splits(model, sizes.values())
-        close = closest(tp, fits, min(sizes.values())) or 1  # 1 splits everything
+        close = closest(tp, fits, min(sizes.values())) or 1  # tp=1 divides everything
         other = {
             WITH_SP: f", or model.seq_length={nearest_multiple(model.seq_length, tp)}",
             PADDED: f", or model.vocab_multiple={math.lcm(model.vocab_multiple, tp)}",

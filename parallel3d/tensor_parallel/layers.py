@@ -91,7 +91,7 @@ class ShardedModule(nn.Module, ABC):
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Describes the parameter, as `assign=True` and FSDP2 register new ones."""
+        """Describes the parameter again, because `assign=True` and FSDP2 register new ones."""
         super().register_parameter(name, param)
         self._describe()
 
@@ -140,11 +140,11 @@ class ShardedModule(nn.Module, ABC):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        # For buffers that the caller has added.
+        # This handles buffers that the caller has added.
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for key, spec in self._held(self.group.index).items():
             parameter = self.get_parameter(key)
-            # Modules of `fully_shard` give DTensors in any case, like other modules.
+            # Modules under `fully_shard` always give DTensors, like other modules.
             if self.gathers_state and not hasattr(parameter, "placements"):
                 destination[prefix + key] = self._full(key, parameter, keep_vars)
             else:
@@ -375,7 +375,7 @@ class RowParallelLinear(ShardedModule):
 
     Args:
         sequence_parallel: the results are reduce-scattered along the sequence.
-        chunks: number of pieces in which they are.
+        chunks: number of pieces in which the sequence is reduce-scattered.
         sum_partial_gradients: under sequence parallelism, all-reduce the gradient of the bias,
             since each rank has its own tokens' share; False: `optim.all_reduce_layernorm_grads`
             does it for all layers at once.

@@ -90,7 +90,7 @@ compiled_linear = operator(
     kept="",
 )
 
-# The same for a layer whose weight is frozen: its backward needs no input.
+# The same for a layer with a frozen weight, whose backward needs no input.
 compiled_frozen_linear = operator(
     "frozen_linear",
     "Tensor x",
@@ -329,8 +329,8 @@ class _Linear(torch.autograd.Function):
     """Runs the communication and the GEMM of a column- or row-parallel layer in one node.
 
     With two nodes, autograd would finish the reduction of the input gradient before it starts the
-    weight gradient. `kept`: the `_Keep` node that saved x, or []. The input gradient needs the
-    weight alone, so with a frozen weight nothing is saved.
+    weight gradient. `kept`: the `_Keep` node that saved x, or []. The input gradient only needs the
+    weight, so with a frozen weight nothing is saved.
     """
 
     @staticmethod
@@ -365,7 +365,7 @@ class _Linear(torch.autograd.Function):
             # gradient.
             x = x.detach()
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.trains_bias else None
-        # Data, and the result of frozen layers alone, has no gradient.
+        # Data, and the result of layers that are all frozen, has no gradient.
         of_x = ctx.needs_input_grad[1]
         gradients: tuple[Tensor | None, Tensor | None] = (None, None)
         if of_x or x is not None:

@@ -107,7 +107,7 @@ def logits_to_gradient(
     scale: float,
     cap: float | None,
 ) -> None:
-    """Overwrites products with their gradient: that of the logits, `of_softmax`·softmax +
+    """Overwrites products with their gradient: the gradient of the logits, `of_softmax`·softmax +
     `at_target` at the label − `spread`, times the logits' slope.
 
     Columns from `real` on become 0. Shapes: `logits` (tokens, columns), the others (tokens, 1).
@@ -308,8 +308,8 @@ class HeadLoss:
         """Returns the sum of the unmasked losses and, with `loss_scale`, the gradients of x and,
         without a bucket, of the table.
 
-        `of_x`, `of_table`: whether they have a gradient: not a frozen table, nor the result of
-        frozen layers.
+        `of_x`, `of_table`: whether x and the table have a gradient; a frozen table and the result
+        of frozen layers have none.
         """
         group, sp = self.group, self.sp and self.group.size > 1
         full = all_gather_sequence(x, group) if sp else x
@@ -333,7 +333,7 @@ class HeadLoss:
             grad = self._write_losses(losses[chunk], tokens[chunk], table, labels[chunk]).gradient(
                 factor[chunk]
             )
-            if grad.shape[1] > rows:  # the columns of all ranks were gathered
+            if grad.shape[1] > rows:  # the logits of all ranks were gathered
                 grad = grad.narrow(1, rows * group.index, rows)
             if grad_x is not None and accelerator.is_on_accelerator(grad):
                 torch.mm(grad, table, out=grad_x[chunk])

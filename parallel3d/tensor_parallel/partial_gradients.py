@@ -1,4 +1,4 @@
-"""Sums gradients that are split in parts over tp, or over the first and the last stage."""
+"""Sums gradients whose parts are on the ranks of tp, or on the first and the last stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel3d.tensor_parallel.mappings import sum_over_replicas
 
 
 def is_partial(spec: ParameterSpec, shard: ShardSpec, sp: bool) -> bool:
-    """Returns whether ranks that hold copies of a shard have only a part each of its gradient.
+    """Returns whether each rank that holds a copy of a shard has only a part of its gradient.
 
     `sp`: sequence parallelism is on, over several ranks.
     """
@@ -24,8 +24,8 @@ def is_partial(spec: ParameterSpec, shard: ShardSpec, sp: bool) -> bool:
 def all_reduce_layernorm_grads(segments: list[Segment], tp: Group) -> None:
     """All-reduces the gradients of replicated parameters over tp, under sequence parallelism.
 
-    Norms, biases after row-parallel layers and position embeddings have seen this rank's tokens
-    alone (Korthikanti et al. 2022 §4.2.2). One all-reduce serves all of them.
+    Norms, biases after row-parallel layers and position embeddings have only seen this rank's
+    tokens (Korthikanti et al. 2022 §4.2.2). One all-reduce serves all of them.
     """
     partial = [s.grad for s in segments if s.spec.replicated]
     if tp.size == 1 or not partial:
@@ -53,8 +53,8 @@ def all_reduce_embedding_grads(table_grad: Tensor | None, embedding: Group) -> N
     """All-reduces the gradient of a tied table over the first and the last stage, as Megatron-LM
     does."""
     if table_grad is not None and embedding.size > 1:
-        # A small sum first absorbs the wait for the other stage, so that the time of the second one
-        # is communication alone.
+        # A small all-reduce first absorbs the wait for the other stage, so that the time of the
+        # second one is only communication.
         number = torch.zeros(1, dtype=torch.float64, device=table_grad.device)
         collectives.all_reduce_few(number, embedding)
         collectives.all_reduce(table_grad, embedding)

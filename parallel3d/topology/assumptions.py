@@ -14,7 +14,8 @@ from parallel3d.config.fields import AnyConfig, show
 from parallel3d.config.schema import ModelConfig, conf_dir
 from parallel3d.errors import UserError
 
-MODEL = "llama3_70b"  # assumed if none is given: the default model has too few layers to show
+# assumed if no model is given, because the default model has too few layers to be instructive
+MODEL = "llama3_70b"
 MICROBATCHES_PER_STAGE = 4  # the bubble of 1F1B is then less than a quarter of a step
 
 
@@ -64,8 +65,8 @@ def read_given(key: str, name: str) -> str:
 def check_free(name: str, wanted: str | None, mark: str | None, made_by: str) -> None:
     """Raises UserError if `wanted`, the value of key `name`, cannot or must not be written.
 
-    A file with `mark` in its first 1,000 characters was written by the command `made_by` and is
-    overwritten; with a mark of None no file is.
+    A file with `mark` in its first 1,000 characters was written by the command `made_by` and may be
+    overwritten; if `mark` is None, no file may be.
     """
     if wanted is None:
         return

@@ -60,7 +60,7 @@ from parallel3d.parameters.slices import STATE
 from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER
 from parallel3d.versions import TRIED, newer, parts
 
-BYTES = "its tokens are bytes, and token 256 ends a text"
+BYTES = "its tokens are bytes, and token 256 ends texts"
 NO_TOKENIZER = "without a tokenizer, like the folder that it was imported from"
 LARGEST_KEPT = 1 << 20  # bytes
 OWNER = "tokenizer"  # key of its digest in `KEPT_FILE`
@@ -79,15 +79,15 @@ def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
 def write_kept(
     run_dir: Path, kept: Mapping[str, Any], tokenizer: Tokenizer | None, *, own: bool
 ) -> None:
-    """Writes `kept_keys` into the run's folder. `own`: the run has the folder's own tokenizer, or
-    none."""
+    """Writes `kept_keys` into the run's folder. `own`: the run has the Hugging Face folder's
+    tokenizer, or none."""
     about = {OWNER: None if tokenizer is None else tokenizer.digest} if own else {}
     write_durably(run_dir / KEPT_FILE, f"{json.dumps({**kept, **about}, indent=2)}\n".encode())
 
 
 def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Reads what `write_kept` wrote; special tokens only if they belong to this tokenizer. Raises
-    UserError."""
+    """Reads the result of `write_kept`; special tokens only if they belong to this tokenizer.
+    Raises UserError."""
     content = _read_kept(run_dir)
     kept = kept_keys(content)
     same = OWNER in content and content[OWNER] == (None if tokenizer is None else tokenizer.digest)
@@ -115,8 +115,8 @@ def _read_kept(run_dir: Path) -> dict[str, Any]:
 
 
 def tokenizer_to_import(folder: Path, given: str | None, vocab_size: int) -> Tokenizer | None:
-    """Returns the `given` tokenizer, else that of the folder, else None. Raises UserError unless it
-    fits a vocabulary of `vocab_size`."""
+    """Returns the `given` tokenizer, else the folder's, else None. Raises UserError unless it fits
+    a vocabulary of `vocab_size`."""
     found: Tokenizer
     if given is not None:
         found = open_tokenizer(given)
@@ -133,7 +133,7 @@ def tokenizer_to_import(folder: Path, given: str | None, vocab_size: int) -> Tok
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer | None:
-    """Returns the tokenizer that lies in a Hugging Face folder. Raises UserError."""
+    """Returns the tokenizer in a Hugging Face folder. Raises UserError."""
     if not (folder / TOKENIZER).is_file():
         return None
     read = FileTokenizer.read(str(folder), folder / TOKENIZER, "from")
@@ -153,8 +153,8 @@ def describe_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
 
 TRANSFORMERS = "transformers"
 LONGEST = 256  # tokens
-# Share of the largest logit. Two implementations of a model differ by some 1e-6 in fp32, the most
-# similar two models (gelu and its tanh approximation) by some 1e-3.
+# Tolerance, relative to the largest logit. Two implementations of a model differ by some 1e-6 in
+# fp32, and the two most similar models (gelu and its tanh approximation) by some 1e-3.
 TOLERANCE = 1e-4
 
 
@@ -198,7 +198,8 @@ def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
 
 
 def their_logits(folder: Path, tokens: Tensor, *, wrapped: bool = False) -> Tensor:
-    """Returns (b, s, vocab_size) of transformers' model. Raises UserError if it has none."""
+    """Returns the logits (b, s, vocab_size) of transformers' model. Raises UserError if it
+    fails."""
     import transformers
 
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
@@ -221,11 +222,11 @@ def their_logits(folder: Path, tokens: Tensor, *, wrapped: bool = False) -> Tens
             if not logits.isfinite().all():
                 raise ValueError("its logits are not finite")
             return logits
-    except Exception as error:  # of any kind, as the folder is untrusted
+    except Exception as error:  # any kind of error is possible, because the folder is untrusted
         text = str(error).strip() or type(error).__name__
         raise UserError(
             f"from={folder}: transformers {version(TRANSFORMERS)} does not load or run it "
-            f"({plain(' '.join(text.split()))}); prove=false imports it without proof"
+            f"({plain(' '.join(text.split()))}); prove=false imports it without this test"
         ) from None
 
 
@@ -238,7 +239,7 @@ def compare(folder: Path, ours: Tensor, theirs: Tensor) -> str:
         raise UserError(
             f"from={folder}: the logits of {count} tokens differ from those of {name} by up to "
             f"{difference:.3g}, and the largest is {largest:.3g}: nothing is imported; "
-            "prove=false imports it without proof"
+            "prove=false imports it without this test"
         )
     return (
         f"proven: the logits of {count} tokens equal those of {name} within {difference:.1e}; the "
@@ -263,7 +264,7 @@ def export_run(
         weights: one of `KINDS`.
 
     Raises:
-        UserError: no such checkpoint, a damaged one, a model that neither format can express.
+        UserError: no such checkpoint, a damaged one, or a model that no format can express.
     """
     folder = find_checkpoint(runs_dir, run, step)
     where = title(folder)
@@ -334,8 +335,8 @@ def import_run(
         prove: compare the run's logits with transformers'; None: if this machine can.
 
     Raises:
-        UserError: a folder that our model cannot express or that is incomplete, an override that
-            contradicts it, a name that is taken, a proof that fails or is impossible.
+        UserError: a folder that is incomplete or that our model cannot express, an override that
+            contradicts it, a name that is taken, or a comparison that fails or is impossible.
     """
     source = read_hf_config(folder)
     config = _configuration(folder, run, runs_dir, source.keys, overrides)
@@ -379,7 +380,8 @@ def _prove(
     if sentence := newer((TRANSFORMERS,)):
         print_line(sentence)
     tokens = some_tokens(model)
-    theirs = their_logits(folder, tokens, wrapped=source.wrapped)  # it is freed before ours is made
+    # transformers' model is freed before ours is made
+    theirs = their_logits(folder, tokens, wrapped=source.wrapped)
     stage = blank_model(model, dtype)
     read_state(run_dir / CHECKPOINTS / step_folder(0), state_of(stage))
     return compare(folder, our_logits(stage, model, tokens), theirs)

@@ -168,7 +168,7 @@ def _losses(path: Path) -> dict[int, str]:
     except OSError as error:
         _log_unreadable(path, error)
         return {}
-    for line in lines:  # some are a header, an evaluation, or torn
+    for line in lines:  # other lines are a header, an evaluation, or torn
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(line)
             found[record["step"]] = f"{record['loss']:.4f}"
@@ -180,6 +180,6 @@ def _log_unreadable(path: Path, error: OSError) -> None:
 
 
 def table(headings: Sequence[str], rows: list[dict[str, str]], right: Sequence[str]) -> str:
-    """Aligns rows under their headings; the columns `right` to the right."""
+    """Aligns rows under their headings; columns in `right` are right-aligned."""
     cells = [list(headings), *([plain(row[h]) for h in headings] for row in rows)]
     return "\n".join(aligned(cells, ["<>"[heading in right] for heading in headings]))

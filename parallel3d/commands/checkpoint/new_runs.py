@@ -58,7 +58,7 @@ from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER, check_run, filled_d
 
 METRICS = "metrics.jsonl"
 USUAL_SHARE = 0.1  # length of the proposed cooldown, as a share of the steps so far
-AT_ONCE = 1 << 25  # elements of full tensors that are in memory at a time
+AT_ONCE = 1 << 25  # maximum number of elements of full tensors in memory at a time
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def _copy_tokenizer(old: Path, new: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Links a file of a checkpoint, as these never change; copies it where links are refused."""
+    """Links a file of a checkpoint, which never changes; copies it where links are refused."""
     try:
         os.link(source, target)
     except OSError:
@@ -177,14 +177,14 @@ def _chosen(runs_dir: Path, run: str, last: int | None, steps: list[int] | None)
     assert last is not None
     if last > len(folders):
         raise UserError(
-            f"last={last} must be at most {len(folders)}, the checkpoints that run={run} has "
-            f"(checkpoint.keep says how many stay); the nearest is last={len(folders)}"
+            f"last={last} must be at most {len(folders)}, the number of checkpoints that run={run} "
+            f"has (checkpoint.keep decides how many stay); the nearest is last={len(folders)}"
         )
     return folders[:last][::-1]
 
 
 def _means(folders: list[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and mean of each full parameter, and of states that are not stepped."""
+    """Yields name and mean of each full parameter, and of each state that is not stepped."""
     with damage_refused(title(folders[0])):
         found = stored_shapes(folders[0])
     kept = (f"{PARAMETER}/", f"{STATE}/")

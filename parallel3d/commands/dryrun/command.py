@@ -63,7 +63,7 @@ def dryrun(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
 def assumed_cluster(
     own: ClusterConfig, typed: Sequence[str] | None
 ) -> tuple[ClusterConfig, list[str]]:
-    """Returns a cluster of GPUs in place of `own` if none was chosen, and that choice as an
+    """Returns a cluster of GPUs instead of `own` if the user chose none, and that choice as an
     override."""
     keys = {"cluster"} if typed is None else chosen_keys(typed)
     chosen = any(k in ("cluster", "experiment") or k.startswith("cluster.") for k in keys)
@@ -103,7 +103,7 @@ def _settled(config: Config) -> tuple[Config, RankMapping | None]:
     """Checks a configuration, and resolves the style of context parallelism and, where groups of dp
     depend on it, the rank mapping."""
     config = check_config(config, own_samples=True)
-    # The steps of an epoch are unknown without data, and a dry run plays only two steps.
+    # The number of steps in an epoch is unknown without data, and a dry run needs only two steps.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=None))
     placement = None
     if config.ddp.hierarchical:

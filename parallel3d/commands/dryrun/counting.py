@@ -1,7 +1,8 @@
-"""Runs one rank of a world without its peers, on a device whose tensors have no values, and counts
-what it does in a step: memory by kind, kernels, FLOPs, collectives, host waits.
+"""Runs one rank without its peers, on a device whose tensors have no values, and counts the memory
+by kind, kernels, FLOPs, collectives and host waits of a step.
 
-With `compile=true` the blocks run eager: TorchInductor needs the GPU that it compiles for.
+With `compile=true` the blocks run in eager mode, because TorchInductor needs the GPU for which it
+compiles.
 """
 
 from __future__ import annotations
@@ -51,14 +52,16 @@ from parallel3d.trainer import Trainer
 # step of llama_1b on one H100, micro-batch 8, in bf16 (docs/gpu.md), where power bounds the clock.
 _H100 = DEVICES["h100"]
 SHARES = {
-    "gemm_layers": 757 / _H100.peak["bf16"],  # a square GEMM of 8192, alone, reaches 795 TFLOP/s
+    # a square GEMM of size 8192 reaches 795 TFLOP/s by itself
+    "gemm_layers": 757 / _H100.peak["bf16"],
     "gemm_head": 771 / _H100.peak["bf16"],
-    "optimizer": 757 / _H100.peak["bf16"],  # Muon's products are of the layers' sizes
+    "optimizer": 757 / _H100.peak["bf16"],  # Muon's products have the sizes of the layers' GEMMs
 }
-# Causal attention by cuDNN, forward and backward, of the FLOPs computed. Alone: 399 TFLOP/s with
-# heads of 64 and 507 with heads of 128, and a training step reaches the same fraction of both.
+# Causal attention by cuDNN, forward and backward, counting computed FLOPs. By itself it reaches 399
+# TFLOP/s with heads of 64 dimensions and 507 with 128; a training step reaches the same fraction of
+# both.
 NARROW = 64
-ATTENTION_NARROW = 333 / _H100.peak["bf16"]  # heads up to 64
+ATTENTION_NARROW = 333 / _H100.peak["bf16"]  # heads of up to 64 dimensions
 ATTENTION_WIDE = 333 * 507 / 399 / _H100.peak["bf16"]
 BANDWIDTH = 2500 / _H100.memory_gb_s  # element-wise kernels, all together
 
@@ -130,7 +133,7 @@ COLLECTIVES = {  # the simulated device's names, and those of `bus_factor`
 }
 aten = torch.ops.aten
 _ALIKE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
-# FLOPs of products of groups, whose rows all belong to a group.
+# FLOPs of grouped products; every row belongs to a group.
 GROUPED: dict[Any, Callable[..., float]] = {
     torch.ops.parallel3d.grouped_matmul: lambda ends, rows, matrices: (
         2.0 * rows.shape[0] * matrices.shape[1] * matrices.shape[2]
@@ -157,21 +160,22 @@ class Counts(Counter[tuple[str, str]]):
 
 
 def _keys_seen(queries: int, keys: int, causal: bool, window: int | None) -> float:
-    """Returns the mean number of keys that a query of a kernel computes with.
+    """Returns the mean number of keys with which a kernel computes per query.
 
-    A causal kernel skips the blocks above the diagonal, which ends at the last key; a window also
-    those far below it.
+    A causal kernel skips the blocks above the diagonal, which ends at the last key; with a window
+    it also skips those far below.
     """
     if window is None or window > keys:
         return keys - causal * queries / 2
-    lacking = max(0, window - 1 - (keys - queries))  # the first query's keys before the sequence
+    # keys that the first queries' windows have before the sequence
+    lacking = max(0, window - 1 - (keys - queries))
     return window - lacking * (lacking + 1) / (2 * queries)
 
 
 class StepCounter(Observer):
     """Counts while it is one of the machine's observers.
 
-    Memory that is allocated and freed inside of one kernel does not count: registers.
+    Memory that is allocated and freed inside one kernel stands for registers and does not count.
 
     Args:
         tf32: fp32 matmuls run in tf32.
@@ -188,7 +192,8 @@ class StepCounter(Observer):
         self.names: Mapping[Any, str] = {}  # process group → name
         self.counting, self.building = False, True
         self.live = dict.fromkeys(KINDS, 0)
-        self.held: dict[int, tuple[int, str]] = {}  # id of memory in a kernel → bytes, kind
+        # id of memory allocated in the running kernel → bytes, kind
+        self.held: dict[int, tuple[int, str]] = {}
         self.known: set[int] = set()  # ids of memory allocated since this counter exists
         self._reset()
 
@@ -199,7 +204,7 @@ class StepCounter(Observer):
         self._compare()
 
     def start(self) -> None:
-        """Starts to count a step; a new peak begins with the live memory."""
+        """Starts to count a step; the new peak begins at the live memory."""
         self._reset()
         self.counting = True
 
@@ -232,7 +237,7 @@ class StepCounter(Observer):
             self.live[block.label or "buffers"] -= block.nbytes
 
     def _settle(self) -> None:
-        """Counts the held memory that outlives the kernel that has just ended."""
+        """Counts the memory that has outlived the kernel in which it was allocated."""
         if self.held:
             self.machine.collect()
             held, self.held = self.held, {}
@@ -241,7 +246,8 @@ class StepCounter(Observer):
             self._compare()
 
     def _label(self, tensors: Iterable[Tensor], kind: str, keep: Collection[str] = ()) -> None:
-        """Counts the memory of these tensors as `kind` from now on, unless it is one of `keep`."""
+        """Counts the memory of these tensors as `kind` from now on, unless its kind is in
+        `keep`."""
         for tensor in tensors:
             local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.numel() == 0:
@@ -275,7 +281,8 @@ class StepCounter(Observer):
         if not self.counting:
             return
         nbytes = kernel.nbytes
-        if kernel.name in COPIES and part_of_step() == OFFLOAD:  # on a stream of their own
+        # copies run on a stream of their own
+        if kernel.name in COPIES and part_of_step() == OFFLOAD:
             self.counts["copied", kernel.name] += nbytes
             return
         part, flops, dtype, head_dim = self._sort(kernel)
@@ -285,7 +292,8 @@ class StepCounter(Observer):
             self.counts[what, part] += number  # type: ignore[assignment]
 
     def _sort(self, kernel: Kernel) -> tuple[str, float, str, int]:
-        """Returns the part of the step, FLOPs, their type, and the width of attention's heads."""
+        """Returns the part of the step, the FLOPs, their type, and the width of attention's
+        heads."""
         if kernel.name in COLLECTIVES and kernel.call is None:
             return COMMUNICATION, 0.0, "", 0
         if kernel.name in COPIES:
@@ -315,7 +323,8 @@ class StepCounter(Observer):
     def collective(self, name: str, group: Any, tensor: Tensor) -> None:
         if self.counting:
             kind, size = self.names.get(group, group.description or "world"), group.size()
-            whole = tensor.nbytes * (size if name == "all_gather" else 1)  # `tensor` is an input
+            # `tensor` is an input, not a result
+            whole = tensor.nbytes * (size if name == "all_gather" else 1)
             self.counts["sent", kind] += whole * bus_factor(COLLECTIVES.get(name, "barrier"), size)
             self.counts["calls", kind] += 1
 
@@ -324,10 +333,10 @@ class StepCounter(Observer):
             self.counts["waits", f"{why} ({caller()})"] += 1
 
 
-# The call stack decides where in the program a kernel is launched or memory is allocated: its
-# innermost frame in one of these files. (Part of a file's path, function or None for any, part of
-# the step, kind of memory, phase); the first that matches counts, and where it has None the caller
-# decides. A backward of autograd has no frame of ours: it belongs to the blocks.
+# The innermost frame of the call stack in one of these files tells where in the program a kernel is
+# launched or memory is allocated. Rows are (part of a file's path, function or None for any, part
+# of the step, kind of memory, phase). The first match counts; where it has None, the caller
+# decides. A backward of autograd has no frame of ours and belongs to the blocks.
 _LOSS, _DATA_PARALLEL = "/parallel3d/tensor_parallel/loss.py", "/parallel3d/data_parallel/"
 _EXECUTOR, _FSDP = "/parallel3d/pipeline/executor.py", "/torch/distributed/fsdp/"
 _FSDP_PARAM = f"{_FSDP}_fully_shard/_fsdp_param.py"
@@ -338,7 +347,8 @@ _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] 
     ("/parallel3d/tensor_parallel/mappings.py", None, None, "activations", None),
     ("/parallel3d/tensor_parallel/partial_gradients.py", None, OPTIMIZER, "buffers", "optimizer"),
     ("/parallel3d/tensor_parallel/", None, BLOCKS, "activations", None),
-    ("/parallel3d/parameters/gradients.py", None, None, "buffers", None),  # matmuls to be added
+    # results of matmuls that are added to gradients
+    ("/parallel3d/parameters/gradients.py", None, None, "buffers", None),
     ("/parallel3d/experts/gradients.py", None, BLOCKS, "buffers", None),
     ("/parallel3d/models/embedding_and_head.py", None, OTHER, "activations", None),
     ("/parallel3d/models/", None, BLOCKS, "activations", None),
@@ -381,12 +391,13 @@ def _innermost(column: int) -> str | None:
 
 
 def part_of_step() -> str:
-    """Returns blocks, loss, optimizer, sharding (FSDP2's copies) or other."""
+    """Returns the part of the step: blocks, loss, optimizer, sharding (FSDP2's copies) or other."""
     return _innermost(0) or BLOCKS
 
 
 def kind_of_memory() -> str:
-    """Returns activations, logits, buffers, or FSDP2's parameters and gradients."""
+    """Returns the kind of memory: activations, logits, buffers, or FSDP2's parameters and
+    gradients."""
     return _innermost(1) or "activations"
 
 
@@ -411,11 +422,11 @@ def caller() -> str:
     return "?"
 
 
-MORE = 1  # micro-batches beyond those that fill the pipeline; more do not change the peak
+MORE = 1  # number of micro-batches after the pipeline is full; more do not change the peak
 
 
 class Zeros:
-    """Samples of one token, all unmasked."""
+    """Samples of one repeated token, all unmasked."""
 
     masks = False
 
@@ -459,20 +470,20 @@ def dry_step(
             config = dataclasses.replace(config, train=train, compile=False)
             zeros = Zeros(config.model.seq_length)
             device = torch.device(TYPE, 0)
-            # No local variable keeps the trainer alive after its step.
+            # A local variable would keep the trainer alive after its step.
             return _step(Trainer(config, groups, device, train_source=zeros), counter, memory_only)
     finally:
         machine.observers.remove(counter)
         gc.collect()
         machine.collect()
-        machine.forget()  # each dry run has its own streams, and every wait visits all of them
+        machine.forget()  # each dry run adds streams, and every wait visits all streams
 
 
 @contextmanager
 def _world_of(rank: int, size: int) -> Iterator[bool]:
-    """Makes this process a rank of a world without its other ranks; yields False for a rank that is
-    alone."""
-    device = torch.device(TYPE, 0)  # torch knows its name once it is enabled
+    """Makes this process a rank of a world whose other ranks do not exist; yields False if the
+    world is one rank."""
+    device = torch.device(TYPE, 0)  # torch only knows the device's name once it is enabled
     accelerator.make_current(device)
     if size == 1:
         yield False
@@ -536,7 +547,8 @@ def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str
 
 
 def _memory(trainer: Trainer, counter: StepCounter, start_peak: int) -> dict[str, Any]:
-    """Returns the rank with its stages, and its memory at the peak of the last step and after."""
+    """Returns the rank with its stages, its memory at the peak of the last step, and after the
+    step."""
     counter.machine.collect()
     assignment, offload = trainer.schedule.assignment, trainer.executor.offload
     stage = trainer.groups.coordinates.pp
@@ -555,11 +567,11 @@ def _memory(trainer: Trainer, counter: StepCounter, start_peak: int) -> dict[str
 
 
 def _fewest(blueprint: Blueprint, index: int) -> int:
-    """Returns the fewest micro-batches that keep as many activations on rank `index` as all, with
-    as many weight gradients deferred."""
+    """Returns the smallest number of micro-batches with the same peaks of live activations and
+    deferred weight gradients on rank `index` as in the whole step."""
     count, name = blueprint.microbatches, blueprint.pipeline.name
     if name in ("gpipe", "auto", "file"):
-        return count  # memory grows with each, or the orders depend on their number
+        return count  # memory grows with each micro-batch, or the order depends on their number
 
     def most(microbatches: int) -> tuple[dict[tuple[Any, ...], float], float]:
         held: dict[tuple[Any, ...], float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""Scores the rows of `parallel3d eval` on every rank; the layout changes nothing but rounding."""
+"""Scores the rows of `parallel3d eval` on every rank; the layout only changes rounding."""
 
 from __future__ import annotations
 
@@ -194,10 +194,10 @@ def likelihoods(
 def hidden_states(
     stage: Stage, groups: ProcessGroups, tokens: Tensor, hidden: int, documents: Documents | None
 ) -> Tensor:
-    """Returns a stage's hidden states (b, s, h) of `tokens` (b, s), on the last one before the
-    head.
+    """Returns a stage's hidden states (b, s, h) of `tokens` (b, s); on the last stage these are the
+    head's input.
 
-    Other stages send theirs to the next. `hidden`: the model's h.
+    Other stages send theirs to the next one. `hidden`: the model's h.
     """
     pp = groups.pp
     if stage.embedding is not None:
@@ -237,7 +237,7 @@ def report(
 ) -> None:
     """Prints a table and writes the result to `eval.to`, or to a new file in the run directory.
 
-    `of_run`: the first entries of the result: the run, its step, and the way of scoring.
+    `of_run`: the first entries of the result: the run, its step, and the scoring method.
     """
     pairs = list(zip(rows, scores, strict=True))
     tasks = list(dict.fromkeys(row.task for row in rows))
@@ -286,7 +286,7 @@ def _scores(row: TaskRow, found: Sequence[Likelihood]) -> dict[str, Any]:
 
 
 def table(figures: dict[str, dict[str, Any]]) -> str:
-    """Returns the figures of each task as a table."""
+    """Returns the metrics of each task as a table."""
     heads = ("task", "rows", "acc", "acc_norm", "log-likelihood a token", "perplexity")
     lines = [heads]
     for task, one in figures.items():

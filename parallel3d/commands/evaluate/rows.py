@@ -19,7 +19,7 @@ from parallel3d.errors import UserError
 from parallel3d.files import plain
 
 LONGEST = 64 << 20  # largest number of bytes in a row
-ENOUGH = 4  # number of rows whose answers show whether they count from 1
+ENOUGH = 4  # so many rows without a 0 among their answers suggest that answers count from 1
 KEYS = frozenset(("task", "context", "choices", "answer", "continuation"))
 HOW = (
     'give rows such as {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0} or '
@@ -156,7 +156,7 @@ def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
-    """Returns the tokens of both texts, and how many of the first are the context's.
+    """Returns the tokens of both texts, and the number of tokens of the context.
 
     It follows lm-evaluation-harness: blanks at the context's end belong to the continuation, both
     are tokenized together and split where the context's own tokens end. The tokenizer's prefix
@@ -181,8 +181,8 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class Likelihood(NamedTuple):
-    """Sum of the log-probabilities of a continuation's tokens, their number, and whether each of
-    them is the likeliest token."""
+    """The sum of the log-probabilities of a continuation's tokens, the number of tokens, and
+    whether each is the likeliest one."""
 
     total: float
     tokens: int

@@ -38,13 +38,14 @@ from parallel3d.run.directory import (
 )
 from parallel3d.text import duration, si
 
-COLUMNS = 1000  # largest number of points of a curve on the page
+COLUMNS = 1000  # maximum number of points of a curve on the page
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # raised by a torn line
 STEP_FIGURES = {key: NAMES[key] for key in ("loss", "grad_norm", "lr", "tokens_per_s")}
 LOSS = NAMES["loss"]
 LOAD = "experts/load"
-MOST_SETS = 3  # validation sets in the first table
-MOST_RANKS, MOST_PLACES = 16, 64  # ranks of a run in a table of bars, and in a map
+MOST_SETS = 3  # maximum number of validation sets in the first table
+# maximum number of ranks of a run in a table of bars, and in a map
+MOST_RANKS, MOST_PLACES = 16, 64
 NOT_COMPARED = ("run", "runs_dir")
 CHARTS = {
     "train/loss": ("Training loss", "nats per token"),
@@ -52,9 +53,10 @@ CHARTS = {
     "train/grad_norm": ("Gradient norm", "before clipping"),
     "train/lr": ("Learning rate", ""),
     "speed/tokens_per_s": ("Speed", "tokens a second"),
-    LOAD: ("Fullest expert", "its tokens over the mean, in the worst layer"),
+    LOAD: ("Fullest expert", "its number of tokens over the mean, in the worst layer"),
 }
-LOGARITHMIC = ("train/loss", "train/grad_norm", "eval/loss", "valid/")  # if the reader selects it
+# drawn if the reader selects it
+LOGARITHMIC = ("train/loss", "train/grad_norm", "eval/loss", "valid/")
 SHARED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 STYLE = """
 .controls{position:sticky;top:0;z-index:1;background:Canvas;
@@ -102,17 +104,17 @@ class RunRecord:
     name: str
     curves: Mapping[str, list[Point]]  # by the names in loggers
     starts: list[dict[str, Any]]  # entries first_step, tokens, started, host, layout
-    configs: list[Config]  # of the first start, and of later starts with other keys
-    summary: Mapping[str, Any]  # {} unless the last start wrote it
+    configs: list[Config]  # configurations of the first start, and of later starts with other keys
+    summary: Mapping[str, Any]  # summary.json; {} unless the last start wrote it
     ranks: list[dict[str, Any]]  # from placement.json
     state: str  # how the last start ended
-    goodput: Goodput | None = None  # over all starts
-    # The last step with recorded tokens of each expert, and these by layer.
+    goodput: Goodput | None = None  # seconds by activity, over all starts
+    # The last step for which tokens of each expert were recorded, and these by layer.
     experts: tuple[int, Mapping[str, list[int]]] | None = None
 
     @property
     def last(self) -> tuple[int, int]:
-        """The last recorded step, and the tokens until then; zeros without one."""
+        """The last recorded step, and the number of tokens until then; zeros without one."""
         losses = self.curves.get(LOSS)
         return losses[-1][:2] if losses else (0, 0)
 
@@ -145,9 +147,9 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
             for curve, figure in found:
                 curves[curve].append(Point(line["step"], line["tokens"], figure))
             steps_s += seconds_of(line)
-            if accounts and line["step"] > accounts[-1].step:  # a step since the last account
+            if accounts and line["step"] > accounts[-1].step:  # a step after the last summary
                 late_s += float(line.get("step_time_s") or 0.0)
-        except DAMAGED:  # lines of a blend's parts are not drawn either
+        except DAMAGED:  # lines about the parts of a blend are not drawn either
             continue
     summary = read_json(folder / "summary.json")
     starts = _starts(folder / STARTS, curves.get(LOSS, []))
@@ -224,7 +226,7 @@ def thinned(points: Sequence[Point]) -> dict[str, Any]:
         shown = (point.value for point in points[begin:end])
         odd = (v for v in shown if v is not None and not np.isfinite(v))
         found["odd"] += [[step, tokens, str(v)] for v in list(odd)[:1]]
-    if len(values) <= COLUMNS:  # no point stands for several
+    if len(values) <= COLUMNS:  # no point stands for several steps
         del found["low"], found["high"]
     return found
 
@@ -334,7 +336,7 @@ def _length(run: RunRecord) -> int | None:
 
 
 def _best(run: RunRecord) -> str:
-    """Returns the lowest held-out loss, or that of each validation set."""
+    """Returns the lowest held-out loss, or the lowest loss of each validation set."""
     if (best := run.last_value("eval/loss", min)) is not None:
         return f"{best:.4f}"
     sets = [name for name in run.curves if name.startswith("valid/")]
@@ -380,7 +382,7 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         shown = [(label, part(run)) for label, run in zip(labels, runs, strict=True)]
         found = [f"<h3>{label}</h3>{html}" for label, html in shown if html]
         missing = ", ".join(r.name for r, (_, html) in zip(runs, shown, strict=True) if not html)
-        if not said:  # what a run may lack
+        if not said:  # files that a run may lack
             missing = ""
             if not found:
                 continue
@@ -446,7 +448,7 @@ def _memory(run: RunRecord) -> str:
 def _bars(
     run: RunRecord, parts: Sequence[Mapping[str, float]], unit: str, texts: Sequence[str]
 ) -> str:
-    """Returns a bar with a text for each rank, or for the ranks with the longest bars."""
+    """Returns a labelled bar for each rank, or for the ranks with the longest bars."""
     if not parts:
         return ""
     longest = sorted(range(len(parts)), key=lambda rank: -sum(parts[rank].values()))

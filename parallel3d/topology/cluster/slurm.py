@@ -21,7 +21,7 @@ from parallel3d.config.schema import ClusterConfig
 from parallel3d.errors import UserError
 from parallel3d.topology.assumptions import read_given
 
-MOST_NODES = 1_000_000  # a longer list is a mistake and would fill the memory
+MOST_NODES = 1_000_000  # a longer list must be a mistake, and would fill the memory
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 REPEATED = re.compile(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,8})\))?")
