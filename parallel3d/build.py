@@ -38,7 +38,7 @@ class RankParts:
 
     Attributes:
         stages: the rank's stages, by chunk.
-        tied_name: name of the table if another rank holds it too and it is trained; else None.
+        tied_name: name of the table if it is trained and another rank holds it too; else None.
         executor: runs the stages' forwards and backwards, with their messages.
         balance: balances the experts; None for a model without them.
     """
@@ -69,13 +69,13 @@ def build(
     """
     dtype = compute_dtype(blueprint.precision)
     master_dtype = torch.promote_types(dtype, torch.float32)
-    # Layers on the meta device: the engine draws the parameters that this rank keeps.
+    # Layers are made on the meta device; the engine draws the parameters that this rank keeps.
     initializer = Initializer(blueprint.seed, master_dtype, device, deferred=True)
     context = BuildContext.of_run(blueprint, initializer, groups.tp, groups.cp, groups.ep)
     held = blueprint.stages_of(groups.pp.index)
     stages = stages_of_rank(blueprint.model, held, context)
     freeze(stages, blueprint.frozen)
-    # Parameters, and the gradients that the ranks of dp share.
+    # Parameters are created, and the engine that sums gradients over dp.
     tied = {stage.tied_table for stage in stages} - {None} - blueprint.frozen
     noise = noise_scale(blueprint, groups, device)
     engine = data_parallel_engine(blueprint.data, stages, initializer, dtype, groups, noise.norms)
@@ -92,7 +92,7 @@ def build(
 def freeze(stages: Sequence[Stage], names: Collection[str]) -> None:
     """Excludes the parameters of these names from training, before the engine reads them.
 
-    This is all that it takes: autograd, the linear layers, the engines and the optimizer treat a
+    Nothing else is needed: autograd, the linear layers, the engines and the optimizer treat a
     parameter without `requires_grad` as a constant.
     """
     for stage in stages:

@@ -110,7 +110,7 @@ ALL = (
 )
 # Subcommands of earlier versions, with the command of the repository that replaces them.
 MOVED = {"bench ddp": "python -m benchmarks.figures.ddp"}
-# Set where Hydra's submitit launcher runs a sweep's job, far from the user's terminal.
+# Set if Hydra's submitit launcher runs a sweep's job, far from the user's terminal.
 SUBMITIT = "SUBMITIT_EXECUTOR"
 
 
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # `parallel3d checkpoint ls | head`
         return _reader_gone()
-    except OSError as error:  # of this process's own start; ranks log their own
+    except OSError as error:  # an error of this process's own start; ranks log theirs
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
         what = f"{os.fsdecode(error.filename)} cannot be used: " if error.filename else ""
@@ -172,7 +172,8 @@ def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
     Raises UserError if it cannot be composed; SystemExit carries the job's exit code past Hydra,
     which would otherwise continue with a sweep's next job.
     """
-    check_twice(arguments)  # before aliases are replaced, so that a message has the user's names
+    # done before aliases are replaced, so that messages have the user's names
+    check_twice(arguments)
     arguments, prompt = take_prompt(arguments) if command.name == GENERATE else (arguments, None)
     arguments = [without_alias(word, command.name) for word in arguments]
     refuse_options_of_others(command, arguments)

@@ -77,7 +77,7 @@ COMMANDS = {
         srun -n 8 parallel3d train tp=2 pp=2""",
     ),
     "verify": Help(
-        "prove that the layout gives the results of one process: run both and compare",
+        "prove that the layout gives the same results as one process, by running both",
         """\
         parallel3d verify tp=2 pp=2 dp=2 model=llama_tiny
         parallel3d verify tp=2 sp=true verify.steps=10""",

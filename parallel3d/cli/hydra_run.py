@@ -109,7 +109,7 @@ def order_arguments(
         raise UserError(f"{max(flags, key=flags.count)} is given twice; give it once.")
     if known.config_path and not Path(known.config_path).is_absolute():
         raise UserError(
-            f"--config-path={known.config_path} would take the place of all presets; "
+            f"--config-path={known.config_path} would replace all presets; "
             f"--config-dir={known.config_path} adds a folder of your own to them instead."
         )
     OwnFolder.path = own = _own_folder(known.config_dir, known.config_name)
@@ -121,10 +121,10 @@ def order_arguments(
     flags = list(arguments)
     for word in overrides:
         flags.remove(word)
-    if known.config_dir and known.config_dir.startswith("~"):  # Hydra takes ~ for a name
+    if known.config_dir and known.config_dir.startswith("~"):  # Hydra does not expand ~
         ends = known.config_dir
         flags = [w.removesuffix(ends) + str(own) if w.endswith(ends) else w for w in flags]
-    if not known.shell_completion:  # its word is install=…, which is not an override
+    if not known.shell_completion:  # its argument is install=…, which is not an override
         overrides = check_overrides(overrides, own, sweeps, schema)
     return [*flags, *overrides], own
 
@@ -171,7 +171,7 @@ def _own_folder(given: str | None, config_name: str | None) -> Path | None:
     primary = folder / f"{NAME}.yaml"
     if primary.exists() and not folder.samefile(conf_dir()) and config_name in (None, NAME):
         raise UserError(
-            f"{typed}: {primary.name} in it would take the place of all defaults; rename it, as to "
+            f"{typed}: {primary.name} in it would replace all defaults; rename it, as to "
             "experiment/mine.yaml, which experiment=mine takes"
         )
     return folder

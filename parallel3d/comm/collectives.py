@@ -210,8 +210,8 @@ def all_to_all_uneven(
     """Sends `given[j]` elements of a flat tensor to rank j, in order; returns the received ones.
 
     `taken[i]` of them come from rank i, in order of senders. Ranks may call it without elements.
-    `most`: the most elements that any rank sends, equal on all ranks; ranks that share memory use
-    it if so many fit.
+    `most`: the largest number of elements that any rank sends, equal on all ranks. Shared memory is
+    used if so many fit into a slot.
     """
     if group.size == 1:
         return tensor
@@ -235,7 +235,7 @@ def all_to_all_rows(
 ) -> Tensor:
     """Sends `given[j]` rows of (sent, …) to rank j; the result is in order of senders.
 
-    `most`: the most rows that any rank sends.
+    `most`: the largest number of rows that any rank sends.
     """
     width = math.prod(x.shape[1:])
     sent, got = ([n * width for n in each] for each in (given, taken))

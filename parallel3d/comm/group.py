@@ -25,7 +25,7 @@ class Group:
 
     name: str
     ranks: tuple[int, ...]
-    index: int  # this rank's place in `ranks`
+    index: int  # this rank's index in `ranks`
     handle: dist.ProcessGroup | None
     shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
     log: OperationLog | None = field(default=None, compare=False)  # for diagnosing a hang

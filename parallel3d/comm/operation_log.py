@@ -53,7 +53,7 @@ class LoggedOperation(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """An operation that differs from the one in the same place the last time.
+    """An operation that differs from the one in the same place of the phase's last run.
 
     `now` is None if the phase ended without it; `after` is the operation that followed `was`.
     """
@@ -96,9 +96,9 @@ class OperationLog:
         self.newest: dict[str, LoggedOperation] = {}
         self._notes: list[LoggedOperation] = []
         self._phase = ""
-        self._previous: dict[str, list[LoggedOperation]] = {}  # phase → its entries the last time
-        # The latest phases, newest first, each with its entries the last time: a step, and possibly
-        # an evaluation or a health check between two steps.
+        self._previous: dict[str, list[LoggedOperation]] = {}  # phase → its entries at its last run
+        # The latest phases, newest first, each with the entries of its run before: a step, and
+        # possibly an evaluation or a health check between two steps.
         self._closed: deque[tuple[list[LoggedOperation], list[LoggedOperation]]] = deque(maxlen=3)
 
     def boundary(self, phase: str) -> None:

@@ -55,8 +55,10 @@ CPU = torch.device("cpu")
 
 @dataclass
 class ProcessGroups:
-    """The groups of one rank: six kinds, two more with two levels of dp, with context parallelism
-    and with experts each, whatever the world size.
+    """The groups of one rank.
+
+    There are six kinds, whatever the world size, and two more for each of two levels of dp, context
+    parallelism and experts.
 
     tp, cp, dp, pp  along one dimension
     dp_cp        dp × cp: the ranks with equal parameters, over which gradients are summed and

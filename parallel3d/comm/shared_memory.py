@@ -32,7 +32,7 @@ from parallel3d.host.quotas import available_cores
 
 CPU = torch.device("cpu")
 SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
-LOOK_S = 1.0  # how often a sleeping rank tests whether its peer lives
+LOOK_S = 1.0  # a sleeping rank tests at this interval whether its peer lives
 # Peers that compute the same arrive together, so a rank spins before it sleeps. It does not if
 # ranks outnumber the cores: spinning would only keep a core from the peer.
 SPIN_S = 100e-6
@@ -221,9 +221,9 @@ def _attach(path: str, identity: list[int]) -> int:
 
 SLOT_BYTES = 4 << 20
 NUMBER_BYTES = ctypes.sizeof(ctypes.c_int64)
-CHUNK_BYTES = 1 << 20  # stays in a core's cache between its two passes
+CHUNK_BYTES = 1 << 20  # size of a chunk, which stays in a core's cache between its two passes
 SLOTS = 2
-MOST_VIEWS = 256  # cached views at most
+MOST_VIEWS = 256  # maximum number of cached views
 
 # Writes a result from the ranks' contributions, each (n,), in rank order.
 Finish = Callable[[Tensor, list[Tensor], int], None]
@@ -313,7 +313,8 @@ class SharedCollectives:
     ) -> None:
         """Sends `given[j]` bytes to rank j, and receives `taken[i]` from rank i, in order.
 
-        The tensors are flat uint8. A rank writes in front of its bytes where each peer's begin.
+        The tensors are flat uint8. In front of its bytes, a rank writes where the bytes of each
+        peer begin.
         """
         if self.unread is not None:
             self.unread.wait()

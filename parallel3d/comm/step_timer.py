@@ -43,8 +43,8 @@ from parallel3d.device.accelerator import Ranges
 KINDS = ("forward", "backward", "tp", "cp", "ep", "pp", "dp", "model", "optimizer", "data", "idle")
 KIND_OF_GROUP = {kind: kind for kind in ("tp", "cp", "ep", "dp", "pp")}
 KIND_OF_GROUP |= dict.fromkeys(("dp_cp", "dp_inner", "dp_outer", "edp"), "dp")
-BASE = "optimizer"  # everything that is not another kind
-WARMUP_STEPS = 3  # slow because of allocators, caches, lazy connections
+BASE = "optimizer"  # everything that belongs to no other kind
+WARMUP_STEPS = 3  # the first steps are slow because of allocators, caches and lazy connections
 # On an accelerator one step in this many is timed. It is a prime, so that an event of every tenth
 # step is neither always nor never among them.
 EVERY = 7

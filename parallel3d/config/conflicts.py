@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Is:
-    """Holds for each of these values."""
+    """Condition that holds for each of these values."""
 
     values: tuple[Any, ...]
 
@@ -31,7 +31,7 @@ class Is:
 
 @dataclass(frozen=True)
 class Other:
-    """Holds for every value but these."""
+    """Condition that holds for every value but these."""
 
     values: tuple[Any, ...]
 
@@ -48,7 +48,7 @@ class Other:
 
 @dataclass(frozen=True)
 class Where:
-    """Holds for the values that pass `test`; `such` is one of them."""
+    """Condition that holds for the values that pass `test`; `such` is one of them."""
 
     test: Callable[[Any], bool]
     such: Any

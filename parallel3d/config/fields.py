@@ -35,7 +35,8 @@ class Key:
 
     @property
     def holds(self) -> Any:
-        """`Path` for text that is a path; the types of names and values for values in braces."""
+        """The finer type: `Path` for text that is a path, the types of names and values for values
+        in braces."""
         return self.meta["holds"]
 
     @property
@@ -181,7 +182,8 @@ def with_values(config: AnyConfig, values: Mapping[str, Any]) -> AnyConfig:
 
 
 class MegatronFlags(NamedTuple):
-    """The flags of Megatron-LM with a key's meaning, and in which way they differ, if they do."""
+    """The flags of Megatron-LM with a key's meaning, and the difference in meaning, if there is
+    one."""
 
     flags: tuple[str, ...] = ()
     differs: str | None = None
@@ -190,7 +192,7 @@ class MegatronFlags(NamedTuple):
 @functools.cache
 def megatron_flags() -> dict[str, MegatronFlags]:
     """Returns the flags of Megatron-LM by key, as `megatron.yaml` has them."""
-    import yaml  # here: a script with PyTorch alone may have no PyYAML
+    import yaml  # imported here, because a script that only has PyTorch may lack PyYAML
 
     rows = yaml.safe_load(Path(__file__).with_name("megatron.yaml").read_text(encoding="utf-8"))
     return {

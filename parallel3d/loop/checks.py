@@ -19,7 +19,7 @@ from parallel3d.config.values import (
 )
 from parallel3d.errors import UserError, closest, nearest_multiple
 
-LAST_STEP = 2**63 - 1  # stands for the last step of train.epochs until the data is open
+LAST_STEP = 2**63 - 1  # stands in for the last step of train.epochs until the data is open
 
 
 def check_batch(batch: int, replica: Replicas) -> None:

@@ -58,8 +58,8 @@ class Evaluation(Hook):
         self._compiles = trainer.config.compile or fuses(trainer.device)
 
     def before_run(self) -> None:
-        """Evaluates the initial weights; the watchdog is paused, as it has no pace to compare with
-        yet."""
+        """Evaluates the initial weights; the watchdog is paused, because it has no pace to compare
+        with yet."""
         if self.run.first > 1 or not self._is_on or not self.run.trainer.evaluated_sets:
             return
         with self.run.watchdog_paused(), self.run.spent("evaluation"):
@@ -69,7 +69,7 @@ class Evaluation(Hook):
             self.run.recorder.evaluation(0, *found)
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Evaluates and records, if the step ends in an evaluation."""
+        """Evaluates and records the losses if an evaluation is due after the step."""
         run, step = self.run, result.step
         if not self._is_on or not run.evaluates_after(step):
             return

@@ -42,7 +42,7 @@ class TrainConfig:
 
     steps: int | None = key(
         None,
-        f"optimizer steps; null: as tokens or epochs says, else {DEFAULT_STEPS}",
+        f"number of optimizer steps; null: given by tokens or epochs, else {DEFAULT_STEPS}",
         minimum=1,
         tried=(4,),
     )
@@ -102,7 +102,7 @@ class TrainConfig:
     )
     save_weights: bool = key(
         False,
-        "write the first and the last weights, unsharded, as safetensors (small models)",
+        "write the initial and the final weights, unsharded, as safetensors (small models)",
         resume=FREE,
     )
 

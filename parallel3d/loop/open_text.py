@@ -1,4 +1,4 @@
-"""Opens the text of a run, equal on every rank, and gives it to a trainer."""
+"""Opens the text of a run, which must be equal on every rank, and gives it to a trainer."""
 
 from __future__ import annotations
 

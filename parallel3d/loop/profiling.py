@@ -24,8 +24,8 @@ from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult, Trainer
 
 FOLDER = "profile"
-ROWS, WIDTH = 10, 60  # rows of the table, width of the names in it
-MOST_ENTRIES = 100_000  # newest entries of the allocator's history that are kept
+ROWS, WIDTH = 10, 60  # number of rows of the table, and width of its names
+MOST_ENTRIES = 100_000  # number of newest entries of the allocator's history that are kept
 NSYS = "NSYS_PROFILING_SESSION_ID"  # set by Nsight Systems in profiled processes
 SILENT = "99"  # log level above errors: Kineto logs every start and stop as an error
 LAYER = re.compile(r"embedding|head|layers\.\d+(\.attention|\.mlp)?")

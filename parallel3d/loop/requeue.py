@@ -28,7 +28,7 @@ def leave_marker(
     if not trainer.config.checkpoint.every:
         print_line(f"{where}; nothing is saved (checkpoint.every=0)")
     elif not is_saved:
-        print_line(f"{where}; its checkpoint was not written")
+        print_line(f"{where}; no checkpoint was written")
     else:
         print_line(f"{where}; saved: run={trainer.config.run} continues there")
         if worker.stop.requeues:

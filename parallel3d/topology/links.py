@@ -121,7 +121,8 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
         return Pair((a, b), names, LinkClass(kinds[i]))
 
     wanted = LinkClass.NVLINK if dim in ("tp", "cp", "ep") else LinkClass.RAIL
-    # The first offending pairs, and the first pair without a wire, which refuses the placement.
+    # The first offending pairs, and the first pair without a wire, because of which a placement is
+    # refused.
     shown = (np.flatnonzero(kinds > wanted)[:SHOWN_PAIRS], np.flatnonzero(kinds == LinkClass.NONE))
     return DimLinks(
         dim=dim,
@@ -223,7 +224,7 @@ def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
     return sorted(found, key=lambda r: (r.seconds, len(r.hops)))
 
 
-TRIED_RANKS = 65_536  # largest world in which alternatives to a refused order are tried
+TRIED_RANKS = 65_536  # alternatives to a refused order are tried in worlds of up to this size
 
 
 def warnings_for(

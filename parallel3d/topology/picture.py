@@ -25,7 +25,8 @@ CHOSEN = "rank"  # mark of the chosen rank itself
 # Colours of the chosen rank and of its groups.
 GROUPS = {CHOSEN: INK, "tp": "#d9480f", "cp": "#862e9c", "pp": "#1864ab", "dp": "#2b8a3e"}
 GROUP_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
-MAX_NODES = 40  # with more, the most relevant to the chosen rank are drawn, the others counted
+# of more nodes, those most relevant to the chosen rank are drawn, and the others counted
+MAX_NODES = 40
 
 # pixels; GAP between the cells of a row
 CELL_H = 22
@@ -153,7 +154,7 @@ class _Picture:
         return first + len(nodes) * ROW
 
     def domains(self, nodes: list[int], first: float) -> None:
-        """Draws a frame around each domain, and the line that its GPUs hang on."""
+        """Draws a frame around each domain, and the line that joins its GPUs."""
         found: dict[int, list[tuple[int, int]]] = {}  # domain -> (row, local index)
         for row, node in enumerate(nodes):
             for slot in self.gpus(node):

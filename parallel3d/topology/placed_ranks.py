@@ -252,7 +252,7 @@ def hosts_in_order(processes: Sequence[Process]) -> list[str]:
     and node2 comes before node10."""
     address = {process.host: process.address for process in processes}
 
-    def above(host: str) -> list[str]:  # its switches
+    def above(host: str) -> list[str]:  # the switches of the host
         return address[host].split(".")[:-1] if address[host] else []
 
     return sorted(address, key=lambda host: (above(host), natural(host)))

@@ -59,11 +59,12 @@ from parallel3d.topology.search import Candidate, place, search
 
 MADE_BY = "parallel3d topology"
 LEAST_WIDTH = 40
-WORTH_SAYING = 0.005  # of the communication; smaller differences are within the model's error
+# as a share of the communication; smaller differences are within the model's error
+WORTH_SAYING = 0.005
 
 
 class BetweenRails(NamedTuple):
-    """A message between two rails: its GPUs, its bytes, and its ways, cheapest first."""
+    """A message between two rails: its GPUs, its bytes, and its routes, cheapest first."""
 
     source: int
     target: int
@@ -355,7 +356,7 @@ def search_table(report: TopologyReport, width: int) -> list[str]:
 
 
 def route_lines(report: TopologyReport, width: int) -> list[str]:
-    """Returns the priced ways of a message between rails."""
+    """Returns the priced routes of a message between rails."""
     message, c = report.between_rails, report.cluster
     if message is None:
         return []

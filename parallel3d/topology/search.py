@@ -36,8 +36,7 @@ LARGE = 65_536  # with more ranks only orders are compared, as pricing one takes
 
 @dataclass(frozen=True)
 class Base:
-    """The GPU at each position, the usual number of positions per domain, and the reason in
-    words."""
+    """The GPU at each position, the usual number of positions per domain, and a description."""
 
     slots: Slots
     domain: int

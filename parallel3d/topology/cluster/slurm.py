@@ -410,7 +410,7 @@ def _topology(
     run: Run,
     addresses: Mapping[str, tuple[str, str]] | None,
 ) -> tuple[SlurmTopology, str]:
-    """Returns the topology and its source: a file, addresses, or scontrol."""
+    """Returns the topology, and its source: a file, addresses, or scontrol."""
     if config.topology_file is not None:
         text = read_given("cluster.topology_file", config.topology_file)
         topology = parse_topology(text, Path(config.topology_file).name)

@@ -131,7 +131,7 @@ def test_an_existing_file_is_never_overwritten(tmp_path: Path, said: Lines) -> N
         (["train", "--config-dir={}", "experiment=torn"], "torn.yaml, line 1, must be YAML"),
         (["train", "experiment=llama_1b"], "experiment=llama_1b leaves data.path to you: give"),
         (["train", "experiment=llama_1b", "data=blend"], "data.blend"),
-        (["train", "--config-dir={}/whole"], "would take the place of all defaults"),
+        (["train", "--config-dir={}/whole"], "would replace all defaults"),
     ],
 )
 def test_a_line_that_cannot_work_is_one_sentence(
