@@ -20,7 +20,7 @@ def share_sent(experts: Any, chosen: Any, ep: Any) -> Any:
     This assumes that experts are chosen at random; the choices of trained routers are correlated,
     so that fewer tokens are sent. Arguments are whole numbers, or numpy arrays of them.
     """
-    if any(np.ndim(of) for of in (experts, chosen, ep)):
+    if any(isinstance(of, np.ndarray) for of in (experts, chosen, ep)):
         return np.vectorize(_share_sent, otypes=[float])(experts, chosen, ep)
     return _share_sent(experts, chosen, ep)
 

@@ -375,7 +375,7 @@ def _experts(
     h, up = w.hidden, x.ffn * (1 + w.gated)
     mlp = ("mlp", "layer")
     last = ("layer",) if w.norm_after else ()
-    shares = np.any(np.asarray(x.shared) > 0)
+    shares = np.any(x.shared > 0)
     ends = mlp if shares else last
     if "mlp" not in recompute:
         norm = norm | {"parts": ("layer",)}
@@ -481,7 +481,9 @@ def _experts(
                 backward=3,
             ),
         ]
-    return [*found, Op("mlp.sum", "elementwise", 2 * own * h, own * h, last, forward=1, backward=1)]
+    summed = own * h * (x.shared > 0)  # a row of a table may have no shared expert
+    found.append(Op("mlp.sum", "elementwise", 2 * summed, summed, last, forward=1, backward=1))
+    return found
 
 
 def repeated(ops: Sequence[Op], recompute: Collection[str]) -> list[Op]:
