@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from parallel3d.comm.group import Group
 from parallel3d.comm.operation_log import logged
 from parallel3d.comm.shared_memory import SharedCollectives
 from parallel3d.comm.step_timer import KIND_OF_GROUP, StepTimer
+
+if TYPE_CHECKING:
+    from parallel3d.comm.mirrored import MirroredPeers
 
 
 class Work(Protocol):
@@ -67,7 +70,10 @@ def observed(name: str, tensor: Tensor, group: Group, start: Callable[[], Work])
     return Timed(work, timer, kind, label and f"wait {label}")
 
 
-def _shared_memory(tensor: Tensor, group: Group) -> SharedCollectives | None:
+def _shared_memory(tensor: Tensor, group: Group) -> SharedCollectives | MirroredPeers | None:
+    """Returns what replaces the backend: memory that CPU ranks share, or a mirror; else None."""
+    if group.mirror is not None:
+        return group.mirror
     return group.shared if tensor.device.type == "cpu" else None
 
 

@@ -12,6 +12,7 @@ from parallel3d.errors import UserError
 from parallel3d.private_names import root_of_mesh
 
 if TYPE_CHECKING:
+    from parallel3d.comm.mirrored import MirroredPeers
     from parallel3d.comm.operation_log import OperationLog
     from parallel3d.comm.shared_memory import SharedCollectives
     from parallel3d.comm.step_timer import StepTimer
@@ -30,6 +31,7 @@ class Group:
     shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
     log: OperationLog | None = field(default=None, compare=False)  # for diagnosing a hang
     timer: StepTimer | None = field(default=None, compare=False)  # times its collectives
+    mirror: MirroredPeers | None = field(default=None, compare=False)  # in place of the other ranks
 
     @property
     def size(self) -> int:

@@ -38,6 +38,7 @@ from parallel3d.estimate.fitted_cost import (
 )
 from parallel3d.estimate.memory import host_memory, memories, nearly_fullest, peak_memory
 from parallel3d.estimate.profiled_cost import (
+    check_experts_measured,
     check_type,
     measured_sizes,
     price_measured,
@@ -454,11 +455,13 @@ def searched(
     """
     file, batch = config.cluster.file, config.global_batch_size
     check_model(config.model)
-    check_priced(config.model, "plan and layout=auto", measured=file is not None)
+    if file is None:
+        check_priced(config.model, "plan and layout=auto")
     check_held(config, fixed, ranks)
     if file is not None:
         machine = read(file)
         check_type(machine, file, config.precision.name)
+        check_experts_measured(machine, file, config.model)
         if (config.cluster.nodes or 1) > 1:
             raise UserError(
                 f"cluster.nodes={config.cluster.nodes} must be 1 with cluster={file}, in which no "

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,12 +17,12 @@ import yaml
 from numpy.typing import NDArray
 
 from parallel3d.blueprint.collectives import Transfer
-from parallel3d.blueprint.ops import layer_flops, layer_ops, widths
+from parallel3d.blueprint.ops import LayerKind, Op, layer_flops, layer_kinds, ops_of
 from parallel3d.blueprint.parameters import TABLE, WORD_TABLE, trained_shares
-from parallel3d.blueprint.rank import PipelineRank, StageBlueprint
+from parallel3d.blueprint.rank import LayersOfKind, PipelineRank, StageBlueprint
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
-from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.config.schema import Config, ExpertsConfig, ModelConfig
 from parallel3d.config.values import PARTS, parts_of
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import StepTime, sizes_of_model
@@ -76,13 +77,15 @@ class Table:
         return math.exp(values[0])
 
 
-FORMAT, VERSION = "parallel3d calibration", 3
+FORMAT, VERSION = "parallel3d calibration", 4
+READABLE = (3, VERSION)  # files of version 3 have one kind of layer, without experts
 LARGEST = 4 << 20  # bytes of a file that is read; calibrate writes some ten thousand
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+ALL_TO_ALL = "all_to_all"  # measured for models with experts
 SHARED = ".shared"  # suffix for a collective among ranks that share cores: CPU work of a rank
 WAYS = ("forward", "input", "weight")
-# Tables of a file, with the number of their axes.
+# Tables of a file for a model with one kind of layer, with the number of their axes.
 TABLES = {
     # tp, tokens of a micro-batch: seconds of one tensor rank, without collectives
     **{f"{piece}.{way}": 2 for piece in ("block", "embedding", "head") for way in WAYS},
@@ -92,6 +95,32 @@ TABLES = {
     "together": 1,  # busy ranks: slow-down of each one's CPU seconds
     "threads": 1,  # slow-down by threads
 }
+
+
+def block_name(index: int) -> str:
+    """Returns the name of the measured block of a model's kind of layer number `index`."""
+    return f"block.{index}" if index else "block"
+
+
+def recompute_name(part: str, index: int) -> str:
+    """Returns the name of the table of a part of `recompute` in that block."""
+    return f"recompute.{index}.{part}" if index else f"recompute.{part}"
+
+
+def tables_of(model: ModelConfig) -> dict[str, int]:
+    """Returns the names of the tables that a file for this model has, with the number of their
+    axes."""
+    found = dict(TABLES)
+    for index in range(1, len(layer_kinds(model))):
+        found |= {f"{block_name(index)}.{way}": 2 for way in WAYS}
+        found |= {recompute_name(part, index): 1 for part in PARTS}
+    if model.num_experts:
+        # ep, tokens of a micro-batch with tp=1: seconds of a block with experts on one rank
+        found |= {f"experts.{way}": 2 for way in WAYS}
+        found |= {ALL_TO_ALL + way: 2 for way in ("", SHARED)}
+    return found
+
+
 # Seconds of the host for a pipeline action, bytes of a rank without tensors and of all memory.
 NUMBERS = ("launch.action", "rank_gb", "memory_gb", "peak_tflops")
 
@@ -128,6 +157,19 @@ class MeasuredMachine:
     def __getitem__(self, name: str) -> Table:
         return self.tables[name]
 
+    @cached_property
+    def kinds(self) -> list[LayerKind]:
+        """The kinds of layers that were measured, in the order of their tables."""
+        return [*layer_kinds(self.model)]
+
+    def nearest(self, kind: LayerKind) -> LayerKind:
+        """Returns the measured kind that is most like `kind`."""
+
+        def differences(other: LayerKind) -> tuple[bool, ...]:
+            return tuple(a != b for a, b in zip(kind, other, strict=True))
+
+        return min(self.kinds, key=differences)
+
     def text(self) -> str:
         """Returns the contents of the file."""
         tables = {
@@ -160,7 +202,7 @@ def read(file: str) -> MeasuredMachine:
         raise UserError(f"{key} is not a file of parallel3d calibrate: {_reason(error)}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UserError(f"{key} must be a file written by parallel3d calibrate, but is not")
-    if content.get("version") != VERSION:
+    if content.get("version") not in READABLE:
         raise UserError(
             f"{key} has version {plain(str(content.get('version')))}, and this parallel3d reads "
             f"version {VERSION}: calibrate again"
@@ -190,7 +232,7 @@ def _machine(content: Mapping[str, Any]) -> MeasuredMachine:
     model = ModelConfig(**content["model"])
     check_fields(Config(model=model))
     tables = {}
-    for name, axes in TABLES.items():
+    for name, axes in tables_of(model).items():
         given = content["tables"][name]
         table = Table(
             tuple(tuple(_number(name, v) for v in axis) for axis in given["axes"]),
@@ -238,10 +280,13 @@ def check_device(
 
 def scaled(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
     """Returns a sentence if the model's blocks differ from the measured ones, else empty text."""
-    blocks = [(layer_ops(widths(each)), each.seq_length) for each in (machine.model, model)]
-    if blocks[0] == blocks[1]:
+    measured, here = machine.model, layer_kinds(model)
+    like = {kind: machine.nearest(kind) for kind in here}
+    same = model.seq_length == measured.seq_length
+    if same and all(_block(model, kind) == _block(measured, like[kind]) for kind in here):
         return ""
-    ratio = layer_flops(model) / layer_flops(machine.model)
+    ratio = sum(count * layer_flops(model, kind=kind) for kind, count in here.items())
+    ratio /= sum(count * layer_flops(measured, kind=like[kind]) for kind, count in here.items())
     return (
         f"cluster={plain(file)} was measured for {plain(machine.model.name)}, and a block here has "
         f"{ratio:.3g} times its FLOPs: times are scaled by that, a guess; parallel3d calibrate "
@@ -249,21 +294,63 @@ def scaled(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
     )
 
 
+def _block(model: ModelConfig, kind: LayerKind) -> list[Op]:
+    """Returns the operations of a layer on one rank."""
+    return ops_of(model, kind, 1, False, frozenset(), ep=1, settings=ExpertsConfig()).plain
+
+
+def check_experts_measured(machine: MeasuredMachine, file: str, model: ModelConfig) -> None:
+    """Raises UserError for a model with experts if no block with experts was measured."""
+    if model.num_experts and not machine.model.num_experts:
+        raise UserError(
+            f"model.num_experts={model.num_experts} must be 0 with cluster={plain(file)}, which "
+            f"was measured for {plain(machine.model.name)} without experts; the nearest is a file "
+            f"of parallel3d calibrate model={plain(str(model.name))}"
+        )
+
+
 FEW = 64  # bytes: the smallest message that is measured
 Passes: TypeAlias = NDArray[Any]  # seconds of forward, input gradient and weight gradient
 
 
-def passes(machine: MeasuredMachine, config: Config, piece: str) -> Passes:
+def passes(
+    machine: MeasuredMachine, config: Config, piece: str, kind: LayerKind | None = None
+) -> Passes:
     """Returns the passes of a block, the embedding or the head: the measured ones times the ratio
-    of FLOPs, without collectives and recomputation."""
+    of FLOPs, without collectives and recomputation.
+
+    `kind`: the block's; None: that of the first layer.
+    """
     here, model = machine.model, config.model
     ratio = model.hidden_size / here.hidden_size
+    name, tokens = piece, config.micro_batch_size * config.local_seq_length
     if piece == "block":
-        ratio = layer_flops(model) / layer_flops(here)
+        kind = LayerKind.of(model, 0) if kind is None else kind
+        like = machine.nearest(kind)
+        name = block_name(machine.kinds.index(like))
+        ratio = layer_flops(model, kind=kind) / layer_flops(here, kind=like)
     elif piece == "head":
         ratio *= model.padded_vocab_size / here.padded_vocab_size
-    at = config.tp, config.micro_batch_size * config.local_seq_length
-    return ratio * np.array([machine[f"{piece}.{way}"](*at) for way in WAYS])
+    found = np.array([machine[f"{name}.{way}"](config.tp, tokens) for way in WAYS])
+    if kind is not None and kind.experts:
+        found = found + _more_on_ep_ranks(machine, config, name, tokens)
+    return ratio * found
+
+
+def _more_on_ep_ranks(machine: MeasuredMachine, config: Config, name: str, tokens: int) -> Passes:
+    """Returns what the passes of a block with experts take more (or less) on one of ep ranks, with
+    fewer experts, and as many more rows for each, than with ep=1.
+
+    It is a share of a block of as many tokens as a tensor rank's experts get.
+    """
+    if config.ep == 1:
+        return np.zeros(len(WAYS))
+    own = tokens / config.tp  # sequence parallelism divides them
+    more = []
+    for way in WAYS:
+        table = machine[f"experts.{way}"]
+        more.append(machine[f"{name}.{way}"](1, own) * (table(config.ep, own) / table(1, own) - 1))
+    return np.array(more)
 
 
 def stage_passes(
@@ -271,12 +358,17 @@ def stage_passes(
 ) -> Passes:
     """Returns the passes of a stage of a rank: its blocks, its ends, and the host's work per
     action; not the gradients of what is frozen."""
-    block = passes(machine, config, "block")
-    few, frozen = stage.backward, rank.blueprint.frozen
-    counts = np.array([len(stage.layers), len(few.layers), rank.trained_layers(stage)])
+    frozen, few = rank.blueprint.frozen, rank.kinds_of(stage.backward)
+    trained = rank.trained_layers(stage)
     parts = sorted(parts_of(config.recompute))  # a sum in the same order in every process
-    again = sum(machine[f"recompute.{part}"](config.tp) for part in parts)
-    found = counts * block + (0.0, few.recomputed * again * float(block[0]), 0.0)
+    found = np.zeros(3)
+    for of in rank.kinds_of(stage):
+        back = next((b for b in few if b.kind == of.kind), LayersOfKind(of.kind, 0, 0))
+        block = passes(machine, config, "block", of.kind)
+        index = machine.kinds.index(machine.nearest(of.kind))
+        again = sum(machine[recompute_name(part, index)](config.tp) for part in parts)
+        counts = of.layers, back.layers, trained * (of.layers / len(stage.layers))
+        found += counts * block + (0.0, back.recomputed * again * float(block[0]), 0.0)
     found += np.array((1.0, 1.0, 0.0)) * machine.numbers["launch.action"]
     if stage.first:
         found += passes(machine, config, "embedding") * (1.0, 1.0, WORD_TABLE not in frozen)
@@ -293,7 +385,7 @@ def sent_seconds(machine: MeasuredMachine, rank: PipelineRank, sent: Transfer) -
     """
     shares = machine.shares and rank.layout.world_size > machine.made.count
     ranks = 2 if sent.op == "send_recv" else group_size(sent.dim, rank.layout)
-    op = sent.op if sent.op in COLLECTIVES else "all_gather"  # an all-to-all moves as many bytes
+    op = sent.op if sent.op in machine.tables else "all_gather"  # it moves as many bytes
     return sent.count * machine[op + SHARED * shares](ranks, max(sent.nbytes, FEW))
 
 
@@ -353,8 +445,8 @@ class MeasuredTime(StepTime):
 def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
     """Returns the seconds of a step of a checked configuration on the machine.
 
-    Communication comes from `traffic.transfers`, compute from the measured pieces. Half of the tp
-    and cp collectives belongs to the forward, half to the backward. Raises UserError for an
+    Communication comes from `traffic.transfers`, compute from the measured pieces. Half of the tp,
+    cp and ep collectives belongs to the forward, half to the backward. Raises UserError for an
     impossible schedule or split.
     """
     blueprint = planned(config)
@@ -366,14 +458,16 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
         for sent in transfers(config, layout, rank.index):
             seconds[sent.dim] += sent_seconds(machine, rank, sent)
             crossings += sent.count * (sent.dim == "pp")
-        elements = sum(p.numel for p in rank.trained) / rank.shards
-        seconds["update"] = machine["update"](elements)
+        experts = sum(p.numel for p in rank.trained if p.expert) / rank.expert_shards
+        others = sum(p.numel for p in rank.trained if not p.expert) / rank.shards
+        seconds["update"] = machine["update"](experts + others)
         groups.append(seconds)
         for chunk, stage in enumerate(rank.stages):
             number = assignment.stage(rank.index, chunk)
             each[number] = stage_passes(machine, config, stage, rank)
-            each[number, :2] += (seconds["tp"] + seconds["cp"]) / (2 * count * assignment.chunks)
-    reduced = [g["dp"] + g["dp_cp"] + g["embedding"] for g in groups]
+            inside = seconds["tp"] + seconds["cp"] + seconds["ep"]
+            each[number, :2] += inside / (2 * count * assignment.chunks)
+    reduced = [g["dp"] + g["dp_cp"] + g["edp"] + g["embedding"] for g in groups]
     ends = [r + g["update"] + g["world"] for r, g in zip(reduced, groups, strict=True)]
     held = [[assignment.stage(rank, c) for c in range(assignment.chunks)] for rank in range(pp)]
     busy = [count * float(each[mine].sum()) for mine in held]

@@ -161,9 +161,11 @@ class Priced:
 def configure(config: Config, choice: LayoutChoice) -> Config:
     """Returns the configuration with the values of a choice.
 
-    tp > 1 turns sequence parallelism on; on a measured machine `sp` stays as it is.
+    tp > 1 turns sequence parallelism on; on a measured machine `sp` stays as it is, unless there
+    are experts, which need it.
     """
-    sp = choice.tp > 1 if config.cluster.file is None else config.sp
+    turns_on = config.cluster.file is None or config.model.num_experts > 0
+    sp = choice.tp > 1 if turns_on else config.sp
     schedule = replace(config.schedule, name=choice.schedule)
     return replace(config, **(vars(choice) | {"sp": sp, "schedule": schedule}))
 

@@ -65,16 +65,15 @@ def _check_dense_layers(model: ModelConfig) -> None:
         )
 
 
-def check_priced(model: ModelConfig, command: str, *, measured: bool = True) -> None:
-    """Raises UserError for a model with experts or, on a `measured` machine, with windows:
-    `command` cannot price their layers."""
-    for name, off, what in (("num_experts", 0, "experts"), ("sliding_window", None, "windows")):
-        if (value := getattr(model, name)) != off and (measured or what == "experts"):
-            raise UserError(
-                f"model.{name}={value} must be {show(off)} for {command}, which knows no price of "
-                f"{what} yet; the nearest is parallel3d dryrun, which runs a step of a layout that "
-                "you give"
-            )
+def check_priced(model: ModelConfig, command: str) -> None:
+    """Raises UserError for a model with experts on GPUs that were not measured: `command` cannot
+    price their layers."""
+    if model.num_experts:
+        raise UserError(
+            f"model.num_experts={model.num_experts} must be 0 for {command}, which knows no price "
+            "of experts yet; the nearest is parallel3d dryrun, which runs a step of a layout that "
+            "you give"
+        )
 
 
 def check_expert_parallel(num_experts: int, ep: int, ranks: int) -> None:

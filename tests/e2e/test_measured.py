@@ -5,23 +5,25 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from parallel3d.config.schema import ModelConfig
 from parallel3d.host.devices import device_name
 from parallel3d.host.quotas import available_cores
 from tests.e2e.command import TINY, Shell
 from tests.e2e.forked import Forked
 from tests.e2e.here import answer
-from tests.unit.estimate.measured_machine import MADE, machine
+from tests.unit.estimate.measured_machine import MADE, MIXED, MODEL, machine
 
 FILE = "here.yaml"
 
 
-def measured(folder: Path, **made: object) -> None:
-    """Writes a file of this device, except for the given changes."""
+def measured(folder: Path, model: ModelConfig = MODEL, **made: Any) -> None:
+    """Writes a file of this device for a model, except for the given changes."""
     here = {"name": device_name("cpu"), "count": available_cores()} | made
-    of = machine(made=dataclasses.replace(MADE, **here))  # type: ignore[arg-type]
+    of = machine(made=dataclasses.replace(MADE, **here), model=model)
     (folder / FILE).write_text(of.text())
 
 
@@ -36,6 +38,26 @@ def test_plan_lists_layouts_of_the_measured_machine(
     assert "4 " in ended.out.splitlines()[0] and "fp32" in ended.out.splitlines()[0]
     assert "published runs" not in ended.out, "this machine was measured"
     assert len(re.findall("times are scaled by that, a guess; .* model=llama_tiny", ended.out)) == 1
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("model=moe_tiny",),
+        ("model=llama_tiny", "model.layer_types=[sliding,full]", "model.sliding_window=64"),
+    ],
+    ids=["experts", "windows"],
+)
+def test_plan_lists_layouts_of_other_kinds_of_layers(
+    shell: Shell, capfd: pytest.CaptureFixture[str], keys: tuple[str, ...]
+) -> None:
+    """Experts and windows are those of another model, whose blocks were measured."""
+    measured(shell.cwd, MIXED, count=2)
+    words = (f"cluster={FILE}", *keys, "cluster.gpus_per_node=4")
+    ended = answer(shell, capfd, "plan", *words)
+    assert (ended.code, ended.err) == (0, "")
+    assert len(re.findall(r"^ +\d+ +[124] +[124] +\d", ended.out, re.M)) == 6  # of tp × pp
+    assert "times are scaled by that, a guess" in ended.out
 
 
 REFUSED = {
@@ -59,13 +81,15 @@ REFUSED = {
     "ranks alone": ("train", ("launch.ranks=2",), "launch.ranks=2 must be left out .*is dp=2"),
     "verify": ("verify", ("layout=auto",), "layout=auto works in parallel3d train alone"),
     "a file for others": ("topology", (f"cluster={FILE}",), f"cluster={FILE} must be one of"),
-    "experts": ("plan", ("model=moe_tiny",), "model.num_experts=8 must be 0 for plan .*dryrun"),
+    "experts": ("plan", ("model=moe_tiny",),
+                f"num_experts=8 must be 0 with cluster={FILE}, .* nearest is .* model=moe_tiny"),
     "experts auto": ("train", ("layout=auto", "model=moe_tiny", "launch.ranks=2"),
-                     "model.num_experts=8 must be 0 for .*layout=auto.*nearest is .*dryrun"),
-    "experts timed": ("calibrate", ("model=moe_tiny",), "num_experts=8 must be 0 for calibrate"),
-    "windows": ("plan", ("model.layer_types=[sliding]", "model.sliding_window=64"),
-                "model.sliding_window=64 must be null for plan .*nearest is parallel3d dryrun"),
+                     f"num_experts=8 must be 0 with cluster={FILE}, .* nearest is .*moe_tiny"),
+    "layers": ("calibrate", ("model.layer_types=[sliding]",), "model.layer_types=.*nearest is"),
+    "experts of a token": ("calibrate", ("model=moe_tiny", "model.experts_per_token=9"),
+                           "experts_per_token=9 must be at most .*nearest is"),
     "a word": ("train", ("layout=best",), "layout=best must be one of given, auto"),
+    "ep": ("calibrate", ("ep=2", "model=moe_tiny"), "ep=2: calibrate measures groups"),
     "tp": ("calibrate", ("tp=2",), "tp=2: calibrate measures .*nearest is calibrate.ranks=4"),
     "ranks": ("calibrate", ("calibrate.ranks=6",), "calibrate.ranks=6 must be a power of two"),
     "a folder": ("calibrate", ("calibrate.file=no/x.yaml",), "must lie in a folder .*x.yaml"),

@@ -14,9 +14,10 @@ from parallel3d.commands.options import CommandConfig
 from parallel3d.config.checks import check_plain
 from parallel3d.config.fields import check_conflicts, check_fields, show
 from parallel3d.errors import UserError
-from parallel3d.experts.checks import check_priced
+from parallel3d.experts.checks import check_experts
 from parallel3d.host.devices import CPU, DeviceChoice, choose_device
 from parallel3d.host.quotas import available_cores
+from parallel3d.models.checks import check_layer_types, check_model
 from parallel3d.run.checks import check_run_name
 from parallel3d.topology.assumptions import chosen_keys
 
@@ -35,11 +36,13 @@ def calibrate_config(
     """
     check_fields(config)
     check_plain(config)
+    check_model(config.model)
+    check_experts(config.model)
+    check_layer_types(config.model)
     check_run_name(config.run, config.runs_dir)
     check_conflicts(CONFLICTS, lambda name: attrgetter(name)(config))
-    check_priced(config.model, "calibrate")
     check_groups(config.launch, config.cluster)
-    for key in ("tp", "pp", "dp", "cp"):
+    for key in ("tp", "pp", "dp", "cp", "ep"):
         if key in chosen_keys(typed):
             raise UserError(
                 f"{key}={getattr(config, key)}: calibrate measures groups of every size, so {key} "
@@ -58,7 +61,7 @@ def calibrate_config(
         near = 1 << (ranks.bit_length() - 1)
         raise UserError(f"calibrate.ranks={ranks} must be a power of two; the nearest is {near}")
     written_to(config)
-    return replace(config, tp=1, pp=1, cp=1, dp=ranks)
+    return replace(config, tp=1, pp=1, cp=1, ep=1, dp=ranks)
 
 
 def _usual(device: DeviceChoice) -> int:

@@ -1,8 +1,9 @@
 """Measures a block, the embedding and head, collectives and cores for `parallel3d calibrate`.
 
 Every rank runs `calibrate`. The first rank times the actions of the pipeline executor on training's
-own stages, with the sizes that one tensor rank has: the embedding, a few blocks, the head with the
-loss, and the optimizer's step. The first 2, 4, … ranks measure collectives
+own stages, with the sizes that one tensor rank has: the embedding, a few blocks of each kind of
+layer, the head with the loss, and the optimizer's step. The other ranks of a group that divides
+experts are mirrored (`comm/mirrored.py`). The first 2, 4, … ranks measure collectives
 and messages, and how much busy ranks slow each other. The first rank writes the cluster file.
 """
 
@@ -16,16 +17,22 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from parallel3d.blueprint.blueprint import Blueprint, DataParallelSettings
+from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.layout import Layout
+from parallel3d.blueprint.ops import LayerKind, layer_kinds
+from parallel3d.comm import collectives as collective
 from parallel3d.comm.exchange import all_gather_json
+from parallel3d.comm.group import Group
+from parallel3d.comm.mirrored import MirroredPeers
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.comm.shared_memory import SPIN_S
 from parallel3d.commands.bench.measure import BenchOperation, Site, prepare
@@ -33,17 +40,22 @@ from parallel3d.commands.calibrate.command import written_to
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.schema import ModelConfig
 from parallel3d.config.values import PARTS, parts_of
+from parallel3d.data.loader import MicroBatch
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype, set_matmul_precision
 from parallel3d.errors import print_line
 from parallel3d.estimate.profiled_cost import (
+    ALL_TO_ALL,
     COLLECTIVES,
     SHARED,
     WAYS,
     CalibrationSource,
     MeasuredMachine,
     Table,
+    block_name,
+    recompute_name,
 )
+from parallel3d.experts.balance import Balance
 from parallel3d.files import replace_durably
 from parallel3d.host.devices import device_name
 from parallel3d.host.quotas import available_cores, memory_in_all
@@ -193,6 +205,7 @@ BLOCKS = 4  # number of blocks of a stage, whose weights must not fit into a cac
 # Sizes of micro-batches: the first two are always measured, the others up to the global batch.
 MICRO_BATCHES = (1, 2, 4, 16)
 TOGETHER = 2  # micro-batches per run of the executor
+MOST_SIZES = 3  # of these, at most so many are measured with ep > 1
 RUN_S, MOST_RUNS = 0.4, 8  # seconds spent on a point in one pass
 LONG_S = 8.0  # if a point takes longer than this, no larger micro-batch is measured
 
@@ -217,9 +230,25 @@ def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
     )
 
 
+def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
+    """Returns a model all of whose layers are of one kind of `model`'s."""
+    layer = next(n for n in range(model.num_layers) if LayerKind.of(model, n) == kind)
+    types = model.layer_types
+    return dataclasses.replace(
+        model,
+        layer_types=types and [types[layer % len(types)]],
+        num_experts=model.num_experts if kind.experts else 0,
+        dense_layers=[],
+    )
+
+
 def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
     """Returns the tp sizes of layouts of up to `most` ranks."""
-    sizes, kv = (model.num_attention_heads, model.ffn_size, model.padded_vocab_size), model.kv_heads
+    sizes, kv = [model.num_attention_heads, model.padded_vocab_size], model.kv_heads
+    if len(model.expert_layers) < model.num_layers:
+        sizes.append(model.ffn_size)
+    if model.num_experts:  # which need sequence parallelism
+        sizes += [model.seq_length, model.shared_expert_size]
     return [
         tp
         for tp in range(1, most + 1)
@@ -227,50 +256,90 @@ def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
     ]
 
 
+def mirrored_group(name: str, size: int) -> Group:
+    """Returns a group of `size` ranks, of which this process is the first and the others mirror
+    it."""
+    mirror = MirroredPeers(size) if size > 1 else None
+    return Group(name, tuple(range(size)), 0, None, mirror=mirror)
+
+
+class Blocks(NamedTuple):
+    """A stage of blocks of one kind, which recompute some parts."""
+
+    kind: LayerKind
+    recompute: Collection[str] = ()
+
+
 class ModelPieces:
-    """A pipeline on one rank: the embedding, a stage of blocks for each entry of `ways`, and the
-    head.
+    """A pipeline on one rank: the embedding, stages of blocks, and the head.
+
+    A model with experts runs under sequence parallelism if tp > 1, beside mirrored ranks. Another
+    one has the sizes of a tensor rank, as if it was alone.
 
     Args:
-        model: the model of one tensor rank.
-        ways: by stage, the parts that its blocks recompute.
+        size: samples of a micro-batch.
+        stages: the stages between the ends; by default one for each kind of layer.
+        tp, ep: tensor- and expert-parallel size.
     """
 
     def __init__(
         self,
         config: CommandConfig,
-        model: ModelConfig,
         size: int,
         device: torch.device,
-        ways: Sequence[Collection[str]] = ((),),
+        stages: Sequence[Blocks] = (),
+        *,
+        tp: int = 1,
+        ep: int = 1,
     ) -> None:
         dtype, groups = compute_dtype(config.precision), ProcessGroups.single()
-        config = dataclasses.replace(config, model=model, micro_batch_size=size, recompute="none")
+        sp = config.model.num_experts > 0 and tp > 1
+        model = config.model if sp else shard_of(config.model, tp)
+        config = dataclasses.replace(
+            config,
+            model=model,
+            micro_batch_size=size,
+            recompute="none",
+            sp=sp,
+            tensor_parallel=dataclasses.replace(config.tensor_parallel, chunks=1),
+            moe=dataclasses.replace(config.moe, routing="balanced"),
+        )
         initializer = Initializer(
             config.seed, torch.promote_types(dtype, torch.float32), device, deferred=True
         )
-        usual = BuildContext.of_run(Blueprint.of(config), initializer, groups.tp)
-        self.device, blocks = device, min(BLOCKS, model.num_layers)
-        stages = [Stage(model, range(0), True, False, usual, first_and_last_share_rank=True)]
-        for i, way in enumerate(ways):
-            context = dataclasses.replace(usual, recompute=parts_of(tuple(way)))
-            layers = range(i * blocks, (i + 1) * blocks)
-            stages.append(Stage(model, layers, False, False, context))
-        stages.append(Stage(model, range(0), False, True, usual, stages[0], True))
+        of_tp = mirrored_group("tp", tp) if sp else groups.tp
+        usual = BuildContext.of_run(
+            Blueprint.of(config), initializer, of_tp, ep=mirrored_group("ep", ep)
+        )
+        self.device = device
+        made = [Stage(model, range(0), True, False, usual, first_and_last_share_rank=True)]
+        kinds, begin = layer_kinds(model), 0
+        self.stages = [*stages] or [Blocks(kind) for kind in kinds]
+        self.counts = [min(BLOCKS, kinds[blocks.kind]) for blocks in self.stages]
+        for blocks, count in zip(self.stages, self.counts, strict=True):
+            context = dataclasses.replace(usual, recompute=parts_of(tuple(blocks.recompute)))
+            layers = range(begin, begin + count)
+            made.append(Stage(of_kind(model, blocks.kind), layers, False, False, context))
+            begin += count
+        made.append(Stage(model, range(0), False, True, usual, made[0], True))
         self.engine = data_parallel_engine(
-            DataParallelSettings.of(config), stages, initializer, dtype, groups
+            DataParallelSettings.of(config), made, initializer, dtype, groups
         )
         self.optimizer = Optimizer(config.optim, self.engine.segments)
         self.elements = sum(p.numel() for p in self.engine.parameters.values())
-        for stage in stages:
+        for stage in made:
             stage.pre_forward = self.engine.pre_forward
-        route = P2PRoute(groups.pp, StageAssignment(1, len(stages)))
-        outputs = StageOutputs(((size, model.seq_length, model.hidden_size),), dtype)
-        self.executor = Executor(stages, route, [outputs] * (len(stages) - 1), device)
-        self.orders = make("interleaved_zb", 1, TOGETHER, len(stages)).orders[0]
+        route = P2PRoute(groups.pp, StageAssignment(1, len(made)))
+        length = model.seq_length // of_tp.size
+        outputs = StageOutputs(((size, length, model.hidden_size),), dtype)
+        self.executor = Executor(made, route, [outputs] * (len(made) - 1), device)
+        self.orders = make("interleaved_zb", 1, TOGETHER, len(made)).orders[0]
         tokens = torch.arange(size * model.seq_length, device=device).view(size, -1)
         tokens = tokens % model.vocab_size
-        self.batch = (tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), None, None)
+        balance = None if not model.num_experts else _balance(config, size, device, of_tp)
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        samples = torch.arange(size, device=device)
+        self.batch = MicroBatch(tokens, tokens, mask, samples, None, balance)
         self.scale = torch.tensor(1.0 / tokens.numel(), device=device)
 
     def run(self) -> dict[str, float]:
@@ -312,6 +381,21 @@ class ModelPieces:
         return found
 
 
+def _balance(config: CommandConfig, size: int, device: torch.device, tp: Group) -> Balance:
+    """Returns the balance of a micro-batch of whole samples, with the losses in use."""
+    lengths = torch.full((size,), config.model.seq_length, dtype=torch.float64, device=device)
+    samples, one = torch.arange(size, device=device), lengths.new_ones(())
+    aux, z = (one if loss else None for loss in (config.moe.aux_loss, config.moe.z_loss))
+    sequence = (tp,) if tp.size > 1 else ()
+    return Balance(samples, None, None, lengths, aux, z, sequence)
+
+
+def expert_sizes(model: ModelConfig, most: int) -> list[int]:
+    """Returns the ep sizes that are measured: powers of two up to `most` that divide the
+    experts."""
+    return [ep for ep in powers_of_two(most) if model.num_experts % ep == 0]
+
+
 def lower_quartile(seconds: Iterable[float]) -> float:
     """Returns the first quartile of the runs.
 
@@ -326,44 +410,56 @@ def pieces(
     config: CommandConfig, device: torch.device, most: int, tell: Tell
 ) -> tuple[dict[str, Table], float]:
     """Measures blocks, ends and updates for every tp and several micro-batch sizes, in several
-    passes.
+    passes; blocks with experts also for every ep.
 
     Returns the tables, and the host's seconds between two actions.
     """
     found: dict[str, dict[Point, list[float]]] = {}  # kept for every run
     sizes = [n for n in MICRO_BATCHES if n <= max(2, config.global_batch_size)]
+    length, kinds = config.model.seq_length, layer_kinds(config.model)
 
     def keep(name: str, point: Point, seconds: Iterable[float]) -> None:
         found.setdefault(name, {}).setdefault(point, []).extend(seconds)
 
+    def timed(model: ModelPieces) -> list[dict[str, float]]:
+        runs = model.runs()
+        keep("update", (model.elements,), (run["update"] for run in runs))
+        return runs
+
     for number, tp in product(range(config.calibrate.passes), tensor_sizes(config.model, most)):
-        shard = shard_of(config.model, tp)
-        blocks = min(BLOCKS, shard.num_layers)
         for place, size in enumerate(sizes):
             tell(f"tp={tp} micro_batch_size={size}, pass {number + 1}")
-            begun, at = time.perf_counter(), (tp, size * shard.seq_length)
-            model = ModelPieces(config, shard, size, device)
-            runs = model.runs()
-            for chunk, (name, count) in enumerate(
-                (("embedding", 1), ("block", blocks), ("head", 1))
-            ):
+            begun, at = time.perf_counter(), (tp, size * length)
+            model = ModelPieces(config, size, device, tp=tp)
+            runs = timed(model)
+            names = ["embedding", *(block_name(i) for i in range(len(kinds))), "head"]
+            for chunk, (name, count) in enumerate(zip(names, [1, *model.counts, 1], strict=True)):
                 for way, kind in zip(WAYS, "FIW", strict=True):
                     keep(f"{name}.{way}", at, (run[f"{kind}{chunk}"] / count for run in runs))
-            keep("update", (model.elements,), (run["update"] for run in runs))
             keep("action", (), (run["action"] for run in runs))
             long = time.perf_counter() - begun > LONG_S
             if number == 0 and tp == 1 and place and long:
                 sizes = sizes[: place + 1]
                 break
-        tell(f"tp={tp}, recomputation, pass {number + 1}")
-        ways = [(), *((part,) for part in PARTS)]
-        model = ModelPieces(config, shard, sizes[1], device, ways)
-        runs = model.runs()
-        keep("update", (model.elements,), (run["update"] for run in runs))
-        for chunk, part in enumerate(PARTS, 2):
-            more = [(run[f"I{chunk}"] - run["I1"]) / run["F1"] for run in runs]
-            # The median is used because a difference of two disturbed times may be far too small.
-            keep(f"recompute.{part}", (tp,), [max(statistics.median(more), 1e-3)])
+        for index, kind_of_layer in enumerate(kinds):
+            tell(f"tp={tp}, recomputation, pass {number + 1}")
+            ways = [Blocks(kind_of_layer), *(Blocks(kind_of_layer, (part,)) for part in PARTS)]
+            runs = timed(ModelPieces(config, sizes[1], device, ways, tp=tp))
+            for chunk, part in enumerate(PARTS, 2):
+                more = [(run[f"I{chunk}"] - run["I1"]) / run["F1"] for run in runs]
+                # The median is used because a difference of two disturbed times may be far
+                # too small.
+                keep(recompute_name(part, index), (tp,), [max(statistics.median(more), 1e-3)])
+        if tp > 1 or not config.model.num_experts:
+            continue
+        sparse = next(Blocks(kind) for kind in kinds if kind.experts)
+        for size, ep in product(sizes[:MOST_SIZES], expert_sizes(config.model, most)):
+            tell(f"ep={ep} micro_batch_size={size}, pass {number + 1}")
+            model = ModelPieces(config, size, device, [sparse], ep=ep)
+            runs = timed(model)
+            for way, kind in zip(WAYS, "FIW", strict=True):
+                each = (run[f"{kind}1"] / model.counts[0] for run in runs)
+                keep(f"experts.{way}", (ep, size * length), each)
     typical = {
         name: {point: max(lower_quartile(seconds), LEAST) for point, seconds in points.items()}
         for name, points in found.items()
@@ -395,6 +491,7 @@ def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict
     """
     found: dict[str, dict[Point, float]] = {}
     world, launch, on_gpu = dist.get_world_size(), config.launch, accelerator.is_accelerator(device)
+    names = [*COLLECTIVES, *([ALL_TO_ALL] if config.model.num_experts else [])]
     for count in powers_of_two(world)[1:]:
         layout = Layout(tp=count, dp=world // count)
         groups = ProcessGroups.create(layout, device.type, launch.timeout_s, launch)
@@ -402,14 +499,17 @@ def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict
         if device.type == "cpu" and launch.shared_memory:
             boxes = SharedP2P.open(tp, launch.timeout_s)
         ways = [False] if on_gpu else [True, False] if count <= available_cores() else [True]
-        for name, size, shares in product(COLLECTIVES, LARGE_SIZES if on_gpu else SIZES, ways):
+        for name, size, shares in product(names, LARGE_SIZES if on_gpu else SIZES, ways):
             tell(f"{name} over {count} ranks")
             for memory in (tp.shared, boxes):  # how long a rank spins before it sleeps
                 if memory is not None:
                     memory.memory.spin_s = 0.0 if shares else SPIN_S
             reduction = "sum" if name.startswith(("all_reduce", "reduce")) else None
-            site = Site(tp, device, boxes, chain=name == "send_recv")
-            run, seconds = prepare(BenchOperation(name, reduction, own=True), site, size).run, 0.0
+            site, seconds = Site(tp, device, boxes, chain=name == "send_recv"), 0.0
+            if name == ALL_TO_ALL:
+                run = _exchange(config.model, site, size)
+            else:
+                run = prepare(BenchOperation(name, reduction, own=True), site, size).run
             if groups.rank < count:
                 each = windows(run, device, CALLS, FEW_WINDOWS if shares else WINDOWS)
                 wall, work = zip(*each, strict=True)
@@ -422,10 +522,22 @@ def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict
             boxes.memory.close()
         groups.close()
     tables = {name: table_of(points) for name, points in found.items()}
-    for name in COLLECTIVES:  # on one core or on GPUs, only one of these cases exists
+    for name in names:  # on one core or on GPUs, only one of these cases exists
         either = tables.get(name) or tables.get(name + SHARED) or Table(((1,), (64,)), (LEAST,))
         tables = {name: either, name + SHARED: either} | tables
     return tables
+
+
+def _exchange(model: ModelConfig, site: Site, size: int) -> Run:
+    """Returns an exchange of `size` bytes as that of tokens with the ranks of their experts."""
+    group, count = site.group, max(1, size // 4 // site.group.size)
+    tensor = torch.zeros(group.size * count, device=site.device)
+    even = [count] * group.size
+    # The most that a rank may send decides how ranks of a host do it: all tokens to each rank.
+    divides = model.num_experts % group.size == 0
+    share = share_sent(model.num_experts, model.experts_per_token, group.size) if divides else 1.0
+    most = round(tensor.numel() / share)
+    return partial(collective.all_to_all_uneven, tensor, group, even, even, most)
 
 
 def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
@@ -436,7 +548,7 @@ def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str
     threads.
     """
     on_gpu = accelerator.is_accelerator(device)
-    run = ModelPieces(config, config.model, 1, device).run
+    run = ModelPieces(config, 1, device).run
     times: dict[Point, float] = {}
     counts = powers_of_two(dist.get_world_size())
     for count, turn in product(counts, range(TURNS)):

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from parallel3d.blueprint.ops import LayerKind, layer_kinds
 from parallel3d.blueprint.parameters import stage_parameters
 from parallel3d.commands.calibrate import measure
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.schema import ModelConfig
+from parallel3d.estimate import profiled_cost
+from parallel3d.experts.grouped import run_experts
+from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.transformer import Stage
 from parallel3d.run.launch import Worker
 
 CPU = torch.device("cpu")
@@ -22,6 +30,13 @@ CPU = torch.device("cpu")
 MODEL = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
     seq_length=16, vocab_size=256,
+)  # fmt: skip
+
+
+MIXED = dataclasses.replace(
+    MODEL, num_layers=4, norm="rmsnorm", bias=False, position_embedding="rope", activation="swiglu",
+    layer_types=["sliding", "full"], sliding_window=4, num_experts=8, experts_per_token=2,
+    expert_ffn_size=24, shared_expert_size=16, dense_layers=[0, 1],
 )  # fmt: skip
 
 
@@ -40,6 +55,54 @@ def test_calibrated_tp_sizes_are_those_that_a_run_allows() -> None:
     assert measure.tensor_sizes(model, 4) == [1, 2, 3]
 
 
+def test_with_experts_tensor_ranks_divide_tokens_and_the_shared_expert() -> None:
+    assert measure.tensor_sizes(MIXED, 4) == [1, 2, 4]
+    assert measure.tensor_sizes(dataclasses.replace(MIXED, seq_length=18), 4) == [1, 2]
+    assert measure.tensor_sizes(dataclasses.replace(MIXED, shared_expert_size=18), 4) == [1, 2]
+    # Nobody has an ordinary MLP.
+    every = dataclasses.replace(MIXED, ffn_hidden_size=49, dense_layers=[])
+    assert measure.tensor_sizes(every, 4) == [1, 2, 4]
+    assert measure.expert_sizes(dataclasses.replace(MIXED, num_experts=12), 8) == [1, 2, 4]
+
+
+def test_each_kind_of_layer_is_a_stage_of_its_own_blocks() -> None:
+    config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)
+    pieces = measure.ModelPieces(config, 1, CPU)
+    kinds = [*layer_kinds(MIXED)]
+    assert [blocks.kind for blocks in pieces.stages] == kinds and len(kinds) == 4
+    assert pieces.counts == [1] * 4
+    stages: list[Stage] = pieces.executor.stages[1:-1]  # type: ignore[assignment]
+    for kind, stage in zip(kinds, stages, strict=True):
+        (block,) = stage.blocks.values()
+        assert block.attention.window == kind.window
+        assert isinstance(block.mlp, MixtureOfExperts) is kind.experts
+    times = pieces.run()
+    assert {f"{way}{chunk}" for way in "FIW" for chunk in range(6)} < set(times)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 4), (2, 4)])
+@pytest.mark.parametrize("dispatch", ["gather", "all_to_all"])
+def test_one_rank_of_several_holds_its_share_of_experts_and_rows(
+    tp: int, ep: int, dispatch: str
+) -> None:
+    config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)
+    config.moe.dispatch = dispatch
+    sparse = [measure.Blocks(kind) for kind in layer_kinds(MIXED) if kind.experts][:1]
+    pieces = measure.ModelPieces(config, 2, CPU, sparse, tp=tp, ep=ep)
+    held = stage_parameters(MIXED, tp, range(2, 3), True, True, ep=ep)
+    assert pieces.elements == sum(p.numel for p in held)
+    rows = Counter[int]()
+
+    def run(*args: Any) -> Any:
+        rows[args[4].groups.total] += 1
+        return run_experts(*args)
+
+    with patch("parallel3d.models.experts.run_experts", run):
+        pieces.run()
+    # Two micro-batches of two samples of 16 tokens, whose 2 experts are evenly chosen.
+    assert rows == {2 * 16 * 2 // tp: 2}
+
+
 @pytest.mark.slow
 def test_a_slow_model_is_measured_on_two_micro_batches() -> None:
     config = CommandConfig(device="cpu", model=MODEL, global_batch_size=16)
@@ -52,7 +115,9 @@ def test_a_slow_model_is_measured_on_two_micro_batches() -> None:
 
 def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None:
     config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)
-    pieces = measure.ModelPieces(config, MODEL, 1, CPU, [(), ("layer",)])
+    kind = LayerKind.of(MODEL, 0)
+    stages = [measure.Blocks(kind), measure.Blocks(kind, ("layer",))]
+    pieces = measure.ModelPieces(config, 1, CPU, stages)
     assert pieces.elements == sum(p.numel for p in stage_parameters(MODEL, 1, range(4), True, True))
     actions = {f"{kind}{chunk}" for kind in "FIW" for chunk in range(4)}
     for times in pieces.runs():
@@ -74,6 +139,19 @@ def test_a_time_is_the_lower_quartile_of_all_runs() -> None:
     assert set(tables["head.forward"].seconds) == {3} == set(tables["update"].seconds)
     assert set(tables["block.forward"].seconds) == {3 / MODEL.num_layers}
     assert action == 3
+
+
+@pytest.mark.slow
+def test_blocks_with_experts_are_timed_for_every_ep_and_kind() -> None:
+    config = CommandConfig(device="cpu", model=MIXED, global_batch_size=1)
+    config.calibrate.passes = 1
+    with patch.object(measure, "MOST_RUNS", 1):
+        tables, _ = measure.pieces(config, CPU, 4, lambda _: None)
+    of_run = {"all_to_all", *profiled_cost.COLLECTIVES, "together", "threads"}
+    wanted = {n for n in profiled_cost.tables_of(MIXED) if n.split(".shared")[0] not in of_run}
+    assert set(tables) == wanted
+    for name in ("block.forward", "block.3.weight", "experts.input"):
+        assert tables[name].axes == ((1, 2, 4), (16, 32))
 
 
 def test_other_ranks_wait_for_rank_0_at_the_store() -> None:

@@ -1,0 +1,62 @@
+"""Tests that a rank beside mirrored peers dispatches as beside real ranks with equal tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from parallel3d.blueprint.layout import Layout
+from parallel3d.comm.group import SINGLE, Group
+from parallel3d.commands.calibrate.measure import mirrored_group
+from parallel3d.config.schema import ModelConfig
+from parallel3d.experts.balance import Balance
+from parallel3d.experts.choice import Choice
+from parallel3d.models.experts import MixtureOfExperts
+from parallel3d.models.layers import BuildContext
+from parallel3d.parameters.initializer import Initializer
+from tests.distributed.harness import plain_groups
+from tests.distributed.pool import Pool
+
+MODEL = ModelConfig(
+    hidden_size=8, num_attention_heads=2, seq_length=12, activation="swiglu", bias=False,
+    num_experts=8, experts_per_token=3, expert_ffn_size=8,
+)  # fmt: skip
+
+
+def dispatch(ep: Group, way: str) -> Choice:
+    """Returns the choice of a layer's forward and backward on equal tokens."""
+    init = Initializer(5, torch.float64, torch.device("cpu"))
+    context = BuildContext(init, SINGLE, sp=False, ep=ep, dispatch=way, routing="balanced")
+    layer = MixtureOfExperts(1, MODEL, context)
+    x = torch.linspace(-1, 1, 2 * 12 * 8, dtype=torch.float64).view(2, 12, 8).requires_grad_()
+    lengths = torch.full((2,), 12.0, dtype=torch.float64)
+    choice, balance = Choice(), Balance(torch.arange(2), None, None, lengths)
+    layer(x, torch.nn.Identity(), choice, balance).sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+    return choice
+
+
+def compare(way: str) -> list[str]:
+    """Returns what differs on rank 0 between real and mirrored peers."""
+    groups = plain_groups(Layout(dp=4, ep=4))
+    real, mirrored = (dispatch(ep, way) for ep in (groups.ep, mirrored_group("ep", 4)))
+    groups.close()
+    if groups.rank != 0:
+        return []
+    found = []
+    for one, other in ((real.rows, mirrored.rows), (real.sent, mirrored.sent)):
+        if one is None or other is None:
+            assert one is other, way
+            continue
+        for field in dataclasses.fields(one):
+            a, b = getattr(one, field.name), getattr(other, field.name)
+            same = torch.equal(a, b) if isinstance(a, torch.Tensor) else str(a) == str(b)
+            found += [] if same else [field.name]
+    return found
+
+
+@pytest.mark.parametrize("way", ["gather", "all_to_all"])
+def test_rows_and_messages_are_those_of_real_ranks(way: str, pool: Pool) -> None:
+    assert pool.run(4, compare, way)[0] == []

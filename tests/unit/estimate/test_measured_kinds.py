@@ -1,0 +1,215 @@
+"""Tests prices of a measured machine for models with several kinds of layers: experts, windows."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.ops import layer_flops, layer_kinds
+from parallel3d.config.checks import check_config
+from parallel3d.config.schema import Config, ModelConfig
+from parallel3d.errors import UserError
+from parallel3d.estimate.profiled_cost import (
+    MeasuredMachine,
+    check_experts_measured,
+    measured_sizes,
+    passes,
+    price_measured,
+    read,
+    scaled,
+    step_time,
+)
+from parallel3d.estimate.search import LayoutChoice
+from parallel3d.estimate.traffic import transfers
+from tests.unit.estimate.measured_machine import MADE, MIXED, MODEL, RATE, machine, seconds
+
+ONE_CORE = dataclasses.replace(MADE, count=1)
+DENSE, SPARSE = layer_kinds(MIXED)
+
+
+def config(model: ModelConfig = MIXED, **keys: object) -> Config:
+    ranks = prod(keys.get(dim, 1) for dim in ("tp", "pp", "dp", "cp"))  # type: ignore[misc]
+    given = {"global_batch_size": 8, "micro_batch_size": 1, "dp": 1} | keys
+    dispatch = given.pop("dispatch", "auto")
+    made = Config(**given, model=model)  # type: ignore[arg-type]
+    made.moe.dispatch = str(dispatch)
+    return check_config(made, ranks, own_samples=True)
+
+
+def alone(name: str, at: tuple[float, ...], model: ModelConfig = MIXED) -> float:
+    """Returns the seconds of a machine on which only blocks take time."""
+    plain = name.startswith(("block", "experts", "together", "threads"))
+    return seconds(name, at, model) if plain else 1e-12
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_layers": 6}, {"dense_layers": [0, 1]}])
+def test_a_step_is_the_sum_of_its_layers_of_each_kind(changes: dict[str, object]) -> None:
+    """The machine was measured for equally many layers of the two kinds."""
+    made = config(dataclasses.replace(MIXED, **changes))  # type: ignore[arg-type]
+    here = machine(alone, ONE_CORE, MIXED, **{"launch.action": 1e-12})
+    kinds = layer_kinds(made.model)
+    flops = sum(count * layer_flops(made.model, kind=kind) for kind, count in kinds.items())
+    assert step_time(made, here).core == pytest.approx(3 * flops * 8 * 256 / RATE, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", [DENSE, SPARSE])
+def test_recomputation_repeats_the_share_of_its_own_kind(kind: object) -> None:
+    """All parts of one kind cost as much as its forward, and those of the other kind nothing."""
+    index = [DENSE, SPARSE].index(kind)  # type: ignore[arg-type]
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        if name.startswith("recompute"):
+            return 1.0 if (name.count(".") == 2) == bool(index) else 1e-9
+        return alone(name, at)
+
+    here = machine(of, ONE_CORE, MIXED, **{"launch.action": 1e-12})
+    plain, again = (step_time(config(recompute=r), here).core for r in ("none", "[attention]"))
+    flops = 2 * layer_flops(MIXED, kind=kind)  # type: ignore[arg-type]
+    assert again - plain == pytest.approx(flops * 8 * 256 / RATE, rel=1e-3)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 2), (1, 4), (2, 4)])
+def test_fewer_experts_with_more_rows_take_the_measured_difference(tp: int, ep: int) -> None:
+    """The difference belongs to a tensor rank's own tokens, and to blocks with experts alone.
+
+    The machine was twice as slow when it measured ep.
+    """
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        return alone(name, at) * (2 * (1 + 0.5 / at[0]) if name.startswith("experts") else 1)
+
+    here = machine(of, ONE_CORE, MIXED)
+    made = config(tp=tp, sp=tp > 1, dp=4, ep=ep)
+    own = 256 / tp
+    for kind, gained in ((DENSE, 1.0), (SPARSE, (1 + 0.5 / ep) / 1.5)):
+        plain = layer_flops(MIXED, kind=kind) * own / RATE
+        assert passes(here, made, "block", kind) == pytest.approx(plain * gained, rel=1e-6)
+
+
+@pytest.mark.parametrize("op", ["all_to_all", "all_gather", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"dp": 4, "ep": 2, "dispatch": "all_to_all"},
+        {"dp": 4, "ep": 4, "dispatch": "gather", "zero": 1},
+        {"dp": 2, "tp": 2, "sp": True, "ep": 2, "recompute": "[mlp]"},
+        {"dp": 2, "pp": 2, "ep": 2, "dispatch": "all_to_all"},
+    ],
+)
+def test_dispatch_and_the_gradients_of_experts_are_priced(op: str, keys: dict[str, object]) -> None:
+    """Compares with `traffic.transfers`, which tests/distributed/test_traffic.py compares with real
+    runs."""
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        plain = name.startswith(("together", "threads"))
+        return 1.0 if plain or name.removesuffix(".shared") == op else 1e-12
+
+    made = config(**keys)  # type: ignore[arg-type]
+    here = machine(of, MADE, MIXED, **{"launch.action": 1e-12})
+    layout = layout_of(made)
+    sent = [t for index in range(made.pp) for t in transfers(made, layout, index) if t.op == op]
+    calls = sum(t.count for t in sent) * layout.world_size / made.pp
+    assert step_time(made, here).core == pytest.approx(calls, abs=1e-6)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_update_of_experts_is_divided_over_the_ranks_with_the_same_ones(zero: int) -> None:
+    """With ep = 4 on four ranks nobody else has a rank's experts."""
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        if name.startswith(("together", "threads")):
+            return 1.0
+        return 1e-6 * at[0] if name == "update" else 1e-12
+
+    experts = 2 * 8 * 3 * 256 * 128
+    whole = step_time(config(), machine(of, model=MIXED)).core / 1e-6
+    here = step_time(config(dp=4, ep=4, zero=zero), machine(of, model=MIXED)).optimizer
+    alike = step_time(config(), machine(of, model=MIXED)).optimizer
+    elements = experts / 4 + (whole - experts) / (4 if zero else 1)
+    # Four ranks share two cores.
+    assert here / alike == pytest.approx(2 * elements / whole, rel=1e-3)
+
+
+def test_windows_are_priced_by_their_own_block() -> None:
+    """A full layer takes ten times as long here, which FLOPs would not say."""
+    model = dataclasses.replace(MIXED, num_experts=0, dense_layers=[])
+    sliding, full = layer_kinds(model)
+
+    def of(name: str, at: tuple[float, ...]) -> float:
+        return 10.0 if name.startswith("block.1.") else 1.0
+
+    here = machine(of, model=model)
+    assert passes(here, config(model), "block", sliding)[0] == pytest.approx(1.0)
+    assert passes(here, config(model), "block", full)[0] == pytest.approx(10.0)
+    wider = dataclasses.replace(model, sliding_window=64)
+    kinds = layer_kinds(wider)
+    ratio = layer_flops(wider, kind=next(iter(kinds))) / layer_flops(model, kind=sliding)
+    found = passes(here, config(wider), "block", next(iter(kinds)))
+    assert found[0] == pytest.approx(ratio) and ratio > 1
+    assert "times its FLOPs: times are scaled" in scaled(here, "here.yaml", wider)
+    assert scaled(here, "here.yaml", dataclasses.replace(model, num_layers=2)) == ""
+
+
+def test_experts_of_another_width_are_scaled_and_said_so() -> None:
+    wider = dataclasses.replace(MIXED, expert_ffn_size=256)
+    here = machine(partial(alone, model=MIXED), model=MIXED)
+    found = passes(here, config(wider), "block", SPARSE)
+    assert found[0] == pytest.approx(layer_flops(wider, kind=SPARSE) * 256 / RATE, rel=1e-6)
+    assert scaled(here, "here.yaml", MIXED) == ""
+    assert "measured for" in scaled(here, "here.yaml", wider)
+
+
+def test_layouts_with_experts_are_ranked_by_price() -> None:
+    """Tensor parallelism turns sequence parallelism on, which experts need."""
+    here, made = machine(model=MIXED), config()
+    made.cluster.file = "here.yaml"
+    sizes = measured_sizes(made, here, 4)
+    choices = [
+        LayoutChoice(tp, 1, 1, 4 // tp, 1, "1f1b", "none", zero, 1)
+        for tp, zero in product((1, 2, 4), (0, 1))
+        if not (tp == 4 and zero)
+    ]
+    priced = price_measured(choices, sizes, made, here)
+    assert sorted(priced.order) == list(range(len(choices)))
+    assert priced.seconds[priced.order[0]] == pytest.approx(min(priced.seconds), rel=0.005)
+
+
+def test_a_file_of_several_kinds_gives_the_machine_again(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    path.write_text(machine(model=MIXED).text())
+    found = read(str(path))
+    assert found.model == MIXED and found.kinds == [DENSE, SPARSE]
+    for name, table in machine(model=MIXED).tables.items():
+        assert found[name].seconds == pytest.approx(table.seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("table", ["block.1.input", "recompute.1.mlp", "experts.weight"])
+def test_a_file_without_a_table_of_a_kind_is_damaged(tmp_path: Path, table: str) -> None:
+    path = tmp_path / "here.yaml"
+    path.write_text(machine(model=MIXED).text().replace(f"  {table}:", "  another:", 1))
+    with pytest.raises(UserError, match=f"is damaged \\('{table}'\\): calibrate again"):
+        read(str(path))
+
+
+def test_a_file_of_version_3_prices_its_model_as_before(tmp_path: Path) -> None:
+    path, made = tmp_path / "here.yaml", config(MODEL)
+    texts = machine().text(), machine().text().replace("version: 4", "version: 3", 1)
+    prices = []
+    for text in texts:
+        path.write_text(text)
+        prices.append(step_time(made, read(str(path))))
+    assert prices[0] == prices[1]
+
+
+def test_experts_have_no_price_in_a_file_without_them() -> None:
+    dense: MeasuredMachine = machine()
+    check_experts_measured(machine(model=MIXED), "f.yaml", MIXED)
+    check_experts_measured(dense, "f.yaml", MODEL)
+    with pytest.raises(UserError, match=r"num_experts=8 must be 0 with cluster=f.yaml.*calibrate"):
+        check_experts_measured(dense, "f.yaml", MIXED)
