@@ -122,6 +122,18 @@ def seconds_of(cases: Sequence[Case], values: Mapping[str, float]) -> list[float
     return Table.of([run_of(case) for case in cases]).seconds(Constants(values)).tolist()
 
 
+def left_out(values: Mapping[str, float]) -> list[float]:
+    """Returns the seconds of each known run, predicted without it."""
+    found = []
+    for case in CASES:
+        others = [other for other in CASES if other is not case]
+        fitted = {**values, **fit_experts(values, others)}
+        effects = Effects.known(fitted, others)
+        (seconds,) = seconds_of([case], fitted)
+        found.append(seconds * effects.factor(case.source, case.model))
+    return found
+
+
 def answers(values: Mapping[str, float]) -> dict[str, float]:
     """Returns the answers to E1 to E7."""
     asked = questions()
@@ -152,10 +164,13 @@ def main() -> None:
     options = parser.parse_args()
     values = dict(load().values)
     fitted = fit_experts(values)
+    without = left_out(values)
     values |= fitted
-    for case, at in zip(CASES, seconds_of(CASES, values), strict=True):
+    for case, at, blind in zip(CASES, seconds_of(CASES, values), without, strict=True):
         measured = run_of(case).seconds
-        print(f"{case.id:28} measured {measured:7.2f} s, predicted {at:7.2f} s")
+        print(
+            f"{case.id:28} measured {measured:7.2f} s, fitted {at:7.2f} s, left out {blind:7.2f} s"
+        )
     for name, effect in sorted(Effects.known(values).of.items()):
         print(f"{name}: {np.exp(effect):.2f} of the prediction")
     single = dict(sorted(answers(values).items()))
