@@ -41,15 +41,16 @@ lifted:
 
 """
 
-# The keys of a row, and what it would take to lift it.
+# The keys of a row → the work that would lift it.
 NOT_BUILT = {
-    ("schedule.name", "zero"): "FSDP2 reduces in the backward the gradients that are there, so "
-    "backwards are whole. `schedule=auto` would have to search among whole ones. All named "
+    ("schedule.name", "zero"): "FSDP2 reduces the gradients that exist during the backward, so "
+    "backwards must be whole. `schedule=auto` would have to search among whole ones. All named "
     "schedules run, with B for I and W.",
     ("ddp.comm_hook", "zero"): "A reduce-scatter of rounded buckets that adds in fp32.",
     ("ddp.hierarchical", "zero"): "A reduce-scatter in two levels, whose shards lie in the order "
     "of the domains. `zero=2` and `zero=3` have `ddp.shard_size`.",
-    ("train.noise_scale", "zero"): "Norms of what FSDP2 is about to reduce, unit by unit.",
+    ("train.noise_scale", "zero"): "Norms of the gradients that FSDP2 is about to reduce, "
+    "unit by unit.",
     ("train.noise_scale", "optim.freeze"): "Norms by parameter instead of by bucket.",
 }
 

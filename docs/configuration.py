@@ -24,7 +24,7 @@ INTRO = """\
 # Configuration
 
 This page is written by `python docs/configuration.py > docs/configuration.md`; edit the
-dataclasses in `parallel3d/config/` instead.
+dataclasses in each feature's `keys.py` instead.
 
 Every key has a default, and whatever follows `parallel3d train` overrides some of them:
 
@@ -82,8 +82,8 @@ def _keys_table(keys: list[Key]) -> str:
 
 
 def _comment(path: Path) -> str:
-    """Returns what a preset is: the comment at its head up to the full stop, without Hydra's `#
-    @…`."""
+    """Returns a preset's description: the comment at its head up to the full stop, without Hydra's
+    `# @…`."""
     text = ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# @"):
@@ -95,7 +95,7 @@ def _comment(path: Path) -> str:
             return text
         if ". " in text:
             return text[: text.rindex(". ") + 1]
-    raise ValueError(f"{path.name} does not begin with a sentence that says what it is")
+    raise ValueError(f"{path.name} does not begin with a sentence that describes it")
 
 
 def _presets_table(group: str) -> str:

@@ -1,4 +1,4 @@
-"""Draws the pictures of README and docs from the objects that the run executes.
+"""Draws the pictures of README and docs from the objects that a run executes.
 
 python docs/pictures.py    # writes layout.svg, schedule*.svg and topology_*.svg beside this file
 """

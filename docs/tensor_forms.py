@@ -1,4 +1,4 @@
-"""Compares the forms of tensor parallelism: what each sends, its price, and two drawings.
+"""Compares the forms of tensor parallelism by their messages and prices, and draws two of them.
 
     python docs/tensor_forms.py    # tables and pictures of docs/tensor_parallel.md
 
@@ -38,8 +38,8 @@ class Sizes:
     e: int = 2
 
     def elements(self, what: str) -> int:
-        """Counts the numbers of a whole buffer: `h` and its multiples for each token, `scores` for
-        each pair."""
+        """Returns the number of elements of a whole buffer: `h` and its multiples per token,
+        `scores` per pair."""
         if what == "scores":
             return self.b * self.a * self.s**2
         return self.b * self.s * self.h * int(what.removesuffix("h") or 1)
@@ -53,7 +53,8 @@ class Call(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a layer's forward and backward send, in order, and what each rank computes again."""
+    """The messages of a layer's forward and backward, in order, and the part that each rank
+    recomputes."""
 
     forward: list[Call]
     backward: list[Call]
@@ -65,7 +66,7 @@ GATHER, SCATTER = Call("all_gather", "h"), Call("reduce_scatter", "h")
 GATHER_WIDE, SCATTER_WIDE = Call("all_gather", "4h"), Call("reduce_scatter", "4h")
 GATHER_SCORES, SCATTER_SCORES = Call("all_gather", "scores"), Call("reduce_scatter", "scores")
 
-# Part of the model → form → what it sends. The first form of each part is ours.
+# Part of the model → form → its messages. The first form of each part is ours.
 FORMS = {
     "MLP": {
         "columns, then rows": Form([SUM], [SUM]),
@@ -102,8 +103,8 @@ def sent(call: Call, sizes: Sizes) -> float:
 
 
 def messages(call: Call, sizes: Sizes, link: Link) -> int:
-    """Returns the messages that it sends, in a ring; a broadcast goes along a chain in its best
-    number of pieces."""
+    """Returns the number of messages that it sends in a ring; a broadcast goes along a chain, in
+    the best number of pieces."""
     if call.op == "broadcast":
         return best_segments(sizes.n, sizes.elements(call.what) * sizes.e, link)
     return (2 if call.op == "all_reduce" else 1) * (sizes.n - 1)
@@ -170,7 +171,7 @@ class Box(NamedTuple):
     shape: str = ""
 
 
-# What flows through, and between which boxes the ranks communicate.
+# The boxes of each drawing, and between which of them the ranks communicate.
 DRAWINGS = {
     "mlp": (
         "An MLP over two ranks: A by columns, B by rows",
@@ -198,7 +199,7 @@ DRAWINGS = {
 
 
 def drawing(title: str, boxes: list[Box]) -> str:
-    """Draws boxes from left to right, and f and g where the results of one rank become those of
+    """Draws boxes from left to right, and f and g where one rank's results become results of
     both."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -238,7 +239,7 @@ def _lanes(box: Box) -> tuple[str, ...]:
 
 
 def _between(before: Box, after: Box) -> Iterator[str]:
-    """Draws lines from lane to lane; through f or g where they divide or meet."""
+    """Draws lines from lane to lane, through f or g where they divide or join."""
     start, end = before.x + before.width, after.x
     if len(before.words) == len(after.words):
         for lane in _lanes(before):

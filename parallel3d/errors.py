@@ -50,7 +50,7 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known word that `word` is most likely meant to be, or None if none is close."""
+    """Returns the known word closest to `word`, or None if none is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return matches[0] if matches else None
 

@@ -127,7 +127,7 @@ def status_of_new_file(folder: Path) -> os.stat_result | None:
 
 # Files that are not trusted
 
-MAX_DEPTH = 50  # nested lists and objects; our own files have four
+MAX_DEPTH = 50  # maximum depth of nested lists and objects; our own files have four levels
 MAX_SENTENCE = 400
 
 

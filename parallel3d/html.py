@@ -1,4 +1,4 @@
-"""The parts of an HTML page that stands alone, light and dark: sections, tables, stacked bars."""
+"""Makes the parts of a self-contained HTML page, light and dark: sections, tables, stacked bars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-SHORT = 16  # letters of a table's cell that does not wrap
+SHORT = 16  # maximum number of letters in a cell that does not wrap
 STYLE = """
 :root{color-scheme:light dark} body{font:15px/1.5 system-ui,sans-serif;margin:0}
 main{max-width:1180px;margin:0 auto;padding:24px} h1{font-size:26px;margin:0} h2{font-size:19px}
@@ -26,7 +26,7 @@ margin:0 6px 0 14px} .paper{background:#fff;padding:8px;overflow:auto;max-height
 def whole_page(mark: str, title: str, body: str, head: str = "") -> str:
     """Returns the page; `mark` is an attribute that tells who wrote it, `head` goes into <head>.
 
-    All but `mark` are HTML already.
+    All arguments but `mark` are HTML already.
     """
     return f"""<!DOCTYPE html><html lang='en' {mark}><head><meta charset='utf-8'>
 <meta name='viewport' content='width=device-width,initial-scale=1'>
@@ -43,7 +43,8 @@ def section(heading: str, words: str, *parts: str) -> str:
 def stacked_bar(
     parts: Mapping[str, float], whole: float, unit: str, limit: float | None = None
 ) -> str:
-    """Returns a bar as long as the sum of `parts` is of `whole`, and a line at `limit`."""
+    """Returns a bar whose length is the sum of `parts` relative to `whole`, and a line at
+    `limit`."""
     made = "".join(
         f"<i style='width:{100 * value / whole:.2f}%;background:{colour(place)}' "
         f"title='{escape(f'{kind}: {value:.3g} {unit}')}'></i>"
@@ -62,7 +63,7 @@ def bar_key(kinds: Iterable[str]) -> str:
 
 
 def colour(place: int) -> str:
-    """Returns a hue far from those of the places before: the golden angle on."""
+    """Returns a hue that differs from the previous ones by the golden angle."""
     return f"hsl({(210 + 137.5 * place) % 360:.0f} 50% 48%)"
 
 

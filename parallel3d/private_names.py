@@ -103,7 +103,8 @@ NAMES = {
 }
 # The first version that has a name; for older versions the name is None.
 SINCE = {"self_recording_backends": "2.15"}
-PACKAGES = {"torch": "torch", "hydra": "hydra-core"}  # by the first part of the module's name
+# packages, by the first part of the module's name
+PACKAGES = {"torch": "torch", "hydra": "hydra-core"}
 
 # Their methods that our classes override, so that their code calls ours.
 OVERRIDDEN = {

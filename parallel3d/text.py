@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-LABEL = 11  # columns of the label on the left
+LABEL = 11  # width of the label on the left
 
 
 def si(value: float) -> str:

@@ -155,10 +155,10 @@ class Trainer:
 
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
-        may_resume = self.config.run is not None  # only `restore` knows whether it does
+        may_resume = self.config.run is not None  # only `restore` knows the start's position
         size = self.groups.layout.world_size
         config = check_config(self.config, size, own_samples=own_samples, may_resume=may_resume)
-        if config.cp > 1 and config.context_parallel.style == "auto":  # subcommands resolve it
+        if config.cp > 1 and config.context_parallel.style == "auto":  # subcommands resolve auto
             raise UserError(
                 "context_parallel.style=auto must be gather, heads or ring if you create a Trainer "
                 "yourself; the nearest is context_parallel.style=gather"
@@ -330,7 +330,7 @@ class Trainer:
         )
 
     def _loader(self, first: int) -> Callable[[int], MicroBatch]:
-        """Returns what loads the micro-batches of the step from sample `first` on."""
+        """Returns a loader of the micro-batches of the step from sample `first` on."""
         load = functools.partial(self.train_batches.micro_batch, first)
         balance = self.balance
         if balance is None or not balance.routers:
@@ -342,7 +342,7 @@ class Trainer:
 
         def scaled(m: int) -> MicroBatch:
             batch = load(m)
-            assert batch.balance is not None  # of stages with experts
+            assert batch.balance is not None  # it exists on stages with experts
             given = (batch.balance, self.loss_scale.scale, self.batch, routed)
             return batch._replace(balance=balance.scaled(*given))
 
@@ -355,7 +355,7 @@ class Trainer:
         Collective. `part`: one of `held_out_parts`, the parts of a blend; None: all of them.
         """
         chosen = self.held_out if part is None else self.held_out_parts[part]
-        assert chosen is not None  # the caller makes sure that there are held-out samples
+        assert chosen is not None  # the caller ensures that there are held-out samples
         return self.score(chosen).loss
 
     def score(self, of: EvaluatedSet) -> Score:
@@ -468,7 +468,7 @@ class Trainer:
         return self.optimizer.squared_norm(summed_in).to(self.device)
 
     def parameter_slices(self) -> list[ParameterSlice]:
-        """Returns slices of all that a checkpoint restores on this rank."""
+        """Returns slices of all state that a checkpoint restores on this rank."""
         states = {} if self.balance is None else self.balance.states
         return [
             *parameter_slices(self.optimizer.groups),
@@ -477,8 +477,8 @@ class Trainer:
         ]
 
     def saved_slices(self) -> list[ParameterSlice]:
-        """Returns slices of all that a checkpoint holds of this rank: also averages of frozen
-        parameters."""
+        """Returns slices of all state that this rank adds to a checkpoint, which includes averages
+        of frozen parameters."""
         slices = self.parameter_slices()
         return slices if self.config.optim.ema_decay is None else with_averages(slices)
 

@@ -34,7 +34,8 @@ OF_A_SCRIPT = ("torch",)
 @functools.cache
 def installed(package: str) -> str | None:
     """Returns the installed version of a package, by pip's name; None if it is not installed."""
-    from importlib import metadata  # which takes longer to import than all of this
+    # imported here, because it takes longer to import than everything else
+    from importlib import metadata
 
     try:
         return metadata.version(package)

@@ -1,11 +1,11 @@
-"""Records the calls of `fused` functions by training steps, on the simulated device.
+"""Records the calls that training steps make of `fused` functions, on the simulated device.
 
     python -m benchmarks.compiled.calls large large.pt
     python -m benchmarks.compiled.calls uncalled names.json large.pt small.pt
 
 `large`: models at their usual sizes but with fewer layers; tensors have no values. `small`: tiny
-models with every option that has a fused function, with values. `uncalled`: lists the functions of
-which a file has no call.
+models with every option that has a fused function, with values. `uncalled`: lists the functions
+that the files have no call of.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Call:
 
     @property
     def is_compiled(self) -> bool:
-        """Returns whether a run would compile it at this size."""
+        """Returns whether a run would compile the function at this size."""
         least = fused.LEAST_ELEMENTS if self.function.least is None else self.function.least
         return max(a.numel() for a in self.arguments if isinstance(a, Tensor)) >= least
 

@@ -1,8 +1,8 @@
-"""Lets TorchInductor write Triton code for a GPU that is not there, on a CPU build of PyTorch.
+"""Lets TorchInductor write Triton code for a missing GPU, on a CPU build of PyTorch.
 
-Tensors are fake ones on `cuda`: they have shapes and a device and no values. The rest of the GPU is
-replaced: the device guard that in-place operations and autograd ask for by one of C++ without
-effect, the properties of the card, Triton's target, and the few functions that the generated code
+Tensors are fake ones on `cuda`: they have shapes and a device but no values. The rest of the GPU is
+replaced, too: the device guard that in-place operations and autograd ask for (by one in C++ without
+effect), the properties of the card, Triton's target, and the few functions that generated code
 calls around its kernels. The compiler itself is PyTorch's and Triton's own: kernels, candidate
 configurations and compiler options are those of a run on that card.
 """
@@ -212,7 +212,8 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
                 compile_threads=1,
                 fx_graph_cache=False,
                 use_static_triton_launcher=False,
-                benchmark_combo_kernel=True,  # the code then states how many bytes a kernel moves
+                # the code then states the number of bytes that a kernel moves
+                benchmark_combo_kernel=True,
             )
         )
         yield
@@ -222,10 +223,10 @@ def playing(card: Card, run: Callable[..., Any]) -> Iterator[None]:
 def interpreting() -> Iterator[None]:
     """Repairs Triton's interpreter for the kernels that TorchInductor writes.
 
-    It truncates fp32 where a GPU rounds it to bf16, and multiplies the bits of bf16 matrices; lacks
-    libdevice's functions, which are replaced by Triton's own; cannot loop up to an argument under
-    NumPy 2.4; and calls TorchInductor's maximum once for each element, 10 ms each, although NumPy's
-    is the same.
+    The interpreter truncates fp32 where a GPU rounds it to bf16, and multiplies the bits of bf16
+    matrices. It lacks libdevice's functions, which are replaced by Triton's own. It cannot loop up
+    to an argument under NumPy 2.4. And it calls TorchInductor's maximum once for each element, 10
+    ms each, although NumPy's gives the same result.
     """
     import numpy as np
     import torch

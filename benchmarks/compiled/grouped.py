@@ -1,10 +1,12 @@
-"""The part of `benchmarks.compiled.kernels` for the hand-written kernel of experts' gradients.
+"""Compiles and tests the hand-written kernel of experts' gradients for
+`benchmarks.compiled.kernels`.
 
 python -m benchmarks.compiled.grouped compile H100 results.json
 TRITON_INTERPRET=1 python -m benchmarks.compiled.grouped interpret H100 results.json
 
-It is compiled as a launch for the gradients of each preset with experts compiles it, at ep=1 and
-ep=8, and interpreted for as many experts with narrower matrices and few rows, beside float64.
+The kernel is compiled like a launch for the gradients of each preset with experts, at ep=1 and
+ep=8. It is interpreted for the same number of experts with narrower matrices and few rows, and
+compared with float64.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ PRESETS = (
     *("dots1", "glm_4_5_air"),
 )
 RANKS = (1, 8)  # ep
-TOKENS = 4096  # of a rank
-NARROW = (144, 264)  # widths in the interpreter: parts of a block, and more than two blocks
+TOKENS = 4096  # tokens of a rank
+NARROW = (144, 264)  # widths in the interpreter: a part of a block, and more than two blocks
 FUNCTION = grouped_kernels.add_products_of_groups
 POINTERS = {"out_ptr": "*fp32", "a_ptr": "*bf16", "b_ptr": "*bf16", "ends_ptr": "*i32"}
 
@@ -47,7 +49,8 @@ def main() -> None:
 
 
 def gradients() -> list[tuple[str, int, tuple[int, int], int]]:
-    """Returns (case, experts of a rank, rows and columns of a matrix, chosen rows of the rank)."""
+    """Returns tuples (case, experts of a rank, rows and columns of a matrix, chosen rows of the
+    rank)."""
     found = []
     for name in PRESETS:
         model = configured(f"model={name}").model
@@ -63,7 +66,7 @@ def gradients() -> list[tuple[str, int, tuple[int, int], int]]:
 
 
 def compiled(card: Card) -> list[dict[str, Any]]:
-    """Returns a row for each gradient; launches with alike arguments are compiled once."""
+    """Returns a row for each gradient; launches with equivalent arguments are compiled once."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -100,8 +103,8 @@ def compiled(card: Card) -> list[dict[str, Any]]:
 
 
 def interpreted(card: Card) -> list[dict[str, Any]]:
-    """Compares gradients of as many experts with float64: some have no row, one has most, and what
-    is behind the last row is NaN."""
+    """Compares gradients of the same number of experts with float64: some experts have no row, one
+    has most rows, and memory past the last row is NaN."""
     rows = []
     for groups in sorted({groups for _, groups, _, _ in gradients()}):
         draws = np.random.default_rng(groups)

@@ -1,14 +1,14 @@
-"""`python -m benchmarks.compiled.kernels`: the GPU kernels of this code, compiled without a GPU.
+"""Compiles the GPU kernels of this package without a GPU: `python -m benchmarks.compiled.kernels`.
 
-Training steps on the simulated device record what every function under `device.fused` is called
-with. TorchInductor then writes their kernels, and those of whole transformer blocks under
-`compile=true`, forward and backward, for an H100 and a B200, and Triton compiles each candidate
-configuration to machine code. Triton's interpreter runs the kernels of small calls on the CPU, and
-their values are compared with the plain functions.
+Training steps on the simulated device record the arguments of every function under `device.fused`.
+TorchInductor then writes their kernels, and those of whole transformer blocks under `compile=true`,
+forward and backward, for an H100 and a B200, and Triton compiles each candidate configuration to
+machine code. Triton's interpreter runs the kernels of small calls on the CPU, and their values are
+compared with the plain functions.
 
 Prints Markdown tables and writes all figures as JSON. Exit code 1 if anything is refused, spills or
-differs; 2 without Triton or a C++ compiler. Needs `pip install triton==3.6.0` (188 MB) beside a CPU
-build of PyTorch and no GPU; some minutes of two cores.
+differs; 2 without Triton or a C++ compiler. It needs `pip install triton==3.6.0` (188 MB) next to a
+CPU build of PyTorch, no GPU, and some minutes of two cores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.peers.peer import commit
 def missing() -> str | None:
     """Returns why this machine cannot run the command, in one sentence."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install triton==3.6.0 (188 MB, beside a CPU torch)."
+        return "Triton is not installed: pip install triton==3.6.0 (188 MB, next to a CPU torch)."
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         return f"There is no C++ compiler {compiler}: install it or name another by CXX."

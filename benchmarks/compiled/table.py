@@ -1,4 +1,4 @@
-"""Parts of `benchmarks.compiled.kernels` that need neither torch nor Triton."""
+"""Parses and tabulates results for `benchmarks.compiled.kernels`, without torch or Triton."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def resources(text: str) -> dict[str, int]:
 def faults(
     compiled: Sequence[Row], interpreted: Sequence[Row], uncalled: Sequence[str]
 ) -> list[str]:
-    """Returns what makes the command fail: errors, spills, wrong values and functions without a
+    """Returns the reasons for a failure: errors, spills, wrong values and functions without a
     call."""
     found = [f"no training step calls {name}" for name in uncalled]
     for row in [*compiled, *interpreted]:
@@ -107,8 +107,8 @@ def _bytes(row: Row) -> int:
 
 
 def _figures(row: Row | None) -> list[str]:
-    """Returns registers, spilled bytes and shared memory: the most of any kernel and
-    configuration."""
+    """Returns the maximum of registers, of spilled bytes and of shared memory over kernels and
+    configurations."""
     candidates = [] if row is None else [candidate for _, candidate in _candidates(row)]
     if not candidates:
         return ["–"] * 3

@@ -1,4 +1,4 @@
-"""The part of `benchmarks.compiled.kernels` that runs in processes of its own.
+"""Compiles or interprets kernels for `benchmarks.compiled.kernels`, in a process of its own.
 
 python -m benchmarks.compiled.worker compile H100 calls.pt results.json
 TRITON_INTERPRET=1 python -m benchmarks.compiled.worker interpret H100 calls.pt results.json
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("calls", help="a file of `benchmarks.compiled.calls`")
     parser.add_argument("out", type=Path, help="the file to write")
     given = parser.parse_args()
-    load_guard()  # before torch
+    load_guard()  # set before torch is imported
     from benchmarks.compiled.calls import load
 
     play = {"compile": compiled, "interpret": interpreted}[given.role]
@@ -114,7 +114,7 @@ def run_fused(call: Call, given: tuple[Any, ...] | None = None) -> Any:
     """Calls the function as a run does. Raises RuntimeError if it is not compiled.
 
     Args:
-        given: arguments on the GPU; None: new ones like those of the call.
+        given: arguments on the GPU; None: new ones like the recorded arguments.
     """
     from torch import Tensor
 
@@ -150,8 +150,7 @@ def run_blocks(config: Config, launches: Callable[[], int]) -> list[tuple[str, i
     from parallel3d.parameters.spec import ParameterSpec
 
     class Empty(Initializer):
-        """Makes parameters like those of the engine for the forward: in bf16, here without
-        values."""
+        """Replaces parameters as the engine does for the forward: in bf16, here without values."""
 
         def values(self, spec: ParameterSpec) -> Tensor:
             return torch.empty(spec.shape, dtype=torch.bfloat16, device=self.device)
@@ -180,7 +179,7 @@ def largest(call: Call) -> int:
 
 
 def all_figures(launches: Mapping[Any, int]) -> list[dict[str, Any]]:
-    """Returns the figures of kernels, by how often each was launched."""
+    """Returns figures of kernels, weighted by their numbers of launches."""
     return [figures(kernel, count) for kernel, count in launches.items()]
 
 
@@ -214,7 +213,8 @@ def dump(cubin: bytes) -> str:
 
 
 class Twins:
-    """Holds values of fake tensors on the CPU, where tensors that share memory share it as well."""
+    """Holds the values of fake tensors on the CPU; fake tensors that share memory share it there,
+    too."""
 
     def __init__(self) -> None:
         self.memory: dict[int, Tensor] = {}

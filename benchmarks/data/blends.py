@@ -2,8 +2,8 @@
 
     python -m benchmarks.data.blends [--sets 100] [--samples 1000000]
 
-The reference shares nothing with the product: it uses fractions, lists that are sorted again for
-every join, and counts that go up one by one. It gives the owner of each sample, and the ideal
+The reference shares no code with the package: it uses fractions, lists that are sorted again for
+every join, and counters that go up one by one. It gives the owner of each sample, and the ideal
 shares.
 """
 
@@ -23,7 +23,7 @@ from parallel3d.data.blend import Shares
 
 
 def random_weights(random: Random, most: int = 40) -> list[int]:
-    """Returns weights of up to `most` sets: equal, spread over many sizes, or equal in part."""
+    """Returns weights of up to `most` sets: equal, spread over many sizes, or partly equal."""
     count = random.randint(2, most)
     kind = random.randrange(3)
     if kind == 0:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.data.packing [--seq 512 2048 8192]
 
-Each definition or run of statements of a file is a document, one byte per token. What windows cut
-is counted in tokens of documents that would fit into a sample, and need not be cut.
+Each definition or run of statements of a file is a document, one byte per token. Only tokens of
+documents that would fit into a sample count as cut, because others must be cut.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     PYTHONPATH=/tmp/datasets-peer python -m benchmarks.data.tokenizing [--workers 2] [--repeats 5]
     python -m benchmarks.data.tokenizing --memory 2000 --workers 1 [--byte]
 
-`datasets` is no dependency of this project: it is taken from PYTHONPATH, and left out if it is not
-there. The input is this Python's sources as jsonl, one file per row; the tokenizer is byte-level
+This project does not depend on `datasets`: it is taken from PYTHONPATH, and left out if it is
+missing. The input is this Python's sources as jsonl, one file per row; the tokenizer is byte-level
 BPE with 8,192 tokens, trained on them. Each contender reads the input from its file and writes
 tokens to files, in a process of its own whose imports do not count; contenders take turns. The
 figure is CPU time of all processes that take part: a tokenizer keeps a core busy, and others use
@@ -41,7 +41,7 @@ from parallel3d.data.preprocess import PreprocessJob, tokenize, train_tokenizer
 
 VOCABULARY = 8192
 DTYPE = np.dtype("<u2")
-BATCH = 1000  # rows per batch, as in datasets
+BATCH = 1000  # rows per batch, the default of datasets
 
 
 def make(folder: Path, megabytes: int) -> tuple[Path, Path]:
@@ -121,8 +121,8 @@ WAYS = {"ours": ours, "datasets": datasets, "loop": loop}
 
 
 def measured(name: str, text: Path, tokenizer: Path, workers: int) -> dict[str, Any]:
-    """Runs one of the ways, in this process, after all imports."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parallelism comes from processes
+    """Runs one of the contenders, in this process, after all imports."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # parallelism comes from processes only
     importlib.import_module("tokenizers" if name != "datasets" else "datasets")
     with tempfile.TemporaryDirectory(dir=text.parent) as folder:
         wall, cpu = time.perf_counter(), _cpu()
@@ -141,7 +141,7 @@ def _cpu() -> float:
 
 
 def compare(args: argparse.Namespace, text: Path) -> None:
-    """Runs all ways in turn, `args.repeats` times."""
+    """Runs all contenders in turn, `args.repeats` times."""
     names = [n for n in WAYS if n != "datasets" or importlib.util.find_spec("datasets")]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for turn in range(args.repeats):
@@ -170,7 +170,7 @@ def compare(args: argparse.Namespace, text: Path) -> None:
 
 
 def memory(text: Path, tokenizer: Path | str, workers: int) -> None:
-    """Prints the most memory that all processes have at a time while they make a corpus."""
+    """Prints the peak memory of all processes together while they make a corpus."""
     to = text.parent / "memory"
     given = (f"input={text}", f"tokenizer={tokenizer}", f"to={to}/made", f"workers={workers}")
     shutil.rmtree(to, ignore_errors=True)
@@ -188,7 +188,7 @@ def memory(text: Path, tokenizer: Path | str, workers: int) -> None:
 
 
 def _family(pid: int) -> list[int]:
-    """Returns a process and its children, without those that have ended meanwhile."""
+    """Returns a process and its children that still exist."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:

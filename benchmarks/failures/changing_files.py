@@ -1,4 +1,5 @@
-"""Changes files during a run, or between its starts: one run for each kind of file, moment and way.
+"""Changes files during a run or between its starts, one run for each kind of file, moment and
+change.
 
     python -m benchmarks.changing_files [--only KIND …] [--jobs 2] [--every N] [--out found.json]
 
@@ -48,7 +49,7 @@ from tests.tokenizers import folder as tokenizer_folder
 
 FIRST, BETWEEN, EVALUATION, RESUME = "first step", "two steps", "evaluation", "next start"
 MOMENTS = (FIRST, BETWEEN, EVALUATION, RESUME)
-CHANGED_BEFORE, STOPPED_AFTER = 3, 3  # steps; the evaluation is after step 3
+CHANGED_BEFORE, STOPPED_AFTER = 3, 3  # number of steps; the evaluation is after step 3
 SAME, TOLD, SAID, ENDED = "same bits", "same bits, said", "other bits, said", "ended, then resumed"
 SILENT, BAD = "SILENT", "BAD ENDING"
 OUTCOMES = (SAME, TOLD, SAID, ENDED, SILENT, BAD)
@@ -61,8 +62,7 @@ LIMIT_S = 120
 Change = Callable[[Path], None]
 
 
-# Changes of a file's content, of the same size. Most of them replace it by `other`; `edited` does
-# not.
+# Changes of a file's content that keep its size. Most replace it by `other`; `edited` does not.
 
 
 def reversed_text(content: bytes) -> bytes:
@@ -145,8 +145,9 @@ def at_an_old_time(path: Path, content: bytes) -> None:
 class Kind:
     """A kind of file.
 
-    `make` writes the files of a run into a folder, `words` read them, and `file` is a glob of the
-    one that changes. `tells`: the headers that a server sends about it; None for a local file.
+    `make` writes the files of a run into a folder, `words` are the overrides that read them, and
+    `file` is a glob of the file that changes. `tells`: the headers that a server sends about it;
+    None for a local file.
     """
 
     name: str
@@ -155,7 +156,7 @@ class Kind:
     make: Callable[[Path], None]
     words: tuple[str, ...]
     tells: tuple[str, ...] | None = None
-    sampled: bool = False  # a fingerprint samples some places of it
+    sampled: bool = False  # true if the fingerprint only samples places of the file
 
     def hows(self) -> dict[str, Change]:
         def edit(path: Path) -> None:
@@ -285,7 +286,7 @@ class Given:
 
 @dataclass
 class Stage:
-    """A folder in which the runs of one kind after another are made."""
+    """A folder in which runs are made, one kind of file after another."""
 
     home: Path
 
@@ -372,7 +373,7 @@ class Bench:
     def __init__(
         self, home: Path, addresses: dict[tuple[str, ...], str], starts: Sequence[int]
     ) -> None:
-        """`addresses`: those of the servers, by the headers that they send."""
+        """`addresses`: addresses of servers, by the headers that they send."""
         self.stage, self.addresses, self.starts = Stage(home), addresses, starts
         self.usual: dict[str, Curve] = {}
 
@@ -483,7 +484,7 @@ def cells_of(only: Sequence[str], every: int) -> list[Cell]:
 def run_cells(names: list[tuple[str, str, str]], starts: Sequence[int] = (1, 2)) -> list[Row]:
     """Returns the outcome of the cases with these names, (kind, moment, how); `starts`: number of
     starts of an undisturbed run."""
-    torch.set_num_threads(1)  # a pool of threads would not exist in forked processes
+    torch.set_num_threads(1)  # forked processes would lack the threads of a pool
     for name in NEEDED:
         importlib.import_module(name)
     use_some_http()
@@ -520,7 +521,7 @@ def main() -> int:
     given = parser.parse_args()
     cells = cells_of(given.only, given.every)
     shares: dict[str, list[tuple[str, str, str]]] = {}
-    for cell in cells:  # the cases of a kind together: they share its undisturbed run
+    for cell in cells:  # keeps the cases of a kind together, because they share its undisturbed run
         shares.setdefault(cell.kind.name, []).append((cell.kind.name, cell.moment, cell.how))
     started = time.monotonic()
     with get_context("fork").Pool(min(given.jobs, len(shares))) as pool:

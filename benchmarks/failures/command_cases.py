@@ -1,8 +1,9 @@
-"""Runs the commands that command_faults.py disturbs: forked, each in a folder of its own.
+"""Runs the commands that command_faults.py disturbs, each in a forked process and a folder of its
+own.
 
-A command is a process that is forked from one which has run it before, so it needs no imports;
-Hydra composes its words once (except in the scenario about composing). Its files are below its
-folder, where calls fail; its output is not.
+A command is forked from a process that has run it before, so it needs no imports; Hydra composes
+its words once (except in the scenario about composing). Calls fail below the command's folder,
+which holds its files but not its output.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from tests.tools.failing_files import FailingFiles, Fault, Point
 
 STEPS, EVERY, KEEP, KILLED_AFTER = 6, 2, 2, 5
 RUN = Path("runs/run")
-HERE = provenance()  # it runs git: once is enough
-LIMIT_S = 60.0  # limit without a blocking fault; with one it is the watchdog's
+HERE = provenance()  # it runs git, and once is enough
+LIMIT_S = 60.0  # limit in seconds; with a blocking fault it is the watchdog's
 SETTINGS = (
     *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2"),
     *("model.seq_length=16", "micro_batch_size=2", "global_batch_size=2", "device=cpu"),
@@ -92,7 +93,8 @@ class Calls(FailingFiles):
 
 @functools.cache
 def composed(words: tuple[str, ...]) -> tuple[Any, Any]:
-    """Returns what Hydra composes from a command line: the configuration, and Hydra's own."""
+    """Returns the two configurations that Hydra composes from a command line: ours, and Hydra's
+    own."""
     got: list[tuple[Any, Any]] = []
 
     def take(command: Subcommand, config: Any, *_: Any) -> int:
@@ -123,11 +125,11 @@ def without_hydra(found: tuple[Any, Any]) -> Callable[[Subcommand, list[str]], N
 
 @dataclass
 class Stage:
-    """The place where commands run: one folder at a time, with their output next to it."""
+    """The place where commands run, one at a time, in a folder with their output next to it."""
 
     home: Path
     limit_s: float = LIMIT_S
-    before: Callable[[], None] = lambda: None  # called in the command's process, first
+    before: Callable[[], None] = lambda: None  # called first in the command's process
 
     @property
     def folder(self) -> Path:
@@ -182,7 +184,7 @@ class Stage:
                 command_line._run_hydra = without_hydra(composed(words))  # type: ignore[assignment]
             with files:
                 code = command_line.main(case.words)
-        except BaseException:  # as the interpreter does
+        except BaseException:  # as the interpreter does when it ends
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -224,7 +226,7 @@ def kill_after(step: int) -> Callable[[], None]:
             real(self, result)
             if result.step == step:
                 newest = RUN / CHECKPOINTS / step_folder(step - 1)
-                while not newest.is_dir():  # written next to the steps
+                while not newest.is_dir():  # written while the next steps run
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
 

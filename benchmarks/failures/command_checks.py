@@ -27,7 +27,7 @@ from parallel3d.run.directory import NO_CONFIG, config_files, load_config
 
 TRACEBACK = "Traceback (most recent call last)"
 FINAL, SUMMARY, METRICS = "weights-final.safetensors", "summary.json", "metrics.jsonl"
-# Figures that are equal in every run of the same steps, bit for bit.
+# Values that have the same bits in every run of the same steps.
 CURVE = ("loss", "grad_norm", "lr", "eval_loss", "tokens")
 
 
@@ -35,9 +35,9 @@ CURVE = ("loss", "grad_norm", "lr", "eval_loss", "tokens")
 class Reference:
     """The results of the undisturbed commands."""
 
-    weights: str = ""  # SHA-256 of the file
+    weights: str = ""  # SHA-256 of the final weights' file
     curve: dict[tuple[int, str], tuple[Any, ...]] = field(default_factory=dict)
-    outs: dict[str, str] = field(default_factory=dict)  # scenario → stdout, if that is the result
+    outs: dict[str, str] = field(default_factory=dict)  # scenario → stdout, if that is its result
     errs: dict[str, str] = field(default_factory=dict)
 
 
@@ -88,14 +88,15 @@ def _damage_of(folder: Path, content: str) -> str | None:
 
 
 def lost(before: set[str], run_dir: Path) -> list[str]:
-    """Returns those of `before` that are no longer complete and should not have been removed."""
+    """Returns the checkpoints of `before` that are no longer complete and should not have been
+    removed."""
     kept = sorted(whole_ones(run_dir))
-    oldest = kept[-KEEP] if len(kept) >= KEEP else ""  # older ones are removed
+    oldest = kept[-KEEP] if len(kept) >= KEEP else ""  # saving removes older ones
     return [name for name in sorted(before) if name not in kept and name > oldest]
 
 
 def said_well(ended: Ended) -> Iterator[str]:
-    """Yields what is wrong with a command's end and its last lines."""
+    """Yields the faults of a command's end and last lines."""
     if ended.code is None:
         yield f"hung: no end after {ended.seconds:.0f} s"
         return
@@ -112,7 +113,7 @@ def said_well(ended: Ended) -> Iterator[str]:
 
 
 def silent(case: Case, name: str, folder: Path, ended: Ended, ref: Reference) -> Iterator[str]:
-    """Yields what is wrong, but was not reported, after an end with code 0."""
+    """Yields faults that were not reported, after an end with code 0."""
     if not case.trains:
         is_said = ended.err.strip() != ref.errs[name].strip() or "unreadable: " in ended.out
         if timeless(ended.out) != timeless(ref.outs[name]) and not is_said:
@@ -150,7 +151,7 @@ def status_of(run_dir: Path) -> str | None:
 
 
 def given_again(case: Case, name: str, stage: Stage, ref: Reference) -> Iterator[str]:
-    """Runs the same command again on a healthy disk; returns what is wrong then."""
+    """Runs the same command again on a healthy disk; returns the faults then."""
     before = whole_ones(stage.folder / RUN)
     ended = stage.give(case)
     problems = list(said_well(ended))
@@ -165,7 +166,7 @@ def given_again(case: Case, name: str, stage: Stage, ref: Reference) -> Iterator
 def as_undisturbed(
     case: Case, name: str, stage: Stage, ended: Ended, ref: Reference
 ) -> Iterator[str]:
-    """Yields how a run that has ended well differs from the undisturbed one."""
+    """Yields the differences of a successful run from the undisturbed one."""
     # No message excuses a difference.
     ended = replace(ended, out="" if case.trains else ended.out, err=ref.errs[name])
     yield from silent(case, name, stage.folder, ended, ref)

@@ -60,7 +60,7 @@ Pair = tuple[str, Fault, Point]
 
 @dataclass
 class Result:
-    """The end of a pair, and its violations."""
+    """The end of a command with a fault, and the rules that it violates."""
 
     pair: Pair
     code: int | None
@@ -100,7 +100,8 @@ def faults_of(point: Point) -> Iterator[Fault]:
 
 
 def drawn(world: World, count: int, seed: int) -> list[Pair]:
-    """Draws this many pairs, the same number from each scenario as far as it has them."""
+    """Draws this many pairs of a call and a fault, the same number from each scenario where it has
+    enough."""
     random_ = random.Random(seed)
     columns = []
     for name, points in world.found.items():
@@ -111,7 +112,7 @@ def drawn(world: World, count: int, seed: int) -> list[Pair]:
 
 
 def blocking(world: World, count: int, seed: int) -> list[Pair]:
-    """Draws this many calls that never return, once or with all that follow, in commands that run
+    """Draws this many calls that never return, alone or with all later calls, in commands that run
     unattended."""
     pairs = [
         (name, Fault(BLOCK, lasts), point)
@@ -131,7 +132,7 @@ def work(world: World, pairs: list[Pair], results: SimpleQueue[Result | None]) -
 
 
 def each(world: World, pairs: list[Pair], jobs: int) -> Iterator[Result]:
-    """Yields the results when they come."""
+    """Yields the results as they arrive."""
     context = multiprocessing.get_context("fork")
     results: SimpleQueue[Result | None] = context.SimpleQueue()
     workers = [

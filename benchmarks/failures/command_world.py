@@ -44,8 +44,8 @@ from tests.tools.failing_files import Point
 
 
 def remembered(typed: Callable[[Mapping[str, Any]], Config]) -> Callable[..., Config]:
-    """Caches a step in which OmegaConf spends a third of a command's time: a configuration of the
-    same tree."""
+    """Caches the conversion of a configuration's tree, in which OmegaConf spends a third of a
+    command's time."""
     known: dict[str, Config] = {}
 
     def remembering(tree: Mapping[str, Any]) -> Config:
@@ -62,9 +62,9 @@ class World:
     """Templates, scenarios and expected results."""
 
     home: Path
-    only: tuple[str, ...] = ()  # scenarios; none: all
+    only: tuple[str, ...] = ()  # scenarios to use; none: all
     reference: Reference = field(default_factory=Reference)
-    found: dict[str, list[Point]] = field(default_factory=dict)  # scenario → calls
+    found: dict[str, list[Point]] = field(default_factory=dict)  # scenario → its calls
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)  # a pool of threads would not exist in forked processes
@@ -85,8 +85,8 @@ class World:
             assert not wrong, (name, wrong)
             self.found[name] = usual.points
             if case.trains:
-                last_config(stage.folder / RUN)  # forked processes inherit it
-        gc.freeze()  # forked processes only collect their own objects
+                last_config(stage.folder / RUN)  # forked processes inherit this
+        gc.freeze()  # so that forked processes only collect their own objects
 
     def _make_templates(self, book: Path) -> None:
         plain = Case(train_words(str(book)), "empty")
@@ -96,7 +96,7 @@ class World:
         stage = self.stage("making")
         self.lay(stage, plain)
         with contextlib.chdir(stage.folder), contextlib.redirect_stdout(io.StringIO()):
-            # Run in this process first, so that forked processes need no imports.
+            # Each command runs in this process first, so that forked processes need no imports.
             assert command_line.main(plain.words) == 0
         run_dir = stage.folder / RUN
         self.reference.weights = digest(run_dir / FINAL)

@@ -57,7 +57,7 @@ LAUNCHERS: dict[str, type[Command]] = {
     "torchrun": TorchrunCommand,
     "slurm": SlurmCommand,
 }
-NODES = 8  # two processes of a run, and up to five that died
+NODES = 8  # pids of two processes of a run, and of up to five that died
 TINY = (
     "model.num_layers=2",
     "model.hidden_size=32",
@@ -95,14 +95,15 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="write every kill and fault to this JSON file")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # tidies up
+    # removes what is left
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = ("ours", "torchrun", "slurm") if args.launcher == "all" else (args.launcher,)
     results: list[Result] = []
     with campaign(args, "slurm" in names) as shared:
         references: dict[tuple[str, ...], Command] = {}
         for number in range(args.runs):
             layout = LAYOUTS[number // len(names) % len(LAYOUTS)]
-            # It trains at the same time as the first run that is compared with it.
+            # The undisturbed run trains at the same time as the first run that is compared with it.
             if layout not in references:
                 of_ours = ForkedCommand if args.launcher == "forked" else Command
                 references[layout] = of_ours(shared, f"undisturbed-{len(references)}", layout)

@@ -1,4 +1,4 @@
-"""Runs that faults.py kills: how each launcher starts them, and which processes can be killed."""
+"""Starts the runs of faults.py under each launcher, and finds the processes that can be killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.e2e.command import PARALLEL3D, ROOT, TORCHRUN
 from tests.e2e.private_slurm import OVER, Job, Slurm
 from tests.e2e.ready import ReadyPopen
 
-STARTS = 40  # the maximum, as each of several faults may end a run
+STARTS = 40  # maximum number of restarts, because each of several faults may end a run
 SMALL = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1")
 
 
@@ -55,7 +55,7 @@ class Command:
     campaign: Campaign
     name: str
     layout: tuple[str, ...]
-    failing: float = 0.0  # the share of its processes that get a fault
+    failing: float = 0.0  # share of its processes that get a fault
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
 
@@ -92,7 +92,7 @@ class Command:
     def environment(self) -> dict[str, str]:
         """Returns variables that a start has in addition to this process's."""
         path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # Otherwise each start would compile again.
+        # Without a common cache, each start would compile again.
         more = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
         if self.failing:
             path.insert(0, str(HOOK))
@@ -141,13 +141,13 @@ class Command:
             self._wait_for_orphans(ranks)
             return
         kill_all([ranks[int(chosen * len(ranks))]] if target == "a rank" else ranks)
-        time.sleep(0.3)  # the launcher looks ten times a second
+        time.sleep(0.3)  # the launcher polls ten times a second
 
     def close(self) -> None:
         """Cleans up after the run."""
 
     def restarts(self) -> int:
-        """Returns how often the launcher itself restarted the ranks."""
+        """Returns the number of times that the launcher itself restarted the ranks."""
         return self.log().count("; restart ")
 
     def log(self) -> str:
@@ -210,7 +210,7 @@ class SlurmCommand(Command):
 
     launcher = "slurm"
     targets = ("a rank", "all ranks", "the step", "a node", "the job, by a requeue")
-    numbers: list[str] = field(default_factory=list)  # of its jobs, one per start
+    numbers: list[str] = field(default_factory=list)  # ids of its jobs, one per start
     crashed: set[str] = field(default_factory=set)
     job: Job | None = None
     asked_at: float = 0.0

@@ -25,14 +25,14 @@ STATES = ("parameter", "ema", "exp_avg", "exp_avg_sq", "momentum")
 
 @dataclass
 class Kill:
-    """One kill: its plan, and what happened."""
+    """One kill: its plan and its outcome."""
 
     target: str
     moment: str
-    step: int  # not before this step has been written to metrics.jsonl
+    step: int  # the kill waits until this step is in metrics.jsonl
     delay_s: float
-    chosen: float  # in [0, 1): selects one of several
-    at_step: int | None = None  # None: the run had ended before
+    chosen: float  # in [0, 1); selects one of several processes
+    at_step: int | None = None  # None if the run had ended before
 
 
 @dataclass
@@ -42,15 +42,16 @@ class Result:
     launcher: str
     layout: str
     kills: list[Kill]
-    faults: list[dict[str, Any]]  # faults that its processes met
+    faults: list[dict[str, Any]]  # number of faults that its processes met
     starts: int
     restarts: int
     seconds: float
-    weights_equal: bool  # SHA-256 of these and of the optimizer's states in the last checkpoint
+    # SHA-256 of the weights, and of the optimizer's states in the last checkpoint
+    weights_equal: bool
     steps_once: bool
-    losses_equal: bool  # and those of the validation set
-    tracebacks: int  # tracebacks in the output
-    set_aside: list[str]  # checkpoints reported as damaged
+    losses_equal: bool  # losses of the validation set
+    tracebacks: int  # number of tracebacks in the output
+    set_aside: list[str]  # number of checkpoints reported as damaged
     log: str = field(repr=False, default="")
 
     @property
@@ -109,7 +110,7 @@ def disturb(command: Command, kill: Kill) -> None:
 
 
 def is_running(command: Command) -> bool:
-    """Returns whether there are steps to come; starts a run again that has ended before them."""
+    """Returns whether steps remain; a run that has ended before them is started again."""
     code = command.code()
     if code is not None and code != 0:
         command.start()
@@ -117,7 +118,7 @@ def is_running(command: Command) -> bool:
 
 
 def finish(command: Command) -> None:
-    """Starts the run until it reaches its end."""
+    """Starts the run repeatedly until it reaches its end."""
     deadline = time.monotonic() + TIMEOUT_S
     while is_running(command):
         check(command, deadline)

@@ -1,10 +1,11 @@
-"""Simulates power cuts during `train`: takes the disk at a system call, and runs the command again.
+"""Simulates power cuts during `train`: copies the disk at a system call, and runs the command again
+on it.
 
 The command runs on an ext4 file system in a file (a loop device). At the n-th call of a kind it is
-stopped, and the file is copied: the copy has what was flushed, and not what was only in the host's
-memory. It is mounted as unkindly as ext4 can be (`data=writeback,noauto_da_alloc`: a rename may be
-there before the file that it renames); in half of the cuts only the journal is written at the last
-moment. Then the same command runs on the copy.
+stopped, and the file is copied: the copy has everything that was flushed, and nothing that was only
+in the host's memory. It is mounted in ext4's least safe mode (`data=writeback,noauto_da_alloc`: a
+rename may be on the disk before the content of the renamed file). In half of the cuts, the journal
+alone is written at the last moment. Then the same command runs on the copy.
 
     python -m benchmarks.command_faults --pairs 0 --blocks 0 --cuts 60
 
@@ -48,7 +49,7 @@ class Stops(Calls):
 
 @dataclass
 class Cut:
-    """The outcome of a cut: whether its point was reached, and what was wrong."""
+    """The outcome of a cut: whether its point was reached, and the faults found."""
 
     met: bool
     wrong: list[str]
@@ -66,7 +67,7 @@ def can_mount() -> bool:
 
 
 def alone_with_mounts() -> None:
-    """Makes later mounts end with this process."""
+    """Enters a mount namespace, so that later mounts end with this process."""
     call("unshare", NEW_MOUNTS)
     call("mount", b"none", b"/", None, RECURSIVE | PRIVATE, None)
 
@@ -77,7 +78,7 @@ class Disk:
     def __init__(self, world: World, stage: Stage) -> None:
         self.world, self.stage = world, stage
         self.image = stage.home / "disk.img"
-        self.images: dict[str, Path] = {}  # scenario → the files that it finds
+        self.images: dict[str, Path] = {}  # scenario → the files at its start
 
     def image_of(self, name: str) -> Path:
         if name not in self.images:

@@ -1,7 +1,7 @@
-"""Makes a file system fail at random in processes of a run: at most one fault in each.
+"""Makes a file system fail at random in processes of a run, at most once in each.
 
-A process draws from the seed, the number of its start and its name by the launcher, so the same
-campaign draws the same faults; which call meets one depends on the run's timing.
+A process draws from the seed, the number of its start and the name that the launcher gave it, so
+the same campaign draws the same faults; the call that meets a fault depends on timing.
 tests/tools/failing_files.py says which calls are reached.
 """
 
@@ -19,8 +19,8 @@ from tests.tools.failing_files import LOST, SHORT, SLOW, FailingFiles, Fault
 VARIABLE = "FAILING_FILES"
 HOOK = Path(__file__).with_name("failing_processes")
 WHAT = ("EIO", "ESTALE", "ENOSPC", "EACCES", "EMFILE", SHORT, SLOW, LOST)
-CALLS = (1, 1, 3, 30)  # calls that a fault lasts
-LAST_BEGIN = 600  # a rank of these runs makes about as many calls
+CALLS = (1, 1, 3, 30)  # numbers of calls that a fault lasts
+LAST_BEGIN = 600  # about the number of calls of a rank in these runs
 # Variables that distinguish the processes of a start, and the starts of a rank.
 NAMES = (
     *("RANK", "TORCHELASTIC_RESTART_COUNT"),
@@ -30,7 +30,8 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Failing:
-    """Tells a run's processes which of them fail, and below which folder.
+    """Passes the faults to a run's processes: the seed, the rate, and the folder below which calls
+    fail.
 
     `rate`: the share of processes that get a fault; `record`: the file in which they record the
     faults that they met.
@@ -71,8 +72,7 @@ class RandomFiles(FailingFiles):
 
 def enter(environ: Mapping[str, str]) -> None:
     """Draws this process's fault, if it gets one, and waits for its moment in the background. Each
-    process that is forked from it, a local rank, draws a fault of its own, by its number.
-    """
+    process that is forked from it, a local rank, draws a fault of its own, by its number."""
     failing = Failing(**json.loads(environ[VARIABLE]))
     name = "/".join(environ.get(variable, "-") for variable in NAMES)
     here, forks = _drawn(failing, name), 0
@@ -95,7 +95,7 @@ def _drawn(failing: Failing, name: str) -> RandomFiles | None:
     if chance.random() >= failing.rate:
         return None
     fault, calls = Fault(chance.choice(WHAT)), chance.choice(CALLS)
-    # Small numbers are as likely as large ones: a start makes few calls, and each one differs.
+    # Small numbers are as likely as large ones, because the few calls of a start all differ.
     begin = int(LAST_BEGIN ** chance.random()) - 1
     files = RandomFiles(failing, fault, begin, calls)
     files.__enter__()

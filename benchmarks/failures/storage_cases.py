@@ -1,4 +1,4 @@
-"""The runs that benchmarks/failures/storage_faults.py disturbs, and their actions."""
+"""Defines the runs that benchmarks/failures/storage_faults.py disturbs, and their actions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from parallel3d.data.sampler import Sample
 from parallel3d.run.directory import save_config
 from parallel3d.trainer import Trainer
 
-OLD, NEW, NEXT = 3, 6, 9  # steps saved before, and the step to save; two are kept
+# two steps that were saved before, and the step to save; two checkpoints are kept
+OLD, NEW, NEXT = 3, 6, 9
 Digests = dict[str, dict[str, str]]  # checkpoint → file → SHA-256
 
 

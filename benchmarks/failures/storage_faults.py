@@ -46,11 +46,11 @@ class Hang(Exception):
 
 @dataclass
 class Result:
-    """The end of a pair, and its violations."""
+    """The end of an action with a fault, and the rules that it violates."""
 
     ended: str
     wrong: list[str]
-    failed: int  # calls that failed
+    failed: int  # number of calls that failed
     points: list[Point]
 
 
@@ -82,7 +82,7 @@ def try_pair(run: Run, name: str, fault: Fault | None = None, point: Point | Non
 
 
 def looked_at(run: Run, run_dir: Path, name: str, result: object) -> Iterator[str]:
-    """Yields what is wrong with a run's checkpoints after a fault."""
+    """Yields the errors in a run's checkpoints after a fault."""
     there = digests(run_dir)
     whole = dict(run.before)
     if name.endswith("damaged"):
@@ -111,7 +111,7 @@ def looked_at(run: Run, run_dir: Path, name: str, result: object) -> Iterator[st
 
 
 def next_start(run: Run, run_dir: Path, name: str) -> Iterator[str]:
-    """Yields what is wrong with the next start, on a healthy disk."""
+    """Yields the errors of the next start, on a healthy disk."""
     run.said.clear()
     checkpoints = run.checkpoints(run_dir)
     with limited():

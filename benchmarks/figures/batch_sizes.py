@@ -24,12 +24,13 @@ from typing import NamedTuple
 
 from benchmarks.figures.batch_sizes_picture import Line, picture
 
-SEQUENCE = 256  # tokens of a sample of the default model
-TOKENS = {8: 250, 16: 250, 32: 300, 64: 350, 128: 500, 256: 700, 512: 1300}  # thousands, by batch
+SEQUENCE = 256  # number of tokens in a sample of the default model
+# thousands of tokens of each run, by batch
+TOKENS = {8: 250, 16: 250, 32: 300, 64: 350, 128: 500, 256: 700, 512: 1300}
 
 
-LOSSES = (3.4, 3.2, 3.0, 2.6)  # nats per byte at which the runs are compared
-NEAR = 0.15  # relative width around such a loss in which the noise scale is read
+LOSSES = (3.4, 3.2, 3.0, 2.6)  # losses, in nats per byte, at which the runs are compared
+NEAR = 0.15  # relative width around such a loss in which the noise scale is averaged
 
 
 class Run(NamedTuple):
@@ -46,7 +47,7 @@ class Run(NamedTuple):
         return [step * self.batch * SEQUENCE for step in range(len(self.losses))]
 
     def smooth(self) -> list[float]:
-        """Losses as means over the last sixth of the tokens read so far, at least one step."""
+        """Means of the losses over the last sixth of the tokens read so far, at least one step."""
         found = []
         for end in range(1, len(self.losses) + 1):
             found.append(statistics.fmean(self.losses[end - max(1, end // 6) : end]))
@@ -115,7 +116,7 @@ def main() -> None:
 
 
 class Fit(NamedTuple):
-    """Returns the tokens to a loss as least · (1 + batch / critical) (McCandlish et al. 2018,
+    """Models the tokens to a loss as least · (1 + batch / critical) (McCandlish et al. 2018,
     §2.3)."""
 
     least: float
@@ -171,8 +172,8 @@ def show(runs: list[Run], svg: Path | None) -> None:
 
 
 def around(runs: list[Run], loss: float) -> float | None:
-    """Returns the noise scale of the steps in which a run's loss was near `loss`, over all runs: Σ
-    trace / Σ signal, each divided by the squared norm of its step."""
+    """Returns the noise scale over the steps of all runs whose loss was near `loss`: Σ trace / Σ
+    signal, where each term is divided by the squared norm of its step."""
     traces = signals = 0.0
     for run in runs:
         rows = zip(run.smooth(), run.traces, run.signals, strict=True)

@@ -1,4 +1,4 @@
-"""The picture of `batch_sizes.py`: loss against tokens, and tokens to a loss by batch."""
+"""Draws the picture of `batch_sizes.py`: loss against tokens, and tokens to a loss by batch."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def picture(
 ) -> str:
     """Draws the picture.
 
-    Curves: loss by thousands of tokens, one per batch. Reached, fits: thousands of tokens to a loss
-    by batch, measured and fitted, one per loss. Predicted: the smallest and the largest measured
-    noise scale.
+    `curves`: loss by thousands of tokens, one per batch. `reached`, `fits`: thousands of tokens to
+    a loss by batch, measured and fitted, one per loss. `predicted`: the smallest and the largest
+    measured noise scale.
     """
     parts = []
     x, y = Axis(4, 1500, 60, 470), Axis(2.4, 5.2, BOTTOM, TOP, is_log=False)

@@ -1,4 +1,4 @@
-"""Measures one GPU: all figures of docs/performance.md for a card, in groups of a few minutes.
+"""Measures one GPU: all figures of docs/performance.md about a card, in groups of a few minutes.
 
 1. The card's speed in a large bf16 GEMM, next to that of its datasheet.
 2. Llama 3.2's 1B and 3B shapes, sequence 4096, bf16: tokens/s and MFU of parallel3d (eager and
@@ -11,9 +11,9 @@
    their bytes).
 4. fp8 against bf16 in the GEMMs of the first of these, casts included, if the card has fp8.
 
-Each row runs in a process of its own with a time limit. A row that fails, or needs a package or a
-device that is not there, states so. Both files are written after every row. New rows are added to
-those that the files have: rows of the same machine and torch share a section, others get their own.
+Each row runs in a process of its own with a time limit. A row that fails, or needs a missing
+package or device, says so. Both files are written after every row. New rows are added to those that
+the files have: rows of the same machine and torch share a section, others get their own.
 
 `--size tiny --device cpu` runs every path that a CPU has in a few seconds; the suite does so.
 Seconds are estimates; docs/gpu.md has the results of an H100 and an H200.
@@ -32,7 +32,7 @@ from benchmarks.gpu.tasks import Bench, Given, Row, Task, judged, noted
 from parallel3d.device import accelerator
 from parallel3d.metrics.peak import datasheet_peak
 
-NEEDED_SHARE = 0.70  # share of the datasheet's peak, in a GEMM of 8192³
+NEEDED_SHARE = 0.70  # expected share of the datasheet's peak in a GEMM of 8192³
 
 
 def gemm(given: Given) -> Row:

@@ -1,4 +1,4 @@
-"""Code shared by tasks that run `parallel3d`: its keys at each size, its runs and their files."""
+"""Runs `parallel3d` for tasks: keys at each size, runs and their files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from benchmarks.gpu.tasks import Given, Row, judged, noted
 from parallel3d.device import accelerator
 from parallel3d.host.devices import SHARED_GPUS
 
-PEAK_OFF, SECONDS_OFF = 0.05, 0.20  # tolerances of a dry run, relative to the run
-# A model for a CPU and seconds, on text that is in every checkout.
+PEAK_OFF, SECONDS_OFF = 0.05, 0.20  # tolerances of a dry run's predictions, relative to the run
+# A model that trains on a CPU in seconds, on text that is in every checkout.
 TINY = (
     *("model=llama_tiny", "model.num_layers=2", "model.hidden_size=64", "model.seq_length=64"),
     *("model.ffn_hidden_size=96", "launch.peak_tflops=0.1", "data=text"),

@@ -7,12 +7,12 @@ expected result below), FAILED, SKIPPED, or NOTED if there is nothing to compare
 written to --json after each. The exit code is 1 if a line differs or fails.
 
 For a machine that is lent for minutes and cuts off commands after ten: `--plan` prints the calls,
-and `--call 1` runs the first of them. A call starts nothing that would not end in time, and prints
-what remains; `--call 1 --missing` continues with it, from the same --json.
+and `--call 1` runs the first of them. A call only starts lines that end in time, and prints the
+remaining ones; `--call 1 --missing` continues with it, from the same --json.
 
-`--device cpu --size tiny` enters every line that a CPU has, `--device simulated` those of an
-accelerator; the suite does so. Times and shares are estimates from bytes and FLOPs; docs/gpu.md has
-the results of an H100 and an H200.
+`--device cpu --size tiny` runs every line that a CPU supports, `--device simulated` every line for
+accelerators; the suite does so. Times and shares are estimates from bytes and FLOPs; docs/gpu.md
+has the results of an H100 and an H200.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ LINES = {
         by_command=True,
     ),
 }
-# In the order of importance: first correctness, then speed and its reasons, then comparisons.
+# Tasks are in the order of importance: correctness, then speed and its reasons, then comparisons.
 CALLS = (
     (
         *("versions", "forked rank", "losses", "kernels", "attention values"),

@@ -21,7 +21,7 @@ from parallel3d.device import accelerator
 from parallel3d.models.attention import attend
 
 OLDEST_TORCH = (2, 11)
-FASTEST_WITHIN = 1.1  # limit of the default's time, relative to the best kernel's
+FASTEST_WITHIN = 1.1  # limit of the default kernel's time, relative to the best kernel's
 
 
 def versions(given: Given) -> Row:
@@ -94,7 +94,7 @@ def _attention_case(given: Given, shape: tuple[int, int, int, int, int]) -> Row:
         except RuntimeError:
             if kernel is None:
                 raise
-            # otherwise this kernel does not take the shape, or does not exist
+            # without a result, this kernel does not take the shape, or does not exist
     # Half of the square counts: scores above the diagonal need not be computed.
     case["default_tflops"] = 14e-9 * batch * heads * length**2 * width / 2
     case["default_tflops"] /= case["both_ms"]["default"]

@@ -35,7 +35,7 @@ from parallel3d.device.fused import has_kernel_compiler
 EXPECTED_MFU = 0.50
 BUSY = 0.90  # share of a step in which the card should run a kernel
 TOP_KERNELS = 15
-HOST_SYNCS = 1  # per step: the wait that gives loss and norm to the host
+HOST_SYNCS = 1  # one wait per step, which gives loss and norm to the host
 # torch's warning at each wait; it also warns once that the mode is a prototype.
 HOST_SYNC = "called a synchronizing"
 
@@ -133,7 +133,7 @@ def host_syncs(given: Given) -> Row:
     """Returns how often the host waits for the card in one step, and where."""
     if not hasattr(accelerator.module(given.device), "set_sync_debug_mode"):
         return {"skipped": f"{given.device.type} cannot count them"}
-    size = given.steps()  # two micro-batches per step: a sync in each would show
+    size = given.steps()  # two micro-batches per step, so that a wait in each would show
     trainer = trainer_of(model_of("llama_tiny", size), given.device, 1, 2, size.precision)
     for _ in range(2):
         trainer.train_step()

@@ -54,7 +54,7 @@ class Shapes:
     head_dim: int
     ffn: int
     vocabulary: int
-    tokens: int  # of the loss
+    tokens: int  # tokens of a chunk of the loss
 
     @property
     def hidden(self) -> int:
@@ -81,7 +81,7 @@ class Comparison:
     function: Any
     arguments: tuple[Any, ...]
     limit: float = ROUNDED
-    has_zeros: bool = False  # the zeros of the first result must agree, too
+    has_zeros: bool = False  # whether the zeros of the first result must agree, too
 
     def copied(self, wide: bool = False) -> list[Any]:
         """Returns new copies of the arguments, as the function may write into them; `wide`: numbers

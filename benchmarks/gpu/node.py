@@ -7,8 +7,8 @@
 
 Each line runs in a process of its own with a time limit; all results are in one file with those of
 `benchmarks.gpu_first` and `benchmarks.gpu.card`. `--plan` prints the calls. `--device cpu --size
-tiny` enters every kind of line with two ranks; the suite does so. It has not run on a node yet:
-seconds are estimates.
+tiny` runs every kind of line with two ranks; the suite does so. The benchmark has not run on a node
+yet, and seconds are estimates.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from benchmarks.gpu.tasks import Bench, Given, Row, Task, judged, noted
 from parallel3d.device import accelerator
 
 SEQUENCES, TINY_SEQUENCES = 16, 4  # sequences of a step, the same for all layouts
-NEAR = 0.05  # relative to the peak memory that a dry run predicts
+NEAR = 0.05  # tolerance, relative to the peak memory that a dry run predicts
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "send_recv")
 # A collective of 64 MiB takes at most this many times its price.
 TIMES_PRICE = 1.5
@@ -136,10 +136,10 @@ def planned(given: Given, words: str, batch: int) -> dict[str, float]:
     """Returns the numbers of `parallel3d plan`'s row for a layout whose keys are all given."""
     layout = {"tp": "1", "pp": "1", "zero": "0", "recompute": "none", "micro_batch_size": "1"}
     layout |= dict(word.split("=") for word in words.split())
-    layout.pop("sp", None)  # otherwise the planner would choose it, by tp
+    layout.pop("sp", None)  # otherwise the planner would choose it from tp
     model = [word for word in TINY if word.startswith("model")] if given.is_tiny else []
     where = cluster_of(accelerator.name(given.device)) or ["cluster=dgx_h100"]
-    if model:  # not the host of a preset, which has eight GPUs
+    if model:  # the host of a preset has eight GPUs, which these ranks need not fill
         where.append(f"cluster.gpus_per_node={ranks_of(words)}")
     out = run("plan", *(model or ["model=llama3_8b"]), *where, f"global_batch_size={batch}",
               "cluster.nodes=1", "plan.confirm=0",

@@ -1,9 +1,9 @@
-"""Trainers that a user might choose instead, on the same model and batch: transformers and
+"""Trains the same model and batch with trainers that a user might choose instead: transformers,
 torchtitan.
 
-Both train as they are meant to: fp32 weights under bf16 autocast (transformers), torchtitan's own
-model likewise, fused AdamW, clipping to the same norm, gradients accumulated over micro-batches.
-torchtitan's is its model in this loop, not its trainer.
+Both train in the usual way: fp32 weights under bf16 autocast, fused AdamW, clipping to the same
+norm, gradients accumulated over micro-batches. For torchtitan, its model runs in this loop, not in
+its trainer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from parallel3d.device.accelerator import is_accelerator
 Loss = Callable[[Tensor, Tensor], Tensor]
 Step = Callable[[], object]
 Maker = Callable[[ModelConfig, Size, torch.device, int, bool], Step]
-ROUNDS = 3  # rounds of steps of each trainer, in turns: clocks and power drift equally for all
+# number of rounds in which trainers take turns, so that drifts of clocks and power affect all
+# equally
+ROUNDS = 3
 
 
 class Missing(Exception):
@@ -135,7 +137,7 @@ def _titan(
         norm_eps=model.norm_eps,
         rope_theta=model.rotary_base,
         max_seq_len=model.seq_length,
-        # The hidden size of its MLP is 2/3 of 4 · dim, times the multiplier, rounded up to the
+        # torchtitan's MLP has 2/3 of 4 · dim features, times the multiplier, rounded up to a
         # multiple.
         ffn_dim_multiplier=(model.ffn_size - 0.5) / int(8 * model.hidden_size / 3),
         multiple_of=model.ffn_size,

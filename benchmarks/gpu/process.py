@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # The variable's name from torch 2.9 on, and the earlier one.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 LINUX_SET_PARENT_DEATH_SIGNAL = 1
-DYING = "Exception ignored"  # raised in a destructor, while the interpreter ends
-LONGEST_REASON = 300  # characters: a row of a table, not a log
+DYING = "Exception ignored"  # an error in a destructor while the interpreter ends
+LONGEST_REASON = 300  # maximum number of characters, for a row of a table rather than a log
 TRACEBACK = "Traceback (most recent call last):"
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # torch.distributed puts this before each line
 
@@ -59,7 +59,7 @@ def run_limited(words: Sequence[str], limit_s: float) -> Ended:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Nobody has waited for it yet, so its number cannot belong to another process.
+            # Nobody has waited for the process yet, so its pid cannot belong to another one.
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -80,7 +80,8 @@ def environment() -> dict[str, str]:
 
 
 def reason(ended: Ended, limit_s: float) -> str:
-    """Returns why a process failed: its limit, its signal, or the line that names its exception."""
+    """Returns the reason for a failure: the limit, the signal, or the line that names the
+    exception."""
     if ended.code is None:
         return f"took longer than {limit_s:g} s"
     if ended.code < 0:

@@ -1,4 +1,4 @@
-"""Reads and writes the files of the GPU benchmarks: rows are added, never lost.
+"""Reads and writes the files of the GPU benchmarks; rows are added and never lost.
 
 A file has a section for each machine, torch and size, so that a command of a few minutes can be
 repeated with other rows, on another day or another card. Other files are not overwritten.
@@ -46,7 +46,7 @@ class ResultFiles:
                 )
 
     def sections(self) -> list[Section]:
-        """Returns the present content of the file; nothing without one."""
+        """Returns the present content of the file; an empty dict if there is none."""
         if not self.path.exists() or not self.path.read_text(encoding="utf-8").strip():
             return []
         try:
@@ -83,7 +83,7 @@ class ResultFiles:
 
 
 def why_not(row: dict[str, Any]) -> str | None:
-    """Returns why a row has no figures; None if it has."""
+    """Returns the reason why a row has no figures; None if it has some."""
     return row.get("skipped") or row.get("failed")
 
 

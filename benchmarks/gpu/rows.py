@@ -1,6 +1,7 @@
-"""The rows of `benchmarks.gpu.card` that measure parallel3d and the card.
+"""Measures parallel3d and the card, for rows of `benchmarks.gpu.card`.
 
-They only import torch, numpy and parallel3d's library: images made for GPUs often have no more.
+Only torch, numpy and parallel3d's library are imported, because images for GPUs often have no other
+packages.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Size:
     gemm: int
     steps: int
     warm_up: int
-    sequences: int  # sequences of a step
-    micro_batches: tuple[int, ...]  # tried from the largest on
+    sequences: int  # number of sequences in a step
+    micro_batches: tuple[int, ...]  # micro-batches, tried from the largest on
     precision: str
-    changes: dict[str, Any]  # of every model
-    shard_layers: int | None  # layers of a shard; None: the layout's
+    changes: dict[str, Any]  # number of layers of every model
+    shard_layers: int | None  # number of layers of a shard; None: the layout's
 
 
 SIZES = {
@@ -163,7 +164,7 @@ def first_that_fits(
         try:
             return run(micro_batch) | {"micro_batch": micro_batch}
         except torch.OutOfMemoryError:
-            pass  # its memory is only released after this block
+            pass  # the memory of the failed attempt is only released after this block
         gc.collect()
         if accelerator.is_accelerator(device):
             accelerator.module(device).empty_cache()
@@ -241,7 +242,8 @@ def fp8_row(size: Size, device: torch.device) -> dict[str, Any]:
         scale = torch.finfo(torch.float8_e4m3fn).max / t.abs().amax().float().clamp(min=1e-12)
         return (t * scale).to(torch.float8_e4m3fn), scale.reciprocal()
 
-    compiled = torch.compile(cast)  # otherwise each operation is a pass over memory
+    # compiled, because otherwise each operation is a pass over memory
+    compiled = torch.compile(cast)
 
     def fp8() -> torch.Tensor:
         (a, scale_a), (b, scale_b) = compiled(x), compiled(weight)

@@ -1,4 +1,4 @@
-"""Measures one rank's share of a model that needs many cards, on one card: without its
+"""Measures one rank's share of a model that needs many cards, on one card and without
 communication."""
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _time_layers(trainer: Trainer, size: Size) -> dict[str, Any]:
     with torch.no_grad():
         forward_s = seconds_of(forward, device, size)
     both_s = seconds_of(lambda: forward().backward(grad), device, size)
-    # Model FLOPs of a layer on this rank: those of all layers, without the head, divided by tp.
+    # Model FLOPs of this rank's layers, without the head, divided by tp.
     attention = 2 * model.num_attention_heads * model.head_size * model.seq_length
     tokens = model.seq_length * trainer.config.micro_batch_size
-    # Attention in full, as an MFU counts it: `layer_flops` has the causal half.
+    # The MFU counts attention in full, whereas `layer_flops` has the causal half.
     flops = 3 * (layer_flops(model) + attention) * tokens / trainer.config.tp
     return {
         "layers": layers,
@@ -76,12 +76,12 @@ def fake_groups(layout: Layout, rank: int, device: torch.device) -> Iterator[Pro
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # By name, because the backend does not list every device.
+    # The backend is given by name, because it does not list every device.
     backend = ",".join(f"{kind}:fake" for kind in dict.fromkeys(("cpu", device.type)))
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         with _own_part_of_reductions():
-            # Made one by one, like a CPU's, because there is no communicator to split.
+            # Groups are made one by one, as on a CPU, because there is no communicator to split.
             groups = ProcessGroups.create(layout, "cpu", launch=LaunchConfig(shared_memory=False))
             yield groups
             groups.close()
@@ -97,7 +97,8 @@ def _own_part_of_reductions() -> Iterator[None]:
     is copied here. Such memory may be zeros or NaN, and a GEMM that reads those toggles fewer bits,
     draws less power and clocks higher: its time would be too short.
     """
-    names = ("reduce_scatter_single", "reduce_scatter_tensor")  # names since torch 2.13, and before
+    # names since torch 2.13, and earlier ones
+    names = ("reduce_scatter_single", "reduce_scatter_tensor")
     given = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
     out = torch.full((1,), torch.nan)
     next(iter(given.values()))(out, torch.ones(dist.get_world_size()))

@@ -101,7 +101,7 @@ def _section(section: Section) -> str:
 
 
 def _table(columns: tuple[str, ...], rows: list[tuple[object, ...]]) -> list[str]:
-    """Returns the lines of a table after an empty one; none without rows."""
+    """Returns an empty line and the lines of a table; no lines without rows."""
     if not rows:
         return []
     lines = [columns, ("---",) * len(columns), *rows]

@@ -34,18 +34,18 @@ from parallel3d.metrics.provenance import git_commit
 
 Row = dict[str, Any]
 PASS, DIFFERS, NOTED, SKIPPED, FAILED = "PASS", "DIFFERS", "NOTED", "SKIPPED", "FAILED"
-MACHINE = "machine"  # found out in another process, too: this one must not use memory of the card
-START_S = 6  # start of a process: Python, torch, the device's context
-CALL_S = 480  # planned time of a call
+# facts about the card come from another process, because this one must not use its memory
+MACHINE = "machine"
+START_S = 6  # seconds to start a process: Python, torch, the device's context
+CALL_S = 480  # planned seconds of a call
 # A call ends its last task at this time: before 600 s, so that results can be written and copied.
 WITHIN_S = 560
-ALL_CALLS_S = 1680  # planned time of all calls, of half an hour
+ALL_CALLS_S = 1680  # planned seconds of all calls together, out of half an hour
 
 
 @dataclass(frozen=True)
 class Given:
-    """The information that a task gets: the device, the amount of work, the folder, the rows so
-    far."""
+    """The inputs of a task: the device, the amount of work, the folder, and the rows so far."""
 
     device: torch.device
     size: str  # "full" or "tiny"
@@ -63,7 +63,8 @@ class Given:
 
     @property
     def is_timed(self) -> bool:
-        """Whether times and shares mean something: not those of a CPU, nor of tiny shapes."""
+        """Whether times and shares are meaningful, which they are not on a CPU or for tiny
+        shapes."""
         return self.on_accelerator and not self.is_tiny
 
     def steps(self) -> Size:
@@ -89,7 +90,8 @@ class Task:
 
     @property
     def limit_s(self) -> int:
-        """Seconds after which the task is ended: estimates err, and a hang lasts for ever."""
+        """Seconds after which the task is ended, because estimates err and a hang would last for
+        ever."""
         return max(120, 5 * self.seconds // 2)
 
 
@@ -98,7 +100,7 @@ def judged(is_as_expected: bool, found: str, figures: Row) -> Row:
 
 
 def noted(found: str, figures: Row) -> Row:
-    """Returns the row of a result with which nothing is compared."""
+    """Returns the row of a result that is not compared with anything."""
     return {"verdict": NOTED, "found": found} | figures
 
 
@@ -113,7 +115,7 @@ def summary_of(row: Row) -> str:
 
 
 def machine(device: torch.device) -> Row:
-    """Returns what distinguishes one section of the results from another."""
+    """Returns the facts that distinguish one section of the results from another."""
     here: Row = {"python": platform.python_version(), "torch": torch.__version__}
     if not accelerator.is_accelerator(device):
         return here | {"device": f"CPU, {torch.get_num_threads()} threads"}
@@ -216,7 +218,7 @@ class Bench:
         for name in names:
             task = self.tasks[name]
             if deadline is not None and deadline - time.monotonic() < task.seconds + START_S:
-                remaining.append(name)  # a shorter one after it may still fit
+                remaining.append(name)  # a shorter task after it may still fit
                 continue
             at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             row = {"expected": task.expected} if task.expected else {}
@@ -282,9 +284,9 @@ class Bench:
             for path in (out, given):
                 path.unlink(missing_ok=True)
         row = row or {"failed": process.reason(ended, limit_s)}
-        sys.stdout.write(ended.out)  # such as the kernels of a trace
+        sys.stdout.write(ended.out)  # other output, such as the kernels of a trace
         if "failed" in row:
-            sys.stderr.write(ended.err)  # all of it: the row keeps one line
+            sys.stderr.write(ended.err)  # the whole message; the row keeps one line
         return row
 
     def parser(self) -> argparse.ArgumentParser:

@@ -41,7 +41,7 @@ from parallel3d.config.words import as_typed, braces, check_twice, option, quote
 from parallel3d.errors import UserError, nearest_hint, readable
 from parallel3d.private_names import HydraFiles, hydra_sources
 
-VERSION = "1.3"  # Hydra's defaults are those of this version
+VERSION = "1.3"  # selects the defaults of this version of Hydra
 
 
 def compose(
@@ -121,7 +121,7 @@ class FileConfigSource(HydraFiles):
         path = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
         tree = read_yaml(path, "" if package == "_global_" else package)
         if isinstance(tree, dict):
-            if "hydra" in tree:  # its untyped keys need real truth values and numbers
+            if "hydra" in tree:  # Hydra's untyped keys need real truth values and numbers
                 tree["hydra"] = found.config["hydra"]
             found.config = OmegaConf.create(tree)
         return found

@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 
-# Python orders the fields of bases from the last to the first.
+# A dataclass orders the fields of its bases from the last base to the first.
 @dataclass
 class Config(
     PreflightKeys,

@@ -113,7 +113,7 @@ def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
                 file = stack.enter_context(LocalFile(name, opener=no_link))
                 files[end] = file
                 if not is_trusted(os.fstat(file.fileno()), prefix.parent):
-                    problem = "is not used: others than you may write it"
+                    problem = "is not used, because other users may write it"
                     raise ValueError
             content = parse_json(files.pop(".json").read(_LARGEST_FACTS))
             watched = {}
@@ -164,7 +164,8 @@ def _build_lock(path: Path) -> Iterator[bool]:
 def folder_of(data: DataConfig) -> Path:
     """Returns `data.cache_dir`, else `$XDG_CACHE_HOME/parallel3d` or `~/.cache/parallel3d`.
 
-    Raises UserError without a home folder."""
+    Raises UserError without a home folder.
+    """
     if data.cache_dir is not None:
         return Path(data.cache_dir).absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")

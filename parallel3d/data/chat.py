@@ -1,4 +1,4 @@
-"""Reads chat conversations: their tokens, made by a Hugging Face template, and which ones to
+"""Reads chat conversations: their tokens, made by a Hugging Face template, and the tokens to
 learn."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 # Conversations as tokens
 
 
-PRIVATE = range(0xE000, 0xF900)  # characters without a meaning in Unicode
+PRIVATE = range(0xE000, 0xF900)  # Unicode's private characters, which have no meaning
 Turn = tuple[int, int]  # characters [begin, end) of the text that the assistant wrote
 # Six characters: two each around a special token that a message spells out, around the text inside
 # `{% generation %}`, and around the number of an anchor.
@@ -213,7 +213,8 @@ class Reader:
         return within & (np.arange(within.size) <= ends[-1])
 
     def _specials(self, whole: str, marks: Marks, at: int = 0) -> Iterator[re.Match[str]]:
-        """Finds special tokens from `at` on, `meant` or `spelled` out, and single marks."""
+        """Finds, from `at` on, special tokens (groups `meant` and `spelled`, if spelled out) and
+        single marks."""
         begin, end, *_ = marks
         pattern = f"{begin}(?P<spelled>{self._special}){end}|(?P<meant>{self._special})"
         return re.compile(f"{pattern}|[{begin}{end}]").finditer(whole, at)
@@ -246,7 +247,7 @@ class Reader:
         those that are spelled out stay text unless `every`."""
         if held & set(self._stand_ins.values()):
             self._stand_ins = {}
-        pieces: list[tuple[str, int]] = []  # texts to encode, and where they begin in `whole`
+        pieces: list[tuple[str, int]] = []  # texts to encode, and their positions in `whole`
         at = 0
         for found in self._specials(whole, marks):
             pieces.append((whole[at : found.start()], at))
@@ -313,8 +314,8 @@ VERSION = 3
 SPOKEN = 1 << 30
 TOKEN = SPOKEN - 1
 DTYPE = np.dtype("<i4")
-LOOKED_AT = 1 << 22  # tokens at a time
-LONGEST = 64 << 20  # bytes of a row
+LOOKED_AT = 1 << 22  # number of tokens that are read at a time
+LONGEST = 64 << 20  # maximum number of bytes of a row
 
 
 class Chat(NamedTuple):
@@ -323,7 +324,7 @@ class Chat(NamedTuple):
     documents: list[Document]
     tokenizer: FileTokenizer
     template: ChatTemplate
-    most_bad: float  # share of rows that may be left out
+    most_bad: float  # largest share of rows that may be left out
     lines: list[str]
 
     @property
@@ -351,7 +352,7 @@ def learned(
 ) -> npt.NDArray[np.bool_]:
     """Returns, for each piece of marked tokens, whether a token after its first one is learned."""
     begins, ends = starts + 1, starts + lengths
-    spoken = np.zeros(starts.size, np.int64)  # in each piece
+    spoken = np.zeros(starts.size, np.int64)  # number of learned tokens in each piece
     for first in range(0, len(tokens), LOOKED_AT):
         places = np.flatnonzero(tokens[first : first + LOOKED_AT] & SPOKEN) + first
         spoken += np.searchsorted(places, ends) - np.searchsorted(places, begins)

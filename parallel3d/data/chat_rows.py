@@ -24,8 +24,8 @@ ASSISTANT = "assistant"
 TOOL = "tool"
 FUNCTION = "function"
 MESSAGES = "messages"
-# If a row has several, all but the first hold earlier states of its conversation; the first is
-# read.
+# Keys of the messages. If a row has several, the first is read; the others hold earlier states of
+# the conversation.
 LISTS = (MESSAGES, "conversations", "conversation")
 SYSTEMS = ("system", "system_prompt")
 TOOLS = "tools"
@@ -108,7 +108,7 @@ REFUSED_OF_MESSAGES = {
     "refusal": "words to learn belong in content",
     **_each("channel recipient end_turn", "the chat template does not read it"),
 }
-_NEVER_OF_MESSAGES = _each(_LEARNING, _LEARN_BY)  # whatever a template reads
+_NEVER_OF_MESSAGES = _each(_LEARNING, _LEARN_BY)  # templates read it in various forms
 LABEL = "label"  # true or false: unpaired preferences
 # Keys that `chat_template_kwargs` must not hold: the row has them elsewhere, or they change tokens.
 _ARGUMENTS = (
@@ -117,7 +117,7 @@ _ARGUMENTS = (
     "truncation max_length sanitize_control_tokens tokenizer_kwargs"
 )
 RESERVED = frozenset(_ARGUMENTS.split())
-CLOSE = 0.88  # difflib's ratio: one letter in eight
+CLOSE = 0.88  # difflib's ratio for a difference of one letter in eight
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 # Options that are off if they are false; elsewhere false may have a meaning.
 SWITCHES = ("prefix", "partial", "end_turn", "continue_final_message", "add_generation_prompt")
@@ -579,7 +579,7 @@ def _of_today(message: Message) -> Message:
     return given | ({"role": TOOL} if given["role"] == FUNCTION else {})
 
 
-# Sentences about rows, at the start of a run
+# Sentences about rows, which are logged at the start of a run
 
 
 class Told:

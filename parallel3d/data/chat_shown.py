@@ -22,7 +22,7 @@ from parallel3d.data.chat_rows import (
 from parallel3d.data.chat_template import Template
 from parallel3d.files import plain
 
-NO_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")  # some templates end a prompt with it
+NO_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")  # some templates end a prompt with this tag
 THOUGHT = re.compile(r"^(?:\s*<think>)?(.*?)</think>", re.DOTALL)
 REMEDY = (
     "give the template {% generation %} tags, write thoughts as reasoning_content, or give a row "
@@ -66,7 +66,7 @@ class Anchors:
         self._names = names
         escaped = [f"\\\\u{ord(mark):04x}" for mark in (begin, end)]
         self._pattern = re.compile(f"{begin}(\\d+){end}|{escaped[0]}(\\d+){escaped[1]}")
-        # By number: the kind of its owner, and which one.
+        # By number of the anchor: the kind of its owner, and the owner's number.
         self.owners: list[tuple[str, int, int]] = []
 
     def put(self, rendering: Rendering) -> Rendering:

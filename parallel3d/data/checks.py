@@ -66,7 +66,7 @@ def check_validation(
         )
 
 
-TOKENS = "tokens"  # as a weight: the data set's number of tokens
+TOKENS = "tokens"  # as a weight, this word stands for the data set's number of tokens
 
 
 PACKED = ("corpus", "blend")

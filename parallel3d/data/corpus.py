@@ -85,9 +85,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_LOOKED_AT = 1 << 22  # tokens at a time
-_SENTENCES = 4  # of a blend's parts
-_PLACES, _RUN = 8, 512  # sampled places of stream and index for a fingerprint, and tokens at each
+_LOOKED_AT = 1 << 22  # number of tokens that are read at a time
+_SENTENCES = 4  # number of a blend's parts whose notes are shown
+# number of sampled places of stream and index for a fingerprint, and of tokens at each
+_PLACES, _RUN = 8, 512
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,8 @@ class Corpus:
 def _starts(pair: IndexedCorpus, first: int, begin: int, end: int) -> npt.NDArray[np.int64]:
     """Returns where documents start in a part that starts at token `first`.
 
-    It is not a closure, which could not be pickled."""
+    It is not a closure, which could not be pickled.
+    """
     return pair.starts(first + begin, first + end) - first
 
 
@@ -364,7 +366,8 @@ def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Docum
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     documents, lines = take_documents(data)
     if isinstance(tokenizer, ByteTokenizer) and all(each.is_plain for each in documents):
-        tokens = sum(document.size + 1 for document in documents)  # each has an end-of-text
+        # every text ends with an end-of-text
+        tokens = sum(document.size + 1 for document in documents)
         _held_out_tokens(tokens, data, seq_length, origin(data))
     return tokenizer, documents, lines
 
@@ -533,7 +536,7 @@ def _open_pair(
     facts, name = _facts(data, pair, tokenizer, kept)
     taught = Taught(Roles(facts.begin, ()))
     if kept is None:
-        assert tokenizer is not None  # `_facts` makes sure of it
+        assert tokenizer is not None  # `_facts` ensures this
         taught = look_at_pair(pair, tokenizer, name)
     if limit is not None and facts.vocab_size > limit:
         raise UserError(

@@ -17,14 +17,14 @@ from parallel3d.data.indexed import IndexedCorpus
 from parallel3d.data.tokenizer import FileTokenizer, Roles, Tokenizer, Unencodable
 from parallel3d.errors import UserError
 
-PLACES = 4  # sampled places of a pair
-RUN = 16  # documents at each place
+PLACES = 4  # number of sampled places of a pair
+RUN = 16  # number of documents at each place
 FEW = PLACES * RUN
-HEAD = 96  # tokens of a document that are encoded again
-CUT = 8  # the last of them, which may belong to a cut word
-LEAST = 16  # tokens; shorter pieces tell nothing
-LOOKED_AT = 1 << 20  # tokens of conversations
-USUAL = 0.01  # share of turns that an end must have
+HEAD = 96  # number of tokens of a document that are encoded again
+CUT = 8  # number of last tokens that do not count, because they may belong to a cut word
+LEAST = 16  # minimum number of tokens; shorter pieces tell nothing
+LOOKED_AT = 1 << 20  # number of sampled tokens of conversations
+USUAL = 0.01  # share of turns that must have a token at their end
 
 
 class Taught(NamedTuple):
@@ -183,7 +183,7 @@ def look_at_turns(
 
 
 class _Blank:
-    """Recognises tokens of blanks, which templates write after the end of a turn."""
+    """Recognises tokens of white space, which templates write after the end of a turn."""
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._tokenizer = tokenizer

@@ -23,7 +23,7 @@ LINES = "jsonl"
 PARQUET = "parquet"
 TEXT = "text"
 KINDS = (LINES, PARQUET, TEXT)
-HEAD = 4096  # bytes that are inspected
+HEAD = 4096  # number of bytes that are inspected
 
 
 def _words(text: str) -> frozenset[str]:
@@ -122,7 +122,7 @@ UNFINISHED: Final = _named(
     (".bak .old .orig .backup .save", "a copy of another state", "give the file itself"),
 )
 _LFS = b"version https://git-lfs.github.com/spec/"
-# Place, bytes there, their meaning, remedy. Readable packings and parquet are keys of NAMES.
+# Rows: offset, bytes there, their meaning, remedy. Readable packings and parquet are keys of NAMES.
 _MAGIC: Final = (
     (0, b"\x1f\x8b", ".gz", ""),
     (0, b"\x28\xb5\x2f\xfd", ".zst", ""),
@@ -193,7 +193,7 @@ _PAGE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 CONTROLS = bytes({*range(32), 127} - {*b"\0\t\n\v\f\r\b\x1b\x1a"})
-MOST_CONTROLS = 0.01  # as a fraction of a text's bytes
+MOST_CONTROLS = 0.01  # largest number of control characters, as a fraction of a text's bytes
 BROKEN = 1000  # text may have at most one replaced character in this many
 
 

@@ -37,11 +37,11 @@ TYPES = {
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
 
-_SAMPLED = 4  # places of an index that are checked when it is opened
-_RUN = 256  # documents at each place
+_SAMPLED = 4  # number of places of an index that are checked when it is opened
+_RUN = 256  # number of documents at each place
 _FEW = 4096  # an index with at most this many documents is checked as a whole
 _AT_A_TIME = 1 << 16
-_AROUND = 64  # documents that one step of a search reads
+_AROUND = 64  # number of documents that one step of a search reads
 
 
 def opened(path: str, named: str) -> FileIO:
@@ -383,7 +383,8 @@ def _blocks_of(path: str) -> Iterator[bytes]:
 def _begun(path: str, size: int) -> BinaryIO:
     """Opens a private file, which must not be a link, to append to its first `size` bytes.
 
-    Raises OSError, and UserError for a shorter file."""
+    Raises OSError, and UserError for a shorter file.
+    """
     file = open(path, "ab", buffering=_BLOCK, opener=no_link)  # noqa: SIM115  the caller closes it
     if os.fstat(file.fileno()).st_size < size:
         file.close()

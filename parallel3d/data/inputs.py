@@ -56,7 +56,7 @@ LOCAL = "file://"
 
 def file_system(address: str) -> tuple[AbstractFileSystem, str]:
     """Returns fsspec's file system of an address, and the path in it."""
-    import fsspec  # loads slowly
+    import fsspec  # imported here because it loads slowly
 
     if "://" not in address or address.startswith(LOCAL):
         # Not with fsspec.core, which takes `::` in a local file's name for a chain of addresses.
@@ -111,10 +111,11 @@ def not_taken(source: Input, error: NotTaken) -> UserError:
 # The documents of a shard
 
 
-SHOWN = 5  # bad rows kept for the report
+SHOWN = 5  # maximum number of bad rows kept for the report
 EXCERPT = 60  # characters
-KEYS = 5  # shown keys of a row without its text
-AT_ONCE = 256 << 10  # characters tokenized at a time: a tokenizer needs many times their memory
+KEYS = 5  # maximum number of shown keys of a row that lacks its text
+# number of characters tokenized at a time: a tokenizer needs many times their memory
+AT_ONCE = 256 << 10
 ROWS = 256  # rows of a parquet file in memory at a time
 
 
@@ -190,7 +191,7 @@ class Count:
             self.shown.append(f"{where} {why}{f': {text}' if text else ''}")
 
 
-JUDGED = 1000  # rows before the share of bad ones is checked
+JUDGED = 1000  # number of rows before the share of bad ones is checked
 BAD = 0.01  # default of the largest share of rows without a document
 
 
@@ -331,7 +332,8 @@ def _too_large(source: Input, has: str) -> UserError:
 # Shards of inputs, in order and from any position on, so that a killed run can continue
 
 
-LARGEST_DOCUMENT = 1 << 30  # bytes: a tokenizer holds a document in memory several times
+# maximum size in bytes, because a tokenizer holds a document in memory several times
+LARGEST_DOCUMENT = 1 << 30
 SHARD_BYTES = 2 << 20  # bytes of text in a shard
 
 
@@ -721,7 +723,7 @@ def _files_below(files: AbstractFileSystem, folder: str) -> dict[str, dict[str, 
     seen = set[str]()
     while waiting:  # `find` would skip a folder that cannot be listed
         at = waiting.pop()
-        if os.path.realpath(at) in seen:  # a link that leads back
+        if os.path.realpath(at) in seen:  # a link may lead back
             continue
         seen.add(os.path.realpath(at))
         for info in files.ls(at, detail=True):

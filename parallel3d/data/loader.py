@@ -47,9 +47,9 @@ class MicroBatch(NamedTuple):
     Attributes:
         tokens, labels: (micro batch, seq) int64; None if not needed.
         loss_mask: (micro batch, seq) bool; None if not needed.
-        samples: (micro batch,) int64, their numbers in the run.
+        samples: (micro batch,) int64, the samples' numbers in the run.
         documents: the documents of the samples, on every stage; None if a sample is one document.
-        balance: which tokens experts count; None on stages without experts.
+        balance: the tokens that experts count; None on stages without experts.
     """
 
     tokens: torch.Tensor | None
@@ -111,7 +111,7 @@ class Batches:
     def resize(self, num_microbatches: int, stride: int) -> None:
         """Sets the micro-batches of a rank and the samples of all ranks, from the next step on."""
         self._num_microbatches = num_microbatches
-        self._imbalances: dict[int, float] = {}  # imbalance by micro-batch of the last step
+        self._imbalances: dict[int, float] = {}  # by micro-batch of the last step
         if self._reads_ahead:
             share = num_microbatches * self._micro_batch_size
             self._ahead = ReadAhead(self.source, self._dp_rank * share, share, stride)
@@ -152,7 +152,7 @@ class Batches:
     def _balance(
         self, numbers: torch.Tensor, samples: Sequence[Sample], documents: Documents | None
     ) -> Balance:
-        """Returns which tokens of a micro-batch's samples are no padding."""
+        """Returns a mask of the tokens of a micro-batch's samples that are not padding."""
         length = self.source.seq_length
         lengths = [length if s.used is None else s.used for s in samples]
         lengths = lengths or [length] * self._micro_batch_size
@@ -168,7 +168,7 @@ class Batches:
         return Balance(numbers, positions, used, on_device)
 
     def routed_count(self, first: int) -> int:
-        """Counts the tokens of this rank's share of the global batch that are no padding."""
+        """Counts the tokens, without padding, of this rank's share of the global batch."""
         length = self.source.seq_length
         if not self._masks:
             return self._num_microbatches * self._micro_batch_size * length
@@ -275,7 +275,7 @@ def _checked_starts(sample: Sample, number: int, length: int) -> npt.NDArray[np.
 # serves later ones while the first are used.
 
 
-_BYTES = 256 << 20  # most bytes of samples read ahead
+_BYTES = 256 << 20  # maximum number of bytes of samples read ahead
 _BYTES_PER_TOKEN = 16
 Futures = dict[int, Future[Sample]]  # samples by their numbers
 _PAUSE_S = 1e-4  # pause between two samples, so that the main thread gets the interpreter lock

@@ -1,9 +1,9 @@
 """Packs documents into samples: best-fit decreasing, and plans of packs in the token cache.
 
-Documents go, longest first, into the pack with the least sufficient space. Documents of
-one length are interchangeable, and so are packs of equal content: all of them are placed in one
-step, so the work grows with the number of lengths instead of documents. The packs are as many and
-as full as if documents were placed one by one.
+Documents go, longest first, into the pack with the least sufficient space. Documents of one length
+are interchangeable, and so are packs of equal content: all of them are placed in one step, so the
+work grows with the number of lengths instead of documents. The result has as many packs, equally
+full, as if documents were placed one by one.
 
 Sources: D. S. Johnson, "Near-Optimal Bin Packing Algorithms", MIT 1973; H. Ding and others, "Fewer
 Truncations Improve Language Modeling", ICML 2024 (best-fit packing of documents).
@@ -79,7 +79,7 @@ def _groups(counts: npt.NDArray[np.integer], capacity: int) -> Iterator[tuple[in
     """Yields numbers of equal packs, and their content."""
     # Packs with room left, as (number of equal packs, content), by free space.
     begun: dict[int, list[tuple[int, Content | None]]] = {}
-    free_bits = 0  # the keys of `begun` as a bit set
+    free_bits = 0  # the keys of `begun`, as a bit set
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         while left:
@@ -146,8 +146,8 @@ class PackSampler:
                 self._tokens.will_read(start, start + length)
 
     def sample(self, i: int) -> Sample:
-        """Returns sample `i` >= 0 of the endless sequence of epochs. Raises OSError for a damaged
-        plan."""
+        """Returns sample `i` >= 0 of the endless sequence of epochs. Raises OSError if the plan is
+        damaged."""
         tokens = np.full(self.seq_length + 1, self._eot, np.int64)
         mask = np.zeros(self.seq_length, np.bool_)
         starts = np.zeros(self.seq_length, np.int32)

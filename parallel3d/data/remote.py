@@ -33,15 +33,15 @@ from parallel3d.files import no_link
 T = TypeVar("T")
 
 BLOCK = 256 << 10  # bytes
-_DIGEST = 16  # bytes after a block
-_AT_ONCE = 8  # concurrent fetches
-PAUSES_S: tuple[float, ...] = (0.5, 2.0, 5.0)  # before each retry
-_TOUCHED_S = 60.0  # resolution of a block's time of last read
+_DIGEST = 16  # number of bytes after a block
+_AT_ONCE = 8  # maximum number of concurrent fetches
+PAUSES_S: tuple[float, ...] = (0.5, 2.0, 5.0)  # pauses before each retry, in seconds
+_TOUCHED_S = 60.0  # resolution, in seconds, of a block's time of last read
 _LEFT_S = 3600.0  # age in seconds at which an unfinished file counts as abandoned
 _KEY = 3  # increased when blocks of older versions of this program become invalid
-_PLACES = 3  # samples of the content that are compared along with a time
-_PLACE = 1 << 10  # bytes of a sample
-_LARGEST = 1 << 20  # bytes; limit of `BlockCache.read`
+_PLACES = 3  # number of samples of the content that are compared along with a time
+_PLACE = 1 << 10  # size of a sample in bytes
+_LARGEST = 1 << 20  # limit of `BlockCache.read` in bytes
 
 
 class BlockCache:
@@ -179,7 +179,7 @@ class BlockFile:
             f"{self.size}:{digest_of([self._version, [p.hex() for p in self._places.values()]])}"
         )
         self._folder = cache.folder / digest_of([_KEY, address, BLOCK, self.mark])
-        self._is_over = False  # another version was seen
+        self._is_over = False  # set when another version was seen
         self._lock = threading.Lock()
         self._under_way: dict[int, Future[bytes]] = {}
 

@@ -106,7 +106,7 @@ class TrainingText(Protocol):
 
 
 class Order:
-    """Orders `count` items, epoch after epoch, each epoch in an order of its own."""
+    """Orders `count` items, epoch after epoch, each epoch in its own order."""
 
     def __init__(self, count: int, seed: int, shuffle: bool, name: str = "") -> None:
         """Keeps the given order if `shuffle` is false; `name` separates orders with one seed."""
@@ -202,7 +202,7 @@ class Sampler:
             if self._document_mask:
                 starts = document_starts(begins[begins < self.seq_length], self.seq_length)
             if self._eod_mask_loss:
-                # Such a label is the first token of another document: unpredictable.
+                # Such a label is the first token of another document, which cannot be predicted.
                 mask[begins[begins > 0] - 1] = False
         return Sample(tokens, mask, starts)
 

@@ -59,7 +59,8 @@ from parallel3d.data.tokenizer import ByteTokenizer, Tokenizer, Unencodable, nea
 from parallel3d.data.tokens import WatchedFile
 from parallel3d.errors import UserError
 
-if TYPE_CHECKING:  # omegaconf, which the configuration imports, loads slowly
+# Omegaconf, which the configuration imports, loads slowly.
+if TYPE_CHECKING:
     from parallel3d.config.schema import DataConfig
 
 _log = logging.getLogger(__name__)

@@ -49,7 +49,7 @@ def unlike_theirs(tokenizer: FileTokenizer, folder: Path) -> str | None:
                 folder, trust_remote_code=False, local_files_only=True
             )
             found = [list(theirs(text)["input_ids"]) for text in texts()]
-    except Exception as error:  # of any kind, as the folder is untrusted
+    except Exception as error:  # any kind of error is possible, because the folder is untrusted
         why = " ".join(str(error).split())[:200] or type(error).__name__
         return f"{name} does not load the tokenizer of {folder} ({plain(why)})"
     ours = [[*tokenizer.prefix, *tokenizer.encode_prompt(text.encode())] for text in texts()]

@@ -47,7 +47,7 @@ BESIDE = (
     *(TOKENIZER_CONFIG, SPECIAL_MAP, ADDED, GENERATION, CHAT_TEMPLATE, PROCESSORS_TEMPLATE),
     f"{MORE_TEMPLATES}/*.jinja",
 )
-LARGEST_BESIDE = 64 << 20  # bytes; configurations that list every added token are long
+LARGEST_BESIDE = 64 << 20  # limit in bytes; configurations that list every added token are long
 # End-of-text tokens of widespread model families, for tokenizers without configuration.
 USUAL_ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>"),
@@ -150,14 +150,15 @@ def nearest_path(path: str | Path) -> str | None:
 TOKENIZER = "tokenizer.json"
 LARGEST = 1 << 30  # bytes
 FEW = 1 << 16  # vocabulary sizes up to this fit 16 bits
-PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)  # not the fault of text or tokenizer
+# these are not the fault of the text or the tokenizer
+PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)
 
 
 class Unencodable(UserError):
     """A text that the library cannot encode; `why` is the library's message in one line."""
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(name, why)  # all arguments, so that pickling works
+        super().__init__(name, why)  # gets all arguments, so that pickling works
         self.name = name
         self.why = why
 
@@ -678,8 +679,8 @@ def from_hub(name: str, key: str) -> FileTokenizer:
 # A streaming decoder
 
 
-CONTEXT = 6  # preceding tokens that may change a token's spelling: blanks, joined words
-HELD = 32  # most tokens of an incomplete character; with more it counts as invalid
+CONTEXT = 6  # number of preceding tokens that may change a token's spelling (blanks, joined words)
+HELD = 32  # maximum number of tokens of an incomplete character; with more it is invalid
 
 
 class Decoding:
@@ -691,7 +692,7 @@ class Decoding:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._shown = 0  # tokens whose text was returned
+        self._shown = 0  # number of tokens whose text was returned
 
     def begin(self, prompt: bytes) -> str:
         """Returns the prompt's text; with byte tokens, without an incomplete last character."""

@@ -193,7 +193,8 @@ class Tokens:
 
 
 REBUILD = "remove it and start again: it will be rebuilt"
-PROVED = 256 << 20  # bytes; larger files are not read whole, since each rank would read them
+# limit in bytes; larger files are not read whole, because each rank would read them
+PROVED = 256 << 20
 
 
 class Proof(Enum):

@@ -195,7 +195,8 @@ class GradientAverager:
         self.buckets: list[DDPBucket] = []
         self._fill(list(range(len(self.parameters)))[::-1])
         if watch:
-            mine = weakref.ref(self)  # see `data_parallel.engine.BucketedDataParallel`
+            # a weak reference: see `data_parallel.engine.BucketedDataParallel`
+            mine = weakref.ref(self)
             for number, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(_Watch(mine, number))
 
@@ -288,7 +289,7 @@ class GradientAverager:
 
     def _take(self, number: int) -> None:
         """Copies a complete gradient into its bucket, and starts the buckets that are full."""
-        if torch.is_grad_enabled():  # a backward with create_graph
+        if torch.is_grad_enabled():  # true in a backward with create_graph
             with torch.no_grad():
                 self._take(number)
             return

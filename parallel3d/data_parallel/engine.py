@@ -166,7 +166,7 @@ def _spans(
 
 
 class GradientObserver(Protocol):
-    """Observes gradients before they are reduced."""
+    """Interface of objects that see gradients before they are reduced."""
 
     def start_step(self) -> None: ...
     def added(self, name: str, parameter: nn.Parameter, times: int) -> None: ...

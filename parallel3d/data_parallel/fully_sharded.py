@@ -155,7 +155,7 @@ class FullyShardedDataParallel:
             used[held] += flat.numel()
             self._keep_gradient(name, parameter, grad)
             span = self._span(name, held.shards.index)
-            if span.numel:  # with fewer rows than ranks some shards are empty
+            if span.numel:  # if there are fewer rows than ranks, some shards are empty
                 copies = replace(groups_of(specs[name]), data=held.replicas)
                 self.segments.append(Segment(flat, grad, flat, [span], copies))
 
@@ -326,7 +326,7 @@ class _ReduceScatter(_Collective):
     ) -> None:
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"FSDP2 reduces by {op}, but gradients of one loss are sums")
-        if self.group.size == 1:  # experts that no other rank holds
+        if self.group.size == 1:  # no other rank holds these experts
             output_tensor.copy_(input_tensor)
             return
         collectives.reduce_scatter_into(output_tensor, input_tensor, self.group).wait()
@@ -344,7 +344,7 @@ def _draw_own_rows(
     Frozen parameters are converted to the compute dtype `dtype`.
     """
     for parameter in unit.parameters():
-        if isinstance(parameter, DTensor) or parameter in ignored:  # of a unit that is sharded
+        if isinstance(parameter, DTensor) or parameter in ignored:  # parameters of a sharded unit
             continue
         values = parameter.data
         if initializer.deferred:

@@ -21,7 +21,7 @@ class DataParallel(Protocol):
     Attributes:
         parameters: the parameters of all stages of this rank, by name.
         segments: flat shards that this rank steps.
-        constants: what this rank keeps of the frozen parameters, without `requires_grad`.
+        constants: this rank's parts of the frozen parameters, without `requires_grad`.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -53,7 +53,8 @@ class DataParallel(Protocol):
         ...
 
     def all_gather_params(self) -> None:
-        """Makes the parameters of the next forward from the stepped masters; may still gather."""
+        """Makes the parameters of the next forward from the stepped masters; gathering may still
+        run when it returns."""
         ...
 
     def pre_forward(self, part: str) -> None:

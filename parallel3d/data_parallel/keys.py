@@ -98,7 +98,7 @@ CONFLICTS = (
     *(
         Conflict(
             {key: given, "zero": Is(0, 1)},
-            f"{{{key}}} has an effect with zero=2 and zero=3 alone, not with {{zero}}",
+            f"{{{key}}} only has an effect with zero=2 and zero=3, not with {{zero}}",
             ((key, None),),
         )
         for key, given in (

@@ -23,7 +23,7 @@ from parallel3d.text import count
 from parallel3d.trainer import StepResult, Trainer
 
 SPIKE_WINDOW = 50  # a loss is compared with the median of this many steps
-SPIKE_PAUSE = 10  # steps after a reported spike without a further report
+SPIKE_PAUSE = 10  # number of steps after a reported spike without another report
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -34,7 +34,7 @@ class Health:
     trainer: Trainer
     checkpoints: Checkpoints
     say: Callable[[str], None]
-    skipped: int = 0  # in a row
+    skipped: int = 0  # number of consecutive skipped steps
     rollbacks: int = 0
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_WINDOW))
     last_spike: int = -SPIKE_PAUSE
@@ -42,7 +42,7 @@ class Health:
     def after_step(self, result: StepResult) -> None:
         """Checks a step and rolls back if due. Raises TrainingFailure, on all ranks together."""
         settings = self.trainer.config.recovery
-        if result.loss is not None:  # a batch without a token to learn changes nothing
+        if result.loss is not None:  # a batch without a token to learn does not count
             self._check_step(result, result.loss)
         if settings.drift_every and result.step % settings.drift_every == 0:
             self.compare_replicas(result.step)

@@ -21,10 +21,11 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 
 LARGEST = 2**31 - 1
-# Above the most frequent allocations, such as a block of attention's scores; below activations.
+# This is above the most frequent allocations, such as a block of attention's scores, and below
+# activations.
 GIVEN_BACK = 6 << 20
 HUGE_PAGE = 2 << 20
-RESERVED = 3 << 29  # address space, below LARGEST; memory is taken as it is touched
+RESERVED = 3 << 29  # bytes of address space, below LARGEST; memory is only used once it is touched
 
 
 def keep_freed_memory(reserved: int = RESERVED) -> bool:
@@ -107,7 +108,8 @@ def cpus_near(bus_id: str, sys: Path = SYS) -> set[int]:
         node = int((sys / "bus/pci/devices" / bus_id / "numa_node").read_text())
     except (OSError, ValueError):
         return set()
-    return nodes.get(sys / f"devices/system/node/node{node}", set())  # -1: unknown to firmware
+    # -1: the firmware does not know it
+    return nodes.get(sys / f"devices/system/node/node{node}", set())
 
 
 def _cpus_of(path: Path) -> set[int]:

@@ -145,7 +145,7 @@ def prepare_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
     for stream in (sys.stdout, sys.stderr):
-        # Unlike the stream of a test or a notebook, in memory.
+        # The stream of a test or a notebook is in memory and lacks this.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
@@ -159,7 +159,7 @@ def drop_failed_output() -> None:
         try:
             descriptor = stream.fileno()
         except io.UnsupportedOperation:
-            continue  # replaced by a test or a notebook, in memory
+            continue  # a test or a notebook has replaced it by a stream in memory
         _flush(stream)
         kept = io.BufferedWriter(_Dropping(descriptor, "w", closefd=False))
         how = {"encoding": stream.encoding, "errors": stream.errors}

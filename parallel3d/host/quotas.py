@@ -33,7 +33,7 @@ def available_cores(root: Path = ROOT) -> int:
 
 
 def _cpu_quota(root: Path) -> float:
-    """Returns the smallest quota, in cores, of this process's groups; infinite without one."""
+    """Returns the smallest quota, in cores, of this process's groups; infinity if there is none."""
     quotas = [math.inf]
     for folder in _groups("cpu", 2, root):
         # "<µs of CPU> <µs of time>", or "max …"
@@ -41,7 +41,7 @@ def _cpu_quota(root: Path) -> float:
         if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
             quotas.append(int(words[0]) / int(words[1]))
     for folder in _groups("cpu", 1, root):
-        quota = _number(folder / "cpu.cfs_quota_us")  # -1: none
+        quota = _number(folder / "cpu.cfs_quota_us")  # -1: no quota
         period = _number(folder / "cpu.cfs_period_us")
         if quota is not None and quota > 0 and period:
             quotas.append(quota / period)
@@ -57,7 +57,7 @@ def memory_in_all(root: Path = ROOT) -> float:
 
 
 def available_memory(root: Path = ROOT) -> float:
-    """Returns the bytes that this process may still allocate; infinite if nothing limits them.
+    """Returns the bytes that this process may still allocate; infinity if nothing limits them.
 
     Pages of files, which the kernel drops when memory is short, count as free.
     """
@@ -66,7 +66,7 @@ def available_memory(root: Path = ROOT) -> float:
 
 
 def _machine(root: Path, name: str) -> float:
-    """Returns the bytes under `name` in /proc/meminfo; infinite if it is missing there."""
+    """Returns the bytes under `name` in /proc/meminfo; infinity if it is missing."""
     found = re.search(rf"^{name}: +(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
     return 1024.0 * int(found[1]) if found else math.inf
 

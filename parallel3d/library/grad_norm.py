@@ -23,7 +23,7 @@ from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
 
 SAME = 1e-3  # relative difference up to which copies of a gradient count as equal
-NOISE = 1e-5  # share of the whole norm below which a gradient may be mere rounding, and differ
+NOISE = 1e-5  # share of the whole norm below which a gradient may be rounding noise, and may differ
 
 
 @torch.no_grad()
@@ -248,7 +248,7 @@ class _Norm:
     def _copy(self, values: Tensor) -> Tensor:
         """Returns the first of several copies; not finite if any of them is not."""
         low, high = values.aminmax()
-        differ = high - low > SAME * high  # false if they are not finite
+        differ = high - low > SAME * high  # the comparison is false if they are not finite
         self.wrong[0] = torch.maximum(self.wrong[0], torch.where(differ, high, 0.0))
         return torch.where(high.isfinite(), values[0], high)
 
@@ -270,7 +270,7 @@ class _Norm:
             )
 
 
-# Parameters that are replicated on tensor-parallel ranks
+# Gradients of parameters that are replicated on tensor-parallel ranks
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ def check_replicated(module: nn.Module, group: GroupLike = None, tolerance: floa
     device = torch.device("cpu")
     for name, parameter in _replicated_parameters(module):
         device, mine = parameter.device, parameter.detach()
-        if hasattr(mine, "to_local"):  # under `fully_shard`: compare this rank's rows
+        if hasattr(mine, "to_local"):  # under `fully_shard` only this rank's rows are compared
             mine = mine.to_local()
         first = mine.clone(memory_format=torch.contiguous_format)
         collectives.broadcast(first, 0, ranks)

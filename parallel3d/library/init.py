@@ -48,7 +48,7 @@ from parallel3d.run.worker import begin_on
 from parallel3d.versions import OF_A_SCRIPT, check_versions, newer
 
 GPU_KEY = "parallel3d/gpu"
-# A script that names one of these wants ranks on CPUs, even if there are GPUs.
+# A script that names one of these backends wants ranks on CPUs, even if there are GPUs.
 HOST_BACKENDS = ("gloo", "mpi", "cpu:gloo", "cpu:mpi")
 
 

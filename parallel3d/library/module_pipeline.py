@@ -30,7 +30,7 @@ from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make
 
 LossFn = Callable[..., Tensor]
-Weight = Callable[..., Tensor | float]  # called with a micro-batch's targets
+Weight = Callable[..., Tensor | float]  # takes a micro-batch's targets
 CPU = torch.device("cpu")
 
 
@@ -296,7 +296,7 @@ class Pipeline(nn.Module):
                 )
         except UserError as error:
             self.executor.failure = StageFailure("the batch", error)
-        except Exception as error:  # raised by the user's function
+        except Exception as error:  # the user's function raised it
             self.executor.failure = StageFailure("Pipeline(weight=…)", error)
         if self.weight is not None and self.is_last and wants_targets:
             shares = self._shares(weights, trains)
@@ -403,7 +403,7 @@ class Shares:
 
 def fully_sharded(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
     """Yields the parameters of modules under PyTorch's `fully_shard`."""
-    # Its import takes a second; if it is in use, it is here.
+    # Importing it takes a second; if FSDP2 is in use, it is imported already.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for part in (part for module in modules for part in module.modules()):
         if fsdp is not None and isinstance(part, fsdp.FSDPModule):

@@ -44,7 +44,7 @@ def full_state_dict(net: nn.Module) -> dict[str, Any]:
             f"full_state_dict({type(net).__name__}) must get a Pipeline itself, or a module "
             "without one; give the pipeline and the other modules one by one instead"
         )
-    sent = bool(inside) and inside[0].group.ranks[0] == 0  # to rank 0
+    sent = bool(inside) and inside[0].group.ranks[0] == 0  # rank 0 receives them
     found: dict[str, Any] = {}
     for name, value in sharded_state_dict(net).items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -101,7 +101,7 @@ def save(
         _on_first_rank(lambda: _finish(unfinished, step, script, files))
     finally:
         if _rank() == 0:
-            remove_all([unfinished])  # it is gone already after a success
+            remove_all([unfinished])  # after a success it no longer exists
     return unfinished.with_name(step_folder(step))
 
 

@@ -109,7 +109,7 @@ class MetricsFile:
         self.waiting = _keep_before(path, first_step, seen, say, waited, dropped)
         self._file = os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
         flush_folder(path.parent)
-        self._size = os.fstat(self._file.fileno()).st_size  # of whole lines
+        self._size = os.fstat(self._file.fileno()).st_size  # bytes of whole lines
         self._said = False
         self._try(self._drain)
 
@@ -128,7 +128,7 @@ class MetricsFile:
         if self._file.closed:
             return
         self.flush()
-        self._try(self._file.close)  # it is closed even if this fails
+        self._try(self._file.close)  # the file is closed even if this fails
         if self.waiting:
             self._say(f"{len(self.waiting)} lines of {self.path} could not be written")
 
@@ -137,7 +137,7 @@ class MetricsFile:
         while self.waiting:
             line = self.waiting[0].encode()
             if os.fstat(descriptor).st_size != self._size:
-                os.ftruncate(descriptor, self._size)  # remains of a failed write
+                os.ftruncate(descriptor, self._size)  # a failed write may have left a part
             write_all(descriptor, memoryview(line))
             self._size += len(line)
             del self.waiting[0]
@@ -282,7 +282,7 @@ class Score(NamedTuple):
     Attributes:
         nats: sum of the cross-entropies.
         tokens: number of tokens with a loss.
-        bytes: bytes of their text; None if the tokenizer is unknown.
+        bytes: number of bytes of their text; None if the tokenizer is unknown.
     """
 
     nats: float

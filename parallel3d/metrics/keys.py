@@ -15,7 +15,8 @@ from parallel3d.config.values import (
 
 @dataclass
 class LoggerConfig:
-    """Where metrics go besides `metrics.jsonl`: `logger=wandb`, `logger=[wandb,tensorboard]`."""
+    """Loggers that get the metrics in addition to `metrics.jsonl`: `logger=wandb`,
+    `logger=[wandb,tensorboard]`."""
 
     RESUME: ClassVar[str] = FREE
     name: Any = key(

@@ -1,4 +1,4 @@
-"""Logs to TensorBoard and W&B besides metrics.jsonl; their errors never stop training."""
+"""Logs to TensorBoard and W&B in addition to metrics.jsonl; their errors never stop training."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def figures_of(line: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> dic
 
 
 FOLDER = "tensorboard"
-FLUSH_S = 30  # seconds until a line is on the page
+FLUSH_S = 30  # maximum seconds until a line is on the page
 
 
 def show_command(folder: Path) -> str:
@@ -90,7 +90,8 @@ class TensorBoardLogger:
         earlier: Iterable[Mapping[str, Any]],
     ) -> None:
         """`config` is shown as text; `earlier`: rows of metrics.jsonl from earlier sessions."""
-        from torch.utils.tensorboard import SummaryWriter  # an optional package
+        # imported here because the package is optional
+        from torch.utils.tensorboard import SummaryWriter
 
         self._say = say
         self._folder = run_dir / FOLDER
@@ -165,7 +166,7 @@ def has_credentials() -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     import wandb  # 0.5 s, only with logger=wandb
-    from requests.utils import get_netrc_auth  # which W&B uses
+    from requests.utils import get_netrc_auth  # W&B uses requests, which reads the netrc file
 
     urls = (os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url, "https://api.wandb.ai")
     return any(get_netrc_auth(url) for url in urls)
@@ -226,7 +227,7 @@ class WandbLogger:
         self._first_step = first_step
         self._say = say
         self._last: Row | None = None  # the last row that W&B has
-        self._ledger: Ledger | None = None  # of the open session
+        self._ledger: Ledger | None = None  # ledger of the open session
         self.mode = resolve_mode(config.logger.mode)
         why = ""
         if self.mode == "offline" and config.logger.mode == "auto" and not has_credentials():
@@ -352,7 +353,8 @@ class WandbLogger:
                 disable_code=True,
                 disable_git=True,  # the config has the commit, without the remote's address
                 init_timeout=ONLINE_TIMEOUT_S,
-                x_disable_machine_info=not config.logger.system_metrics,  # true disables both
+                # true disables the information
+                x_disable_machine_info=not config.logger.system_metrics,
                 x_disable_meta=True,
                 x_disable_stats=not config.logger.system_metrics,
             ),

@@ -35,7 +35,8 @@ def peak_memory(device: torch.device) -> dict[str, int] | None:
 TERA = 1e12
 # The measurement is short: on a shared machine, two starts may differ by a factor.
 MEASURED = "roughly measured"
-MEASURE_BUDGET_S = 0.1  # for all timed matmuls together; the start barrier waits for it
+# seconds for all timed matmuls together; the barrier at the start waits for it
+MEASURE_BUDGET_S = 0.1
 
 _TORCH_TYPES = COMPUTE | {"fp8": torch.bfloat16}  # a plain matmul takes no fp8
 
@@ -103,14 +104,14 @@ def _measure(device: torch.device, dtype_name: str, most: int) -> tuple[float, i
 
     The size is the least power of two, from 1024 to `most`, that keeps an accelerator busy.
     """
-    allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # only CUDA uses it
+    allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # only CUDA uses tf32
     torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
     size = 1024
     times: list[float] = []
     try:
         while True:
             a = _operand(device, dtype_name, size)
-            _time(a)  # the first is slower
+            _time(a)  # the first call is slower
             if size == most or _time(a) > MEASURE_BUDGET_S / 40:
                 break
             size *= 2
@@ -122,7 +123,8 @@ def _measure(device: torch.device, dtype_name: str, most: int) -> tuple[float, i
 
 
 def _operand(device: torch.device, dtype_name: str, size: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)  # not the run's random numbers
+    # a generator of its own leaves the run's random numbers alone
+    generator = torch.Generator().manual_seed(0)
     return torch.randn(size, size, generator=generator).to(device, _TORCH_TYPES[dtype_name])
 
 

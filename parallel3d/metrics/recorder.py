@@ -218,7 +218,7 @@ class Recorder:
         if imbalance is not None:
             row["imbalance"] = round(imbalance, 4)
             self._imbalances.append(imbalance)
-        if "profiled" not in row:  # such a step is slower
+        if "profiled" not in row:  # a profiled step is slower
             self._step_tokens.append(tokens)
             self._step_seconds.append(step_time_s)
         self._count(row)
@@ -293,7 +293,7 @@ class Recorder:
             return self._summary
         self._summary = summary = self._summarise(status)
         self._write(STARTS, self._add_account)
-        with ExitStack() as closing:  # in reverse order; a failure does not stop the rest
+        with ExitStack() as closing:  # closes in reverse order; a failure does not stop the rest
             exit_code = 0 if status in ("finished", "stopped") else 1
             for logger in reversed(self._loggers):
                 closing.callback(logger.finish, summary, exit_code)

@@ -27,10 +27,10 @@ from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.starts import PARTS
 from parallel3d.text import aligned, duration, loss_words, percent, si, three_digits
 
-REFRESH_PER_SECOND = 4  # drawn by a thread of the training process, at its expense
+REFRESH_PER_SECOND = 4  # redraws per second, which a thread of the training process pays for
 RATE_PERIOD_S = 600.0  # the remaining time is estimated from the steps of this period
 MAX_WIDTH = 100  # wider lines and panels are hard to read
-MOST_PARTS = 4  # parts of a blend in an evaluation's line; metrics.jsonl has all
+MOST_PARTS = 4  # maximum number of a blend's parts in an evaluation's line; metrics.jsonl has all
 LABEL_WIDTH = 14
 MAX_TABLE_RANKS = 8
 NAMES_OF_PARTS = {part: part.replace("_", "-") for part in PARTS} | {"between": "between starts"}
@@ -136,7 +136,7 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
         f"MFU {percent(row['mfu']):>6}",
     ]
     found += [f"scale {row['loss_scale']:g}"] if "loss_scale" in row else []
-    if "experts" in row:  # the worst layer's
+    if "experts" in row:  # of the worst layer
         found.append(f"load {max(row['experts']['load'].values()):.2f}")
     noise = row.get("noise", {}).get("scale")
     return found if noise is None else [*found, f"noise {noise:.3g}"]
@@ -183,7 +183,7 @@ def _parameters(model: ModelConfig) -> str:
 def length_words(seq_length: int, length: Length, windows: int | None = None) -> str:
     """Returns the length of the run in steps and tokens, and epochs of `windows` samples."""
     samples = length.samples
-    tokens = si(samples * seq_length).rstrip()  # without a prefix it ends with a blank
+    tokens = si(samples * seq_length).rstrip()  # without a prefix the text ends with a blank
     text = f"{length.last_step:,} steps · {tokens} tokens"
     return text if windows is None else f"{text} · {samples / windows:.3g} epochs"
 
@@ -202,7 +202,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         outer.add_row(Text(line, no_wrap=True))
     title = f"{summary['run']} · {summary['status']} after {steps}"
     _panel(console, title, outer, "green" if summary["status"] == "finished" else "yellow")
-    for label, text in _places(summary).items():  # outside of the frame, easy to copy
+    for label, text in _places(summary).items():  # outside the frame, where it is easy to copy
         print_styled(console, f"  {label:{LABEL_WIDTH}} {text}")
 
 
@@ -250,7 +250,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def goodput_words(spent: Mapping[str, Any]) -> str:
-    """Tells the share of the wall time spent on progress, and how the rest was spent."""
+    """Describes the share of the wall time spent on progress, and how the rest was spent."""
     starts = spent["starts"]
     text = f"{percent(spent['value'])} of {duration(spent['wall_s'])}"
     text += f" in {starts:,} starts" if starts > 1 else ""

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STARTS = "starts.jsonl"
-DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # raised by a line that is not whole
-SUMS = ("evaluation_s", "checkpoint_s", "skipped_s", "rolled_back_s")  # of one start
+# an incomplete line raises one of these
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
+# seconds of one start, by activity
+SUMS = ("evaluation_s", "checkpoint_s", "skipped_s", "rolled_back_s")
 PARTS = ("steps", "lost", "start_up", "evaluation", "checkpoint", "between", "other")
 
 
@@ -34,7 +36,7 @@ class Goodput(NamedTuple):
 
     starts: int
     wall_s: float
-    seconds: Mapping[str, float]  # by PARTS
+    seconds: Mapping[str, float]  # seconds by PARTS
 
     @property
     def value(self) -> float | None:
@@ -53,9 +55,9 @@ class Goodput(NamedTuple):
 class Start:
     """One start, as recorded by its lines in `starts.jsonl`."""
 
-    line: Mapping[str, Any]  # its first
+    line: Mapping[str, Any]  # the first step
     begun: float
-    at: float  # of its first step
+    at: float  # Unix time of its first step
     lost_s: float = 0.0
     between_s: float = 0.0
     account: float = 0.0  # Unix time of its last line; `step` is the step at that time
@@ -141,7 +143,8 @@ class Account:
         self._late_s = 0.0
         self._before = 0  # steps before this start
         self._step = 0  # the last step
-        self._seconds: array[float] = array("d")  # of each step; 0 for steps that do not count
+        # seconds of each step; 0 for steps that do not count
+        self._seconds: array[float] = array("d")
         self._steps_s = 0.0
         self._sums = dict.fromkeys(SUMS, 0.0)
         self._start: Start | None = None

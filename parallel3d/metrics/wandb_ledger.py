@@ -43,7 +43,7 @@ _TYPES = frozenset(
         *("alert", "artifact", "use_artifact", "link_artifact", "preempting", "tbrecord"),
     )
 )
-_HEADER_BYTES = 64  # a file without records is shorter
+_HEADER_BYTES = 64  # bytes; a file without records is shorter
 
 
 class UnknownRows(Exception):

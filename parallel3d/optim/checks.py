@@ -1,4 +1,4 @@
-"""Checks of learning rate, warm-up and decay, and of what a parameter's name decides."""
+"""Checks of learning rate, warm-up and decay, and of patterns of parameter names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_learning_rate(optim: OptimConfig, steps: int | None) -> None:
     `steps`: the run's steps; None until the data is open or the run's position is known.
     """
     check_at_most("optim.min_lr", optim.min_lr, "optim.lr", optim.lr)
-    if (span := optim.lr_decay_steps or steps) is not None:  # otherwise the caller checks it later
+    if (span := optim.lr_decay_steps or steps) is not None:  # otherwise the caller checks later
         check_schedule_of_rate(optim, span)
 
 

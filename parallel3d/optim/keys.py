@@ -12,7 +12,7 @@ from parallel3d.config.values import (
     key,
 )
 
-MULTIPLIERS = ("lr_mult", "wd_mult")  # the names in Megatron-LM's parameter groups
+MULTIPLIERS = ("lr_mult", "wd_mult")  # these are the names in Megatron-LM's parameter groups
 
 
 class Treatment(NamedTuple):

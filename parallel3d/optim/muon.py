@@ -23,9 +23,10 @@ from parallel3d.parameters.copies import CopyGroups
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic, Jordan et al. 2024
+# coefficients of the quintic polynomial (Jordan et al. 2024)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-SMALLEST_NORM = 1e-7  # least divisor of an update, as in torch.optim.Muon
+SMALLEST_NORM = 1e-7  # smallest divisor of an update, as in torch.optim.Muon
 
 
 def is_hidden_shard(shard: ShardSpec) -> bool:
@@ -145,8 +146,8 @@ class Muon:
         self.gathers = any(len(each) < dp.size for each in self.holders.values())
 
     def takes(self, shard: ShardSpec) -> bool:
-        """Returns whether it makes the updates of this full tensor; it does so for hidden matrices
-        alone."""
+        """Returns whether it makes the updates of this full tensor, which must be a hidden
+        matrix."""
         return is_hidden_shard(shard)
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
@@ -169,7 +170,7 @@ class Muon:
         def moved(source: int, target: int) -> dict[MatrixRange, int]:
             found = {}
             for piece in self.pieces[source]:
-                holders = self.holders[piece]  # their bits are equal, so one of them sends
+                holders = self.holders[piece]  # their bits are equal, so only one of them sends
                 sender = target if target in holders else holders[target % len(holders)]
                 if self.homes[piece.matrix].dp == target and sender == source:
                     found[piece] = piece.end - piece.first
@@ -243,7 +244,8 @@ class MuonByKind:
         self.parts = {True: experts, False: others}
 
     def takes(self, shard: ShardSpec) -> bool:
-        """Returns whether it makes the updates of this full tensor: only of hidden matrices."""
+        """Returns whether it makes the updates of this full tensor, which must be a hidden
+        matrix."""
         return is_hidden_shard(shard)
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:

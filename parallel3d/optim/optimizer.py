@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from parallel3d.optim.keys import OptimConfig, Treatment
 
 EMA = "ema"  # kind of state: the average of the masters, in their dtype
-NORM_PIECE = 1 << 15  # elements whose squares a CPU adds in the gradients' own dtype
+NORM_PIECE = 1 << 15  # number of elements whose squares a CPU adds in the gradients' own dtype
 
 
 @dataclass
@@ -205,8 +205,8 @@ class Optimizer:
 
     @torch.no_grad()
     def start_ema(self) -> None:
-        """Starts the average of the weights from the weights, with `optim.ema_decay`; the average
-        of frozen ones is themselves."""
+        """With `optim.ema_decay`, starts the average of the weights at the weights; frozen weights
+        are their own average."""
         if self.optim.ema_decay is not None:
             for group in self.trained:
                 group.state[EMA] = [master.clone() for master in group.masters]
@@ -356,7 +356,7 @@ def sum_of_powers(
     return all_norms.amax() if math.isinf(norm_type) else all_norms.pow(norm_type).sum()
 
 
-# Learning rate by step
+# The learning rate of each step
 
 
 def learning_rate(optim: OptimConfig, train_steps: int, step: float) -> float:
@@ -389,7 +389,7 @@ def learning_rate(optim: OptimConfig, train_steps: int, step: float) -> float:
     left = 1 - done
     if shape == "cosine":
         left = 0.5 * (1 + math.cos(math.pi * done))
-    elif shape == "exponential":  # Megatron-LM's: 2 · 2^-done - 1
+    elif shape == "exponential":  # as in Megatron-LM: 2 · 2^-done - 1
         left = 2 * 0.5**done - 1
     elif shape == "minus_sqrt":
         left = 1 - math.sqrt(done)

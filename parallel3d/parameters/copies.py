@@ -1,7 +1,8 @@
-"""Tells which ranks hold a run of elements with equal bits, and whether this rank is their first.
+"""Finds the ranks that hold a run of elements with equal bits, and whether this rank is the first
+of them.
 
-Norms, checkpoints, gathering, the check for drift, Muon and the noise scale ask only here:
-`copy_groups` alone distinguishes kinds of parameters.
+Norms, checkpoints, gathering, the check for drift, Muon and the noise scale all use this module;
+only `copy_groups` distinguishes kinds of parameters.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class CopyGroups:
     def runs(
         self, spec: ParameterSpec, start: int, numel: int
     ) -> Iterator[tuple[Copies, int, int]]:
-        """Yields (copies, first, end), counted from `start`, of runs of elements with equal copies.
+        """Yields (copies, first, end), counted from `start`, for runs of elements with equal
+        copies.
 
         Together they are elements [start, start + numel) of the flattened local parameter.
         """

@@ -17,7 +17,8 @@ from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.parameters.state import state_of
 
 TILE = 256  # side of the square tiles in which random matrices are drawn
-BAND = 1 << 24  # elements drawn at a time: 64 MiB of host memory, a transfer at full speed
+# number of elements drawn at a time: 64 MiB of host memory, enough for a transfer at full speed
+BAND = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Initializer:
 
     def fill_rows(self, spec: ParameterSpec, first: int, out: Tensor) -> None:
         """Writes the initial values of a local parameter's rows from `first` on into `out`."""
-        out.zero_()  # rows outside of all shards are padding
+        out.zero_()  # rows outside all shards are padding
         end = first + out.shape[0]
         for shard in spec.shards:
             top, bottom = max(first, shard.row), min(end, shard.row + shard.shape[0])
@@ -71,7 +72,8 @@ class Initializer:
             out.fill_(shard.fill)
             return
         row0, (rows, cols) = shard.start[0], shard.shape
-        height = max(1, BAND // (TILE * cols)) * TILE  # rows of a band: whole tiles
+        # number of rows of a band, which has whole tiles
+        height = max(1, BAND // (TILE * cols)) * TILE
         for i in range(row0 // TILE * TILE, row0 + rows, height):
             top, bottom = max(row0, i), min(row0 + rows, i + height)
             # One copy per band: on a GPU each is a transfer that blocks the host.

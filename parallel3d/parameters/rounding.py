@@ -61,7 +61,7 @@ def pieces_of(segment: Segment, seed: int) -> list[Piece]:
     """Cuts a segment into pieces of about `AT_ONCE` elements, at rows of full tensors."""
     device = segment.master.device
     most = AT_ONCE_ON_ACCELERATOR if is_accelerator(device) else AT_ONCE
-    chunks: list[list[tuple[int, int, Chunk]]] = [[]]  # by piece: first element, site, chunk
+    chunks: list[list[tuple[int, int, Chunk]]] = [[]]  # for each piece: first element, site, chunk
     offset = 0
     for span in segment.spans:
         for shard, chunk, at in chunks_of_range(span.spec, span.start, span.numel):

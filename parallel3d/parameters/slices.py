@@ -28,9 +28,8 @@ class ParameterSlice:
     Attributes:
         start: first element of the slice in the flattened local parameter.
         values: flat live views of equal length, fp32 or better: "parameter" (the master) and the
-            optimizer's "exp_avg" and "exp_avg_sq", or "momentum" (or bf16), and "ema"; or "state"
-            alone (`state_slice`). Of a frozen parameter, it is "parameter" alone, in the compute
-            dtype.
+            optimizer's "exp_avg" and "exp_avg_sq", or "momentum" (or bf16), and "ema"; or only
+            "state" (`state_slice`). A frozen parameter only has "parameter", in the compute dtype.
     """
 
     name: str

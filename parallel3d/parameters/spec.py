@@ -29,8 +29,8 @@ class ShardSpec:
         row: first row of the shard in the local parameter.
         std: standard deviation of the initial values around 0; 0 for the constant `fill`.
         tp_replicas: consecutive tp ranks that hold this same shard: key-value heads if there are
-            fewer than ranks, or norms of heads. Each rank has the gradient of its own query heads
-            alone, so the gradients are summed.
+            fewer than ranks, or norms of heads. Each rank only has the gradient of its own query
+            heads, so the gradients are summed.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ShardSpec:
 
 
 Kind = TypeVar("Kind")
-NO_SHARD = ShardSpec("", (), (), ())  # stands for a parameter of padding alone
+NO_SHARD = ShardSpec("", (), (), ())  # stands for a parameter that only holds padding
 
 
 def tp_replicas_of(shard: ShardSpec) -> int:
@@ -72,7 +72,7 @@ class ParameterSpec:
             a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2).
         tied: the first and the last stage of a pipeline each hold a copy; true of the word
             embedding.
-        is_expert: it holds experts of this rank, whose gradients are sums over edp alone.
+        is_expert: it holds experts of this rank, whose gradients are summed over edp only.
         uses: reads per forward pass: 2 for a tied table on a single stage.
     """
 

@@ -28,7 +28,7 @@ class WeightGradients:
     """
 
     def __init__(self) -> None:
-        self.queue: list[DeferredGradient] | None = None  # None: gradients are computed at once
+        self.queue: list[DeferredGradient] | None = None  # if None, gradients are computed at once
 
     @contextmanager
     def deferred(self) -> Iterator[list[DeferredGradient]]:
@@ -70,7 +70,7 @@ class ParameterState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles to an empty placeholder: process groups cannot be pickled."""
-        return OrderedDict, ()  # a type that `torch.load(weights_only=True)` admits
+        return OrderedDict, ()  # `torch.load(weights_only=True)` admits this type
 
 
 def state_of(parameter: Tensor) -> ParameterState:

@@ -32,7 +32,7 @@ from parallel3d.pipeline.p2p import (
 from parallel3d.schedules.actions import Action, Kind, Step
 from parallel3d.schedules.messages import SENDS
 
-Measured = tuple[str, float, float]  # an action as text, start and end in seconds
+Measured = tuple[str, float, float]  # (action as text, start, end), times in seconds
 Loader = Callable[[int], tuple[Any, ...]]  # micro-batch number → arguments of a stage
 T = TypeVar("T")
 
@@ -214,12 +214,14 @@ class Executor:
         self.without_backward = without_backward
         self.failure: StageFailure | None = None
         self.last_stage = route.assignment.stages - 1
-        self.live: dict[Place, _Live] = {}  # from F to B or I
-        # Deferred weight gradients, from I to W.
+        self.live: dict[Place, _Live] = {}  # kept from F to B or I
+        # Deferred weight gradients, kept from I to W.
         self.deferred: dict[Place, list[DeferredGradient]] = {}
-        self.outbox: dict[Action, Tensor] = {}  # from the compute to its send
-        self.local_handoff: dict[Action, Values] = {}  # from a chunk of this rank to another one
-        self.receiving: dict[Action, PendingTransfer] = {}  # to the compute that reads it
+        self.outbox: dict[Action, Tensor] = {}  # results, kept from their computation to their send
+        # results from a chunk of this rank to another one
+        self.local_handoff: dict[Action, Values] = {}
+        # received results, kept until a computation reads them
+        self.receiving: dict[Action, PendingTransfer] = {}
         # Keeps sent tensors until the transfer has ended: autograd may free an activation after its
         # backward while the transport still reads it.
         self.sending: deque[PendingTransfer] = deque()
@@ -250,7 +252,7 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, program: Sequence[Step], load: Loader) -> Tensor:
-        """Runs forwards alone; returns the sum of the losses (zero without the last stage)."""
+        """Only runs forwards; returns the sum of the losses (zero without the last stage)."""
         return self._run(program, load)
 
     def _run(
@@ -352,7 +354,8 @@ class Executor:
         me, (offset, received) = self.route.group.index, _NEXT[kind]
         place = self.route.assignment.neighbour(me, step.chunk, offset)
         if place is not None and place[0] == me:
-            values = tuple(value.contiguous() for value in values)  # like the tensors of a message
+            # detached, like the tensors of a message
+            values = tuple(value.contiguous() for value in values)
             self.local_handoff[Action(received, step.microbatch, place[1])] = values
         else:
             action = Action(kind, step.microbatch, step.chunk)
@@ -452,7 +455,7 @@ class Executor:
         if stage < self.last_stage:
             grads = self._received(Kind.RECV_B, step)
         else:
-            assert loss_scale is not None  # an evaluation has no backward
+            assert loss_scale is not None  # there is no backward in an evaluation
             grads = (loss_scale.to(live.start.dtype),)
         differentiate = partial(self._attempt, step, partial(_differentiate, live, grads))
         with self._computing("backward", step):

@@ -8,8 +8,8 @@
     back
 
 All copies are queued on one stream, so a slab is free for the next copy as soon as its last one is
-queued, and the host never waits. On a CPU they are plain copies. Besides the tensors that stay, the
-device holds those of two layers: the one that computes and the one that is being copied.
+queued, and the host never waits. On a CPU they are plain copies. In addition to the tensors that
+stay, the device holds those of two layers: the one that computes and the one that is being copied.
 """
 
 from __future__ import annotations
@@ -133,10 +133,11 @@ class ActivationOffload:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.host = HostSlabs(device)
-        self.stream: Any = None  # created by the first copy
+        self.stream: Any = None  # the first copy creates it
         self.place: Place | None = None  # the micro-batch and chunk of the running forward
         self.turns = False  # its backward comes next
-        self.newest: dict[Place, _Layer] = {}  # of micro-batches that wait for their backward
+        # layers of micro-batches that wait for their backward
+        self.newest: dict[Place, _Layer] = {}
         # Layers whose copies are queued and whose tensors are still on the device.
         self.leaving: list[_Layer] = []
 
@@ -172,7 +173,7 @@ class ActivationOffload:
             storage = tensor.untyped_storage()
             if storage.nbytes() < OFFLOADED_BYTES or tensor.device != self.device:
                 return tensor
-            if not resident:  # not before: FSDP2 gathers parameters inside
+            if not resident:  # set here and not before, because FSDP2 gathers parameters inside
                 tensors = (*module.parameters(), *_tensors_of(shared))
                 resident.update(storage_address(t.untyped_storage()) for t in tensors)
             address = storage_address(storage)
@@ -243,7 +244,7 @@ class ActivationOffload:
             layer.returned = layer.copied
         else:
             self.boundary()
-            for stored in layer.storages.values():  # memory of the compute stream
+            for stored in layer.storages.values():  # this memory belongs to the compute stream
                 stored.flat = torch.empty(stored.nbytes, dtype=torch.uint8, device=self.device)
             with self.copying():
                 for stored, where, in_slab in layer.pieces():

@@ -199,8 +199,8 @@ def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[A
 
 
 SLOT_BYTES = 4 << 20  # larger messages go through the backend
-ALIGNMENT = 64  # of a slot, in bytes: a cache line
-SLOTS = 4  # minimum: how many messages a sender may be ahead of its receiver
+ALIGNMENT = 64  # alignment of a slot: bytes of a cache line
+SLOTS = 4  # minimum number of messages that a sender may be ahead of its receiver
 FILLED, FREE = 0, 1  # kinds of signals about a link's slots
 
 Pair = tuple[int, int]
@@ -322,7 +322,7 @@ class PendingReceive:
 # Baseline latencies
 
 
-LATENCY_TRIES = 5  # transfers, of which the fastest gives the baseline latency
+LATENCY_TRIES = 5  # number of transfers; the fastest gives the baseline latency
 
 
 def measure_baseline_latency(

@@ -42,7 +42,7 @@ def check(
     count = highest(program) + 1 if microbatches is None else microbatches
     found = None
     if 1 <= count <= min(map(len, program), default=0):
-        with suppress(IndexError):  # no such micro-batch or chunk
+        with suppress(IndexError):  # there is no such micro-batch or chunk
             found = walk(program, assignment, blocks=True, count=count)
     if found is None or not found.complete or found.sent != found.received:
         raise ScheduleError(_fault(program, assignment, count, found))

@@ -13,7 +13,7 @@ from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Sch
 from parallel3d.schedules.table import read_file
 from parallel3d.schedules.walk import RankWork, walk
 
-LARGEST = 300_000  # micro-batches × stages that can be searched in a few seconds
+LARGEST = 300_000  # maximum of micro-batches × stages, which can be searched in a few seconds
 
 
 @dataclass(frozen=True)

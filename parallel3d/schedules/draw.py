@@ -30,7 +30,7 @@ _COLOURS = {
 _EMPTY = "#ffffff"
 _EDGE = "#d5dae0"
 _WAY = "#5c636a"
-_MOST_BOXES = 8000  # above it, one path per colour and rank, without tooltips
+_MOST_BOXES = 8000  # with more boxes, one path per colour and rank, without tooltips
 _MOST_WAYS = 1500  # with more messages no lines are drawn
 
 

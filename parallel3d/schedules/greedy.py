@@ -17,9 +17,9 @@ from parallel3d.schedules.orders import StageAssignment, interleaved_zero_bubble
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.schedules.walk import Costs, RankWork
 
-WORK = 600_000  # actions that the search schedules: a few seconds
+WORK = 600_000  # maximum number of actions that the search schedules, in a few seconds
 SAME = 1e-9
-_LATER = 1e-9  # seconds: arrivals closer than this count as simultaneous
+_LATER = 1e-9  # arrivals closer than this, in seconds, count as simultaneous
 
 
 def greedy_schedules(

@@ -22,7 +22,7 @@ class ScheduleConfig:
     ALIKE: ClassVar[bool] = True
     name: str = key(
         "1f1b",
-        "pipeline schedule; auto: the fastest on the clock, file: your own table",
+        "pipeline schedule; auto: the fastest by simulation, file: your own table",
         choices=(
             *("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half"),
             *("auto", "file"),
@@ -71,8 +71,8 @@ class ScheduleConfig:
     )
     timeline: bool = key(
         False,
-        "draw the actions of all pipeline ranks in the third step of a start, measured and on the "
-        "clock, as timeline.svg and, for Perfetto, timeline.json in the run directory",
+        "draw the actions of all pipeline ranks in the third step of a start, measured and "
+        "simulated, as timeline.svg and, for Perfetto, timeline.json in the run directory",
     )
     svg: str | None = key(None, "parallel3d schedule: file for the timeline as SVG", holds=Path)
     csv: str | None = key(

@@ -157,7 +157,8 @@ def peak_unread(program: Sequence[Sequence[Step]], assignment: StageAssignment) 
     peaks: dict[Pair, int] = {}
     for rank, steps in enumerate(program):
         asked, read = Counter[Pair](), Counter[Pair]()
-        numbers: dict[Action, tuple[Pair, int]] = {}  # receive → its pair, its place there
+        # receive → its pair, and its position in the pair's list
+        numbers: dict[Action, tuple[Pair, int]] = {}
         for step in steps:
             if isinstance(step, Action):
                 kind = Kind.RECV_F if step.kind == Kind.F else Kind.RECV_B

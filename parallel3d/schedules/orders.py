@@ -130,12 +130,14 @@ def interleaved_zero_bubble(
     orders = []
     for rank in range(ranks):
         warmup = min((chunks - 1) * groups[0] + ranks - 1 - rank, len(forwards))
-        late = min(rank, len(forwards) - warmup)  # weight gradients that wait for the end
+        # number of weight gradients that are postponed to the end
+        late = min(rank, len(forwards) - warmup)
         order = _in_turn(forwards[: warmup + late], inputs[:late], warmup)
         order += chain.from_iterable(
             zip(forwards[warmup + late :], inputs[late:], weights, strict=False)
         )
-        # No forward is left: input gradients; after the first `rank`, each with a weight gradient.
+        # No forward is left. Input gradients follow; after the first `rank`, each with a weight
+        # gradient.
         done = len(forwards) - warmup
         early = inputs[done:rank]
         order += early
@@ -158,7 +160,8 @@ def zero_bubble_v(ranks: int, microbatches: int) -> ComputeSchedule:
 
 def _zbv_rank(ranks: int, rank: int, microbatches: int) -> list[Action]:
     """Returns the order of one rank: "F0" below is the next forward of chunk 0, and so on."""
-    steady = max(2 * ranks - 1, microbatches) - (2 * ranks - 1)  # rounds beyond the shortest step
+    # number of rounds beyond the shortest step
+    steady = max(2 * ranks - 1, microbatches) - (2 * ranks - 1)
     below = ranks - rank
     pattern = (
         ["F0"] * (2 * below - 1)

@@ -116,12 +116,12 @@ def check_vpp(name: str, chunks: int) -> None:
 # chunk's activations for their lifetime / 6 micro-batches. On two and three ranks every such
 # pattern holds at least 3/4 and 2/3 of 1F1B's peak; a longer period, with idle units, reaches the
 # half.
-FULL = 6  # units between micro-batches without idle time
+FULL = 6  # number of units between micro-batches without idle time
 HALF = 0.6  # the largest accepted peak, as a fraction of 1F1B's
 # Units from a stage to the next: forward down and up the V, backward down and up. Passes in
 # opposite directions would collide unless the sum of their paces shares a divisor with the period.
 PACES = ((1, 2, 1, 2), (2, 1, 2, 1), (1, 1, 1, 1), (4, 1, 1, 1), (3, 1, 1, 1))
-TRIED = 64  # shortest patterns of low peak whose step is timed
+TRIED = 64  # number of the shortest patterns with a low peak whose step is timed
 _PASSES = ((Kind.F, 0), (Kind.F, 1), (Kind.I, 1), (Kind.I, 0), (Kind.W, 1), (Kind.W, 0))
 
 

@@ -21,7 +21,7 @@ from parallel3d.schedules.walk import ScheduleError
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
 Cell = tuple[int, Kind, int]
-LARGEST = 1 << 26  # bytes of `schedule.file`: about six million actions
+LARGEST = 1 << 26  # maximum bytes of `schedule.file`, about six million actions
 
 
 def write_table(schedule: Schedule) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 from parallel3d.schedules.actions import Action, Kind, Step, row_of
 from parallel3d.schedules.orders import StageAssignment
 
-_ENDED = 1 << 60  # more than any place that a run yields
+_ENDED = 1 << 60  # more than any position that a run yields
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _advance(runs: Sequence[Iterator[int]]) -> list[int]:
         order.reverse()  # forwards go down the ranks, backwards up: alternate to need few rounds
 
 
-_Times: TypeAlias = list[float | None]  # by micro-batch: when it was done or posted
+_Times: TypeAlias = list[float | None]  # by micro-batch, the time at which it was done or posted
 
 
 # A computation: its input and the hop to it, the computation of its own rank that it needs, its

@@ -93,7 +93,8 @@ def _forward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Attends: (…, tokens, heads, d) → the same, and the logarithms of the sums (…, heads, tokens).
+    """Attends: (…, tokens, heads, d) → the same shape, and the logarithms of the sums (…, heads,
+    tokens).
 
     With edges, sequences are packed, without a batch dimension. A causal sequence's last query
     reads its last key, and through a window at most `window_size_left` keys before its own.
@@ -140,7 +141,7 @@ def _backward(
     _check_packed(k, key_edges, longest_keys)
     grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
     for to in grads:
-        to.data_.zero_()  # like the kernel, for keys without queries
+        to.data_.zero_()  # the kernel does so for keys without queries
     for part, keys in _sequences(q, edges, key_edges):
         of_q, of_out, attended = (_swapped(t.data_[part]) for t in (q, grad, out))
         whole = of_q, _swapped(k.data_[keys]), _swapped(v.data_[keys])

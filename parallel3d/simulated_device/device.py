@@ -15,7 +15,7 @@ from parallel3d.simulated_device.machine import DEVICES, SimulatedMachine
 TYPE = "simulated"
 NAME = "simulated accelerator"
 PRIVATE_USE = 20  # number of the device type, c10::DeviceType::PrivateUse1
-MEMORY = 80_000_000_000  # bytes of a device
+MEMORY = 80_000_000_000  # memory of a device in bytes
 
 
 def this_machine() -> SimulatedMachine:

@@ -129,8 +129,8 @@ class FusedKernel:
     def __init__(self) -> None:
         self.reads: dict[tuple[StorageMemory, Range], Use] = {}
         self.writes: dict[tuple[StorageMemory, Range], Use] = {}
-        self.read: set[StorageMemory] = set()  # blocks that were first read
-        # Blocks that were first written; their reads do not count.
+        self.read: set[StorageMemory] = set()  # blocks that were read before they were written
+        # Blocks that were written before they were read; their reads do not count.
         self.own: set[StorageMemory] = set()
 
     def add(self, kernel: Kernel) -> None:
@@ -149,7 +149,7 @@ class FusedKernel:
         return Kernel(name, stream, list(self.reads.values()), writes)
 
 
-FRAMES = 6  # frames of a reported stack
+FRAMES = 6  # number of frames of a reported stack
 
 
 class Race(RuntimeError):
@@ -198,7 +198,7 @@ class _Syncs(sanitizer.StreamSynchronizations):
         for stream, state in self.current_sync_states.items():
             host[stream] = state[stream]
         for state in self.current_sync_states.values():
-            state.update(host)  # no stream has waited for more than another's newest kernel
+            state.update(host)  # a stream can only have waited for another's newest kernel
 
 
 class AllocatorBlock:
@@ -262,7 +262,7 @@ class Races:
     def _new_cell(self, like: int | None) -> int:
         cell, accesses = next(self._cells), self.handler.tensors_accessed.accesses
         accesses[cell] = sanitizer.TensorInfo(None)
-        if like in accesses:  # not after `forget`
+        if like in accesses:  # after `forget` there is none
             accesses[cell].reads = list(accesses[like].reads)
             accesses[cell].write = accesses[like].write
         return cell

@@ -128,7 +128,7 @@ class Wire:
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self.rank = rank
         self.size = size
-        self.name = "world"  # of the group, for error messages
+        self.name = "world"  # description of the group, for error messages
         # Only ProcessGroup's stub has the operations.
         self.gloo = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
         self.queue = WorkerThread()
@@ -280,7 +280,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "MIN": lambda t: t.amin(0),
     "MAX": lambda t: t.amax(0),
     "PRODUCT": lambda t: t.prod(0),
-}  # over the first dimension
+}  # all are over the first dimension
 
 
 def _reduced(parts: list[Tensor], op: str) -> Tensor:
@@ -412,7 +412,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         if self.wire is None:
             return
         self.world.ended.append(self)
-        self.destroyed = self.wire.start("destroy")  # on all members
+        self.destroyed = self.wire.start("destroy")  # all members destroy it
         if self.world is self:
             self._await_destroyed()
             self._check_destroy_order()
@@ -501,7 +501,7 @@ class SimulatedNCCL(dist.ProcessGroup):
     def _check_in_place(self, name: str, whole: Tensor, part: Tensor) -> None:
         """Raises RuntimeError for a part of the whole that is not in the rank's own place."""
         if not (isinstance(whole, SimulatedTensor) and isinstance(part, SimulatedTensor)):
-            return  # refused by `_check`
+            return  # `_check` refuses others
         if storage_address(whole.untyped_storage()) != storage_address(part.untyped_storage()):
             return
         (first, end), (at, stop) = extent(whole.data_), extent(part.data_)

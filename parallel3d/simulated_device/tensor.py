@@ -376,7 +376,7 @@ def _to(
 ) -> Tensor:
     device = None if device is None else torch.device(device)
     kwargs.pop("pin_memory", None)
-    if not isinstance(tensor, SimulatedTensor):  # from the host
+    if not isinstance(tensor, SimulatedTensor):  # the copy comes from the host
         made = torch.empty_like(tensor, device=device, dtype=kwargs.get("dtype"))
         return _copy(operator, made, tensor, non_blocking)
     if device is None or device.type == TYPE:

@@ -1,1 +1,1 @@
-"""The figures of Li et al. 2020, measured with our DistributedDataParallel: docs/ddp.md."""
+"""Measures the figures of Li et al. 2020 with our DistributedDataParallel (docs/ddp.md)."""

@@ -36,7 +36,7 @@ from parallel3d.commands.options import CommandConfig
 from parallel3d.errors import UserError
 from parallel3d.run.launch import Worker
 
-TOTAL = 1 << 20  # fp32 numbers that figure 2 sums
+TOTAL = 1 << 20  # number of fp32 numbers that figure 2 sums
 PER_CALL = [1 << n for n in range(12, 21, 2)]
 BUCKETS_MB = [0.0, 0.25, 1.0, 5.0, 25.0]
 EVERY = [1, 2, 4, 8]
@@ -72,11 +72,11 @@ def ddp_figures(config: CommandConfig, worker: Worker) -> int:
 
 @dataclass
 class Bench:
-    """All figures on one rank; every method is collective over the world.
+    """Measures all figures on one rank; every method is collective over the world.
 
     Attributes:
-        device: this rank's.
-        ways: the groups over which the ranks reduce, by name.
+        device: this rank's device.
+        ways: the groups over which ranks reduce, by name.
         steps: number of steps of each trial in each round, as the budget allows.
     """
 
@@ -169,7 +169,7 @@ class Bench:
         )
 
     def no_sync(self) -> list[dict]:
-        """Measures figure 10: the mean of all steps, of which every n-th one is reduced."""
+        """Measures figure 10: the mean of all steps if every n-th one is reduced."""
         trials = [
             (
                 {"net": name, "every": every},

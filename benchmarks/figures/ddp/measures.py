@@ -1,4 +1,4 @@
-"""The measurements, one for each repeated figure of Li et al. 2020."""
+"""Measures each figure of Li et al. 2020 that is repeated here."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Row = dict[str, float | int | str]
 
 @dataclass
 class Trial:
-    """A net under some options, step by step on this rank's device.
+    """A net with some options, which runs step by step on this rank's device.
 
     Attributes:
-        every: number of steps of which only the last one is reduced.
+        every: one of so many steps, the last, is reduced.
         in_turn: more groups of the same ranks, among which buckets alternate.
     """
 
@@ -86,7 +86,7 @@ class Trial:
         return dict(zip(PARTS, (forward, backward - exposed, exposed, update), strict=True))
 
     def _backward(self, loss: Tensor) -> float:
-        """Returns the seconds from the end of the computation to that of the reduction."""
+        """Returns the seconds from the end of the computation to the end of the reduction."""
         computed: list[Any] = []
 
         def begins(_: Tensor) -> None:
@@ -178,10 +178,10 @@ def all_reduce_times(
 
 
 def readiness(name: str, group: Group, device: torch.device, steps: int) -> list[Row]:
-    """Measures figure 2 (c), (d): seconds since the backward began, and how many gradients are
-    ready then.
+    """Measures figure 2 (c), (d): the number of ready gradients by seconds since the backward
+    began.
 
-    At each of them the host waits for the accelerator.
+    The host waits for the accelerator at each gradient.
     """
     net = DistributedDataParallel(made(name).to(device), process_group=group)
     images, labels = (t.to(device) for t in inputs(name, group.index))
@@ -201,7 +201,7 @@ def readiness(name: str, group: Group, device: torch.device, steps: int) -> list
         loss = F.cross_entropy(net(images).flatten(0, -2), labels.flatten())
         times.append([])
         sizes.clear()
-        with net.no_sync():  # the computation alone
+        with net.no_sync():  # only the computation
             assert net.averager is not None
             net.averager.enabled = False
             finish()
@@ -218,7 +218,8 @@ def readiness(name: str, group: Group, device: torch.device, steps: int) -> list
 def priced_step(
     parts: dict[str, float], buckets: Sequence[tuple[float, int]], ranks: int, link: Link
 ) -> float:
-    """Returns the seconds of a step on more ranks than there are: buckets are sent in turn.
+    """Returns the predicted seconds of a step on more ranks than exist here; buckets are sent in
+    turn.
 
     Args:
         parts: forward, backward and optimizer of one rank alone.

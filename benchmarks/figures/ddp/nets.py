@@ -1,4 +1,4 @@
-"""The two nets to train, small forms of the ResNet and the BERT of Li et al. 2020."""
+"""Builds the two nets to train, small forms of the ResNet and the BERT of Li et al. 2020."""
 
 from __future__ import annotations
 

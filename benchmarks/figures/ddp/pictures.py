@@ -19,7 +19,7 @@ COLOURS = {
 def curves(
     title: str, below: str, places: Sequence[str], series: Mapping[str, Sequence[float | None]]
 ) -> str:
-    """Draws milliseconds over equally spaced places; None leaves a place out.
+    """Draws milliseconds at equally spaced x values; None leaves a value out.
 
     A series whose name ends in "priced" is drawn thin.
     """

@@ -45,7 +45,7 @@ def write_report(figures: Mapping[str, Any], folder: Path) -> None:
     print(f"{text}\n\n{folder / 'ddp_figures.md'}")
 
 
-# number → title, meaning of the places, key of the places, key of the series
+# number → title, label of the x axis, key of the x values, key of the series
 FIGURES = {
     "2ab": ("All-reduce of 1 Mi parameters", "parameters a call", "parameters", "way"),
     "2cd": ("Share of gradients that are ready", "parameters ready", "ready", "net"),
@@ -57,7 +57,7 @@ FIGURES = {
 
 
 def _series(rows: Rows, key: str, places: Sequence[object], series_of: str) -> Series:
-    """Returns milliseconds by series, in the order of the places."""
+    """Returns milliseconds by series, in the order of the x axis."""
     found: Series = {}
     for name in dict.fromkeys(row[series_of] for row in rows):
         by_place = {

@@ -340,7 +340,7 @@ def test_cache_file_that_others_may_write_is_not_taken(tmp_path: Path) -> None:
     cache_file(tmp_path).chmod(0o666)
     with heard() as reports:
         assert open_corpus(data, 20).fingerprint == intact
-    assert "is not used: others than you may write it" in reports[0]
+    assert "is not used, because other users may write it" in reports[0]
     assert stat.S_IMODE(cache_file(tmp_path).stat().st_mode) == 0o600
 
 
