@@ -228,6 +228,8 @@ class Blueprint:
         device: "cpu"; everything else is planned for a GPU.
         compiles: the forward and backward of the layers are compiled.
         noise_scale: the step estimates the noise of its gradients.
+        load: rows of the experts of a rank over the mean; more than 1 asks what the fullest rank
+            needs (`ops.ExpertWidths`).
     """
 
     model: ModelConfig
@@ -250,6 +252,7 @@ class Blueprint:
     loss: LossConfig
     balance: ExpertsConfig
     noise_scale: bool
+    load: float = 1.0
 
     @classmethod
     def of(cls, config: Config) -> Blueprint:
@@ -317,6 +320,7 @@ class Blueprint:
                 ep=self.layout.ep,
                 settings=self.balance,
                 precision=self.precision.name,
+                load=self.load,
             )
             for kind in layer_kinds(self.model)
         }

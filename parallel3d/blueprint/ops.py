@@ -62,6 +62,8 @@ class ExpertWidths(NamedTuple):
         numbers: number of fp32 values per token that these keep. aux, z: whether the losses are
             used.
         is_grouped: whether one kernel multiplies the rows of all experts (`device.grouped`).
+        load: rows of this rank's experts, divided by those of a rank if all experts are chosen
+            equally often.
     """
 
     experts: Number
@@ -78,6 +80,7 @@ class ExpertWidths(NamedTuple):
     aux: int
     z: int
     is_grouped: bool
+    load: float = 1.0
 
     @property
     def here(self) -> Number:
@@ -92,7 +95,10 @@ class ExpertWidths(NamedTuple):
     @property
     def received(self) -> Number:
         """Number of tokens that a rank's experts read, divided by the rank's own tokens."""
-        return self.ep * self.share_sent if self.way == ALL_TO_ALL else 1.0 * self.ep
+        if self.way != ALL_TO_ALL:
+            return 1.0 * self.ep
+        sent = self.ep * self.share_sent
+        return sent if self.load == 1 else min(sent * self.load, 1.0 * self.ep)
 
 
 class Widths(NamedTuple):
@@ -175,11 +181,23 @@ def widths(
     )
 
 
+def most_load(model: ModelConfig, ep: int) -> float:
+    """Returns the largest `ExpertWidths.load`: all tokens of a group use a rank's experts."""
+    chosen = model.experts_per_token
+    return ep * min(chosen, model.num_experts // ep) / chosen
+
+
 def with_experts(
-    w: Widths, model: ModelConfig, tp: int, ep: int, settings: ExpertsConfig, precision: str
+    w: Widths,
+    model: ModelConfig,
+    tp: int,
+    ep: int,
+    settings: ExpertsConfig,
+    precision: str,
+    load: float = 1.0,
 ) -> Widths:
     """Returns the sizes `w` of a dense layer with its MLP replaced by experts, divided over `ep`
-    ranks, in this precision."""
+    ranks, in this precision; `load`: that of the rank, as far as it is possible."""
     sigmoid, groups = model.router_score == "sigmoid", model.router_top_groups < model.router_groups
     normalizes, bias = model.router_normalize, model.router_bias
     # For the sorted scores and a copy, the bias, the groups' scores, their order and the mask.
@@ -204,6 +222,7 @@ def with_experts(
             aux=int(aux),
             z=int(z),
             is_grouped=precision == "bf16",
+            load=min(load, most_load(model, ep)),
         )
     )
 
@@ -371,7 +390,7 @@ def _experts(
     recomputation ends with the last operation that keeps something.
     """
     own = 1 / w.share  # a rank's own tokens
-    read, rows = own * x.received, own * x.chosen
+    read, rows = own * x.received, own * x.chosen * x.load
     h, up = w.hidden, x.ffn * (1 + w.gated)
     mlp = ("mlp", "layer")
     last = ("layer",) if w.norm_after else ()
@@ -579,14 +598,15 @@ def ops_of(
     ep: int,
     settings: ExpertsConfig,
     precision: str = "bf16",
+    load: float = 1.0,
 ) -> LayerOps:
     """Returns the operations of a layer on one of `tp` ranks, with these parts recomputed.
 
-    `ep`, `settings`, `precision`: used for experts, if the kind has them.
+    `ep`, `settings`, `precision`, `load`: used for experts, if the kind has them.
     """
     w = widths(model, tp, sp, kind)
     if kind.experts:
-        w = with_experts(w, model, tp, ep, settings, precision)
+        w = with_experts(w, model, tp, ep, settings, precision, load)
     return cached_ops(w, recompute)
 
 

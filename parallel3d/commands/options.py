@@ -73,6 +73,12 @@ class PlanConfig:
         "after a minute; 0: none, without torch",
         minimum=0,
     )
+    load: float = key(
+        1.0,
+        "plan: tokens of the experts of the fullest rank of ep over the mean, by which times and "
+        "memory are calculated; 1: all ranks have equally many",
+        minimum=1,
+    )
 
 
 @dataclass

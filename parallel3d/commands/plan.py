@@ -20,12 +20,16 @@ from typing import Any, TextIO
 import numpy as np
 
 from parallel3d.blueprint.ops import flops_per_token
-from parallel3d.blueprint.parameters import trained_shares
+from parallel3d.blueprint.parameters import (
+    active_parameter_count,
+    parameter_count,
+    trained_shares,
+)
 from parallel3d.blueprint.stages import StageWeights
 from parallel3d.commands.dryrun.keys import DryrunConfig
 from parallel3d.commands.options import CommandConfig
 from parallel3d.config.fields import check_fields, show
-from parallel3d.config.schema import Config
+from parallel3d.config.schema import Config, ModelConfig
 from parallel3d.context_parallel.checks import check_context_parallel
 from parallel3d.errors import UserError
 from parallel3d.estimate.fitted_cost import (
@@ -36,7 +40,15 @@ from parallel3d.estimate.fitted_cost import (
     range_of_a_new_place,
     step,
 )
-from parallel3d.estimate.memory import host_memory, memories, nearly_fullest, peak_memory
+from parallel3d.estimate.memory import (
+    bounded,
+    host_memory,
+    load_that_fits,
+    memories,
+    memory_of,
+    nearly_fullest,
+    peak_memory,
+)
 from parallel3d.estimate.profiled_cost import (
     check_experts_measured,
     check_type,
@@ -63,7 +75,7 @@ from parallel3d.estimate.search import (
     sizes_of,
     works,
 )
-from parallel3d.experts.checks import check_priced
+from parallel3d.experts.checks import check_expert_parallel
 from parallel3d.html import bar_key, html_table, section, stacked_bar, whole_page
 from parallel3d.models.checks import check_model
 from parallel3d.schedules.draw import render_svg
@@ -115,8 +127,6 @@ UNTIMED = (
 # columns of the table, and keys that the user may fix
 LAYOUT = [f.name for f in fields(LayoutChoice)]
 FIGURES = ("step s", "range", "MFU %", "GiB", "by", "why")
-HEAD = ("#", "tp", "pp", "vpp", "dp", "mb", *LAYOUT[5:], *FIGURES)
-ALIGNED = ">>>>>><<>>>>>><<"
 
 
 DRY_RUN, BOUND = "dry run", "bound"  # sources of the figure for a row's memory
@@ -134,6 +144,7 @@ class Plan:
         reserve_gb: memory of a GPU that must stay free.
         played: memory found by dry runs (`find_memory`): layout → index along pp → memory.
         unplayed: reason why there were fewer dry runs than asked for.
+        load: rows of the experts of the fullest rank over the mean.
     """
 
     config: Config
@@ -143,6 +154,7 @@ class Plan:
     reserve_gb: float
     played: Mapping[int, Mapping[int, Mapping[str, Any]]] = field(default_factory=dict)
     unplayed: str = ""
+    load: float = 1.0
 
     @cached_property
     def rows(self) -> list[int]:
@@ -161,7 +173,23 @@ class Plan:
         file = self.config.cluster.file
         where = f"{self.gpus:,} GPUs of {self.config.cluster.name}"
         where = f"{self.gpus} ranks of the machine in {file}" if file else where
-        return f"{self.config.model.name} on {where}"
+        return f"{self.config.model.name}{_parameters(self.config.model)} on {where}"
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of `LayoutChoice` in the table; ep only with experts."""
+        return [name for name in LAYOUT if name != "ep" or self.config.model.num_experts]
+
+    @property
+    def head(self) -> list[str]:
+        """The first row of the table."""
+        short = {"micro_batch_size": "mb"}
+        return ["#", *(short.get(name, name) for name in self.columns), *FIGURES]
+
+    @property
+    def bounded(self) -> int:
+        """The number of layouts whose memory is known."""
+        return len(self.priced.choices) - int(np.isnan(self.priced.memory).sum())
 
     def mfu(self, index: int) -> float:
         """Returns a layout's model FLOPs utilisation in per cent."""
@@ -173,7 +201,7 @@ class Plan:
         return 100 * useful / (seconds * self.gpus * self.sizes["peak"])
 
     def cells(self) -> list[list[str]]:
-        """Returns the table under HEAD.
+        """Returns the table under `head`.
 
         Seconds have the range for a GPU, network or engine outside the fit, because no published
         run used parallel3d. A measured machine has no range.
@@ -181,7 +209,8 @@ class Plan:
         spread = None if self.config.cluster.file else range_of_a_new_place()
         found = []
         for place, i in enumerate(self.rows, 1):
-            layout, seconds = vars(self.priced.choices[i]).values(), float(self.priced.seconds[i])
+            choice, seconds = self.priced.choices[i], float(self.priced.seconds[i])
+            layout = [getattr(choice, name) for name in self.columns]
             gib = float(self.priced.memory[i]) / GIB
             likely = "–".join(f"{seconds * factor:.3g}" for factor in spread or ())
             why = reason(self.priced, i, self.rows[0], int(self.sizes["gpus_per_node"]))
@@ -200,17 +229,44 @@ class Plan:
             said = scaled(read(file), file, self.config.model)
         else:
             said = TIMED if card_of(self.config)[0] in OWN_RATES else UNTIMED
-        return " ".join(filter(None, (self.unplayed, said)))
+        return " ".join(filter(None, (self.unplayed, self.loads(), said)))
+
+    def of_load(self, index: int) -> float:
+        """Returns the bytes that a layout's fullest GPU needs for more rows than the mean."""
+        choice, even = self.priced.choices[index], self.load == 1
+        if even:
+            return 0.0
+        return memory_of(self.config, choice, self.load) - memory_of(self.config, choice)
+
+    def loads(self) -> str:
+        """Returns the sentence on the load with which the first row fits; "" without several ranks
+        of experts."""
+        first = self.rows[0]
+        choice, config = self.priced.choices[first], self.config
+        if choice.ep == 1:
+            return ""
+        room = float(self.sizes["memory_bytes"] - self.priced.memory[first]) + self.of_load(first)
+        most = load_that_fits(config, choice, room)
+        fits = f"up to a load of {most:.1f}" if math.isfinite(most) else "with any load"
+        priced = "" if self.load == 1 else f", and all rows are priced with {self.load:g}"
+        return (
+            f"The first fits {fits} (tokens of the fullest rank's experts over the mean; "
+            f"plan.load){priced}."
+        )
 
     def table(self) -> str:
         """Returns the text for the terminal."""
-        config = self.config
+        config, priced = self.config, self.priced
+        fit = f"{len(priced.order)} fit"
+        if self.bounded < len(priced.choices):
+            fit = f"{len(priced.order)} of the fastest {self.bounded} fit"
         title = (
             f"{self.title}, {config.precision.name}, {config.global_batch_size} sequences of "
-            f"{config.model.seq_length} a step: {len(self.priced.choices)} layouts, "
-            f"{len(self.priced.order)} fit"
+            f"{config.model.seq_length} a step: {len(priced.choices)} layouts, {fit}"
         )
-        shown = [f" {line}" for line in aligned([HEAD, *self.cells()], ALIGNED)]
+        words = ("schedule", "recompute", "by", "why")
+        sides = "".join("<" if name in words else ">" for name in self.head)
+        shown = [f" {line}" for line in aligned([self.head, *self.cells()], sides)]
         said = self.caution()
         if config.offload_layers:
             made = configure(config, self.priced.choices[self.rows[0]])
@@ -235,6 +291,15 @@ def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
     if sp:
         words.append("sp=true")
     return " ".join(words)
+
+
+def _parameters(model: ModelConfig) -> str:
+    """Returns the parameters of a model with experts in brackets: all, and those of a token."""
+    if not model.num_experts:
+        return ""
+    counts = parameter_count(model), active_parameter_count(model)
+    total, active = (si(count).replace("G", "B") for count in counts)
+    return f" ({total} parameters, {active} active)"
 
 
 MADE_BY = "parallel3d plan"
@@ -290,13 +355,16 @@ def _sections(plan: Plan) -> Iterable[str]:
         float(priced.seconds[first]),
     )
     used, memory = float(priced.memory[first]) / 1e9, float(plan.sizes["memory_bytes"]) / 1e9
+    of_all = f"{len(priced.choices):,}"
+    if plan.bounded < len(priced.choices):
+        of_all = f"the fastest {plan.bounded:,} of {of_all}"
     words = (
         f"{config.precision.name}, {config.global_batch_size:,} sequences of "
         f"{config.model.seq_length:,} tokens a step: {seconds:.3g} s, "
         f"{tokens / seconds:,.0f} tokens a second, MFU "
         f"{plan.mfu(first):.1f} %, {used:.1f} of {memory:.1f} GB on the fullest GPU by a "
-        f"{plan.by(first)}. "
-        f"{len(priced.order):,} of {len(priced.choices):,} layouts fit."
+        f"{plan.by(first)}. {plan.loads()} "
+        f"{len(priced.order):,} of {of_all} layouts fit."
     )
     yield section("The best layout", words, f"<pre>{escape(plan.command)}</pre>")
     slowest = max(float(priced.seconds[i]) for i in plan.rows)
@@ -304,8 +372,9 @@ def _sections(plan: Plan) -> Iterable[str]:
         [*map(escape, row), stacked_bar(_parts(priced, i), slowest, "s")]
         for row, i in zip(plan.cells(), plan.rows, strict=True)
     ]
-    words = "One row for each tp, cp and pp; within half a per cent the simpler one is first. "
-    shown = bar_key(StepTime.__dataclass_fields__) + html_table((*HEAD, "time"), rows)
+    sizes = "tp, cp, pp and ep" if config.model.num_experts else "tp, cp and pp"
+    words = f"One row for each {sizes}; within half a per cent the simpler one is first. "
+    shown = bar_key(StepTime.__dataclass_fields__) + html_table((*plan.head, "time"), rows)
     yield section(f"The {len(rows)} best layouts", words + plan.caution(), shown)
     parts = _parts(priced, first)
     if config.cluster.file is None:
@@ -359,7 +428,7 @@ def _memory(plan: Plan, made: Config, used: float, memory: float) -> str:
             held = {kind: facts.get(f"{kind}_bytes", 0.0) for kind in HELD}
             stages[index] = held, DRY_RUN, str(facts["peak_in"])
         else:
-            peak = peak_memory(made, index)
+            peak = peak_memory(made, index, plan.load)
             stages[index] = {k: getattr(peak, k, 0.0) for k in HELD}, BOUND, peak.phase
         stages[index][0]["reserve"] = 1e9 * plan.reserve_gb
     shown = [kind for kind in HELD if any(held[kind] for held, _, _ in stages.values())]
@@ -403,7 +472,7 @@ def plan(config: CommandConfig, typed: Sequence[str]) -> int:
     if config.cluster.file is not None:
         gpus = config.cluster.gpus_per_node or read(config.cluster.file).made.count
     fixed = held(config, keys)
-    found = searched(config, fixed, gpus, config.dryrun.reserve_gb)
+    found = searched(config, fixed, gpus, config.dryrun.reserve_gb, config.plan.load)
     said = untyped_batch(config, keys, gpus)
     if config.plan.confirm and config.cluster.file is None:
         seconds = math.inf if "plan.confirm" in keys else BEGIN_S
@@ -445,18 +514,22 @@ def held(config: Config, keys: set[str]) -> dict[str, Any]:
 
 
 def searched(
-    config: Config, fixed: Fixed, ranks: int, reserve_gb: float = DryrunConfig().reserve_gb
+    config: Config,
+    fixed: Fixed,
+    ranks: int,
+    reserve_gb: float = DryrunConfig().reserve_gb,
+    load: float = 1.0,
 ) -> Plan:
     """Returns every layout of `ranks`, priced by the cluster's datasheet or its measured file.
 
-    A layout fits if it leaves `reserve_gb` of a GPU free.
+    A layout fits if it leaves `reserve_gb` of a GPU free. The experts of the fullest rank have
+    `load` times the mean rows. Of a model with experts, which has several times as many layouts,
+    only the fastest have their memory calculated.
 
     Raises UserError for a cluster that cannot be priced, and if no layout is possible or fits.
     """
     file, batch = config.cluster.file, config.global_batch_size
     check_model(config.model)
-    if file is None:
-        check_priced(config.model, "plan and layout=auto")
     check_held(config, fixed, ranks)
     if file is not None:
         machine = read(file)
@@ -468,6 +541,7 @@ def searched(
                 "network was measured; the nearest is cluster.nodes=1"
             )
     sizes = sizes_of(config) if file is None else measured_sizes(config, machine, ranks)
+    sizes["load"] = load
     zeros = (0, 1, 2, 3) if file is None else (0, 1)  # stages 2 and 3 are only priced roughly
     choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed, zeros))
     if not choices:
@@ -476,10 +550,15 @@ def searched(
     if file is not None:
         priced = price_measured(choices, sizes, config, machine)
     else:
-        memory = memories(config, choices, 1e9 * reserve_gb, progress())
+        reserve, most = 1e9 * reserve_gb, sizes["memory_bytes"]
         times = step(works(choices, sizes, batch), load_own(card_of(config)[0]))
-        priced = ranked(choices, times, memory, sizes["memory_bytes"])
-    found = Plan(config, priced, sizes, ranks, reserve_gb)
+        if config.model.num_experts:
+            unknown = Priced(choices, times, np.full(len(choices), np.nan), np.array(False), [])
+            priced = bounded(config, unknown, ROWS, most, reserve, load, progress())
+        else:
+            memory = memories(config, choices, reserve, progress())
+            priced = ranked(choices, times, memory, most)
+    found = Plan(config, priced, sizes, ranks, reserve_gb, load=load)
     if not priced.order:
         raise UserError(fits_nowhere(found, fixed))
     return found
@@ -529,11 +608,14 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
         try:
             played[first] = play(found, priced.choices[first])
             peak = max(rank["peak_bytes"] for rank in played[first].values())
-            memory[first] = peak + 1e9 * found.reserve_gb
+            memory[first] = peak + 1e9 * found.reserve_gb + found.of_load(first)
         except UserError as error:
             refused = refused or error
             memory[first] = math.inf
         priced = ranked(priced.choices, priced.time, memory, most)
+        if np.isnan(memory).any():
+            reserve = 1e9 * found.reserve_gb
+            priced = bounded(found.config, priced, ROWS, most, reserve, found.load, tell)
     found = replace(found, priced=priced, played=played)
     if not priced.order:
         raise refused or UserError(fits_nowhere(found, fixed))
@@ -586,6 +668,12 @@ def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
                 f"{key}={value} must divide the {ranks} {of} with the other keys given; the "
                 f"nearest is {near}"
             )
+    if config.model.num_experts == 0 and int(fixed.get("ep", 1)) > 1:
+        raise UserError(
+            f"ep={fixed['ep']} must be 1 for model={config.model.name}, which has no experts; the "
+            "nearest is ep=1"
+        )
+    check_expert_parallel(config.model.num_experts, int(fixed.get("ep", 1)), ranks // pp)
     if "tp" in fixed:
         chunks = config.tensor_parallel.chunks
         check_tensor_parallel(config.model, chunks, tp=config.tp, cp=config.cp, sp=config.sp)
@@ -614,7 +702,7 @@ def fits_nowhere(found: Plan, fixed: Fixed) -> str:
     """Returns the error message for a model that fits no layout: the missing memory, and the
     nearest remedy."""
     config, memory = found.config, float(found.sizes["memory_bytes"])
-    least = int(np.argmin(found.priced.memory))
+    least = int(np.nanargmin(found.priced.memory))
     choice, needed = found.priced.choices[least], float(found.priced.memory[least])
     if file := config.cluster.file:
         where, available = f"of the ranks of cluster={file}", f"{memory / GIB:.1f} GiB of a rank"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -20,12 +21,21 @@ from numpy.typing import NDArray
 from parallel3d.blueprint.blueprint import Blueprint, StageBlueprint
 from parallel3d.blueprint.buckets import PIECE
 from parallel3d.blueprint.in_flight import states_of
-from parallel3d.blueprint.ops import LayerKind, LayerOps, Op, kept, widths
+from parallel3d.blueprint.ops import LayerKind, LayerOps, Op, kept, most_load, widths
 from parallel3d.blueprint.rank import PipelineRank, flat_shards
 from parallel3d.config.schema import Config
 from parallel3d.context_parallel.split import SequenceSplit
 from parallel3d.estimate.attention_traffic import halo_tokens
-from parallel3d.estimate.search import LayoutChoice, configure, planned
+from parallel3d.estimate.search import (
+    NEARLY_FULL,
+    SAME,
+    TIGHT,
+    LayoutChoice,
+    Priced,
+    configure,
+    planned,
+    ranked,
+)
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import OFFLOADED_BYTES, SLAB_BYTES
 
@@ -102,17 +112,71 @@ def memories(
     for done, choice in enumerate(choices):
         if tell is not None:
             tell(f"layout {done} of {len(choices)}")
-        totals.append(peak_stage(planned(configure(config, choice)))[1].total)
+        totals.append(memory_of(config, choice))
     return np.array(totals) + reserve
 
 
-def peak_memory(config: Config, index: int) -> RankMemory:
-    """Returns a bound of the peak memory of rank `index` along pp.
+def memory_of(config: Config, choice: LayoutChoice, load: float = 1.0) -> float:
+    """Returns the bytes of a choice's fullest GPU, whose experts have `load` times the mean rows in
+    each layer."""
+    return peak_stage(loaded(planned(configure(config, choice)), load))[1].total
+
+
+def bounded(
+    config: Config,
+    priced: Priced,
+    rows: int,
+    most: float,
+    reserve: float,
+    load: float = 1.0,
+    tell: Callable[[str], None] | None = None,
+) -> Priced:
+    """Returns the layouts with the memory of the fastest, until no other one can be in the best
+    `rows` rows of `most` bytes. Known memory is kept, and `tell` is called with the progress."""
+    memory, seconds = np.array(priced.memory), priced.seconds
+    found: dict[tuple[int, ...], float] = {}
+    for done, i in enumerate(np.argsort(seconds, kind="stable").tolist()):
+        last = sorted(found.values())[rows - 1 : rows]
+        if not math.isfinite(seconds[i]) or (last and seconds[i] > SAME * last[0]):
+            break
+        choice = priced.choices[i]
+        if math.isnan(memory[i]):
+            if tell is not None:
+                tell(f"layout {done} of {len(priced.choices)}")
+            memory[i] = memory_of(config, choice, load) + reserve
+        if memory[i] <= most:
+            risked = float(seconds[i]) * (TIGHT if memory[i] > NEARLY_FULL * most else 1.0)
+            found[choice.row] = min(risked, found.get(choice.row, math.inf))
+    return ranked(priced.choices, priced.time, memory, most)
+
+
+def loaded(blueprint: Blueprint, load: float) -> Blueprint:
+    """Returns the blueprint of a rank whose experts have `load` times the mean rows."""
+    return blueprint if load == blueprint.load else replace(blueprint, load=load)
+
+
+def load_that_fits(config: Config, choice: LayoutChoice, room: float) -> float:
+    """Returns the largest load with which a choice needs at most `room` bytes more than with equal
+    rows; infinity if all rows of a group on one rank do not need more."""
+    most, least = most_load(config.model, choice.ep), 1.0
+    even = memory_of(config, choice)
+    if memory_of(config, choice, most) - even <= room:
+        return math.inf
+    while most - least > 0.005:
+        middle = (least + most) / 2
+        fits = memory_of(config, choice, middle) - even <= room
+        least, most = (middle, most) if fits else (least, middle)
+    return least
+
+
+def peak_memory(config: Config, index: int, load: float = 1.0) -> RankMemory:
+    """Returns a bound of the peak memory of rank `index` along pp, whose experts have `load` times
+    the mean rows.
 
     `config` is checked, with dp and a named schedule. Dropout of attention probabilities and
     document masks are not modelled. Raises UserError if a stage would be empty.
     """
-    return peak_memories(planned(config), [index])[0]
+    return peak_memories(loaded(planned(config), load), [index])[0]
 
 
 def peak_memories(blueprint: Blueprint, indices: Sequence[int]) -> list[RankMemory]:
@@ -415,11 +479,19 @@ class _Moments:
         rank = self.rank
         if not rank.fully_sharded:
             return 0.0
-        numel = rank.layer_numel(rank.kinds) * layers
+        numel = max(self._adjacent(stage, layers) for stage in rank.stages)
         if rank.blueprint.data.zero == 2:
             numel = sum(sum(rank.numels[of.kind]) * of.layers for of in rank.kinds)
             numel -= sum(rank.frozen_numel())  # held whole
         return rank.item * float(numel + rank.end_numel)
+
+    def _adjacent(self, stage: StageBlueprint, layers: int) -> int:
+        """Returns the most elements of so many adjacent layers of a stage."""
+        rank, model = self.rank, self.rank.blueprint.model
+        if len(rank.numels) == 1:
+            return rank.layer_numel(rank.kinds) * layers
+        each = [sum(rank.numels[LayerKind.of(model, layer)]) for layer in stage.layers]
+        return max(sum(each[i : i + layers]) for i in range(len(each)))
 
     def _ties(self, stage: StageBlueprint) -> bool:
         """Returns whether the stage uses a tied table twice, so that two gradients are summed."""

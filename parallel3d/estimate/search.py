@@ -73,6 +73,12 @@ class LayoutChoice:
     recompute: str  # as text (`config.values.spelled`)
     zero: int
     cp: int = 1
+    ep: int = 1
+
+    @property
+    def row(self) -> tuple[int, int, int, int]:
+        """What layouts of one row of a table share; the others are its variants."""
+        return self.tp, self.cp, self.pp, self.ep
 
 
 TYPES = ("bf16", "fp16")
@@ -142,7 +148,7 @@ class Priced:
     Attributes:
         choices: the layouts.
         time: seconds of a step.
-        memory: bytes of the fullest GPU.
+        memory: bytes of the fullest GPU; not a number where they are not known.
         tight: whether that GPU is nearly full.
         order: indices of the layouts that fit, the best first.
     """
@@ -182,7 +188,8 @@ def layouts(
 
     Tensor parallelism stays inside an NVLink domain of `node` GPUs unless `tp` is fixed. Context
     parallelism leaves each rank at least CP_TOKENS of a sequence unless `cp` is fixed. `zeros` are
-    the stages of ZeRO to try unless `zero` is fixed.
+    the stages of ZeRO to try unless `zero` is fixed. Expert parallelism takes every size that
+    divides the experts and the ranks of a stage.
     """
     most = max(1, sizes["seq"] // CP_TOKENS)
     contexts = _allowed(fixed, "cp", (2**i for i in range(int(most).bit_length())))
@@ -204,11 +211,20 @@ def layouts(
             even = [v for v in CHUNKS if v == 1 or (pp > 1 and layers % (pp * v) == 0)]
             chunks = [v for v in _allowed(fixed, "vpp", even) if v == 1 or 1 < pp <= layers // v]
             kinds = [spelled(fixed["recompute"])] if "recompute" in fixed else RECOMPUTE
-            stages = [z for z in _allowed(fixed, "zero", zeros) if dp * cp > 1 or z == 0]
-            for v, b, kind, zero in product(chunks, micro, kinds, stages or [0]):
-                if v == 1 or mine // b >= pp:
-                    for schedule in schedules(pp, v, zero, fixed.get("schedule")):
-                        yield LayoutChoice(tp, pp, v, dp, b, schedule, kind, zero, cp)
+            for ep in expert_sizes(sizes, tp * cp * dp, fixed):
+                copies = max(dp * cp, tp * cp * dp // ep if sizes["experts"] > 1 else 1)
+                stages = [z for z in _allowed(fixed, "zero", zeros) if copies > 1 or z == 0]
+                for v, b, kind, zero in product(chunks, micro, kinds, stages or [0]):
+                    if v == 1 or mine // b >= pp:
+                        for schedule in schedules(pp, v, zero, fixed.get("schedule")):
+                            yield LayoutChoice(tp, pp, v, dp, b, schedule, kind, zero, cp, ep)
+
+
+def expert_sizes(sizes: Mapping[str, float], ranks: int, fixed: Fixed) -> list[int]:
+    """Returns the expert-parallel sizes for a pipeline stage of so many ranks."""
+    experts = int(sizes["experts"])
+    every = [ep for ep in divisors(ranks) if experts % ep == 0] if experts > 1 else [1]
+    return [ep for ep in _allowed(fixed, "ep", every) if ep in every]
 
 
 def schedules(pp: int, vpp: int, zero: int, typed: str | None = None) -> list[str]:
@@ -242,6 +258,7 @@ _COLUMNS = {
     "pp": "pp",
     "dp": "dp",
     "cp": "cp",
+    "ep": "ep",
     "zero": "zero",
     "chunks": "vpp",
     "micro_batch": "micro_batch_size",
@@ -299,17 +316,18 @@ def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int])
 def complexity(choice: LayoutChoice) -> float:
     """Returns a score of the dimensions and features that a layout uses."""
     found = (choice.tp > 1) + (choice.cp > 1) + (choice.vpp > 1) + (choice.zero > 0)
+    found += choice.ep > 1
     found += 2 * (choice.pp > 1)
     found += (choice.recompute != NONE) + (choice.schedule not in WHOLE) + (choice.zero > 1)
-    return found + np.log2(choice.tp * choice.cp * choice.pp) / 16
+    return found + np.log2(choice.tp * choice.cp * choice.pp * choice.ep) / 16
 
 
 def best(priced: Priced, rows: int) -> list[int]:
-    """Returns the best layout of each (tp, cp, pp), at most `rows`; variants of it are left out."""
-    found: dict[tuple[int, int, int], int] = {}
+    """Returns the best layout of each (tp, cp, pp, ep), at most `rows`; variants of it are left
+    out."""
+    found: dict[tuple[int, int, int, int], int] = {}
     for i in priced.order:
-        choice = priced.choices[i]
-        found.setdefault((choice.tp, choice.cp, choice.pp), i)
+        found.setdefault(priced.choices[i].row, i)
     return [*found.values()][:rows]
 
 
@@ -357,6 +375,8 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
         return f"tensor-parallel waits: tp={choice.tp} leaves the NVLink domain"
     if choice.cp > best.cp:
         return f"compute: keys and values of other ranks, and smaller products, at cp={choice.cp}"
+    if choice.ep > best.ep:
+        return f"the exchange of tokens between the ranks of ep={choice.ep}"
     if choice.tp > best.tp:
         return f"tensor-parallel waits and narrower products at tp={choice.tp}"
     return "compute: a fuller slowest stage, or smaller products"

@@ -65,17 +65,6 @@ def _check_dense_layers(model: ModelConfig) -> None:
         )
 
 
-def check_priced(model: ModelConfig, command: str) -> None:
-    """Raises UserError for a model with experts on GPUs that were not measured: `command` cannot
-    price their layers."""
-    if model.num_experts:
-        raise UserError(
-            f"model.num_experts={model.num_experts} must be 0 for {command}, which knows no price "
-            "of experts yet; the nearest is parallel3d dryrun, which runs a step of a layout that "
-            "you give"
-        )
-
-
 def check_expert_parallel(num_experts: int, ep: int, ranks: int) -> None:
     """Raises UserError unless ep divides the experts and the `ranks` of a pipeline stage."""
     if ep == 1:
