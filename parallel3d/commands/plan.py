@@ -319,6 +319,7 @@ TIMES = {
     "attention": "scores, softmax and values, forward and backward",
     "element-wise": "norms, activations, residuals: bound by memory bandwidth",
     "recomputed": "forwards that are repeated because their results were not kept",
+    "exchange of tokens": "sending tokens to the experts of other ranks and back",
     "tp collectives": "waits for the other GPUs of a layer that no GEMM hides",
     "head and embedding": "logits, loss and table, if the busiest stage has them",
     "launches": "the host, if it is slower than the GPU, and gathers of zero=3",

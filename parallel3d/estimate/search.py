@@ -278,6 +278,10 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
     parts = [parts_of(c.recompute) for c in choices]
     for part in PARTS:
         column[f"recompute_{part}"] = np.array([float(part in of) for of in parts])
+    # A rank has at most the rows of its group's tokens.
+    experts, chosen, ep = column["experts"], column["active_experts"], column["ep"]
+    most = ep * np.minimum(chosen, experts // ep) / chosen
+    column["load"] = np.minimum(column["load"], most)
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
     column["engine"] = np.full(n, float(ENGINES.index("megatron")))
     work = StepWork(**column)
