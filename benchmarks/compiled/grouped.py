@@ -4,9 +4,9 @@
 python -m benchmarks.compiled.grouped compile H100 results.json
 TRITON_INTERPRET=1 python -m benchmarks.compiled.grouped interpret H100 results.json
 
-The kernel is compiled like a launch for the gradients of each preset with experts, at ep=1 and
-ep=8. It is interpreted for the same number of experts with narrower matrices and few rows, and
-compared with float64.
+The kernel is compiled like a launch for the gradients of each family of mixtures, at ep=1 and ep=8.
+It is interpreted for the same numbers of experts with narrower matrices and few rows, and for three
+experts with matrices of each family's size, and compared with float64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,34 @@ PRESETS = (
     *("olmoe_1b_7b", "qwen3_30b_a3b", "qwen3_235b_a22b", "mixtral_8x7b"),
     *("dots1", "glm_4_5_air"),
 )
+
+
+class Shape(NamedTuple):
+    """Sizes of a layer of experts."""
+
+    hidden: int
+    width: int
+    experts: int
+    chosen: int
+
+
+# Models without a preset: the config.json of each on Hugging Face.
+MORE = {
+    "Mixtral 8x22B": Shape(6144, 16384, 8, 2),
+    "GLM-4.5": Shape(5120, 1536, 160, 8),
+    "MiniMax-M2": Shape(3072, 1536, 256, 8),
+    "DeepSeek-V2-Lite, Moonlight": Shape(2048, 1408, 64, 6),
+    "DeepSeek-V2": Shape(5120, 1536, 160, 6),
+    "DeepSeek-V3": Shape(7168, 2048, 256, 8),
+    "Kimi K2": Shape(7168, 2048, 384, 8),
+    "gpt-oss-20b": Shape(2880, 2880, 32, 4),
+    "gpt-oss-120b": Shape(2880, 2880, 128, 4),
+    "Qwen2-57B-A14B": Shape(3584, 2560, 64, 8),
+    "Qwen3-Next-80B-A3B": Shape(2048, 512, 512, 10),
+}
 RANKS = (1, 8)  # ep
 TOKENS = 4096  # tokens of a rank
+FEW = (70, 0, 3)  # rows of experts with matrices of a family's size
 NARROW = (144, 264)  # widths in the interpreter: a part of a block, and more than two blocks
 FUNCTION = grouped_kernels.add_products_of_groups
 POINTERS = {"out_ptr": "*fp32", "a_ptr": "*bf16", "b_ptr": "*bf16", "ends_ptr": "*i32"}
@@ -48,20 +74,31 @@ def main() -> None:
     given.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
+def shapes() -> dict[str, Shape]:
+    """Returns the layers of all presets with experts, and of models without a preset."""
+    found = {}
+    for name in PRESETS:
+        model = configured(f"model={name}").model
+        sizes = model.hidden_size, model.expert_size, model.num_experts, model.experts_per_token
+        found[name] = Shape(*sizes)
+    return found | MORE
+
+
+def matrices(shape: Shape) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Returns rows and columns of an expert's two matrices."""
+    return (2 * shape.width, shape.hidden), (shape.hidden, shape.width)
+
+
 def gradients() -> list[tuple[str, int, tuple[int, int], int]]:
     """Returns tuples (case, experts of a rank, rows and columns of a matrix, chosen rows of the
     rank)."""
     found = []
-    for name in PRESETS:
-        model = configured(f"model={name}").model
+    for name, shape in shapes().items():
         for ep in RANKS:
-            for rows, columns in (
-                (2 * model.expert_size, model.hidden_size),
-                (model.hidden_size, model.expert_size),
-            ):
+            for rows, columns in matrices(shape):
                 case = f"{name}, ep={ep}, {rows} × {columns}"
-                chosen = TOKENS * model.experts_per_token
-                found.append((case, model.num_experts // ep, (rows, columns), chosen))
+                sizes = shape.experts // ep, (rows, columns), TOKENS * shape.chosen
+                found.append((case, *sizes))
     return found
 
 
@@ -103,37 +140,52 @@ def compiled(card: Card) -> list[dict[str, Any]]:
 
 
 def interpreted(card: Card) -> list[dict[str, Any]]:
-    """Compares gradients of the same number of experts with float64: some experts have no row, one
-    has most rows, and memory past the last row is NaN."""
+    """Compares gradients with float64, of as many experts and of matrices as large as in
+    `gradients`.
+
+    Some experts have no row, one has most, and what is behind the last row is NaN.
+    """
     rows = []
     for groups in sorted({groups for _, groups, _, _ in gradients()}):
         draws = np.random.default_rng(groups)
         sizes = draws.integers(0, 5, groups) * draws.integers(0, 2, groups)
         sizes[groups // 2] = 150
-        total = int(sizes.sum())
-        a, b = (
-            torch.from_numpy(draws.standard_normal((total + 3, width))).bfloat16()
-            for width in NARROW
-        )
-        a[total:], b[total:] = torch.nan, torch.nan
-        out = torch.from_numpy(draws.standard_normal((groups, *NARROW))).float()
-        wanted, first = out.double(), 0
-        for matrix, size in zip(wanted, sizes.tolist(), strict=True):
-            part = slice(first, first + size)
-            matrix += a[part].double().t() @ b[part].double()
-            first += size
-        with interpreting():
-            ends = torch.from_numpy(sizes.cumsum()).int()
-            grouped_kernels.add_products(out, a, b, ends)
-        error = float((out.double() - wanted).abs().max() / wanted.abs().max())
-        kind = str(out.dtype)
-        result = {"type": kind, "elements": out.numel(), "error": error}
-        result["is_right"] = error <= TOLERANCES[kind]
-        row: dict[str, Any] = {"card": card.name, "case": f"{groups} experts"}
-        row |= {"function": FUNCTION.__name__, "kind": "as called", "launches": 1}
-        rows.append(row | {"results": [result]})
-        print("interpreted", *row.values(), error, flush=True)
+        case = f"{groups} experts"
+        rows.append(_interpreted(card, case, sizes, NARROW))
+    for widths in sorted({widths for _, _, widths, _ in gradients()}):
+        case = f"{widths[0]} × {widths[1]}"
+        rows.append(_interpreted(card, case, np.array(FEW), widths))
     return rows
+
+
+def _interpreted(
+    card: Card, case: str, sizes: np.ndarray, widths: tuple[int, int]
+) -> dict[str, Any]:
+    """Returns the row of one launch for groups of these sizes."""
+    draws = torch.Generator().manual_seed(len(sizes) + widths[0])
+    total = int(sizes.sum())
+    a, b = (torch.randn(total + 3, width, generator=draws).bfloat16() for width in widths)
+    a[total:], b[total:] = torch.nan, torch.nan
+    out = torch.randn(len(sizes), *widths, generator=draws)
+    before = out.clone()
+    with interpreting():
+        ends = torch.from_numpy(sizes.cumsum()).int()
+        grouped_kernels.add_products(out, a, b, ends)
+    off, scale, first = 0.0, 0.0, 0
+    for found, start, size in zip(out, before, sizes.tolist(), strict=True):
+        part = slice(first, first + size)
+        wanted = start.double() + a[part].double().t() @ b[part].double()
+        off = max(off, float((found.double() - wanted).abs().max()))
+        scale = max(scale, float(wanted.abs().max()))
+        first += size
+    error, kind = off / scale, str(out.dtype)
+    is_right = error <= TOLERANCES[kind]  # False for NaN, too
+    result = {"type": kind, "elements": out.numel(), "error": error, "is_right": is_right}
+    row: dict[str, Any] = {"card": card.name, "case": case}
+    row |= {"function": FUNCTION.__name__, "kind": "as called", "launches": 1}
+    row["results"] = [result]
+    print("interpreted", *row.values(), flush=True)
+    return row
 
 
 if __name__ == "__main__":

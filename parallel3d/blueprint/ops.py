@@ -394,11 +394,12 @@ def _experts(
     h, up = w.hidden, x.ffn * (1 + w.gated)
     mlp = ("mlp", "layer")
     last = ("layer",) if w.norm_after else ()
-    shares = np.any(x.shared > 0)
-    ends = mlp if shares else last
+    shares, apart = np.any(x.shared > 0), x.way != ""
+    # With several ranks the shared expert comes before the experts.
+    ends = mlp if shares and not apart else last
+    before = mlp if apart else last
     if "mlp" not in recompute:
         norm = norm | {"parts": ("layer",)}
-    apart = x.way != ""
     # The choices, and the order of rows by expert and by token, are integers of 8 bytes.
     choice = own * 2 * x.chosen + 2 * rows + 4 * x.chosen * read
     # includes the sums for the balance, and the order of rows
@@ -408,6 +409,7 @@ def _experts(
         choosing += 12 + 9
     elif x.way == GATHER:
         choosing += 6
+    choosing += apart  # the counts are copied to the host
     sent = int(x.way == ALL_TO_ALL)
     inner, active = rows * up, rows * x.ffn
     calls = 1 if x.is_grouped else x.here
@@ -420,7 +422,7 @@ def _experts(
         Op(
             *("mlp.router", "gemm", h, x.experts, mlp),
             statistics=own * x.numbers,
-            forward=2 + x.weighing + 13 + 9 * x.aux,  # includes the balancing losses
+            forward=x.weighing + 13 + 9 * x.aux,  # includes the balancing losses
             backward=x.unweighing + 5 + 11 * x.aux + 8 * x.z,
             rows=own,
             operands=0,
@@ -486,7 +488,7 @@ def _experts(
             "mlp.shared.down",
             inputs=x.shared,
             outputs=h,
-            parts=mlp if gated else last,
+            parts=mlp if gated else before,
             keeps=own * h * gated,
             **ROW,
         ),
@@ -495,7 +497,7 @@ def _experts(
         found += [
             Op("mlp.shared_gate", "gemm", h, 1, mlp, own, 0, 1, 2, rows=own, operands=0),
             Op(
-                *("mlp.shared_product", "elementwise", own * (h + 1), own * h, last),
+                *("mlp.shared_product", "elementwise", own * (h + 1), own * h, before),
                 forward=1,
                 backward=3,
             ),

@@ -113,6 +113,29 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+class Reading:
+    """Copies whole numbers of a device to the host, which goes on until it needs them.
+
+    Args:
+        numbers: a tensor of any shape.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event = None
+        self._numbers = numbers
+        if is_accelerator(numbers.device):
+            pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers = pinned.copy_(numbers, non_blocking=True)
+            self._event = module(numbers.device).Event()
+            self._event.record()
+
+    def values(self) -> list[Any]:
+        """Returns the numbers; waits for their copy, not for work that was queued after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.tolist()
+
+
 @contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
     """Queues the work of a block on `stream`."""

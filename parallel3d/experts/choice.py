@@ -6,7 +6,7 @@ These decisions are made once per micro-batch; recomputation and the backward re
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.device.accelerator import has_values
+from parallel3d.device.accelerator import Reading, has_values
 from parallel3d.device.fused import fused
 from parallel3d.device.grouped import Groups, has_grouped_kernels
 
@@ -46,23 +46,29 @@ class Rows:
     places: Tensor
 
     @classmethod
-    def of(cls, experts: Tensor, count: int, balanced: int) -> Rows:
-        """Counts and sorts the choices of t tokens (see `sorted_by`); synchronises with the device.
+    def counted(cls, experts: Tensor, count: int, balanced: int) -> Callable[[], Rows]:
+        """Counts the choices of t tokens. The returned function synchronises with the device and
+        sorts them (see `sorted_by`).
 
         `balanced`: number of rows if all experts are chosen equally often.
         """
         numbers = counts_of(experts.flatten(), count + 1)[:count]
-        groups = Groups.of(numbers, _read(numbers, evenly(balanced, count)))
-        return cls.sorted_by(experts, groups, groups.total)
+        read = _reading(numbers, evenly(balanced, count))
+
+        def rows() -> Rows:
+            groups = Groups.of(numbers, read())
+            return cls.sorted_by(experts, groups, groups.total)
+
+        return rows
 
     @classmethod
-    def of_all(cls, experts: Tensor, count: int, dtype: torch.dtype) -> Rows:
+    def counted_all(cls, experts: Tensor, count: int, dtype: torch.dtype) -> Callable[[], Rows]:
         """Does the same where every choice is a local expert. The host only waits for the device if
         the experts' GEMMs in `dtype` run one by one."""
         if not has_grouped_kernels(experts.device, dtype):
-            return cls.of(experts, count, experts.numel())
+            return cls.counted(experts, count, experts.numel())
         groups = Groups.of(counts_of(experts.flatten(), count), None)
-        return cls.sorted_by(experts, groups, experts.numel())
+        return functools.partial(cls.sorted_by, experts, groups, experts.numel())
 
     @classmethod
     def sorted_by(cls, experts: Tensor, groups: Groups, total: int) -> Rows:
@@ -101,8 +107,9 @@ class Sent:
     most: int
 
     @classmethod
-    def of(cls, experts: Tensor, local: int, ep: Group, balanced: int) -> Sent:
-        """Finds the ranks of the chosen experts (n, k). Collective; synchronises with the device.
+    def counted(cls, experts: Tensor, local: int, ep: Group, balanced: int) -> Callable[[], Sent]:
+        """Finds the ranks of the chosen experts (n, k). Collective; the returned function
+        synchronises with the device.
 
         `balanced`: messages to each rank if all experts are chosen equally often.
         """
@@ -117,24 +124,29 @@ class Sent:
         of_local = got[:, 1:].sum(0)
         both = torch.cat((numbers[:, 0], got[:, 0], of_local))
         rows = evenly(experts.numel(), local)
-        counts = _read(both, [*[balanced] * (2 * ep.size), *rows])
-        given, taken = counts[: ep.size], counts[ep.size : 2 * ep.size]
-        total = sum(given)
-        # A stable sort of (rank, token) lists the messages to rank 0 in the order of tokens, and so
-        # on.
-        flat = goes.t().flatten()
-        messages = (~flat).sort(stable=True).indices[:total]
-        places = torch.full_like(flat, total, dtype=torch.int64)
-        places[messages] = torch.arange(total, device=flat.device)
-        count = len(experts)
-        return cls(
-            messages % max(count, 1),
-            places.view(ep.size, count).t(),
-            given,
-            taken,
-            Groups.of(of_local, counts[2 * ep.size :]),
-            ep.size * count,
-        )
+        read = _reading(both, [*[balanced] * (2 * ep.size), *rows])
+
+        def sent() -> Sent:
+            counts = read()
+            given, taken = counts[: ep.size], counts[ep.size : 2 * ep.size]
+            total = sum(given)
+            # A stable sort of (rank, token) lists the messages to rank 0 in the order of tokens,
+            # and so on.
+            flat = goes.t().flatten()
+            messages = (~flat).sort(stable=True).indices[:total]
+            places = torch.full_like(flat, total, dtype=torch.int64)
+            places[messages] = torch.arange(total, device=flat.device)
+            count = len(experts)
+            return cls(
+                messages % max(count, 1),
+                places.view(ep.size, count).t(),
+                given,
+                taken,
+                Groups.of(of_local, counts[2 * ep.size :]),
+                ep.size * count,
+            )
+
+        return sent
 
 
 @dataclass
@@ -162,11 +174,16 @@ def counts_of(numbers: Tensor, count: int) -> Tensor:
     return numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
-def _read(numbers: Tensor, balanced: Sequence[int]) -> tuple[int, ...]:
-    """Returns the numbers, after waiting for the device. In a dry run they have no values, and
-    `balanced` is returned instead."""
-    counts = numbers.tolist()
-    return tuple(counts if has_values(numbers.device) else balanced)
+def _reading(numbers: Tensor, balanced: Sequence[int]) -> Callable[[], tuple[int, ...]]:
+    """Copies the numbers to the host; the returned function waits for them. In a dry run they have
+    no values, and it returns `balanced` instead."""
+    reading = Reading(numbers)
+
+    def read() -> tuple[int, ...]:
+        counts = reading.values()
+        return tuple(counts if has_values(numbers.device) else balanced)
+
+    return read
 
 
 def evenly(total: int, parts: int) -> list[int]:

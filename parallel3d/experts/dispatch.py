@@ -6,14 +6,14 @@
 | all_to_all | each token once if it chose an expert there | (ep − 1) · p, see `share_sent` |
 
 A rank runs its own experts on the tokens that it received and returns one sum for each; the token's
-own rank adds these sums in the order of the ranks. All sizes are known from the forward: neither a
-backward nor a recomputation exchanges counts or waits for the device.
+own rank adds these sums in the order of the ranks. The host waits for the sizes once in a forward.
+Neither a backward nor a recomputation exchanges counts or waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,53 +21,93 @@ from torch import Tensor
 from parallel3d.blueprint.dispatch import GATHER, share_sent
 from parallel3d.comm import collectives
 from parallel3d.comm.group import Group
-from parallel3d.experts.choice import Choice, Routing, Rows, Sent, sum_of_slots
+from parallel3d.experts.choice import Choice, Rows, Sent, sum_of_slots
 
 # (tokens (t, h), weights (t, slots), rows) → (t, h): the sums over this rank's experts.
 RunExperts = Callable[[Tensor, Tensor, Rows], Tensor]
 
 
-def dispatched(
-    x: Tensor,
-    routing: Routing,
-    choice: Choice,
-    experts: int,
-    ep: Group,
-    way: str,
-    run: RunExperts,
-) -> Tensor:
+class Order(NamedTuple):
+    """The order in which this rank's experts read tokens, and the tokens that were sent; `sent` is
+    None unless tokens are sent by all_to_all."""
+
+    rows: Rows
+    sent: Sent | None = None
+
+
+def counted(
+    chosen: Tensor, choice: Choice, experts: int, ep: Group, way: str, dtype: torch.dtype
+) -> Callable[[], Order]:
+    """Counts the rows of this rank's experts; the returned function waits for the counts.
+
+    What is launched between the two hides the wait. A recomputation finds the order in `choice`.
+
+    Args:
+        chosen: (n, k), the experts of each token.
+        choice: keeps the order for a recomputation.
+        experts: the number of all experts; each rank of `ep` holds equally many consecutive ones.
+        dtype: of the experts' GEMMs.
+    """
+    if choice.rows is not None:
+        kept = Order(choice.rows, choice.sent)
+        return lambda: kept
+    find = _found(chosen, experts // ep.size, ep, way, dtype)
+
+    def order() -> Order:
+        found = find()
+        choice.rows, choice.sent = found
+        return found
+
+    return order
+
+
+def _found(
+    chosen: Tensor, local: int, ep: Group, way: str, dtype: torch.dtype
+) -> Callable[[], Order]:
+    if ep.size == 1:
+        rows = Rows.counted_all(chosen, local, dtype)
+        return lambda: Order(rows())
+    if way == GATHER:
+        everyone = _local(collectives.all_gather(chosen, ep), local, ep.index)
+        rows = Rows.counted(everyone, local, chosen.numel())
+        return lambda: Order(rows())
+    balanced = round(len(chosen) * share_sent(local * ep.size, chosen.shape[1], ep.size))
+    sent = Sent.counted(chosen, local, ep, balanced)
+
+    def order() -> Order:
+        found = sent()
+        sizes = found.given, found.taken, found.most
+        experts = collectives.all_to_all_rows(chosen[found.tokens], ep, *sizes)
+        experts = _local(experts, local, ep.index)
+        return Order(Rows.sorted_by(experts, found.rows, found.rows.total), found)
+
+    return order
+
+
+def dispatched(x: Tensor, weights: Tensor, order: Order, ep: Group, run: RunExperts) -> Tensor:
     """Returns the weighted sums of the chosen experts' results: (n, hidden) → (n, hidden).
 
     Args:
-        choice: keeps the order of rows and the ranks of tokens for recomputation.
-        experts: the number of all experts; each rank of `ep` holds equally many consecutive ones.
+        weights: (n, k) of the chosen experts.
         run: runs this rank's experts.
     """
-    local = experts // ep.size
     if ep.size == 1:
-        if choice.rows is None:
-            choice.rows = Rows.of_all(routing.experts, local, x.dtype)
-        return run(x, routing.weights, choice.rows)
-    if way == GATHER:
-        return _by_gather(x, routing, choice, local, ep, run)
-    return _by_all_to_all(x, routing, choice, local, ep, run)
+        return run(x, weights, order.rows)
+    if order.sent is None:
+        tokens, weights = _Gather.apply(x, ep), _Gather.apply(weights, ep)
+        return _Scatter.apply(run(tokens, weights, order.rows), ep)
+    sent = order.sent
+    sizes = sent.given, sent.taken, sent.most
+    tokens = _Exchange.apply(_Take.apply(x, sent), ep, *sizes)
+    weights = _Exchange.apply(_Take.apply(weights, sent), ep, *sizes)
+    results = run(tokens, weights, order.rows)
+    return _Sum.apply(_Exchange.apply(results, ep, sent.taken, sent.given, sent.most), sent)
 
 
 def _local(experts: Tensor, local: int, index: int) -> Tensor:
     """Returns numbers among the `local` experts of rank `index`; `local` for the others."""
     numbers = experts - local * index
     return numbers.where((numbers >= 0) & (numbers < local), local)
-
-
-def _by_gather(
-    x: Tensor, routing: Routing, choice: Choice, local: int, ep: Group, run: RunExperts
-) -> Tensor:
-    if choice.rows is None:
-        experts = collectives.all_gather(routing.experts, ep)
-        local_experts = _local(experts, local, ep.index)
-        choice.rows = Rows.of(local_experts, local, routing.experts.numel())
-    tokens, weights = _Gather.apply(x, ep), _Gather.apply(routing.weights, ep)
-    return _Scatter.apply(run(tokens, weights, choice.rows), ep)
 
 
 class _Gather(torch.autograd.Function):
@@ -94,27 +134,6 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return collectives.all_gather(grad, ctx.group), None
-
-
-def _by_all_to_all(
-    x: Tensor, routing: Routing, choice: Choice, local: int, ep: Group, run: RunExperts
-) -> Tensor:
-    if choice.sent is None:
-        count, chosen = routing.experts.shape
-        balanced = round(count * share_sent(local * ep.size, chosen, ep.size))
-        choice.sent = Sent.of(routing.experts, local, ep, balanced)
-    sent = choice.sent
-    if choice.rows is None:
-        experts = collectives.all_to_all_rows(
-            routing.experts[sent.tokens], ep, sent.given, sent.taken, sent.most
-        )
-        local_experts = _local(experts, local, ep.index)
-        choice.rows = Rows.sorted_by(local_experts, sent.rows, sent.rows.total)
-    sizes = sent.given, sent.taken, sent.most
-    tokens = _Exchange.apply(_Take.apply(x, sent), ep, *sizes)
-    weights = _Exchange.apply(_Take.apply(routing.weights, sent), ep, *sizes)
-    results = run(tokens, weights, choice.rows)
-    return _Sum.apply(_Exchange.apply(results, ep, sent.taken, sent.given, sent.most), sent)
 
 
 class _Exchange(torch.autograd.Function):

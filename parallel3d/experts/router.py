@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.config.schema import ModelConfig
-from parallel3d.device.matmul import linear, matmul
+from parallel3d.device.matmul import matmul
+from parallel3d.device.wide import wide_linear
 from parallel3d.experts.balance import Balance, BalanceLosses, Tally
 from parallel3d.experts.choice import Choice, Routing, balanced_experts
 from parallel3d.parameters.gradients import add_gradient
@@ -193,15 +194,18 @@ class Router(nn.Module):
 
 
 class _Logits(torch.autograd.Function):
-    """Computes x·Wᵀ in fp32 or better, where products of bf16 numbers are exact."""
+    """Computes x·Wᵀ in fp32 or better, where products of bf16 numbers are exact.
+
+    The backward's gradients are fp32, and no GEMM multiplies fp32 by bf16, so it copies the other
+    operands to fp32 on every device.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(*([x] if weight.requires_grad else []))
         ctx.dtype = x.dtype
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return linear(x.to(wide), weight.to(wide))
+        return wide_linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:

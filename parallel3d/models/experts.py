@@ -14,7 +14,7 @@ from parallel3d.blueprint.dispatch import chosen_way
 from parallel3d.config.schema import ModelConfig
 from parallel3d.experts.balance import Balance
 from parallel3d.experts.choice import Choice, Rows
-from parallel3d.experts.dispatch import dispatched
+from parallel3d.experts.dispatch import counted, dispatched
 from parallel3d.experts.grouped import Activation, run_experts
 from parallel3d.experts.router import Router
 from parallel3d.models.layers import BuildContext, output_std
@@ -127,11 +127,20 @@ class MixtureOfExperts(nn.Module):
             balance = balance.at(self.tp.index, self.tp.size, x.shape[1])
         routing = self.router(x, choice, balance)
         tokens = x.flatten(0, -2)
-        given = (tokens, routing, choice, self.total, self.ep, self.way, self.experts)
-        y = dispatched(*given).view_as(x)
+        order = counted(routing.experts, choice, self.total, self.ep, self.way, x.dtype)
+        # The device computes it while the host waits for counts. With one rank there is no wait,
+        # and a recomputation that ends with the shared expert does not repeat its last GEMM.
+        shared = self.of_shared(x) if self.ep.size > 1 else None
+        y = dispatched(tokens, routing.weights, order(), self.ep, self.experts).view_as(x)
+        if shared is None:
+            shared = self.of_shared(x)
+        return y if shared is None else y + shared
+
+    def of_shared(self, x: Tensor) -> Tensor | None:
+        """Returns the shared expert's result; None without one."""
         if self.shared is None:
-            return y
+            return None
         shared = self.shared(x, nn.Identity())
         if self.shared_gate is not None:
             shared = shared * torch.sigmoid(F.linear(x, self.shared_gate))
-        return y + shared
+        return shared

@@ -21,7 +21,7 @@ from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.device.grouped import has_grouped_kernels
 from parallel3d.models import ops
 from parallel3d.simulated_device.device import this_machine
-from parallel3d.simulated_device.machine import Observer
+from parallel3d.simulated_device.machine import Kernel, Observer
 from parallel3d.trainer import StepResult, Trainer
 from tests.distributed.cases import Case, Problem
 from tests.distributed.harness import Outcome, Sizes, make_trainer, plain_groups, run_cases
@@ -138,6 +138,38 @@ def waits_a_step(sizes: Sizes, case: Case) -> list[list[str]]:
         steps.append(found)
     groups.close()
     return steps
+
+
+class BehindCounts(Observer):
+    """Counts the matrix products that the host launches between the copy of a layer's counts and
+    its wait for them."""
+
+    PRODUCTS = ("mm", "addmm", "linear", "matmul")
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self._launched = 0
+
+    def kernel(self, kernel: Kernel) -> None:
+        if kernel.name == "copy to the host":
+            self._launched = 0
+        self._launched += kernel.name in self.PRODUCTS
+
+    def host_wait(self, why: str) -> None:
+        if any(Path(f.filename).name == "choice.py" for f in traceback.extract_stack(limit=20)):
+            self.found.append(self._launched)
+
+
+def products_behind_counts(sizes: Sizes, case: Case) -> list[int]:
+    """Returns the matrix products behind which each wait for counts of a step is hidden."""
+    groups = plain_groups(Layout(*sizes))
+    trainer = make_trainer(case, groups)
+    observer = BehindCounts()
+    this_machine().observers.append(observer)
+    trainer.train_step()
+    this_machine().observers.remove(observer)
+    groups.close()
+    return observer.found
 
 
 def warned_of_a_step(case: Case) -> list[str]:

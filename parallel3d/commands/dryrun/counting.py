@@ -133,14 +133,15 @@ COLLECTIVES = {  # the simulated device's names, and those of `bus_factor`
 }
 aten = torch.ops.aten
 _ALIKE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
-# FLOPs of grouped products; every row belongs to a group.
-GROUPED: dict[Any, Callable[..., float]] = {
+# FLOPs of grouped products, in which every row belongs to a group, and of those with fp32 results.
+PRODUCTS: dict[Any, Callable[..., float]] = {
     torch.ops.parallel3d.grouped_matmul: lambda ends, rows, matrices: (
         2.0 * rows.shape[0] * matrices.shape[1] * matrices.shape[2]
     ),
     torch.ops.parallel3d.add_products: lambda out, ends, a, b: (
         2.0 * a.shape[0] * a.shape[1] * b.shape[1]
     ),
+    torch.ops.parallel3d.wide_linear: lambda x, weight: 2.0 * x.numel() * weight.shape[0],
 }
 
 
@@ -309,8 +310,8 @@ class StepCounter(Observer):
             flops = 2.0 * ATTENTION[kernel.name] * batch * heads * length * keys * width
             return "attention", flops, self.dtypes[q.dtype], width
         packet = operator.overloadpacket
-        if packet in GROUPED:
-            return "gemm_layers", GROUPED[packet](*args), self.dtypes[args[-1].dtype], 0
+        if packet in PRODUCTS:
+            return "gemm_layers", PRODUCTS[packet](*args), self.dtypes[args[-1].dtype], 0
         count = flop_registry.get(_ALIKE.get(packet, packet))
         if count is None:
             return part, 0.0, "", 0

@@ -58,3 +58,7 @@ def test_a_cpu_is_not_an_accelerator() -> None:
         accelerator.make_current(device)
         accelerator.synchronize(device)
     assert accelerator.is_accelerator(torch.device("xpu", 0))
+
+
+def test_numbers_on_the_host_are_read_as_they_are() -> None:
+    assert accelerator.Reading(torch.tensor([3, 1, 2])).values() == [3, 1, 2]
