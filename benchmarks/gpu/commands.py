@@ -140,11 +140,11 @@ def cluster_of(name: str) -> list[str]:
     return [f"cluster={preset}" for word, preset in known.items() if word in name][:1]
 
 
-def compared(foretold: Row, measured: Row) -> Row:
+def compared(foretold: Row, measured: Row, peak_off: float = PEAK_OFF) -> Row:
     """Compares peak memory and seconds of a dry run with a run's, relative to the run's."""
     figures: Row = {"dryrun": foretold}
     said, is_near = [], True
-    for key, limit in (("peak_bytes", PEAK_OFF), ("seconds", SECONDS_OFF)):
+    for key, limit in (("peak_bytes", peak_off), ("seconds", SECONDS_OFF)):
         if not measured.get(key) or foretold.get(key) is None:
             continue
         off = foretold[key] / measured[key] - 1.0

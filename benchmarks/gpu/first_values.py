@@ -28,6 +28,7 @@ from parallel3d.context_parallel import attention, document_attention
 from parallel3d.data.loader import documents_of
 from parallel3d.data.sampler import Sample
 from parallel3d.device import fused
+from parallel3d.experts import choice
 from parallel3d.models import dropout, layers, ops
 from parallel3d.models import dropout as dropped_attention
 from parallel3d.models.attention import attend
@@ -55,6 +56,8 @@ class Shapes:
     ffn: int
     vocabulary: int
     tokens: int  # tokens of a chunk of the loss
+    chosen: int  # experts of a token, in OLMoE
+    expert_width: int
 
     @property
     def hidden(self) -> int:
@@ -65,8 +68,8 @@ class Shapes:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-FULL = Shapes(2, 4096, 32, 8, 64, 8192, 128256, 2048)
-TINY = Shapes(2, 64, 4, 2, 16, 96, 301, 64)
+FULL = Shapes(2, 4096, 32, 8, 64, 8192, 128256, 2048, 8, 1024)
+TINY = Shapes(2, 64, 4, 2, 16, 96, 301, 64, 2, 24)
 
 
 def plain(function: Any) -> Callable[..., Any]:
@@ -162,6 +165,18 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
     yield "geglu", Comparison(ops.geglu_forward, (gate_up,))
     yield "geglu backward", Comparison(ops.geglu_backward, (of_ffn, gate_up))
     del gate_up, of_ffn
+
+    slots = (batch * sequence, shapes.chosen)
+    rows = slots[0] * slots[1]
+    inner, of_rows = random(rows, 2 * shapes.expert_width), random(rows, shapes.expert_width)
+    scores = torch.rand(rows, device=device)
+    yield "weighed SwiGLU", Comparison(ops.weighed_forward, (inner, scores, "swiglu"))
+    of_weighed = (of_rows, inner, scores, "swiglu")
+    yield "weighed SwiGLU backward", Comparison(ops.weighed_backward, of_weighed)
+    del inner, of_rows
+    order = torch.randperm(rows, device=device).view(slots)
+    order[::5, 0] = rows  # an expert of another rank
+    yield "sum of slots", Comparison(choice.sum_of_slots, (random(rows, hidden), order))
 
     qkv = random(batch, sequence, shapes.projected)
     angle = random(sequence, 1, shapes.head_dim // 2, dtype=torch.float32)
@@ -408,12 +423,12 @@ def weight_gradient(given: Given) -> Row:
     return judged(is_right and fast, found, figures)
 
 
-def losses(given: Given, precision: str) -> Row:
-    """Runs five steps of llama_tiny on the device and on the CPU."""
+def losses(given: Given, precision: str, name: str = "llama_tiny") -> Row:
+    """Runs five steps of a small preset on the device and on the CPU."""
     runs = []
     with every_size_fused(), _fallbacks() as fallbacks:
         for device in (given.device, torch.device("cpu")):
-            model = model_of("llama_tiny", given.steps())
+            model = model_of(name, given.steps())
             trainer = trainer_of(model, device, 2, 4, precision)
             runs.append([trainer.train_step() for _ in range(5)])
     off = {

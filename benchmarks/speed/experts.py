@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.peers.mixtures import of_transformers, take, transformers_mixture
 from parallel3d.comm.group import SINGLE
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.schema import Config, ModelConfig
@@ -88,26 +89,8 @@ def our_step() -> tuple[Callable[[], float], dict[str, Tensor]]:
 
 def their_step(way: str, weights: Mapping[str, Tensor]) -> Callable[[], float]:
     """Returns the same step of transformers' model with our initial weights."""
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
-    config = OlmoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        num_experts=EXPERTS,
-        num_experts_per_tok=CHOSEN,
-        max_position_embeddings=LENGTH,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        eos_token_id=0,
-        pad_token_id=0,
-        experts_implementation=way,
-    )
-    theirs = OlmoeForCausalLM(config)
-    take(theirs, weights)
+    theirs = transformers_mixture(model(), way, torch.device("cpu"))
+    take(theirs, of_transformers(model(), weights))
     optimizer = torch.optim.AdamW(theirs.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0)
     source = RandomTokens()
     tokens = torch.stack([torch.from_numpy(source.sample(i).tokens) for i in range(SEQUENCES)])
@@ -123,35 +106,6 @@ def their_step(way: str, weights: Mapping[str, Tensor]) -> Callable[[], float]:
         return loss.item()
 
     return step
-
-
-@torch.no_grad()
-def take(theirs: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copies our weights, by name, into transformers' model."""
-    own = dict(theirs.named_parameters())
-    pairs = {
-        "model.embed_tokens.weight": "embedding.word.weight",
-        "model.norm.weight": "final_norm.weight",
-        "lm_head.weight": "head.weight",
-    }
-    for i in range(LAYERS):
-        there, here = f"model.layers.{i}", f"layers.{i}"
-        for a, b in {"q": "q", "k": "k", "v": "v", "o": "out"}.items():
-            pairs[f"{there}.self_attn.{a}_proj.weight"] = f"{here}.attention.{b}.weight"
-        for part in ("q_norm", "k_norm"):
-            pairs[f"{there}.self_attn.{part}.weight"] = f"{here}.attention.{part}.weight"
-        pairs[f"{there}.input_layernorm.weight"] = f"{here}.input_norm.weight"
-        pairs[f"{there}.post_attention_layernorm.weight"] = f"{here}.mlp_norm.weight"
-        pairs[f"{there}.mlp.gate.weight"] = f"{here}.mlp.router.weight"
-        experts = [f"{here}.mlp.experts.{e}" for e in range(EXPERTS)]
-        both = [torch.cat([weights[f"{e}.{p}.weight"] for p in ("gate", "up")]) for e in experts]
-        own[f"{there}.mlp.experts.gate_up_proj"].copy_(torch.stack(both))
-        downs = [weights[f"{e}.down.weight"] for e in experts]
-        own[f"{there}.mlp.experts.down_proj"].copy_(torch.stack(downs))
-    for a, b in pairs.items():
-        own[a].copy_(weights[b])
-    missing = own.keys() - pairs.keys() - {n for n in own if ".mlp.experts." in n}
-    assert not missing, missing
 
 
 def layers() -> dict[str, Callable[[], float]]:
