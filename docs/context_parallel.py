@@ -16,8 +16,8 @@ from parallel3d.svg import GREY, INK, PALETTE, Canvas
 
 HERE = Path(__file__).resolve().parent
 RANKS = 4
-WIDTH = 768.0  # lengths of the documents in a sequence
-DOCUMENTS = (130, 26, 64, 9, 40, 111)  # numbers of tokens, 380 in all; four of padding follow
+WIDTH = 768.0  # width of a sequence in a drawing
+DOCUMENTS = (130, 26, 64, 9, 40, 111)  # lengths in tokens, 380 in all; four of padding follow
 GREYS = ("#e9ecef", "#ced4da")
 
 

@@ -155,7 +155,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         own_samples = self.train_source is not None
-        may_resume = self.config.run is not None  # only `restore` knows the start's position
+        may_resume = self.config.run is not None  # only `restore` knows whether the run resumes
         size = self.groups.layout.world_size
         config = check_config(self.config, size, own_samples=own_samples, may_resume=may_resume)
         if config.cp > 1 and config.context_parallel.style == "auto":  # subcommands resolve auto

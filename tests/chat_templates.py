@@ -319,7 +319,7 @@ def said(
     thinking: bool | None = None,
     learned: list[bool] | None = None,
 ) -> list[str] | None:
-    """Returns what is learned of a conversation; None if its template cannot show all of it.
+    """Returns the learned texts of a conversation; None if its template cannot show all of it.
 
     messages: role and content as text, tool_calls, reasoning_content. thinking: enable_thinking.
     """

@@ -1,6 +1,6 @@
 """Prepares every test process before torch is imported.
 
-It sets one thread, gloo on the loopback, a folder for what libraries leave behind, and the default
+It sets one thread, gloo on the loopback, a folder for leftovers of libraries, and the default
 actions of signals.
 """
 
@@ -19,7 +19,7 @@ import pytest
 from tests.garbage import collect_seldom
 from tests.times import Times
 
-gc.disable()  # until pytest has collected everything
+gc.disable()  # disabled until pytest has collected everything
 
 # Ranks share two cores: more threads per rank would only compete. Workers inherit both settings.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -36,7 +36,7 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # of xdist inherit both. TORCHINDUCTOR_CACHE_DIR, if set, keeps compiled kernels from session to
 # session.
 def remove(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # not in a process that was forked from it
+    if os.getpid() == owner:  # only in this process, not in one that was forked from it
         # Processes that are about to end may still write there.
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -62,7 +62,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A woken process does not preempt the one that woke it: there are more ranks than cores, which wake
 # each other all the time, and a seventh of their time went into that.
 if hasattr(os, "SCHED_BATCH"):
-    with contextlib.suppress(PermissionError):  # where a container allows no such call
+    with contextlib.suppress(PermissionError):  # a container may not allow the call
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

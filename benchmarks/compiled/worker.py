@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("calls", help="a file of `benchmarks.compiled.calls`")
     parser.add_argument("out", type=Path, help="the file to write")
     given = parser.parse_args()
-    load_guard()  # set before torch is imported
+    load_guard()  # must come before torch is imported
     from benchmarks.compiled.calls import load
 
     play = {"compile": compiled, "interpret": interpreted}[given.role]

@@ -57,7 +57,7 @@ LAUNCHERS: dict[str, type[Command]] = {
     "torchrun": TorchrunCommand,
     "slurm": SlurmCommand,
 }
-NODES = 8  # pids of two processes of a run, and of up to five that died
+NODES = 8  # two for the processes of a run, the others replace nodes that died
 TINY = (
     "model.num_layers=2",
     "model.hidden_size=32",

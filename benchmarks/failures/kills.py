@@ -42,16 +42,16 @@ class Result:
     launcher: str
     layout: str
     kills: list[Kill]
-    faults: list[dict[str, Any]]  # number of faults that its processes met
+    faults: list[dict[str, Any]]  # faults that its processes met
     starts: int
     restarts: int
     seconds: float
-    # SHA-256 of the weights, and of the optimizer's states in the last checkpoint
+    # By SHA-256: the final weights, and all tensors of the last checkpoint.
     weights_equal: bool
     steps_once: bool
-    losses_equal: bool  # losses of the validation set
+    losses_equal: bool  # of training and of the validation set
     tracebacks: int  # number of tracebacks in the output
-    set_aside: list[str]  # number of checkpoints reported as damaged
+    set_aside: list[str]  # checkpoints reported as damaged
     log: str = field(repr=False, default="")
 
     @property

@@ -139,7 +139,7 @@ def planned(given: Given, words: str, batch: int) -> dict[str, float]:
     layout.pop("sp", None)  # otherwise the planner would choose it from tp
     model = [word for word in TINY if word.startswith("model")] if given.is_tiny else []
     where = cluster_of(accelerator.name(given.device)) or ["cluster=dgx_h100"]
-    if model:  # the host of a preset has eight GPUs, which these ranks need not fill
+    if model:  # a tiny run has fewer ranks than the eight GPUs of a preset's host
         where.append(f"cluster.gpus_per_node={ranks_of(words)}")
     out = run("plan", *(model or ["model=llama3_8b"]), *where, f"global_batch_size={batch}",
               "cluster.nodes=1", "plan.confirm=0",

@@ -40,7 +40,7 @@ class Size:
     sequences: int  # number of sequences in a step
     micro_batches: tuple[int, ...]  # micro-batches, tried from the largest on
     precision: str
-    changes: dict[str, Any]  # number of layers of every model
+    changes: dict[str, Any]  # changed keys of every model
     shard_layers: int | None  # number of layers of a shard; None: the layout's
 
 

@@ -1,4 +1,5 @@
-"""Gives mutated inputs to each place where data enters, and compares with the right answer.
+"""Gives mutated inputs to each place where data enters, and compares the result with the right
+answer.
 
 The other fuzzers check that an input is accepted or refused in a sentence. Here each input carries
 its right answer: to accept one as something else is wrong, and so is to refuse an input that is

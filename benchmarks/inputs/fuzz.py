@@ -1,4 +1,5 @@
-"""Throws configurations at the command line's checks: each is accepted, or refused in one sentence.
+"""Throws configurations at the command line's checks, which must accept or refuse each in one
+sentence.
 
 Configurations are drawn over all keys (`fuzz_words`), composed as Hydra composes them and checked,
 all in this process; some run through `parallel3d train` as far as the run directory. These count as
@@ -82,7 +83,7 @@ def _trained(words: Sequence[str], folder: str) -> Outcome:
 
 
 def check_all(seed: int, count: int, composer: Composer) -> Iterator[tuple[str, Any, Outcome]]:
-    """Yields (way, what was drawn, outcome): every tenth also in Python, every hundredth also as a
+    """Yields (way, configuration, outcome); every tenth also in Python, every hundredth also as a
     command."""
     with tempfile.TemporaryDirectory(prefix="p3d-fuzz-") as folder:
         for number in range(count):

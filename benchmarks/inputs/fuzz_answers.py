@@ -36,7 +36,7 @@ from parallel3d.errors import UserError, readable
 from parallel3d.run.failure import full_stop
 
 SECONDS = 2.0
-LONGEST = 2000  # characters of a sentence
+LONGEST = 2000  # maximum number of characters of a sentence
 SAYS_WHAT_TO_DO = re.compile(
     "must|nearest|the default is|of the form|what fits|an even split|docs/configuration|give |set "
     "|instead|works|there are|lists"
@@ -51,7 +51,7 @@ class TooLong(BaseException):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one configuration: `text` is the sentence, or what is wrong."""
+    """The outcome of one configuration; `text` is the sentence, or a description of the bug."""
 
     kind: str
     text: str = ""
@@ -176,7 +176,7 @@ def judged(answer: Callable[[], Outcome], words: Sequence[str]) -> Outcome:
         )
     except TooLong:
         return Outcome(BUG, f"takes more than {SECONDS:g} s")
-    except Exception as error:  # this looks for any error
+    except Exception as error:  # any error is of interest here
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if "/parallel3d/" in frame.filename] or frames
         at = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}"
@@ -184,7 +184,7 @@ def judged(answer: Callable[[], Outcome], words: Sequence[str]) -> Outcome:
 
 
 def fault(sentence: str, words: Sequence[str]) -> str | None:
-    """Returns what is wrong with a refusal, None if nothing is."""
+    """Returns a fault of a refusal, or None."""
     if not sentence.isprintable():
         return "it contains control characters or several lines"
     if len(sentence) > LONGEST:

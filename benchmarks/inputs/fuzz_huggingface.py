@@ -2,9 +2,9 @@
 
     python -m benchmarks.fuzz_huggingface --count 300 --seed 1 [--families qwen3_moe mixtral]
 
-A folder is a tiny model of one of the families whose config.json, tensors and files are
-changed at random: keys are renamed, moved, doubled, contradicting, unknown or absurd. The model
-that `checkpoint import` reads from it, without its own comparison, is compared with transformers'
+A folder is a tiny model of one of the families, with random changes of config.json, tensors and
+files: keys are renamed, moved, doubled, contradictory, unknown or absurd. The model that
+`checkpoint import` reads from it, without its own comparison, is compared with transformers'
 logits. The exit code is 1 if any folder is read as another model, or if reading it breaks.
 """
 
@@ -46,7 +46,7 @@ WITH_EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "dots1", "glm4_moe
 KINDS = DENSE + DIALECTS + WITH_EXPERTS
 # Families that use_sliding_window gives a window.
 SWITCHED = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
-# Families whose layers of each kind have rope_parameters of their own.
+# Families with separate rope_parameters for each kind of layer.
 BY_KIND = ("olmo3", "gemma3_text")
 SIZES = {
     "vocab_size": 61,
@@ -72,7 +72,7 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
-# Names to which other families, versions or programs give a meaning.
+# Keys that have a meaning for other families, versions or programs.
 FOREIGN = """
     logit_scale embedding_multiplier attention_multiplier residual_multiplier logits_scaling
     final_logit_softcapping query_pre_attn_scalar attention_chunk_size sliding_window
@@ -137,7 +137,7 @@ class Case:
     """A folder before it is written.
 
     `doubled`: keys that occur once more in the text, before the others; `files`: name → its
-    tensors; `whole`: config.json of the vision model whose text part it is, without that.
+    tensors; `whole`: config.json of the vision model around it, without the text part.
     """
 
     kind: str
@@ -149,7 +149,8 @@ class Case:
     texts: dict[str, str] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
     whole: dict[str, Any] = field(default_factory=dict)
-    prefixes: tuple[str, str] = ("model.", "")  # of the text model's tensors, and of its head
+    # prefixes of the text model's tensors, and of its head
+    prefixes: tuple[str, str] = ("model.", "")
 
     def write(self, folder: Path) -> None:
         text = json.dumps(self.config)
@@ -228,7 +229,7 @@ def dialect(kind: str, rng: random.Random, rope: dict[str, Any]) -> dict[str, An
         found["rope_parameters"] = rope | {"partial_rotary_factor": part}
         if rng.random() < 0.5:
             found["original_max_position_embeddings"] = rng.choice((16, 32, 64))
-            found["rope_parameters"] = rope | long  # its lists follow, when the heads are known
+            found["rope_parameters"] = rope | long  # its lists are added when the heads are known
     else:
         found["rope_parameters"] = rope | scaled
     if kind == "ministral3":
@@ -306,7 +307,7 @@ def base(rng: random.Random, kinds: Sequence[str] = KINDS) -> Case:
             for key in ("sliding_window", "attn_logit_softcapping")
             if key in options and options[key] is None
         }
-        options["pad_token_id"] = None  # the default is no token of so small a vocabulary
+        options["pad_token_id"] = None  # such a small vocabulary lacks the default token
     if kind in WITH_EXPERTS:
         options |= experts(kind, rng)
     if kind in ("qwen3", "glm4_moe") or (
@@ -336,8 +337,8 @@ def base(rng: random.Random, kinds: Sequence[str] = KINDS) -> Case:
 
 
 def aliases(case: Case) -> None:
-    """Gives GPT-2's sizes the general names, instead of its own or in addition; for other families
-    they are unknown."""
+    """Gives GPT-2's sizes the general names, instead of its own or in addition; other families must
+    refuse the other names."""
     for general, own in GPT2_NAMES.items():
         where = case.rng.choice(("left", "renamed", "both", "contradicting"))
         if where == "left":
@@ -354,7 +355,7 @@ def aliases(case: Case) -> None:
 
 
 def rope_moved(case: Case) -> None:
-    """Writes the base and the scaling in the other spelling, in both, or contradicting."""
+    """Writes the base and the scaling in the other spelling, in both, or with a contradiction."""
     rope = case.config.pop("rope_parameters", None)
     if rope is None:
         case.config["rope_theta"] = 500.0
@@ -507,11 +508,11 @@ def files(case: Case) -> None:
     if what == 0:
         del case.texts["model.safetensors.index.json"]
         case.files["consolidated.safetensors"] = stale
-    elif what == 1:  # saved again over an old download
+    elif what == 1:  # as if saved again over an old download
         case.files = {"model.safetensors": case.tensors} | {
             file: {key: stale[key] for key in keys} for file, keys in parts.items()
         }
-    elif what == 2:  # a key in both files
+    elif what == 2:  # a key is in both files
         case.files["model-2.safetensors"][names[0]] = stale[names[0]]
     elif what == 3:
         named = rng.choice(("other.safetensors", "../x.safetensors", "other.bin", 7, None, ""))
@@ -524,7 +525,7 @@ def files(case: Case) -> None:
 
 
 def beside(case: Case) -> None:
-    """Adds files that are not the model's, some of which are still read."""
+    """Adds files that do not belong to the model, some of which are read nevertheless."""
     name = case.rng.choice(
         ("adapter_config.json", "pytorch_model.bin", "generation_config.json", "config.5.0.0.json")
     )
@@ -550,7 +551,7 @@ def random_case(seed: int, number: int, kinds: Sequence[str] = KINDS) -> Case:
     chosen = rng.sample(CHANGES, rng.choice((0, 1, 1, 1, 2, 2, 3)))
     for change in sorted(
         chosen, key=CHANGES.index
-    ):  # files come last, as they are made from the final tensors
+    ):  # files come last, because they are made from the final tensors
         change(case)
         case.changes.append(change.__name__)
     return case
@@ -576,8 +577,8 @@ def logits_of_import(folder: Path) -> tuple[Tensor, Tensor]:
 
 
 def outcome(case: Case) -> tuple[str, str]:
-    """Returns how a folder was read: "equal", "refused", "unproven", "DIFFERENT", "CRASH"; and the
-    words.
+    """Returns the outcome of reading a folder ("equal", "refused", "unproven", "DIFFERENT",
+    "CRASH") and its message.
 
     Unproven: transformers does not load or run it, so the proof refuses it.
     """

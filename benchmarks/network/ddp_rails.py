@@ -20,7 +20,7 @@ from tests.e2e.rails import Rails, why_not
 
 SLOTS = [f"h{host}g0" for host in range(1, 9)]
 SIZES = ("cluster.nodes=8", "cluster.gpus_per_node=1", "placement=default", "device=cpu")
-# For ranks that are forked from a process which has imported torch.
+# Code of ranks that are forked from a process with torch imported.
 FIGURES = "import runpy; runpy.run_module('benchmarks.figures.ddp', run_name='__main__')"
 WIRES = ("cluster.nvlink_interface=nvl0", "cluster.rail_interface=rail*")
 

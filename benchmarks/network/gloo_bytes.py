@@ -66,9 +66,9 @@ def run(rank: int, n: int, mib: int) -> None:
     for op, call in calls(rank, n, nbytes // 4).items():
         call()  # the first call also connects
         dist.barrier()
-        time.sleep(0.5)  # until no rank sends any more
+        time.sleep(0.5)  # waits until no rank sends any more
         before = sent_on_loopback()
-        time.sleep(0.3)  # until every rank has read the counter
+        time.sleep(0.3)  # waits until every rank has read the counter
         call()
         time.sleep(1.0)
         sent = sent_on_loopback() - before

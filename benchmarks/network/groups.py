@@ -63,7 +63,7 @@ def measure(ranks: int, repeats: int) -> Row:
     dist.destroy_process_group()
     everywhere = sum(
         len(layout.groups(*dims))
-        # Counted twice, for both ends.
+        # It is counted twice, for both ends.
         for dims in (("tp",), ("dp",), ("pp",), ("pp",), ("tp", "cp", "dp", "pp"))
     )
     members = sum(map(len, own))
@@ -85,7 +85,8 @@ def main() -> None:
     rows = []
     print("| ranks | tp | pp | dp | groups in all | of one rank | its members | time on one rank |")
     print("|---|---|---|---|---|---|---|---|")
-    for ranks in LAYOUTS:  # each in a process of its own: nothing is cached from the preceding one
+    # each world in its own process, so that nothing is cached from the preceding one
+    for ranks in LAYOUTS:
         command = [sys.executable, __file__, "--ranks", str(ranks), "--repeats", str(given.repeats)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         row = Row(**json.loads(done.stdout))

@@ -4,8 +4,8 @@
 
 Both wrap the same module on the same ranks (CPU, gloo, fp32, one thread per rank) with the same
 options: PyTorch's defaults, and `find_unused_parameters` where a module needs it. A round is a few
-steps of the one and then of the other. The time of a step is that of its slowest rank. A row is the
-median over all steps, and its spread is the ratio of the two in each round. Before that the
+steps of one wrapper and then of the other. The time of a step is that of its slowest rank. A row is
+the median over all steps, and its spread is the ratio of the two in each round. Before that the
 gradients of both are compared, as the largest difference over the largest gradient.
 """
 
@@ -126,7 +126,7 @@ def inputs_of(kind: str, rank: int) -> tuple[Tensor, Tensor]:
 
 
 class Side:
-    """One of the two contenders, with its own copy of the module."""
+    """One of the two wrappers, with its own copy of the module."""
 
     def __init__(self, name: str, theirs: bool, more: dict) -> None:
         make, self.kind, options = MODULES[name]

@@ -1,7 +1,9 @@
-"""Times steps of pipelines next to PyTorch's own schedules, in turns (see `pipeline.py`). All
-contenders of a row run at the same time, and all but one of them are stopped (SIGSTOP). A turn can
-then be a few steps, so that a disturbance of the machine that lasts longer affects all of them
-equally."""
+"""Times steps of pipelines next to PyTorch's own schedules, in turns (see `pipeline.py`).
+
+All contenders of a row run at the same time, and all but one of them are stopped (SIGSTOP). A turn
+can then be a few steps, so that a disturbance of the machine that lasts longer affects all of them
+equally.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,10 @@ from parallel3d.schedules.schedule import LOOPED, V_SHAPED, make
 from parallel3d.schedules.walk import Costs, time_orders
 
 SAMPLES = 2
-STEPS = 10**6  # longer than any turn takes: contenders are ended then
-WARMUP = 3  # steps before the turns
-TURN = 3  # steps of a turn; the first, during which the contender was stopped, does not count
+STEPS = 10**6  # longer than any turn takes; after this time contenders are ended
+WARMUP = 3  # number of steps before the turns
+# number of steps of a turn; the first, during which the contender was stopped, does not count
+TURN = 3
 # PyTorch's flags by name. Its zero-bubble schedules do not compile.
 THEIRS = {
     "1F1B": [],
@@ -52,7 +55,7 @@ OUR_SCHEDULES = {  # every contender is compiled
 
 @dataclass
 class Setting:
-    """What the contenders of a row have in common. `overrides`: keys for our side."""
+    """The settings that the contenders of a row share. `overrides`: keys for our side."""
 
     pp: int
     microbatches: int
@@ -179,9 +182,9 @@ def compare_with_peer(
     contenders: tuple[Sequence[str], Sequence[str]],
     overrides: Sequence[str],
 ) -> None:
-    """Prints a table of our schedules and PyTorch's. `precision`: bf16 is autocast over fp32
-    weights there, and bf16 parameters with fp32 masters here. If one of PyTorch's schedules fails,
-    the table names it; if one of ours fails, the run ends."""
+    """Prints a table of our schedules and PyTorch's. With `precision` bf16, PyTorch uses autocast
+    over fp32 weights, and we use bf16 parameters with fp32 masters. If one of PyTorch's schedules
+    fails, the table names it; if one of ours fails, the run ends."""
     facts = f"commit {commit()}, torch {torch.__version__}, {os.cpu_count()} cores"
     print(f"{facts}, {platform.machine()}; `{' '.join(['python', *sys.argv])}`\n")
     print("| pp | micro-batches | parallel3d, ms | PyTorch, ms | ratio of the best |")

@@ -1,8 +1,10 @@
-"""`python -m benchmarks.planner.context_prices`: prints the planner's prices of long sequences. For
-each length and number of context-parallel ranks it prints the best layout of the GPUs, its step,
-the memory of the fullest GPU, and how long a layer waits in a micro-batch for the tokens of other
-ranks in each style, next to the time of its attention. Steps have the same number of tokens at
-every length. These prices have not been compared with measurements on GPUs."""
+"""Prints the planner's prices of long sequences: `python -m benchmarks.planner.context_prices`.
+
+For each length and number of context-parallel ranks it prints the best layout of the GPUs, its
+step, the memory of the fullest GPU, and how long a layer waits in a micro-batch for the tokens of
+other ranks in each style, next to the time of its attention. Steps have the same number of tokens
+at every length. These prices have not been compared with measurements on GPUs.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""`python -m benchmarks.planner.dryrun_tables`: prints the tables of docs/dryrun.md as Markdown. It
-runs `parallel3d dryrun` once for each row, one after the other, and prints the rows with the
-commands, the commit and the machine. It needs no GPU, and takes some minutes of one core."""
+"""Prints the tables of docs/dryrun.md: `python -m benchmarks.planner.dryrun_tables`.
+
+It runs `parallel3d dryrun` once for each row, one after the other, and prints the rows with the
+commands, the commit and the machine. It needs no GPU, and takes some minutes of one core.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,7 @@ def _times(f: dict[str, Any]) -> list[str]:
 
 
 def markdown(found: Sequence[tuple[Row, dict[str, Any]]]) -> str:
-    """Returns the tables, and how they were made."""
+    """Returns the tables, with a description of how they were made."""
     good = [(row, f) for row, f in found if "failed" not in f]
     head = ["", "peak GB", "fits", "start GB", "launches", "GB moved", "TFLOP", "step ms", "MFU"]
     head += ["took s"]

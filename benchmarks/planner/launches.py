@@ -22,8 +22,10 @@ from parallel3d.config.schema import Config
 from parallel3d.estimate.search import planned
 from parallel3d.estimate.traffic import transfers
 
-_CHUNK, _CHUNKS = 65536, 320  # elements of a chunk, and chunks of one multi-tensor launch
-_LISTS = {"norm": 110, "adamw": 36, "sgd": 48, "ema": 64}  # tensors of one multi-tensor launch
+# number of elements of a chunk, and of chunks in one multi-tensor launch
+_CHUNK, _CHUNKS = 65536, 320
+# maximum number of tensors in one multi-tensor launch
+_LISTS = {"norm": 110, "adamw": 36, "sgd": 48, "ema": 64}
 
 
 def launches(config: Config, index: int, data_rank: int = 0) -> dict[str, float]:
@@ -57,8 +59,9 @@ def launches(config: Config, index: int, data_rank: int = 0) -> dict[str, float]
 
 
 def _calls(rank: PipelineRank) -> int:
-    """Counts the kernel calls in one forward of a layer's attention. Consecutive queries whose keys
-    do not overlap are those of a sequence's second part and those of the next sequence's first."""
+    """Counts the kernel calls in one forward of a layer's attention. One call serves consecutive
+    queries whose keys do not overlap: the second part of a sequence and the first part of the next
+    one."""
     blueprint = rank.blueprint
     style = blueprint.layer.cp_style
     if blueprint.layout.cp == 1 or style == "heads":
@@ -121,14 +124,14 @@ def _blocks(rank: PipelineRank, copies: int) -> int:
         plain = _forward(ops.plain, copies) + _backward(ops.plain, copies)
         found += (layers - more) * plain
     learned, norm = _adds_positions(rank.blueprint), NORMS[model.norm]
-    last = norm.forward + norm.backward + rank.fully_sharded  # norm of the head
+    last = norm.forward + norm.backward + rank.fully_sharded  # the norm of the head
     # FSDP2's gradients of experts are summed in fp32 and rounded; the auxiliary loss's are copied
     # for several sequences.
     several = rank.blueprint.balance.aux_loss > 0 and rank.blueprint.micro_batch_size > 1
     found += _expert_layers(rank) * (4 * rank.fully_sharded + several)
     # A deferred gradient of experts computes its activations and gathers its rows again.
     found += _expert_layers(rank) * 2 * rank.blueprint.pipeline.schedule().splits_backward
-    if rank.sp and rank.blueprint.layout.cp == 1:  # the tokens' positions in each forward
+    if rank.sp and rank.blueprint.layout.cp == 1:  # positions of the tokens in each forward
         for of in rank.kinds:
             again = any(op.name == "mlp.router" for op in rank.ops[of.kind].repeated)
             found += of.kind.experts * (of.layers + again * of.recomputed)
@@ -156,13 +159,13 @@ def _other(rank: PipelineRank, copies: int) -> int:
 
 
 def _balance(rank: PipelineRank) -> int:
-    """Counts launches of the experts' balance outside of their layers."""
+    """Counts launches for the experts' balance outside their layers."""
     blueprint, settings = rank.blueprint, rank.blueprint.balance
     layers = _expert_layers(rank)
     if not blueprint.model.num_experts:
         return 0
     found = 1 + 2 * layers  # the sums of all layers
-    if layers:  # each micro-batch's lengths, and the scales of its losses
+    if layers:  # lengths of each micro-batch, and the scales of its losses
         each = 1 + (settings.aux_loss > 0) + 3 * (settings.z_loss > 0)
         found += blueprint.microbatches * each + 1 + (settings.z_loss > 0)
     each = 10 + 4 * (rank.data_rank == 0)  # the first rank also reports the range of the biases
@@ -212,7 +215,7 @@ def _optimizer(rank: PipelineRank) -> int:
     replicated = sum(s.replicated for s in segments)
     if rank.fully_sharded:
         return found + 1 + (_expert_layers(rank) > 0) + rank.sp * (1 + replicated)
-    # By its matmul or look-up.
+    # The matmul or the look-up does so.
     in_place = (p.columns > 1 and not p.name.endswith(".shared_gate") for p in rank.parameters)
     by_autograd = len(rank.parameters) - sum(in_place) + rank.first * _adds_positions(blueprint)
     copies = len(segments) if rank.item < rank.grad_item else 0
@@ -246,7 +249,7 @@ def _pieces(rank: PipelineRank, segment: FlatShard) -> tuple[int, int]:
     """Counts the pieces of a segment and the chunks of full tensors in them, as
     `parameters/rounding.py` cuts them."""
     pieces, chunks, offset = 1, 0, 0
-    start: int | None = None  # of the first chunk of the last piece
+    start: int | None = None  # first element of the first chunk in the last piece
     for p, first, count in segment.spans:
         for at, rows, columns in _chunks(p, _full_rows(rank, p), first, count):
             step = max(1, PIECE // columns)
@@ -300,5 +303,5 @@ def _over(sizes: Iterable[int], tensors_a_launch: int) -> int:
 
 
 def _adds_positions(blueprint: Blueprint) -> bool:
-    """Tells whether learned positions are added without a look-up; with cp they are looked up."""
+    """Returns whether learned positions are added without a look-up; with cp they are looked up."""
     return blueprint.model.position_embedding == "learned" and blueprint.layout.cp == 1

@@ -1,6 +1,8 @@
-"""`python -m benchmarks.planner.longest`: finds the longest sequence that fits into a GPU. It uses
-the planner's bound of memory (`estimate/memory.py`) for a model and layout given on the command
-line; with `--played` it also runs the longest ones as dry runs. No GPU is needed."""
+"""Finds the longest sequence that fits into a GPU: `python -m benchmarks.planner.longest`.
+
+It uses the planner's bound of memory (`estimate/memory.py`) for a model and layout given on the
+command line; with `--played` it also runs the longest ones as dry runs. No GPU is needed.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""`python -m benchmarks.planner.plan_dryrun`: compares the planner's figures with those of
-`dryrun`. It samples presets × layouts × schedules × zero × recompute, runs one rank of each on
-tensors without values, and prints a row for each: the figures of the dry run, and by how much the
-planner's differ. The planner's memory (`estimate/memory.py`) is a bound, hardly ever below that of
-the dry run. Models keep their widths and get `--layers` layers per stage, since the time of a dry
-run grows with its launches. No GPU is needed; a row takes about a second of one core."""
+"""Compares the planner's figures with `dryrun`'s: `python -m benchmarks.planner.plan_dryrun`.
+
+It samples presets × layouts × schedules × zero × recompute, runs one rank of each on tensors
+without values, and prints a row for each: the figures of the dry run, and the planner's relative
+differences. The planner's memory (`estimate/memory.py`) is a bound, which is hardly ever below the
+dry run's. Models keep their widths and get `--layers` layers per stage, since the time of a dry run
+grows with its launches. No GPU is needed; a row takes about a second of one core.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 4), (8, 2))  # tp
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "interleaved", "interleaved_zb", "zbv", "v_half")
 RECOMPUTE = ("none", "selective", "full", "[norm,activation]", "[mlp]", "[norm,attention,mlp]")
 NAMES = ("memory", "launches", "bytes sent", "pinned memory")
-ROUNDED = 1e-9  # per cent; these are sums of floats
+ROUNDED = 1e-9  # in per cent; both are sums of floats
 Keys = dict[str, Any]
 
 
@@ -71,7 +73,7 @@ def configured(keys: Keys) -> CommandConfig:
 def sample(seed: int, layers: int, experts: bool = False) -> Iterator[Keys]:
     """Yields cases without end, each of which can run; equal seeds give equal cases.
 
-    `experts`: of models with experts in place of MLPs.
+    `experts`: only models with experts in place of MLPs.
     """
     chance, more = random.Random(seed), random.Random(seed)
     while True:
@@ -106,7 +108,7 @@ def sample(seed: int, layers: int, experts: bool = False) -> Iterator[Keys]:
 
 
 def mixture(chance: random.Random, keys: Keys) -> Keys:
-    """Returns the keys of random experts in a layout; they may not work together."""
+    """Returns keys of random experts in a layout; they may contradict each other."""
     count, chosen = chance.choice(((8, 2), (16, 4), (64, 8)))
     sigmoid = chance.random() < 0.4
     model: Keys = {
@@ -195,7 +197,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(row, flush=True)
     table = np.array(errors)
     print()
-    even = [options.launches, 0.0, 3.0]  # all names but memory
+    even = [options.launches, 0.0, 3.0]  # all figures but memory
     limits = np.array([[-options.below, options.above], *([-n, n] for n in even)])
     least, most = (limits + np.array([-ROUNDED, ROUNDED])).T
     within = (least <= table) & (table <= most)

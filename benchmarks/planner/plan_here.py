@@ -59,7 +59,7 @@ WORLDS = (2, 4, 8)
 
 @dataclass
 class Same:
-    """Samples that take no time to make."""
+    """A source of samples that take no time to make."""
 
     seq_length: int
 
@@ -127,7 +127,7 @@ def contenders(file: str) -> list[Config]:
 
 
 def alone(file: str) -> list[Config]:
-    """Returns models on one rank, with their micro-batch, global batch and changed model keys."""
+    """Returns models for one rank, with their micro-batch, global batch and changed model keys."""
     gpt = {"activation": "gelu", "norm": "layernorm", "position_embedding": "learned"}
     shapes: tuple[tuple[int, int, dict[str, Any]], ...] = (
         (1, 4, {}),

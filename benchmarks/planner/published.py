@@ -38,13 +38,13 @@ from parallel3d.estimate.fitted_cost import ENGINES, FILE, Constants
 
 Array = NDArray[np.float64]
 FOLDS = 6
-SHARE = (0.1, 0.9)  # quantiles: a range covers 80 % of left-out rows
+SHARE = (0.1, 0.9)  # quantiles, so that a range covers 80 % of left-out rows
 WITH_MEMORY = ("nanotron_playbook", "bigscience_bloom_3d", "torchtitan")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the measured runs cover: values of `StepWork`, and the largest number of GPUs by
+    """The range of measured runs: values of `StepWork`, and the largest number of GPUs by
     engine."""
 
     speed: list[float]
@@ -95,13 +95,13 @@ def folds(runs: Sequence[Run], kind: Callable[[Run], float] | None = None) -> li
 
 @dataclass
 class Held:
-    """The prediction of each run, by constants that were fitted without its fold."""
+    """Predictions of each run, by constants that were fitted without its fold."""
 
     seconds: Array
-    gib: Array  # as the run's source reports it
+    gib: Array  # memory as the run's source reports it
     fits: NDArray[np.bool_]
     fold: list[int]
-    novel: list[str]  # key of `ranges`
+    novel: list[str]  # novelty, a key of `ranges`
 
 
 def left_out(runs: Sequence[Run], fold: list[int]) -> Held:
@@ -241,7 +241,7 @@ def memory_lines(runs: Sequence[Run], held: Held) -> list[str]:
 
 
 def fits(run: Run, gib: float, values: dict[str, float]) -> bool:
-    """Tells whether a run with this peak is expected to end well."""
+    """Returns whether a run with this peak is expected to succeed."""
     room = run.candidates[0]["memory_bytes"] / 2**30 * values["memory.full"]
     return bool(run.runs and gib < room)
 

@@ -1,5 +1,5 @@
-"""Fits the planner's constants: damped Gauss-Newton on logarithms, with guesses as priors and
-outliers weighed down. One set of constants holds for all rows; the fit does not know which table a
+"""Fits the planner's constants: damped Gauss-Newton on logarithms, with guesses as priors and less
+weight for outliers. One set of constants holds for all rows; the fit does not know which table a
 row comes from."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ EXPERT_GUESSES: dict[str, tuple[float, float]] = {
     "experts.wait_us": (60.0, 0.7),  # until the host knows the rows, for each pass
     "experts.launch_us": (900.0, 0.7),  # host time for the experts of a layer
 }
-PER_SPEED = {"rate": (0.8, 0.25)}  # of a large GEMM, as a fraction of the datasheet's peak
+PER_SPEED = {"rate": (0.8, 0.25)}  # rate of a large GEMM, as a fraction of the datasheet's peak
 PER_NETWORK = {
     "rate": (0.55, 0.35),
     "latency_us": (25.0, 0.8),
@@ -66,9 +66,9 @@ PER_NETWORK = {
 PER_ENGINE = {
     "launch_us": (300.0, 0.8),  # host time for a layer, forward and backward
     "launch_tp_us": (300.0, 1.0),  # additional time with tp
-    "batch_us": (1000.0, 1.0),  # for a micro-batch
-    "hop_us": (200.0, 1.0),  # for a message to the next stage
-    "slowest_us": (300.0, 1.0),  # for a layer at tp = 8, where the slowest host counts
+    "batch_us": (1000.0, 1.0),  # host time for a micro-batch
+    "hop_us": (200.0, 1.0),  # host time for a message to the next stage
+    "slowest_us": (300.0, 1.0),  # host time for a layer at tp = 8, where the slowest host counts
     "flash": (0.45, 0.4),  # attention's fraction of a GEMM's rate over the causal half
     # Odds that gradients, and zero 1's parameters, are hidden, with overlap.
     "dp_hidden": (2.0, 1.0),
@@ -95,8 +95,8 @@ def time_guesses() -> dict[str, tuple[float, float]]:
     return found
 
 
-# The relative error above which a row of a set counts as an outlier, by what its source says of its
-# noise.
+# The relative error above which a row of a set counts as an outlier, by the noise that its source
+# states.
 NOISE = {
     "nanotron_playbook": 0.12,
     "narayanan_sc21": 0.04,
@@ -143,7 +143,7 @@ class Table:
         return memory.memory(self.work, values).total[self.starts] / memory.GIB
 
     def reported(self, values: Mapping[str, float]) -> Array:
-        """Returns the peak in GiB of the GPU that the run's source looks at."""
+        """Returns the peak in GiB of the GPU that the run's source measured."""
         found = memory.memory(self.work, values)
         first = np.array([run.reports_first for run in self.runs])
         peak = np.where(first, found.first[self.starts], found.total[self.starts]) / memory.GIB
@@ -227,7 +227,7 @@ def fit_times(
 
 
 def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Fits the constants of `published_memory.py` to measured peaks, by their names there."""
+    """Fits the constants of `published_memory.py` to measured peaks; returns them by name."""
     used = [run for run in runs if run.memory_gib]
     rows = Table.of(used)
     target = np.array([run.memory_gib for run in used], dtype=float)
@@ -237,9 +237,9 @@ def fit_memory(runs: Sequence[Run], start: Mapping[str, float] | None = None) ->
 
 
 def fit_room(runs: Sequence[Run], values: Mapping[str, float]) -> float:
-    """Returns the share of a GPU's memory that best separates runs that ended well from others.
-    Among shares that separate about equally well it takes the smallest, since a layout that fails
-    is the worst choice."""
+    """Returns the share of a GPU's memory that best separates successful runs from others. Among
+    shares that separate about equally well it takes the smallest, since a layout that fails is the
+    worst choice."""
     asked = [run for run in runs if run.fits is not None and run.runs]
     guess = memory.GUESSES["full"][0]
     if len({run.fits for run in asked}) < 2:

@@ -1,5 +1,7 @@
-"""Fits formulas to the peak memory of published runs. The planner's own formula, with nothing
-fitted, is in `parallel3d/estimate/memory.py`."""
+"""Formulas for the peak memory of published runs, with fitted constants.
+
+The planner's own formula, without fitted constants, is in `parallel3d/estimate/memory.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,29 @@ GIB = 2.0**30
 
 # name → (guess, spread of its logarithm); fitted on measured peaks.
 GUESSES: dict[str, tuple[float, float]] = {
-    "state.gradients": (1.2, 0.3),  # of a gradient's bytes, on every data-parallel rank
-    "state.sharded": (12.0, 0.2),  # master and moments, sharded by zero 1
+    "state.gradients": (1.2, 0.3),  # share of a gradient's bytes, on every data-parallel rank
+    "state.sharded": (12.0, 0.2),  # bytes of master and moments, sharded by zero 1
     "state.gathered": (2.0, 0.7),  # buffers of zero 1, bytes per parameter
     "layer.whole": (4.0, 0.7),  # bytes per token and hidden element on every tensor-parallel rank
     "layer.kept": (2.5, 0.4),  # bytes per element that a layer's operations keep until its backward
-    "layer.selective": (0.5, 0.5),  # fraction of those kept under selective recomputation
-    "stage.whole": (4.0, 0.8),  # per token and hidden element of a micro-batch in flight
+    "layer.selective": (0.5, 0.5),  # fraction of these that is kept under selective recomputation
+    "stage.whole": (4.0, 0.8),  # bytes per token and hidden element of a micro-batch in flight
     "stage.cut": (8.0, 0.8),  # the same, sharded over tp
-    "logits": (8.0, 0.5),  # per logit of the last stage
-    "scratch": (2.0, 0.7),  # per such element, once, while there are no logits
+    "logits": (8.0, 0.5),  # bytes per logit of the last stage
+    "scratch": (2.0, 0.7),  # bytes per such element, once, while there are no logits
     "slack": (1.05, 0.1),  # overhead of the allocator
-    "base_gib": (1.5, 0.5),  # communicators, workspaces
-    "outside_gib": (5.0, 0.5),  # counted by the driver only: context, NCCL
+    "base_gib": (1.5, 0.5),  # GiB of communicators and workspaces
+    "outside_gib": (5.0, 0.5),  # GiB that only the driver counts: context, NCCL
     "tight": (0.85, 0.1),  # share of memory above which the allocator frees and retries
-    "stall_s": (0.5, 0.5),  # seconds that this costs per micro-batch of a pipeline
+    "stall_s": (0.5, 0.5),  # seconds that such retries cost per micro-batch of a pipeline
     "full": (0.92, 0.1),  # share of a GPU's memory above which a run does not fit
 }
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of the fullest GPU, of its stage's state and activations, and of the first stage's GPU;
-    `stage`: 0 for the first, 1 for one between, 2 for the last."""
+    """Bytes of the fullest GPU, of its stage's state and activations, and of the first stage's GPU.
+    `stage`: 0 is the first, 1 one between, 2 the last."""
 
     total: Number
     state: Number
@@ -118,7 +120,7 @@ def _kept(work: StepWork, v: Mapping[str, float]) -> Any:
 
 
 def _saved(work: StepWork, v: Mapping[str, float]) -> Any:
-    """Returns the activation bytes a token of one layer without recomputation."""
+    """Returns the activation bytes per token of one layer without recomputation."""
     saved = work.hidden * v["layer.whole"] + v["layer.kept"] * _kept_elements(work)
     scores = work.widths.heads * np.minimum(work.seq, work.window) * 5
     return saved + np.where((work.flash == 0) & (work.recompute_attention == 0), scores, 0.0)

@@ -1,4 +1,4 @@
-"""Shapes of models that published rows give by name only."""
+"""Shapes of models that published rows only name."""
 
 from __future__ import annotations
 

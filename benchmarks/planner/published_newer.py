@@ -1,4 +1,4 @@
-"""Readers of the published sets on H100 and later: see published_rows.py."""
+"""Reads the published sets on H100 and later GPUs; see published_rows.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _MPT = {"125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12),
 
 
 def playbook(row: Row) -> Run:
-    """The playbook's figure: nanotron on H100s of AWS, sequence parallel, without recomputation."""
+    """Reads the playbook's figure: nanotron on H100s of AWS, sequence parallel, without
+    recomputation."""
     common = {**_shape(row), **_layout(row), "gated": 1, "tied": float(row["tied"]), "flash": 1}
     common.update(kv_heads=row["kv_heads"], zero=row["zero"], dropout=0, grad_bytes=4)
     common.update(sequence_parallel=float(row["tp"] > 1), overlap_tp=1, overlap_dp=1)
@@ -59,7 +60,7 @@ def playbook(row: Row) -> Run:
 
 
 def mpt(row: Row) -> Run:
-    """llm-foundry: FSDP alone, flash attention, per-block checkpoints if the row says so."""
+    """Reads llm-foundry: only FSDP, flash attention, per-block checkpoints if the row says so."""
     layers, hidden, heads = _MPT[row["model"]]
     fp8 = row["precision"].endswith("fp8")
     device = "h100" if row["gpu"].startswith("h100") else "a100"
@@ -76,7 +77,8 @@ def mpt(row: Row) -> Run:
 
 
 def mlperf_gpt3(row: Row) -> Run:
-    """GPT-3 of MLPerf: fp8, sequence parallel, no recomputation, all communication overlapped."""
+    """Reads GPT-3 of MLPerf: fp8, sequence parallel, no recomputation, all communication
+    overlapped."""
     common = {**_shape(row), **_layout(row), **_overlaps(1), "flash": 1, "zero": 1}
     common.update(sequence_parallel=1, scatter_gather=1, overlap_tp=float(row["tp_comm_overlap"]))
     common["compiled"] = 1
@@ -87,7 +89,7 @@ def mlperf_gpt3(row: Row) -> Run:
 
 
 def mlperf_405b(row: Row) -> Run:
-    """Llama 3.1 405B of MLPerf: fp8 or fp4; embedding and loss count as a layer each of the
+    """Reads Llama 3.1 405B of MLPerf: fp8 or fp4; embedding and loss each count as a layer of the
     pipeline."""
     device = row["gpu"].removeprefix("DGX").lower()
     common = {**named("LLAMA3-405B"), "seq": 8192, **_layout(row), **_overlaps(1), "flash": 1}
@@ -102,7 +104,8 @@ def mlperf_405b(row: Row) -> Run:
 
 
 def nemo(row: Row) -> Run:
-    """NeMo's launcher: fp8 on H100s; fine-tuning reads packed samples, LoRA trains few weights."""
+    """Reads NeMo's launcher: fp8 on H100s; fine-tuning uses packed samples, LoRA trains few
+    weights."""
     shape = {"seq": row["seq"], **named(row["model"]), **_overlaps(1), "flash": 1, "zero": 1}
     layout = _layout(row)
     shape.update(sequence_parallel=float(row["tp"] > 1), dropout=0, compiled=1, scatter_gather=1)
@@ -122,7 +125,7 @@ def nemo(row: Row) -> Run:
 
 
 def bridge(row: Row) -> Run:
-    """Megatron-Bridge's tables: Hopper and Blackwell, with and without experts."""
+    """Reads Megatron-Bridge's tables: Hopper and Blackwell, with and without experts."""
     place = row["system"] or row["model"]
     device = place.split("DGX-")[1].lower()
     shape = named(bridge_model(row))
@@ -163,7 +166,7 @@ def _first(value: object) -> float:
 
 
 def torchtitan(row: Row) -> Run:
-    """torchtitan: FSDP, alone or with tp, pp and cp, compiled or not."""
+    """Reads torchtitan: FSDP, alone or with tp, pp and cp, compiled or not."""
     device = "h200" if row.get("gpu") == "H200" else "h100_500w"
     how = f"{row['techniques']} {row.get('precision', '')}"
     type = "fp8" if re.search("fp8|Float8", how) else "bf16"
@@ -177,7 +180,7 @@ def torchtitan(row: Row) -> Run:
     pieces = 1 if row["pp"] == 1 else row["local_batch"]
     over.update(micro_batch=row["local_batch"] / pieces, microbatches=pieces)
     made = [candidate(device, type, "ndr", "fsdp", **over)]
-    if "rowwise" in how:  # two scales per product, computed in passes of their own
+    if "rowwise" in how:  # two scales per product, computed in separate passes
         made[0]["fp8"] = 4.0
     seconds = None
     if "tps_per_gpu" in row:
@@ -187,7 +190,7 @@ def torchtitan(row: Row) -> Run:
 
 
 def llama3(row: Row) -> Run:
-    """Llama 3's paper: 405B in bf16 on H100s with an interleaved schedule."""
+    """Reads Llama 3's paper: 405B in bf16 on H100s with an interleaved schedule."""
     over: Row = {**_shape(row), **_layout(row), **_overlaps(1), "kv_heads": 8, "gated": 1}
     over.update(tied=0, flash=1, zero=1, dropout=0, sequence_parallel=1, scatter_gather=1)
     over["chunks"] = 8
@@ -198,7 +201,7 @@ def llama3(row: Row) -> Run:
 
 
 def misc(row: Row) -> Run | None:
-    """Single rows of several sources; what they do not state follows the habit of their
+    """Reads single rows of several sources; unstated settings follow the usual ones of their
     frameworks."""
     name = row.get("model", "")
     if row.get("gpu") == "H100":

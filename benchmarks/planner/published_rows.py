@@ -1,6 +1,9 @@
-"""Reads published runs as the planner's rows: one reader per file, each of which fills in what its
-text says. A row that leaves a choice open (micro-batch, chunks) becomes several candidates; the
-planner's answer is the fastest of them."""
+"""Reads published runs as rows for the planner.
+
+There is one reader per file, which fills in the facts that its text states. A row that leaves a
+choice open (micro-batch, chunks) becomes several candidates; the planner's answer is the fastest of
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,15 @@ class Run:
 
     id: str
     set: str
-    group: str  # rows of one group are left out of a fit together
+    group: str  # rows of one group are left out of a fit together, or not at all
     candidates: list[dict[str, float]]
     seconds: float | None = None
     memory_gib: float | None = None
     fits: bool | None = None
-    trusted: bool = True  # measured without a flag by the source
-    reports_first: bool = False  # its memory is that of the first rank
+    trusted: bool = True  # the source has measured it and not flagged it
+    reports_first: bool = False  # its memory is the first rank's
     by_driver: bool = False  # its memory is the driver's figure, not the allocator's
-    runs: bool = True  # False: its engine fails there whatever the memory
+    runs: bool = True  # false if its engine fails there, whatever the memory
 
 
 def recomputed(kind: str = "none") -> Row:
@@ -74,7 +77,8 @@ _DEFAULTS: dict[str, float] = {
 def candidate(
     device: str, type: str, fabric: str, engine: str = "megatron", split: str = "even", **over: Any
 ) -> dict[str, float]:
-    """Fills in all fields of `Work` from a row and from what this set of runs has in common."""
+    """Fills in all fields of `Work` from a row and from the settings that all runs of its set
+    share."""
     made: dict[str, Any] = {**_DEFAULTS, **over}
     made["head_size"] = made["head_size"] or made["hidden"] / made["heads"]
     made["kv_heads"] = made["kv_heads"] or made["heads"]
@@ -288,7 +292,7 @@ def bloom(row: Row) -> Run | None:
         known = {"layers": whole, "hidden": 14400, "heads": 96}
     if "heads" not in known:
         known["heads"] = 64 if known["hidden"] % 64 == 0 and known["hidden"] != 14400 else 96
-    if size < 100:  # one of its stages alone
+    if size < 100:  # measured on one of its stages only
         known["layers"] = known["layers"] * size / 200
     shape = {**known, "vocab": 250880, "seq": 2048, "ffn": 4 * known["hidden"]}
     layout = _layout(row)

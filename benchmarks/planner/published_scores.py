@@ -13,8 +13,8 @@ from benchmarks.planner.published_rows import Run, table
 
 Array = NDArray[np.float64]
 
-# Errors that others have published for rows of the same sets: predicted blind, each with its own
-# constants.
+# Errors that others have published for rows of the same sets, which they predicted blind with their
+# own constants.
 PEERS = {
     "narayanan_sc21": "Calculon 10.7 / 10.3 (tables), 19 / 23 / 34 (figures 11, 14, 15)",
     "vtrain_single": "vTrain 8.4 with a GPU profile, Calculon 39; regression 6",
@@ -65,12 +65,12 @@ def rank_correlation(a: Array, b: Array) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the planner's choice in a group of layouts of the same model, GPUs and batch costs a
-    user."""
+    """The cost of the planner's choice for a user, in a group of layouts of one model, GPUs and
+    batch."""
 
     set: str
-    regret: float  # per cent; infinite if the choice fails
-    correlation: float  # among the layouts that ran
+    regret: float  # in per cent; infinite if the choice fails
+    correlation: float  # rank correlation among the layouts that ran
 
 
 def choose(runs: Sequence[Run], seconds: Array, fits: NDArray[Any]) -> list[Choice]:
@@ -96,7 +96,8 @@ def choose(runs: Sequence[Run], seconds: Array, fits: NDArray[Any]) -> list[Choi
 
 
 def same_job(run: Run) -> tuple[object, ...]:
-    """Returns what a user knows before choosing: the set's machine, a model, GPUs and a batch."""
+    """Returns the facts that a user knows before choosing: the set's machine, a model, GPUs and a
+    batch."""
     c = run.candidates[0]
     model = (c[key] for key in ("layers", "hidden", "ffn", "vocab", "seq", "speed"))
     gpus = c["tp"] * c["pp"] * c["dp"] * c["cp"]
@@ -104,7 +105,7 @@ def same_job(run: Run) -> tuple[object, ...]:
 
 
 def balanced(says: Sequence[bool], is_so: Sequence[bool]) -> float:
-    """Returns the balanced accuracy: the mean of how often each of two answers is right."""
+    """Returns the balanced accuracy: the mean of the hit rates of both answers."""
     pairs = list(zip(says, is_so, strict=True))
     rates = [np.mean([s == t for s, t in pairs if t is kind]) for kind in (True, False)]
     return float(np.mean(rates))

@@ -35,8 +35,8 @@ JOB = (
     *("cluster=rails_3x2", "tp=2", "pp=3", "sp=true", "model=llama_3b", "precision=bf16"),
     *("micro_batch_size=1", "global_batch_size=24"),
 )
-THIN = "cluster.oversubscription=4"  # GPUs of the spine
-GPUS = ("A1", "B1", "A2", "B2", "A3", "B3")  # by slot
+THIN = "cluster.oversubscription=4"  # a thin spine
+GPUS = ("A1", "B1", "A2", "B2", "A3", "B3")  # name of the GPU at each slot
 
 
 class Row(NamedTuple):
@@ -64,7 +64,7 @@ def assignments(*more: str) -> tuple[parallel3d.Config, list[tuple[str, RankMapp
     config = parallel3d.compose(*JOB, *more, world_size=6)
     report = make_report(config, JOB, {})
     cluster, layout = report.cluster, report.layout
-    crossed = np.array([0, 1, 3, 2, 4, 5])  # the second server's GPUs swapped
+    crossed = np.array([0, 1, 3, 2, 4, 5])  # the second server's GPUs are swapped
     return config, [
         ("tensor groups inside, stages along rails", report.placement),
         ("the second server turned round", RankMapping(cluster, layout, crossed, "crossed")),

@@ -136,7 +136,7 @@ def worker(args: argparse.Namespace) -> None:
     tensors = {name: [v.clone() for _, v in t.chunks] for name, t in state.items()}
     path = args.folder / f"plain-{ranks}-{rank}.pt"
     found: dict[str, list[float]] = {name: [] for name in COLUMNS}
-    checkpoints.save(trainer)  # imports the modules that a save needs: half a second, once
+    checkpoints.save(trainer)  # imports the modules that a save needs, half a second
     checkpoints.say = lambda _: None
     for _ in range(args.repeats):
         path.unlink(missing_ok=True)

@@ -12,8 +12,8 @@ median over the rounds, and how many times faster than one process it is.
 `parallel3d.context_parallel_attention`, by a ring of blocking sends and receives that is written
 here, by PyTorch's own context parallelism (or the exception it raises), and on one process.
 
-`windows`: the same of a sliding layer, whose window is a sixteenth of the sequence, beside a full
-one.
+`windows`: the same for a sliding layer, whose window is a sixteenth of the sequence, next to a full
+layer.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class PlainRing(torch.autograd.Function):
 
 
 def passed_on(x: Tensor) -> Tensor:
-    """Sends a tensor to the next rank, and returns what the rank before has sent."""
+    """Sends a tensor to the next rank, and returns the tensor from the previous rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     taken = torch.empty_like(x, memory_format=torch.contiguous_format)
     sending = dist.isend(x.contiguous(), (rank + 1) % size)
@@ -186,7 +186,7 @@ def attention_on_ranks(tokens: int, rounds: int) -> None:
     for _ in range(rounds):
         for name, (call, inputs) in ways.items():
             times[name].append(seconds(call, inputs))
-        if groups.rank == 0:  # the other core is idle meanwhile
+        if groups.rank == 0:  # the other core is idle at that time
             begun = time.perf_counter()
             one_process(*random(tokens, repeat=True)).sum().backward()
             alone.append(time.perf_counter() - begun)
@@ -246,7 +246,7 @@ def torch_context_parallel(inputs: list[Tensor]) -> str:
             q, k, v = (x.requires_grad_() for x in whole)
             F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
         return f"{1000 * (time.perf_counter() - begun):.0f} ms"
-    except Exception as error:  # whatever it raises is the result
+    except Exception as error:  # any exception is a result
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 

@@ -99,7 +99,7 @@ def row(
     inputs = [torch.randn(shape).requires_grad_() for _ in range(3)]
     grad = torch.randn(shape)
     full, masked, squares, counts = [], [], [], []
-    alone(inputs, grad, length, 1)  # touches memory and starts threads
+    alone(inputs, grad, length, 1)  # the first call touches memory and starts threads
     for documents in windows(stream, eot, length, args.samples):
         full.append(seconds(lambda q, k, v: attend(q, k, v, is_causal=True), inputs, grad))
         masked.append(seconds(lambda q, k, v, d=documents: attend_within(q, k, v, d), inputs, grad))

@@ -1,11 +1,13 @@
-"""Times a mixture of experts beside transformers' and beside a dense MLP, in turns on one process.
+"""Times a mixture of experts next to transformers' and next to a dense MLP, in turns on one
+process.
 
     python -m benchmarks.speed.experts
 
 The model has the shape of OLMoE: 4 layers, hidden size 512, 16 experts of width 256, 4 for a token,
-sequences of 512 tokens. A step is forward, backward, clipping and AdamW in fp32; both sides
-begin with the same weights, and their losses are compared. transformers runs each of its ways to
-compute experts. The second table compares one layer of experts with an MLP of equal active FLOPs.
+sequences of 512 tokens. A step is forward, backward, clipping and AdamW in fp32. Both sides begin
+with the same weights, and their losses are compared. transformers runs with each of its
+implementations of experts. The second table compares one layer of experts with an MLP of equal
+active FLOPs.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def model() -> ModelConfig:
 
 
 class RandomTokens:
-    """Returns the same random tokens in each step."""
+    """A source of random tokens, the same in every step."""
 
     seq_length = LENGTH
     masks = False
@@ -75,7 +77,8 @@ class RandomTokens:
 
 
 def our_step() -> tuple[Callable[[], float], dict[str, Tensor]]:
-    """Returns a training step, which returns its loss, and the initial weights."""
+    """Returns a function that runs a training step and returns its loss, and the initial
+    weights."""
     config = Config(
         model=model(), device="cpu", micro_batch_size=SEQUENCES, global_batch_size=SEQUENCES
     )
@@ -88,7 +91,7 @@ def our_step() -> tuple[Callable[[], float], dict[str, Tensor]]:
 
 
 def their_step(way: str, weights: Mapping[str, Tensor]) -> Callable[[], float]:
-    """Returns the same step of transformers' model with our initial weights."""
+    """Returns a function that runs the same step with transformers' model and our weights."""
     theirs = transformers_mixture(model(), way, torch.device("cpu"))
     take(theirs, of_transformers(model(), weights))
     optimizer = torch.optim.AdamW(theirs.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0)
@@ -126,7 +129,7 @@ def layers() -> dict[str, Callable[[], float]]:
 
 
 def in_turns(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Calls each in turn, `rounds` times after two that do not count; returns their seconds."""
+    """Calls each function in turn, `rounds` times after two warm-ups; returns their seconds."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 2):
         results = []
@@ -141,7 +144,7 @@ def in_turns(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
 
 
 def show(title: str, seconds: Mapping[str, list[float]]) -> None:
-    """Prints each median, and its ratio to the first's as the median over the rounds."""
+    """Prints each median, and the median over the rounds of its ratio to the first."""
     print(f"{title}\n\n| | ms | ratio, median of {len(next(iter(seconds.values())))} (min–max) |")
     print("|---|---|---|")
     first = next(iter(seconds.values()))

@@ -1,10 +1,10 @@
-"""Measures a step and the memory of training with frozen parameters, beside training all.
+"""Measures time and memory of training with frozen parameters, next to training all of them.
 
     python -m benchmarks.speed.freezing
 
-Trains one process on the CPU with all parameters, with all but the head frozen, and with the first
-half of the layers frozen. The ways take turns, and each figure is a median. States are what the
-trainer holds between steps: parameters, gradients, masters and moments.
+One process trains on the CPU, with different parameters frozen in each variant. Variants take
+turns, and each figure is a median. States are the tensors that the trainer holds between steps:
+parameters, gradients, masters and moments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRAINS_ALL = "all trained"
 
 
 def ways_of(layers: int) -> dict[str, list[str] | None]:
-    """Returns the patterns of `optim.freeze` of each way."""
+    """Returns the patterns of `optim.freeze` of each variant."""
     half = [f"layers.{layer}.*" for layer in range(layers // 2)]
     return {
         TRAINS_ALL: None,
@@ -80,7 +80,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for step in range(options.steps + 1):
         for way, trainer in trainers.items():
-            start = time.process_time()  # of this process: other ones may be busy
+            start = time.process_time()  # CPU seconds of this process, because others may be busy
             trainer.train_step()
             if step:  # the first one makes lazy allocations
                 seconds[way].append(time.process_time() - start)

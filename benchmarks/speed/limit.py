@@ -1,4 +1,4 @@
-"""Compares a step on one rank with the time that its matrix products alone would take.
+"""Compares a step on one rank with the time of its matrix products alone.
 
 This limit is model FLOPs (metrics/flops.py: full attention square) over the speed of a large GEMM
 of the same type. Both run on one thread, take turns, and are timed in CPU seconds: on a quiet

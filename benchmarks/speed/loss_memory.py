@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Returns the most bytes that PyTorch's CPU allocator had handed out during `work`, less those
-    before it."""
+    """Returns the peak of bytes that PyTorch's CPU allocator handed out during `work`, beyond those
+    handed out before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     alive = peak = 0

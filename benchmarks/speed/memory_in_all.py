@@ -1,4 +1,4 @@
-"""Measures the most memory that a command and all its processes hold together.
+"""Measures the peak memory of a command and all of its processes together.
 
     python -m benchmarks.speed.memory_in_all parallel3d train tp=2 pp=2 …
 
@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-PERIOD_S = 5.0  # adding up the pages of a large process takes a while, and holds the process up
+# seconds between samples: adding up the pages of a large process takes time and delays it
+PERIOD_S = 5.0
 
 
 def children(pid: int) -> list[int]:

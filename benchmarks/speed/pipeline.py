@@ -27,7 +27,7 @@ from parallel3d.schedules.walk import Costs, time_orders
 from tests.distributed.pool import Pool
 from tests.tools.sleeping_stages import Ran, run_all
 
-SECONDS = (0.060, 0.072, 0.048)  # F, I and W of a rank's layers: 1 : 1.2 : 0.8
+SECONDS = (0.060, 0.072, 0.048)  # seconds of F, I and W of a rank's layers, as 1 : 1.2 : 0.8
 LARGE = (1, 1024, 16384)
 
 

@@ -134,7 +134,7 @@ def grid(every: bool, processes: int) -> None:
     """Makes and checks plans at pp 1 to 16, m 1 to 64 and 1 to 8 chunks; without `every` only the
     smallest, the largest and those at which the behaviour changes."""
     sizes = []
-    for ranks in range(16, 0, -1) if every else (16, 8, 5, 4, 3, 2, 1):  # the long ones first
+    for ranks in range(16, 0, -1) if every else (16, 8, 5, 4, 3, 2, 1):  # the longest first
         near = {1, 2, ranks - 1, ranks, ranks + 1, 2 * ranks + 1, 3 * ranks - 1, 64}
         counts = range(64, 0, -1) if every else sorted(n for n in near if 1 <= n <= 64)
         sizes += [(ranks, count, every) for count in counts]
@@ -151,7 +151,8 @@ def grid(every: bool, processes: int) -> None:
 
 def _all_at(size: tuple[int, int, bool]) -> tuple[int, int, float, float]:
     """Returns (programs, computations, CPU seconds to make them, CPU seconds to check them)."""
-    gc.disable()  # no program has a cycle, and the garbage collector would visit each a dozen times
+    # programs have no reference cycles, and the garbage collector would visit each a dozen times
+    gc.disable()
     ranks, count, every = size
     programs = actions = 0
     making = checking = 0.0

@@ -37,8 +37,8 @@ MODEL: dict[str, Any] = {
     "ffn_hidden_size": 688, "seq_length": SEQUENCE, "norm": "rmsnorm", "position_embedding": "rope",
     "activation": "swiglu", "bias": False, "tie_embeddings": False,
 }  # fmt: skip
-TURN = 3  # steps; in the second and third the gather of the parameters overlaps the forward
-MICROBATCHES = 8  # of 2 sequences, over all ranks: 4,096 tokens a step
+TURN = 3  # number of steps; in the second and third the parameters' gather overlaps the forward
+MICROBATCHES = 8  # number of micro-batches of 2 sequences over all ranks: 4,096 tokens a step
 
 
 class Ramp:
@@ -92,7 +92,7 @@ def step_times(groups: ProcessGroups, rounds: int, precision: str) -> list[tuple
             start = time.perf_counter()
             for _ in range(TURN):
                 trainer.train_step()
-            trainer.data_parallel.wait_for_all_gathers()  # before the turn of the other
+            trainer.data_parallel.wait_for_all_gathers()  # before the other trainer's turn
             row.append(1e3 * (time.perf_counter() - start) / TURN)
         if number:  # the first step warms up
             zero0, zero1 = row if number % 2 else reversed(row)
@@ -115,7 +115,7 @@ def _rank(index: int, size: int, port: int, job: functools.partial, result: Conn
 
 
 def on_ranks(size: int, job: functools.partial) -> Any:
-    """Returns what `job(groups)` returns on rank 0 of `size` new processes."""
+    """Runs `job(groups)` on `size` new processes; returns rank 0's result."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

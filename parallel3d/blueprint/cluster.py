@@ -237,7 +237,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
 
 
-USUAL_NODE = 8  # GPUs per node if neither the configuration nor the ranks tell
+USUAL_NODE = 8  # GPUs per node if neither the configuration nor the ranks determine it
 
 
 def cluster_from_config(config: ClusterConfig, world_size: int | None = None) -> Cluster:

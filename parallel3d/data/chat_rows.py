@@ -108,7 +108,7 @@ REFUSED_OF_MESSAGES = {
     "refusal": "words to learn belong in content",
     **_each("channel recipient end_turn", "the chat template does not read it"),
 }
-_NEVER_OF_MESSAGES = _each(_LEARNING, _LEARN_BY)  # templates read it in various forms
+_NEVER_OF_MESSAGES = _each(_LEARNING, _LEARN_BY)  # refused even if a template reads them
 LABEL = "label"  # true or false: unpaired preferences
 # Keys that `chat_template_kwargs` must not hold: the row has them elsewhere, or they change tokens.
 _ARGUMENTS = (

@@ -723,7 +723,7 @@ def _files_below(files: AbstractFileSystem, folder: str) -> dict[str, dict[str, 
     seen = set[str]()
     while waiting:  # `find` would skip a folder that cannot be listed
         at = waiting.pop()
-        if os.path.realpath(at) in seen:  # a link may lead back
+        if os.path.realpath(at) in seen:  # a circular link
             continue
         seen.add(os.path.realpath(at))
         for info in files.ls(at, detail=True):

@@ -353,7 +353,7 @@ class WandbLogger:
                 disable_code=True,
                 disable_git=True,  # the config has the commit, without the remote's address
                 init_timeout=ONLINE_TIMEOUT_S,
-                # true disables the information
+                # true also disables the next two
                 x_disable_machine_info=not config.logger.system_metrics,
                 x_disable_meta=True,
                 x_disable_stats=not config.logger.system_metrics,

@@ -136,7 +136,7 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
         f"MFU {percent(row['mfu']):>6}",
     ]
     found += [f"scale {row['loss_scale']:g}"] if "loss_scale" in row else []
-    if "experts" in row:  # of the worst layer
+    if "experts" in row:  # figures of the worst layer
         found.append(f"load {max(row['experts']['load'].values()):.2f}")
     noise = row.get("noise", {}).get("scale")
     return found if noise is None else [*found, f"noise {noise:.3g}"]

@@ -354,7 +354,7 @@ class Executor:
         me, (offset, received) = self.route.group.index, _NEXT[kind]
         place = self.route.assignment.neighbour(me, step.chunk, offset)
         if place is not None and place[0] == me:
-            # detached, like the tensors of a message
+            # contiguous, like the tensors of a message
             values = tuple(value.contiguous() for value in values)
             self.local_handoff[Action(received, step.microbatch, place[1])] = values
         else:

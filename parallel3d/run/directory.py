@@ -230,7 +230,7 @@ def _schema() -> DictConfig:
 
 
 TEMPORARY = ".new-"
-LEFT_S = 86400.0  # at this age a temporary folder is removed, because its creator must be dead
+LEFT_S = 86400.0  # age in seconds of a temporary folder whose creator must be dead
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
 HOW = ("run", "train.progress", "launch.", "logger.")  # keys that do not affect the computation

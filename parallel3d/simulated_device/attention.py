@@ -141,7 +141,7 @@ def _backward(
     _check_packed(k, key_edges, longest_keys)
     grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
     for to in grads:
-        to.data_.zero_()  # the kernel does so for keys without queries
+        to.data_.zero_()  # as the kernel does for keys without queries
     for part, keys in _sequences(q, edges, key_edges):
         of_q, of_out, attended = (_swapped(t.data_[part]) for t in (q, grad, out))
         whole = of_q, _swapped(k.data_[keys]), _swapped(v.data_[keys])

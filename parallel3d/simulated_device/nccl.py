@@ -128,7 +128,7 @@ class Wire:
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self.rank = rank
         self.size = size
-        self.name = "world"  # description of the group, for error messages
+        self.name = "world"  # name of the group, for error messages
         # Only ProcessGroup's stub has the operations.
         self.gloo = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
         self.queue = WorkerThread()

@@ -1,7 +1,8 @@
-"""The cases of the exactness tests: what is computed, how, and from which samples.
+"""Defines the cases of the exactness tests.
 
-A `Problem` is what a run computes; the reference depends on it alone. A `Case` adds how it is
-computed (schedule, sequence parallelism, micro-batches …), which must change nothing.
+A `Problem` is everything that determines the numbers of a run; the reference only depends on it. A
+`Case` adds how they are computed (schedule, sequence parallelism, micro-batches …), which must
+change nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.data.sampler import Sample
 
-STEPS = 3  # the second reads leftovers of the first, and the third those of an equal layer
-GLOBAL_BATCH = 24  # a multiple of dp × micro-batches for 1, 2, 3, 4 and 6 of them
+STEPS = 3  # a second step reads leftovers of the first, and a third reads those of an equal layer
+GLOBAL_BATCH = 24  # divisible by dp × micro-batches for 1, 2, 3, 4 and 6 of these
 # A global batch that is half as large from the second step on: by samples read
 # (`train.batch_schedule`).
 HALVED = ((0, GLOBAL_BATCH), (1, GLOBAL_BATCH // 2), (GLOBAL_BATCH + 1, GLOBAL_BATCH))
@@ -78,7 +79,7 @@ class Problem:
     # Number of ranks over which samples are split; their documents and masks depend on it.
     ranks: int = 1
     padding: bool = False  # a third of all tokens is padding
-    biases: tuple[float, ...] = ()  # of every router before the first step; zeros if empty
+    biases: tuple[float, ...] = ()  # biases of every router before the first step; zeros if empty
     seed: int = Config.seed
 
     @property
@@ -115,7 +116,7 @@ TREATMENT = ("freeze", "groups")
 
 
 def unhashed(value: tuple[Any, ...]) -> Any:
-    """Returns the values of a problem for the configuration: pairs, or words."""
+    """Returns keys of the problem's configuration with their values."""
     if isinstance(value[0], str):
         return list(value)
     return {pattern: dict(factors) for pattern, factors in value}
@@ -228,7 +229,7 @@ class UnequalMasks:
         self.vocab_size = vocab_size
         self.seq_length = seq_length
         self.documents, self.ranks, self.padding = documents, ranks, padding
-        self.windows: int | None = None  # for a validation set, which is finite
+        self.windows: int | None = None  # set for a validation set, which is finite
 
     def sample(self, i: int) -> Sample:
         sample = _sample(self.vocab_size, self.seq_length, i)

@@ -29,7 +29,7 @@ def tiny_slabs() -> Iterator[None]:
 
     with (
         patch.object(offload, "OFFLOADED_BYTES", 100),
-        patch.object(offload, "SLAB_BYTES", 4001),  # A slab's end falls inside a number of 2 bytes.
+        patch.object(offload, "SLAB_BYTES", 4001),  # A slab ends inside a number of 2 bytes.
         patch.object(HostSlabs, "give", poisoned),
     ):
         yield

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-Levels = Mapping[str, Any]  # by factor, for some factors or for all
+Levels = Mapping[str, Any]  # factor → level, for some factors or for all
 Level = tuple[str, Any]  # a factor and one of its levels
 Pair = tuple[Level, Level]
 
@@ -26,7 +26,7 @@ class Rule(NamedTuple):
     Attributes:
         why: the reason in a few words.
         factors: the factors that it reads.
-        holds: whether their levels, in this order, may stand together.
+        holds: whether their levels, in this order, may occur together.
     """
 
     why: str
@@ -82,18 +82,18 @@ class Cover:
         self.of = {name: self.bits((name, v) for v in levels) for name, levels in factors.items()}
         self.rounded = self.bits(rounded)
         self.rules = rules
-        # By factor, its rules on more than two factors; `excluded` holds the others.
+        # Factor → its rules on more than two factors; `excluded` holds the others.
         self.wide = {
             name: [rule for rule in rules if len(rule.factors) > 2 and name in rule.factors]
             for name in factors
         }
-        # By level, the levels that exclude it, and all levels of their factors.
+        # Level → the levels that exclude it, and all levels of their factors.
         self.excluded = self._excluded()
         self.narrowed = {
             level: [of for of in self.of.values() if of & excluded]
             for level, excluded in self.excluded.items()
         }
-        # By level, the levels that it has not met although no rule on two factors forbids the pair.
+        # Level → the levels that it has not met, although no rule on two factors forbids the pair.
         self.missing = {
             level: self.bits(self.all) & ~self.of[level[0]] & ~self.excluded[level]
             for level in self.all
@@ -156,7 +156,8 @@ class Cover:
         return (one, self.all[left.bit_length() - 1]) if left else None
 
     def _add(self, given: Levels) -> bool:
-        """Adds the best of some combinations that have `given`; False if there is none."""
+        """Adds the best of several combinations that have `given`; returns False if there is
+        none."""
         best: dict[str, Any] = {}
         most = -1.0
         for _ in range(self.tries):

@@ -1,4 +1,4 @@
-"""Modules of every kind that DistributedDataParallel may wrap, and the results of one process.
+"""Modules of every kind that DistributedDataParallel may wrap, and the results of a single process.
 
 The reference is plain PyTorch: one module, one backward of the mean over the ranks' losses.
 """
@@ -68,7 +68,7 @@ class Unused(nn.Module):
 
 
 class Frozen(Shared):
-    """The same with the first matrix frozen."""
+    """The preceding module with the first matrix frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Case:
     """A module, how it is wrapped and how it is trained.
 
     Attributes:
-        micro: backwards of a step, all but the last under no_sync.
+        micro: number of backwards in a step, all but the last under no_sync.
         steps_of: number of steps for which a rank has inputs.
         to_none: argument of zero_grad.
     """
@@ -140,7 +140,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     micro: int = 1
     steps: int = 8
-    fewer: int = 0  # number of steps by which each rank has fewer than the preceding one
+    fewer: int = 0  # each rank has so many steps fewer than the preceding one
     by_initial_size: bool = True
     to_none: bool = True
     shared_memory: bool = True

@@ -32,7 +32,7 @@ from tests.distributed.simulated import here
 from tests.reference.train import ReferenceRun, batch_loss, build, is_frozen, train_reference
 
 T = TypeVar("T")
-Sizes = tuple[int, ...]  # tp, pp and dp; cp if it is not 1; with experts also ep
+Sizes = tuple[int, ...]  # sizes tp, pp and dp; also cp if it is not 1, and ep with experts
 
 
 class Step(NamedTuple):
@@ -67,10 +67,11 @@ class Outcome:
     """The results of one case on one rank; weights are world rank 0's, by full name."""
 
     steps: list[Step]
-    evaluation: float | None = 0.0  # results of the validation set, after the last step
+    evaluation: float | None = 0.0  # losses of the validation set after the last step
     initial: dict[str, str] = field(default_factory=dict)  # digests
     final: dict[str, np.ndarray] = field(default_factory=dict)
-    average: dict[str, np.ndarray] = field(default_factory=dict)  # of the weights, with ema_decay
+    # the average of the weights, with ema_decay
+    average: dict[str, np.ndarray] = field(default_factory=dict)
     # The largest distance of a shard on any rank from `final`, and the name of its parameter.
     replicas: tuple[float, str] = (0.0, "")
     biases: dict[str, np.ndarray] = field(default_factory=dict)  # biases of this rank's routers
@@ -140,7 +141,7 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
 
 
 def plain_groups(layout: Layout) -> ProcessGroups:
-    """Creates the groups of `layout` as they are without a cluster."""
+    """Creates the groups of `layout` as without a cluster."""
     return ProcessGroups.create(layout, here().type, timeout_s=300)
 
 
@@ -227,7 +228,7 @@ class References:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._known: dict[Problem, Expected] = {}
-        self.sound: set[tuple[Pool, Sizes, Case]] = set()  # the cases agree with them
+        self.sound: set[tuple[Pool, Sizes, Case]] = set()  # cases found to agree
 
     def of(self, problem: Problem) -> Expected:
         """Returns the reference's run, and asserts that all weights change."""
@@ -250,8 +251,8 @@ class References:
         raise AssertionError(f"rounding changes {problem} too much with 20 seeds")
 
     def _shaken(self, problem: Problem) -> float:
-        """Returns how much the reference changes if its initial weights do by a rounding error, in
-        units of the tolerance."""
+        """Returns the change of the reference for a rounding error in its initial weights, in units
+        of the tolerance."""
         weights, lrs = self._pool.run(1, initial_weights_and_rates, problem)[0]
         plain, tolerance = expected_of(problem, weights, lrs), TOLERANCES[problem.precision]
         draws, most = np.random.default_rng(0), 0.0
@@ -282,7 +283,8 @@ class References:
         assert all(torch.equal(run.weights[name], initial[name].to(dtype)) for name in frozen)
         for name in run.weights.keys() - expected.dead - frozen:
             moved = (run.weights[name] - initial[name]).abs().max().item()
-            # A bias of attention moves little: that of a key only where positions tell keys apart.
+            # A bias of attention moves little, and the bias of keys only if positions distinguish
+            # keys.
             least = 1e-5 if name.endswith(".bias") else 1e-4
             assert moved > least, f"{problem}: {name} moved by {moved} only"
         clip = config.optim.clip_grad
@@ -313,7 +315,8 @@ def expected_of(
     return Expected(digests(initial), list(lrs), run, evaluation, dead)
 
 
-# A layout changes a score by about 1e-13, so that scores this far apart have the same order in all.
+# A layout changes a score by about 1e-13, so scores this far apart have the same order in all
+# layouts.
 MARGIN = 1e-8
 
 
@@ -350,7 +353,7 @@ def relative(ours: float, theirs: float) -> float:
 def differences(
     outcomes: Sequence[Outcome], expected: Expected, problem: Problem
 ) -> dict[str, str]:
-    """Returns where a run and the reference differ: the first place by quantity; empty if they
+    """Returns quantity → the first place at which a run and the reference differ; empty if they
     agree.
 
     `outcomes` are those of all ranks. Quantities: "ranks" (they report different steps), "counters"
@@ -398,7 +401,8 @@ def differences(
 def _routing_differences(
     outcomes: Sequence[Outcome], expected: Expected, tolerance: Tolerance, problem: Problem
 ) -> dict[str, str]:
-    """Returns where the experts' figures differ: "counts" and "biases" at all, "aux" and "z"."""
+    """Returns the experts' quantities that differ: "counts" and "biases" exactly, "aux" and "z"
+    beyond the tolerance."""
     found: dict[str, str] = {}
     for s, step in enumerate(outcomes[0].steps):
         theirs = expected.run.counts[s] if expected.run.counts else {}
@@ -470,7 +474,7 @@ def worst_weight(
             off = float(np.abs(a).max())
         else:
             off = float(np.abs(a - b).max())
-            off = off / float(np.abs(b).max()) if off else 0.0  # frozen zeros
+            off = off / float(np.abs(b).max()) if off else 0.0  # zeros that are frozen
         if not np.isfinite(off):
             off = float("inf")
         worst = max(worst, (off, name))

@@ -1,9 +1,10 @@
-"""The covering array: trainings in which every two settings that can meet do meet.
+"""The covering array: a few trainings in which every two settings that can be combined are
+combined.
 
-Bugs of parallel training live where two features meet. `FACTORS` are the features, `RULES` say
-which of their levels stand together, `case` makes a training of one level of each, and `chosen` are
-few combinations that hold every allowed pair, beside the layouts and schedules of `SPINE`. A new
-dimension or feature is one more factor, its rules and its lines in `case`.
+Bugs of parallel training occur where two features meet. `FACTORS` are the features, `RULES` forbid
+combinations of their levels, `case` makes a training of one level of each, and `chosen` returns few
+combinations that hold every allowed pair, in addition to the layouts and schedules of `SPINE`. A
+new dimension or feature is one more factor, with its rules and its lines in `case`.
 
     python -m tests.distributed.matrix      # the factors, the number of cases, what is uncovered
 """
@@ -25,7 +26,7 @@ from tests.distributed.covering import Cover, Levels, Rule
 from tests.distributed.covering import allowed as allowed_by
 from tests.distributed.harness import Sizes, cover, plain_groups, with_copies_of_two
 
-RANKS = 8  # an upper limit
+RANKS = 8  # an upper limit of the number of ranks
 SIZES = ("tp", "pp", "dp", "cp")
 PLAIN = ("1f1b", "gpipe")  # schedules of one chunk, with whole backwards
 MLP = "[norm,attention,mlp]"
@@ -43,9 +44,9 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "pipeline": {
         "schedule": (*PLAIN, "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half"),
-        "chunks": (1, 2, 4),  # sequences of a rank
+        "chunks": (1, 2, 4),  # number of stages of a rank
         "micro-batches": ("one", "more", "as many as stages", "many"),
-        "samples": (2, 1),  # sequences of a micro-batch
+        "samples": (2, 1),  # number of sequences in a micro-batch
         "stages": ("balanced", "uneven"),
         "slices": (False, True),
     },
@@ -63,8 +64,9 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
     },
     "data parallelism": {
         "zero": (0, 1, 2, 3),
-        "copies": ("one", "several"),  # ranks of a sharded model
-        "reduced": ("by default", "otherwise"),  # every micro-batch, or once per step
+        "copies": ("one", "several"),  # number of copies of a sharded model (HSDP)
+        # reduce-scatter in every micro-batch, or once per step
+        "reduced": ("by default", "otherwise"),
         "buckets": ("whole", "small", "alone"),
         "sums": ("flat", "hierarchical", "bf16"),
         "noise scale": (False, True),
@@ -84,7 +86,8 @@ SUBJECTS: Mapping[str, Mapping[str, Sequence[Any]]] = {
         ),
         "temperature": (False, True),
         "layer types": ("full", "sliding", "alternating", "two of three", "nope"),
-        "window": ("short", "long"),  # than a piece of a sequence over two ranks
+        # window, smaller or larger than a piece of a sequence over two ranks
+        "window": ("short", "long"),
         "norm": ("layernorm", "rmsnorm"),
         "norm position": ("before", "after", "both"),
         "norm weight": ("around 1", "around 0"),
@@ -376,7 +379,8 @@ IDLE = (
     ),
 )
 # Allowed combinations that another test compares, or that would take long.
-COMPILED = ("1f1b", "interleaved", "zb_h1", "zbv")  # both whole and split backwards, and chunks
+# these have whole and split backwards, and chunks
+COMPILED = ("1f1b", "interleaved", "zb_h1", "zbv")
 LEFT_OUT = (
     Rule("at most eight ranks", SIZES, lambda *sizes: math.prod(sizes) <= RANKS),
     Rule(
@@ -499,15 +503,15 @@ def on_streams() -> list[Levels]:
     return [chosen().found[at] for at in cover(small)]
 
 
-ON_ROUNDING = ("zero", "optimizer")  # settings that round differently from a sum in fp64
+ON_ROUNDING = ("zero", "optimizer")  # with settings that round differently from a sum in fp64
 
 
 def often() -> list[Levels]:
     """Returns the combinations that run for each change: all exact ones, and few others.
 
-    A training in low precision is compared to a hundredth only. Of most features it shows no more
-    than the exact training with the feature. The exceptions keep or sum numbers of several dtypes:
-    each precision has each level of `ON_ROUNDING`.
+    A training in low precision is only compared to a hundredth, so for most features it shows no
+    more than the exact training with the feature. The exceptions keep or sum numbers of several
+    dtypes: each precision has each level of `ON_ROUNDING`.
     """
     found = chosen().found
     rounded = {
@@ -589,7 +593,7 @@ TREATMENTS: Mapping[str, dict[str, Any]] = {
             ("embedding.*", (("lr_mult", 0.5), ("wd_mult", 0.0))),
         ),
     },
-    "first frozen": {},  # see FIRST_FROZEN
+    "first frozen": {},  # FIRST_FROZEN describes them
     "norms frozen": {"freeze": ("*norm*",)},
     "scheduled": {
         **{"lr_decay_style": "cosine", "lr_decay_steps": 5, "lr_warmup_steps": 1},
@@ -597,7 +601,7 @@ TREATMENTS: Mapping[str, dict[str, Any]] = {
     },
 }
 EIGHT = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 24}
-# Their width is that of the residual stream.
+# These heads are as wide as the residual stream together.
 SIXTEEN = {"num_experts": 16, "experts_per_token": 4, "expert_ffn_size": 32}
 ROUTERS: Mapping[str, dict[str, Any]] = {
     "softmax": {},
@@ -687,7 +691,8 @@ def problem(levels: Levels) -> Problem:
     pp, batches = levels["pp"], ()
     counts = batch_sizes(microbatches(pp, levels["micro-batches"]), levels["batches"])
     sizes = [levels["samples"] * levels["dp"] * count for count in counts]
-    if len(sizes) > 1:  # each holds from one sample after the beginning of the preceding step
+    # each size applies from one sample after the beginning of the preceding step
+    if len(sizes) > 1:
         begins = [0, *(sum(sizes[:step]) + 1 for step in range(len(sizes) - 1))]
         batches = tuple(zip(begins, sizes, strict=True))
     optimizer = "sgd" if levels["optimizer"] == "momentum" else levels["optimizer"]
@@ -704,7 +709,7 @@ def problem(levels: Levels) -> Problem:
         there = "attention_output_norm" if levels["norm position"] == "after" else "input_norm"
         frozen = FIRST_FROZEN[layers > 1]
         optim["freeze"] = tuple(name.replace("input_norm", there) for name in frozen)
-    if levels["treatment"] == "scheduled":  # whose rates are lower in all steps but one
+    if levels["treatment"] == "scheduled":  # its rates are lower in all steps but one
         optim["lr"] *= 2
     if levels["precision"] != "fp64":
         # Rounding errors grow where a step is so long that the loss rises: with momentum steps are
@@ -720,7 +725,7 @@ def problem(levels: Levels) -> Problem:
         layers=layers,
         loss=SMOOTHED if levels["loss"] == "smoothed" else (),
         moe=BALANCING[levels["balancing"]],
-        # The second step reads what the first has left.
+        # The second step reads leftovers of the first.
         steps=max(2, len(sizes)),
         batch=sizes[-1],
         batches=batches,
@@ -732,7 +737,8 @@ def problem(levels: Levels) -> Problem:
 def _keys(levels: Levels) -> Iterator[tuple[str, Any]]:
     """Yields keys of the configuration and their values."""
     zero, sums = levels["zero"], levels["sums"]
-    some = [1 - stage % 2 for stage in range(levels["pp"] * levels["chunks"])]  # for each stage
+    # a number for each stage
+    some = [1 - stage % 2 for stage in range(levels["pp"] * levels["chunks"])]
     yield "vpp", levels["chunks"]
     yield "moe.dispatch", levels["dispatch"] if levels["ep"] > 1 else "auto"
     yield "zero", zero
@@ -760,7 +766,7 @@ def _keys(levels: Levels) -> Iterator[tuple[str, Any]]:
 def case(levels: Levels) -> Case:
     """Returns the training of a combination."""
     stages, plain = levels["pp"] * levels["chunks"], Config()
-    # The last stage has the head besides two layers.
+    # The last stage has the head in addition to two layers.
     uneven = (*[1] * (stages - 1), 2) if levels["stages"] == "uneven" else None
     return Case(
         problem(levels),

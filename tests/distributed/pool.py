@@ -3,7 +3,7 @@
 Starting eight Pythons with torch costs seconds, so the workers are forked from a server that has
 imported torch once, and are kept. Each run makes a default gloo group of just its world size
 (milliseconds) and destroys it afterwards, so no run sees the groups of another. A run that fails
-leaves its ranks at unknown places inside collectives: then the workers are ended, and the next run
+leaves its ranks at unknown places inside collectives, so the workers are ended, and the next run
 starts new ones.
 """
 
@@ -108,8 +108,8 @@ def _run(
     )
     dist.barrier()  # a rank that is done at once must not leave while another one still connects
     result = function(*args)
-    # Not in a `finally`: after a failure the peers are inside a collective, and the worker is
-    # ended.
+    # This is not in a `finally`, because after a failure the peers are inside a collective, and the
+    # worker is ended.
     if dist.is_initialized():
         dist.destroy_process_group()
     return result
@@ -170,7 +170,7 @@ class Pool:
         self._runs += 1
         store = str(Path(self._folder.name) / f"store-{self._runs}")
         connections = [connection for _, connection in self._workers[:world_size]]
-        # Pickled before anything is sent: the workers stay idle if this fails.
+        # Pickling comes before anything is sent, so that the workers stay idle if it fails.
         jobs = [
             pickle.dumps((rank, world_size, store, timeout_s, function, args))
             for rank in range(world_size)

@@ -1,9 +1,9 @@
-"""The places at which known bugs are planted, by the names that they have in the package.
+"""Lists the places (seams) at which known bugs are planted, by their names in the package.
 
-Each is a public function or method through which something passes that a bug of a distributed
-trainer changes: what gradients are multiplied by, a micro-batch, a message, a bucket's reduction.
-When the package moves or renames one, its line here is all that has to follow. Production code
-knows nothing of them, and pays nothing for them.
+Each is a public function or method through which a quantity passes that bugs of distributed
+trainers change: the factor of gradients, a micro-batch, a message, a bucket's reduction. If the
+package moves or renames one, only its line here has to follow. Production code knows nothing of
+them, and pays nothing for them.
 
 A bug is a function of what it replaces, called with the same arguments:
 
@@ -76,7 +76,7 @@ def _replaced(place: str, bug: Bug) -> Iterator[None]:
     try:
         yield
     finally:
-        _exchange(changed, sound)  # also in modules that were imported meanwhile
+        _exchange(changed, sound)  # also in modules that were imported in the meantime
 
 
 def _exchange(old: Callable[..., Any], new: Callable[..., Any]) -> None:
@@ -118,7 +118,7 @@ COPY_GROUPS = Seam("parameters.copies:copy_groups")
 SEGMENT_BY_KIND = Seam("parameters.segments:Segment.by_kind")
 TREATMENT = Seam("config.schema:OptimConfig.treatment")
 
-# What is frozen
+# Frozen parameters
 FREEZE = Seam("build:freeze")
 FIRST_TRAINED = Seam("blueprint.parameters:first_trained")
 

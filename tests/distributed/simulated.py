@@ -21,14 +21,14 @@ def here() -> torch.device:
 
 
 def on_device(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(*args)` on a rank whose world is one of the simulated backend.
+    """Calls `function(*args)` on a rank whose world uses the simulated backend.
 
     Autograd counts the devices when it first runs, so a worker that does this does nothing else.
     """
     from parallel3d.simulated_device import enable
 
     machine = enable()
-    machine.forget()  # blocks of memory that an earlier run has left do not matter
+    machine.forget()  # forgets blocks of memory that an earlier run has left
     machine.touched.clear()
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("simulated", dist.distributed_c10d._get_default_store())

@@ -46,7 +46,7 @@ OUTLIER = 1.5
 
 def outlier_here() -> float:
     """Returns a factor that no healthy rank reaches here, since a busy machine slows any rank."""
-    return OUTLIER * max(1.0, pace() / 1.5)  # the factor on a quiet machine
+    return OUTLIER * max(1.0, pace() / 1.5)  # factor on a quiet machine
 
 
 # The expected rows, written by hand, because the code's own list is under test.
@@ -55,7 +55,7 @@ MOVED = ("broadcast", "all_gather", "scatter", "gather", "all_to_all", "send_rec
 
 
 class Bench:
-    """Returns everything that a measurement needs, on one rank."""
+    """Returns the objects that a measurement needs, on one rank."""
 
     def __init__(self, run_dir: Path = Path(), tp: int = 2, pp: int = 1, dp: int = 2, **keys: Any):
         self.config = CommandConfig(tp=tp, pp=pp, dp=dp, **keys)
@@ -111,7 +111,7 @@ def results(pool: Pool) -> Results:
     @functools.cache
     def known(tp: int, pp: int, dp: int, sizes: tuple[int, ...]) -> list[dict]:
         first, *others = pool.run(4, all_results, tp, pp, dp, sizes, timeout_s=900)
-        assert others == [[]] * 3  # only rank 0 has them
+        assert others == [[]] * 3  # only rank 0 has rows
         return first
 
     def of(layout: dict[str, int], sizes: tuple[int, ...]) -> list[dict]:

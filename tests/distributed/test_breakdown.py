@@ -67,10 +67,10 @@ def test_the_kinds_of_time_add_up_to_the_step(
 def with_delay(
     sizes: tuple[int, int, int], where: str, keys: tuple, late_s: float
 ) -> dict[str, float]:
-    """Returns the least seconds by kind over three steps in which `where`, on one rank or on all,
-    is slow.
+    """Returns the smallest seconds by kind over three steps in which `where` is slow, on one rank
+    or on all.
 
-    It takes the least because a busy machine may delay any step.
+    The smallest counts because a busy machine may delay any step.
     """
     groups = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300)
     trainer = make_trainer(Case(GPT, microbatches=2, keys=keys), groups)
@@ -125,8 +125,8 @@ def test_a_wait_for_a_slow_rank_is_counted_under_its_cause(
     late_s = LATE_S * pace()  # far above the waits that a busy machine causes
     by_rank = pool.run(sizes[0] * sizes[1] * sizes[2], with_delay, sizes, where, keys, late_s)
     waiting = by_rank[rank]
-    # With two micro-batches, the neighbour waits for at least one forward, and for the last
-    # backward alone, which fills the buckets.
+    # With two micro-batches, the neighbour waits for at least one forward, and only for the last
+    # backward, which fills the buckets.
     others = {k: s for k, s in waiting.items() if k not in (kind, "forward", "backward")}
     assert waiting[kind] > 0.8 * late_s
     assert max(others.values()) < 0.5 * waiting[kind], waiting

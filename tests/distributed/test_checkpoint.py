@@ -41,7 +41,7 @@ from tests.distributed.harness import (
 )
 from tests.distributed.pool import Pool
 
-SAVED = 2  # steps before the checkpoint
+SAVED = 2  # number of steps before the checkpoint
 ZERO = (("zero", 1),)
 Sizes = tuple[int, int, int]
 Weights = dict[str, np.ndarray]
@@ -204,7 +204,7 @@ def save_with_a_slow_copy(run_dir: Path) -> tuple[dict[str, np.ndarray], list[st
     copy, step, order = checkpoints.saver.staging.copy, trainer.optimizer.step, []
 
     def slow_copy(state: dict, ready: object) -> dict:
-        time.sleep(1.0)  # several steps
+        time.sleep(1.0)  # long enough for several steps
         copied = copy(state, ready)
         order.append("copy")
         return copied
@@ -268,7 +268,7 @@ def test_a_branch_continues_like_the_run_it_was_made_from(
 def train_twice_from_weights(
     layout: str, problem: Problem, run_dir: Path
 ) -> list[tuple[list[Step], Weights]]:
-    """Trains from a checkpoint of weights alone, rolls back to it, and trains again, on every
+    """Trains from a checkpoint that only has weights, rolls back to it, and trains again, on every
     rank."""
     groups = plain_groups(Layout(*LAYOUTS[layout][0]))
     trainer = make_trainer(case_of(layout, problem, run_dir), groups)

@@ -76,11 +76,11 @@ def test_training_with_compiled_kernels_equals_the_reference(
 class FirstSteps:
     """The observations of one rank in the first steps of a compiled model."""
 
-    graphs: list[int]  # after each step
-    early: int  # buckets that the last backward reduced before it ended
-    left_out: list[float]  # a share of each step except the last, by the breakdown
+    graphs: list[int]  # number of graphs after each step
+    early: int  # number of buckets that the last backward reduced before it ended
+    left_out: list[float]  # share of each step except the last that the breakdown misses
     names: list[str]  # kernels of the layers in a profile of the last step
-    documents: int  # different numbers of kernels in a micro-batch
+    documents: int  # number of different counts of attention calls
     lowered: int  # graphs that this rank compiled
     found: int  # graphs that another rank had compiled
 
@@ -99,7 +99,7 @@ def own_graphs(folder: str) -> Iterator[None]:
     with (
         no_kernels(),
         torch.compiler.config.patch(cache_key_tag=folder),
-        torch._functorch.config.patch(enable_autograd_cache=False),  # a cache for both passes
+        torch._functorch.config.patch(enable_autograd_cache=False),  # one cache for both passes
         mock.patch.object(private_names, "inductor_cache", lambda: folder),
     ):
         yield
@@ -164,7 +164,7 @@ def first_steps(pool: Pool, locks: Path) -> list[FirstSteps]:
 
 
 def test_nothing_compiles_after_the_first_step(first_steps: list[FirstSteps]) -> None:
-    """Other documents, and profiled layers, do not compile again."""
+    """Other documents, and profiled layers, do not trigger a compilation."""
     for seen in first_steps:
         assert seen.documents > 2, "the micro-batches have equally many documents"
         assert seen.graphs == [2, 2, 2, 2]

@@ -40,7 +40,7 @@ def size_of(operation: LoggedOperation) -> int:
 
 
 def sent(operation: LoggedOperation, size: int) -> float:
-    """Returns the bytes that a rank sends: those of the whole tensor or, in a ring, of its own
+    """Returns the bytes that a rank sends: the whole tensor's or, in a ring, those of its own
     part."""
     if operation.name == "ring_shift":
         return size_of(operation)
@@ -92,7 +92,7 @@ def attended_by(style: str, group: Group, again: bool) -> tuple[float, float]:
     identity = torch.eye(grad.shape[-1], dtype=grad.dtype, requires_grad=True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Like the following linear layer, this reads the result in the backward.
+        # This reads the result in the backward, like the linear layer after attention.
         return attend_split(q, k, v, documents, cp=cp) @ identity
 
     leaves = [leaf.requires_grad_() for leaf in leaves]

@@ -37,7 +37,7 @@ from tests.distributed.ddp_cases import (
 from tests.distributed.pool import Pool
 
 Mutation = Callable[[], AbstractContextManager[None]]
-TINY = {"bucket_cap_mb": 1e-3}  # a kilobyte: several buckets
+TINY = {"bucket_cap_mb": 1e-3}  # a kilobyte, so that there are several buckets
 CASES = {
     "cnn": Case(Cnn, steps=20),
     "cnn, several buckets": Case(Cnn, TINY),

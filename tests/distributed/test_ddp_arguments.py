@@ -78,7 +78,7 @@ def everything() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def by_rank(pool: Pool) -> Found:
-    """Returns what each of two ranks finds, in one run for all tests."""
+    """Returns the findings of each of two ranks, in one run for all tests."""
     return pool.run(2, everything)
 
 
@@ -91,7 +91,7 @@ def called(call: Callable[[], object]) -> str:
 
 
 def calls() -> dict[str, str]:
-    """Asserts that both ranks find the same."""
+    """Asserts that both ranks find this."""
     wrap = DistributedDataParallel
     wanted = grads_of(nn.parallel.DistributedDataParallel(Net()))
     usual = {name: p.default for name, p in THEIRS.items() if p.default is not p.empty}

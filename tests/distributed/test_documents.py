@@ -1,4 +1,4 @@
-"""Tests, from text on, that training changes if documents do not attend to each other.
+"""Tests that separating the attention of a text's documents changes training.
 
 `matrix` tests that every layout separates them like the reference.
 """
@@ -19,7 +19,8 @@ from tests.distributed.pool import Pool
 
 
 def test_documents_change_what_is_learned(references: References) -> None:
-    """Checks the premise: otherwise a training with documents would show nothing."""
+    """Checks the premise of the other tests, without which a training with documents would show
+    nothing."""
     problem = Problem("llama_tiny", "sgd", True, layers=2, steps=2, batch=12)
     losses = [
         references.of(replace(problem, documents=documents)).run.losses

@@ -23,7 +23,7 @@ EIGHT: dict[str, object] = {
 SIXTEEN: dict[str, object] = {
     "num_experts": 16,
     "experts_per_token": 4,
-    "expert_ffn_size": 32,  # the width of the residual stream
+    "expert_ffn_size": 32,  # width of the residual stream
     "router_score": "sigmoid",
     "router_bias": True,
     "router_scale": 2.5,
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, object]] = {"eight": EIGHT, "sixteen": SIXTEEN}
 
 
 def problem(model: str, optimizer: str, batch: int = 8, documents: bool = True) -> Problem:
-    """Returns a training of packed samples, some of which are padded."""
+    """Returns a problem with packed samples, some of them padded."""
     return Problem(
         "llama_tiny",
         optimizer,
@@ -76,7 +76,8 @@ RECOMPUTED = ("none", "[mlp]", "[norm,attention,mlp]", "full")
 def case(
     of: Problem, sizes: Sizes, more: dict[str, object], way: str, recompute: str, samples: int
 ) -> Case:
-    """Returns a training of `of` under a layout, with micro-batches of `samples` sequences."""
+    """Returns a case of the problem `of` under a layout, with micro-batches of `samples`
+    sequences."""
     keys = {"moe.dispatch": way, "recompute": recompute, **more}
     schedule = str(keys.pop("schedule", "1f1b"))
     return Case(
@@ -88,8 +89,8 @@ def case(
     )
 
 
-# Every layout with both models, of which one is in the default set by turns; dispatch,
-# recomputation, optimizer and size of micro-batches take turns too, so that every two of them meet.
+# Every layout runs with both models, one of them in the default set, in turn. Dispatch,
+# recomputation, optimizer and size of micro-batches alternate too, so that every two of them meet.
 SHORT = [
     pytest.param(
         number, name, sizes, more, marks=[pytest.mark.more] * (number // 2 % 2 == number % 2)

@@ -1,8 +1,9 @@
-"""Tests that one layout of experts has equal bits when it runs again or recomputes, below fp64 too.
+"""Tests that a layout with experts has the same bits if it runs again or recomputes, also below
+fp64.
 
 Results of several ranks and of a token's experts are summed in a fixed order, without atomics, and
-a recomputation reads the choices of the forward. So scores that nearly tie, of which bf16 has many,
-are decided once.
+a recomputation reads the choices of the forward. So scores that nearly tie, as many do in bf16, are
+decided once.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ from tests.distributed.pool import Pool
 from tests.distributed.seams import ROUTER, SUMMED_SLOTS, Mutation, Seam, planted
 from tests.distributed.test_mutations_experts import ADAMW, EP, TP_IN_EP, experts
 
-# A token sums four experts: sums of two have the same bits in any order.
+# A token sums four experts, because sums of two have the same bits in any order.
 FOUR_OF_SIXTEEN = (("num_experts", 16), ("experts_per_token", 4), *ADAMW.model[2:])
 
 
 def problem(precision: str, steps: int) -> Problem:
-    """Returns a training of a few samples."""
+    """Returns a problem with a few samples."""
     sizes = {"steps": steps, "batch": 4}
     return dataclasses.replace(ADAMW, model=FOUR_OF_SIXTEEN, precision=precision, **sizes)
 
 
 def differ(first: Outcome, second: Outcome) -> set[str]:
-    """Returns what two runs differ in, to the last bit; of the steps, any figure."""
+    """Returns the quantities in which two runs differ, to the last bit, including any figure of the
+    steps."""
     found = {"steps"} if first.steps != second.steps else set()
     for name, ours in {**first.final, **first.biases}.items():
         if not np.array_equal(ours, {**second.final, **second.biases}[name]):
@@ -51,7 +53,7 @@ def differ(first: Outcome, second: Outcome) -> set[str]:
 def pair(
     pool: Pool, sizes: Sizes, cases: Sequence[Case], bug: Mutation = nullcontext
 ) -> tuple[Outcome, Outcome]:
-    """Returns rank 0's outcomes of two cases, both inside of `bug`."""
+    """Returns rank 0's outcomes of two cases, both inside `bug`."""
     world = Layout(*sizes).world_size
     first, second = pool.run(world, run_cases, sizes, cases, bug, timeout_s=900)[0]
     return first, second
@@ -59,7 +61,7 @@ def pair(
 
 @planted(SUMMED_SLOTS)
 def in_the_order_of_arrival(sound: Any, rows: Tensor, places: Tensor) -> Tensor:
-    """A token's rows are summed as they come."""
+    """A token's rows are summed in the order of arrival."""
     slots = random.SystemRandom().sample(range(places.shape[1]), places.shape[1])
     return sound(rows, places[:, slots])
 
@@ -92,7 +94,7 @@ def chosen_again_from_rounded_tokens(
 
 
 def recomputed(of: Problem, *recompute: str) -> list[Case]:
-    """Returns trainings that keep everything, and that recompute these parts."""
+    """Returns a case that keeps everything, and one that recomputes these parts."""
     return [experts(of, "all_to_all", keys={"recompute": r}) for r in ("none", *recompute)]
 
 
@@ -105,7 +107,7 @@ def test_twenty_steps_of_bf16_are_recomputed_to_the_same_bits(pool: Pool) -> Non
 
 @pytest.mark.more
 def test_twenty_compiled_steps_of_bf16_are_recomputed(pool: Pool) -> None:
-    """No size of a recomputed tensor differs, and compiled code rounds about like eager code."""
+    """No size of a recomputed tensor differs, and compiled code rounds nearly like eager code."""
     cases = recomputed(problem("bf16", 20), "full")
     eager, full = pair(pool, EP, [cases[0], dataclasses.replace(cases[1], compile=True)])
     losses = [[step.loss for step in outcome.steps] for outcome in (eager, full)]

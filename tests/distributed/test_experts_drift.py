@@ -38,7 +38,7 @@ def nothing_changed(trainer: Trainer) -> None: ...
 
 
 def says(sizes: Sizes, change: Any) -> list[str]:
-    """Returns what this rank logs about copies, after a step and a change on the last rank."""
+    """Returns this rank's log lines about copies, after a step and a change on the last rank."""
     groups = plain_groups(Layout(*sizes))
     said: list[str] = []
     trainer = make_trainer(experts(), groups)
@@ -71,12 +71,12 @@ def test_experts_and_biases_that_drift_are_named(sizes: Sizes, pool: Pool) -> No
 def experts_have_copies_like_other_matrices(
     sound: Any, spec: ParameterSpec, groups: ProcessGroups
 ) -> CopyGroups:
-    """Experts are compared over dp and cp."""
+    """Planted: experts are compared over dp and cp instead of edp."""
     return CopyGroups(groups.dp_cp) if spec.is_expert else sound(spec, groups)
 
 
 def says_nothing(sizes: Sizes) -> list[str]:
-    """Returns what a rank logs if it looks for copies of experts elsewhere."""
+    """Returns the log lines of a rank that looks for copies of experts elsewhere."""
     with experts_have_copies_like_other_matrices():
         return says(sizes, changed_experts)
 

@@ -1,8 +1,8 @@
-"""Tests experts where others fail: equal scores, experts and ranks without tokens, much padding,
-evaluations between steps, and gradients that are not finite on one rank.
+"""Tests experts in cases where other trainers fail: equal scores, experts and ranks without tokens,
+much padding, evaluations between steps, and gradients that are not finite on one rank.
 
-All but the last are compared with the reference. For each a known bug is planted, which must be
-told.
+All but the last are compared with the reference. For each, a known bug is planted and must be
+detected.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ FOUR = (1, 1, 4, 1, 2)
 
 @contextmanager
 def together(*contexts: Mutation) -> Iterator[None]:
-    """Enters several contexts, of which the last is the innermost."""
+    """Enters several contexts, the last one innermost."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())
@@ -99,13 +99,13 @@ def half_of_the_router_is_zero(
 
 @planted(RANKED)
 def ties_to_the_higher_index(sound: Any, values: Tensor, count: int) -> Tensor:
-    """The last of equal values is the best."""
+    """The last of equal values wins."""
     return values.shape[-1] - 1 - sound(values.flip(-1), count)
 
 
 @contextmanager
 def other_ties_in_the_backward() -> Iterator[None]:
-    """A recomputed forward chooses again, and the last of equal values is the best there."""
+    """A recomputed forward chooses again, and there the last of equal values wins."""
     again = [False]
 
     def ranked(sound: Any, values: Tensor, count: int) -> Tensor:
@@ -128,7 +128,7 @@ def other_ties_in_the_backward() -> Iterator[None]:
         yield
 
 
-# A frozen router keeps scores equal. One that is trained has a gradient by which expert was chosen.
+# A frozen router keeps scores equal. The gradient of a trained one depends on the chosen expert.
 FROZEN = dataclasses.replace(SOFTMAX, optim=(*SOFTMAX.optim, ("freeze", ("*.router.weight",))))
 TRAINED = dataclasses.replace(SOFTMAX, steps=1)
 
@@ -236,7 +236,7 @@ def test_experts_and_ranks_without_tokens_train_on(
 
 @planted(UPDATE)
 def unused_experts_not_stepped(sound: Any, optimizer: Optimizer, *how: Any) -> None:
-    """An expert without a gradient is left as it is: it does not decay."""
+    """An expert without a gradient is skipped, so that it does not decay."""
     runs = [run for s in optimizer.segments for run in s.by_kind(lambda shard: shard.name)]
     unused = [run for _, run in runs if run.spec.is_expert and not run.grad.any()]
     kept = [(run.master, run.master.clone()) for run in unused]
@@ -264,14 +264,14 @@ def zeros_by_their_norm(sound: Any, update: Tensor) -> Tensor:
 def test_a_wrong_step_of_unused_experts_is_told(
     bug: Mutation, sizes: Sizes, case: Case, pool: Pool, references: References
 ) -> None:
-    """Nothing but their own weights tells."""
+    """Only the experts' own weights show this bug."""
     check_caught(bug, sizes, case, {"weights"}, pool, references)
 
 
 # Padding, and evaluations between steps
 
 PADDED = dataclasses.replace(SGD, padding=True)
-# Without documents a stage between the first and the last reads samples for their padding alone.
+# Without documents, a stage between the first and the last only reads samples for their padding.
 PLAIN = dataclasses.replace(PADDED, documents=False, layers=3)
 
 
@@ -324,7 +324,7 @@ def evaluated_after_each_step(sound: Any, trainer: Trainer) -> StepResult:
 
 @contextmanager
 def evaluations_counted() -> Iterator[None]:
-    """An evaluation reads the balance of the last micro-batch, so that its tokens are counted."""
+    """An evaluation uses the balance of the last micro-batch, so that its tokens are counted."""
     last: list[Balance | None] = [None]
 
     def bug(
@@ -356,7 +356,7 @@ def test_tokens_of_evaluations_between_steps_are_in_no_count(
 
 
 class Skipping(NamedTuple):
-    """A rank's steps: whether each was skipped, and its biases and weights after each."""
+    """The steps of a rank: whether each was skipped, and biases and weights after each."""
 
     skipped: list[bool]
     biases: list[dict[str, list[float]]]
@@ -383,7 +383,7 @@ def nan_in_one_copy() -> Iterator[None]:
 
 @planted(SHARE_OF_NORM)
 def copies_not_looked_at(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
-    """A rank looks only at the gradients that it counts."""
+    """A rank only looks at the gradients that it counts."""
     runs = [run for s in trainer.optimizer.segments for run in s.by_copies()]
     counted = [run.grad for copies, run in runs if copies.is_first]
     return sum_of_powers(counted, trainer.device)
@@ -416,7 +416,7 @@ def run_skipping(sizes: Sizes, case: Case, bug: Mutation = nullcontext) -> Skipp
 
 
 def wrong_in(ranks: Sequence[Skipping]) -> set[str]:
-    """Returns what is wrong with a second step that has to be skipped by all ranks."""
+    """Returns the faults of a second step, which all ranks must skip."""
     found = set()
     for rank in ranks:
         if rank.skipped != [False, True, False]:

@@ -1,4 +1,4 @@
-"""Tests that a run with experts goes on under another `ep` as if it had not stopped.
+"""Tests that a run with experts resumes under another `ep` as if it had not stopped.
 
 Losses, norms, weights, counts and the bits of the routers' biases are those of the reference's
 uninterrupted run. Known bugs of savers are planted: files of one rank's experts, and none of the
@@ -39,8 +39,8 @@ from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.seams import SLICES, Mutation, planted
 from tests.distributed.test_mutations_experts import SGD, experts
 
-SAVED = 2  # steps before the checkpoint
-# AdamW's moments of experts lie with other ranks, too.
+SAVED = 2  # number of steps before the checkpoint
+# AdamW's moments of experts move to other ranks, too.
 PROBLEM = dataclasses.replace(SGD, optimizer="adamw", optim=(), steps=SAVED + 2)
 FROM: tuple[Sizes, Case] = ((2, 1, 2, 1, 4), experts(PROBLEM, "all_to_all", keys={"zero": 1}))
 TO: dict[str, tuple[Sizes, Case]] = {
@@ -77,7 +77,7 @@ def train(
 
 
 def continued(to: tuple[Sizes, Case], folder: Path, pool: Pool, references: References) -> set[str]:
-    """Saves under `FROM`, goes on under `to`; returns how the whole run differs from the
+    """Saves under `FROM`, resumes under `to`; returns the differences of the whole run from the
     reference."""
     world, other = (Layout(*sizes).world_size for sizes, _ in (FROM, to))
     before = pool.run(world, train, *FROM, folder, SAVED)
@@ -102,21 +102,21 @@ def test_a_run_goes_on_under_another_ep(
     (folder,) = list_checkpoints(tmp_path)[-1:]
     names = set(stored_shapes(folder))
     experts = {name for name in names if ".experts." in name and name.startswith("parameter/")}
-    assert len(experts) == 2 * 8 * 3  # by layer and expert: gate, up and down
+    assert len(experts) == 2 * 8 * 3  # gate, up and down by layer and expert
     states = {f"{STATE}/layers.{layer}.mlp.router.bias" for layer in range(2)}
     assert states == {name for name in names if name.startswith(f"{STATE}/")}
 
 
 @planted(SLICES)
 def experts_of_one_rank(sound: Any, trainer: Trainer) -> list[ParameterSlice]:
-    """The first rank of ep saves its experts; the others think that they have copies."""
+    """Only the first rank of ep saves its experts; the others take theirs for copies."""
     others = trainer.groups.ep.index > 0
     return [one for one in sound(trainer) if not (others and one.spec.is_expert)]
 
 
 @planted(SLICES)
 def biases_not_saved(sound: Any, trainer: Trainer) -> list[ParameterSlice]:
-    """A checkpoint holds what the optimizer steps."""
+    """A checkpoint only holds state that the optimizer steps."""
     return [one for one in sound(trainer) if STATE not in one.values]
 
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_without_all_experts_and_biases_is_not_made(
 
 
 def not_taken(sizes: Sizes, case: Case, folder: Path) -> list[str]:
-    """Begins a new run from the run's weights, on every rank; returns what differs from them."""
+    """Begins a new run from the run's weights, on every rank; returns the differences from them."""
     groups = plain_groups(Layout(*sizes))
     keys = (*case.keys, ("runs_dir", str(folder.parent)), ("init_from", folder.name), ("seed", 7))
     trainer = make_trainer(dataclasses.replace(case, keys=keys), groups)

@@ -1,5 +1,6 @@
-"""Tests what frozen parameters lack, how a run resumes with others frozen, and that planted bugs of
-`optim.freeze` and `optim.groups` are caught; test_matrix trains with both."""
+"""Tests that frozen parameters have no gradients or states, that a run resumes with others frozen,
+and that planted bugs of `optim.freeze` and `optim.groups` are caught; test_matrix trains with
+both."""
 
 from __future__ import annotations
 
@@ -84,8 +85,8 @@ def the_norm_counts_what_is_frozen(sound: Any, trainer: Trainer, *how: Any) -> T
 def a_matrix_is_treated_as_the_one_before_it(
     sound: Any, segment: Segment, kind_of: Callable[[ShardSpec], Any]
 ) -> Any:
-    """In fused matrices, k is treated like q, which learns slowly, and v like k, which is
-    frozen."""
+    """In fused matrices, k is treated like q (which learns slowly), and v like k (which is
+    frozen)."""
 
     def kind_of_another(shard: ShardSpec) -> Any:
         name = shard.name.replace(".k.", ".q.").replace(".v.", ".k.")
@@ -96,7 +97,7 @@ def a_matrix_is_treated_as_the_one_before_it(
 
 @planted(TREATMENT)
 def a_factor_of_another_group(sound: Any, settings: OptimConfig, name: str) -> Treatment:
-    """Matrices with a learning rate of their own get the usual one, and the reverse."""
+    """Matrices with their own learning rate get the usual one, and vice versa."""
     found = sound(settings, name)
     return found if found.frozen else found._replace(lr_mult=1.5 - found.lr_mult)
 
@@ -116,7 +117,7 @@ def test_a_planted_bug_is_caught(mutation: Mutation, pool: Pool, references: Ref
     check_caught(mutation, (1, 1, 1), Case(TREATED), told_by, pool, references)
 
 
-# Whole parameters of ranks that are frozen have no gradient at all.
+# A rank's parameter that is frozen as a whole has no gradient at all.
 
 
 def frozen(*patterns: str, **how: Any) -> Problem:
@@ -172,8 +173,8 @@ def test_training_equals_the_reference(
 
 
 def what_is_held(zero: int) -> list[tuple[str, bool, int, int, int, torch.dtype]]:
-    """Returns of each parameter of a rank, after a step in bf16: its name, whether it is trained,
-    elements of gradients, masters and moments, and the type in which a constant is held."""
+    """Returns for each parameter of a rank, after a step in bf16: its name, whether it is trained,
+    the numbers of elements of gradients, masters and moments, and the dtype of a constant."""
     groups = plain_groups(Layout(dp=2))
     problem = frozen("layers.1.*", "embedding.*", precision="bf16", **MOMENTS)
     trainer = make_trainer(Case(problem, keys=sharded(zero)), groups)
@@ -203,7 +204,7 @@ def test_a_frozen_parameter_has_no_gradient_master_or_moments(zero: int, pool: P
         for name, trained, *elements, dtype in of_rank:
             assert trained is not name.startswith(("layers.1.", "embedding."))
             if trained:
-                assert min(elements) > 0 or zero, name  # a shard may have none of it
+                assert min(elements) > 0 or zero, name  # a shard may have no element of it
             else:
                 assert elements == [0, 0, 0], name
                 assert dtype == torch.bfloat16, name
@@ -247,7 +248,7 @@ def test_inputs_of_frozen_layers_are_not_kept(pool: Pool) -> None:
 
 def resumed_with_others_frozen(run_dir: Path) -> list[Any]:
     """Trains two steps with all parameters, one with layer 1 frozen and one with layer 0 frozen,
-    from checkpoints; returns kinds of what was saved, and how far weights and moments moved."""
+    from checkpoints; returns the kinds of saved tensors, and the changes of weights and moments."""
     groups = plain_groups(Layout())
     found: list[Any] = []
     every = ("run", run_dir.name), ("checkpoint.every", 1)
@@ -275,8 +276,8 @@ def resumed_with_others_frozen(run_dir: Path) -> list[Any]:
 
 
 def test_a_run_resumes_with_others_frozen(pool: Pool, tmp_path: Path) -> None:
-    """A checkpoint with moments of what is frozen now is read without them, and in one without
-    them they begin at zero."""
+    """Moments of parameters that are frozen now are not read; moments that a checkpoint lacks begin
+    at zero."""
     [[_, second, third]] = pool.run(1, resumed_with_others_frozen, tmp_path / "run")
     started, moved, saved = second
     name = "layers.{}.mlp.down.weight"
@@ -296,7 +297,7 @@ def test_a_run_resumes_with_others_frozen(pool: Pool, tmp_path: Path) -> None:
 
 @planted(LINEAR_BACKWARD)
 def nothing_passes_a_frozen_layer(sound: Any, split: str, grad: Tensor, *how: Any) -> Any:
-    """Without a weight gradient a linear layer has no input gradient, it thinks."""
+    """A linear layer without a weight gradient omits its input gradient, too."""
     grad_x, grad_weight = sound(split, grad, *how)
     return grad_x if how[0] is not None else torch.zeros_like(grad_x), grad_weight
 
@@ -305,7 +306,7 @@ def nothing_passes_a_frozen_layer(sound: Any, split: str, grad: Tensor, *how: An
 def not_summed_over_tp(
     sound: Any, split: str, grad: Tensor, x: Tensor | None, weight: Tensor, *how: Any
 ) -> Any:
-    """The gradient of a frozen column-parallel layer's input stays that of the rank's own rows."""
+    """The input gradient of a frozen column-parallel layer is not summed over ranks."""
     if x is None and split == "column":
         return grad @ weight, None
     return sound(split, grad, x, weight, *how)
@@ -313,7 +314,7 @@ def not_summed_over_tp(
 
 @planted(FIRST_TRAINED)
 def cut_above_a_trained_layer(sound: Any, model: ModelConfig, frozen: Any) -> int:
-    """The first layer that is trained is thought to have no backward."""
+    """The first trained layer is treated as if it had no backward."""
     return sound(model, frozen) + 1
 
 
@@ -367,13 +368,13 @@ def test_a_planted_bug_of_freezing_is_caught(name: str, pool: Pool, references: 
 
 @planted(FREEZE)
 def one_thawed(sound: Any, stages: Any, names: Any) -> None:
-    """One parameter that is frozen has a gradient and a bucket, and is reduced."""
+    """A frozen parameter has a gradient and a bucket, and is reduced."""
     sound(stages, names - {"layers.1.attention.qkv.weight"})
 
 
 @planted(FIRST_TRAINED)
 def sent_to_frozen_stages(sound: Any, model: ModelConfig, frozen: Any) -> int:
-    """Stages send gradients to those before them that have nothing to train."""
+    """Stages send gradients to earlier stages that have nothing to train."""
     return -1
 
 

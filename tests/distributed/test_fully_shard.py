@@ -51,7 +51,7 @@ def trained(module: nn.Module, step: Any) -> float:
 
 
 def tensor_parallel(sizes: dict[str, int], frees: bool) -> float:
-    """Shards blocks and the rest as units of their own."""
+    """Shards each block, and the rest, as a unit of its own."""
     groups = p3d.init(**sizes)
     module = net(groups.tp)
     for part in (module[1], module[2], module):
@@ -63,7 +63,7 @@ def tensor_parallel(sizes: dict[str, int], frees: bool) -> float:
 
 
 def each_layout(layouts: list[dict[str, Any]]) -> list[float]:
-    """Memory is freed after the forward in every second case."""
+    """Frees memory after the forward in every second case."""
     return [tensor_parallel(sizes, at % 2 == 0) for at, sizes in enumerate(layouts)]
 
 

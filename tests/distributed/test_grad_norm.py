@@ -1,4 +1,5 @@
-"""Compares `clip_grad_norm_` with one process: the norm of the whole model, however it is split."""
+"""Compares `clip_grad_norm_` with a single process: the norm of the whole model, however it is
+split."""
 
 from __future__ import annotations
 

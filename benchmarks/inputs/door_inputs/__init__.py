@@ -1,1 +1,2 @@
-"""Inputs of each door with their right answers: one module per door, with a function `inputs`."""
+"""Inputs of each door (a place where data enters) with their right answers: one module per door,
+with a function `inputs`."""

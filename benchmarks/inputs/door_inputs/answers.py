@@ -1,4 +1,4 @@
-"""An input from outside and its right answer, which is known before the door is asked."""
+"""Defines inputs from outside with right answers, which are known before the door is asked."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ def _talk(rng: random.Random) -> Drawn:
     return Drawn(row, messages, tools, learned=[True] * len(messages))
 
 
-# Mutations. Each changes the row in place, and returns the new meaning; None: it does not apply.
+# Mutations: each changes the row in place, and returns the new meaning, or None if it does not
+# apply.
 
 
 Mutation = Callable[[random.Random, Drawn], Drawn | None]
@@ -526,7 +527,7 @@ def _mutated(rng: random.Random) -> Drawn:
 
 def inputs(rng: random.Random, folder: Path) -> Iterator[Input]:
     """Yields rows with their right answers: learned texts, and tokens."""
-    import transformers  # loads slowly
+    import transformers  # imported here because it loads slowly
 
     opened = {}
     for name in TEMPLATES:

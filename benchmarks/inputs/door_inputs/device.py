@@ -1,8 +1,8 @@
 """Draws machines: GPUs and drivers that work or not, masks, jobs, containers, slices, quotas of
 cgroups.
 
-Each host is composed of parts with known meanings, so its right answer is known before the judge is
-asked: cpu, cuda, or a refusal.
+Each host is composed of parts with known meanings, so its right answer (cpu, cuda, or a refusal) is
+known before the package is asked.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _add(rng: random.Random, parts: Parts) -> None:
     """Adds one part of real hosts, with its meaning."""
     number = str(rng.randint(1, 8))
     meaning: tuple[tuple[str, str, bool, bool], ...] = (
-        # variable, value, whether a GPU is intended, whether it is a scheduler's
+        # variable, value, whether a GPU is intended, whether a scheduler sets it
         ("SLURM_GPUS_ON_NODE", number, True, True),
         ("SLURM_JOB_GPUS", rng.choice(("0", "0,1", "4-7")), True, True),
         ("SLURM_STEP_GPUS", "0", True, True),
@@ -269,7 +269,7 @@ def _quota(rng: random.Random, folder: Path, number: Iterator[int]) -> Input:
         rng.choice(("slurm", "job_7", "kubepods.slice", "docker-ab.scope", "a b"))
         for _ in range(depth)
     ]
-    inside = rng.randint(0, depth)  # levels above the part that the mount shows
+    inside = rng.randint(0, depth)  # number of levels above the part that the mount shows
     version = rng.choice((1, 2))
     mount = "sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/cpu,cpuacct"
     memory = "sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/memory"
@@ -328,7 +328,7 @@ def _quota(rng: random.Random, folder: Path, number: Iterator[int]) -> Input:
 
 
 def _job(rng: random.Random, folder: Path) -> Input:
-    """Makes a job of Slurm with one task per node: how many GPUs a node has."""
+    """Makes a job of Slurm with one task per node, whose number of GPUs per node is asked for."""
     count = rng.choice((1, 2, 4, 8))
     environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
     name, text = rng.choice(

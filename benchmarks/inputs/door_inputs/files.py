@@ -132,11 +132,11 @@ def _binary(rng: random.Random, texts: list[str]) -> tuple[str, bytes]:
     return name, made[name]
 
 
-# The doors: each returns the texts
+# The doors; each returns the texts that it reads
 
 
 def tokenized(path: str) -> list[str]:
-    """Returns the documents that `data tokenize` reads."""
+    """Returns the documents that are read by `data tokenize`."""
     count, found = Count(), []
     for shard in cut(find_inputs(path), size=300):
         here = Count()

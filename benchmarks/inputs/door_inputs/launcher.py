@@ -151,7 +151,7 @@ LAUNCHERS: dict[str, Callable[[Start], Env]] = {
     "mpiexec": mpich,
     "deepspeed": lambda start: torch(start) | {"LOCAL_SIZE": str(start.here[start.host])},
 }
-# Variables that place a process; most have an equivalent, so that they may be missing.
+# Variables that place a process; most have an equivalent, so one may be missing.
 NUMBERS = ("RANK", "SIZE", "PROCID", "LOCALID", "STEP_ID", "NTASKS", "NUM_TASKS", "NODES", "ADDR")
 STRAY: Env = {
     "OMPI_MCA_btl": "tcp,self",
@@ -207,7 +207,8 @@ def _true(rng: random.Random) -> Input:
     start = drawn(rng)
     environ = LAUNCHERS[name](start)
     environ |= {k: STRAY[k] for k in rng.sample(list(STRAY), 3)}
-    if name == "torchrun" and rng.random() < 0.4:  # its agents are tasks of a step, one per host
+    # torchrun's agents are tasks of a step, one per host
+    if name == "torchrun" and rng.random() < 0.4:
         daemons = Start((1,) * len(start.here), start.host, 0, start.job, start.step)
         environ = (srun(daemons) if len(start.here) > 1 else batch(start)) | environ
     if name == "mpirun" and rng.random() < 0.3:
@@ -244,7 +245,7 @@ def _torn(rng: random.Random, name: str) -> tuple[Start, Env, str]:
 
 
 def _dropped(rng: random.Random) -> Input:
-    """Drops one or two numbers: the start is still recognised, or refused; never alone."""
+    """Drops one or two numbers; the start must be recognised or refused, but never run alone."""
     name = rng.choice(list(LAUNCHERS))
     start, environ, key = _torn(rng, name)
     environ.pop(key)
@@ -268,13 +269,14 @@ def taken_local(environ: Env) -> bool:
 
 
 def _spoiled(rng: random.Random) -> Input:
-    """Spoils a number, or replaces it: it is refused wherever that can be detected."""
+    """Spoils or replaces a number, which must be refused wherever that can be detected."""
     name = rng.choice(list(LAUNCHERS))
     start, environ, key = _torn(rng, name)
     while key.endswith(("ADDR", "NODES", "NNODES")) or key in ("SLURM_NTASKS", "SLURM_NODEID"):
         start, environ, key = _torn(rng, name)
     values = ["x", "1.0", "-1", "٣", "1_0", "0x1", " ", "three", "1e3"]
-    if not key.endswith(("SIZE", "STEP_ID", "JOB_ID", "TASKS")):  # otherwise it may be this large
+    # otherwise it may really be this large
+    if not key.endswith(("SIZE", "STEP_ID", "JOB_ID", "TASKS")):
         values.append(str(10**6))
     value = rng.choice(values)
     environ[key] = value
@@ -337,7 +339,7 @@ def _hosts(rng: random.Random) -> Input:
 
 
 def _uncounted(rng: random.Random) -> Input:
-    """Returns RANK, WORLD_SIZE and LOCAL_RANK alone: the ranks of a host must be counted, not
+    """Returns only RANK, WORLD_SIZE and LOCAL_RANK: the ranks of a host must be counted, not
     guessed."""
     start = drawn(rng)
     right = (*answer(start)[:3], 0, "n1")

@@ -56,7 +56,7 @@ def _mask(rng: random.Random, y: Tensor, how: str, ignored: int) -> None:
     y[y == ignored] = (ignored + 1) % CLASSES if 0 <= ignored < CLASSES else 0
     for number, row in enumerate(y):
         if how == "alike":
-            row[-1] = ignored  # like labels that are shifted by one
+            row[-1] = ignored  # as with labels that are shifted by one
         elif how == "any":
             row[rng.randrange(len(row) + 1) :] = ignored
         elif how == "most" or (how == "one" and number == 0):

@@ -27,7 +27,7 @@ HARMS_OF_RECORDS = ("type", "kind", "item", "step", "text", "array", "nothing")
 def config_of(
     sequence: int, length: Mapping[str, Any], batch: Any, style: str = "linear"
 ) -> Config:
-    """Returns a configuration with these; `batch` is a size or sizes by samples."""
+    """Returns a configuration with these keys; `batch` is a size, or sizes by samples."""
     config = Config()
     last = batch if isinstance(batch, int) else [*batch.values()][-1]
     schedule = None if isinstance(batch, int) else batch
@@ -57,7 +57,7 @@ def lives(rng: random.Random) -> Iterator[Input]:
             batches.append(batches[0])
         tokens = budget * sequence - rng.randrange(sequence)
         length = {"steps": budget} if by_steps else {"tokens": float(tokens)}
-        # Computed by hand: the samples after each step, and where each start ends.
+        # Computed independently: the samples after each step, and the end of each start.
         read = 0
         after: list[int] = []
         cuts: list[int] = []
@@ -185,7 +185,7 @@ def records(rng: random.Random, folder: Path) -> Iterator[Input]:
         )
         if harm != "none":
             right = REFUSAL
-        if harm == "type":  # a synonym
+        if harm == "type":  # another spelling of the same value
             found = [{**one, "type": one["type"].title()} for one in found]
         if harm == "kind":
             found = [{**{"kind": one["type"]}, **one} for one in found]

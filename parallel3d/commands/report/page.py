@@ -382,7 +382,7 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         shown = [(label, part(run)) for label, run in zip(labels, runs, strict=True)]
         found = [f"<h3>{label}</h3>{html}" for label, html in shown if html]
         missing = ", ".join(r.name for r, (_, html) in zip(runs, shown, strict=True) if not html)
-        if not said:  # files that a run may lack
+        if not said:  # runs may lack this part without a word about it
             missing = ""
             if not found:
                 continue
