@@ -25,13 +25,21 @@ def members(layout: Layout, dim: str) -> Matrix:
     Raises ValueError for another `dim`, and for `ep` and `edp` without experts.
     """
     if layout.ep and dim in EXPERT_DIMENSIONS:
-        return np.array(layout.groups(dim), dtype=np.int64)
+        stages = np.sort(_along(layout, ("tp", "cp", "dp")), axis=1)
+        runs = stages.reshape(len(stages), -1, layout.ep)
+        found = runs if dim == "ep" else runs.transpose(0, 2, 1)
+        found = found.reshape(-1, found.shape[2])
+        return np.ascontiguousarray(found[np.argsort(found[:, 0])])
     along = (dim,) if dim in DIMENSIONS else GROUPED.get(dim)
     if along is None:
         raise ValueError(f"{dim!r} is not one of {', '.join((*DIMENSIONS, *GROUPED))}")
     if dim == "embedding":
         ends = members(layout, "pp")[:, [0, -1]]
         return ends if layout.pp > 1 else ends[:, :1]
+    return _along(layout, along)
+
+
+def _along(layout: Layout, along: tuple[str, ...]) -> Matrix:
     slowest_first = layout.order.split("-")[::-1]
     grid = np.arange(layout.world_size).reshape([layout.size(d) for d in slowest_first])
     axes = [i for i, d in enumerate(slowest_first) if d in along]

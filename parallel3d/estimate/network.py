@@ -16,6 +16,8 @@ A message takes α + N/B (Hockney 1994). The price of a step follows these rules
    all loops but one, while the other ranks send to their next.
 6. Each transfer takes the cheapest of ring, tree and two levels. A ring over a pair without a wire
    costs infinity.
+7. An all-to-all of experts (ep) is no ring: each rank sends to all others of its group at once. It
+   takes as long as the fullest NVLink, NIC or leaf switch needs for the bytes of all its pairs.
 
 Sources: Wang et al. 2023 (arXiv:2307.12169) for rails and domains; the DGX SuperPOD reference
 architecture for leaf switches, units and uplinks. All of it is numpy, so that a million ranks take
@@ -28,7 +30,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +42,7 @@ from parallel3d.blueprint.rank_mapping import RankMapping
 
 OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, except in pipeline loops
 ALGORITHMS = ("ring", "tree", "hierarchical")
+PAIRS = "pairs"  # the algorithm of an all-to-all of experts
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
 
 Bytes = npt.NDArray[np.float64]
@@ -207,6 +210,79 @@ class Flows:
         return Link(min(w.gb_per_s for w in found), max(w.latency_us for w in found))
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Simultaneous flows from each rank to all others of its group, those of one link class
+    together.
+
+    Attributes:
+        size: number of members of a group.
+        here: slots that send.
+        kinds: the link class of the receivers.
+        weights: number of receivers.
+    """
+
+    cluster: Cluster
+    size: int
+    here: Slots
+    kinds: npt.NDArray[np.int8]
+    weights: Bytes
+
+    @classmethod
+    def of(cls, cluster: Cluster, groups: Matrix) -> Exchange:
+        """Returns the flows of all groups of slots."""
+        slots, size = groups.ravel(), groups.shape[1]
+        domain, leaf = cluster.domain[groups], cluster.leaf[groups]
+        near, on_leaf = _equals(domain), _equals(leaf)
+        both = _equals(domain * (int(leaf.max()) + 1) + leaf)
+        far = LinkClass.NONE if cluster.oversubscription is None else LinkClass.SPINE
+        counts = {
+            LinkClass.NVLINK: near - 1,
+            LinkClass.RAIL: on_leaf - both,
+            far: size - near - on_leaf + both,
+        }
+        here, kinds, weights = [], [], []
+        for kind, count in counts.items():
+            some = count.ravel() > 0
+            here.append(slots[some])
+            kinds.append(np.full(int(some.sum()), kind, dtype=np.int8))
+            weights.append(count.ravel()[some].astype(float))
+        return cls(cluster, size, *(np.concatenate(part) for part in (here, kinds, weights)))
+
+    @cached_property
+    def counts(self) -> dict[LinkClass, float]:
+        """Number of pairs in each link class."""
+        found = np.bincount(self.kinds, self.weights, minlength=len(LinkClass))
+        return {k: found[k].item() for k in LinkClass if found[k]}
+
+    def slowest(self) -> Link | None:
+        """Returns the wire that takes as long for a rank's whole buffer as the exchange; None if a
+        pair has no wire."""
+        if LinkClass.NONE in self.counts:
+            return None
+        cluster = self.cluster
+        inside, spine = self.kinds == LinkClass.NVLINK, self.kinds == LinkClass.SPINE
+        outside = ~inside
+        found = [self.weights[inside].max(initial=0.0) / cluster.nvlink.gb_per_s]
+        rates = np.where(spine, cluster.spine.gb_per_s, cluster.rail.gb_per_s)
+        nics = cluster.nic[self.here[outside]]
+        found.append(np.bincount(nics, (self.weights / rates)[outside]).max(initial=0.0))
+        if spine.any():
+            up = np.bincount(cluster.leaf[self.here[spine]], self.weights[spine])
+            nics = np.maximum(cluster.leaf_nics[: up.size], 1)
+            over = cluster.oversubscription or 1.0
+            found.append(float((up / nics).max()) * over / cluster.spine.gb_per_s)
+        latency = max(cluster.link(kind).latency_us for kind in self.counts)
+        return Link(self.size / float(max(found)), latency)
+
+
+def _equals(numbers: npt.NDArray[Any]) -> Slots:
+    """Returns for each element how many of its row are equal to it, itself included."""
+    rows = np.arange(len(numbers))[:, None] * (int(numbers.max()) + 1) + numbers
+    _, place, count = np.unique(rows, return_inverse=True, return_counts=True)
+    return count[place].reshape(numbers.shape)
+
+
 class DimFlows(NamedTuple):
     """Flows of one dimension at a time.
 
@@ -214,14 +290,16 @@ class DimFlows(NamedTuple):
         ring: flows of the rings of all groups, or between stages.
         inner: in two levels, the members of a group in a domain.
         inside, between: in two levels, flows of the rings inside domains and between domains.
+        pairs: flows of an all-to-all of experts.
     """
 
     ring: Flows
     inner: int = 1
     inside: Flows | None = None
     between: Flows | None = None
+    pairs: Exchange | None = None
 
-    def sent(self, price: DimPrice) -> Iterator[tuple[Flows, float]]:
+    def sent(self, price: DimPrice) -> Iterator[tuple[Flows | Exchange, float]]:
         """Yields the flows of a step, each with the bytes of one flow.
 
         A tree counts as a ring, although it sends up to n / (n − 1) times as much.
@@ -230,9 +308,12 @@ class DimFlows(NamedTuple):
         flat = 0.0
         inside = 0.0
         between = 0.0
+        exchanged = 0.0
         for p in price.transfers:
             op, total = p.transfer.op, float(p.transfer.nbytes) * p.transfer.count
-            if p.algorithm != "hierarchical":
+            if p.algorithm == PAIRS:
+                exchanged += total / paths.n
+            elif p.algorithm != "hierarchical":
                 flat += total * bus_factor(op, paths.n)
             else:
                 inside += total * bus_factor(op, paths.inner)
@@ -245,6 +326,8 @@ class DimFlows(NamedTuple):
         if self.between is not None and self.inside is not None and between:
             yield self.between, between
             yield self.inside, inside
+        if self.pairs is not None and exchanged:
+            yield self.pairs, exchanged
 
 
 def flows_of(dim: str, cluster: Cluster, groups: Matrix, loops: int = 1) -> DimFlows:
@@ -260,11 +343,12 @@ def flows_of(dim: str, cluster: Cluster, groups: Matrix, loops: int = 1) -> DimF
         weights[:, -1] = (loops - 1) / loops
         return DimFlows(replace(_ring(cluster, groups, 1), weights=weights.ravel()))
     order = None if dim in OPEN_CHAINS else levels(cluster, groups)
+    pairs = Exchange.of(cluster, groups) if dim == "ep" else None
     if order is None:
-        return DimFlows(_ring(cluster, groups, 1))
+        return DimFlows(_ring(cluster, groups, 1), pairs=pairs)
     placed = tiled(groups, order)  # a row is a domain
     inside, between = (_ring(cluster, placed, axis) for axis in (2, 1))
-    return DimFlows(_ring(cluster, groups, 1), order.shape[2], inside, between)
+    return DimFlows(_ring(cluster, groups, 1), order.shape[2], inside, between, pairs)
 
 
 def _ring(cluster: Cluster, slots: Matrix, axis: int) -> Flows:
@@ -273,12 +357,14 @@ def _ring(cluster: Cluster, slots: Matrix, axis: int) -> Flows:
 
 @dataclass(frozen=True)
 class Paths:
-    """Wires of one dimension: `flat` for rings and trees, `outer` between domains."""
+    """Wires of one dimension: `flat` for rings and trees, `outer` between domains, `pairs` for an
+    all-to-all of experts (None: it is priced as a ring)."""
 
     n: int
     flat: Link | None
     inner: int = 1
     outer: Link | None = None
+    pairs: Link | None = None
 
     @property
     def domains(self) -> int:
@@ -289,7 +375,7 @@ class Paths:
 class PricedTransfer:
     transfer: Transfer
     seconds: float  # of all `count` transfers
-    algorithm: str  # ring, tree, hierarchical, send_recv, or "no path"
+    algorithm: str  # ring, tree, hierarchical, send_recv, pairs, or "no path"
 
 
 @dataclass(frozen=True)
@@ -346,6 +432,8 @@ def price_transfer(
         options["ring"] = ring_time(op, n, nbytes, link)
         if "tree" in algorithms:
             options["tree"] = tree_all_reduce(n, nbytes, link)
+    elif op == "all_to_all" and paths.pairs is not None:
+        options[PAIRS] = messages(1, nbytes, paths.pairs)
     elif link is not None:
         options["send_recv" if op == "send_recv" else "ring"] = collective_time(op, n, nbytes, link)
     if op in IN_TWO_LEVELS and paths.outer is not None and "hierarchical" in algorithms:
@@ -390,7 +478,11 @@ def price_step(
             continue
         flows = flows_of(dim, cluster, groups, layout.loops)
         between = None if flows.between is None else flows.between.slowest()
-        paths = Paths(groups.shape[1], flows.ring.slowest(), flows.inner, between)
+        flat, pairs = flows.ring.slowest(), None
+        if flows.pairs is not None:
+            pairs = flows.pairs.slowest()
+            flat = None if pairs is None else flat  # a member without a wire cuts the group
+        paths = Paths(groups.shape[1], flat, flows.inner, between, pairs)
         price = price_dim(dim, transfers, paths, cluster, algorithms)
         for used, nbytes in flows.sent(price):
             for kind, count in used.counts.items():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parallel3d.blueprint.cluster import Cluster, LinkClass
+from parallel3d.blueprint.cluster import Cluster, Link, LinkClass
 from parallel3d.blueprint.collectives import Transfer
 from parallel3d.blueprint.groups import members
 from parallel3d.blueprint.layout import EXPERT_DIMENSIONS
@@ -20,6 +20,7 @@ from parallel3d.blueprint.rank_mapping import RankMapping, Tiling, orders
 from parallel3d.errors import UserError
 from parallel3d.estimate.network import (
     Bytes,
+    Flows,
     Paths,
     StepPrice,
     flows_of,
@@ -100,9 +101,13 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
     if size == 1:
         return DimLinks(dim, 1, count, {}, count, 0, 0)
     flows = flows_of(dim, cluster, groups, placement.layout.loops)
-    here = flows.ring.here
-    there = flows.ring.there
-    kinds = flows.ring.kinds
+    ring = flows.ring
+    if flows.pairs is not None and LinkClass.NONE in flows.pairs.counts:
+        # Some members have no wire between them, whatever the ring's neighbours have.
+        ring = Flows(
+            cluster, np.repeat(groups, size, axis=1).ravel(), np.tile(groups, size).ravel()
+        )
+    here, there, kinds = ring.here, ring.there, ring.kinds
     counts = np.bincount(kinds, minlength=len(LinkClass))
     inside, one_leaf = (
         (numbers == numbers[:, :1]).all(axis=1)
@@ -313,7 +318,10 @@ def _leaves_domain(
     cost = f"its slowest pair has {wire.gb_per_s:.4g} GB/s instead of {cluster.nvlink.gb_per_s:.4g}"
     priced = price_step(placement, [t for t in transfers if t.dim == dim]).dims.get(dim)
     if priced is not None:
-        inside = price_dim(dim, transfers, Paths(links.size, cluster.nvlink), cluster).seconds
+        near = cluster.nvlink
+        most = Link(near.gb_per_s * links.size / (links.size - 1), near.latency_us)
+        paths = Paths(links.size, near, pairs=most if dim == "ep" else None)
+        inside = price_dim(dim, transfers, paths, cluster).seconds
         cost += (
             f", {1e3 * priced.seconds:,.0f} ms of communication a step instead of "
             f"{1e3 * inside:,.0f} ms"

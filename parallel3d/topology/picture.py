@@ -24,6 +24,7 @@ INTRA = {"nvlink": DARK, "pcie": "#a0522d"}  # colour of a domain's lines
 CHOSEN = "rank"  # mark of the chosen rank itself
 # Colours of the chosen rank and of its groups.
 GROUPS = {CHOSEN: INK, "tp": "#d9480f", "cp": "#862e9c", "pp": "#1864ab", "dp": "#2b8a3e"}
+EXPERTS = "#c2255c"  # colour of the frames around the ranks that share experts with the chosen one
 GROUP_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
 # of more nodes, those most relevant to the chosen rank are drawn, and the others counted
 MAX_NODES = 40
@@ -55,6 +56,11 @@ def marks(layout: Layout, rank: int) -> dict[int, str]:
     return {member: dim for dim, group in shared for member in group} | {rank: CHOSEN}
 
 
+def expert_group(layout: Layout, rank: int) -> list[int]:
+    """Returns the ranks that hold all experts together with the chosen rank; [] without ep."""
+    return layout.group_of(rank, "ep") if layout.ep > 1 else []
+
+
 def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> list[int]:
     """Returns at most `limit` nodes to draw, ascending.
 
@@ -71,6 +77,7 @@ def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> li
 
     chosen = [int(cluster.node[placement.slots[rank]]), *nodes_of("tp")]
     chosen += [*nodes_of("cp")[: limit // 4], *nodes_of("pp")[: limit // 2]]
+    chosen += nodes_of("ep")[: limit // 4] if layout.ep > 1 else []
     chosen += [0, 1, cluster.nodes - 1, *nodes_of("dp")[: limit // 4]]
     return sorted(list(dict.fromkeys(chosen))[:limit])
 
@@ -85,6 +92,7 @@ class _Picture:
         self.loads = loads
         self.cluster = placement.cluster
         self.marked = marks(placement.layout, rank)
+        self.experts = {*expert_group(placement.layout, rank)}
         self.cell = max(30, 8 * len(str(placement.layout.world_size - 1)) + 12)
         shown = shown_nodes(placement, rank)
         names = [Canvas.measure(self.cluster.node_name(node), 12) for node in shown]
@@ -195,6 +203,9 @@ class _Picture:
         fill, name = GROUPS[kind] if kind else "#ffffff", f"gpu {kind or ''}".strip()
         box = (x, y, self.cell, CELL_H, fill, fill if kind else GREY)
         self.canvas.rect(*box, radius=4, tip=tip, cls=name, rank=rank)
+        if rank in self.experts:
+            frame = (x - 3, y - 3, self.cell + 6, CELL_H + 6, "none", EXPERTS)
+            self.canvas.rect(*frame, radius=6, cls="experts", rank=rank)
         words = str(rank) if rank >= 0 else "–"
         ink, weight = ("#ffffff", 600) if kind else (INK, 400)
         self.canvas.text(middle, y + 15.5, words, size=12, anchor="middle", fill=ink, weight=weight)
@@ -239,6 +250,9 @@ class _Picture:
             canvas.rect(x, y - 12, 22, 16, GROUPS[kind], radius=3)
             canvas.text(x + 30, y + 1, words, size=13)
             x += 30 + Canvas.measure(words, 13) + 26
+        if layout.ep > 1:
+            canvas.rect(x, y - 12, 22, 16, "none", EXPERTS, radius=3)
+            canvas.text(x + 30, y + 1, f"framed: its expert group (ep={layout.ep})", size=13)
         x = 24.0
         y = y + 32
         largest = self.loads.largest

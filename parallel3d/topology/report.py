@@ -275,8 +275,9 @@ def job_line(report: TopologyReport) -> str:
     pipeline = report.blueprint.pipeline
     layout = report.layout
     numbers = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vpp": pipeline.chunks}
-    numbers["dp"] = layout.dp
-    sizes = " ".join(f"{d}={n}" for d, n in numbers.items() if n > 1 or d not in ("cp", "vpp"))
+    numbers |= {"dp": layout.dp, "ep": layout.ep}
+    may_miss = ("cp", "vpp", "ep")
+    sizes = " ".join(f"{d}={n}" for d, n in numbers.items() if n > 1 or d not in may_miss)
     if pipeline.chunks > 1:
         sizes += f" schedule={pipeline.name}"
     return (
