@@ -23,7 +23,7 @@ ETAG, MODIFIED, WEAK = "ETag", "Last-Modified", "weak ETag"
 
 @dataclass
 class Server:
-    """What the server reports about the files in `folder`: ETAG, MODIFIED and WEAK.
+    """Headers that the server sends about the files in `folder`: ETAG, MODIFIED and WEAK.
 
     Attributes:
         conditions: whether If-Match is obeyed.

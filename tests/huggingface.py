@@ -38,7 +38,7 @@ _DEEPSEEK = {
     "first_k_dense_replace": 1,
     **GROUPED,
 }
-# Small models of each family with experts.
+# Small models, one of each family with experts.
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "num_experts": 6,
@@ -196,8 +196,8 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_model(folder: Path, kind: str, **config: Any) -> torch.nn.Module:
-    """Saves a model of that kind, with `config` over `SIZES`; every tensor is random, also norms
-    and biases, those of routers included."""
+    """Saves a model of that kind, with `config` over `SIZES`; every tensor is random, even norms
+    and biases, routers' biases included."""
     made = transformers.AutoConfig.for_model(kind, **SIZES | config)
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(made)

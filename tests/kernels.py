@@ -1,4 +1,4 @@
-"""Compiles graphs without kernels of their own, for tests of which rank compiles what, and when."""
+"""Compiles graphs without generating kernels, for tests of which rank compiles, and when."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Measures how slow this machine is at the moment. No test's verdict may depend on that.
+"""Measures how slow this machine is at the moment, so that no test's verdict depends on it.
 
 A limit of speed ("answered in a second") is the time on an idle current core, times `pace`.
 `in_time` measures the pace, which takes a fifth of a second itself, only if it decides. A wait that
-is long only in a hang lasts up to `PATIENCE` times its duration on that core.
+is only long in a hang lasts up to `PATIENCE` times its duration on that core.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 
 PATIENCE = 5
-QUIET_S = 0.05  # duration of the loop on the core for which the limits in the tests were set
+QUIET_S = 0.05  # seconds of the loop on the core for which the tests' limits were set
 
 
 def pace(clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns, at least 1, how many times longer work takes at this moment, by `clock`, than it
-    should.
+    """Returns the factor, at least 1, by which work takes longer than it should at this moment, by
+    `clock`.
 
     It is the slowest of three samples, times 1.5: the load changes from second to second.
     """

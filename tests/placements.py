@@ -1,4 +1,4 @@
-"""Random clusters, layouts and traffic for the placement tests, and a slow classification."""
+"""Makes random clusters, layouts and traffic for placement tests, and classifies links slowly."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _product(sizes: dict[str, int]) -> int:
 
 
 def some_traffic(layout: Layout, rng: random.Random | None = None) -> list[Transfer]:
-    """Returns the traffic of a step of a model of 13e9 parameters; with `rng`, in random
+    """Returns the traffic of a step of a model with 13e9 parameters; with `rng`, in random
     proportions."""
     scale = {d: 10 ** rng.uniform(-3, 1) if rng else 1.0 for d in ("tp", "cp", "dp", "pp")}
     hidden = 4096 * 5120 * 2
@@ -123,7 +123,7 @@ def slow_pairs(group: list[int], dim: str) -> list[tuple[int, int]]:
 
 
 def slow_classes(placement: RankMapping, dim: str) -> dict[str, object]:
-    """Returns everything that `classify` reports about a dimension, by sets and dicts."""
+    """Returns the same facts about a dimension as `classify`, by sets and dicts."""
     cluster, places = placement.cluster, slow_places(placement.cluster)
     at = {rank: places[int(slot)] for rank, slot in enumerate(placement.slots)}
 

@@ -302,8 +302,8 @@ def test_heads_that_several_ranks_share_count_once(pool: Pool) -> None:
 
 
 def partial_under_fsdp() -> list[str]:
-    """A norm between two layers whose gradient `fully_shard` has averaged, but nothing has
-    summed."""
+    """A norm between two layers; `fully_shard` has averaged its gradient, but nothing has summed
+    it."""
     groups = p3d.init(tp=2, dp=2)
     column = p3d.ColumnParallelLinear(4, 4, groups.tp).double()
     between = nn.LayerNorm(2).double()
@@ -312,7 +312,7 @@ def partial_under_fsdp() -> list[str]:
     layers(torch.arange(8.0, dtype=torch.float64).view(2, 4)).square().sum().backward()
     found = [said(p3d.clip_grad_norm_, layers.parameters(), 1.0)]
     found.append(said(p3d.sum_gradients_over, between, groups.tp))
-    for parameter in between.parameters():  # the advice of the sentence
+    for parameter in between.parameters():  # follows the advice in the sentence
         dist.all_reduce(parameter.grad.to_local(), group=groups.tp.handle)
     found.append(said(p3d.clip_grad_norm_, layers.parameters(), 1.0))
     return found
@@ -326,7 +326,7 @@ def test_a_partial_gradient_under_fully_shard_is_refused(pool: Pool) -> None:
 
 
 def rounding_alone() -> float:
-    """Copies whose gradient is only rounding: it may differ between the ranks."""
+    """Copies whose gradient is only rounding noise, which may differ between ranks."""
     group = p3d.init(tp=2).tp
     layer, norm = p3d.ColumnParallelLinear(4, 4, group), nn.LayerNorm(4)
     for parameter in (*layer.parameters(), *norm.parameters()):
@@ -345,7 +345,7 @@ def of_two() -> dict[Callable, Any]:
 
 @pytest.fixture(scope="module")
 def by_rank(pool: Pool) -> list[dict[Callable, Any]]:
-    """Returns what each of two ranks finds, in one run for all tests."""
+    """Returns the findings of each of two ranks, in one run for all tests."""
     return pool.run(2, of_two)
 
 
@@ -394,7 +394,8 @@ def refusals() -> list[str]:
     ]
     # The group is known, so the norm is correct.
     found.append(said(clip, parameters, 1.0, groups=groups.tp))
-    module[1].norm.weight.grad *= 1 + 10 * rank  # equals a call without `sum_gradients_over`
+    # the result equals a call without `sum_gradients_over`
+    module[1].norm.weight.grad *= 1 + 10 * rank
     found.append(said(clip, parameters, 1.0))
     module[1].norm.weight.grad.fill_(float("nan") if rank else 1.0)
     found.append(said(clip, parameters, 1.0, error_if_nonfinite=True))
@@ -402,10 +403,10 @@ def refusals() -> list[str]:
     table(torch.tensor([1])).sum().backward()
     found.append(said(clip, table.parameters(), 1.0))
     held = nn.Linear(2, 2)
-    state_of(held.weight).main_grad = torch.zeros(4)  # like those of a Trainer
+    state_of(held.weight).main_grad = torch.zeros(4)  # like parameters of a Trainer
     found.append(said(clip, held.parameters(), 1.0))
     flat = nn.Linear(2, 2)
-    flat.weight._fsdp_flattened = True  # like those of FSDP1
+    flat.weight._fsdp_flattened = True  # like parameters of FSDP1
     found.append(said(clip, flat.parameters(), 1.0))
     return found
 

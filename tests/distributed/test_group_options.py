@@ -1,4 +1,4 @@
-"""Tests that groups on their own interface do everything that plain ones do; memory is not
+"""Tests that groups on their own network interface do the work of plain ones; memory is not
 shared."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_a_dimension_as_large_as_the_world_still_gets_its_interface(pool: Pool) 
 def shared_where(hostnames: list[str], launch: LaunchConfig) -> list[bool]:
     own = hostnames[dist.get_rank()]
     original = socket.gethostname
-    socket.gethostname = lambda: own  # the pool's process stays alive: this is restored below
+    socket.gethostname = lambda: own  # restored below, because the pool's process stays alive
     try:
         groups = ProcessGroups.create(Layout(tp=2, dp=2), "cpu", 30.0, launch)
     finally:

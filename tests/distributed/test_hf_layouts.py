@@ -1,6 +1,6 @@
 """Tests Hugging Face models under several layouts.
 
-They have the logits of transformers under tp=2 pp=2, after an import and an export, and runs begin
+After an import and an export, they have the logits of transformers under tp=2 pp=2; and runs begin
 from a folder with experts over ep.
 """
 
@@ -54,7 +54,8 @@ SIZES = {
     "eos_token_id": 60,
     "pad_token_id": None,
 }
-# Families whose cut into stages and shards differs: patterns of layers, joined tensors, pairs.
+# Families that are cut differently into stages and shards: patterns of layers, joined tensors,
+# pairs.
 DENSE = ("phi3_longrope", "smollm3", "glm4", "olmo3", "exaone4", "gemma3_text")
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_theta": 500.0, **SCALING}},

@@ -1,4 +1,4 @@
-"""Tests that gradients reduced inside domains and then between them equal those reduced at once."""
+"""Tests that reducing gradients inside domains and then between them equals a single reduction."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_levels_are_domains_and_rails() -> None:
 @pytest.mark.parametrize(
     ("layout", "tiling"),
     [
-        (Layout(tp=4, dp=2), "tp-dp"),  # one member per domain
-        (Layout(dp=4), "dp"),  # all in one
+        (Layout(tp=4, dp=2), "tp-dp"),  # each domain has one member
+        (Layout(dp=4), "dp"),  # all members are in one domain
         (Layout(tp=2, dp=4), "tp2-dp2-dp2-snake"),  # rails in the reverse order in every other node
     ],
     ids=str,

@@ -59,7 +59,7 @@ def train_source(folder: Path) -> None:
 
 
 def loaded_from_the_start(trainer: Trainer) -> Any:
-    """A planted bug: every shard reads the first elements of its parameter."""
+    """Every shard reads the first elements of its parameter."""
     sound = trainer.parameter_slices
 
     def slices() -> list[ParameterSlice]:
@@ -106,7 +106,7 @@ def begin(
 
 
 def test_a_run_begins_from_another_under_any_layout(pool: Pool, tmp_path: Path) -> None:
-    """Moments and the count of updates are taken, too: the next step is the same under every
+    """Moments and the number of updates are taken over, too: the next step is equal in every
     layout."""
     pool.run(4, train_source, tmp_path)
     assert export_run(tmp_path, "old", tmp_path / "hf", None, None) == 0

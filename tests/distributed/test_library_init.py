@@ -1,4 +1,4 @@
-"""Tests `p3d.init`: the groups of a user's script, and what it refuses on every rank."""
+"""Tests `p3d.init`: the groups of a user's script, and refusals on every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 import parallel3d as p3d
 from parallel3d.comm.collectives import all_reduce
 
-# If rank 1 asks for something else than the other ranks, its arguments come second.
+# If rank 1 passes other arguments than the other ranks, they come second.
 BAD = (
     ({"tp": 3}, {}, "init(tp=3) must divide the world's 4 ranks; the nearest is tp=2"),
     ({"pp": 2, "tp": 4}, {}, "init(tp=4) must divide the world's 2 ranks of each of 2 parts; "),

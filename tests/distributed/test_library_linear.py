@@ -14,7 +14,7 @@ from torch import nn
 
 import parallel3d as p3d
 
-TOLERANCE = 1e-12  # fp64; sums are in another order
+TOLERANCE = 1e-12  # in fp64, where sums are in another order
 BAD = (
     (lambda: p3d.ColumnParallelLinear(6, 9), "(out_features=9) must be a multiple of the 4 "),
     (lambda: p3d.RowParallelLinear(6, 8), "(in_features=6) must be a multiple of the 4 ranks"),

@@ -1,5 +1,4 @@
-"""Compares the pipeline of plain modules with one process that takes the micro-batches one by
-one."""
+"""Compares pipelines of plain modules with one process that takes micro-batches one by one."""
 
 from __future__ import annotations
 
@@ -223,7 +222,7 @@ def batch_of(*fives: int, samples: int = 8) -> Tensor:
 
 
 GOOD = torch.zeros(8, dtype=torch.int64)
-STEPS = (  # the misbehaviour of stage 1, inputs, targets, the ranks that raise and their errors
+STEPS = (  # misbehaviour of stage 1, inputs, targets, the ranks that raise, their errors
     ("", batch_of(samples=7), GOOD, "inputs with 7 samples must be tensors of a length that num_"),
     ("", [batch_of(samples=2)] * 3 + [batch_of(samples=1)], GOOD, "micro-batch 3 of inputs has"),
     ("", [batch_of()] * 3, GOOD, "inputs is a list of 3 micro-batches, which must be num_microb"),

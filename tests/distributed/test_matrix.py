@@ -1,5 +1,5 @@
-"""Tests that every training of the covering array equals the reference's, and that the array holds
-every pair."""
+"""Tests that every training of the covering array equals the reference, and that it holds every
+pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests `groups.mesh`: the grid of all ranks as a DeviceMesh, and the parts that take one of its
+"""Tests `groups.mesh`, the grid of all ranks as a DeviceMesh, and parts that take one of its
 rows."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_the_mesh_is_the_grid_of_the_groups(layout: str, pool: Pool) -> None:
 
 
 def one_rank_asks() -> int:
-    """With gloo the mesh is not collective: a rank alone may ask for it."""
+    """With gloo the mesh is not collective, so a single rank may ask for it."""
     groups = p3d.init(tp=2)
     size = groups.mesh.size() if groups.rank == 0 else 0
     dist.barrier()

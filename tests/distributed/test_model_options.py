@@ -22,7 +22,7 @@ ONE_HEAD = replace(LLAMA, optimizer="sgd", tied=True, model=(("num_query_groups"
 ZERO1, ZERO3 = ((("zero", level),) for level in (1, 3))
 GATHER_QK = (("tensor_parallel.attention", "gather_qk"),)
 STYLES = ("gather", "heads", "ring")
-MLP_CHUNKS = (("mlp_chunk_tokens", 50),)  # sizes that do not divide what they cut
+MLP_CHUNKS = (("mlp_chunk_tokens", 50),)  # sizes of pieces that do not divide the whole
 # Like models that people import: heads of 6 although hidden_size / heads is 4; and biases in
 # attention alone, including its output's.
 QK_NORM = (("qk_norm", True), ("head_dim", 6))
@@ -30,7 +30,7 @@ QK_NORM = (("qk_norm", True), ("head_dim", 6))
 FULL_NORM = (*QK_NORM, ("qk_norm_width", "full"))
 FULL_ONE_HEAD = replace(ONE_HEAD, model=(*FULL_NORM, *ONE_HEAD.model))
 FULL_PAIRS = replace(PAIRS, model=(*PAIRS.model, ("qk_norm", True), ("qk_norm_width", "full")))
-# Scores by a factor of its own, which every kernel takes (Granite, Gemma).
+# A factor of the scores, which every kernel takes (Granite, Gemma).
 SCALED = replace(PAIRS, model=(*PAIRS.model, ("attention_scale", 0.11)))
 SCALED_DROPPED = replace(SCALED, model=(*SCALED.model, ("dropout", 0.2)))
 SCALED_PACKS = replace(SCALED, documents=True)
@@ -67,7 +67,7 @@ YARN = replace(
     ),
 )
 YARN_PACKS = replace(YARN, documents=True)
-# Its sliding layers are not scaled, and others have no positions.
+# RoPE of sliding layers is not scaled, and other layers have no positions.
 MIXED_YARN = replace(
     YARN_PACKS,
     model=(
@@ -77,7 +77,7 @@ MIXED_YARN = replace(
 )
 QWEN3_ONE_HEAD = replace(ONE_HEAD, model=(*QK_NORM, *ONE_HEAD.model, ("attention_bias", "all")))
 
-# The matrix has all other options, each with every layout.
+# The matrix combines all other options with every layout.
 CASES = [
     (
         (4, 1, 1),
@@ -163,7 +163,7 @@ NORMED_PAIRS = replace(PAIRS, model=(*PAIRS.model, ("qk_norm", True)))
 
 def trained_and_saved(sizes: tuple[int, int, int]) -> tuple[Counter[str], bool]:
     """Returns the elements that this rank writes into a checkpoint, by name, and whether two steps
-    with gathered q and k end in the bits of two steps without."""
+    with gathered q and k give the same bits as two steps without."""
     groups = plain_groups(Layout(*sizes))
     ends = []
     for keys in ((), GATHER_QK):

@@ -1,8 +1,9 @@
-"""Tests that Muon under every layout equals the reference, which steps whole matrices by name; bugs
-are caught.
+"""Tests that Muon equals the reference in every layout, and that planted bugs are caught.
 
-The comparison is in fp64 to 1e-9. The matrix (test_matrix) has Muon with all other features; these
-cases are missing there: the other scale, shards of shards, key-value heads on four ranks.
+The reference steps whole matrices by name.
+
+The comparison is in fp64 to 1e-9. test_matrix has Muon with all other features. It lacks these
+cases: the other scale, shards of shards, key-value heads on four ranks.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ def test_sharded_matrices_step_like_whole_ones(
     assert [found[0].replicas[0] for found in outcomes] == [0.0] * len(cases)  # equal bits
 
 
-# Planted bugs. Bugs of others are listed at NVIDIA/Megatron-LM#4731, xtuner#2030, DeepSpeed#8384.
+# Planted bugs. Others have had such bugs: NVIDIA/Megatron-LM#4731, xtuner#2030, DeepSpeed#8384.
 
 NUMBERS = {"loss", "grad norm", "weights"}
 
 
 @contextmanager
 def fused_matrices(inside: str) -> Iterator[None]:
-    """q, k and v, or gate and up, are one matrix, as they are stored."""
+    """q, k and v, or gate and up, are treated as one matrix, as which they are stored."""
     sound = muon.ranges_of
 
     def fuse(span: ParameterSpan) -> ParameterSpan:

@@ -1,9 +1,9 @@
 """Tests that the exactness comparison can fail: known bugs are planted in the workers, and each is
 caught.
 
-For each, the sound run passes in the same harness and the mutated run does not, and the quantities
-that differ are exactly the named ones. Several bugs do not affect the loss of the first step, or of
-any step.
+For each, the sound run passes in the same harness, the mutated run fails, and the quantities that
+differ are exactly the named ones. Several bugs do not affect the loss of the first step, or of any
+step.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def norms_of_heads_apart(sound: Any, initializer: Initializer, spec: ParameterSp
 
 @planted(FULL_NORM)
 def means_over_own_heads(sound: Any, part: Tensor, tp: Group) -> Tensor:
-    """A norm over all heads reads this rank's heads alone."""
+    """A norm over all heads only reads this rank's heads."""
     return part * tp.size
 
 
@@ -221,7 +221,7 @@ def copies_of_heads_in_the_mean(
 
 
 UNCLIPPED = (("clip_grad", 0.0), ("lr", 0.1))
-# One layer for each of two stages; the second step reads what the first has left.
+# One layer for each of two stages; the second step reads leftovers of the first.
 SGD = Problem("gpt_tiny", "sgd", tied=True, optim=UNCLIPPED, layers=2, steps=2, batch=12)
 ADAMW = dataclasses.replace(SGD, optimizer="adamw", optim=())
 ONE_HEAD = dataclasses.replace(
@@ -341,7 +341,7 @@ PLANTED = [
     pytest.param(
         rounding_counts_local_elements,
         (2, 1, 1),
-        # A state that the first step has rounded shows in the loss of the third.
+        # A state that the first step has rounded only shows in the loss of the third step.
         Case(dataclasses.replace(ADAMW, steps=3, optim=(("state", "bf16"),))),
         {"loss", "grad norm", "weights"},
         id="rounding-by-local-index",

@@ -2,7 +2,7 @@
 
 This continues test_mutations. Bugs that others have shipped: a document's last token lost and keys
 in rank order (NVIDIA/TransformerEngine#1930, #3331), positions of later documents
-(NVIDIA/Megatron-LM#5243), norms and gradients over dp alone (NVIDIA/Megatron-LM#7452).
+(NVIDIA/Megatron-LM#5243), norms and gradients only over dp (NVIDIA/Megatron-LM#7452).
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def copies_not_summed_at_the_end(sound: Any, engine: FullyShardedDataParallel) -
 
 @planted(LAST_MICROBATCH)
 def only_the_last_microbatch_scattered(sound: Any, engine: FullyShardedDataParallel) -> None:
-    """The sums of the earlier micro-batches are replaced by the newly reduced gradients."""
+    """Newly reduced gradients replace the sums of the earlier micro-batches."""
     for flat in engine.gradients.values():
         flat.zero_()
     sound(engine)
@@ -121,8 +121,8 @@ def only_the_last_microbatch_scattered(sound: Any, engine: FullyShardedDataParal
 
 @planted(REDUCE_SCATTER)
 def neighbours_shard(_: Any, tensor: Tensor, group: Group) -> collectives.Work:
-    """Rank r gets the sum of its shard in the place of shard r + 1, and steps shard r by the
-    earlier contents of its place."""
+    """Rank r gets the sum of its shard in the place of shard r + 1, and steps shard r by the old
+    contents of its place."""
     neighbours = tensor.chunk(group.size)[(group.index + 1) % group.size]
     return collectives.reduce_scatter_into(neighbours, tensor, group)
 

@@ -108,13 +108,13 @@ def layers_do_not_wait_for_their_parameters() -> Iterator[None]:
 
 @planted(REPLICAS)
 def sums_over_copies_may_be_overwritten(_: Any, flat: Tensor, copies: Group) -> None:
-    """A unit's reduced gradients are not kept alive while they are summed over the copies."""
+    """A unit's reduced gradients may be freed while they are summed over the copies."""
     collectives.all_reduce(flat, copies)
 
 
 @dataclass
 class NeverWaited:
-    """A handle that is never waited for."""
+    """A handle whose `wait` does nothing."""
 
     work: collectives.Work
 
@@ -128,10 +128,10 @@ def nobody_waits_for_the_side_stream(sound: Any, *given: Any) -> NeverWaited:
 
 @planted(SIDE_STREAM)
 def the_side_stream_does_not_wait(sound: Any, hook: SideStream, tensor: Tensor, start: Any) -> Any:
-    """Its first phase reads gradients that the backward may still be writing."""
+    """A hook's first phase reads gradients that the backward may still be writing."""
     if hook.stream is None:
         hook.stream = accelerator.module(tensor.device).Stream(tensor.device)
-    with accelerator.on_stream(hook.stream):  # it waits for itself
+    with accelerator.on_stream(hook.stream):  # the stream waits for itself
         return sound(hook, tensor, start)
 
 
@@ -147,7 +147,7 @@ def an_event_of_another_stream(sound: Any, hook: SideStream, tensor: Tensor, sta
 def a_side_stream_writes_what_the_other_reads(
     sound: Any, engine: BucketedDataParallel, microbatches: int
 ) -> None:
-    """Gradients are cleared on a stream of their own, to save time."""
+    """Gradients are cleared on a separate stream, to save time."""
     device = engine.buckets[0].grad.device
     with accelerator.on_stream(accelerator.module(device).Stream(device)):
         sound(engine, microbatches)
@@ -208,7 +208,7 @@ def one_stage_sends_in_another_order(
 
 
 def other(action: Action) -> Action:
-    """Does the same for the other one of two micro-batches."""
+    """Swaps them for the other one of two micro-batches."""
     return Action(action.kind, action.microbatch ^ 1, action.chunk)
 
 
@@ -219,7 +219,7 @@ def one_rank_leaves_out_a_group(sound: Any, maker: Any, kind: str, *ranks: Any) 
 
 @planted(CLOSED_GROUPS)
 def groups_are_closed_in_another_order(_: Any, groups: ProcessGroups) -> None:
-    """They are closed in the order of addresses, which differ between ranks."""
+    """Groups are closed in the order of addresses, which differ between ranks."""
     handles = [g.handle for g in (groups.tp, groups.dp) if g.handle is not None]
     for handle in handles if groups.rank else handles[::-1]:
         dist.destroy_process_group(handle)
@@ -398,7 +398,7 @@ def kernels_of_a_step(mutation: Mutation) -> list[tuple[str, int, int]]:
 
 
 def test_weight_gradients_are_added_by_the_gemm_itself(simulated: SimulatedPool) -> None:
-    """A product that is rounded first would be a matrix of its own, followed by an addition."""
+    """A product that is rounded first would be a separate matrix, followed by an addition."""
     weights = 32 * 32  # the smallest matrix to which a product is added
     for mutation, is_sound in ((sound, True), (products_are_rounded_before_they_are_added, False)):
         (kernels,) = simulated.run(1, kernels_of_a_step, mutation)

@@ -1,4 +1,4 @@
-"""Plants bugs of norms, scales, caps and positions of families of models: each is caught.
+"""Plants bugs in the norms, scales, caps and positions of model families: each is caught.
 
 This continues test_mutations.
 """
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.more
 
 @planted(STEP)
 def one_plus_the_weight_decays(sound: Any, trainer: Trainer) -> Any:
-    """Weight decay takes its share of 1 + w, what the norm multiplies by."""
+    """Weight decay shrinks 1 + w, the factor of the norm, instead of w."""
     found, optim = sound(trainer), trainer.config.optim
     with torch.no_grad():
         for name, weight in trainer.parameters.items():
@@ -64,13 +64,13 @@ def one_plus_the_weight_decays(sound: Any, trainer: Trainer) -> Any:
 
 @planted(WORDS)
 def scale_not_rounded(_: Any, embedding: Embedding, tokens: Tensor) -> Tensor:
-    """The factor of the embedding has more digits than the dtype of the computation."""
+    """The factor of the embedding is not rounded to the dtype of the computation."""
     return embedding.word(tokens) * embedding.scale
 
 
 @planted(LOGITS)
 def capped_after_the_maximum(_: Any, products: Tensor, scale: float, cap: float) -> Tensor:
-    """The cap sees logits from which the loss has subtracted their maximum."""
+    """The cap is applied to logits from which the loss has subtracted their maximum."""
     z = products * scale
     return cap * torch.tanh((z - z.amax(-1, keepdim=True)) / cap)
 
@@ -120,13 +120,14 @@ def output_norms_of_partial_sums() -> Iterator[None]:
 
 @planted(ADDED_BY_ATTENTION)
 def attention_is_not_scaled(sound: Any, block: TransformerBlock, *of: Any) -> Tensor:
-    """The residual stream gets what the MLP adds times the factor, and attention's as it is."""
+    """The residual stream gets the MLP's output times the factor, but attention's output
+    unscaled."""
     return sound(block, *of) / block.residual_scale
 
 
 @planted(DIFFERENTIATED)
 def usual_scale_in_the_backward(sound: Any, *before: Any) -> None:
-    """The gradient of attention is that of scores times head_dim^-½."""
+    """The gradient of attention uses the usual scale of the scores, head_dim^-½."""
     *tensors, block, kernel = before
     assert isinstance(block, Block)
     sound(*tensors, block._replace(scale=None), kernel)
@@ -191,7 +192,7 @@ def test_a_planted_bug_of_a_dialect_is_caught(
 
 
 def embedded() -> tuple[Tensor, Tensor]:
-    """Returns scaled embeddings of some tokens in bf16, and the ones that they should be."""
+    """Returns scaled embeddings of some tokens in bf16, and the expected ones."""
     model = ModelConfig(hidden_size=64, vocab_size=61, embedding_scale=math.sqrt(2560))
     init = Initializer(0, torch.bfloat16, torch.device("cpu"))
     embedding = Embedding(model, BuildContext(init, SINGLE, sp=False), 1, tied=False)

@@ -48,7 +48,7 @@ def a_neighbour_is_seen(
 def positions_continue(sound: Any, *which: Any) -> MicroBatch:
     """Positions count from the sample's first token, whatever the documents.
 
-    With RoPE this would not show: scores depend on the distance alone.
+    With RoPE this would not show, because scores only depend on distances.
     """
     batch = sound(*which)
     starts = batch.documents.starts
@@ -57,7 +57,7 @@ def positions_continue(sound: Any, *which: Any) -> MicroBatch:
 
 @planted(MICRO_BATCH)
 def positions_of_another_sample(sound: Any, *which: Any) -> MicroBatch:
-    """Each sample is rotated by the positions of the next."""
+    """Each sample is rotated by the positions of the next one."""
     batch = sound(*which)
     return with_starts(batch, batch.documents.positions().roll(1, dims=0))
 

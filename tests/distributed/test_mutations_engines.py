@@ -126,10 +126,11 @@ class _BackwardTwice(torch.autograd.Function):
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             y = ctx.function(x, *ctx.rest)
-        ctx.engine.running = False  # sound: a second gradient of a weight ends the run
-        grad_x = torch.autograd.grad(y, x, grad, retain_graph=True)[0]  # the input
+        # the sound code would end the run at a second gradient of a weight
+        ctx.engine.running = False
+        grad_x = torch.autograd.grad(y, x, grad, retain_graph=True)[0]  # the backward for the input
         ctx.engine.running = True
-        torch.autograd.backward(y, grad)  # the parameters
+        torch.autograd.backward(y, grad)  # the backward for the parameters
         return grad_x, None, None, *(None for _ in ctx.rest)
 
 
@@ -159,7 +160,7 @@ def recomputed_backward_twice() -> Iterator[None]:
 def recomputed_without_communication(
     sound: Any, split: str, x: Tensor, weight: Tensor, *rest: Any
 ) -> Tensor:
-    """The repeated forward leaves its reductions out, as if its sums were known."""
+    """The recomputed forward leaves its reductions out, as if the sums were known."""
     in_backward = torch._C._current_graph_task_id() != -1
     if split == "row" and in_backward:
         return F.linear(x, weight)

@@ -3,7 +3,7 @@
 This continues test_mutations. Each is a bug that another trainer has had: norms that leave out or
 repeat experts, gradients multiplied by a size of the layout, balancing losses divided by the wrong
 number, biases that follow other counts, choices that are made again. test_experts_extremes plants
-those that show only with ties, padding, unused experts or numbers that are not finite.
+bugs that only show with ties, padding, unused experts or numbers that are not finite.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def squares_of(grads: list[Tensor], trainer: Trainer) -> Tensor:
 
 @planted(SHARE_OF_NORM)
 def experts_of_other_ranks_left_out(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
-    """The norm knows the experts of the first rank of ep alone."""
+    """The norm only knows the experts of the first rank of ep."""
     counted = [grad for first, grad in runs_of_experts(trainer.optimizer.segments) if first]
     left_out = counted if trainer.groups.ep.index > 0 else []
     return sound(trainer, *how) - squares_of(left_out, trainer)
@@ -92,7 +92,7 @@ def experts_of_other_ranks_left_out(sound: Any, trainer: Trainer, *how: Any) -> 
 def each_rank_clips_by_its_own_experts(
     sound: Any, optimizer: Optimizer, rate: float, norm: float, *how: Any
 ) -> None:
-    """Every rank divides by the norm of what it holds, as if it held the whole model."""
+    """Every rank divides by the norm of its own parameters, as if it held the whole model."""
     own = sum_of_powers([grad for _, grad in runs_of_experts(optimizer.segments)], optimizer.device)
     counted = [grad for first, grad in runs_of_experts(optimizer.segments) if first]
     total = sum_of_powers(counted, optimizer.device)
@@ -109,7 +109,8 @@ def copies_of_experts_counted(sound: Any, trainer: Trainer, *how: Any) -> Tensor
 
 @planted(SHARE_OF_NORM)
 def experts_counted_like_other_matrices(sound: Any, trainer: Trainer, *how: Any) -> Tensor:
-    """The first rank of dp and cp counts experts; tensor-parallel ranks hold others, it thinks."""
+    """The first rank of dp and cp counts experts, as if tensor-parallel ranks held different
+    ones."""
     runs = runs_of_experts(trainer.optimizer.segments)
     right = [grad for first, grad in runs if first]
     wrong = [grad for _, grad in runs] if trainer.groups.dp_cp.index == 0 else []
@@ -155,7 +156,7 @@ def router_not_summed_over_tp(sound: Any, segments: list[Segment], *groups: Any)
 
 
 def with_own(sound: Any, segments: list[Segment], part: str, groups: tuple[Any, ...]) -> None:
-    """Sums all gradients over tp but those of names with `part`."""
+    """Sums all gradients over tp, except those of names with `part`."""
     runs = [run for s in segments for run in s.by_kind(lambda shard: part in shard.name)]
     kept = [(run.grad, run.grad.clone()) for is_part, run in runs if is_part]
     sound(segments, *groups)
@@ -165,7 +166,7 @@ def with_own(sound: Any, segments: list[Segment], part: str, groups: tuple[Any, 
 
 @planted(CHOICE_WEIGHTS)
 def weights_without_gradient(sound: Any, *given: Any) -> Tensor:
-    """A gather that autograd does not know cuts the router off."""
+    """A gather without autograd cuts the router off."""
     return sound(*given).detach()
 
 
@@ -179,15 +180,16 @@ def losses_not_attached(sound: Any, losses: BalanceLosses, x: Tensor, balance: B
 def gradient_of_slots_elsewhere(
     sound: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, rows: Rows, *how: Any
 ) -> Tensor:
-    """Choices of other ranks' experts send a gradient to the router, though nothing was added."""
+    """Choices of other ranks' experts give the router a gradient, although they added nothing."""
     elsewhere = rows.places == len(rows.tokens)
-    nothing = (weights * elsewhere)[:, :1].to(x.dtype)  # the same for all slots is normalised away
+    # an equal gradient of all slots would be normalised away
+    nothing = (weights * elsewhere)[:, :1].to(x.dtype)
     return sound(x, weights, up, down, rows, *how) + nothing - nothing.detach()
 
 
 @contextmanager
 def rows_of_another_microbatch() -> Iterator[None]:
-    """A deferred gradient takes the rows of the micro-batch before, of which there are as many."""
+    """A deferred gradient uses the rows of the previous micro-batch, which has as many."""
     before: dict[int, Callable[[], Tensor]] = {}
 
     def bug(sound: Any, weight: Tensor, grad: Any, x: Any, counts: Any) -> Tensor | None:
@@ -201,13 +203,13 @@ def rows_of_another_microbatch() -> Iterator[None]:
 
 @planted(SUMMED_SLOTS)
 def stale_row_behind_the_last(sound: Any, rows: Tensor, places: Tensor) -> Tensor:
-    """A choice of another rank's expert reads what lies behind the last row."""
+    """A choice of another rank's expert reads the last row instead of zeros."""
     return sound(rows, places.clamp(max=len(rows) - 1))
 
 
 @planted(SUMMED_SLOTS)
 def results_of_other_tokens(sound: Any, rows: Tensor, places: Tensor) -> Tensor:
-    """Results come back to the next token."""
+    """Results return to the next token."""
     return sound(rows, places.roll(1, 0))
 
 
@@ -234,7 +236,7 @@ def by_microbatches(sound: Any, run: BalanceOfRun, balance: Balance, scale: floa
 def by_tokens(
     sound: Any, run: BalanceOfRun, balance: Balance, scale: float, batch: int, routed: Tensor
 ) -> Balance:
-    """The auxiliary loss is divided by the tokens, as the main loss is."""
+    """The auxiliary loss is divided by the number of tokens, like the main loss."""
     return sound(run, balance, scale, batch * 16, routed)
 
 
@@ -256,7 +258,7 @@ def of_own_tokens(
 
 @planted(ROUTED_TOKENS)
 def by_tokens_of_the_loss(sound: Any, batches: Batches, first: int) -> int:
-    """The z-loss is divided by the tokens that are learned."""
+    """The z-loss is divided by the number of learned tokens."""
     return batches.token_count(first)
 
 
@@ -269,7 +271,7 @@ def counts_over_tp_alone(sound: Any, run: BalanceOfRun, *given: Any) -> Balance:
 
 @planted(TALLY)
 def counts_summed_in_place(sound: Any, tally: Tally, losses: BalanceLosses) -> None:
-    """The sum over the ranks of a sequence lands in what each of them counts."""
+    """Each rank counts the sum over the ranks of a sequence as its own tokens."""
     assert losses.counts is not None
     sound(tally, dataclasses.replace(losses, chosen=losses.counts.sum(0)))
 
@@ -295,13 +297,13 @@ def losses_of_the_second_chunk_lost(
 
 @planted(SCORES)
 def softmax_twice(sound: Any, logits: Tensor, settings: RouterSettings) -> Tensor:
-    """The scores are those of scores."""
+    """The scores pass through the softmax twice."""
     return sound(sound(logits, settings), settings)
 
 
 @planted(MICRO_BATCH)
 def padding_counted(sound: Any, batches: Batches, *which: int) -> MicroBatch:
-    """Every token counts."""
+    """Padding counts like other tokens."""
     batch = sound(batches, *which)
     lengths = torch.full_like(batch.balance.lengths, batches.source.seq_length)
     return batch._replace(balance=dataclasses.replace(batch.balance, used=None, lengths=lengths))
@@ -311,7 +313,7 @@ def padding_counted(sound: Any, batches: Batches, *which: int) -> MicroBatch:
 def padding_of_another_part(
     sound: Any, balance: Balance, index: int, ranks: int, tokens: int
 ) -> Balance:
-    """Each tensor-parallel rank reads which tokens of the next one's part are padding."""
+    """Each tensor-parallel rank uses the padding mask of the next rank's part."""
     return sound(balance, (index + 1) % ranks, ranks, tokens)
 
 
@@ -332,7 +334,7 @@ def biases_updated_twice(sound: Any, run: BalanceOfRun, figures: ExpertFigures) 
 
 @contextmanager
 def biases_by_own_counts() -> Iterator[None]:
-    """Each rank updates its biases from the tokens that it has routed itself."""
+    """Each rank updates its biases only from the tokens that it has routed itself."""
     own: dict[int, Tensor] = {}
 
     def take(sound: Any, run: BalanceOfRun, like: Tensor) -> Tensor:
@@ -356,7 +358,7 @@ def away_from_balance(sound: Any, bias: Tensor, counts: Tensor, rate: float) -> 
 
 @contextmanager
 def bias_in_the_weights() -> Iterator[None]:
-    """The weights of the chosen experts are their scores with the bias."""
+    """The weights of the chosen experts include the bias."""
     given: list[Tensor | None] = [None]
 
     def choose(sound: Any, scores: Tensor, bias: Tensor | None, settings: Any) -> Tensor:
@@ -378,7 +380,7 @@ def bias_in_the_weights() -> Iterator[None]:
 
 @planted(ACTIVATION)
 def gate_and_up_exchanged(sound: Any, activation: str, x: Tensor) -> Tensor:
-    """The non-linearity is of `up`, and the factor is `gate`."""
+    """The non-linearity is applied to `up` instead of `gate`."""
     return sound(activation, torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1))
 
 
@@ -398,7 +400,7 @@ def gate_not_summed_over_tp(sound: Any, segments: list[Segment], *groups: Any) -
 
 @planted(ROUTER)
 def frozen_router_cut_off(sound: Any, router: Router, x: Tensor, *how: Any) -> Routing:
-    """Nothing reaches the tokens through a router that is not trained."""
+    """A router that is not trained passes no gradient to the tokens."""
     return sound(router, x.detach() if router.name.startswith("layers.0.") else x, *how)
 
 
@@ -416,7 +418,7 @@ def experts_drawn_by_local_index(
 
 @planted(MATRICES_OF_TP)
 def orthogonal_over_all_experts(sound: Any, muon: Muon, *shards: Any) -> dict[str, Tensor]:
-    """The experts of a rank are one tall matrix."""
+    """The experts of a rank are treated as one tall matrix."""
     whole = sound(muon, *shards)
     for part in ("gate", "up", "down"):
         names = [name for name in whole if ".experts." in name and f".{part}." in name]
@@ -469,16 +471,16 @@ FROZEN = dataclasses.replace(
 GROWING = dataclasses.replace(SGD, batches=HALVED, batch=GLOBAL_BATCH)
 FOUR_LAYERS = dataclasses.replace(SGD, layers=4)
 
-# A wrong gradient shows in the norm, and after a step in everything that is computed.
+# A wrong gradient shows in the norm, and after a step in every result.
 TOLD = {"grad norm", "loss", "weights", "evaluation", "aux", "z"}
-# Some bugs change scores so much that other experts are chosen, and few of them so much that an
-# expert is on the other side of the mean.
+# Some bugs change scores so much that other experts are chosen, and a few so much that an expert
+# crosses the mean.
 COUNTED = TOLD | {"counts"}
 ALL = COUNTED | {"biases"}
 
 
 def experts(problem: Problem = SGD, way: str = "gather", **more: Any) -> Case:
-    """Returns a training of `problem`, sequence-parallel."""
+    """Returns a sequence-parallel case of `problem`."""
     keys = {"moe.dispatch": way, **more.pop("keys", {})}
     return Case(problem, sp=True, keys=tuple(keys.items()), **more)
 
@@ -489,7 +491,7 @@ PP = (1, 2, 1, 1, 1)
 DP = (1, 1, 2, 1, 1)
 CP = (1, 1, 1, 2, 1)
 EP = (1, 1, 2, 1, 2)
-# No two sizes are equal, so that groups cannot be taken for each other.
+# No two sizes are equal, so that groups cannot be confused.
 TP_IN_EP = (2, 1, 2, 1, 4)
 EP_IN_TP = (4, 1, 1, 1, 2)
 ALL_TO_ALL = experts(way="all_to_all")
@@ -506,7 +508,7 @@ PLANTED = {
     "copies-in-norm-adamw": (copies_of_experts_counted, DP, experts(ADAMW), {"grad norm"}),
     "counted-like-dense-tp": (experts_counted_like_other_matrices, TP, experts(), COUNTED),
     "counted-like-dense-ep": (experts_counted_like_other_matrices, TP_IN_EP, experts(), ALL),
-    # They are zero in the first step.
+    # Biases are zero in the first step.
     "biases-in-norm": (biases_in_the_norm, ONE, experts(), {"grad norm", "weights", "evaluation"}),
     "gradient-times-ep": (partial(gradients_times, 2), EP, experts(), COUNTED),
     "gradient-mean-of-edp": (partial(gradients_times, 0.5), TP, experts(), ALL),
@@ -544,7 +546,7 @@ PLANTED = {
     "counts-without-cp": (counts_over_tp_alone, CP, experts(), TOLD),
     "counts-without-cp-ep": (counts_over_tp_alone, (2, 1, 1, 2, 4), experts(), TOLD),
     "counts-in-place": (counts_summed_in_place, CP, experts(), {"counts", "z"}),
-    # Twice all counts have the same mean, so the biases do not tell.
+    # Doubled counts are on the same side of their mean, so the biases do not differ.
     "counted-again": (counted_again, ONE, FULL, {"counts", "aux"}),
     "padding-counted": (padding_counted, ONE, experts(), COUNTED),
     "padding-of-another-part": (padding_of_another_part, TP, experts(), ALL),
@@ -560,7 +562,7 @@ PLANTED = {
         *(experts_drawn_by_local_index, EP, experts()),
         ALL | {"initial weights"},
     ),
-    # Shards of experts lie with other ranks than those of other matrices.
+    # Shards of experts are on other ranks than shards of other matrices.
     "muon-over-all": (
         *(orthogonal_over_all_experts, TP, experts(MUON, keys={"zero": 1})),
         COUNTED - {"evaluation"},

@@ -45,8 +45,8 @@ ALL_NUMBERS = {"loss", "grad norm", "evaluation", "weights"}
 def swapped(steps: list[Step], rank: int, assignment: StageAssignment) -> list[Step]:
     """Returns a rank's steps with two receives of one kind from one peer exchanged.
 
-    It takes the first pair of which none is needed in between: none is missing, and each gets the
-    other's data.
+    It takes the first pair where neither is needed in between, so that none is missing and each
+    gets the other's data.
     """
     for kind, reader in ((Kind.RECV_F, Kind.F), (Kind.RECV_B, Kind.I)):
         receives = [

@@ -35,25 +35,25 @@ pytestmark = pytest.mark.more
 
 @planted(WINDOWS)
 def a_key_too_many(sound: Any, held: Any, starts: Any, index: int, window: int, *on: Any) -> Any:
-    """A query sees W keys before its own."""
+    """A query sees W keys before its own key."""
     return sound(held, starts, index, window + 1, *on)
 
 
 @planted(WINDOWS)
 def a_key_too_few(sound: Any, held: Any, starts: Any, index: int, window: int, *on: Any) -> Any:
-    """A query sees W − 1 keys, its own included."""
+    """A query sees only W − 1 keys, its own included."""
     return sound(held, starts, index, window - 1, *on)
 
 
 @planted(WINDOWS)
 def windows_reach_over_documents(sound: Any, held: Any, starts: np.ndarray, *more: Any) -> Any:
-    """A window begins W − 1 keys before its query, whatever document they are of."""
+    """A window begins W − 1 keys before its query, even in an earlier document."""
     return sound(held, np.zeros_like(starts), *more)
 
 
 @planted(KIND_OF_LAYER)
 def the_pattern_is_shifted(sound: Any, model: Any, layer: int) -> Any:
-    """Each layer has the kind of the next one."""
+    """Each layer has the type of the next one."""
     return sound(model, layer + 1)
 
 
@@ -69,13 +69,13 @@ def a_halo_lacks_its_first_key(sound: Any, *given: Any) -> Tensor:
 def gradients_of_the_halo_are_lost(
     _: Any, exchange: Any, of_k: Tensor, of_v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The owner does not get what other ranks' queries add to the gradients of its keys."""
+    """The owner of keys does not get the gradients from other ranks' queries."""
     own = exchange.places[: len(of_k) - sum(exchange.taken)]
     return of_k[own], of_v[own]
 
 
 ONE, TWO = (1, 1, 1), (1, 1, 1, 2)
-# SGD's cases evaluate, too.
+# Cases with SGD evaluate, too.
 SHORT, LONG, PACKS = (
     replace(problem, optimizer="sgd") for problem in (SHORT_ADAMW, LONG_ADAMW, PACKS_ADAMW)
 )

@@ -90,7 +90,7 @@ def expected(case: Case, sizes: tuple[int, ...], weights: dict) -> tuple[float, 
     dp = sizes[2]
     parts = dp if dp > 1 else GLOBAL_BATCH // config.micro_batch_size
     size = GLOBAL_BATCH // parts
-    used = range(dp) if dp > 1 else range(1)  # of the micro-batches, the first
+    used = range(dp) if dp > 1 else range(1)  # the first micro-batch
     small = np.mean([parts**2 * square(gradient(r * size, size)) for r in used])
     big = square(gradient(0, GLOBAL_BATCH))
     trace = (small - big) / (1 / size - 1 / GLOBAL_BATCH)

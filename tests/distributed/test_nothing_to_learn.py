@@ -18,11 +18,11 @@ from tests.distributed.pool import Pool
 
 STEPS = 4
 EMPTY = 2  # the step, counted from 0, whose samples are all masked
-SIZES = {0: [(2, 1, 1)], 1: [(1, 2, 2), (1, 1, 1, 2)]}  # by stage of ZeRO
+SIZES = {0: [(2, 1, 1)], 1: [(1, 2, 2), (1, 1, 1, 2)]}  # layouts by stage of ZeRO
 
 
 class Masked:
-    """Has samples of which those from `first` to `last` are all masked."""
+    """A source whose samples from `first` to `last` are all masked."""
 
     def __init__(self, source: UnequalMasks, first: int, last: int) -> None:
         self.source, self.first, self.last = source, first, last

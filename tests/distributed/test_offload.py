@@ -39,8 +39,8 @@ V: Keys = (("vpp", 2),)
 
 
 class Run(NamedTuple):
-    """The results of one rank: losses and norms, digests of the weights; slabs in all, and free
-    ones."""
+    """The results of one rank: losses and norms, digests of the weights, numbers of all slabs and
+    of free ones."""
 
     steps: list[tuple[float | None, float]]
     weights: dict[str, str]

@@ -1,4 +1,4 @@
-"""Tests that gathers and scatters in pieces, by every transport, give the bits of those in one
+"""Tests that gathers and scatters in pieces, by every transport, have the same bits as in one
 piece.
 
 `matrix` tests that sequence parallelism in pieces trains like the reference.

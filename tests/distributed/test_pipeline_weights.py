@@ -46,7 +46,7 @@ def count(y: Tensor) -> Tensor:
     return (y != -100).sum()
 
 
-# Name → (loss_fn, weight, learned targets, the value of the others).
+# Name → (loss_fn, weight, numbers of learned targets, value of the other targets).
 TAKEN: dict[str, tuple[Callable[..., Tensor], Any, tuple[int, ...], int]] = {
     "uneven": (loss_of, count, (6, 1, 3, 2), -100),
     "one has none": (loss_of, count, (0, 5, 6, 2), -100),
@@ -108,7 +108,7 @@ def mean_of_valid(out: Tensor, y: Tensor) -> Tensor:
     return loss_of(out, y, reduction="sum") / 24
 
 
-# (loss_fn, weight, learned targets, others, dp) → "" if accepted, or how the error begins.
+# (loss_fn, weight, learned targets, others, dp) → "" if accepted, or the beginning of the error.
 UNEVEN, EVEN = (6, 1, 3, 2), (4, 4, 4, 4)
 HOLD = "targets hold -100, which the loss leaves out, 0, 5, 3, 4 times in the micro-batches"
 MODULE, W = nn.CrossEntropyLoss(), "Pipeline(weight=…)"

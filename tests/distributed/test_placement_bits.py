@@ -43,7 +43,7 @@ OPTIM = {
 def train_as_placed(config: Config, run_dir: str, port: int) -> int:
     """Runs one launched process from its launch rank to the end of training. Returns its rank."""
     launch_rank, world = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # all are connected, so none sees another one leave too early
+    dist.barrier()  # waits until all are connected, so that none sees another one leave too early
     dist.destroy_process_group()  # the pool's own group: ours starts anew with the permuted ranks
     store = dist.TCPStore(
         "localhost", port, world, is_master=launch_rank == 0, wait_for_workers=True
@@ -80,7 +80,7 @@ def config_of(layout: str, optimizer: str, placement: str, folder: Path) -> Conf
 
 
 def run(pool: Pool, config: Config, folder: Path) -> dict[str, Any]:
-    """Returns the ranks by launch rank, and everything that must not depend on them."""
+    """Returns the ranks by launch rank, and the results that must not depend on them."""
     folder.mkdir()
     world = config.tp * config.pp * config.dp
     ranks = pool.run(world, train_as_placed, config, str(folder), free_port(), timeout_s=900)
@@ -141,7 +141,7 @@ def test_losses_norms_and_weights_are_the_same_bits_under_every_placement(
 
 
 def test_the_network_gives_the_same_bits_as_shared_memory(runs: Runs) -> None:
-    """With two members per group, both ways add the same two numbers."""
+    """With two members per group, both orders add the same two numbers."""
     of = ("tp=1 pp=2 dp=2", "sgd", "file")
     by_memory, by_network = runs(*of), runs(*of, shared_memory=False)
     assert by_network["records"] == by_memory["records"]

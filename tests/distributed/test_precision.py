@@ -97,6 +97,6 @@ def one_bad_gradient(sizes: tuple[int, int, int], bad_rank: int) -> list[tuple[b
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(pool: Pool) -> None:
-    """The other ranks are informed over tp and over pp."""
+    """The other ranks learn of it over tp and over pp."""
     for seen in pool.run(4, one_bad_gradient, (2, 2, 1), 3):
         assert seen == [(False, False, 24), (True, True, 48), (False, False, 72)]

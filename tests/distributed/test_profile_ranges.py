@@ -1,4 +1,4 @@
-"""Tests the names in a profile of the parts of a step that come with schedules and ZeRO."""
+"""Tests a profile's names for the parts of a step that schedules and ZeRO add."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that a small form of every recipe trains: its layout on four ranks, against the
-reference."""
+"""Tests that a small form of every recipe trains like the reference, in its layout on four
+ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def small(name: str) -> Config:
         head_dim=None,
         max_position_embeddings=None,
         dropout=0.0,
-        # As few experts as its samples have tokens for.
+        # The samples are short, so there must be few experts.
         num_experts=min(8, config.model.num_experts),
         experts_per_token=2,
         expert_ffn_size=24 if config.model.num_experts else None,

@@ -92,7 +92,7 @@ def by_backend(name: str, mine: Tensor, op: dist.ReduceOp, group: dist.ProcessGr
 
 
 def seen(name: str, buffer: Tensor, rank: int, n: int) -> Tensor:
-    """Returns the part of the buffer that is the result on this rank."""
+    """Returns the part of the buffer that holds this rank's result."""
     if name in ("reduce", "gather") and rank > 0:
         return buffer[:0]
     block = name in ("scatter", "reduce_scatter")
@@ -181,7 +181,7 @@ def test_no_rank_leaves_a_barrier_before_the_last_has_arrived(pool: Pool) -> Non
 
 
 def compared(count: int) -> tuple[list[Row], str]:
-    """Returns what the example measures on this rank, and what it prints about that."""
+    """Returns the example's measurements on this rank, and its output about them."""
     rows = compare_forms(count, 1, LINK, torch.device("cpu"))
     return rows, table(rows)
 
@@ -211,7 +211,7 @@ def test_a_cheaper_form_counts_as_faster_only_if_it_is() -> None:
 
 
 def leave_out_an_addition() -> str:
-    """Returns what the example reports for a sum that lacks rank 1's message."""
+    """Returns the example's report on a sum that lacks rank 1's message."""
 
     def forgetful(held: Tensor, heard: Tensor) -> None:
         if dist.get_rank() != 1:

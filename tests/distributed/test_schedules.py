@@ -1,4 +1,4 @@
-"""Tests that schedules which add gradients in the same order end in the same bits.
+"""Tests that schedules with the same order of gradients end in the same bits.
 
 `matrix` tests that each of them trains like the reference.
 """

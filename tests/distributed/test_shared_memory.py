@@ -1,5 +1,5 @@
-"""Tests collectives through shared memory: correct in any rhythm, bounded in time, and gone
-afterwards."""
+"""Tests collectives through shared memory: correct at any pace, bounded in time, and without
+leftovers."""
 
 from __future__ import annotations
 

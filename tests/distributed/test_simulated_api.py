@@ -17,7 +17,7 @@ from tests.distributed.test_grad_norm import MAX_NORM, batch, loss_of, mine, net
 
 
 def mesh() -> list[str]:
-    """The mesh is collective here: a dimension of one rank needs a split of the world."""
+    """The mesh is collective here, because a dimension of one rank needs a split of the world."""
     groups = p3d.init(tp=2, device="simulated")
     assert groups.mesh.mesh_dim_names == ("pp", "dp", "tp")
     assert groups.mesh["tp"].device_type == here().type

@@ -81,7 +81,7 @@ def ranges_of_one_storage_are_told_apart() -> None:
     side.wait_stream(module().current_stream())
     with module().stream(side):
         first.add_(1)
-    second.add_(1)  # next to the memory that the side stream writes
+    second.add_(1)  # this is next to the memory that the side stream writes
     raises(Race, "add_", lambda: bucket[16:48].add_(1))
 
 
@@ -98,7 +98,7 @@ def freed_memory_keeps_its_past() -> None:
             x.record_stream(side)
 
     use(told=True)
-    torch.zeros(5000, device=here())  # other memory
+    torch.zeros(5000, device=here())  # this is other memory
     use(told=False)
     raises(Race, "zero_|fill_|zeros", lambda: torch.zeros(5000, device=here()))
     main.wait_stream(side)

@@ -30,8 +30,8 @@ from tests.distributed.simulated_runs import (
     warned_of_a_step,
 )
 
-# A ring of four would take a third of the time of all. A ring of two is among these, and sharded
-# weights follow below.
+# A ring of four would take a third of the time of all cases. A ring of two is among them, and
+# sharded weights follow below.
 ON_STREAMS = [
     pytest.param(
         levels, id=matrix.name_of(levels), marks=[pytest.mark.more] if levels["cp"] > 2 else []

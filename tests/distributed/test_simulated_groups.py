@@ -101,7 +101,7 @@ def most_memory_of_a_gather(message_bytes: int) -> tuple[int, int, int]:
 def test_rank_0_holds_one_message_of_the_others_boxes(simulated: SimulatedPool) -> None:
     message = 4096
     more, came, largest = simulated.run(4, most_memory_of_a_gather, message)[0]
-    words = 100_000  # what each rank reports about its shards
+    words = 100_000  # each rank's report about its shards
     assert came > 300_000
     assert more < max(message, largest) + words
 

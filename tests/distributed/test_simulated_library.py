@@ -29,7 +29,7 @@ def test_examples_train_equally_on_one_device_and_on_two(simulated: SimulatedPoo
 
 
 def page(folder: Path) -> tuple[str, str]:
-    """Returns what the page's script prints, and the device that it took."""
+    """Returns the output of the page's script, and the device that it used."""
     os.chdir(folder)
     names: dict[str, object] = {"__name__": "__main__"}
     taken = str(here())

@@ -20,7 +20,7 @@ from tests.distributed.test_ddp_figures import check_report, measured
 
 
 class Net(nn.Module):
-    """Has two layers, and one that takes part only with `uses`."""
+    """Has two layers, and one that only takes part if `uses` is set."""
 
     def __init__(self) -> None:
         super().__init__()

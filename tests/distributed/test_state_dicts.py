@@ -99,7 +99,7 @@ def saved(groups: p3d.ProcessGroups, module: nn.Module, folder: Path) -> None:
 def loaded(groups: p3d.ProcessGroups, module: nn.Module, other: nn.Module, folder: Path) -> None:
     shards = p3d.sharded_state_dict(module)
     dcp.load(shards, checkpoint_id=str(folder))
-    full = p3d.full_state_dict(module)  # the module's own memory was filled
+    full = p3d.full_state_dict(module)  # loading has filled the module's own memory
     assert groups.rank > 0 or equal(full, 3)
     other.load_state_dict(shards)
     full = p3d.full_state_dict(other)

@@ -1,4 +1,4 @@
-"""Tests docs/tensor_parallel.md: its forms have equal results, and send what the page says."""
+"""Tests docs/tensor_parallel.md: its forms have equal results, and send the bytes on the page."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gradients(y: Tensor, like: Tensor, wanted: list[Tensor]) -> list[Tensor]:
 
 
 def each_form() -> dict[tuple[str, str], tuple[Calls, Calls]]:
-    """Returns what each form sends forward and backward, after checking its results."""
+    """Returns the messages of each form in forward and backward, after checking its results."""
     tp, sent = p3d.init(tp=None, dp=1).tp, {}
     for (part, form), compute in FORMS.items():
         log = OperationLog()

@@ -139,7 +139,7 @@ def split_loss(tp: Group, vocab: int, padded: int, sp: bool) -> list[tuple[Tenso
 
 
 def test_split_head_and_loss_equal_the_whole_ones(pool: Pool) -> None:
-    """Tests whole tables, padded ones, and one of which a rank only has padding."""
+    """Tests whole tables, padded ones, and one that is only padding on a rank."""
     for found in pool.run(4, of_each_size, split_losses):
         for ours, theirs in (pair for pairs in found for pair in pairs):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
@@ -229,8 +229,8 @@ def test_sequence_parallelism_replaces_each_reduction_by_its_two_halves(pool: Po
         scatters = calls["reduce_scatter", "tp", 2] / microbatches
         gathers = calls["all_gather", "tp", 2] / microbatches
         assert scatters == 4 * layers + 2
-        # There are as many gathers, one for the loss, and one per column-parallel layer, which
-        # gathers its input again in the backward instead of keeping it.
+        # There are equally many gathers, one more for the loss, and one per column-parallel layer,
+        # which gathers its input again in the backward instead of keeping it.
         assert gathers == 4 * layers + 2 + 1 + 2 * layers
         assert calls["all_reduce", "tp", 2] == 1  # the norms' partial gradients, once a step
 

@@ -1,4 +1,4 @@
-"""Compares the price list of a step with the step itself: every call and every byte, on gloo
+"""Compares the list of a step's collectives with a real step: every call and every byte, on gloo
 ranks."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RAW = (
 
 
 class Ramp:
-    """Has different samples; all tokens count."""
+    """A source of different samples in which all tokens count."""
 
     seq_length = 8
 
@@ -85,7 +85,7 @@ class Counting:
     def _collective(self, original: Any, operation: str, nbytes: Any) -> Any:
         def call(tensor: torch.Tensor, *args: Any) -> Any:
             group = next(arg for arg in args if isinstance(arg, Group))
-            if group.size > 1 and not self.inside:  # a bucket's call may be made of another
+            if group.size > 1 and not self.inside:  # a bucket's call may consist of other calls
                 self.found[group.name, operation, nbytes(tensor, group)] += 1
             return self._within(original, tensor, *args)
 
@@ -152,8 +152,7 @@ def config_of(layout: Layout, changes: dict[str, Any]) -> Config:
 
 
 class Sent(NamedTuple):
-    """Returns what a rank sent in a step: its stage, the counted calls, and those that bypass the
-    count."""
+    """Returns a rank's stage, its counted calls in a step, and the calls that bypass the count."""
 
     stage: int
     found: Count
@@ -204,8 +203,8 @@ GATED = {"model.shared_expert_size": 8, "model.shared_expert_gate": True}
 LOSSES = {"losses": (0.01, 0.001)}
 # Two sliding layers, the first and the last; a rank's halo depends on its place.
 WINDOW = {**LLAMA, "model.layer_types": ["sliding", "full"], "model.sliding_window": 3}
-# Frozen are all but the head, the first layers with half of one, one of two matrices of each MLP,
-# and all matrices of attention and experts.
+# Frozen parameters: all but the head; the first layers and half of one; one of two matrices of each
+# MLP; all matrices of attention and experts.
 HEAD = {**UNTIED, "freeze": ["embedding.*", "layers.*", "final_norm.*"]}
 FIRST = {
     **UNTIED,
@@ -352,7 +351,7 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
 }
 
 
-# It belongs to the larger set, as it compiles for seconds.
+# It belongs to the larger set, because it compiles for seconds.
 PIECES = {"sp": True, "chunks": 2, "recompute": "full"}
 COMPILED = {
     "compiled": (Layout(tp=2), {**PIECES, "compile": True, "model.num_layers": 1}),
@@ -401,7 +400,7 @@ def check(name: str, layout: Layout, changes: dict[str, Any], sent: Sequence[Sen
 
 
 class AtRandom:
-    """Replaces the choice of every layer by random experts, other ones on each rank."""
+    """Replaces the choice of every layer by random experts, different ones on each rank."""
 
     def __init__(self, model: ModelConfig, rank: int) -> None:
         self.all, self.chosen_each = model.num_experts, model.experts_per_token
@@ -413,7 +412,7 @@ class AtRandom:
 
 
 class Long(Ramp):
-    """Has samples of 256 tokens, as many as a mean needs."""
+    """A source of samples with 256 tokens, enough for a stable mean."""
 
     seq_length = 256
 

@@ -138,7 +138,7 @@ def test_training_resumes_under_another_split(optimizer: str, pool: Pool, tmp_pa
             assert abs(ours[name] - value).max() <= TOLERANCE, (split, name)
         assert ours["0.seen"] == 2 * (number + 1)
         path = tmp_path / "checkpoints" / f"step-{2 * (number + 1):08}"
-        verify_checkpoint(path)  # each element once, whatever the ranks held twice
+        verify_checkpoint(path)  # each element is saved once, even if ranks hold copies
         whole = read_full(path)
         assert whole["parameter/1.up.weight"].shape == (4 * WIDTH, WIDTH)
         assert whole["parameter/0.weight"].shape == (WORDS, WIDTH)

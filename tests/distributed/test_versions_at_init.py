@@ -1,4 +1,4 @@
-"""Tests that `p3d.init` names a newer torch once, and refuses an older one on every rank."""
+"""Tests that `p3d.init` reports a newer torch once, and refuses an older one on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests sliding windows and kinds of layers: every layout equals the reference, which has a plain
+"""Tests sliding windows and layer types: every layout equals the reference, which uses a plain
 mask."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def styled(style: str, **more: Any) -> tuple[tuple[str, Any], ...]:
     return (("context_parallel.style", style), *more.items())
 
 
-# With 2 context ranks, a piece of 16 tokens has 4.
+# With 2 context ranks, a piece of a sequence of 16 tokens has 4 tokens.
 SHORT = windowed("alternating", 3)
 LONG = windowed("gemma", 9, sliding_rotary_base=50.0)
 NOPE = windowed("nope", 5)
@@ -106,7 +106,7 @@ def test_windows_train_like_the_reference(
     check_cases(sizes, cases, pool, references)
 
 
-# Blocks of several kinds in one graph, and a halo inside of it.
+# Blocks of several kinds are in one graph, with a halo inside it.
 COMPILED: list[tuple[Sizes, list[Case]]] = [
     ((1, 1, 1), [Case(PACKS, compile=True), Case(NOPE, compile=True)]),
     (
@@ -148,8 +148,8 @@ def test_windows_on_a_simulated_device_need_no_wait(
 
 
 def seconds_of_layers(tokens: int) -> tuple[float, float]:
-    """Returns the least seconds of the attention of a full and of a sliding layer, forward and
-    backward, whose window is a sixteenth of the sequence."""
+    """Returns the smallest seconds of attention, forward and backward, of a full layer and of a
+    sliding one whose window is a sixteenth of the sequence."""
     groups = ProcessGroups.create(Layout(cp=2), "cpu", timeout_s=300)
     window, ranks = tokens // 16, (2, groups.cp.index)
     split = SequenceSplit(tokens, *ranks, window=window)

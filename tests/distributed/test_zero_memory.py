@@ -1,4 +1,5 @@
-"""Tests what a rank holds under the stages of ZeRO: at the start, in a step and between steps."""
+"""Tests the memory of a rank under the stages of ZeRO: at the start, in a step and between
+steps."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def bytes_of_tensors(shared: torch.UntypedStorage | None = None) -> int:
     storages = {}
     for found in gc.get_objects():
         if issubclass(type(found), FakeTensor):
-            continue  # left by a compiled graph of an earlier test: it holds no memory
+            continue  # a compiled graph of an earlier test has left it; it holds no memory
         if issubclass(type(found), torch.Tensor) and found.layout == torch.strided:
             local = found.to_local() if hasattr(found, "to_local") else found
             storage = local.untyped_storage()
@@ -85,11 +86,11 @@ def test_memory_falls_with_dp(pool: Pool) -> None:
 
 
 def made_at_start(stage: int, tied: bool) -> dict[str, float]:
-    """Returns what creating a trainer takes.
+    """Returns the costs of creating a trainer, with sizes to compare them with.
 
-    These are elements drawn, the largest tensor that the initializer makes, and the most bytes at a
-    time before there is an optimizer; and numels of the stage's parameters: of all, of the largest,
-    of the largest unit that FSDP2 shards.
+    The costs are the elements drawn, the largest tensor that the initializer makes, and the peak of
+    bytes before there is an optimizer. The sizes are numels: of all parameters of the stage, of the
+    largest one, and of the largest unit that FSDP2 shards.
     """
     groups = plain_groups(Layout(1, 1, 2))
     model = (("hidden_size", 128), ("vocab_size", 120))
@@ -132,7 +133,7 @@ def made_at_start(stage: int, tied: bool) -> dict[str, float]:
 
 
 class Peak(TorchDispatchMode):
-    """Returns the most bytes that tensors made inside the block held at a time."""
+    """Returns the peak of bytes of tensors that were made inside the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,8 +190,8 @@ def check_start(stage: int, by_rank: Sequence[dict[str, float]]) -> None:
 
 
 def held_before_the_last_backward(every: bool) -> float:
-    """Returns the bytes made in the step and still held then, relative to the stage's parameters in
-    fp32."""
+    """Returns the bytes that were made in a step and are held at its end, relative to the stage's
+    parameters in fp32."""
     groups = plain_groups(Layout(1, 1, 2))
     problem = Problem("gpt_tiny", "sgd", True, "fp32", (("hidden_size", 128),))
     trainer = make_trainer(Case(problem, keys=(("zero", 3), EVERY if every else ONCE)), groups)

@@ -1,5 +1,4 @@
-"""Runs tests of a module at the same time: their commands mostly wait, for time-outs and each
-other.
+"""Runs tests of a module at the same time, because their commands mostly wait.
 
 `pytestmark = pytest.mark.at_once(3)` runs up to three of a module's tests at a time, each in a
 thread and with a shell of its own. They take a `shell` and their parameters, nothing else. Each is

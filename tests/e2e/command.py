@@ -23,7 +23,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 COMPUTING = {"train", "verify", "generate", "eval", "bench"}
 DEVICE = "parallel3d: device: "  # beginning of the line about the device
 HOOKS = Path(__file__).parent / "hooks"
-# Variables of another launcher around the tests, or of the user: a test sets what it needs.
+# Variables of another launcher around the tests, or of the user, are removed; a test sets the ones
+# it needs.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FOREIGN += ("PYTHONDONTWRITEBYTECODE",)  # otherwise every process would compile the package again
 FOREIGN_PREFIXES = ("SLURM_", "TORCHELASTIC_", "HYDRA_", "WANDB_")
@@ -38,7 +39,7 @@ TINY = (
     "train.eval_every=0",
     "train.eval_batches=1",
     "checkpoint.every=0",
-    "launch.peak_tflops=0.1",  # given, so that the start does not measure it
+    "launch.peak_tflops=0.1",  # given so that the start need not measure it
     "launch.timeout_s=60",
     "device=cpu",
 )
@@ -156,7 +157,7 @@ class Shell:
             try:
                 variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             except OSError:
-                continue  # ended meanwhile, or not ours
+                continue  # the process has ended, or is not ours
             if self.mark in variables:
                 found[int(folder.name)] = dict(v.split("=", 1) for v in variables if "=" in v)
         return found

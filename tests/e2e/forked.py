@@ -100,7 +100,7 @@ class Forked:
             with suppress(subprocess.TimeoutExpired):
                 running[0].wait(1)
         for process in late:
-            process.send_signal(signal.SIGABRT)  # faulthandler writes its stacks
+            process.send_signal(signal.SIGABRT)  # makes faulthandler write its stacks
         codes = [process.wait() for process in self.running]
         ended = [job.ended(code) for job, code in zip(self.jobs, codes, strict=True)]
         self.jobs, self.running = [], []

@@ -52,7 +52,7 @@ class Slurm:
 
     @classmethod
     def start(cls, shell: Shell, *, nodes: int) -> Slurm:
-        # The test's own folder would not do: a socket's path must be short.
+        # The test's own folder is unsuitable, because a socket's path must be short.
         state = Path(tempfile.mkdtemp(prefix="p3d-slurm-"))
         slurm = cls(state, shell)
         # A preempted job has time to save, on a busy machine, too.

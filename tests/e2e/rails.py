@@ -43,7 +43,7 @@ class Rails:
     @classmethod
     def start(cls, state: Path, *, hosts: int, gpus: int, options: tuple[str, ...] = ()) -> Rails:
         """`options` are railnet's (`--spine-mbit 20`); there are as many rails as GPUs per host."""
-        prefix = f"p3d{uuid.uuid4().hex[:8]}"  # several tests run at a time
+        prefix = f"p3d{uuid.uuid4().hex[:8]}"  # several tests may run at a time
         sizes = ("--hosts", str(hosts), "--gpus", str(gpus), "--rails", str(gpus))
         _railnet(state, "start", "--prefix", prefix, *sizes, *options)
         return cls(state, gpus)
@@ -91,7 +91,7 @@ class Rails:
 
 @dataclass(frozen=True)
 class Ran:
-    """A run on rails, its directory, and the bytes that every switch received meanwhile."""
+    """A run on rails: its directory, and the bytes that every switch received during the run."""
 
     folder: Path
     nbytes: dict[str, Any]

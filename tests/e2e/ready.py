@@ -1,4 +1,4 @@
-"""Forks commands from a process that has imported torch, which would take each two seconds.
+"""Forks commands from a process that has imported torch, which saves each of them two seconds.
 
 `ReadyPopen` is a `subprocess.Popen` for `python -m parallel3d WORDS`, or for `python WORDS` if they
 begin with -c: its process has the same words, environment (also in /proc), folder, streams and
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Room in /proc for the environment of a process that is forked from this one.
+# Bytes reserved in /proc for the environment of a process that is forked from this one.
 ROOM_BYTES = 1 << 15
 ROOT = Path(__file__).resolve().parents[2]
 # Code that runs the module of its first argument like `python -m`.
@@ -70,7 +70,7 @@ def ready() -> Ready:
 
 
 class ReadyPopen(subprocess.Popen):
-    """`words` are those after `parallel3d`, or -c, code and its arguments; `of_popen` has Popen's
+    """`words` follow `parallel3d`, or are -c, code and its arguments; `of_popen` has Popen's
     arguments for folder, environment and streams; `slot`: enters a slot of a rail network."""
 
     def __init__(

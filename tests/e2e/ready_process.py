@@ -33,11 +33,12 @@ NEEDED = (
     "parallel3d.commands.train",
     "parallel3d.checkpoint.storage",
     "torch.distributed.distributed_c10d",
-    # Needed with zero=3, and for its tensors on the simulated device: 1.7 s.
+    # These are needed with zero=3, and for tensors on the simulated device; importing them takes
+    # 1.7 s.
     "torch.distributed.fsdp",
     "numpy.random",  # a run's first sample imports it
 )
-OWN_FDS = 3  # a new process has its three streams, and none of this one's
+OWN_FDS = 3  # a new process has its own three streams, and no descriptor of this one
 
 
 class Forks:
@@ -118,7 +119,7 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
-    tempfile.tempdir = None  # it was for another TMPDIR
+    tempfile.tempdir = None  # the cached folder was for another TMPDIR
     sys.argv = request["words"] if is_code(request["words"]) else ["parallel3d", *request["words"]]
     for folder in request["environ"].get("PYTHONPATH", "").split(os.pathsep):
         hook = Path(folder) / "sitecustomize.py"

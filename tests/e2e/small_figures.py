@@ -1,4 +1,4 @@
-"""A command that would measure for minutes, with few calls: for `APPS` of run/worker."""
+"""Runs a command that would measure for minutes with few calls, for `APPS` of run/worker."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tests every bad input: one sentence that names the key, exit code 2, at once, nothing written.
 
 A loaded machine stretches wall time, so "at once" is measured as the process's own CPU time. Each
-way of refusing is tested by a process of its own; further sentences of the same way by this
-process.
+kind of refusal is tested once in a process of its own; further sentences of the same kind are
+tested in this process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def assert_refusal(shell: Shell, words: tuple[str, ...], *parts: str, **environ:
     ],
 )
 def test_bad_override_is_refused(shell: Shell, words: str, parts: list[str]) -> None:
-    shell.anew = words == "tp=3"  # for one of them, whose time may include the start
+    shell.anew = words == "tp=3"  # for one of the commands, whose time may include the start
     assert_refusal(shell, ("train", *words.split()), *parts)
 
 

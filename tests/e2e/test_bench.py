@@ -64,7 +64,8 @@ def test_four_ranks_give_every_row_in_under_a_minute(four: tuple[str, Path]) -> 
         assert words in out
     assert "\x1b" not in out  # plain without a terminal
     assert "Measured here: cluster.nvlink_gb_per_s=" in out
-    assert "times the median" in out  # none or some ranks: this machine may be busy
+    # no rank or some ranks may be slow, because this machine may be busy
+    assert "times the median" in out
     assert len(report["pairs"]) == 6  # all four ranks
 
 
@@ -79,7 +80,7 @@ def test_the_measured_speeds_are_valid_keys_of_the_cluster(
         words = ("dp=2", "run=c", "launch.shared_memory=false", *few, *keys)
         again = shell.run(*BENCH, *words, GLOO_SOCKET_IFNAME="eth0")
     assert again.code == 0
-    assert watched.seen and watched.elsewhere == []  # except the loopback
+    assert watched.seen and watched.elsewhere == []  # all listeners are on the loopback
     assert "world is not measured: the same ranks as dp." in again.out
     prices = {
         (row["op"], row["size"]): row["priced_s"]

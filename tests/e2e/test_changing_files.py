@@ -1,7 +1,7 @@
 """Tests files that change during a run, or between its starts: some of
 `benchmarks.failures.changing_files`.
 
-There are three kinds of file, each moment, and each correct outcome.
+They cover three kinds of file, each moment, and each correct outcome.
 """
 
 from __future__ import annotations

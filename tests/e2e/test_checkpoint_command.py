@@ -173,7 +173,7 @@ def test_average_is_the_mean_of_the_last_weights(
     a, b = (read_full(folder) for folder in folders)
     mean = read_full(runs / "mine-average/checkpoints/step-00000000", KINDS)
     one = read_full(runs / "one/checkpoints/step-00000000")
-    assert a.keys() == one.keys() == mean.keys()  # weights alone
+    assert a.keys() == one.keys() == mean.keys()  # only weights
     for name, early in a.items():
         exact = (early.double() + b[name].double()) / 2
         assert torch.equal(mean[name], exact.float())
@@ -235,10 +235,10 @@ def test_an_imported_run_trains_under_another_layout(
 def test_a_byte_tokenizer_is_exported_for_transformers(
     trained: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers reads bytes as we do and continues in the same way; a second import has bytes
-    again.
+    """transformers reads the byte tokenizer as we do and continues in the same way; a second import
+    has bytes again.
 
-    The average of the weights is exported, and gives another text than the weights.
+    The exported average of the weights gives another text than the weights.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -277,7 +277,7 @@ def test_generate_writes_the_same_text_under_every_layout(trained: Shell) -> Non
     assert len(one.out.encode()) > 20
     assert one.errors == ["parallel3d: run=mine, step 20, seed=1234"]
     assert (four.code, four.out) == (0, one.out), four
-    assert watched.seen and watched.elsewhere == []  # listeners on the loopback alone
+    assert watched.seen and watched.elsewhere == []  # all listeners are on the loopback
     assert trained.snapshot() == before  # looking at a run leaves nothing in it
     assert list(trained.scratch.iterdir()) == []
 

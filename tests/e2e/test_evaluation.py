@@ -1,4 +1,4 @@
-"""Tests validation sets by name, in a run and for its checkpoint alone."""
+"""Tests validation sets by name, in a run and with `train.eval_only`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_validation_sets_are_evaluated_in_a_run_and_from_its_checkpoint(shell: S
     assert list(last) == ["web", "noise", "web/ema", "noise/ema"]
     # The average lags behind the weights after three steps.
     assert evaluations[0]["valid"]["web"]["loss"] > last["web/ema"]["loss"] > last["web"]["loss"]
-    # Tokens: 478 with the end of the text, without the first one.
+    # 478 tokens have a loss: all but the first one, including the end of the text.
     assert last["web"]["tokens"] == 53 * 9
     assert last["web"]["perplexity"] == pytest.approx(math.exp(last["web"]["loss"]))
     summary = json.loads((run / "summary.json").read_text())

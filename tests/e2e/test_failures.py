@@ -104,7 +104,7 @@ def test_second_interrupt_ends_all_at_once(shell: Shell) -> None:
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
-    assert process.poll() is None  # no step will end, and launch.grace_s is a minute
+    assert process.poll() is None  # no step can end, and launch.grace_s is a minute
     process.send_signal(signal.SIGINT)
     ended = shell.finish(process, started, 30)
     assert in_time(ended.wall_s, SECONDS)
@@ -169,7 +169,7 @@ def test_a_run_outlives_the_reader_of_its_output(shell: Shell, layout: str) -> N
     assert (run / "checkpoints" / "step-00000003").is_dir()
 
 
-# Standard output as a shell gives it for `> /dev/full` and for `>&-`.
+# Standard output as with a shell's `> /dev/full` and `>&-`.
 UNWRITABLE = {
     "full disk": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
     "closed": "os.close(1); sys.stdout = sys.__stdout__ = None",

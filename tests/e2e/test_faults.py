@@ -11,7 +11,7 @@ from tests.e2e.ready import run_module
 
 pytestmark = pytest.mark.more
 
-SEED = "1915"  # a rank, then all ranks, then the launcher: all while a checkpoint is written
+SEED = "1915"  # kills a rank, then all ranks, then the launcher, each while a checkpoint is written
 
 
 def test_a_killed_run_ends_with_the_undisturbed_runs_weights_and_losses(tmp_path: Path) -> None:

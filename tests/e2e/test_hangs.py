@@ -19,7 +19,7 @@ pytestmark = pytest.mark.at_once(2)
 HOST = re.escape(socket.gethostname())
 WHO = rf"rank 1 \(pp 0, dp 1, tp 0\) on {HOST}"
 WORLD = r"all_reduce \d+ of world \(float64\[4\]\)"
-STOPPED = "stop:1:3"  # it cannot report itself, unlike in test_watchdog
+STOPPED = "stop:1:3"  # the rank cannot report itself, unlike in test_watchdog
 AWAY = "away:1:3"  # in the middle of a step, with context parallelism
 HANGS = {
     STOPPED: rf"hang: {WHO} is stopped \(SIGSTOP\): "

@@ -1,4 +1,4 @@
-"""Runs docs/library.md as it stands: on one process, and on two with all that it shows."""
+"""Runs docs/library.md as it stands: on one process, and with all of its examples on two."""
 
 from __future__ import annotations
 

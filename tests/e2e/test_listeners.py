@@ -27,7 +27,7 @@ def test_verify_listens_on_the_loopback_only(shell: Shell) -> None:
     with Watched(shell) as watched:
         # Variables of a machine with several hosts do not apply to a run on one.
         ended = shell.run(*PARALLEL3D, *words, GLOO_SOCKET_IFNAME="eth0")
-    assert ended.code == 0, ended.err  # its answer
+    assert ended.code == 0, ended.err  # the answer of its store
     assert "fp64" in ended.out
     assert watched.elsewhere == []
     assert watched.seen

@@ -83,7 +83,8 @@ def test_an_interface_that_no_host_has_is_refused(shell: Shell) -> None:
         shell, "cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.rail_interface=ib*"
     )
     assert ended.code == 2
-    # Every rank detects it, and one reports it; before it, two ranks on a host with one GPU.
+    # Every rank detects this, and one reports it, after the notice on two ranks on a host with one
+    # GPU.
     assert len(ended.errors) == 2
     assert ended.errors[-1].startswith(
         f"parallel3d: cluster.rail_interface=ib*: host {HOST} has no such network interface; it "

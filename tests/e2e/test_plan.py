@@ -1,4 +1,4 @@
-"""Tests `parallel3d plan` as typed: what it prints and what it refuses."""
+"""Tests `parallel3d plan` as typed: its output and refusals."""
 
 from __future__ import annotations
 

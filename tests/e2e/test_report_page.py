@@ -64,7 +64,7 @@ def runs(shell: Shell) -> Path:
     place = {"host": "node7", "pp": 0, "dp": 0, "cp": 0}
     places = [place | {"rank": rank, "local_index": rank, "tp": rank} for rank in range(2)]
     (resumed / "placement.json").write_text(json.dumps({"ranks": places}))
-    steps(begin(config, resumed, 1), 1, 25, 4.0)  # killed: nothing is closed
+    steps(begin(config, resumed, 1), 1, 25, 4.0)  # the run is killed, so that nothing is closed
     config.optim.lr = 0.25
     save_config(config, resumed, next_name(resumed))
     steps(begin(config, resumed, 21), 21, 28, 4.0)  # and once more
@@ -142,7 +142,8 @@ def test_a_browser_shows_curves_restarts_and_what_differs(
     rows = [row.split("<td>")[1:] for row in differing.split("<tr>")[2:]]
     cells = [[cell.partition("</td>")[0] for cell in row] for row in rows]
     assert cells == [["<code>optim.lr</code>", "0.001", "0.25"], ["<code>seed</code>", "3", "4"]]
-    assert "<code>optim.lr</code></td><td>0.5</td><td>0.25</td>" in page  # of the second start
+    # figures of the second start
+    assert "<code>optim.lr</code></td><td>0.5</td><td>0.25</td>" in page
     assert "40 ms" in page and "4 GB" in page and "node7" in page
 
     found = read_in_the_dark(page, tmp_path)
@@ -175,7 +176,7 @@ def test_the_page_shows_a_resumed_run_and_overwrites_no_other_file(
         assert answer(shell, capfd, "report", "run=resumed").out.startswith("resumed       28 s")
         page = (shell.cwd / "report.html").read_text()
     assert "<td>running</td>" in page and "What differs" not in page
-    assert answer(shell, capfd, "report", "run=resumed").code == 0  # over its own page
+    assert answer(shell, capfd, "report", "run=resumed").code == 0  # overwrites its own page
     (shell.cwd / "mine.html").write_text("<p>mine</p>")
     summary = runs / "<whole>" / "summary.json"
     summary.write_text(json.dumps(json.loads(summary.read_text()) | {"parameters": "x"}))

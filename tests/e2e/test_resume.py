@@ -76,7 +76,8 @@ def test_a_run_resumes(shell: Shell) -> None:
     sets = f"data.valid={{book:{shell.cwd / 'book.txt'}}}"
     judged = (sets, "data.valid_fraction=0.05", "train.eval_every=2")
     layout = (*layout, *judged)
-    tokens = ("train.steps=null", "train.tokens=1000")  # of 32: five steps read 28 samples
+    # samples of 32; five steps read 28
+    tokens = ("train.steps=null", "train.tokens=1000")
     whole = train(shell, "run=whole", *layout, *tokens)
     assert whole.code == 0, whole
     assert "6 steps · 1.02 k tokens" in whole.out

@@ -120,7 +120,7 @@ def test_every_launcher_leaves_one_private_directory_with_the_same_files(
     for name, folder in runs.items():
         # A single rank has no peer to send to.
         more = set() if name == "alone" else {"placement.json"}
-        if name == "torchrun":  # the only run that asked for it
+        if name == "torchrun":  # only this run asked for it
             more.add("preflight.json")
         assert {path.name for path in folder.iterdir()} == FILES | more
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700

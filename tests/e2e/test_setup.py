@@ -118,7 +118,7 @@ def test_a_download_of_cuda_is_announced_before_it_begins(
     assert len(told) == is_said
     if is_said:
         assert "over 2 GB" in told[0] and "PIP_EXTRA_INDEX_URL" in told[0]
-        assert ended.errors.index(told[0]) < len(ended.errors) - 1  # before "done"
+        assert ended.errors.index(told[0]) < len(ended.errors) - 1  # it appears before "done"
         assert "CUDA" not in clone.run("local.sh", torches=torches).err
         assert "CUDA" not in clone.run("test.sh", torches=torches).err  # torch is installed
 

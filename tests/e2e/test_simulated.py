@@ -25,8 +25,8 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_run_equals_the_cpus_and_resumes_under_another_layout(shell: Shell) -> None:
-    """Saves in the background on one rank, resumes on two with zero=3, reads on two of tp, and
-    evaluates; draws the last step."""
+    """Saves in the background on one rank, resumes on two with zero=3, reads on two tensor ranks,
+    evaluates, and draws the last step."""
     layouts = (("train.steps=2", "schedule.timeline=true"), ("dp=2", "zero=3", "train.steps=3"))
     for ranks, words in enumerate(layouts, 1):
         saving = given(shell, "run=r", *SAVING, *words, "device=simulated")

@@ -44,7 +44,7 @@ WORDS = (f"train.steps={STEPS}", "train.save_weights=true", "checkpoint.every=10
 WANDB = "logger=wandb"
 SMALL = ("--gpus-per-node=0", "--cpus-per-task=1")
 TWO_NODES = (*SMALL, "--nodes=2", "--ntasks-per-node=1", "--exclusive")
-# Runs of one rank, and those to compare with; the others have two ranks.
+# Runs of one rank, and the runs to compare with; all others have two ranks.
 SAME_AS = {"array_1": "undisturbed-0", "array_2": "undisturbed-1"}
 SECRETS = {
     "WANDB_API_KEY": "5ec4e70123456789abcdef0123456789abcdef01",
@@ -117,7 +117,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         submitted = shell.start(*train, "--multirun", *elsewhere, SLURM_CONF=str(slurm.conf))
         disturb_all(story, slurm)
         forked.finish()
-        out, err = submitted.communicate(timeout=600)  # it polls less and less often
+        out, err = submitted.communicate(timeout=600)  # Hydra's launcher polls less and less often
         story.submitted = Ended(submitted.returncode, out, err, 0.0, 0.0)
         yield story
     finally:
@@ -172,14 +172,14 @@ def disturb_all(story: Story, slurm: Slurm) -> None:
             number = story.number(name)
             if name in todo and number in jobs and disturb(name, jobs[number], story, slurm):
                 todo.remove(name)
-            if (story.shell.cwd / "logs" / number / "2").exists():  # its second start
+            if (story.shell.cwd / "logs" / number / "2").exists():  # the run's second start
                 (story.shell.cwd / f"{name}.go").touch()
         time.sleep(0.3)
     story.ended = jobs
 
 
 def disturb(name: str, job: Job, story: Story, slurm: Slurm) -> bool:
-    """Disturbs a job as its name says, if it is time; returns whether it did."""
+    """Disturbs a job according to its name, if it is time; returns whether it did."""
     if name == "array_2" and job.restarts:  # Slurm has disturbed it; it only has to be released
         slurm.call("scontrol", "update", f"jobid={job.number}", "timelimit=10")
     if job.restarts:

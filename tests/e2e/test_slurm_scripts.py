@@ -1,8 +1,7 @@
-"""Tests slurm/train.sbatch and sweep.sbatch without Slurm: its commands are stubs, the scripts are
-real.
+"""Tests slurm/train.sbatch and sweep.sbatch without Slurm: stubs stand in for its commands.
 
-This tests what the scripts do with folders that others made, with names and paths, and with lines
-that cannot be read. test_slurm.py shows on a real Slurm that jobs resume.
+This tests the scripts with folders that others made, with unusual names and paths, and with
+unreadable lines. test_slurm.py shows on a real Slurm that jobs resume.
 """
 
 from __future__ import annotations

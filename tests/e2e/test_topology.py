@@ -1,4 +1,4 @@
-"""Tests `parallel3d topology` as typed: what it prints, writes and refuses, and its speed."""
+"""Tests `parallel3d topology` as typed: its output, files, refusals and speed."""
 
 from __future__ import annotations
 

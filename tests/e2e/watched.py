@@ -15,7 +15,7 @@ LOOPBACK = ("7F", "00000000000000000000000001000000", "0000000000000000FFFF00000
 
 @dataclass
 class Watched:
-    """Every listener of a shell's processes, looked up while they run: (address, port)."""
+    """Listeners (address, port) of a shell's processes, looked up while they run."""
 
     shell: Shell
     seen: set[tuple[str, int]] = field(default_factory=set)
@@ -53,7 +53,7 @@ def listeners(pids: list[int]) -> set[tuple[str, int]]:
             try:
                 name = os.readlink(link)
             except OSError:
-                continue  # closed, or ended, meanwhile
+                continue  # it has been closed, or the process has ended
             if name.startswith("socket:["):
                 inodes.add(name[8:-1])
     found = set()

@@ -1,4 +1,4 @@
-"""Messages of each rank in the reference collectives: closed formulas for each algorithm.
+"""Counts the messages of each rank in the reference collectives, by closed formulas.
 
 N elements, n ranks, b(r) the block of rank r, S segments. Nothing from parallel3d is used.
 """
@@ -203,7 +203,7 @@ FORMS = {
 
 
 def sends(collective: str, form: str, n: int, count: int, segments: int) -> list[Sends]:
-    """Returns what each rank sends, in elements."""
+    """Returns the number of elements that each rank sends."""
     if n == 1:
         return [NOTHING]
     c = Ranks(n, count, segments)

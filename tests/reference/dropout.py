@@ -1,4 +1,4 @@
-"""Computes which elements dropout drops, by models/dropout.py's formula in numpy.
+"""Computes the masks of dropout by the formula of models/dropout.py, in numpy.
 
 numpy's unsigned integers wrap around and shift in zeros by themselves.
 """
@@ -31,7 +31,7 @@ def finished(site: int, number: np.ndarray, row: np.ndarray) -> np.ndarray:
 
 
 def kept(keys: np.ndarray, channels: int, p: float) -> np.ndarray:
-    """Returns which elements stay: (*keys.shape, channels)."""
+    """Returns a mask of the elements that stay: (*keys.shape, channels)."""
     return (random_bits(keys, channels) & np.uint32(2**31 - 1)) >= round(p * 2**31)
 
 

@@ -23,9 +23,10 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """down(gelu(up(x))), down(relu(up(x))), down(silu(gate(x)) · up(x)), and gelu in its place.
+    """Computes down(gelu(up(x))), down(relu(up(x))), or down(silu(gate(x)) · up(x)), or that with
+    gelu.
 
-    `width` and `bias` None: those of the model's ordinary MLP.
+    If `width` or `bias` is None, it is the model's.
     """
 
     def __init__(
@@ -59,10 +60,11 @@ class Routing(NamedTuple):
     """The decisions of one layer's router for a batch."""
 
     logits: Tensor  # (batch, sequence, experts)
-    scores: Tensor  # (batch, sequence, experts): their softmax or sigmoid, without the bias
+    scores: Tensor  # (batch, sequence, experts), softmax or sigmoid of the logits, without the bias
     chosen: Tensor  # int64 (batch, sequence, k), the first choice first
     weights: Tensor  # (batch, sequence, k): factors of the chosen experts' outputs
-    margin: float  # the smallest gap between the last that was taken and the first that was not
+    # the smallest gap between the last value that was chosen and the first that was not
+    margin: float
 
 
 def best(values: Sequence[float], count: int) -> tuple[list[int], float]:
@@ -77,7 +79,7 @@ def best(values: Sequence[float], count: int) -> tuple[list[int], float]:
 
 
 class Router(nn.Module):
-    """Scores of the experts, softmax(W x) or sigmoid(W x), and the choice of k experts by them.
+    """Scores experts by softmax(W x) or sigmoid(W x), and chooses k of them.
 
     The bias b of the choice (DeepSeek-V3, arXiv 2412.19437) has no gradient and no part in the
     weights. With groups, only experts of the best groups can be chosen: a group is rated by the sum
@@ -151,13 +153,13 @@ class Experts(nn.Module):
                 self.shared_gate = nn.Linear(shape.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """Returns the sum for `x` (batch, sequence, hidden), in its shape, and how it was
-        routed."""
+        """Returns the sum for `x` (batch, sequence, hidden), in its shape, and the routing."""
         routing = self.router(x)
         tokens, chosen = x.flatten(0, 1), routing.chosen.flatten(0, 1)
         answers = tokens.new_zeros(*chosen.shape, x.shape[-1])
         for number, expert in enumerate(self.experts):
-            # No token is a batch too: the gradient of an unused expert is zero, and it decays.
+            # An expert without tokens gets an empty batch, so that its gradient is zero and it
+            # decays.
             token, slot = torch.where(chosen == number)
             answers = answers.index_put((token, slot), expert(tokens[token]))
         weights = routing.weights.flatten(0, 1)
@@ -174,18 +176,19 @@ class Experts(nn.Module):
 
 
 class Balance(NamedTuple):
-    """How a global batch was routed, without its padding; the losses are summed over the layers."""
+    """The routing of a global batch, without its padding; losses are summed over the layers."""
 
-    counts: dict[int, Tensor]  # by layer: int64 (experts,), tokens that chose each expert
+    # by layer, int64 (experts,): the number of tokens that chose each expert
+    counts: dict[int, Tensor]
     aux: Tensor  # mean over the sequences of Σ f P (DeepSeek-V3, equations 17 to 20, without α)
     z: Tensor  # mean over the tokens of logsumexp(logits)² (ST-MoE, arXiv 2202.08906)
 
 
 def balance(routed: Mapping[int, Routing], used: Sequence[int | None]) -> Balance:
-    """Computes what the routings by layer add to the loss.
+    """Computes the addends of the loss from the routings by layer.
 
-    `used` has the tokens of each sequence before its padding (None: all). A sequence of padding
-    alone counts as one without auxiliary loss.
+    `used` is the number of tokens of each sequence before its padding (None: all). A sequence of
+    padding alone counts as one without auxiliary loss.
     """
     counts, aux, z = {}, torch.zeros(()), torch.zeros(())
     for layer, routing in routed.items():

@@ -80,8 +80,7 @@ NO_DROPOUT = Dropping(0.0, 0, ())
 
 @dataclass(frozen=True)
 class Packing:
-    """States which tokens of a batch may attend to each other, and their positions in their
-    documents.
+    """The tokens of a batch that may attend to each other, and their positions in their documents.
 
     `unseen[i, q, k]`, a plain square for each sample: query q does not read key k. `positions[i,
     p]` counts the tokens of p's document before p.
@@ -197,7 +196,7 @@ def yarn_frequencies(shape: ModelShape, plain: Sequence[float]) -> list[float]:
 
 
 def attention_factor(shape: ModelShape) -> float:
-    """Returns by how much q and k are longer after the rotation."""
+    """Returns the factor by which q and k grow in the rotation."""
     kind = option(shape, "rope_scaling")
     if kind not in ("yarn", "longrope"):
         return 1.0
@@ -230,7 +229,8 @@ def llama3_frequencies(shape: ModelShape, pairs: int) -> list[float]:
 def rotate(
     x: Tensor, shape: ModelShape, positions: Tensor | None = None, base: float | None = None
 ) -> Tensor:
-    """RoPE (Su et al. 2021): dimensions d and d + rot/2, one complex number, turn by the position.
+    """Applies RoPE (Su et al. 2021): dimensions d and d + rot/2, one complex number, turn by the
+    position.
 
     `x` is (batch, heads, sequence, head_dim). The first `rot` dimensions of each head turn, where
     rot is head_dim · rotary_percent rounded down to an even number; the others pass. `positions`
@@ -257,8 +257,8 @@ def rotate(
 class Attention(nn.Module):
     """Causal attention with grouped key/value heads, written out.
 
-    `word` is the layer's kind. A sliding layer looks at no more than `sliding_window` tokens, the
-    one that looks among them; one without positions does not rotate.
+    `word` is the layer's kind. In a sliding layer a token attends to at most `sliding_window`
+    tokens, itself included; a layer without positions does not rotate.
     """
 
     def __init__(self, shape: ModelShape, word: str = "full") -> None:
@@ -312,7 +312,7 @@ class Attention(nn.Module):
             passed = [[q - k >= far for k in range(length)] for q in range(length)]
             unseen = unseen | torch.tensor(passed)
         if option(self.shape, "query_temperature"):
-            # Ministral 3: q is longer by a step with each further original length.
+            # Ministral 3: the factor of q grows by a step with each further original length.
             periods = packing.positions.to(q.dtype).div(self.shape.rope_original_length).floor()
             heat = 1 + self.shape.query_temperature * torch.log(1 + periods)
             q = q * heat[:, None, :, None]
@@ -357,7 +357,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, drop: Dropping, packing: Packing, routed: dict[int, Routing]
     ) -> Tensor:
-        """Records in `routed` how its experts were chosen, if it has any."""
+        """Records the choice of its experts in `routed`, if it has any."""
         name = f"layers.{self.number}"
         attended = self.attention(self.normed("input_norm", x), drop, f"{name}.attention", packing)
         attended = drop(self.normed("attention_output_norm", attended), f"{name}.attention")

@@ -1,4 +1,4 @@
-"""Stochastic rounding to bf16, like parallel3d/parameters/rounding.py, but by distances."""
+"""Rounds stochastically to bf16 like parallel3d/parameters/rounding.py, but by distances."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def decided(logits: list[list[float]], **keys: object) -> Routing:
 
 
 def of_chances(*chances: float) -> list[float]:
-    """Returns the logits of which these are the sigmoid."""
+    """Returns the logits with these sigmoids."""
     return [math.log(p / (1 - p)) for p in chances]
 
 
@@ -466,7 +466,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero_and_decays(name: str) -
     assert all(step[1][2] == 0 for step in run.counts)
     for each in unused:
         assert not run.first_gradients[each].any()
-        if name == "sgd":  # L2 with momentum
+        if name == "sgd":  # L2 decay, with momentum
             expected = weights[each] * (0.995 - 0.05 * (0.09 + 0.1 * 0.995))
         else:
             expected = weights[each] * 0.995**2
@@ -475,8 +475,8 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero_and_decays(name: str) -
 
 
 def test_muon_takes_each_experts_matrix_and_not_the_routers() -> None:
-    """Compares the change of a matrix with the one that its gradient alone makes; AdamW's is ± lr
-    at first."""
+    """Compares the change of a matrix with the change from its gradient alone, which for AdamW is ±
+    lr at first."""
     shape = SHAPES["sigmoid_groups"]
     weights = drawn(ReferenceModel(shape))
     run = trained(shape, name="muon", weight_decay=0.0)

@@ -103,7 +103,7 @@ def _spoil_gradients(trainer, steps: int) -> None:
 
 
 if "FAIL" in os.environ:
-    if "parallel3d.trainer" in sys.modules:  # in a process that is forked (tests/e2e/ready.py)
+    if "parallel3d.trainer" in sys.modules:  # this process was forked (tests/e2e/ready.py)
         _patch(sys.modules["parallel3d.trainer"])
     else:
         sys.meta_path.insert(0, _PatchTrainer())
