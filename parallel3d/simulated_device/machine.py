@@ -71,11 +71,14 @@ class Observer:
     def host_wait(self, why: str) -> None:
         """Called when the host has waited for the device."""
 
+    def allocating(self, block: StorageMemory) -> None:
+        """Called where memory is asked for, also inside of a fused kernel."""
+
     def allocated(self, block: StorageMemory) -> None:
-        """Called when memory was allocated."""
+        """Called when memory was allocated; that of a fused kernel, if it outlives the kernel."""
 
     def freed(self, block: StorageMemory) -> None:
-        """Called when memory was freed."""
+        """Called when allocated memory was freed."""
 
 
 @dataclass(eq=False)
@@ -85,6 +88,7 @@ class StorageMemory:
     Attributes:
         used_on: streams that `record_stream` named.
         label: text of an observer.
+        is_allocated: False inside of the fused kernel that makes it: so far it is registers.
     """
 
     memory: AllocatorBlock
@@ -92,6 +96,7 @@ class StorageMemory:
     device: int
     used_on: set[int] = field(default_factory=set)
     label: str | None = None
+    is_allocated: bool = False
     is_freed: bool = False
 
 
@@ -132,6 +137,7 @@ class FusedKernel:
         self.read: set[StorageMemory] = set()  # blocks that were read before they were written
         # Blocks that were written before they were read; their reads do not count.
         self.own: set[StorageMemory] = set()
+        self.made: list[StorageMemory] = []  # intermediate values and results
 
     def add(self, kernel: Kernel) -> None:
         for use in kernel.reads:
@@ -492,12 +498,21 @@ class SimulatedMachine:
             if len(memory.cells) > 1:
                 self.races.tidy(memory)
             block = StorageMemory(memory, size, device)
-            usage = self.usage[device]
-            usage.live += size
-            usage.peak = max(usage.peak, usage.live)
             for observer in self.observers:
-                observer.allocated(block)
+                observer.allocating(block)
+            if self.thread.fused is None:
+                self._count(block)
+            else:
+                self.thread.fused.made.append(block)
         return _Owner(block, self._freed)
+
+    def _count(self, block: StorageMemory) -> None:
+        block.is_allocated = True
+        usage = self.usage[block.device]
+        usage.live += block.nbytes
+        usage.peak = max(usage.peak, usage.live)
+        for observer in self.observers:
+            observer.allocated(block)
 
     def resized(self, storage: Any) -> None:
         """Frees or allocates the memory of a resized storage (FSDP2 frees parameters in this
@@ -512,9 +527,10 @@ class SimulatedMachine:
         """Returns freed blocks to their pools, unless another stream may still use them."""
         while self._freed:
             block = self._freed.popleft()
-            self.usage[block.device].live -= block.nbytes
-            for observer in self.observers:
-                observer.freed(block)
+            if block.is_allocated:
+                self.usage[block.device].live -= block.nbytes
+                for observer in self.observers:
+                    observer.freed(block)
             # After `record_stream` it is unknown when the other stream will be done.
             if not block.used_on - {block.memory.stream}:
                 key = (block.memory.stream, block.nbytes)
@@ -556,7 +572,8 @@ class SimulatedMachine:
 
     @contextmanager
     def fused_kernel(self, name: str) -> Iterator[None]:
-        """Counts all operators inside as one kernel, without intermediate values."""
+        """Counts all operators inside as one kernel, whose intermediate values are registers and
+        no memory."""
         if self.thread.fused is not None:
             yield
             return
@@ -565,6 +582,11 @@ class SimulatedMachine:
             yield
         finally:
             self.thread.fused = None
+        with self.lock:
+            self.collect()
+            for block in parts.made:
+                if not block.is_freed:
+                    self._count(block)
         self.launch(parts.kernel(name, self.stream_of()))
 
 

@@ -540,7 +540,8 @@ class SimulatedNCCL(dist.ProcessGroup):
         self, outputs: list[list[Tensor]], given: list[Tensor], opts: Any
     ) -> CollectiveWork:
         mine = outputs[0] if outputs else []
-        run = self._of_all(lambda everyone: everyone if mine else [])
+        is_root = bool(outputs)
+        run = self._of_all(lambda everyone: everyone if is_root else [])
         return self._start("gather", given, mine, run, f"to {opts.rootRank}")
 
     def scatter(  # type: ignore[override]
@@ -568,11 +569,13 @@ class SimulatedNCCL(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: list, input_sizes: list, opts: Any = None
     ) -> CollectiveWork:
+        shape, count = output.shape, len(given)  # alone: `run` may live longer than the tensors
+
         def run(sent: Tensor) -> Sequence[Tensor]:
             """Exchanges rows: as many as the sizes say, or equally many without sizes."""
-            rows = sent.view(torch.uint8).view(len(given), -1) if sent.numel() else sent
-            got = torch.empty(output.shape, dtype=sent.dtype)
-            taken = got.view(-1).view(torch.uint8).view(len(output), -1) if got.numel() else got
+            rows = sent.view(torch.uint8).view(count, -1) if sent.numel() else sent
+            got = torch.empty(shape, dtype=sent.dtype)
+            taken = got.view(-1).view(torch.uint8).view(len(got), -1) if got.numel() else got
             self.connected.gloo.alltoall_base(taken, rows, output_sizes, input_sizes).wait()
             return [got]
 

@@ -97,6 +97,20 @@ class SimulatedTensor(torch.Tensor):
         known = self.data_.detach()
         return (torch.ones_like(known, device="cpu") if known.is_meta else known).tolist()
 
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Converts the tensor or copies it, but not to the device on which it is.
+
+        C++ would copy to every device but number 0, where it takes all tensors to be.
+        """
+        if args and self._is_own(args[0]):
+            args = args[1:]
+        if self._is_own(kwargs.get("device")):
+            del kwargs["device"]
+        return super().to(*args, **kwargs) if args or kwargs else self
+
+    def _is_own(self, device: Any) -> bool:
+        return isinstance(device, (str, torch.device)) and torch.device(device) == self.device
+
     def new_tensor(self, data: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         settings: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         return torch.tensor(data, **settings | kwargs)

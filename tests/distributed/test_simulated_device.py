@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from parallel3d.simulated_device.device import SimulatedModule
-from parallel3d.simulated_device.machine import Race, SimulatedMachine
+from parallel3d.simulated_device.machine import ROUNDING, Race, SimulatedMachine
 from tests.distributed.simulated import SimulatedPool, here
 
 # PyTorch calls the last one for every device that is not one of its own.
@@ -113,6 +113,14 @@ def devices_do_not_mix() -> None:
     raises(TypeError, "can't convert simulated:0", lambda: x.numpy())
 
 
+def a_tensor_is_not_copied_to_its_own_device() -> None:
+    for place in ("simulated:0", "simulated:3"):
+        x = torch.ones(3, device=place)
+        assert x.to(place) is x.to(device=torch.device(place)) is x.to(place, torch.float32) is x
+        assert x.to(place, torch.float64).device == x.to(torch.bfloat16).device == x.device
+        assert x.to(place, copy=True) is not x
+
+
 def the_host_waits_where_it_reads() -> None:
     x = torch.ones(3, device=here())
     pinned = torch.ones(3).pin_memory()
@@ -207,7 +215,7 @@ def a_fused_kernel_is_one() -> None:
     x = torch.ones(1000, device=here())
     seen = []
     observer = type("", (), {"kernel": lambda self, k: seen.append(k)})()
-    observer.allocated = observer.freed = lambda block: None
+    observer.allocating = observer.allocated = observer.freed = lambda block: None
     module().machine.observers.append(observer)
     try:
         with module().fused_kernel("both"):
@@ -218,6 +226,19 @@ def a_fused_kernel_is_one() -> None:
     assert kernel.name == "both" and y.tolist() == 4000.0
     assert [use.nbytes for use in kernel.reads] == [4000]
     assert sum(use.nbytes for use in kernel.writes) == 4
+
+
+def a_fused_kernel_allocates_its_results_alone() -> None:
+    x = torch.ones(1000, device=here())
+    module().reset_peak_memory_stats()
+    before = module().memory_allocated()
+    with module().fused_kernel("both"):
+        y = (x + 1).square().sum()
+    assert module().max_memory_allocated() == module().memory_allocated() == before + ROUNDING
+    del y
+    assert module().memory_allocated() == before
+    assert (x + 1).square().sum().tolist() == 4000.0
+    assert module().max_memory_allocated() >= before + 8000
 
 
 def events_tell_times_only_once_waited_for() -> None:
@@ -238,12 +259,14 @@ ON_ONE_RANK = (
     ranges_of_one_storage_are_told_apart,
     freed_memory_keeps_its_past,
     devices_do_not_mix,
+    a_tensor_is_not_copied_to_its_own_device,
     the_host_waits_where_it_reads,
     pytorch_warns_of_the_waits_that_it_sees,
     copies_to_pinned_memory_come_when_they_are_waited_for,
     pinned_memory_is_not_reused_too_early,
     every_thread_has_a_device_of_its_own,
     a_fused_kernel_is_one,
+    a_fused_kernel_allocates_its_results_alone,
     events_tell_times_only_once_waited_for,
 )
 

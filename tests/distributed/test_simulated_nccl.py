@@ -130,6 +130,26 @@ def what_is_empty_is_not_waited_for() -> None:
             work.wait()
 
 
+def memory_is_free_once_its_tensors_are_gone() -> None:
+    """A communicator's thread keeps no tensor of an operation that has been waited for."""
+    size, before = dist.get_world_size(), module().memory_allocated()
+
+    def alike() -> list[torch.Tensor]:
+        return [filled() for _ in range(size)]
+
+    for call in (
+        lambda: dist.all_to_all_single(filled(size), filled(size)),
+        lambda: dist.gather(filled(), alike() if rank() == 0 else None),
+        lambda: dist.scatter(filled(), alike() if rank() == 0 else None),
+        lambda: dist.all_gather(alike(), filled()),
+        lambda: dist.reduce_scatter_tensor(filled(), filled(4 * size)),
+        lambda: dist.reduce(filled(), 0),
+        lambda: dist.all_reduce(filled()),
+    ):
+        call()
+        assert module().memory_allocated() == before
+
+
 def destroyed_by_one_rank() -> None:
     if rank() == 0:
         dist.destroy_process_group()
@@ -161,6 +181,7 @@ SOUND = (
     tensors_of_the_host_and_of_other_devices_are_refused,
     messages_are_matched_by_position,
     what_is_empty_is_not_waited_for,
+    memory_is_free_once_its_tensors_are_gone,
 )
 DIFFERENT = {
     a_send_list_in_another_order: "with tag 0 as message 0 of member .* sent .* with tag 1",

@@ -176,8 +176,6 @@ def _keys_seen(queries: int, keys: int, causal: bool, window: int | None) -> flo
 class StepCounter(Observer):
     """Counts while it is one of the machine's observers.
 
-    Memory that is allocated and freed inside one kernel stands for registers and does not count.
-
     Args:
         tf32: fp32 matmuls run in tf32.
 
@@ -193,9 +191,7 @@ class StepCounter(Observer):
         self.names: Mapping[Any, str] = {}  # process group → name
         self.counting, self.building = False, True
         self.live = dict.fromkeys(KINDS, 0)
-        # id of memory allocated in the running kernel → bytes, kind
-        self.held: dict[int, tuple[int, str]] = {}
-        self.known: set[int] = set()  # ids of memory allocated since this counter exists
+        self.known: set[StorageMemory] = set()  # allocated since this counter exists
         self._reset()
 
     def _reset(self) -> None:
@@ -210,7 +206,6 @@ class StepCounter(Observer):
         self.counting = True
 
     def end(self) -> Counts:
-        self._settle()
         self.counting = False
         return self.counts
 
@@ -220,31 +215,18 @@ class StepCounter(Observer):
             self.peak, self.at_peak = total, dict(self.live)
             self.peak_phase = "building the trainer" if self.building else phase_of_step()
 
+    def allocating(self, block: StorageMemory) -> None:
+        block.label = "buffers" if self.building else kind_of_memory()
+
     def allocated(self, block: StorageMemory) -> None:
-        block.label = kind = "buffers" if self.building else kind_of_memory()
-        self.known.add(id(block.memory))
-        if self.machine.thread.fused is not None:
-            self.held[id(block.memory)] = block.nbytes, kind
-        else:
-            self.live[kind] += block.nbytes
-            self._compare()
+        self.known.add(block)
+        self.live[block.label or "buffers"] += block.nbytes
+        self._compare()
 
     def freed(self, block: StorageMemory) -> None:
-        key = id(block.memory)
-        if key not in self.known:  # allocated by an earlier trainer
-            return
-        self.known.remove(key)
-        if self.held.pop(key, None) is None:
+        if block in self.known:  # not one of an earlier trainer
+            self.known.remove(block)
             self.live[block.label or "buffers"] -= block.nbytes
-
-    def _settle(self) -> None:
-        """Counts the memory that has outlived the kernel in which it was allocated."""
-        if self.held:
-            self.machine.collect()
-            held, self.held = self.held, {}
-            for nbytes, kind in held.values():
-                self.live[kind] += nbytes
-            self._compare()
 
     def _label(self, tensors: Iterable[Tensor], kind: str, keep: Collection[str] = ()) -> None:
         """Counts the memory of these tensors as `kind` from now on, unless its kind is in
@@ -278,7 +260,6 @@ class StepCounter(Observer):
             self._label([*state, *group.steps], "optimizer")
 
     def kernel(self, kernel: Kernel) -> None:
-        self._settle()
         if not self.counting:
             return
         nbytes = kernel.nbytes
@@ -503,11 +484,7 @@ def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str
     blueprint, groups = trainer.blueprint, trainer.groups
     counter.machine.collect()
     start_peak, counter.building = counter.peak, False
-    of_data = ("dp_cp", "dp", "dp_inner", "dp_outer")
-    kinds = ("world", "embedding", "pp", *of_data, "cp", "tp", "edp", "ep")
-    counter.names = {groups.pp_backward.handle: "pp"}  # counted as pp
-    of_kinds = (getattr(groups, kind) for kind in kinds)
-    counter.names |= {group.handle: group.name for group in of_kinds}  # dp_cp may be dp
+    counter.names = names_of(groups)
     stage = groups.coordinates.pp
     few = _fewest(blueprint, stage)
     more = blueprint.microbatches - few
@@ -545,6 +522,16 @@ def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str
         },
         "parts": parts,
     }
+
+
+def names_of(groups: ProcessGroups) -> dict[Any, str]:
+    """Returns the names by which the communicators of a run are counted; of kinds that share one,
+    that of the last."""
+    of_data = ("dp_cp", "dp", "dp_inner", "dp_outer")
+    kinds = ("world", "embedding", "pp", *of_data, "cp", "tp", "edp", "ep")
+    of_kinds = (getattr(groups, kind) for kind in kinds)
+    # Gradients that travel back are counted as pp, and dp_cp may be dp.
+    return {groups.pp_backward.handle: "pp"} | {group.handle: group.name for group in of_kinds}
 
 
 def _memory(trainer: Trainer, counter: StepCounter, start_peak: int) -> dict[str, Any]:
