@@ -2,7 +2,8 @@ r"""Compares the plan of this machine with measured steps, and rates the choices
 
     parallel3d calibrate calibrate.file=here.yaml model=llama_tiny model.num_query_groups=8 \
         model.seq_length=128 global_batch_size=16
-    python -m benchmarks.plan_here here.yaml [--rounds 3] [--steps 5] [--only one|steps|auto]
+    python -m benchmarks.planner.plan_here here.yaml [--rounds 3] [--steps 5] \
+        [--only one|steps|auto|experts|windows]
 
 `one`: models of several shapes on one rank. The measured step uses one thread and the plan's uses
 all, so compare their work. `steps`: twelve layouts of 2, 4 and 8 ranks, those with a pipeline under
@@ -11,6 +12,12 @@ plan's first choice loses to the fastest of them. Each round runs every contende
 disturbance of the machine affects all of them; the best step of each counts. There are two figures:
 the wall time of a step, which needs a quiet machine, and the CPU seconds of all ranks' processes,
 which other work on the machine hardly changes.
+
+`experts`: moe_tiny with ep=1 and more on 2 and 4 ranks, with the experts evenly chosen, from a file
+of `model=moe_tiny global_batch_size=16`. `windows`: the same model without experts, of which two of
+three layers see 32 keys, from a file of that model (`WINDOWS`). If the file is older than a few
+minutes, or the machine is busy, compare the ratios of layouts: the last line of the table has the
+error of each step divided by that of the first row.
 """
 
 from __future__ import annotations
@@ -53,6 +60,24 @@ LAYOUTS = (
     *((4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (2, 1, 2), (1, 2, 2)),
     *((2, 2, 2), (1, 4, 2), (1, 2, 4)),
 )
+# The sizes of conf/model/moe_tiny.yaml.
+EXPERTS: dict[str, Any] = {
+    "name": "moe_tiny", "num_layers": 4, "hidden_size": 128, "num_attention_heads": 8,
+    "num_query_groups": 4, "seq_length": 256, "norm": "rmsnorm", "position_embedding": "rope",
+    "qk_norm": True, "activation": "swiglu", "bias": False, "tie_embeddings": False,
+    "num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 128,
+}  # fmt: skip
+WINDOWS = MODEL | {
+    "name": "windows", "num_layers": 6, "seq_length": 512, "sliding_window": 32,
+    "layer_types": ["sliding", "sliding", "full"],
+}  # fmt: skip
+# tp, pp, dp, ep
+OF_EXPERTS = (
+    *((1, 1, 2, 1), (1, 1, 2, 2), (2, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1)),
+    *((1, 1, 4, 1), (1, 1, 4, 2), (1, 1, 4, 4), (1, 2, 2, 1), (1, 2, 2, 2), (2, 1, 2, 2)),
+)
+OF_WINDOWS = ((1, 1, 1, 1), (1, 1, 2, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 4, 1), (1, 2, 2, 1))
+MODELS = {"experts": (EXPERTS, OF_EXPERTS), "windows": (WINDOWS, OF_WINDOWS)}
 SCHEDULES = {"1f1b": 1, "gpipe": 1, "zb_h1": 1, "interleaved": 2, "zbv": 2}
 WORLDS = (2, 4, 8)
 
@@ -126,6 +151,17 @@ def contenders(file: str) -> list[Config]:
     return found
 
 
+def kinds_of_layers(file: str, model: dict[str, Any], layouts: Sequence[Any]) -> list[Config]:
+    """Returns (tp, pp, dp, ep) layouts of a model with experts or windows."""
+    found = []
+    for tp, pp, dp, ep in layouts:
+        config = replace(base(file), tp=tp, pp=pp, dp=dp, ep=ep, sp=tp > 1, micro_batch_size=2)
+        config.model = ModelConfig(**model)
+        config.moe.routing = "balanced"
+        found.append(check_config(config, tp * pp * dp, own_samples=True))
+    return found
+
+
 def alone(file: str) -> list[Config]:
     """Returns models for one rank, with their micro-batch, global batch and changed model keys."""
     gpt = {"activation": "gelu", "norm": "layernorm", "position_embedding": "learned"}
@@ -179,6 +215,7 @@ def measure(
 
 def named(config: Config) -> str:
     words = f"tp={config.tp} pp={config.pp} dp={config.dp} mb={config.micro_batch_size}"
+    words += f" ep={config.ep}" * (config.model.num_experts > 0)
     if config.pp > 1:
         words += f" {config.schedule.name}" + f" vpp={config.vpp}" * (config.vpp > 1)
     return words + f" zero={config.zero}" * (config.zero > 0)
@@ -210,9 +247,14 @@ def report(rows: Sequence[Row]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (plan, seen) in pairs.items():
         errors = [abs(p / s - 1) for p, s in zip(plan, seen, strict=True)]
+        ratios = [p / s / (plan[0] / seen[0]) - 1 for p, s in zip(plan, seen, strict=True)][1:]
         found[name] = {"median_error": statistics.median(errors), "rho": rho(plan, seen)}
         print(f"{name}: median error {100 * found[name]['median_error']:.1f} %, ", end="")
-        print(f"worst {100 * max(errors):.0f} %, rho {found[name]['rho']:.2f}")
+        print(
+            f"worst {100 * max(errors):.0f} %, rho {found[name]['rho']:.2f}; against the first ",
+            end="",
+        )
+        print(f"row: {', '.join(f'{100 * ratio:+.0f}' for ratio in ratios)} %")
     return found
 
 
@@ -223,7 +265,7 @@ def main() -> None:
     parser.add_argument("file", help="file written by parallel3d calibrate")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--only", choices=("one", "steps", "auto"))
+    parser.add_argument("--only", choices=("one", "steps", "auto", *MODELS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     machine, found = read(args.file), {}
@@ -231,6 +273,15 @@ def main() -> None:
     with Pool() as pool:
         if args.only == "one":
             report(measure(alone(args.file), machine, pool, args.rounds, args.steps))
+        if args.only in MODELS:
+            rows = measure(
+                kinds_of_layers(args.file, *MODELS[args.only]),
+                machine,
+                pool,
+                args.rounds,
+                args.steps,
+            )
+            found[args.only] = report(rows)
         if args.only in (None, "steps"):
             rows = measure(contenders(args.file), machine, pool, args.rounds, args.steps)
             found["steps"] = report(rows)

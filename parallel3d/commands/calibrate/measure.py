@@ -205,6 +205,7 @@ BLOCKS = 4  # number of blocks of a stage, whose weights must not fit into a cac
 # Sizes of micro-batches: the first two are always measured, the others up to the global batch.
 MICRO_BATCHES = (1, 2, 4, 16)
 TOGETHER = 2  # micro-batches per run of the executor
+FEW_BLOCKS = 2  # of models that differ in ep, which are on the device together
 MOST_SIZES = 3  # of these, at most so many are measured with ep > 1
 RUN_S, MOST_RUNS = 0.4, 8  # seconds spent on a point in one pass
 LONG_S = 8.0  # if a point takes longer than this, no larger micro-batch is measured
@@ -280,6 +281,7 @@ class ModelPieces:
         size: samples of a micro-batch.
         stages: the stages between the ends; by default one for each kind of layer.
         tp, ep: tensor- and expert-parallel size.
+        most_blocks: most blocks of a stage.
     """
 
     def __init__(
@@ -291,6 +293,7 @@ class ModelPieces:
         *,
         tp: int = 1,
         ep: int = 1,
+        most_blocks: int = BLOCKS,
     ) -> None:
         dtype, groups = compute_dtype(config.precision), ProcessGroups.single()
         sp = config.model.num_experts > 0 and tp > 1
@@ -315,7 +318,7 @@ class ModelPieces:
         made = [Stage(model, range(0), True, False, usual, first_and_last_share_rank=True)]
         kinds, begin = layer_kinds(model), 0
         self.stages = [*stages] or [Blocks(kind) for kind in kinds]
-        self.counts = [min(BLOCKS, kinds[blocks.kind]) for blocks in self.stages]
+        self.counts = [min(most_blocks, kinds[blocks.kind]) for blocks in self.stages]
         for blocks, count in zip(self.stages, self.counts, strict=True):
             context = dataclasses.replace(usual, recompute=parts_of(tuple(blocks.recompute)))
             layers = range(begin, begin + count)
@@ -373,12 +376,22 @@ class ModelPieces:
         return found
 
     def runs(self) -> list[dict[str, float]]:
-        """Returns the seconds of several runs, without the first, which warms up."""
-        self.run()
-        begun, found = time.perf_counter(), [self.run()]
-        while len(found) < MOST_RUNS and time.perf_counter() - begun < RUN_S:
-            found.append(self.run())
-        return found
+        """Returns the seconds of several runs; the first, which warms up, is left out."""
+        return in_turns([self])[0]
+
+
+def in_turns(models: Sequence[ModelPieces]) -> list[list[dict[str, float]]]:
+    """Returns the seconds of several runs of each model, which run in turns.
+
+    So the ratios of their times do not depend on how fast the processor is at the moment.
+    """
+    for model in models:
+        model.run()
+    begun, found = time.perf_counter(), [[model.run()] for model in models]
+    while len(found[0]) < MOST_RUNS and time.perf_counter() - begun < RUN_S * len(models):
+        for model, runs in zip(models, found, strict=True):
+            runs.append(model.run())
+    return found
 
 
 def _balance(config: CommandConfig, size: int, device: torch.device, tp: Group) -> Balance:
@@ -453,13 +466,18 @@ def pieces(
         if tp > 1 or not config.model.num_experts:
             continue
         sparse = next(Blocks(kind) for kind in kinds if kind.experts)
-        for size, ep in product(sizes[:MOST_SIZES], expert_sizes(config.model, most)):
-            tell(f"ep={ep} micro_batch_size={size}, pass {number + 1}")
-            model = ModelPieces(config, size, device, [sparse], ep=ep)
-            runs = timed(model)
-            for way, kind in zip(WAYS, "FIW", strict=True):
-                each = (run[f"{kind}1"] / model.counts[0] for run in runs)
-                keep(f"experts.{way}", (ep, size * length), each)
+        for size in sizes[:MOST_SIZES]:
+            tell(f"experts micro_batch_size={size}, pass {number + 1}")
+            eps = expert_sizes(config.model, most)
+            models = [
+                ModelPieces(config, size, device, [sparse], ep=ep, most_blocks=FEW_BLOCKS)
+                for ep in eps
+            ]
+            for ep, model, runs in zip(eps, models, in_turns(models), strict=True):
+                keep("update", (model.elements,), (run["update"] for run in runs))
+                for way, kind in zip(WAYS, "FIW", strict=True):
+                    each = (run[f"{kind}1"] / model.counts[0] for run in runs)
+                    keep(f"experts.{way}", (ep, size * length), each)
     typical = {
         name: {point: max(lower_quartile(seconds), LEAST) for point, seconds in points.items()}
         for name, points in found.items()
