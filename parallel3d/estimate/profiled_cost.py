@@ -17,7 +17,15 @@ import yaml
 from numpy.typing import NDArray
 
 from parallel3d.blueprint.collectives import Transfer
-from parallel3d.blueprint.ops import LayerKind, Op, layer_flops, layer_kinds, ops_of
+from parallel3d.blueprint.ops import (
+    LayerKind,
+    Op,
+    flops,
+    layer_flops,
+    layer_kinds,
+    most_load,
+    ops_of,
+)
 from parallel3d.blueprint.parameters import TABLE, WORD_TABLE, trained_shares
 from parallel3d.blueprint.rank import LayersOfKind, PipelineRank, StageBlueprint
 from parallel3d.config.checks import check_config
@@ -25,7 +33,7 @@ from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import Config, ExpertsConfig, ModelConfig
 from parallel3d.config.values import PARTS, parts_of
 from parallel3d.errors import UserError
-from parallel3d.estimate.fitted_cost import StepTime, sizes_of_model
+from parallel3d.estimate.fitted_cost import EXPERTS, StepTime, sizes_of_model
 from parallel3d.estimate.memory import peak_memory
 from parallel3d.estimate.search import (
     LayoutChoice,
@@ -314,12 +322,19 @@ Passes: TypeAlias = NDArray[Any]  # seconds of forward, input gradient and weigh
 
 
 def passes(
-    machine: MeasuredMachine, config: Config, piece: str, kind: LayerKind | None = None
+    machine: MeasuredMachine,
+    config: Config,
+    piece: str,
+    kind: LayerKind | None = None,
+    load: float = 1.0,
 ) -> Passes:
     """Returns the passes of a block, the embedding or the head: the measured ones times the ratio
     of FLOPs, without collectives and recomputation.
 
-    `kind`: the block's; None: that of the first layer.
+    Args:
+        piece: block, embedding or head.
+        kind: the block's; None: that of the first layer.
+        load: rows of the experts of the fullest rank over the mean.
     """
     here, model = machine.model, config.model
     ratio = model.hidden_size / here.hidden_size
@@ -334,7 +349,15 @@ def passes(
     found = np.array([machine[f"{name}.{way}"](config.tp, tokens) for way in WAYS])
     if kind is not None and kind.experts:
         found = found + _more_on_ep_ranks(machine, config, name, tokens)
+        found = found * (1 + _share_of_experts(model, kind) * (load - 1))
     return ratio * found
+
+
+def _share_of_experts(model: ModelConfig, kind: LayerKind) -> float:
+    """Returns the share of the experts' products in the FLOPs of a layer."""
+    ops = _block(model, kind)
+    inside = flops([op for op in ops if op.name.startswith(EXPERTS)], model.seq_length)
+    return float(inside / flops(ops, model.seq_length))
 
 
 def _more_on_ep_ranks(machine: MeasuredMachine, config: Config, name: str, tokens: int) -> Passes:
@@ -354,7 +377,11 @@ def _more_on_ep_ranks(machine: MeasuredMachine, config: Config, name: str, token
 
 
 def stage_passes(
-    machine: MeasuredMachine, config: Config, stage: StageBlueprint, rank: PipelineRank
+    machine: MeasuredMachine,
+    config: Config,
+    stage: StageBlueprint,
+    rank: PipelineRank,
+    load: float = 1.0,
 ) -> Passes:
     """Returns the passes of a stage of a rank: its blocks, its ends, and the host's work per
     action; not the gradients of what is frozen."""
@@ -364,7 +391,7 @@ def stage_passes(
     found = np.zeros(3)
     for of in rank.kinds_of(stage):
         back = next((b for b in few if b.kind == of.kind), LayersOfKind(of.kind, 0, 0))
-        block = passes(machine, config, "block", of.kind)
+        block = passes(machine, config, "block", of.kind, load)
         index = machine.kinds.index(machine.nearest(of.kind))
         again = sum(machine[recompute_name(part, index)](config.tp) for part in parts)
         counts = of.layers, back.layers, trained * (of.layers / len(stage.layers))
@@ -442,20 +469,24 @@ class MeasuredTime(StepTime):
     core: float
 
 
-def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
+def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> MeasuredTime:
     """Returns the seconds of a step of a checked configuration on the machine.
 
     Communication comes from `traffic.transfers`, compute from the measured pieces. Half of the tp,
-    cp and ep collectives belongs to the forward, half to the backward. Raises UserError for an
-    impossible schedule or split.
+    cp and ep collectives belongs to the forward, half to the backward. `load`: rows of the experts
+    of the fullest rank over the mean. Raises UserError for an impossible schedule or split.
     """
     blueprint = planned(config)
+    if config.model.num_experts:
+        load = min(load, most_load(config.model, config.ep))
     layout, schedule = blueprint.layout, blueprint.pipeline.schedule()
     assignment, count, pp = schedule.assignment, config.num_microbatches, config.pp
     each, groups, crossings = np.zeros((assignment.stages, 3)), [], 0
     for rank in (PipelineRank(blueprint, index) for index in range(layout.pp)):
         seconds: dict[str, float] = defaultdict(float)
         for sent in transfers(config, layout, rank.index):
+            if sent.dim == "ep" and sent.op == ALL_TO_ALL:  # to the fullest rank
+                sent = replace(sent, nbytes=round(load * sent.nbytes))
             seconds[sent.dim] += sent_seconds(machine, rank, sent)
             crossings += sent.count * (sent.dim == "pp")
         experts = sum(p.numel for p in rank.trained if p.expert) / rank.expert_shards
@@ -464,7 +495,7 @@ def step_time(config: Config, machine: MeasuredMachine) -> MeasuredTime:
         groups.append(seconds)
         for chunk, stage in enumerate(rank.stages):
             number = assignment.stage(rank.index, chunk)
-            each[number] = stage_passes(machine, config, stage, rank)
+            each[number] = stage_passes(machine, config, stage, rank, load)
             inside = seconds["tp"] + seconds["cp"] + seconds["ep"]
             each[number, :2] += inside / (2 * count * assignment.chunks)
     reduced = [g["dp"] + g["dp_cp"] + g["edp"] + g["embedding"] for g in groups]
@@ -525,6 +556,7 @@ def price_measured(
     Recomputation only costs time, so more of it is priced only where less does not fit. Raises
     UserError if the run would refuse every choice.
     """
+    load = sizes.get("load", 1.0)
     most, own = sizes["memory_bytes"], machine.numbers["rank_gb"] * 1e9
     memory, times = np.full(len(choices), np.inf), [UNKNOWN] * len(choices)
     enough: set[LayoutChoice] = set()
@@ -539,9 +571,9 @@ def price_measured(
         except UserError as error:
             refused = refused or error
             continue
-        memory[i] = own + max(peak_memory(checked, rank).total for rank in range(checked.pp))
+        memory[i] = own + max(peak_memory(checked, rank, load).total for rank in range(checked.pp))
         if memory[i] <= most:
-            times[i] = step_time(checked, machine)
+            times[i] = step_time(checked, machine, load)
             enough.add(same)
     if refused and not np.isfinite(memory).any():  # the reason is not the layout
         raise refused

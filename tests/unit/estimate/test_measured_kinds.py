@@ -92,6 +92,17 @@ def test_fewer_experts_with_more_rows_take_the_measured_difference(tp: int, ep: 
         assert passes(here, made, "block", kind) == pytest.approx(plain * gained, rel=1e-6)
 
 
+@pytest.mark.parametrize(("ep", "load", "counts"), [(1, 3.0, 1.0), (2, 1.5, 1.5), (4, 9.0, 4.0)])
+def test_the_load_multiplies_the_products_of_experts(ep: int, load: float, counts: float) -> None:
+    """A rank has at most the rows of all tokens of its group."""
+    here = machine(alone, MADE, MIXED, **{"launch.action": 1e-12})
+    made = config(dp=4, ep=ep)
+    even, uneven = (step_time(made, here, each).core for each in (1.0, load))
+    # Two layers, forward, input and weight gradient, of two experts with three matrices of a token.
+    inside = 2 * 3 * 2 * (2 * 3 * 256 * 128) * 8 * 256 / RATE
+    assert uneven - even == pytest.approx((counts - 1) * inside, rel=1e-3)
+
+
 @pytest.mark.parametrize("op", ["all_to_all", "all_gather", "reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize(
     "keys",
@@ -171,12 +182,17 @@ def test_layouts_with_experts_are_ranked_by_price() -> None:
     made.cluster.file = "here.yaml"
     sizes = measured_sizes(made, here, 4)
     choices = [
-        LayoutChoice(tp, 1, 1, 4 // tp, 1, "1f1b", "none", zero, 1)
-        for tp, zero in product((1, 2, 4), (0, 1))
+        LayoutChoice(tp, 1, 1, 4 // tp, 1, "1f1b", "none", zero, 1, ep)
+        for tp, zero, ep in product((1, 2, 4), (0, 1), (1, 2, 4))
         if not (tp == 4 and zero)
     ]
     priced = price_measured(choices, sizes, made, here)
     assert sorted(priced.order) == list(range(len(choices)))
+    # The load costs memory and time on ranks that divide the experts.
+    full = price_measured(choices, sizes | {"load": 2.0}, made, here)
+    for i, choice in enumerate(choices):
+        more = full.seconds[i] - priced.seconds[i], full.memory[i] - priced.memory[i]
+        assert all(m > 0 for m in more) if choice.ep > 1 else more == (0, 0)
     assert priced.seconds[priced.order[0]] == pytest.approx(min(priced.seconds), rel=0.005)
 
 
