@@ -104,16 +104,20 @@ def _first_allowed(plan: Plan, keys: set[str]) -> tuple[int, Config]:
 
 
 def _summary(plan: Plan, first: int) -> str:
-    """Returns one line with the chosen layout, its price, and the best of another tp or pp."""
+    """Returns one line with the chosen layout, its price, and the best of another row."""
     priced, choice = plan.priced, plan.priced.choices[first]
-    line = f"{typed_keys(choice)} of {len(priced.order)} layouts that fit {plan.gpus} ranks, "
+    fit = f"{len(priced.order)} layouts"
+    if plan.bounded < len(priced.choices):
+        fit = f"the {len(priced.order)} fastest layouts"
+    line = f"{typed_keys(choice)} of {fit} that fit {plan.gpus} ranks, "
     line += (
         f"{float(priced.seconds[first]):.3g} s a step; {reason(priced, first, first, plan.gpus)}"
     )
     for i in best(priced, 3):
         other = priced.choices[i]
-        if (other.tp, other.cp, other.pp) != (choice.tp, choice.cp, choice.pp):
+        if other.row != choice.row:
             why = reason(priced, i, first, plan.gpus)
             cp = f" cp={other.cp}" if other.cp > 1 else ""
-            return line + f"; next tp={other.tp}{cp} pp={other.pp} dp={other.dp}: {why}"
+            ep = f" ep={other.ep}" if plan.config.model.num_experts else ""
+            return line + f"; next tp={other.tp}{cp} pp={other.pp} dp={other.dp}{ep}: {why}"
     return line

@@ -229,7 +229,7 @@ class Plan:
             said = scaled(read(file), file, self.config.model)
         else:
             said = TIMED if card_of(self.config)[0] in OWN_RATES else UNTIMED
-        return " ".join(filter(None, (self.unplayed, self.loads(), said)))
+        return " ".join(filter(None, (self.unplayed, said)))
 
     def of_load(self, index: int) -> float:
         """Returns the bytes that a layout's fullest GPU needs for more rows than the mean."""
@@ -267,7 +267,7 @@ class Plan:
         words = ("schedule", "recompute", "by", "why")
         sides = "".join("<" if name in words else ">" for name in self.head)
         shown = [f" {line}" for line in aligned([self.head, *self.cells()], sides)]
-        said = self.caution()
+        said = " ".join(filter(None, (self.loads(), self.caution())))
         if config.offload_layers:
             made = configure(config, self.priced.choices[self.rows[0]])
             host = max(host_memory(made, index) for index in range(made.pp)) / GIB
@@ -364,8 +364,10 @@ def _sections(plan: Plan) -> Iterable[str]:
         f"{config.model.seq_length:,} tokens a step: {seconds:.3g} s, "
         f"{tokens / seconds:,.0f} tokens a second, MFU "
         f"{plan.mfu(first):.1f} %, {used:.1f} of {memory:.1f} GB on the fullest GPU by a "
-        f"{plan.by(first)}. {plan.loads()} "
-        f"{len(priced.order):,} of {of_all} layouts fit."
+        f"{plan.by(first)}. "
+    )
+    words += " ".join(
+        filter(None, (plan.loads(), f"{len(priced.order):,} of {of_all} layouts fit."))
     )
     yield section("The best layout", words, f"<pre>{escape(plan.command)}</pre>")
     slowest = max(float(priced.seconds[i]) for i in plan.rows)

@@ -12,6 +12,7 @@ import pytest
 from parallel3d.blueprint.dispatch import share_sent
 from parallel3d.blueprint.layout import layout_of
 from parallel3d.blueprint.ops import most_load
+from parallel3d.commands.best_layout import take_layout
 from parallel3d.commands.plan import ROWS, Plan, searched, typed_keys
 from parallel3d.config.checks import check_config
 from parallel3d.config.overrides import compose
@@ -31,6 +32,7 @@ from parallel3d.estimate.search import (
     sizes_of,
     works,
 )
+from parallel3d.run.launcher_environment import RankAssignment
 
 GB = 1e9
 
@@ -181,14 +183,31 @@ def test_the_table_has_a_column_of_ep_and_counts_parameters(found: Plan) -> None
 
 
 def test_the_first_row_says_up_to_which_load_it_fits(found: Plan) -> None:
-    first = found.rows[0]
-    choice = found.priced.choices[first]
-    assert choice.ep > 1 and "The first fits " in found.caution()
-    memory = np.array(found.priced.memory)
+    some = searched(QWEN, {"tp": 1, "schedule": "1f1b", "ep": 8}, 16)
+    assert some.table().count("The first fits ") == 1
+    first = some.rows[0]
+    choice, memory = some.priced.choices[first], np.array(some.priced.memory)
     more = memory_of(QWEN, choice, 1.5) - memory_of(QWEN, choice)
-    memory[first] = found.sizes["memory_bytes"] - more
-    full = replace(found, priced=replace(found.priced, memory=memory))
+    memory[first] = some.sizes["memory_bytes"] - more
+    full = replace(some, priced=replace(some.priced, memory=memory))
     assert "The first fits up to a load of 1.5 (" in full.loads()
+    free = replace(some, priced=replace(some.priced, memory=memory - 1e12))
+    assert "The first fits with any load (" in free.loads()
+    alone = searched(QWEN, {"tp": 1, "schedule": "1f1b", "ep": 1}, 16)
+    assert alone.loads() == ""
+
+
+def test_layout_auto_takes_the_best_layout_that_a_run_accepts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = replace(QWEN, device="simulated", layout="auto", tp=2, ep=4)
+    for rank in (0, 9):
+        place = RankAssignment("torchrun", rank, rank % 8, 16, 8, "host", 29500)
+        found = take_layout(config, ["tp=2", "ep=4", "layout=auto"], place)
+        assert found.layout == "given" and found.world_size == 16
+        assert (found.tp, found.sp, found.ep) == (2, True, 4)
+        said = "".join(capsys.readouterr())
+        assert ("layouts that fit 16 ranks" in said and "ep=4" in said) is (rank == 0)
 
 
 def test_a_given_load_costs_memory(found: Plan) -> None:
