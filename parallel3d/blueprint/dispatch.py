@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,13 @@ def share_sent(experts: Any, chosen: Any, ep: Any) -> Any:
 def _share_sent(experts: float, chosen: float, ep: float) -> float:
     every, k = int(experts), int(chosen)
     return 1.0 - math.comb(every - every // int(ep), k) / math.comb(every, k)
+
+
+def rank_load(counts: Sequence[int], ep: int) -> float:
+    """Returns the tokens of the fullest of `ep` ranks, divided by the mean, given those of each
+    expert of a layer."""
+    of_ranks = np.reshape(np.asarray(counts), (ep, -1)).sum(axis=1)
+    return float(of_ranks.max() / max(of_ranks.mean(), 1e-9))
 
 
 def chosen_way(way: str, experts: int, chosen: int, ep: int) -> str:

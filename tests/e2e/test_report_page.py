@@ -238,6 +238,8 @@ def test_the_page_has_a_map_of_layers_and_experts(runs: Path) -> None:
     page = page_of([record], MARK)
     assert record.experts == (29, {"1": [10, 30, 20, 20], "3": [0, 40, 20, 20]})
     assert record.last_value("experts/load") == 2.0
+    # In each layer two ranks have 40 tokens each; one of four ranks has 40 of 80.
+    assert "with ep=2: 1.00, ep=4: 2.00." in page_of([record], MARK)
     assert page.count("title='layer 1, expert ") == page.count("title='layer 3, expert ") == 4
     assert "layer 3, expert 1: 40 tokens, 2.00 of the mean" in page
     assert "Tokens of the experts" not in page_of([read_run(runs, "<whole>")], MARK)

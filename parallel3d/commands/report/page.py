@@ -6,6 +6,7 @@ Tables and bars are HTML; curves are data that page.js draws.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from parallel3d.blueprint.dispatch import rank_load
 from parallel3d.blueprint.layout import DIMENSIONS
 from parallel3d.comm.step_timer import KINDS
 from parallel3d.commands.checkpoint.listing import find_run
@@ -499,6 +501,15 @@ def _experts(run: RunRecord) -> str:
     words = (
         f"<p class='muted'>Step {step:,}. Tokens over the mean: <span class='heat'>{key}</span></p>"
     )
+    layers = list(by_layer.values())
+    experts = math.gcd(*map(len, layers))
+    sizes = [ep for ep in range(2, experts + 1) if experts % ep == 0]
+    loads = [f"ep={ep}: {max(rank_load(counts, ep) for counts in layers):.2f}" for ep in sizes]
+    if loads:
+        words += (
+            "<p class='muted'>Tokens of the fullest rank's experts over the mean (the load of "
+            f"<code>plan.load</code>), with {', '.join(loads)}.</p>"
+        )
     return words + html_table(("", "experts from 0 on", "fullest"), rows)
 
 
