@@ -1,4 +1,4 @@
-"""The samples of a corpus under a whole configuration."""
+"""Returns the samples of a corpus under a whole configuration."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def children(pid: int) -> list[int]:
         tasks = os.listdir(f"/proc/{pid}/task")
         lists = (Path(f"/proc/{pid}/task/{task}/children").read_text() for task in tasks)
         return [int(child) for names in lists for child in names.split()]
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return []
 
 

@@ -1,4 +1,4 @@
-"""Reads what a W&B session left on the disk, by W&B's own tool."""
+"""Reads the files of a W&B session with W&B's own tool."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 
 def wandb_records(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Returns records of one .wandb file by type; for a killed session, those that reached the
-    file.
+    """Returns the records of one .wandb file by type; after a kill, these are the records that
+    reached the file.
 
     It runs `wandb leet inspect` in this process: starting the tool would take a second of a core.
     """
@@ -21,7 +21,7 @@ def wandb_records(path: Path) -> dict[str, list[dict[str, Any]]]:
 
     kept = os.dup(1)
     with tempfile.TemporaryFile() as out:
-        os.dup2(out.fileno(), 1)  # W&B's own process writes there
+        os.dup2(out.fileno(), 1)  # where W&B's own process writes
         try:
             with pytest.raises(SystemExit) as ended:
                 leet(["inspect", "--json", str(path)])

@@ -64,7 +64,7 @@ class RunSettings(Protocol):
     model: Any
     optim: Any
     loss: Any
-    moe: Any  # only read with experts
+    moe: Any  # these are only read with experts
     train: Any
     seed: int
     global_batch_size: int
@@ -78,17 +78,19 @@ class ReferenceRun(NamedTuple):
     weights: dict[str, Tensor]
     first_gradients: dict[str, Tensor]
     average: dict[str, Tensor]  # averages of the weights, with ema_decay
-    counts: list[dict[int, Tensor]]  # a step's tokens of each expert, int64 (experts,), by layer
-    aux: list[float]  # a step's auxiliary loss without its coefficient, summed over the layers
-    z: list[float]  # the routers' z-loss, as `aux`
-    biases: dict[str, Tensor]  # of the routers' choices, after the last step
+    # for each step, by layer: tokens of each expert, int64 (experts,)
+    counts: list[dict[int, Tensor]]
+    # for each step, the auxiliary loss without its coefficient, summed over layers
+    aux: list[float]
+    z: list[float]  # the routers' z-loss, like `aux`
+    biases: dict[str, Tensor]  # biases of the routers' choices after the last step
     margin: float  # the smallest margin of any choice; inf without experts
 
 
 def build(shape: ModelShape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> ReferenceModel:
     """Returns a model with exactly these weights; a missing or unknown name raises RuntimeError.
 
-    The biases of routers may be among them, and are 0 where they are not.
+    The weights may include the biases of routers, which are 0 otherwise.
     """
     model = ReferenceModel(shape).to(dtype)
     given = {**dict(model.named_buffers()), **weights}
@@ -156,7 +158,7 @@ def multiplier(optim: OptimSettings, name: str, what: str) -> float:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Returns whether a name matches a pattern in which * stands for anything."""
+    """Returns whether a name matches a pattern in which * stands for any text."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
@@ -193,7 +195,7 @@ class AdamW:
 
 
 class SGD:
-    """Momentum like torch.optim.SGD's, with L2 decay on matrices.
+    """SGD with the momentum of torch.optim.SGD, and L2 decay on matrices.
 
     velocity = momentum · velocity + gradient + decay · weight; weight -= lr · velocity.
     """
@@ -250,7 +252,7 @@ class Muon:
             self.mean[name] = mean = beta * mean + (1 - beta) * gradient
             update = beta * mean + (1 - beta) * gradient
             length = update.square().sum().sqrt()
-            x = update / length if length > 0 else update  # an expert that no token chose
+            x = update / length if length > 0 else update  # no token chose this expert
             for _ in range(5):
                 square = x @ x.T @ x
                 x = 3.4445 * x - 4.7750 * square + 2.0315 * (x @ x.T @ square)
@@ -289,8 +291,8 @@ def train_reference(
     Gradient norms are those before clipping, over each trained parameter once.
 
     With experts the gradients are those of loss + config.moe.aux_loss · aux + config.moe.z_loss · z
-    (`Balance` defines both), of which the loss alone is reported. After each step whose gradients
-    are finite the routers' biases move by config.moe.bias_update_rate towards equal counts.
+    (`Balance` defines both), but only the loss is reported. After each step whose gradients are
+    finite the routers' biases move by config.moe.bias_update_rate towards equal counts.
     """
     rates = [config.optim.lr] * steps if learning_rates is None else list(learning_rates)
     assert len(rates) == steps, f"{len(rates)} learning rates for {steps} steps"

@@ -1,14 +1,14 @@
-"""A file system that fails on purpose: Python's calls to the system below one folder, made to fail.
+"""Makes Python's system calls below one folder fail on purpose.
 
     with FailingFiles(folder) as calls:                      # counts calls; nothing fails save()
     for point in calls.points():                             # ("fsync", 2): the third fsync
         with FailingFiles(folder, Fault("EIO"), point):
             save()
 
-Reached are the functions of `os`, `io.open` (so `open`, `Path.read_text`, `os.fdopen` …: reads and
-writes of their files count as well) and `fcntl.flock`, with paths or descriptors below the folder,
-in all threads of this process. Not reached are other processes, and extensions that call the system
-themselves (safetensors' reader and writer, numpy's, mmap, `DirEntry.stat`).
+It reaches the functions of `os`, `io.open` (and so `open`, `Path.read_text`, `os.fdopen` …: reads
+and writes of their files count as well) and `fcntl.flock`, with paths or descriptors below the
+folder, in all threads of this process. It does not reach other processes, or extensions that call
+the system themselves (safetensors' reader and writer, numpy's, mmap, `DirEntry.stat`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 from unittest.mock import patch
 
-Point = tuple[str, int]  # kind of call, number of earlier calls of its kind
+Point = tuple[str, int]  # (kind of call, number of earlier calls of its kind)
 
 # Function of os → its kind. A kind's first argument is a path or a descriptor.
 KINDS = {
@@ -71,7 +71,7 @@ class FailingFiles:
         self.folder = os.path.realpath(folder)
         self.fault, self.point = fault, point
         self.counts: Counter[str] = Counter()
-        self.failed = 0  # calls with the fault
+        self.failed = 0  # number of calls with the fault
         self._lock = threading.Lock()
         self._paths: dict[int, str] = {}  # paths of open descriptors below the folder
         self._began = False
@@ -119,7 +119,7 @@ class FailingFiles:
             return self.fault
 
     def act(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Makes one call, unchanged or as the fault says."""
+        """Makes one call, unchanged or with the fault."""
         fault = self.meets(kind)
         if fault is None:
             return call(*args, **kwargs)
@@ -130,7 +130,7 @@ class FailingFiles:
             time.sleep(3600)
         if fault.what == SHORT:
             return call(*_shortened(kind, args), **kwargs)
-        if fault.what == LOST or kind == "close":  # it is closed in any case
+        if fault.what == LOST or kind == "close":  # the file is closed even so
             call(*args, **kwargs)
         number = errno.EIO if fault.what == LOST else getattr(errno, fault.what)
         path = args[0] if args and isinstance(args[0], (str, os.PathLike)) else None

@@ -45,7 +45,7 @@ def cards(count: int, name: str = "NVIDIA H100 80GB HBM3") -> tuple[Card, ...]:
 
 @dataclass
 class Driver:
-    """The parts of libcuda.so.1 that are called.
+    """The parts of libcuda.so.1 that are called, simulated.
 
     `code`: the code that cuInit returns; `started`: processes that called it. CUDA_VISIBLE_DEVICES
     is read like CUDA does: numbers up to the first that does not exist.
@@ -110,9 +110,9 @@ class Host:
     """A simulated host.
 
     Attributes:
-        build: that of torch: cuda, hip or cpu.
+        build: torch's build: cuda, hip or cpu.
         driver: NVIDIA's library; None: there is none.
-        rocm: what torch for ROCm answers, or the error that it raises.
+        rocm: the answer of torch for ROCm, or the error that it raises.
         files: below /, empty, as in dev/nvidia0; `texts`: files with text.
         smi: the exit code and output of nvidia-smi; None: it is not installed.
         environ: all variables of the process.

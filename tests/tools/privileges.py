@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 
-CAPABILITY_VERSION = 0x20080522  # <linux/capability.h>: two words of each set
+CAPABILITY_VERSION = 0x20080522  # in <linux/capability.h>, each set has two words
 
 
 def give_up_capabilities() -> None:

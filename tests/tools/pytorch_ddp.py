@@ -31,7 +31,7 @@ import numpy as np
 
 SOURCE = "torch.testing._internal.distributed.distributed_test"
 RANKS = 2
-SEED = 1234  # torch.testing's version
+SEED = 1234  # the seed of torch.testing
 PASSED, FAILED, SKIPPED = 0, 1, 77
 # Text in the file → its replacement for a CPU.
 WORDS = (

@@ -25,13 +25,13 @@ CPU = torch.device("cpu")
 
 
 class Activations:
-    """Counts the tensors that a rank holds, and the most that it held at once."""
+    """Counts the tensors that a rank holds, and their peak."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
 
     def made(self) -> Tensor:
-        """Counts one more, until nothing holds it any longer."""
+        """Counts a tensor until nothing holds it any longer."""
         tensor = torch.empty(1)
         self.now += 1
         self.peak = max(self.peak, self.now)
@@ -147,5 +147,5 @@ def run(
 
 
 def run_all(schedules: Sequence[Schedule], how: dict[str, Any]) -> list[Ran]:
-    """Calls `run` for one schedule after the other, with the keywords `how`."""
+    """Calls `run` for one schedule after another, with the keywords `how`."""
     return [run(schedule, **how) for schedule in schedules]

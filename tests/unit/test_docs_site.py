@@ -35,8 +35,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_every_file_that_a_page_names_is_there(page: Path) -> None:
-    """Matches whole paths, or their ends: `comm/store.py`. A page about one folder may say
-    `store.py`."""
+    """Matches whole paths, or their ends: `comm/store.py`. A page about one folder may shorten this
+    to `store.py`."""
     folders = ("parallel3d", "tests", "benchmarks", "docs", "conf", "launch", "slurm", "examples")
     there = [
         f"/{path.relative_to(ROOT)}" for name in folders for path in (ROOT / name).rglob("*.*")

@@ -79,8 +79,8 @@ def test_a_new_package_needs_a_layer(copy: Path) -> None:
 
 
 def cycle_of(package: str) -> list[str]:
-    """Returns a cycle of imports between files of `package`, including imports in functions and for
-    types; or []."""
+    """Returns a cycle of imports between files of `package`, or []. It includes imports in
+    functions and for types."""
     graph = grimp.build_graph(package, cache_dir=None)
     below = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     below[package] = set()  # the public names, which are imported on demand

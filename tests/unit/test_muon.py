@@ -28,7 +28,7 @@ from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 from parallel3d.trainer import Trainer
 from tests.unit.dry_runs import dry_runs
 
-BAND = (0.68, 1.14)  # holds for singular values above 1 % of the norm
+BAND = (0.68, 1.14)  # this holds for singular values above 1 % of the norm
 
 
 def by_singular_values(update: torch.Tensor) -> torch.Tensor:

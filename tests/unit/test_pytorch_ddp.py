@@ -1,4 +1,4 @@
-"""Tests tests/tools/pytorch_ddp.py: how it changes torch's file, and how it judges a run."""
+"""Tests tests/tools/pytorch_ddp.py: its changes to torch's file, and its verdicts on runs."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.more
 
 ALL = [(name, form) for name, forms in formulas.FORMS.items() for form in forms]
 LINK = Link(gb_per_s=10.0, latency_us=5.0)
-N = 840 * 1024  # divides by 2 … 8
+N = 840 * 1024  # divisible by 2 … 8
 
 
 def test_every_collective_has_its_forms() -> None:
@@ -58,7 +58,7 @@ def test_each_number_arrives_once_at_its_destination(name: str, form: str) -> No
                     "all_gather": Counter([owner[i]]),
                     "reduce_scatter": total if mine else None,
                     "all_reduce": total,
-                    "barrier": Counter([rank]),  # sends nothing
+                    "barrier": Counter([rank]),  # a barrier carries no data
                 }[name]
                 assert wanted is None or held[rank][i] == wanted, (n, count, segments, rank, i)
 
@@ -99,7 +99,7 @@ def test_a_rank_sends_and_receives_at_most_one_message_a_round() -> None:
 def test_a_double_tree_needs_two_rounds_a_piece_and_its_depth() -> None:
     for n, segments in product(range(3, 34), (1, 8)):
         rounds = len(rounds_of("broadcast", "double_tree", n, 1000, segments))
-        depth = (n - 1).bit_length()  # those of one tree under rank 0
+        depth = (n - 1).bit_length()  # depth of one tree under rank 0
         assert 2 * segments <= rounds <= 2 * segments + 2 * depth
 
 
@@ -157,9 +157,10 @@ def test_the_number_of_segments_is_the_cheapest() -> None:
                   for s in (1, best // 2, best - 1, best, best + 1, 2 * best) if s > 0}  # fmt: skip
         if form == "segmented":
             assert min(prices.values()) == prices[best]
-        else:  # of 1, 2, 4, …
+        else:  # the number of segments is a power of two
             assert prices[best] <= min(prices[1], prices[2 * best])
-    assert segments_of("segmented", 8, 3, 4, Link(1e-9, 1.0)) == 3  # at least one element each
+    # each segment has at least one element
+    assert segments_of("segmented", 8, 3, 4, Link(1e-9, 1.0)) == 3
     assert segments_of("tree", 8, N, 4, LINK) == segments_of("segmented", 8, N, 4, None) == 1
 
 

@@ -110,7 +110,8 @@ def test_rows_join_what_the_file_has_and_failures_replace_nothing(
         raise ValueError("no luck\ntoday")
 
     monkeypatch.setitem(card.ROWS, "gemm", Task(fails, 1))
-    assert card.main([*words, "--only", "gemm", "shard gpt3_175b"]) == 1  # and continued
+    # and the benchmark continued
+    assert card.main([*words, "--only", "gemm", "shard gpt3_175b"]) == 1
     (section,) = sections(tmp_path)
     assert section["rows"]["gemm"]["tflops"] > 0.0
     assert section["rows"]["gemm"]["again"] == "ValueError: no luck"

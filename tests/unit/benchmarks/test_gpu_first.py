@@ -63,7 +63,7 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["losses"]["off"] == {"loss": 0.0, "grad_norm": 0.0}
     assert len(found["kernels"]["functions"]) == 20
-    assert found["addmm"]["two_steps_error"] > 1e-4  # upper bound of one step
+    assert found["addmm"]["two_steps_error"] > 1e-4  # the limit for the error of one step
     assert found["adamw"]["writes_gradient"] is True
     assert len(found["attention"]["cases"]) == 2
     errors = next(iter(found["attention values"]["errors"].values()))
@@ -84,7 +84,8 @@ def test_the_lines_on_the_simulated_device(tmp_path: Path) -> None:
     done = run_module("benchmarks.gpu_first", *words, "--only", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(tmp_path)
-    assert found.pop("host syncs").get("verdict", "PASS") == "PASS"  # if the device counts them
+    # only if the device counts them
+    assert found.pop("host syncs").get("verdict", "PASS") == "PASS"
     assert verdicts(found) == dict.fromkeys(found, "PASS") | {
         "gemm": "NOTED", "trace": "NOTED", "train compile": "SKIPPED"
     }  # fmt: skip
@@ -134,7 +135,7 @@ def test_a_run_is_saved_resumes_and_generates_text(
     [
         ((1.0, 2.0, 3.0, 4.0), "the end", "PASS"),
         ((1.0, 2.0, 3.0, 4.000001), "the end", "DIFFERS"),
-        ((1.0, 2.0), "the end", "DIFFERS"),  # it did not continue
+        ((1.0, 2.0), "the end", "DIFFERS"),  # the run did not continue
         ((1.0, 2.0, 3.0, 4.0), "", "DIFFERS"),
     ],
 )
@@ -242,7 +243,7 @@ class Planted:
         (ops, "split_heads_forward", lambda y: (y[0], y[2], y[1]), "split_heads"),
         (ops, "swiglu_forward", lambda y: y.float(), "swiglu inf"),
         (dropout, "row_keys", lambda y: (y[0], y[1] ^ 1), "dropout's keys"),
-        # The elements that stay are right, but too many are dropped: those of the smallest size.
+        # The elements that stay are right, but too many are dropped: the ones of the smallest size.
         (dropout, "drop", lambda y: y.masked_fill(y.abs() < 1e-2, 0.0), "dropout inf"),
     ],
 )  # fmt: skip
@@ -423,7 +424,7 @@ def called(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> str:
-    """Returns what a call of these tasks prints."""
+    """Returns the output of a call of these tasks."""
     bench = dataclasses.replace(gpu_first.BENCH, tasks=tasks, calls=(tuple(tasks),), default=None)
     where = ["--json", str(folder / "first.json"), "--folder", str(folder)]
     assert bench.main([*TINY, "--in-process", *where, *words]) == 0
@@ -433,8 +434,8 @@ def called(
 def test_a_gpu_check_starts_only_what_fits_its_time_and_resumes_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 560 s, a task of 300 s fits, then one of 400 s does not, and one of 200 s does. The clock
-    only advances in the tasks."""
+    """Within 560 s, a task of 300 s fits, then one of 400 s does not, and one of 200 s does. The
+    clock only advances in the tasks."""
     now, ran = [1000.0], []
     monkeypatch.setattr(gpu_tasks.time, "monotonic", lambda: now[0])
 

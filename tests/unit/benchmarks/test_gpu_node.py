@@ -57,7 +57,8 @@ def test_the_configurations_for_eight_ranks_are_valid(
     seen = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        of_batch = ["micro_batch_size=1"] if "bench" in command else []  # it reads none
+        # bench reads no batch otherwise
+        of_batch = ["micro_batch_size=1"] if "bench" in command else []
         words = [word for word in command if "=" in word]
         seen.append(compose(*words, *of_batch, world_size=8, schema=CommandConfig))
         return subprocess.CompletedProcess(command, 1, "", "parallel3d: seen.\n")
@@ -144,7 +145,8 @@ def test_collectives_are_judged_by_price(
         folder.mkdir()
         rows = [
             common | {"op": "all_reduce", "bytes": gpu_node.LARGE, "times_the_price": times},
-            common | {"op": "all_reduce", "bytes": 65536, "times_the_price": 9.0},  # it is recorded
+            # the result is recorded
+            common | {"op": "all_reduce", "bytes": 65536, "times_the_price": 9.0},
             # It is not used.
             common | {"op": "gather", "bytes": gpu_node.LARGE, "times_the_price": 9.0},
         ]
@@ -164,7 +166,8 @@ def test_collectives_are_judged_by_price(
         ([3.0, 3.0], 104, 0.9, "DIFFERS"),
         ([3.0, float("nan")], 104, 0.9, "DIFFERS"),
         ([3.0, 2.0], 106, 0.9, "DIFFERS"),
-        ([3.0, 2.0], 104, 1.1, "DIFFERS"),  # slower than the measurement with communication
+        # the prediction is slower than the measurement, which includes communication
+        ([3.0, 2.0], 104, 1.1, "DIFFERS"),
     ],
 )
 def test_a_trained_layout_is_compared_with_its_dry_run(

@@ -108,7 +108,8 @@ def test_hardware_rate_and_seconds_are_one() -> None:
     shape = {"seq": 2048, "hidden": 12288, "layers": 96, "vocab": 51200}
     row = {"global_batch": 1536, "gpus": 1024}
     flops = hardware_seconds(row, shape, 1.0) * 1024e12
-    assert flops == pytest.approx(1536 * 2048 * 8 * 174.6e9, rel=0.03)  # 8 per parameter and token
+    # 8 FLOPs per parameter and token
+    assert flops == pytest.approx(1536 * 2048 * 8 * 174.6e9, rel=0.03)
 
 
 def test_the_null_model_knows_the_bubble() -> None:

@@ -1,4 +1,5 @@
-"""Tests what is resolved once of `optim.freeze`: names, the first layer that is trained, shares."""
+"""Tests the facts that follow from `optim.freeze`: names, the first trained layer, trained
+shares."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_a_parameter_is_frozen_if_all_its_tensors_are() -> None:
     assert frozen(EXPERTS, "layers.0.mlp.experts.[0-6].*") == frozenset()
     experts = {"layers.0.mlp.experts.up", "layers.0.mlp.experts.down"}
     assert frozen(EXPERTS, "layers.0.mlp.experts.*") == experts
-    # Both copies of a tied table.
+    # Both copies of a tied table are frozen.
     assert frozen(GPT, "embedding.word.*") == {"embedding.word.weight", "head.table"}
     assert frozen(QWEN3, "embedding.word.*") == {"embedding.word.weight"}
 
@@ -66,7 +67,7 @@ def test_a_parameter_is_frozen_if_all_its_tensors_are() -> None:
         (QWEN3, ("embedding.*",), 0),
         (QWEN3, ("embedding.*", "layers.[01].*", "layers.2.mlp.*"), 2),
         (QWEN3, ("embedding.*", "layers.*"), 4),
-        (GPT, ("embedding.position.*", "layers.*"), -1),  # its head is the embedding
+        (GPT, ("embedding.position.*", "layers.*"), -1),  # the head is the embedding
     ],
 )
 def test_the_first_layer_that_is_trained(

@@ -1,4 +1,5 @@
-"""Tests micro-batches in flight: as many as the schedule keeps, whatever their number."""
+"""Tests that the counted micro-batches in flight are those of the schedule, for any number of
+them."""
 
 from __future__ import annotations
 

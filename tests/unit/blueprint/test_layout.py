@@ -1,5 +1,5 @@
-"""Tests rank arithmetic: every rank is in one group per dimension, dimensions are orthogonal,
-strides as documented."""
+"""Tests rank arithmetic: one group per rank and dimension, orthogonal dimensions, documented
+strides."""
 
 from __future__ import annotations
 

@@ -152,13 +152,13 @@ def test_a_given_split_that_is_invalid_is_the_users_error(given: list[int]) -> N
 
 
 def test_layers_of_two_costs_are_balanced_as_the_best_of_all_splits() -> None:
-    """Tests a dense beginning, before layers with experts."""
+    """Tests models that begin with dense layers, before layers with experts."""
     for stages, dense, last in ((2, 3, 0.0), (3, 2, 1.0), (4, 1, 2.5)):
         costs = (1.0,) * dense + (3.0,) * (9 - dense)
         found = balance_layers(costs, StageAssignment(stages), last)
         every = (
             (*ends, 9) for ends in itertools.combinations(range(1, 9), stages - 1)
-        )  # of the stages
+        )  # costs of the stages
 
         def most(ends: tuple[int, ...], costs: Any = costs, last: float = last) -> float:
             sums = [sum(costs[a:b]) for a, b in itertools.pairwise((0, *ends))]

@@ -105,7 +105,8 @@ def test_holders_write_each_element_once_for_any_cuts(rows: int) -> None:
     written = torch.zeros(rows * width)
     shares = []
     for holder in range(holders):
-        cuts = sorted(draw.sample(range(1, rows * width), holder))  # with none, one, two and three
+        # parts with none, one, two and three
+        cuts = sorted(draw.sample(range(1, rows * width), holder))
         mine = 0
         for start, end in zip([0, *cuts], [*cuts, rows * width], strict=True):
             values = {"parameter": torch.empty(end - start)}

@@ -1,4 +1,4 @@
-"""Tests a failing file system: what it may cost, and what it may not."""
+"""Tests which losses a failing file system may cause, and which it may not."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_with_locks_a_claim_that_fails_is_logged_and_stops_no_start(
         third, said = started(tmp_path, "c")
     assert "ENOSPC" in said[0]
     assert save(third, 6) == SaveResult()
-    assert Lease(tmp_path, "late").lost_to() is not None  # there was no folder when it started
+    assert Lease(tmp_path, "late").lost_to() is not None  # the folder did not exist when it started
 
 
 def test_everything_of_a_checkpoint_is_private_whatever_the_umask(tmp_path: Path) -> None:

@@ -43,11 +43,11 @@ from parallel3d.config.schema import CheckpointConfig
 KINDS = ("parameter", "exp_avg")
 DATA = {"fingerprint": "f", "train_tokens": 9}
 SHAPES = {"w": (9, 7), "v": (5,), "table": (6, 4)}
-ROWS = {"w": (4, 9), "v": (5, 5), "table": (1, 6)}  # ends of the rows of rank 0 and of rank 1
+ROWS = {"w": (4, 9), "v": (5, 5), "table": (1, 6)}  # end of the rows of rank 0, and of rank 1
 
 
 def full(name: str, kind: str, step: int) -> torch.Tensor:
-    """Returns a whole tensor as it is at a step."""
+    """Returns a whole tensor of a step."""
     number = sorted(SHAPES).index(name) * 2 + KINDS.index(kind)
     generator = torch.Generator().manual_seed(100 * step + number)
     return torch.randn(SHAPES[name], generator=generator)
@@ -101,7 +101,7 @@ def one_rank(run_dir: Path, **settings: object) -> Saver:
 
 
 def whole(step: int) -> dict[str, TensorChunks]:
-    """Returns everything, as a single rank holds it."""
+    """Returns the state of a single rank, which holds everything."""
     tensors = state(step, 0)
     for key, tensor in state(step, 1).items():
         tensors.setdefault(key, dataclasses.replace(tensor, chunks=[])).chunks.extend(tensor.chunks)

@@ -1,5 +1,4 @@
-"""Tests Hugging Face folders: they compute the same function as transformers, in both
-directions."""
+"""Tests that Hugging Face folders compute the same function here and in transformers, both ways."""
 
 from __future__ import annotations
 
@@ -323,7 +322,7 @@ def test_export_never_overwrites_a_folder_and_leaves_no_partial_one(tmp_path: Pa
 def test_square_matrices_that_are_read_transposed_change_the_logits(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No shape tells a square matrix from its transpose: the logits have to."""
+    """Shapes do not distinguish a square matrix from its transpose, but logits do."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 24}
     save_model(tmp_path, kind, **GROUPED | sizes)
     model, weights = imported(tmp_path)
@@ -345,4 +344,4 @@ def test_square_matrices_that_are_read_transposed_change_the_logits(
     for part in (".attention.", ".mlp."):
         some = {name: changed[name] for name in square if part in name}
         off = our_logits(model, weights | some, tokens) - ours
-        assert off.abs().max() > 100 * 1e-5  # the tolerance above
+        assert off.abs().max() > 100 * 1e-5  # far above the tolerance of the other tests

@@ -79,7 +79,7 @@ FAMILIES = {
     "ministral3": replace(LLAMA, query_temperature=0.1, rope_attention_factor=1.0, **YARN),
     "gemma2": replace(GEMMA2, layer_types=["sliding", "full"], logit_cap=30.0),
     "gemma3_text": GEMMA3,
-    # Families that stood before, in other dialects.
+    # Older families with unusual values of their keys.
     "llama": replace(LLAMA, activation="geglu", **YARN),
     "llama_factor_1": replace(
         LLAMA, rope_scaling="yarn", rope_attention_factor=1.5, rope_original_length=16
@@ -118,7 +118,7 @@ def test_every_tensor_of_a_family_has_its_place_once(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["mistral", "smollm3", "seed_oss", "granite", "ministral3"])
 def test_an_export_has_the_format_of_the_folder_that_was_imported(kind: str) -> None:
-    """A plain Llama is also a model of these families."""
+    """A plain Llama can also be written as these families."""
     assert hf_kind(LLAMA) == "llama"
     assert to_hf(LLAMA, "fp32", kind)["model_type"] == kind
     assert hf_kind(FAMILIES["olmo2"], kind) == "olmo2"
@@ -156,7 +156,8 @@ SIZES = {"num_hidden_layers": 8}
     [
         ({"model_type": "mistral"}, ["sliding"], 4096),
         ({"model_type": "mistral", "sliding_window": None}, [], None),
-        ({"model_type": "mistral", "sliding_window": 131072}, [], None),  # as many as positions
+        # the window is as long as the sequence
+        ({"model_type": "mistral", "sliding_window": 131072}, [], None),
         ({"model_type": "phi3"}, [], None),
         ({"model_type": "phi3", "sliding_window": 2047}, ["sliding"], 2047),
         ({"model_type": "ministral3"}, [], None),

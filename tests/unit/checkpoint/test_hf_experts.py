@@ -149,7 +149,7 @@ def test_biases_of_routers_survive_bf16(
 def test_an_imported_run_answers_under_every_tp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training needs sp=true there; answers of several ranks: `tests/distributed`."""
+    """Training needs sp=true on several tensor ranks; `tests/distributed` compares them."""
     monkeypatch.chdir(tmp_path)
     save_model(Path("hf"), "olmoe", **SIZES | {"vocab_size": 257} | EXPERTS["olmoe"])
     assert checkpoint(["import", "from=hf", "run=t"]) == 0
@@ -183,7 +183,7 @@ def test_experts_that_do_not_fit_their_router_are_refused(tmp_path: Path) -> Non
 
 
 def test_files_of_an_export_are_as_large_as_their_tensors(tmp_path: Path) -> None:
-    """Biases of routers are wider than the rest."""
+    """Biases of routers have a wider dtype than other tensors."""
     save_model(tmp_path / "hf", "dots1", **SIZES | EXPERTS["dots1"])
     model, weights = read(tmp_path / "hf")
     settings = {"dtype": "bf16", "end_of_text": 60, "shard_bytes": 20_000}
@@ -196,7 +196,8 @@ def test_files_of_an_export_are_as_large_as_their_tensors(tmp_path: Path) -> Non
 
 
 def test_experts_under_two_spellings_are_refused(tmp_path: Path) -> None:
-    """transformers joins the experts of each spelling, and reads another model."""
+    """If only some names have the prefix, transformers joins the experts of each spelling
+    separately."""
     save_model(tmp_path, "mixtral", **SIZES | EXPERTS["mixtral"])
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

@@ -38,8 +38,9 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 60,
     "eos_token_id": 60,
 }
-SIZES["pad_token_id"] = None  # transformers gives its row of the embedding no gradient
-# Its experts multiply in fp32 at most.
+# transformers gives the padding token's row of the embedding no gradient
+SIZES["pad_token_id"] = None
+# The experts of transformers multiply in fp32 at most.
 IN_FP64 = [name for name in DIALECTS if "dots1" not in name]
 
 

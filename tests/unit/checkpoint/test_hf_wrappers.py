@@ -37,7 +37,7 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-# The whole's model_type, its text part in `DIALECTS`, and its other keys.
+# The model_type of the whole model, its text part in `DIALECTS`, and its other keys.
 WHOLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": (
         "gemma3",
@@ -117,7 +117,7 @@ def test_an_export_is_the_imported_folder_even_if_that_is_gone(
     kind, _, _ = WHOLES[name]
     before = tensors_in("hf")
     odd = next(key for key in before if key.startswith("multi_modal_projector"))
-    before[odd] = before[odd].to(torch.bfloat16)  # bytes of other types stay, too
+    before[odd] = before[odd].to(torch.bfloat16)  # other dtypes keep their bytes, too
     save_file(before, "hf/model.safetensors", metadata={"format": "pt"})
     config = json.loads(Path("hf/config.json").read_text())
     assert checkpoint(["import", "from=hf", "run=t"]) == 0

@@ -38,8 +38,9 @@ from parallel3d.files import parse_json, plain
 from tests.pace import in_cpu_time
 from tests.unit.checkpoint.test_files import load, make
 
-LIMIT_S = 5.0  # seconds of the processor
-LIMIT_MB = 400  # growth of one refusal; parsing a nesting of 200,000 alone takes tens of MB
+LIMIT_S = 5.0  # limit of CPU seconds
+# limit of memory for one refusal; parsing 200,000 nested lists alone takes tens of MB
+LIMIT_MB = 400
 DEEP = 200_000
 NESTED = "[" * DEEP + "]" * DEEP
 

@@ -46,7 +46,7 @@ def assembled(tensor: TensorChunks) -> Tensor:
 
 def test_boxes_are_copied_whole_into_slabs_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "SLAB", 1024)
-    shapes = ((100,), (3,), (40, 16), (7, 5), (1, 300), (250,))  # from 12 to 2,560 bytes
+    shapes = ((100,), (3,), (40, 16), (7, 5), (1, 300), (250,))  # chunks from 12 to 2,560 bytes
     kept, state = Staging(), state_of(*shapes)
     kept.prepare(state)
     slabs = [slab.data_ptr() for slab in kept.slabs]
@@ -61,7 +61,7 @@ def test_boxes_are_copied_whole_into_slabs_that_are_kept(monkeypatch: pytest.Mon
             )
             assert copied[name].full_shape == tensor.full_shape
         for tensor in state.values():
-            tensor.chunks[0][1].add_(1)  # training continues: the copy stays until the next one
+            tensor.chunks[0][1].add_(1)  # training continues, but the copy stays until the next one
     assert [slab.data_ptr() for slab in kept.slabs] == slabs
     used = [values for tensor in copied.values() for _, values in tensor.chunks]
     starts = sorted((values.data_ptr(), values.data_ptr() + values.nbytes) for values in used)
@@ -90,7 +90,7 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.said: list[str] = []
-        self.current = {threading.get_ident(): GPU}  # the device of each thread
+        self.current = {threading.get_ident(): GPU}  # the current device of each thread
         monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
         monkeypatch.setattr(accelerator, "module", lambda device: self)
         monkeypatch.setattr(staging, "device_of", lambda state: GPU)
@@ -173,7 +173,7 @@ def test_the_savers_thread_takes_the_ranks_device(
 @pytest.mark.parametrize(
     ("every", "steps", "done", "expected"),
     [
-        (500, 20, 0, False),  # a smoke run, whose only save at the end is not copied
+        (500, 20, 0, False),  # the only save of a smoke run is at its end and not copied
         (500, 501, 0, True),
         (10, 20, 9, True),
         (10, 20, 10, False),

@@ -1,5 +1,5 @@
-"""Tests what `train run=old` takes from the run's last start: layouts, alternatives, keys of a
-single start."""
+"""Tests the keys that `train run=old` takes from the last start: layouts, alternatives,
+single-start keys."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def resumed(
         ((2, 2, 2), {}, 4, (2, 2, None)),
         ((1, 4, 1), {"tp": 2}, 4, (2, 1, None)),
         ((2, 1, 4), {"dp": 4}, 4, (1, 1, 4)),
-        ((2, 2, 1), {}, 2, (2, 2, None)),  # refused later, with sizes that fit
+        ((2, 2, 1), {}, 2, (2, 2, None)),  # a later check refuses it, with sizes that fit
     ],
 )
 def test_sizes_are_those_of_the_last_start_where_they_fit(

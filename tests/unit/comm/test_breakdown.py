@@ -103,7 +103,7 @@ def test_nested_intervals_count_once_and_idle_time_starts_at_the_floor(
 ) -> None:
     clock = StepTimer(device)
     clock_time.passed = 1e9
-    with clock.within("tp"):  # outside of a step: an evaluation
+    with clock.within("tp"):  # an evaluation is outside any step
         clock_time.now += 50
     a_step(clock, clock_time)
     assert clock.last == pytest.approx(EXPECTED)

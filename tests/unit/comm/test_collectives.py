@@ -19,7 +19,7 @@ from tests.operators import Operators
 
 GROUP = Group("dp", (0, 1, 2, 3), 2, "handle")
 NAMES = [("all_gather_single", "reduce_scatter_single")]
-NAMES.append(("all_gather_into_tensor", "reduce_scatter_tensor"))  # before torch 2.13
+NAMES.append(("all_gather_into_tensor", "reduce_scatter_tensor"))  # names before torch 2.13
 
 
 @pytest.fixture(params=NAMES, ids=["now", "before"])

@@ -1,4 +1,4 @@
-"""Tests which interface and which NCCL settings a group gets, on machines without either."""
+"""Tests the interface and the NCCL settings of each group, on machines without either."""
 
 from __future__ import annotations
 
@@ -241,8 +241,8 @@ def test_a_backend_that_does_not_split_gets_its_groups_one_by_one(
 @pytest.mark.parametrize(
     ("layout", "launch", "made"),
     [
-        # tp asks for a priority stream: a communicator of its own, although its ranks are the
-        # world.
+        # tp asks for a priority stream, and so gets its own communicator, although its ranks are
+        # the world.
         (Layout(tp=8), LaunchConfig(), ["tp"]),
         (Layout(dp=8), LaunchConfig(), []),
         (Layout(dp=8), LaunchConfig(nccl_settings=["dp.max_ctas:8"]), ["dp"]),

@@ -62,7 +62,7 @@ def test_store_of_a_local_run_is_not_reached_from_the_network() -> None:
     store = job_store.serve("127.0.0.1", listening)
     assert store.port == port
     assert listeners(port) == LOOPBACK
-    dist.TCPStore("127.0.0.1", port, wait_for_workers=False)  # it listens
+    dist.TCPStore("127.0.0.1", port, wait_for_workers=False)  # the store listens
     if address := address_of_the_network():
         with socket.socket() as client, pytest.raises(ConnectionRefusedError):
             client.connect((address, port))
@@ -195,7 +195,7 @@ def test_two_jobs_at_one_store_do_not_see_each_other(
 def test_entries_with_another_signature_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody who lists the keys still cannot write to the keys that ranks read."""
+    """Somebody who can list the keys still cannot write to the keys that ranks read."""
     monkeypatch.setenv(SECRET, "ours")
     store = dist.PrefixStore("attempt0", dist.HashStore())
     word = {"run": "mine", "run_dir": str(tmp_path), "device": "cpu"}

@@ -1,4 +1,4 @@
-"""Tests what `bench comm` computes from its figures: the plan of calls, the fit, the verdicts, the
+"""Tests the results that `bench comm` computes: the plan of calls, the fit, the verdicts, the
 table."""
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def test_a_rank_is_slow_when_all_its_pairs_are() -> None:
 def test_a_little_slower_is_not_slow() -> None:
     of_5 = [pair for pair in PAIRS if 5 in pair]
     assert judged(dict.fromkeys(of_5, 1.49e-3)) == []
-    assert judged(dict.fromkeys(PAIRS, 4e-3)) == []  # all are equal
+    assert judged(dict.fromkeys(PAIRS, 4e-3)) == []  # all pairs are equally fast
 
 
 def test_among_three_ranks_the_slow_one_is_found_and_among_two_nothing() -> None:
@@ -236,7 +236,7 @@ def test_pairs_cover_every_rank_and_take_turns() -> None:
     groups = [set(g) for dim in ("tp", "dp", "pp") for g in layout.groups(dim)]
     ring = {frozenset((r, (r + 1) % 64)) for r in range(64)}
     assert all(any(set(pair) <= g for g in groups) or frozenset(pair) in ring for pair in pairs)
-    assert sum(set(pair) <= groups[0] for pair in pairs) == 28  # every pair of eight
+    assert sum(set(pair) <= groups[0] for pair in pairs) == 28  # every pair of eight ranks
     by_rank = turns(pairs, lambda rank: rank)
     assert sorted(pair for turn in by_rank for pair in turn) == pairs
     for turn in by_rank:
@@ -244,7 +244,7 @@ def test_pairs_cover_every_rank_and_take_turns() -> None:
         assert len(ranks) == len(set(ranks))
     assert all(len(turn) == 1 for turn in turns(pairs, lambda rank: "one host"))
     large = pairs_to_probe(Layout(dp=64))
-    assert len(large) == 64  # only neighbours in the ring
+    assert len(large) == 64  # only neighbours in the ring of a larger group
 
 
 def test_a_finding_names_rank_coordinates_host_and_rail() -> None:
@@ -270,7 +270,8 @@ def test_preflight_compares_each_group_with_its_price() -> None:
     assert judge(even, 1.5, 1e-4) == []
     slow = [*even[:3], dataclasses.replace(even[3], seconds=2e-3)]
     assert [slow.ranks for slow, _ in judge(slow, 1.5, 1e-4)] == [(3, 7)]
-    assert judge(slow[2:], 1.5, 1e-4) == []  # of two rows, none is the usual one
+    # two groups are too few to tell the usual from the unusual
+    assert judge(slow[2:], 1.5, 1e-4) == []
     # A path without a wire has no price.
     assert judge([group("dp", (0, 1), 1.0, None)] * 3, 1.5, 1e-4) == []
 

@@ -1,4 +1,4 @@
-"""Tests what `calibrate` measures, and how the other ranks wait for it."""
+"""Tests the pieces that `calibrate` measures, and that the other ranks wait for it."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_pieces_are_the_actions_of_a_pipeline_of_the_models_own_blocks() -> None
 
 @pytest.mark.slow
 def test_a_time_is_the_lower_quartile_of_all_runs() -> None:
-    """The result is not the minimum, which may be of a moment at which the processor was faster
-    than usual."""
+    """The result is not the minimum, because the processor may be faster than usual for a
+    moment."""
     config = CommandConfig(device="cpu", model=MODEL, global_batch_size=1)
     config.calibrate.passes = 2
     run = (8.0, 3.0, 5.0, 1.0)

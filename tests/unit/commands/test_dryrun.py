@@ -1,4 +1,4 @@
-"""Tests `parallel3d dryrun`: it counts what arithmetic gives, for layouts of any size.
+"""Tests that the counts of `parallel3d dryrun` equal arithmetic, for layouts of any size.
 
 The simulated device is enabled once and for all in a process, so the dry runs have one of their
 own: a list of configurations goes in, their facts come out.
@@ -216,8 +216,8 @@ def test_a_trainer_holds_what_the_dry_run_of_a_frozen_run_counts(facts, name) ->
 
 
 def test_what_is_frozen_has_no_weight_gradient_and_nothing_before_it_a_backward(facts) -> None:
-    """Compares FLOPs with those of all GEMMs, two thirds of which are of the backward, and
-    activations at the peak with those of a whole step, among them temporary ones."""
+    """Compares FLOPs with all GEMMs (two thirds belong to the backward), and activations at the
+    peak with those of a whole step, temporary ones included."""
     config = config_of("one")
     model, tokens = config.model, config.global_batch_size * config.model.seq_length
     shares = {name: trained_shares(model, config_of(name).optim) for name in ("head", "matrices")}
@@ -271,7 +271,7 @@ def test_full_recomputation_keeps_only_a_layers_input(facts) -> None:
     assert layers < facts["full"]["activations_bytes"] < layers + one + 6 * unit < whole
     parts = facts["full"]["parts"], facts["one"]["parts"]
     again, once = (p["gemm_layers"]["flops"] for p in parts)
-    assert 1.2 * once < again < 4 / 3 * once  # except the last GEMM of each layer
+    assert 1.2 * once < again < 4 / 3 * once  # all but the last GEMM of each layer
 
 
 @pytest.mark.parametrize("name", ["one", "many", "zero1", "zero3"])
@@ -327,7 +327,7 @@ def test_gpipe_keeps_all_micro_batches_and_1f1b_those_in_flight(facts) -> None:
     assert ratio == pytest.approx(8 / 2, rel=0.15)
     for rows in zip(gpipe["rows"], one["rows"], strict=True):
         assert rows[0]["flops"] == pytest.approx(rows[1]["flops"])
-    assert gpipe["step_seconds"] > gpipe["seconds"]  # the bubble
+    assert gpipe["step_seconds"] > gpipe["seconds"]  # idle in the bubble
 
 
 def test_bytes_that_a_rank_sends(facts) -> None:
@@ -337,8 +337,8 @@ def test_bytes_that_a_rank_sends(facts) -> None:
     # them.
     assert near(found["groups"]["dp"]["bytes_sent"], 0.75 * (4 + 2) * numel)
     found = facts["3d"]
-    unit = 2 * 2 * 512 * 256 // 2  # a hidden state of one tp rank
-    assert found["groups"]["pp"]["bytes_sent"] == 4 * unit  # for 4 micro-batches, one way
+    unit = 2 * 2 * 512 * 256 // 2  # bytes of a hidden state on one tp rank
+    assert found["groups"]["pp"]["bytes_sent"] == 4 * unit  # of 4 micro-batches, one way
     assert {"tp", "pp", "dp", "world"} == set(found["groups"])
 
 
@@ -375,7 +375,7 @@ def test_a_row_for_the_first_a_middle_and_the_last_stage(facts) -> None:
 
 
 def test_experts_get_equally_many_rows_and_are_called_total_and_active(facts) -> None:
-    """The GEMMs of a layer's experts are those of the rows that each token chose, 2 of 8."""
+    """The GEMMs of a layer's experts have 2 rows for each token, which chooses 2 of 8 experts."""
     one, gathered, sent = (facts[name] for name in ("experts", "gathered", "sent"))
     unused = 2 * 6 * 3 * 128 * 256  # layers, experts, matrices
     assert one["parameters"] - one["active_parameters"] == unused
@@ -383,7 +383,7 @@ def test_experts_get_equally_many_rows_and_are_called_total_and_active(facts) ->
     for found in (one, gathered, sent):
         dense = found["parts"]["gemm_layers"]["flops"] / 2048 - expected
         attention = 2 * 3 * 2 * 256 * (256 + 2 * 128 + 256)
-        assert dense == attention + 2 * 3 * 2 * 256 * 8  # and those of the router
+        assert dense == attention + 2 * 3 * 2 * 256 * 8  # and the FLOPs of the router
     waits = [f["host_waits"] for f in (one, gathered, sent)]
     assert [sum(n for why, n in w.items() if "experts/" in why) for w in waits] == [0, 4, 4]
 

@@ -1,5 +1,5 @@
-"""Tests that the decoder with its cache equals the model, and that draws depend on seed and logits
-alone."""
+"""Tests that the decoder with its cache equals the model, and that draws only depend on seed and
+logits."""
 
 from __future__ import annotations
 

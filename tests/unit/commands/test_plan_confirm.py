@@ -102,7 +102,7 @@ def test_without_time_or_torch_a_line_says_so(found: Plan, monkeypatch: pytest.M
     assert not asked and "Dry runs confirmed 0 of the first 3 rows" in seen.table()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     seen = confirmed(found, 3, {}, math.inf)
-    assert not asked and "torch is not installed" in seen.table()
+    assert not asked and "torch is missing" in seen.table()
     assert DRY_RUN not in {seen.by(i) for i in seen.rows}
 
 

@@ -64,7 +64,7 @@ def test_a_recipe_composes_and_passes_the_checks_for_the_gpus_that_it_names(name
 def test_a_recipe_for_gpus_fits_and_sets_what_a_large_model_needs(name: str) -> None:
     config = config_of(name)
     memory = 1e9 * (config.cluster.gpu_memory_gb or 0) - 1e9 * DryrunConfig().reserve_gb
-    if not config.model.num_experts:  # theirs is in the page's rows, which a dry run counts
+    if not config.model.num_experts:  # these figures are in the page's rows, which a dry run counts
         assert peak_stage(planned(config))[1].total < memory
     assert toy_defaults(config) is None
     assert config.precision.name == "bf16"
@@ -103,7 +103,8 @@ def test_a_copy_composes_in_its_folder_and_wins_over_the_packages_own_once_edite
     assert main([*typed, "--cfg", "job"]) == 0
     shown = OmegaConf.create("\n".join(said()[0]))
     assert (shown.dp, shown.model.name, shown.optim.lr) == (16, "llama3_1_8b", 3e-4)
-    assert main(["train", "experiment=llama3_1_8b", "--cfg", "job"]) == 0  # the package's again
+    # the package's recipe again
+    assert main(["train", "experiment=llama3_1_8b", "--cfg", "job"]) == 0
     assert OmegaConf.create("\n".join(said()[0])).dp == 32
 
 

@@ -62,7 +62,7 @@ def stages(given: dict[Any, Any]) -> dict[str, Any]:
 
 
 BAD: list[tuple[dict[str, Any], int | None, list[str]]] = [
-    # one key at a time
+    # checks of one key at a time
     ({"tp": 0}, None, ["tp=0", "at least 1", "nearest is tp=1"]),
     ({"tp": "two"}, None, ["tp=two", "whole number", "nearest is tp=1"]),
     ({"tp": 2.0}, None, ["tp=2.0", "whole number"]),
@@ -603,7 +603,7 @@ def test_parts_that_recompute_are_spelled_in_one_way(
         ({"sp": True, "tp": 4}, 4, 1),
         (ROPE | {"model.rotary_percent": 0.125}, None, 1),
         ({"model.layer_types": ["sliding", "full"], "model.sliding_window": 9999}, None, 1),
-        # the table of positions only limits learned positions
+        # a table of positions only limits models with learned positions
         (ROPE | {"model.max_position_embeddings": 8}, None, 1),
         # without rope its keys have no effect
         ({"model.rotary_percent": 0.01, "model.rotary_base": 2.0}, None, 1),
@@ -614,7 +614,7 @@ def test_parts_that_recompute_are_spelled_in_one_way(
         ({"optim.lr_decay_style": "wsd", "optim.lr_warmup_fraction": 0.8}, None, 1),
         (
             {"optim.lr_decay_style": "wsd", "optim.lr_warmup_steps": 100}
-            | {"optim.wsd_decay_fraction": 0.666666667},  # of 600 steps: 2/3, rounded up
+            | {"optim.wsd_decay_fraction": 0.666666667},  # 2/3 of 600 steps, rounded up
             None,
             1,
         ),
@@ -693,7 +693,7 @@ def test_the_nearest_choice_of_a_sentence_is_itself_valid() -> None:
         for name, value in re.findall(r"([a-z_][\w.]*)=(1f1b|[\d.]+\d|\d|[a-z]\w*)", advice):
             key = all_keys()[name if name in all_keys() else f"{name}.name"]
             if key.name == "data.name" or "schedule.file" in changes:
-                continue  # it is given as well, or another file is
+                continue  # the key is also given otherwise, or another file is
             typed = None
             if value != "null":
                 typed = value == "true" if key.kind is bool else key.kind(value)

@@ -1,4 +1,4 @@
-"""Tests refusals of data-parallel settings that do not fit each other."""
+"""Tests refusals of data-parallel settings that contradict each other."""
 
 from __future__ import annotations
 

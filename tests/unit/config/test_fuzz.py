@@ -1,4 +1,4 @@
-"""Tests thousands of configurations, most of them hostile: each is accepted, or refused in one
+"""Tests that thousands of configurations, most of them hostile, are accepted or refused in one
 sentence.
 
 The first bugs that this found have tests of their own above, with exact answers.

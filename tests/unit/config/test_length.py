@@ -54,7 +54,7 @@ def run_of(**length: float) -> Config:
         ({"tokens": 16 * 64 * 5 + 1}, 6),
         ({"tokens": 1}, 1),
         ({"tokens": 2e12}, 1_953_125_000),
-        ({"epochs": 1.6}, 1),  # 16 samples of ten tokens, exactly a step
+        ({"epochs": 1.6}, 1),  # 16 samples of ten tokens are exactly a step
         ({"epochs": 1.61}, 2),
         ({"epochs": 1.1}, 1),  # 1.1 · 10 is above 11 in floating point
     ],

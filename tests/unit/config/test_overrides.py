@@ -104,7 +104,7 @@ def test_every_model_preset_composes_and_checks_under_a_fitting_layout(preset: s
     layouts = {"gpt2_1_5b": (1, 4), "gpt2_124m": (4, 4), "qwen2_5_0_5b": (2, 2), "phi4_14b": (2, 2)}
     layouts |= {"gemma3_1b": (1, 2)}
     tp, pp = layouts.get(preset, (4, 2))
-    keys = [f"model={preset}", f"tp={tp}", f"pp={pp}", "sp=true"]  # experts need sp under tp
+    keys = [f"model={preset}", f"tp={tp}", f"pp={pp}", "sp=true"]  # experts need sp with tp
     checked = check_config(composed(keys), 2 * tp * pp)
     assert (checked.model.name, checked.dp, checked.num_microbatches) == (preset, 2, 2)
 

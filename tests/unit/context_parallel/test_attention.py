@@ -29,7 +29,7 @@ from tests.unit.context_parallel.test_split import starts_of
 pytestmark = pytest.mark.slow
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
-# Lengths of documents in samples of 61: one token, odd, over all ranks, and equal lengths.
+# Lengths of documents in samples of 61 tokens: one token, odd, over all ranks, and equal ones.
 PACKS = [[61], [1, 1, 1, 7, 51], [30, 31], [5, 24, 1, 24, 7], [8] * 7 + [5]]
 
 
@@ -123,8 +123,8 @@ def test_merging_weights_parts_by_their_sums_of_exponentials() -> None:
 
 
 def test_equal_neighbours_are_one_call() -> None:
-    """Of 8 documents of 8 tokens in a rank's own pieces, only the parts at a cut need a call of
-    their own."""
+    """With 8 documents of 8 tokens in a rank's own pieces, only the parts at a cut need separate
+    calls."""
     calls: list[tuple[int, int, int]] = []
     kernel = document_attention.cpu_attended
 

@@ -23,14 +23,14 @@ CPU = torch.device("cpu")
 def random_starts(rows: int, length: int, seed: int) -> np.ndarray:
     """Returns where the document of each position begins, in documents of random lengths."""
     chance, begins = random.Random(seed), np.zeros((rows, length), dtype=np.int32)
-    for row in begins[chance.randint(0, 1) :]:  # one row may be one document
+    for row in begins[chance.randint(0, 1) :]:  # a row may also be one document
         for cut in sorted(chance.sample(range(1, length), chance.randint(0, 6))):
             row[cut:] = cut
     return begins
 
 
 def seen(query: int, starts: np.ndarray, window: int) -> set[int]:
-    """Returns the keys of a query, straight from the definition."""
+    """Returns the keys of a query by the definition."""
     return {j for j in range(query + 1) if j >= starts[query] and j >= query - window + 1}
 
 
@@ -70,7 +70,8 @@ def test_a_rank_gets_exactly_the_keys_that_its_queries_see(seed: int) -> None:
         own = (held[rank] + rows).reshape(-1)
         asked = [t for needed in everyone for t in needed if owners[t] == rank]
         assert own[halo.sent[: sum(given)].numpy()].tolist() == asked
-        # After the exchange the keys are in order, and each query's chunk holds those it sees.
+        # After the exchange the keys are in order, and each query's chunk holds the keys that it
+        # sees.
         received = sorted(everyone[rank], key=lambda t: (owners[t], t))
         keys = np.concatenate((own, received)).astype(int)[
             halo.order.numpy()[: len(own) + len(received)]

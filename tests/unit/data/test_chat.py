@@ -272,8 +272,8 @@ def test_a_row_that_is_not_a_chat_is_refused_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-LONG = row([("user", "x" * 300), ("assistant", "a")])  # its first piece of 201 has no answer
-FIRST = row([("assistant", "a"), ("user", "x" * 300)])  # its last piece has none
+LONG = row([("user", "x" * 300), ("assistant", "a")])  # its first piece of 201 tokens has no answer
+FIRST = row([("assistant", "a"), ("user", "x" * 300)])  # its last piece has no answer
 
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])
@@ -300,7 +300,7 @@ def test_pieces_without_assistant_words_are_left_out(tmp_path: Path, packing: st
 
 
 def test_a_held_out_part_without_assistant_words_is_refused(tmp_path: Path) -> None:
-    """In windows its answer is in the remainder, which fills none."""
+    """Its answer is in the remainder, which fills no window."""
     given = data(tmp_path, [*ROWS, LONG], packing="concat")
     with pytest.raises(UserError, match="says nothing in the samples that are held out"):
         open_corpus(given, 200)

@@ -165,7 +165,7 @@ def conversations(seed: int, spelled: list[str] = []) -> Iterator[dict[str, Any]
 
 
 class Peer:
-    """Returns what transformers makes of rows."""
+    """Returns transformers' tokens and learned tokens of rows."""
 
     def __init__(self, path: Path) -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)

@@ -30,7 +30,7 @@ from tests.tools.privileges import give_up_capabilities
 
 EOT = 256
 KEPT = [".bin", ".idx", ".json", ".lock"]
-SPAWN = multiprocessing.get_context("spawn")  # the process of the suite may have torch's threads
+SPAWN = multiprocessing.get_context("spawn")  # the suite's own process may have threads of torch
 
 
 def text(tmp_path: Path, path: str | Path, **kwargs: object) -> DataConfig:
@@ -238,7 +238,8 @@ def build_slowly(data: DataConfig, results: multiprocessing.Queue, start: object
 
     def report(sentence: str) -> None:
         if "building the" in sentence and "another" not in sentence:
-            time.sleep(0.5)  # the other process arrives meanwhile, unless something holds it back
+            # the other process arrives during this time, unless something holds it back
+            time.sleep(0.5)
 
     start.wait()
     with heard(report) as reports:

@@ -108,5 +108,5 @@ def test_the_oracle_and_the_bound_tell_other_roundings_apart() -> None:
     assert any(after[k] < before[k] for before, after in pairwise(rounded) for k in range(4))
     assert any(Shares(weights).counts(slots) != rounded[slots] for slots in range(200))
     light = [20, *[1] * 20]
-    assert by_time(light, 10)[0] == 10  # although 5 are its share
+    assert by_time(light, 10)[0] == 10  # although its share is 5
     assert abs(Shares(light).counts(10)[0] - 5) < 2

@@ -1,4 +1,4 @@
-"""Tests best-fit packs: whole documents, packs as full as possible, by a plan that is complete or
+"""Tests best-fit packs: whole documents, packs as full as possible, plans that are complete or
 absent."""
 
 from __future__ import annotations

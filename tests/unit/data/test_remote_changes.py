@@ -27,7 +27,8 @@ every_server = pytest.mark.parametrize("tells", SERVERS, ids=["etag", "modified"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes two pairs whose files have the same sizes, a and b; a is at the addresses, as web."""
+    """Makes two pairs, a and b, whose files have the same sizes; a is served at the addresses of
+    `web`."""
     monkeypatch.setattr(remote, "BLOCK", BLOCK)
     monkeypatch.setattr(remote, "PAUSES_S", (0.0, 0.0))
     use_some_http()

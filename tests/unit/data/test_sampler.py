@@ -1,4 +1,4 @@
-"""Tests the order of samples: each window once per epoch, the same for every caller."""
+"""Tests that the order of samples has each window once per epoch, equal for every caller."""
 
 from __future__ import annotations
 

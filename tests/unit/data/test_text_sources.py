@@ -1,5 +1,5 @@
-"""Tests sources of documents: formats, compressions, places; what is left out, and each sentence
-about it."""
+"""Tests sources of documents: formats, compressions, places, left-out files, and each sentence
+about them."""
 
 from __future__ import annotations
 

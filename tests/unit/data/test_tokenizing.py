@@ -1,4 +1,4 @@
-"""Tests corpora made from text: their content, and equal bytes with any workers and after any
+"""Tests corpora made from text: their content, and equal bytes for any workers and after any
 kill."""
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ PLACES = (
 
 
 def test_a_kill_at_any_moment_loses_nothing(text: Path) -> None:
-    """A corpus that is killed again and again, each time at another moment, ends up bit-equal."""
+    """A corpus whose making is killed again and again, at different moments, ends up bit-equal."""
     made(job(text))
     whole = files(text / "web")
     killer = subprocess.Popen(

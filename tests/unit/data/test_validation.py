@@ -39,7 +39,7 @@ def test_every_token_of_a_set_is_a_label_once(tmp_path: Path, packing: str) -> N
     (tmp_path / "t.txt").write_bytes(bytes(range(48, 58)) * 20)
     (tmp_path / "v.txt").write_bytes(
         bytes(range(32, 127)) + b"abcde"
-    )  # 101 tokens: not a multiple of 16
+    )  # 101 tokens are not a multiple of 16
     pair(tmp_path / "p", 3, documents=9)
     more = {"cache_dir": str(tmp_path / "cache"), "packing": packing, "cut_documents": True}
     sets = {"text": str(tmp_path / "v.txt"), "pair": str(tmp_path / "p")}

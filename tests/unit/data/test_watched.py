@@ -121,7 +121,7 @@ def test_edit_of_a_pair_with_a_known_digest_is_noticed_in_the_run_and_at_the_nex
     assert (
         refusal is not None and "web.bin was changed since the last checkpoint: restore" in refusal
     )
-    edit(Path(f"{data.path}.bin"), FREE)  # and back
+    edit(Path(f"{data.path}.bin"), FREE)  # changed back
     assert look_at(corpus.files) == []
 
 
@@ -218,7 +218,7 @@ def test_a_changed_cache_file_ends_the_run_and_is_rebuilt(
     marks, fingerprint = marks_of(corpus.watched), corpus.fingerprint
     (path, *_) = sorted((tmp_path / "cache").glob(f"*.{end}"))
     touch(path)
-    assert look_at(corpus.files) == []  # because all of it is read again
+    assert look_at(corpus.files) == []  # nothing to report, because the whole file is read again
     edit(path, path.stat().st_size // 2, 2)
     with pytest.raises(UserError) as raised:
         look_at(corpus.files)
@@ -256,7 +256,7 @@ def test_a_packing_plan_is_not_used_for_a_pair_edited_since(tmp_path: Path) -> N
     before = opened(data)
     content = bytearray(index.read_bytes())
     lengths = np.frombuffer(content, "<i4", count, at).copy()
-    # Of the lengths, too, 8 × 512 are sampled.
+    # The fingerprint also samples 8 × 512 of the lengths.
     swapped = next(k for k in range(600, 700) if lengths[k] != lengths[k + 1])
     lengths[swapped], lengths[swapped + 1] = lengths[swapped + 1], lengths[swapped]
     begins = 2 * (np.cumsum(lengths, dtype="<i8") - lengths)

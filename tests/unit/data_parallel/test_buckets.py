@@ -42,14 +42,14 @@ def test_an_accelerator_has_larger_buckets_unless_the_cap_is_given() -> None:
     assert assign(sizes, 50.0, accelerated=True) == assign(sizes, 50.0)
 
 
-def test_the_cap_is_that_of_the_parameters_device() -> None:
+def test_the_cap_depends_on_the_parameters_device() -> None:
     def buckets() -> int:
         on_meta = [(str(i), nn.Parameter(torch.empty(8 * MIB, device="meta"))) for i in range(9)]
         for _, p in on_meta:
             state_of(p).spec = ParameterSpec(tuple(p.shape), (), replicated=True)
         return len(build_buckets(on_meta, None, torch.float32))
 
-    assert buckets() == 9  # of 32 MiB each
+    assert buckets() == 9  # buckets of 32 MiB each
     with patch.object(engines, "is_accelerator", lambda device: True):
         assert buckets() == 3
 

@@ -14,8 +14,8 @@ import parallel3d
 from parallel3d.device import accelerator
 
 PACKAGE = Path(parallel3d.__file__).parent
-# ROCm has no driver library that could be asked more cheaply: its build of torch counts and
-# describes its GPUs.
+# ROCm has no driver library that could be asked more cheaply, so its build of torch counts and
+# describes the GPUs.
 ALLOWED = {
     "host/gpus.py": {
         "if torch is not None and torch.cuda.is_initialized():",

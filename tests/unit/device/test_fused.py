@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 HEADS, KV_HEADS, HEAD_DIM, SEQUENCE = 4, 2, 8, 6
 Kernels = Callable[[], AbstractContextManager[None]]
-OWN = pytest.mark.more  # TorchInductor's own kernels, each of which takes seconds
+OWN = pytest.mark.more  # TorchInductor's own kernels each take seconds
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def value_and_gradient(operation: Callable[[Tensor], Tensor], kind: torch.dtype)
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [  # for add_rms_norm see below, with that of fp64
+    [  # add_rms_norm is tested below, with the norm in fp64
         ("rms_norm", torch.float32),
         ("swiglu", torch.bfloat16),
         ("geglu", torch.bfloat16),
@@ -208,7 +208,7 @@ def dropped_attention(x: Tensor) -> Tensor:
     """Returns documents: the second sample has two."""
     q, k, v = x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)[:, :6].chunk(3, 1)
     starts = torch.tensor([[0] * SEQUENCE, [0, 0, *[2] * (SEQUENCE - 2)]], dtype=torch.int32)
-    # These entries are not read.
+    # The operation does not read these entries.
     documents = Documents(starts, AttentionBlocks(starts, starts, starts))
     numbers = torch.tensor((5, 2**33))
     return attend_dropping(q, k, v, Dropout(7, "a", 0.3), numbers, documents)
@@ -380,7 +380,7 @@ def test_uncompilable_parts_run_eagerly(
 
     @fused.fused
     def total(x: Tensor) -> Tensor:
-        return x * 3 if x.sum() > 2 else x  # a compiler cannot continue after such a question
+        return x * 3 if x.sum() > 2 else x  # a compiler cannot continue after such a check
 
     compiled(monkeypatch)
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Tests products of groups of rows: by group, and by the operators that are one kernel on a GPU."""
+"""Tests grouped GEMMs: group by group, and by the operators that are one kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def groups_of(sizes: tuple[int, ...], *, known: bool = True) -> Groups:
 
 
 def operands(sizes: tuple[int, ...], behind: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rows of 6 and of 4 numbers, and a 6 × 4 matrix of each group; the `behind` rows after
+    """Returns rows of 6 and of 4 numbers, and a 6 × 4 matrix for each group; `behind` rows after
     the last group are NaN."""
     draws = torch.Generator().manual_seed(3)
     total = sum(sizes)

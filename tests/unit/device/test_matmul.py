@@ -59,7 +59,7 @@ def test_unsupported_calls_are_left_to_pytorch() -> None:
     wanted = weight.clone().requires_grad_()
     with Operators() as operators:
         linear(x.double(), weight.double())
-        linear(x[:, ::2], weight)  # with gaps
+        linear(x[:, ::2], weight)  # x has gaps
         linear(x[:1].contiguous(), weight, bias)  # small
         linear(x, wanted).sum().backward()  # the input has no gradient
     assert NAME not in operators.names

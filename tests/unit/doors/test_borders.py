@@ -63,7 +63,8 @@ def opened(prefix: Path, tokenizer: str, **more: Any) -> Corpus:
     return corpus
 
 
-# What ends each document → the messages, and the ends that are learned besides the tokenizer's.
+# The end of each document → the messages, and the ends that are learned in addition to the
+# tokenizer's.
 ENDS = (
     ("own", 0, (), ()),
     ("none", None, ("0 of 50 sampled documents end in token <|endoftext|> (0)", "end a text"), ()),
@@ -98,7 +99,7 @@ def test_labels_at_borders_are_masked_by_the_index(
         counted = sum(int(sample.loss_mask.sum()) for sample in samples)
         borders = len([b for b in range(LENGTH, len(windows) * SEQ + 1, LENGTH)])
         assert counted == len(windows) * SEQ - masks * borders
-    if end == 0:  # as with the token, if there is one
+    if end == 0:  # the same as with the token, if there is one
         by_token = Sampler(corpus.train, SEQ, 1, False, 0, True, document_mask=True)
         by_index = Sampler(corpus.train, SEQ, 1, False, 0, True, True, corpus.starts(False))
         for i in range(by_index.windows):
@@ -112,8 +113,8 @@ def test_labels_at_borders_are_masked_by_the_index(
 def test_the_index_and_the_end_token_give_the_same_borders(
     tmp_path: Path, lengths: tuple[int, ...], held_out: bool
 ) -> None:
-    """Includes documents that are only an end, in the last window and in a part cut within a
-    document."""
+    """Includes documents that only consist of an end, in the last window and in a part that is cut
+    inside a document."""
     rng = np.random.default_rng(0)
     stream = [[*rng.integers(1, 9, length - 1).tolist(), 0] for length in lengths]
     index = IndexedCorpus(pair(tmp_path / "p", stream))

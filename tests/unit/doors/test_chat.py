@@ -1,4 +1,4 @@
-"""Tests rows as in public sets of conversations: their meaning, or the sentence.
+"""Tests rows as in public sets of conversations: the expected meaning, or the refusing sentence.
 
 Ten templates with the rules of published families read each, and are compared with transformers:
 the tokens are equal, and the assistant's words are learned; or the row is refused.

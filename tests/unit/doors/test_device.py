@@ -51,7 +51,7 @@ def none(**more: object) -> Host:
 # Each row: the host, its ranks, and the result of device=auto: cpu, cuda, or a part of the
 # sentence.
 HOSTS: dict[str, tuple[Host, int, str]] = {
-    # GPUs that exist.
+    # GPUs exist.
     "eight cards": (Host(driver=Driver()), 1, "cuda"),
     "a rank for each": (Host(driver=Driver()), 8, "cuda"),
     "by a mask": (Host(driver=Driver(), environ={"CUDA_VISIBLE_DEVICES": "3,5"}), 2, "cuda"),
@@ -365,7 +365,7 @@ def test_an_integrated_graphics_unit_does_not_count_as_a_gpu(tmp_path: Path) -> 
             choose_device("auto", 1)
 
 
-# The process that asks the driver
+# The process that queries the driver
 
 
 def test_the_driver_is_asked_in_another_process_which_passes_errors_and_crashes() -> None:
@@ -419,7 +419,7 @@ def test_variables_that_change_numerics_are_checked(
                 check_numerics("cuda", precision, given)
 
 
-# A world that the script has initialised
+# A world that the script has initialised itself
 
 GPU_HOST, LAPTOP = Host(driver=Driver()), Host("cpu")
 BOTH, UNTYPED = "cpu:gloo,cuda:nccl", "undefined"

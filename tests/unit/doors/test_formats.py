@@ -1,6 +1,5 @@
 """Tests common files at the five doors that read files: they are recognised, or refused in one
-sentence. A new case is one line.
-"""
+sentence. A new case is one line."""
 
 from __future__ import annotations
 
@@ -388,7 +387,7 @@ BESIDE = {
     "load.py": b"import datasets\n",
     "config.json": b"{}",
 }
-# files, the used ones (in their order) or words of the sentence, words of the lines
+# files, the used files (in their order) or words of the sentence, words of the lines
 FOLDERS: dict[str, tuple[dict[str, bytes], list[str] | str, list[str]]] = {
     "a snapshot of the hub": (
         SHARDS | BESIDE,

@@ -1,7 +1,6 @@
-"""Tests how a process finds its rank from the environment: what each launcher sets, and what is
-refused.
+"""Tests how a process finds its rank from the environment of each launcher, and refusals.
 
-A row is the environment of one process of a real start, reduced to what launchers set, and the
+A row is the environment of one process of a real start, reduced to variables of launchers, and the
 result: (rank, ranks, rank on the host, ranks of the host, address, port); or ALONE; or a part of
 the sentence. "?" as ranks of the host: the ranks count them. None as port: we choose one.
 """

@@ -1,4 +1,5 @@
-"""Tests which W&B run a start continues, and which rows it sends; W&B itself is not started."""
+"""Tests the choice of the W&B run that a start continues, and the rows that it sends, without
+starting W&B."""
 
 from __future__ import annotations
 
@@ -140,17 +141,19 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Tool:
 @pytest.mark.parametrize(
     ("before", "now", "first", "continues"),
     [
-        # last row, keys then, keys now, first step of this start, whether it stays one run in W&B
+        # last row, earlier keys, present keys, first step of this start, whether it stays one run
+        # in W&B
         (Row(246, False), config_of(), 201, True),  # the same rows again
         (Row(246, False), config_of(lr=1e-4), 201, False),
         (Row(246, False), config_of(batch=16), 201, False),
-        (Row(246, False), config_of(lr=1e-4), 247, True),  # nothing is replaced
+        (Row(246, False), config_of(lr=1e-4), 247, True),  # no row is replaced
         (Row(246, False), config_of(lr=1e-4), 246, False),
         (Row(246, True), config_of(lr=1e-4), 246, False),
         (Row(246, True), config_of(lr=1e-4), 247, True),
         (Row(246, False), config_of(tp=2, dp=4), 201, True),  # another layout rounds differently
         (Row(246, False), config_of(runs_dir="elsewhere"), 201, True),
-        (Row(246, False), config_of(seed=5), 1, False),  # no checkpoint: from step 1 on
+        # without a checkpoint it starts from step 1
+        (Row(246, False), config_of(seed=5), 1, False),
         (Row(246, False), config_of(), 1, True),
         (None, config_of(lr=1e-4), 1, True),
     ],

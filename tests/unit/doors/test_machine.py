@@ -1,5 +1,4 @@
-"""Tests CPUs and memory within the limits of a container or job: the kernel's files, and one
-answer.
+"""Tests CPUs and memory within the limits of a container or job, by files of the kernel.
 
 Each row is a tree of files from a real machine: /proc/self/cgroup, /proc/self/mountinfo and the
 files of groups.
@@ -16,7 +15,7 @@ from parallel3d.host import quotas
 from parallel3d.host.quotas import available_cores, available_memory, memory_in_all
 from parallel3d.run import worker
 
-CORES = 64  # cores of the machine
+CORES = 64  # number of cores of the machine
 GIB = 1 << 30
 MEMINFO = f"MemTotal:       {512 << 20} kB\nMemFree: 3 kB\nMemAvailable:   {500 << 20} kB\n"
 V2 = "41 31 0:38 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -266,7 +265,7 @@ def test_limits_of_this_machine_are_plausible() -> None:
         (4, 1, {}, 4),
         (4, 2, {}, 2),
         (1, 8, {}, 1),
-        (CORES, 1, {}, None),  # no quota: torch's own number of threads stays
+        (CORES, 1, {}, None),  # without a quota, torch's own number of threads stays
         (4, 1, {"OMP_NUM_THREADS": "16"}, None),
     ],
 )

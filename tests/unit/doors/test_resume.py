@@ -29,7 +29,7 @@ from parallel3d.run.directory import (
 )
 
 SEQUENCE = 64
-WINDOWS = 7000  # samples of an epoch
+WINDOWS = 7000  # number of samples of an epoch
 
 Batch = int | dict[int, int]  # sizes by samples: train.batch_schedule
 
@@ -58,7 +58,7 @@ E = "epochs=0.5"  # 3,500 samples
 S = "steps=2000"
 
 CASES = [
-    # budget, (batch, steps done) …, new batch, schedule
+    # budget, (batch, steps done with it) …, new batch, schedule
     Case(T, ((8, 745),), 16, COSINE),
     Case(T, ((8, 745),), 32, COSINE),
     Case(T, ((8, 745),), 4, COSINE),
@@ -68,15 +68,15 @@ CASES = [
     Case(T, ((8, 20),), 16, COSINE),
     Case(T, ((8, 1999),), 16, COSINE),
     Case(T, ((8, 1999),), 1, COSINE),
-    Case(T, ((8, 745),), 24, COSINE),  # divides nothing
+    Case(T, ((8, 745),), 24, COSINE),  # a batch that does not divide the rest
     Case(T, ((8, 745),), 7, COSINE),
     Case(T, ((8, 745),), 1000, COSINE),
-    Case(T, ((8, 745),), 20000, COSINE),  # one step
+    Case(T, ((8, 745),), 20000, COSINE),  # one step is left
     Case(T, ((64, 100),), 8, COSINE),
     Case(T, ((64, 100),), 63, COSINE),
     Case(T, ((8, 100), (16, 400)), 4, COSINE),
     Case(T, ((8, 100), (16, 400), (4, 600)), 32, COSINE),
-    Case(T, ((8, 100), (16, 400), (8, 401)), 8, COSINE),  # and back
+    Case(T, ((8, 100), (16, 400), (8, 401)), 8, COSINE),  # and back to the first batch
     Case(T, ((8, 100), (8, 300), (8, 400)), 8, COSINE),
     Case(T, ((8, 745),), 16, FRACTION),
     Case(T, ((8, 20),), 32, FRACTION),
@@ -256,9 +256,9 @@ def test_a_run_without_a_checkpoint_may_start_over_with_any_keys(tmp_path: Path)
     ("has_begun", "typed", "taken"),
     [
         (True, {"init_from": "old"}, "old@175"),  # the step that was chosen at first
-        (False, {"init_from": "old"}, "old"),  # chosen anew
+        (False, {"init_from": "old"}, "old"),  # the new choice
         (False, {}, "old@175"),
-        (True, {"init_from": "old@9"}, "old@9"),  # refused later
+        (True, {"init_from": "old@9"}, "old@9"),  # a later check refuses it
     ],
 )
 def test_a_resumed_run_keeps_its_source(
@@ -322,7 +322,7 @@ def test_the_last_start_is_the_last_one_that_reached_a_step(tmp_path: Path) -> N
     config = make_run(tmp_path, "a")
     folder = tmp_path / "a"
     save_config(with_values(config, {"optim.lr": 0.5}), folder, "config-2.yaml")
-    assert last_config(folder).optim.lr == 0.5  # there is no record
+    assert last_config(folder).optim.lr == 0.5  # the record is missing
     start = {"first_step": 1, "started": "2026-11-27T17:00:00+00:00"}
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
     assert last_config(folder).optim.lr == 0.5  # written by an older version

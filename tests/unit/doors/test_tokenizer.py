@@ -361,7 +361,7 @@ def test_the_end_of_learned_turns_stops_generate_and_an_export(
     assert isinstance(kept, FileTokenizer) and kept.ends >= {0, *learned}
     generation = json.loads(kept.to_export()[GENERATION])
     assert generation == {"eos_token_id": exported, "top_k": 20}
-    assert kept.all_ends(told) == exported  # that of config.json
+    assert kept.all_ends(told) == exported  # the value of config.json
 
 
 def test_roles_that_are_damaged_are_refused(tmp_path: Path) -> None:

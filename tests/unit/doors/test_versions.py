@@ -1,4 +1,4 @@
-"""Tests versions of other packages: too old is refused, too new is named, at the start."""
+"""Tests versions of other packages at the start: old ones are refused, too new ones are named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return there
 
 
-# Installed → "": accepted; otherwise the end of the sentence.
+# Installed version → "" if it is accepted, or the end of the sentence.
 NAMED = [
     ("torch", "2.15.0", ""),
     ("torch", "2.15.3+cu132", ""),

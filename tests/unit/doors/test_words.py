@@ -1,4 +1,4 @@
-"""Tests that text is kept as typed or written, wherever it enters; `~` is a home; a key is given
+"""Tests that text is kept as typed or written wherever it enters, `~` is a home, and keys are given
 once."""
 
 from __future__ import annotations

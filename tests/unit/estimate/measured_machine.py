@@ -20,7 +20,7 @@ from parallel3d.estimate.profiled_cost import (
 AXIS = (16.0, 256.0, 4096.0)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", "all_to_all")
 RATE = 50e9  # FLOP/s of a product
-MOVED = 2e9  # elements a second
+MOVED = 2e9  # elements per second
 LATENCY = 20e-6
 TP = (1.0, 2.0, 4.0, 8.0)
 RECOMPUTED = {"norm": 0.05, "activation": 0.1, "attention": 0.2, "mlp": 0.4, "layer": 0.9}

@@ -1,4 +1,4 @@
-"""A layout for the planner's tests: Llama-like on H100s, with any field given."""
+"""Makes layouts for the planner's tests: Llama-like on H100s, with any fields changed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from parallel3d.estimate.network import (
     two_level_time,
 )
 
-LINK = Link(gb_per_s=10.0, latency_us=5.0)  # 1 MB: 100 µs
+LINK = Link(gb_per_s=10.0, latency_us=5.0)  # 1 MB takes 100 µs
 FREE = Link(gb_per_s=10.0, latency_us=0.0)
 US = 1e-6
 SIZES = (0, 1, 1000, 10**6, 10**9)
@@ -70,7 +70,7 @@ def test_a_hierarchy_carries_an_inner_th_of_the_bytes_between_domains() -> None:
 
 
 def test_many_segments_make_a_broadcast_as_fast_as_one_message() -> None:
-    # Woolley's limit: N/B whatever the number of ranks, while unsegmented it is (n − 1)·N/B.
+    # Woolley's limit is N/B for any number of ranks; without segments it is (n − 1)·N/B.
     for n in (2, 8, 100):
         assert broadcast(n, 1e9, FREE) == pytest.approx((n - 1) * 0.1)
         assert broadcast(n, 1e9, FREE, segments=100_000) == pytest.approx(0.1, rel=1.1e-3)

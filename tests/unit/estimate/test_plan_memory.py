@@ -1,4 +1,4 @@
-"""Tests the planner's bytes: what each rank holds, and that the worst stage is named."""
+"""Tests the planner's bytes of each rank, and that the worst stage is named."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ EXPERTS = (
      "experts": MIXTURE | {"router_groups": 4, "router_top_groups": 2}, "moe": LOSSES},
 )  # fmt: skip
 
-# Places of norms, with scales and a cap that change no sizes.
+# Positions of norms, with scales and a cap, which change no sizes.
 SCALES = {"embedding_scale": 64.0, "residual_scale": 0.5, "attention_scale": 0.1,
           "logit_scale": 0.5, "logit_cap": 30.0}  # fmt: skip
 GEMMA = {"norm_position": "both", "norm_zero_centered": True, "activation": "geglu", **SCALES}
@@ -128,9 +128,9 @@ DIALECTS = (
      "global_batch_size": 4, "recompute": "[norm,mlp]", "experts": MIXTURE, "dialect": GEMMA},
 )  # fmt: skip
 
-# Percent by which the plan's memory may be below and above the dry run's, and its launches off. Its
-# formulas are for FSDP2 of torch 2.13. FSDP2 of 2.15 launches up to 16 more copies per step; that
-# of 2.11 keeps more in one layout.
+# Limits in per cent by which the plan's memory may be below and above the dry run's, and its
+# launches differ. Its formulas are for FSDP2 of torch 2.13. FSDP2 of 2.15 launches up to 16 more
+# copies per step; that of 2.11 keeps more in one layout.
 OFF = {(2, 13): ("3", "12", "0"), (2, 15): ("3", "12", "2.5"), (2, 11): ("14", "12", "0")}
 
 

@@ -1,4 +1,4 @@
-"""Tests the planner's search: what is searched, what is fixed, and what comes first."""
+"""Tests the planner's search: the searched and the fixed keys, and the order of layouts."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def config_of(cluster: str, **keys: Any) -> Config:
 def test_the_cheapest_style_is_one_that_the_checks_allow() -> None:
     few = {"num_attention_heads": 8, "num_query_groups": 8, "head_dim": 128}
     assert with_style(config_of("dgx_h100", cp=1)).context_parallel.style == "auto"
-    for cluster in ("dgx_h100", "laptop"):  # by the planner's prices, and by the network's alone
+    for cluster in ("dgx_h100", "laptop"):  # by the planner's prices, and only by the network's
         for model in (few, few | {"dropout": 0.1}, few | {"num_attention_heads": 9}):
             config = config_of(cluster, cp=8, model=model | {"num_query_groups": None})
             chosen, seconds = with_style(config), style_seconds(config)

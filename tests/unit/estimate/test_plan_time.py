@@ -1,4 +1,4 @@
-"""Tests the planner's seconds: its closed form equals the clock, and each part changes as it
+"""Tests the planner's seconds: its closed form agrees with the clock, and each part changes as it
 must."""
 
 from __future__ import annotations

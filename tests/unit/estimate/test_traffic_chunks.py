@@ -146,8 +146,8 @@ def test_each_chunk_begins_with_a_small_bucket() -> None:
 @pytest.mark.parametrize(
     ("name", "pp", "vpp", "boundaries"),
     [
-        ("interleaved", 4, 2, 2),  # and one from the last rank to the first
-        ("interleaved", 2, 2, 3),  # there and back again
+        ("interleaved", 4, 2, 2),  # and one message from the last rank to the first
+        ("interleaved", 2, 2, 3),  # forth and back
         ("interleaved", 2, 3, 5),
         ("interleaved", 1, 4, 0),
         ("zbv", 2, 2, 2),

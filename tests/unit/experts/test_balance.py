@@ -1,4 +1,4 @@
-"""Tests counts, losses and figures of the balance, and the update of biases, on one rank."""
+"""Tests counts, losses and statistics of the balance, and updates of biases, on one rank."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Layer:
 
 
 def run_of(experts: int, chosen: int = 1, **keys: float) -> BalanceOfRun:
-    """Returns the balance of a run with layers 0 and 2, of which this rank has the second."""
+    """Returns the balance of a run whose layers 0 and 2 have experts; this rank has layer 2."""
     layer = Layer("layers.2.mlp.router", torch.zeros(experts), Tally(experts, CPU))
     settings, alone = ExpertsConfig(**keys), {"has_biases": True, "is_first": True}
     return BalanceOfRun(settings, {2: layer}, [0, 2], experts, chosen, (), **alone)
 
 
 def chosen(*counts: int) -> BalanceLosses:
-    """Returns the losses of a micro-batch, of which only the counts matter."""
+    """Returns the losses of a micro-batch; only the counts matter here."""
     return BalanceLosses(NOTHING, NOTHING, NOTHING, torch.tensor(counts), None)
 
 
 def balance_of(used: Tensor | None, lengths: list[float], **more: Any) -> Balance:
-    """Returns the balance of samples with so many tokens before their padding."""
+    """Returns the balance of samples with these numbers of tokens before their padding."""
     numbers = torch.arange(len(lengths))
     return Balance(numbers, None, used, torch.tensor(lengths, dtype=torch.float64), **more)
 
@@ -52,7 +52,7 @@ def taken(run: BalanceOfRun) -> list[float]:
 
 
 def test_counts_of_forty_thousand_tokens_differ_by_one() -> None:
-    """Numbers of 8 bits are 256 apart there, so that no bias would move."""
+    """bf16 numbers of this size are 256 apart, so that no bias would move."""
     run = run_of(4, bias_update_rate=0.25)
     layer = run.routers[2]
     layer.tally.add(chosen(40_000, 39_990, 40_000, 39_999))
@@ -70,7 +70,7 @@ def test_a_bias_moves_by_the_sign_of_the_mean_minus_the_count() -> None:
     run = run_of(3, bias_update_rate=0.5)
     bias = run.states["layers.2.mlp.router.bias"]
     for counts, expected in (
-        ((3, 4, 1), [-0.5, -0.5, 0.5]),  # the mean is no whole number
+        ((3, 4, 1), [-0.5, -0.5, 0.5]),  # the mean is not a whole number
         ((2, 2, 2), [-0.5, -0.5, 0.5]),
         ((0, 1, 1), [0.0, -1.0, 0.0]),
     ):
@@ -112,7 +112,7 @@ def test_a_planted_bug_is_detected(bug: Mutation, check: Callable[[], None]) -> 
 
 
 def test_losses_and_entropy_are_the_formulas_without_padding() -> None:
-    """Two samples, of which the second has two tokens and two of padding."""
+    """Two samples; the second has two tokens and two of padding."""
     rng = np.random.default_rng(5)
     logits = rng.normal(size=(2, 4, 3))
     scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
@@ -156,7 +156,7 @@ def test_both_losses_carry_the_scale_of_the_gradients() -> None:
     assert scaled.aux_scale.item() == 0.5 * 65536 / 8
     assert scaled.z_scale.item() == 0.25 * 65536 / 32
     nothing = run.scaled(plain, 1.0, 8, torch.tensor(0.0))
-    assert nothing.z_scale is not None and nothing.z_scale.item() == 0.25  # padding alone
+    assert nothing.z_scale is not None and nothing.z_scale.item() == 0.25  # only padding
     off = run_of(2).scaled(plain, 1.0, 8, torch.tensor(32.0))
     assert off.aux_scale is None and off.z_scale is None
 

@@ -1,4 +1,5 @@
-"""Figures of the experts in a step: metrics.jsonl, TensorBoard and W&B have them by layer."""
+"""Tests that metrics.jsonl, TensorBoard and W&B have the experts' statistics of a step, by
+layer."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from parallel3d.metrics.loggers import figures_of
 
 
 class Routed:
-    """Stands for a router with four experts."""
+    """Stands in for a router with four experts."""
 
     name = "layers.2.mlp.router"
 

@@ -1,4 +1,4 @@
-"""Tests one rank's experts, in memory that is never zero by chance, and the order of sums."""
+"""Tests one rank's experts in memory that is never zero by chance, and the order of their sums."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rows_of(chosen: Tensor) -> Rows:
 
 
 def expected_of(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, experts: Tensor) -> Tensor:
-    """Returns the weighed sums, one token and one slot after the other."""
+    """Returns the weighted sums, one token and one slot at a time."""
     ups, downs = up.view(EXPERTS, 2 * WIDTH, HIDDEN), down.view(EXPERTS, HIDDEN, WIDTH)
     out = []
     for token, chosen, weight in zip(x, experts.tolist(), weights, strict=True):
@@ -104,7 +104,7 @@ def test_grouped_experts_equal_a_loop_over_tokens(
 
 @planted(SUMMED_SLOTS)
 def nothing_behind_the_last_row(sound: Any, rows: Tensor, places: Tensor) -> Tensor:
-    """The row behind the last one is not written."""
+    """The row after the last one, which stands for none, is not zeroed."""
     padded = torch.cat((rows, rows.new_empty(1, rows.shape[1])))
     return sum(padded.index_select(0, places[:, slot]) for slot in range(places.shape[1]))
 
@@ -144,7 +144,7 @@ def test_a_token_sums_its_rows_in_the_order_of_its_slots() -> None:
 
 
 def test_an_activation_in_bf16_is_rounded_once_with_its_weight() -> None:
-    """An expert that passes its activation on shows how it was rounded."""
+    """Experts that pass their activation on show its rounding."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(64, 5, generator=generator).bfloat16()
     weights = torch.rand(64, 1, generator=generator)

@@ -1,4 +1,5 @@
-"""Tests how experts are drawn, which way their tokens take, and what a recomputation asks again."""
+"""Tests the initial values of experts, the choice of dispatch, and that a recomputation exchanges
+nothing again."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def test_an_expert_is_drawn_by_its_number_in_the_model(index: int) -> None:
 
 
 def test_experts_start_like_an_mlp_and_the_router_like_a_projection() -> None:
-    """The last matrices write into the residual stream, so that they are smaller."""
+    """The last matrices write into the residual stream, so their values are smaller."""
     made = layer()
     assert made.experts.up.std().item() == pytest.approx(0.1, rel=0.02)
     assert made.experts.down.std().item() == pytest.approx(0.1 / 6**0.5, rel=0.02)
@@ -73,8 +74,8 @@ def test_the_share_of_tokens_that_are_sent_is_counted(experts: int, chosen: int,
 
 
 def test_the_way_is_the_one_that_sends_less() -> None:
-    """Eight of 128 experts: a token has one on nearly every of four ranks, and on two of three of
-    eight ranks."""
+    """With eight of 128 experts, a token has one on nearly every one of four ranks, and on two
+    thirds of eight ranks."""
     assert [chosen_way("auto", 128, 8, ep) for ep in (2, 4, 8)] == [
         "gather",
         "gather",
@@ -91,7 +92,7 @@ def test_the_way_is_the_one_that_sends_less() -> None:
 def test_a_recomputation_runs_the_experts_again_and_chooses_nothing(
     recompute: str, again: int
 ) -> None:
-    """The order of rows, which the host waits for, is found once, too."""
+    """The order of rows, for which the host waits, is also found only once."""
     calls: Counter[str] = Counter()
 
     def counted(name: str) -> Any:

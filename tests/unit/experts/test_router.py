@@ -38,13 +38,13 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 def model(**keys: Any) -> ModelConfig:
-    """Returns a model whose tokens are as wide as it has experts."""
+    """Returns a model whose hidden size is its number of experts."""
     sizes = {"num_experts": EXPERTS, "experts_per_token": 3, "hidden_size": EXPERTS}
     return ModelConfig(**(sizes | {"num_layers": 2, "num_attention_heads": 2} | keys))
 
 
 def router_of(shape: ModelConfig, dtype: torch.dtype = torch.float64) -> Router:
-    """Returns a router whose logits are the token itself, and which has gradients of its own."""
+    """Returns a router with the unit matrix, whose logits are the token itself."""
     router = Router(0, shape, Initializer(3, dtype, torch.device("cpu")))
     with torch.no_grad():
         router.weight.copy_(torch.eye(EXPERTS))
@@ -76,20 +76,20 @@ def test_choices_and_weights_are_those_of_the_reference(keys: dict[str, Any]) ->
 
 @pytest.mark.parametrize("keys", ROUTERS.values(), ids=ROUTERS.keys())
 def test_ties_go_to_the_lower_index(keys: dict[str, Any]) -> None:
-    """Whole numbers as logits: most tokens have equal scores at the border of their choice."""
+    """With whole numbers as logits, most tokens have equal scores at the border of their choice."""
     beside_the_reference(logits().round(), torch.zeros(EXPERTS), **keys)
     beside_the_reference(torch.zeros(1, EXPERTS).double(), torch.zeros(EXPERTS), **keys)
 
 
 def test_a_bias_below_zero_does_not_let_a_token_out_of_its_groups() -> None:
-    """Zeros in place of the experts of other groups, as in older releases of transformers, win."""
+    """Experts of other groups get zeros, as in older releases of transformers, and may win."""
     bias = torch.full((EXPERTS,), -2.0, dtype=torch.float64)
     beside_the_reference(logits(), bias + 0.3 * logits(1)[0], **ROUTERS["groups-of-sigmoid"])
 
 
 @planted(RANKED)
 def ties_to_the_higher_index(sound: Any, values: Tensor, count: int) -> Tensor:
-    """The last of equal values is the best."""
+    """The last of equal values wins."""
     return values.shape[-1] - 1 - sound(values.flip(-1), count)
 
 
@@ -107,13 +107,13 @@ def scores_of_bf16(sound: Any, given: Tensor, settings: RouterSettings) -> Tenso
 
 @planted(SCORES)
 def softmax_twice(sound: Any, given: Tensor, settings: RouterSettings) -> Tensor:
-    """The scores are those of scores."""
+    """The scores pass through the softmax twice."""
     return sound(sound(given, settings), settings)
 
 
 @planted(CHOICE_WEIGHTS)
 def weights_without_gradient(sound: Any, *given: Any) -> Tensor:
-    """A gather that autograd does not know cuts the router off."""
+    """A gather without autograd cuts the router off."""
     return sound(*given).detach()
 
 
@@ -156,7 +156,7 @@ def test_the_weights_alone_give_the_router_a_gradient() -> None:
 
 
 def test_the_auxiliary_loss_is_that_of_transformers_by_experts_per_token() -> None:
-    """Frequencies there sum to the experts per token, and here to 1."""
+    """Frequencies sum to the number of experts per token there, and to 1 here."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -198,14 +198,14 @@ def test_a_router_of_bf16_has_gradients_of_fp32() -> None:
         found.append(tokens.grad)
     assert routers[1].weight.grad is not None
     torch.testing.assert_close(total.double(), routers[1].weight.grad, rtol=1e-5, atol=1e-6)
-    large = found[1].abs() > 1e-4  # what is not chosen has no gradient but for rounding
+    large = found[1].abs() > 1e-4  # experts that are not chosen only have rounding as gradient
     assert (found[0] == found[1].bfloat16())[large].double().mean() > 0.99
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_bias_near_20_keeps_differences_of_a_hundredth(dtype: torch.dtype) -> None:
-    """The biases of large models lie far from zero and close together, as 20 ± 0.01: no conversion
-    of the model may round them."""
+    """The biases of large models are far from zero and close together, such as 20 ± 0.01, so no
+    conversion of the model may round them."""
     router = router_of(model(router_bias=True), torch.float32).to(dtype)
     assert router.weight.dtype == dtype
     assert router.bias is not None
@@ -221,7 +221,7 @@ def test_a_bias_near_20_keeps_differences_of_a_hundredth(dtype: torch.dtype) -> 
     run.update(run.figures(run.take(torch.zeros((), dtype=torch.float64)).tolist(), 1))
     moved = torch.where(torch.zeros(EXPERTS).index_fill(0, choice.experts[0], 1) > 0, -0.001, 0.001)
     torch.testing.assert_close(router.bias, first + moved, rtol=0, atol=4e-6)
-    assert not torch.equal(first, first.to(dtype).float())  # it would
+    assert not torch.equal(first, first.to(dtype).float())  # a conversion would change them
 
 
 def test_a_choice_that_is_given_is_not_made_again() -> None:
@@ -229,7 +229,7 @@ def test_a_choice_that_is_given_is_not_made_again() -> None:
     other = Choice(experts=torch.arange(3).expand(TOKENS, 3).flip(-1))
     found: Routing = router(x, other, balance_of(1, TOKENS, 1.0))
     assert torch.equal(found.experts, torch.tensor([2, 1, 0]).expand(TOKENS, 3))
-    assert not router.tally.values.any()  # counted in the forward that chose
+    assert not router.tally.values.any()  # it was counted in the forward that chose
 
 
 BUGS: list[tuple[Mutation, Callable[[], None]]] = [

@@ -30,7 +30,7 @@ def result(step: int, loss: float | None, skipped: bool = False) -> StepResult:
 def test_spike_is_said_once_and_only_over_a_full_window() -> None:
     said: list[str] = []
     watched = health(said)
-    watched.after_step(result(1, 90.0))  # no median yet
+    watched.after_step(result(1, 90.0))  # there is no median yet
     for step in range(2, 60):
         watched.after_step(result(step, 2.0))
     for step in range(60, 65):

@@ -60,7 +60,7 @@ time.sleep(600)
 
 
 def started(run_dir: Path, what: str, streams: int) -> ReadyPopen:
-    """Starts a process that hangs under a watchdog, after `what` was broken."""
+    """Breaks `what`, and starts a process that hangs under a watchdog."""
     return ReadyPopen(
         ("-c", WATCHED, str(run_dir), what),
         cwd=ROOT,
@@ -154,7 +154,7 @@ def test_a_wait_that_timed_out_is_a_hang(error: Exception, tmp_path: Path) -> No
 def test_a_verdict_under_way_is_not_cut_off_by_what_follows_from_it(tmp_path: Path) -> None:
     """The watchdog kills a stopped peer, and the main thread fails at once because of that."""
     rank = Worker(0, 0, 2, 2, tmp_path, "local", watchdog=Mock(is_reporting=True))
-    rank.watchdog.timed_out.side_effect = SystemExit  # it does not return
+    rank.watchdog.timed_out.side_effect = SystemExit  # the call does not return
     with pytest.raises(SystemExit):
         failure.leave(1, rank)
 

@@ -115,7 +115,7 @@ def test_ranks_that_compute_on_one_gpu_are_refused_on_every_rank(
 def test_hosts_with_different_devices_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Rank 0's host has a GPU for each of its ranks, the other one has not."""
+    """Rank 0's host has a GPU for each of its ranks; the other host does not."""
     played_cuda(2, monkeypatch)
     monkeypatch.setattr(rendezvous, "take_run", lambda *_: None)
     monkeypatch.setattr(rendezvous, "READ_S", 0.0)

@@ -62,6 +62,6 @@ def test_nothing_is_bound_if_numa_nodes_make_no_difference(
     two = played_sys(tmp_path / "two", ["0-3", "4-7"], GPUS, "0-7")
     assert bind_near("0000:1b:00.0", one) == set()
     assert bind_near("0000:00:05.0", two) == set()  # the firmware does not report it
-    assert bind_near("0000:77:00.0", two) == set()  # no such device
+    assert bind_near("0000:77:00.0", two) == set()  # the device does not exist
     assert bind_near("0000:1b:00.0", tmp_path / "none") == set()
     assert allowed == set(range(8))

@@ -1,4 +1,4 @@
-"""Tests that a process of this host is killed only if the kernel, too, says that it belongs to the
+"""Tests that a process of this host is only killed if the kernel confirms that it belongs to the
 job."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def sleeper(started: list[subprocess.Popen], **environ: str) -> dict[str, object
 
 
 def answer(records: list[dict[str, object]], **environ: str) -> str:
-    """Returns how a rank with this environment reads the records."""
+    """Returns the records that a rank with this environment accepts."""
     command = [sys.executable, "-c", ASKS, json.dumps(records)]
     environ = {**os.environ, **environ}
     asked = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)

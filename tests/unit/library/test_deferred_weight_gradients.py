@@ -1,5 +1,4 @@
-"""Tests deferred weight gradients of plain modules: what is deferred, and that results stay
-equal."""
+"""Tests which weight gradients of plain modules are deferred, and that results stay equal."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from tests.e2e.ready import run_code
 
 pytestmark = pytest.mark.slow
 
-# The destruction blocks for ever if its peers do not take part; here for longer than a test may
-# last.
+# Destroying groups blocks for ever if peers do not take part; here, it blocks for longer than a
+# test may last.
 SCRIPT = """
 import sys, threading, time
 import torch

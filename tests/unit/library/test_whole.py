@@ -11,7 +11,7 @@ from parallel3d.schedules.orders import StageAssignment
 
 
 def modules_of_ranks(count: int, placement: StageAssignment) -> list[int]:
-    """Returns how many of `count` modules each rank gets."""
+    """Returns the number of modules that each rank gets of `count`."""
     stages = stages_of([nn.Identity() for _ in range(count)], placement, None)
     assert [i for members in stages for i in members] == list(range(count))
     assert min(map(len, stages)) >= 1

@@ -1,5 +1,4 @@
-"""Tests what a profiled rank starts, marks, writes and prints, on a GPU simulated by a list of
-calls."""
+"""Tests a profiled rank's calls, marks, files and output, on a GPU simulated by a list of calls."""
 
 from __future__ import annotations
 
@@ -231,7 +230,7 @@ def test_starting_a_collective_has_a_range_on_every_device(on_device: bool) -> N
 def test_layers_have_ranges_in_the_forward_and_in_recomputation(
     recompute: str, again: bool
 ) -> None:
-    """Recomputation leaves a forward by an exception, as soon as it has what it needs."""
+    """Recomputation leaves a forward by an exception as soon as it has the needed tensors."""
     stage, ranges = middle_stage(recompute, layers=2), Opened()
     x = hidden()
     x.requires_grad_()

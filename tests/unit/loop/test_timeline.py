@@ -52,7 +52,8 @@ def test_the_printed_costs_are_those_of_an_average_rank(name: str, chunks: int) 
     total = sum(map(len, layers))
     each = (1.0, 1.2, 1.2 if chunks == 1 else 0.8)
     costs = Costs(*(tuple(c * len(stage) for stage in layers) for c in each))
-    again = [0.25, 0.0, 0.5, 0.75][: len(split)]  # forwards, which are recorded besides the keys
+    # forwards, which are recorded in addition to the keys
+    again = [0.25, 0.0, 0.5, 0.75][: len(split)]
     twice = (more * forward for more, forward in zip(again, costs.forward, strict=True))
     slower = tuple(map(sum, zip(costs.input, twice, strict=True)))
     costs = Costs((*costs.forward[:-1], 9.0), slower, costs.weight)

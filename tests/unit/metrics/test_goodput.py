@@ -42,7 +42,7 @@ def step(recorder: Recorder, time: Time, number: int, seconds: float = 2.0, **mo
 
 
 def checkpoint(recorder: Recorder, time: Time, seconds: float = 3.0) -> None:
-    recorder.waiting()  # as a save begins
+    recorder.waiting()  # when a save begins
     time.pass_by(seconds)
     recorder.spent("checkpoint", seconds)
 
@@ -64,7 +64,7 @@ def test_goodput_of_an_undisturbed_start(tmp_path: Path) -> None:
     recorder.spent("evaluation", 5.0)
     recorder.evaluation(4, 1.0)
     checkpoint(recorder, time)
-    time.pass_by(1.0)  # time that is not counted
+    time.pass_by(1.0)  # this time is not counted
     expected = {"wall_s": 27.0, "steps_s": 8.0, "start_up_s": 10.0, "evaluation_s": 5.0}
     assert seconds_of(tmp_path, recorder) == expected | {"checkpoint_s": 3.0, "other_s": 1.0}
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -56,11 +56,11 @@ def test_datasheet_gives_each_device_its_own_dense_peak(
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("NVIDIA H20", "bf16"),  # not an H200
+        ("NVIDIA H20", "bf16"),  # this is not an H200
         ("NVIDIA GH200 480GB", "bf16"),
         ("NVIDIA H800", "bf16"),  # a GPU without a known datasheet, such as the A800
         ("NVIDIA A800-SXM4-80GB", "bf16"),
-        ("NVIDIA B300 SXM6 AC", "fp64"),  # nearly no memory
+        ("NVIDIA B300 SXM6 AC", "fp64"),  # it has nearly no memory
         ("NVIDIA GeForce RTX 4090 D", "bf16"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),  # a seventh of the GPU
@@ -69,7 +69,7 @@ def test_datasheet_gives_each_device_its_own_dense_peak(
         ("GRID A100D-3-40C", "bf16"),
         ("NVIDIA L40S-48Q", "bf16"),
         ("NVIDIA H100-2-20C", "bf16"),
-        ("NVIDIA A100-SXM4-80GB", "fp8"),  # has none
+        ("NVIDIA A100-SXM4-80GB", "fp8"),  # this dtype has no peak
         ("Tesla T4", "fp16"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_cpu_is_measured_and_divided_among_its_ranks(monkeypatch: pytest.Monke
         shared = device_peak_flops(CPU, "fp32", local_ranks=8)
     finally:
         torch.set_num_threads(threads)
-    assert alone.flops == pytest.approx(2 * 1024**3 / 0.02)  # the fastest
+    assert alone.flops == pytest.approx(2 * 1024**3 / 0.02)  # the fastest call counts
     assert alone.source == "roughly measured: fp32 GEMM on 1 CPU thread"
     assert shared.source == "roughly measured: fp32 GEMM × 1 cores / 8 threads"
     assert shared.flops == pytest.approx(alone.flops / 8)

@@ -1,4 +1,4 @@
-"""Tests the recorder: what it writes, what it shows, and what is left when a run ends badly."""
+"""Tests the recorder: its files and output, also when a run ends badly."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_killed_run_that_resumes_has_every_step_once(tmp_path: Path) -> None:
     age(tmp_path)
     session(tmp_path, 11, 16, scale=8.0).finish()  # its checkpoint was at step 10
     age(tmp_path)
-    session(tmp_path, 16, 17, scale=9.0).finish()  # and this one is older than the last step
+    session(tmp_path, 16, 17, scale=9.0).finish()  # this session begins before the last step
     files = sorted((tmp_path / "tensorboard").iterdir())
     events = [event for file in files for event in RawEventFileLoader(str(file)).Load()]
     assert sum(b"train/loss" in event for event in events) == 12 + 6 + 2  # the files contain them

@@ -151,7 +151,8 @@ def test_wandbs_variables_set_keys_that_are_not_given(
     config.logger = LoggerConfig(name="wandb", project="bar", tags=["z"])
     with Recorder(config, typed, 1e6, Peak(1e9, "test")) as recorder:
         recorder.start({})
-        recorder.step(1, None, 0.0, 1e-3, 4096, 0.1, skipped=True)  # no token to learn
+        # this step has no token to learn
+        recorder.step(1, None, 0.0, 1e-3, 4096, 0.1, skipped=True)
         recorder.evaluation(1, None, {"a": None})
     records = inspect(typed)
     assert (records["run"][0]["project"], records["run"][0]["tags"]) == ("bar", ["z"])
@@ -344,8 +345,8 @@ def test_no_step_is_twice_in_wandb_and_none_is_lost_when_killed_sessions_resume(
     assert (losses[7], losses[300], losses[325]) == ("NaN", 4 / 300, 4 / 325)
 
 
-# The same with W&B alone: its `resume` and the rows' own steps. A session logs the rows from its
-# first step on, or from step 1 on ("all").
+# The same by W&B's own means: `resume`, and explicit steps of rows. A session logs the rows from
+# its first step on, or from step 1 on ("all").
 ONLY_WANDB = """
 import os, sys, time
 from pathlib import Path

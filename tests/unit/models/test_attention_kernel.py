@@ -1,5 +1,4 @@
-"""Tests `attention_kernel`: which of PyTorch's kernels runs, and what is refused before
-training."""
+"""Tests which of PyTorch's kernels `attention_kernel` selects, and refusals before training."""
 
 from __future__ import annotations
 
@@ -54,8 +53,8 @@ def packed(qkv: Tensor, kernel: str) -> Tensor:
 
 
 def again(qkv: Tensor, kernel: str) -> Tensor:
-    """Runs attention that is recomputed in the backward, when no outer context selects a kernel any
-    more."""
+    """Runs attention that is recomputed in the backward, outside of any context that selects a
+    kernel."""
     return recomputed(whole, qkv, kernel)
 
 

@@ -42,7 +42,7 @@ def leaves(*shape: int) -> tuple[Tensor, ...]:
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, apart: bool) -> Tensor:
-    """Computes the formula, one query at a time, for all heads of the model: 1 before these."""
+    """Computes the formula, one query at a time; one head of the model comes before these."""
     rows = []
     for i in range(q.shape[2]):
         of_samples = []

@@ -1,4 +1,4 @@
-"""Tests `recompute` on one rank: what is kept, what is repeated, and that gradients are added
+"""Tests `recompute` on one rank: the kept tensors, the repeated parts, and that gradients are added
 once."""
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ INPUTS = LAYERS * BATCH * SEQUENCE * HIDDEN * 4
 QKV, HEADS = 1.5, 3.0  # inputs: the projection of 8 + 2 + 2 heads; q, and k and v repeated for it
 ATTENDED = 2.0  # by head for attention's backward, by token for the following projection
 UP, INNER = 3.5, 1.75  # gate and up, 56 columns each; their product is as wide as silu(gate)
-STATISTICS = 1 / HIDDEN  # of a norm
-SUMS = 8 / HIDDEN  # attention's, of each head
+STATISTICS = 1 / HIDDEN  # statistics of a norm
+SUMS = 8 / HIDDEN  # attention's statistics, of each head
 # Kept tensors by part, in units of a layer's input.
 NORMS, ATTENTION, MLP = 2 * (1 + STATISTICS), HEADS + ATTENDED + SUMS, UP + 2 * INNER
 ALL = 2 + NORMS + ATTENTION + MLP
@@ -205,7 +205,7 @@ def test_evaluation_keeps_nothing() -> None:
 
 @pytest.mark.slow
 def test_layers_of_an_8b_model_keep_two_gib_of_activations_for_a_sequence() -> None:
-    """Tests what lets Llama 3 8B train on eight GPUs of 80 GB, as dp=8 zero=1 or tp=8.
+    """Tests the savings that let Llama 3 8B train on eight GPUs of 80 GB, as dp=8 zero=1 or tp=8.
 
     It keeps 32 inputs of 8192 × 4096 in bf16, where `recompute=none` keeps above 30 GiB. Nothing is
     computed here.

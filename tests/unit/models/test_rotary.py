@@ -1,4 +1,4 @@
-"""Compares the tables of RoPE's kinds with transformers' frequencies and with the formula."""
+"""Compares the tables of each RoPE scaling with transformers' frequencies and with the formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests which ranks hold equal bits of a run of elements, over all ranks of a layout."""
+"""Tests the copies of runs of elements over all ranks of a layout."""
 
 from __future__ import annotations
 

@@ -224,7 +224,8 @@ def test_an_accelerators_gemm_adds_in_fp32_without_rounding(
     supports_wide_addmm.cache_clear()
     add_matmul(wide, grad, x)
     how = {"out_dtype": torch.float32, "in_place": True, "kind": kind}
-    assert [{k: c[k] for k in how} for c in calls] == [how, how]  # it is tried once, and then used
+    # the GEMM is tried once, and then used
+    assert [{k: c[k] for k in how} for c in calls] == [how, how]
     assert calls[-1]["out"] is wide
     # A product of about 8 is rounded to the precision of its factors' dtype, or not at all.
     assert (plain - exact).abs().max() > 0.2 * 8 * torch.finfo(kind).eps
@@ -240,7 +241,7 @@ def test_a_product_beyond_fp16_is_finite_in_fp32(monkeypatch: pytest.MonkeyPatch
     add_rounded(plain, huge, huge)
     assert plain.isinf().all()
     add_matmul(wide, huge, huge)
-    assert (wide == 160000.0).all()  # on a CPU, which converts fp16
+    assert (wide == 160000.0).all()  # a CPU converts fp16 to fp32
     wide.zero_()
     monkeypatch.setattr(accelerator, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch, "addmm", addmm)

@@ -127,8 +127,8 @@ def test_the_next_micro_batch_is_loaded_ahead_if_asked_for() -> None:
     loaded: list[int] = []
     batches = MicroBatches(lambda m: loaded.append(m) or (m,), [2, 0, 1])
     assert batches.take() == (2,)
-    batches.look_ahead()  # its forward is queued
-    batches.look_ahead()  # one is enough
+    batches.look_ahead()  # the forward is queued
+    batches.look_ahead()  # one micro-batch ahead is enough
     assert loaded == [2, 0]
     assert [batches.take(), batches.take()] == [(0,), (1,)]
     batches.look_ahead()  # nothing is left

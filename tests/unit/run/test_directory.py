@@ -150,7 +150,7 @@ def test_a_run_resumes_with_another_layout_and_keeps_every_configuration(tmp_pat
 def test_a_run_that_cannot_resume_is_refused_with_the_differing_keys(tmp_path: Path) -> None:
     mine = config(tmp_path, run="mine")
     _, directory = make_run_directory(mine)
-    # Otherwise nothing binds the run to it.
+    # Without a checkpoint, nothing binds the run to its configuration.
     (directory / "checkpoints" / "step-00000004").mkdir(parents=True)
     model = dataclasses.replace(mine.model, hidden_size=96)
     other = dataclasses.replace(mine, seed=5, model=model, tp=1)

@@ -1,5 +1,4 @@
-"""Tests what a launcher reads and writes around its ranks, on a failing disk: one sentence at
-most."""
+"""Tests a launcher's reads and writes around its ranks on a failing disk: one sentence at most."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests after which failures the local ranks are restarted."""
+"""Tests which failures make the launcher restart the local ranks."""
 
 from __future__ import annotations
 

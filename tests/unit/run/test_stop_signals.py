@@ -1,4 +1,4 @@
-"""Tests the effects of signals on a run, in the order in which they come."""
+"""Tests the effects of signals on a run, one after another."""
 
 from __future__ import annotations
 

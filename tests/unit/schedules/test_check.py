@@ -16,7 +16,7 @@ from tests.pace import in_cpu_time
 
 
 def plan_of(*ranks: str) -> PipelineProgram:
-    """Parses a program: steps are separated by blanks, the messages of a group joined by +."""
+    """Parses a program: blanks separate steps, and + joins the messages of a group."""
     program: PipelineProgram = []
     for text in ranks:
         steps: list[Step] = []
@@ -28,7 +28,7 @@ def plan_of(*ranks: str) -> PipelineProgram:
 
 
 def split_groups(program: PipelineProgram, sends_first: Callable[[int], bool]) -> PipelineProgram:
-    """Returns a program that sends one message after the other; some ranks send first."""
+    """Returns a program that sends one message after another; some ranks send first."""
     serial: PipelineProgram = []
     for rank, steps in enumerate(program):
         out: list[Step] = []

@@ -56,7 +56,7 @@ def test_every_schedule_is_valid_at_any_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMED_SCHEDULES)
 def test_backwards_of_a_chunk_run_in_microbatch_order(name: str) -> None:
-    """Gradients then add up in the same order everywhere, hence to the same bits."""
+    """Gradients then add up in the same order everywhere, and so have the same bits."""
     for chunks in chunks_of(name):
         for order in make(name, 4, 11, chunks).orders:
             for chunk in range(chunks):
@@ -261,8 +261,8 @@ def test_invalid_numbers_of_chunks_are_refused(name: str, chunks: int, sentence:
 
 
 def test_stages_of_unequal_cost_by_hand() -> None:
-    """Two ranks, the second with a third of the layers and a head that costs a forward and a half
-    of them.
+    """Two ranks; the second has a third of the layers, and a head that costs as much as a forward
+    and a half of them.
 
     So F, I and W take 1.5, 1.5 and 1.5 on the first rank, and 2, 0.5 and 0.5 on the second.
     """
@@ -271,8 +271,8 @@ def test_stages_of_unequal_cost_by_hand() -> None:
     costs = work.costs(assignment)
     assert (costs.forward, costs.input, costs.weight) == ((1.5, 2.0), (1.5, 0.5), (1.5, 0.5))
     found = measure(make("gpipe", 2, 2), work)
-    # F0 to 1.5 and F1 to 3; on the second to 3.5 and 5.5; back B0 to 6.5 and B1 to 7.5; 9.5 and
-    # 12.5.
+    # On the first rank F0 ends at 1.5 and F1 at 3; on the second they end at 3.5 and 5.5, and B0
+    # and B1 at 6.5 and 7.5; on the first B0 and B1 end at 9.5 and 12.5.
     assert found.seconds == 12.5
     assert found.overhead == pytest.approx(12.5 / 9 - 1)
     assert found.bubble == pytest.approx(1 - (9 + 6) / 25)

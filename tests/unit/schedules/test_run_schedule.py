@@ -70,11 +70,10 @@ def test_a_model_that_no_schedule_can_split_is_refused(
 
 
 def test_recomputation_counts_towards_the_input_gradients_time() -> None:
-    """Among the first stages' layers, as many as given recompute; norms and the like are no
-    FLOPs."""
+    """The given number of layers recomputes on each stage; norms and activations count no FLOPs."""
     model, assignment = config(8).model, StageAssignment(4)
     attention = 2 * model.hidden_size * model.seq_length
-    matmul = 2 * model.hidden_size * model.ffn_size  # up, or down
+    matmul = 2 * model.hidden_size * model.ffn_size  # the projection up, or the one down
     whole = 8 * model.hidden_size**2 + attention + 2 * matmul
     plain = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(config(8))).costs(assignment)
     for recompute, products in {
@@ -87,7 +86,7 @@ def test_recomputation_counts_towards_the_input_gradients_time() -> None:
         costs = RankWork(1.0, 1.0, 1.0, 0.0, StageWeights.of_run(made)).costs(assignment)
         share = products / whole
         more = [b - a for a, b in zip(plain.input, costs.input, strict=True)]
-        # Of the forward of two layers, which is 1.0.
+        # The shares refer to the forward of two layers, which is 1.0.
         assert more == pytest.approx([share, share / 2, 0, 0])
         assert (costs.forward, costs.weight) == (plain.forward, plain.weight)
         plainly = Blueprint.of(replace(made, vpp=1, schedule=ScheduleConfig()))

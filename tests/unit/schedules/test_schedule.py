@@ -87,7 +87,7 @@ def test_lowering_keeps_the_compute_order_and_makes_one_group_between_actions(na
 
 @pytest.mark.parametrize("name", IN_ORDER)
 def test_backwards_run_in_microbatch_order(name: str) -> None:
-    """Gradients then add up in the same order under every schedule, hence to the same bits."""
+    """Gradients then add up in the same order under every schedule, and so have the same bits."""
     for order in make(name, 4, 9).orders:
         assert [a.microbatch for a in order if a.kind == Kind.B] == list(range(9))
 

@@ -13,7 +13,7 @@ from parallel3d.schedules.walk import Costs, ScheduleError, Timeline, time_order
 def timed(
     orders: list[list[Action]], forward: list[float], backward: list[float], hop: float = 0.0
 ) -> Timeline:
-    """Times orders of one chunk per rank; seconds by rank."""
+    """Times orders of one chunk per rank, with the seconds of each rank."""
     half = tuple(cost / 2 for cost in backward)
     return time_orders(
         orders, StageAssignment(len(orders) or 1), Costs(tuple(forward), half, half, hop)

@@ -17,7 +17,7 @@ ADDS = ("index_add_", "index_put_", "_index_put_impl_")
 
 
 def gradient(group: Group, sp: bool, bucket: bool) -> tuple[list[str], Tensor]:
-    """Returns how the rows were added, and the table's gradient."""
+    """Returns the function that added the rows, and the table's gradient."""
     generator = torch.Generator().manual_seed(1)
     layer = VocabParallelEmbedding(
         11, 4, group, replicated=True, sequence_parallel=sp, sum_partial_gradients=False

@@ -1,4 +1,4 @@
-"""Tests what runs while data is being sent: the order of calls of the split linear layers, without
+"""Tests the order of calls in the split linear layers, which compute while they send, without
 ranks.
 
 A group of two is simulated, and its collectives only record calls, which a test reads.
@@ -69,7 +69,7 @@ class Notes:
         self.lines.append("weight gradient")
         before = len(self.lines)
         found = ADD_WEIGHT_GRADIENT(*args)
-        del self.lines[before:]  # its GEMM
+        del self.lines[before:]  # removes the line of its GEMM
         return found
 
 

@@ -1,4 +1,4 @@
-"""Tests clusters from the output of nvidia-smi: that of real machines, and mangled output."""
+"""Tests clusters from nvidia-smi's output, both from real machines and mangled."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ MIXED = "NVIDIA GeForce RTX 3090, 24576\nNVIDIA GeForce RTX 4090, 24564\n"
 
 
 def test_cards_of_several_kinds_are_distinguished_or_refused() -> None:
-    """CUDA's first GPU is the fastest, nvidia-smi's is the first on the bus."""
+    """CUDA's first GPU is the fastest one, but nvidia-smi's is the first on the bus."""
     assert own_gpus(MIXED, "1").gpu == "NVIDIA GeForce RTX 4090"
     assert own_gpus(MIXED, "GPU-0", order={}).gpu == "NVIDIA GeForce RTX 3090"
     with pytest.raises(UserError, match=r"by speed.*set CUDA_DEVICE_ORDER=PCI_BUS_ID"):

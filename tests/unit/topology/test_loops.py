@@ -73,7 +73,8 @@ def test_in_loops_the_last_rank_is_a_neighbour_of_the_first(name: str, pp: int, 
 
 
 def test_the_way_back_to_the_first_rank_is_priced_and_shown() -> None:
-    """In four nodes in two units, ranks 1 and 2 send over the spine, and in loops also 3 and 0."""
+    """With four nodes in two units, ranks 1 and 2 send over the spine; in a loop, ranks 3 and 0 do
+    so too."""
     cluster = a_cluster(4, gpus=1, unit_nodes=2, oversubscription=4.0)
     chain, loops = (config_of(n, 4, v) for n, v in (("1f1b", 1), ("interleaved", 2)))
     seconds, kinds = [], []
@@ -96,7 +97,7 @@ def test_the_way_back_to_the_first_rank_is_priced_and_shown() -> None:
 
 
 def test_a_way_back_without_a_wire_is_refused() -> None:
-    """In three nodes of two GPUs without a spine, NVLink and a rail join the ranks, but not to a
+    """With three nodes of two GPUs and no spine, NVLink and a rail join the ranks, but not into a
     ring."""
     cluster = a_cluster(3, gpus=2, unit_nodes=3, oversubscription=None)
     config = config_of("interleaved", 3, 2, dp=1)

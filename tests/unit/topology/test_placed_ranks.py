@@ -336,8 +336,8 @@ SLURM_NODES = ["n4", "n1", "n3", "n2"]
 def take_ranks(
     run: Config, store: Store, folder: Path, app: str = "train"
 ) -> tuple[list[Worker], list[str]]:
-    """Returns the ranks of all processes, two per node, the last launched first and launch rank 0
-    at the end."""
+    """Returns the ranks of all processes, two per node; the last process asks first and launch rank
+    0 last."""
     workers = [Worker(n, n % 2, 8, 2, folder, "slurm") for n in range(8)]
     errors = []
     # The others would wait for launch rank 0, so they are called twice here.
@@ -448,4 +448,4 @@ def test_two_hosts_with_the_same_name_are_refused() -> None:
     clones = [Process("ubuntu", local) for local in (0, 1, 0, 1)]
     with pytest.raises(UserError, match="2 ranks are number 0 of a host named ubuntu"):
         place_processes(config("auto", dp=4), clones, cluster(2, 2))
-    place_processes(config("default", dp=4), clones, None)  # this case needs no names
+    place_processes(config("default", dp=4), clones, None)  # then no names are needed

@@ -59,8 +59,7 @@ def test_random_placements_keep_groups_whole_orthogonal_and_complete() -> None:
 
 
 def neighbours(layout: Layout, dim: str) -> list[tuple[int, int]]:
-    """Returns pairs of ranks of which the first sends to the second; each rank is on the GPU of its
-    number."""
+    """Returns pairs (sender, receiver) of ranks; each rank is on the GPU with its number."""
     cluster = a_cluster(layout.world_size, 1)
     flows = flows_of(dim, cluster, members(layout, dim)).ring
     return list(zip(flows.here.tolist(), flows.there.tolist(), strict=True))

@@ -96,7 +96,7 @@ def test_rail_only_names_an_order_that_has_paths() -> None:
 
 def test_a_pair_without_a_wire_is_found_among_many_that_only_leave_their_domain() -> None:
     cluster, layout = a_cluster(10, 2, oversubscription=None), Layout(tp=2, dp=5)
-    slots = np.array([0, 2, 4, 6, 8, 10, 12, 14, 16, 19])  # the last pair changes rail
+    slots = np.array([0, 2, 4, 6, 8, 10, 12, 14, 16, 19])  # the last pair is on two rails
     placement = RankMapping(cluster, layout, slots, "by hand")
     assert len(classify(placement)["tp"].offending) == 5
     with pytest.raises(UserError, match=r"tp=2: .*rank 8 .*rank 9 .*no path"):

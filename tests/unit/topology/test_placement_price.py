@@ -64,7 +64,7 @@ def test_two_levels_are_taken_where_they_are_cheaper() -> None:
     assert found.dims["dp"].algorithms == ("hierarchical",)
     flat = price_step(placed(a_cluster(4), layout), [grads], algorithms=("ring",))
     assert flat.seconds == pytest.approx(14 * (8e-6 + 0.125 / 50)) and flat.seconds > found.seconds
-    # Bytes: each rank sends 1 GB inside, 2 · 3/4 · 0.5 GB along its rail.
+    # Each rank sends 1 GB inside its node and 2 · 3/4 · 0.5 GB along its rail.
     assert found.nbytes == pytest.approx(
         {LinkClass.NVLINK: 32 * GB, LinkClass.RAIL: 32 * 0.75 * GB}
     )

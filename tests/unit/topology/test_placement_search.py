@@ -1,5 +1,5 @@
-"""Tests the placement search: never worse than the default, optimal if the optimum is known,
-fast."""
+"""Tests that the placement search is never worse than the default, optimal if the optimum is known,
+and fast."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_search_never_loses_to_the_default_order() -> None:
         assert found[0].seconds == cost(found[0].placement, traffic)
         assert found[0].is_default or found[0].seconds < default
         won += found[0].seconds < 0.99 * default
-    assert won > 12  # it does find better placements, too
+    assert won > 12  # it also finds better placements
 
 
 @pytest.mark.slow
