@@ -43,10 +43,34 @@ def test_a_default_batch_is_reported_first(shell: Shell, capfd: pytest.CaptureFi
         assert "was not given" not in answer(shell, capfd, *words, typed).out
 
 
+@pytest.mark.parametrize(
+    "more", [("tp=1", "schedule=1f1b"), pytest.param((), marks=pytest.mark.slow)]
+)
+def test_a_mixture_of_experts_has_a_layout_that_fits(
+    shell: Shell, capfd: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    words = ["plan", "model=qwen3_30b_a3b", "cluster=dgx_h100", "cluster.nodes=2",
+             "global_batch_size=64", "plan.confirm=0", *more]  # fmt: skip
+    ended = answer(shell, capfd, *words)
+    assert ended.code == 0, ended.err
+    assert ended.cpu_s < 60, "a search takes seconds"
+    title, _, head = ended.out.splitlines()[:3]
+    assert title.startswith("qwen3_30b_a3b (30.5 B parameters, 3.35 B active) on 16 GPUs")
+    assert re.search(r"a step: \d+ layouts, \d+ of the fastest \d+ fit", title)
+    rows = re.findall(r"^ +\d+ +\d+ +\d+ +\d+ +\d+.*", ended.out, re.M)
+    assert len(rows) == 10 and "  ep  step s" in head
+    fits = [int(row.split("  bound  ")[0].split()[-1]) for row in rows]
+    assert all(gib <= 80 for gib in fits)
+    command = re.search(r"parallel3d train … (tp=\d+ pp=\d+ dp=\d+ .*)", ended.out)
+    assert command is not None and ("ep=" in command[1]) is ("The first fits" in ended.out)
+
+
 BAD = [
     (("cluster.gpu=H900",), "cluster.gpu=H900 must be one of .*the nearest is"),
     (("precision=fp32",), "precision=fp32 must be one of bf16, fp16 on a GPU"),
     (("offload_layers=[3,1]",), r"must have 1 entry in a plan.*nearest is offload_layers=\[3\]"),
+    (("ep=2",), "ep=2 must be 1 for model=llama3_8b, which has no experts; the nearest is ep=1"),
+    (("model=moe_tiny", "ep=5"), "ep=5 must divide tp · cp · dp=16; the nearest is ep=4"),
     (("tp=3",), "tp=3 must divide the 16 GPUs .*the nearest is 2"),
     (("pp=64", "cluster.nodes=64"), "pp=64 must be at most .*the nearest is 32"),
     (("tp=2", "pp=2", "global_batch_size=15"), "global_batch_size=15 must be .*nearest is 16"),

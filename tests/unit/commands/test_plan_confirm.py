@@ -140,13 +140,15 @@ print(json.dumps([code, out.getvalue(), both]))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("experts", [(), ("model=olmoe_1b_7b", "ep=4", "zero=1")])
 def test_confirmed_rows_are_the_dry_runs_own_figures(
-    tmp_path: Path,
+    tmp_path: Path, experts: tuple[str, ...]
 ) -> None:
     """Runs in a process of its own: the simulated device is enabled once and for all there."""
     file = tmp_path / "plan.html"
-    words = [*WORDS, "model.num_layers=4", "pp=2", "tp=2", "micro_batch_size=1", "plan.confirm=1"]
-    words += ["schedule=1f1b", f"plan.html={file}"]
+    usual = [word for word in WORDS if not (experts and word.startswith("model="))]
+    words = [*usual, *experts, "model.num_layers=4", "pp=2", "tp=2", "micro_batch_size=1"]
+    words += ["plan.confirm=1", "schedule=1f1b", f"plan.html={file}"]
     done = run_code(SCRIPT, json.dumps(words))
     assert done.returncode == 0, done.stderr
     code, out, both = json.loads(done.stdout.splitlines()[-1])
