@@ -231,7 +231,7 @@ def rho(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def report(rows: Sequence[Row]) -> dict[str, Any]:
-    """Prints the table; returns its figures."""
+    """Prints the table, and returns its figures."""
     print("| layout | step, plan | measured | | work, plan | measured | |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:

@@ -46,7 +46,7 @@ SPEEDS = (
     *("gb200/bf16", "gb200/fp8", "gb200/fp4"),
 )
 NETWORKS = ("hdr", "hdr4", "opa", "roce", "ndr", "efa", "edr")
-# "recent": Megatron Core and NeMo of 2025, whose models with experts alone are fitted.
+# "recent": Megatron Core and NeMo of 2025, of which only models with experts are fitted.
 ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp", "recent")
 
 FAMILIES = {"speed": SPEEDS, "network": NETWORKS, "engine": ENGINES}
@@ -272,7 +272,7 @@ class StepWork:
 
     @functools.cached_property
     def parameters(self) -> Any:
-        """Elements of a layer's matrices on a tensor rank, without those of its experts."""
+        """Elements of a layer's matrices, without experts, on a tensor rank."""
         return self.mean(lambda ops: _elements(ops, of_experts=False))
 
     @functools.cached_property
@@ -294,7 +294,7 @@ class StepWork:
         return self.tp * self.cp * self.dp / self.ep
 
 
-EXPERTS = "mlp.experts."  # beginning of the names of operations on the rows of experts
+EXPERTS = "mlp.experts."  # names of operations on the rows of experts begin with this
 
 
 def _elements(ops: Sequence[Op], *, of_experts: bool) -> Any:
@@ -303,8 +303,7 @@ def _elements(ops: Sequence[Op], *, of_experts: bool) -> Any:
 
 
 def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> dict[str, float]:
-    """Returns the fields of `StepWork` that depend on the model alone, and on what is trained of
-    it."""
+    """Returns the fields of `StepWork` that only depend on the model and its trained parts."""
     return {
         "layers": model.num_layers,
         "hidden": model.hidden_size,
@@ -350,7 +349,7 @@ _CLOCKED = 16  # V-Half has no closed form and is simulated with at most this ma
 
 
 def share_left(schedule: str, ranks: int, microbatches: int) -> float:
-    """Returns the share of the bubble left by split backwards; 0 for schedules of whole ones."""
+    """Returns the share of the bubble left by split backwards; 0 if backwards are whole."""
     if schedule == "v_half":
         return _v_half(min(ranks, _CLOCKED), microbatches * min(ranks, _CLOCKED) // ranks)
     return {"zb_h1": SPLIT_BUBBLE, "interleaved_zb": SPLIT_BUBBLE, "zbv": 0.4}.get(schedule, 0.0)
@@ -455,7 +454,8 @@ def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
 
 def _attention(work: StepWork, c: Constants, keys: Number) -> Any:
     """Returns the seconds of a forward in which a query sees at most `keys` keys."""
-    queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp  # rows of scores
+    # number of rows of scores
+    queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp
     flops = 4.0 * queries * keys * work.head_size
     causal = np.where(keys < work.seq, 1.0, 0.5)
     width = np.where(work.head_size < 96, 0.75, 1.0)  # narrow heads fill half of a tensor core
@@ -546,7 +546,8 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
 
 
 def _of_layer(ops: Sequence[Op], work: StepWork, c: Constants) -> tuple[dict[str, Any], Any]:
-    """Returns the GPU's seconds of these operations by kind, and those of tp's collectives."""
+    """Returns the GPU's seconds of these operations by kind, and the seconds of tp's
+    collectives."""
     parts: dict[str, Any] = dict.fromkeys(("matmuls", "attention", "element-wise", "recomputed"), 0)
     waits: Any = 0.0
     for op in ops:
@@ -594,12 +595,13 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
     return forward + copied + cast + move(work, c, weights) * work.fp8, backward + cast
 
 
-LOADED = (EXPERTS, "mlp.dispatch", "mlp.combine")  # begin the names of what grows with the load
+# operations whose names begin like this grow with the load
+LOADED = (EXPERTS, "mlp.dispatch", "mlp.combine")
 
 
 def _grouped(op: Op, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any, Any, Any]:
-    """Returns the seconds of a GEMM of all experts of a rank, of its input's gradient, of its
-    weights' gradients, and of the rows that it gathers or sums, which have the hidden size."""
+    """Returns the seconds of one GEMM for all experts of a rank, of its input and weight gradients,
+    and of gathering or summing its rows, which have the hidden size."""
     groups, slower = op.matrices, c["experts.rate"]
     each = rows / groups
     hidden = 2 * 2 * rows * work.hidden
@@ -614,7 +616,7 @@ def _grouped(op: Op, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any,
 def _matmul(
     work: StepWork, c: Constants, rows: Any, inputs: Any, outputs: Any
 ) -> tuple[Any, Any, Any]:
-    """Returns the seconds of a GEMM, of its input's gradient, and of its weight's."""
+    """Returns the seconds of a GEMM, its input gradient and its weight gradient."""
     return (
         gemm(work, c, rows, outputs, inputs),
         gemm(work, c, rows, inputs, outputs),
@@ -643,8 +645,10 @@ def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
 
 
 def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
-    """Returns the exposed seconds of a layer's cp traffic, by the style of `work`; in gather and
-    ring the mean of layers with a window, whose halo is taken for nothing, and without.
+    """Returns the exposed seconds of a layer's cp traffic, by the style of `work`.
+
+    With gather and ring this is the mean of layers without a window and of layers with one, whose
+    halo costs nothing here.
 
     `attends`: seconds of attention, forward and backward.
     """
@@ -674,8 +678,8 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
     )
 
 
-# Copies of a token that are sent: one to each rank with an expert of it, one to each such node and
-# from there to the ranks, or one for each expert.
+# Copies of a token that are sent: one to each rank with one of its experts, one to each such node
+# and from there to the ranks, or one for each expert.
 COPIES = ("rank", "node", "expert")
 
 
@@ -803,8 +807,8 @@ def step(work: StepWork, c: Constants) -> StepTime:
 
 
 def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
-    """Returns a tensor rank's trained elements in the first, the fullest middle and the last
-    stage, without those of experts."""
+    """Returns a tensor rank's trained elements, without experts, in the first, the fullest middle
+    and the last stage."""
     each = work.trained * work.parameters
     table = work.vocab * work.hidden / work.tp
     single = work.pp == 1
@@ -815,13 +819,13 @@ def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
 
 
 def largest_stage(work: StepWork) -> Any:
-    """Returns the trained elements of the stage that has most, without those of experts."""
+    """Returns the trained elements, without experts, of the stage that has most."""
     first, middle, last = stage_parameters(work)
     return np.maximum(np.maximum(first, middle), last)
 
 
 def most_layers(work: StepWork) -> Any:
-    """Returns the layers of the stage that has most."""
+    """Returns the number of layers of the stage that has most."""
     return np.maximum(np.maximum(work.first, work.middle), work.last)
 
 
@@ -874,7 +878,7 @@ def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
 def _reductions(
     work: StepWork, c: Constants, elements: Any, ranks: Any, stride: Any
 ) -> tuple[Any, Any]:
-    """Returns the seconds of the reduction of gradients over `ranks`, and those of zero=1's
+    """Returns the seconds of the reduction of gradients over `ranks`, and of zero=1's
     all-gather."""
     summed = reduce(work, c, work.grad_bytes * elements, ranks, stride)
     cut = gather(work, c, work.grad_bytes * elements, ranks, stride)

@@ -40,7 +40,7 @@ from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import OFFLOADED_BYTES, SLAB_BYTES
 
 FP32 = 4  # bytes per element of statistics, and of gradients that are reduced
-MARGIN = 0.05  # share of activations and temporary tensors, for tensors that are not counted
+MARGIN = 0.05  # added to activations and temporary tensors, for tensors that are not counted
 ENDS = "gradients of embedding and head"
 
 
@@ -245,7 +245,7 @@ class LayerBytes:
         kept: tensors kept from its forward to its backward.
         plain: the same for a layer that recomputes nothing.
         moved, moved_plain: the part of these that can be offloaded.
-        forward: the most that its forward needs in addition to the kept tensors.
+        forward: peak of its forward in addition to the kept tensors.
         deferred: operands of its weight gradients, kept from I to W (`parameters/gradients.py`).
     """
 
@@ -268,8 +268,8 @@ class LayerBytes:
 
     @functools.cached_property
     def without_backward(self) -> float:
-        """The most that its forward needs if it has no backward: four tensors of the residual
-        stream, which names refer to until its end, and the results of attention or of the MLP."""
+        """Peak of its forward if it has no backward: four tensors of the residual stream, to which
+        names refer until its end, and the results of attention or of the MLP."""
         most = made = 0.0
         part = ""
         for op in self.ops.plain:
@@ -393,7 +393,7 @@ def context_bytes(rank: PipelineRank, kind: LayerKind, repeats: bool) -> Context
         kept = queries + (max(cp / w.key_heads, 1) - 1) * keys
         return ContextBytes(kept, kept if repeats else 0.0, 2 * queries + keys)
     if kind.window is not None and not rank.blueprint.model.dropout:
-        # The keys with the halo: those in order and those in the order of the ranks, with their
+        # Keys with their halo exist twice, in sequence order and in the order of the ranks, with
         # gradients.
         split, samples = SequenceSplit.of_run(rank.blueprint, 0), rank.blueprint.micro_batch_size
         _, received = halo_tokens(split, samples, kind.window)
@@ -456,8 +456,8 @@ class _Moments:
             yield RankMemory(temporary=3.0 * FP32 * min(PIECE, widest), phase="optimizer")
 
     def _away(self, stage: StageBlueprint) -> float:
-        """Returns the bytes of offloaded layers on the device: of the layer that computes, of a
-        neighbour, and of one that the next action fetches."""
+        """Returns the bytes of offloaded layers on the device: the layer that computes, a
+        neighbour, and one that the next action fetches."""
         near = min(2, stage.offloaded) + (not turns_around(self.rank, stage))
         return near * max(_moved(self.rank, stage.backward, self.layers), default=0.0)
 
@@ -467,7 +467,7 @@ class _Moments:
         return sum(each.layers * self.layers[each.kind].deferred for each in kinds)
 
     def _most(self, stage: StageBlueprint, of: Callable[[LayerBytes], float]) -> float:
-        """Returns the most of a stage's layers."""
+        """Returns the largest value of `of` over a stage's layers."""
         kinds = [each.kind for each in self.rank.kinds_of(stage) if each.layers]
         return max((of(self.layers[kind]) for kind in kinds), default=0.0)
 
@@ -482,11 +482,11 @@ class _Moments:
         numel = max(self._adjacent(stage, layers) for stage in rank.stages)
         if rank.blueprint.data.zero == 2:
             numel = sum(sum(rank.numels[of.kind]) * of.layers for of in rank.kinds)
-            numel -= sum(rank.frozen_numel())  # held whole
+            numel -= sum(rank.frozen_numel())  # every rank holds frozen parameters whole
         return rank.item * float(numel + rank.end_numel)
 
     def _adjacent(self, stage: StageBlueprint, layers: int) -> int:
-        """Returns the most elements of so many adjacent layers of a stage."""
+        """Returns the largest number of elements in `layers` adjacent layers of a stage."""
         rank, model = self.rank, self.rank.blueprint.model
         if len(rank.numels) == 1:
             return rank.layer_numel(rank.kinds) * layers
@@ -503,7 +503,7 @@ class _Moments:
         layer = self._most(stage, lambda layer: layer.forward) + self._away(stage)
         layer += self._gathered(min(2, rank.layer_count))
         found = {"forward": kept + layer if stage.backward.layers else 0.0}
-        if stage.without_backward:  # they come before the layers that keep something
+        if stage.without_backward:  # these layers come before all that keep something
             without = self._most(stage, lambda layer: layer.without_backward)
             without += self._gathered(min(2, rank.layer_count))
             found["forward"] = max(found["forward"], without)
@@ -516,7 +516,7 @@ class _Moments:
         return found | {"head and loss": kept + head}
 
     def _backward(self, stage: StageBlueprint, kind: Kind, kept: float) -> float:
-        """Returns the bytes of a layer's backward; for I those in the first layer, when the
+        """Returns the bytes of a layer's backward; for I in the first layer, which runs while the
         operands of all other layers' weight gradients are kept."""
         layers = len(stage.layers)
         more = self._away(stage) + self._gathered(min(2, layers))
@@ -525,13 +525,14 @@ class _Moments:
             more += max(0.0, self._others_deferred(stage, kept))
         else:
             more += self._most(stage.backward, lambda layer: layer.backward)
-        if stage.last:  # it begins with the head's gradient
+        if stage.last:  # the backward begins with the head's gradient
             more -= self.rank.stream
             more += 0.0 if self._ties(stage) else self.table
         return more
 
     def _others_deferred(self, stage: StageBlueprint, kept: float) -> float:
-        """Returns what all layers but the first defer, less what they have kept."""
+        """Returns the bytes that all layers but the first defer, less the bytes that they have
+        kept."""
         layers, kinds = len(stage.layers), self.rank.kinds_of(stage)
         if len(kinds) == 1:
             return (layers - 1) * (self._deferred(stage) / layers - kept / layers)
@@ -565,7 +566,7 @@ class _Moments:
         """Returns the bytes after a layer's backward by phase: while its gradients are reduced,
         also during the next layer's backward, and while gradients of the ends are reduced."""
         rank, layers, sums = self.rank, len(stage.layers), not self.rank.accumulates
-        # `before`: kept by the layer whose backward is done.
+        # `before`: bytes that the layer whose backward is done had kept.
         one, before = rank.most_trained(stage), kept / layers
         cast = self.table if stage.last and not self._ties(stage) else 0.0
         wide = cast + sums * FP32 * one
@@ -597,13 +598,15 @@ def _kept(rank: PipelineRank, stage: StageBlueprint, layers: Layers) -> float:
     return kept - sum(_moved(rank, stage, layers)) - _unread(rank, stage)
 
 
-# Operations whose results are kept for the weight gradient of the next one alone.
+# Operations whose results are kept only for the weight gradient of the next one.
 INPUTS = {"input_norm": "attention.qkv", "mlp_norm": "mlp.up", "mlp.activation": "mlp.down"}
 
 
 def _unread(rank: PipelineRank, stage: StageBlueprint) -> float:
-    """Returns the bytes of inputs of frozen GEMMs, which are not kept, in all layers of a stage
-    but one, whose backward frees them, and but those that are offloaded."""
+    """Returns the bytes of inputs of frozen GEMMs, which are not kept, in a stage's layers.
+
+    Offloaded layers do not count, nor does the layer whose backward frees them.
+    """
     if not rank.blueprint.frozen:
         return 0.0
     found = []

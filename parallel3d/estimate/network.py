@@ -191,7 +191,8 @@ class Flows:
         if LinkClass.NONE in self.counts:
             return None
         cluster, ends = self.cluster, (self.here, self.there)
-        through_nic, up = 1, 0.0  # largest flows per NIC: through one, and up a leaf
+        # largest number of flows through a NIC, and up a leaf for each of its NICs
+        through_nic, up = 1, 0.0
         outside, spine = self.kinds > LinkClass.NVLINK, self.kinds == LinkClass.SPINE
         if cluster.shares_nics:
             through_nic = max(
@@ -212,8 +213,7 @@ class Flows:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Simultaneous flows from each rank to all others of its group, those of one link class
-    together.
+    """Simultaneous flows from each rank to all others of its group, merged by link class.
 
     Attributes:
         size: number of members of a group.
@@ -277,7 +277,7 @@ class Exchange:
 
 
 def _equals(numbers: npt.NDArray[Any]) -> Slots:
-    """Returns for each element how many of its row are equal to it, itself included."""
+    """Returns for each element the number of equal elements in its row, itself included."""
     rows = np.arange(len(numbers))[:, None] * (int(numbers.max()) + 1) + numbers
     _, place, count = np.unique(rows, return_inverse=True, return_counts=True)
     return count[place].reshape(numbers.shape)
@@ -374,7 +374,7 @@ class Paths:
 @dataclass(frozen=True)
 class PricedTransfer:
     transfer: Transfer
-    seconds: float  # of all `count` transfers
+    seconds: float  # for all `count` transfers
     algorithm: str  # ring, tree, hierarchical, send_recv, pairs, or "no path"
 
 

@@ -86,7 +86,7 @@ class Table:
 
 
 FORMAT, VERSION = "parallel3d calibration", 4
-READABLE = (3, VERSION)  # files of version 3 have one kind of layer, without experts
+READABLE = (3, VERSION)  # in files of version 3 all layers are of one kind, without experts
 LARGEST = 4 << 20  # bytes of a file that is read; calibrate writes some ten thousand
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
@@ -328,12 +328,12 @@ def passes(
     kind: LayerKind | None = None,
     load: float = 1.0,
 ) -> Passes:
-    """Returns the passes of a block, the embedding or the head: the measured ones times the ratio
-    of FLOPs, without collectives and recomputation.
+    """Returns the seconds of the passes of a block, the embedding or the head, without collectives
+    and recomputation: the measured seconds times the ratio of FLOPs.
 
     Args:
         piece: block, embedding or head.
-        kind: the block's; None: that of the first layer.
+        kind: kind of the block; None: the first layer's kind.
         load: rows of the experts of the fullest rank over the mean.
     """
     here, model = machine.model, config.model
@@ -361,14 +361,14 @@ def _share_of_experts(model: ModelConfig, kind: LayerKind) -> float:
 
 
 def _more_on_ep_ranks(machine: MeasuredMachine, config: Config, name: str, tokens: int) -> Passes:
-    """Returns what the passes of a block with experts take more (or less) on one of ep ranks, with
-    fewer experts, and as many more rows for each, than with ep=1.
+    """Returns the additional (or saved) seconds of the passes of a block with experts on one of ep
+    ranks, which has fewer experts with more rows each than with ep=1.
 
-    It is a share of a block of as many tokens as a tensor rank's experts get.
+    They are measured as a share of a block with as many tokens as a tensor rank's experts get.
     """
     if config.ep == 1:
         return np.zeros(len(WAYS))
-    own = tokens / config.tp  # sequence parallelism divides them
+    own = tokens / config.tp  # sequence parallelism divides the tokens
     more = []
     for way in WAYS:
         table = machine[f"experts.{way}"]
@@ -383,8 +383,8 @@ def stage_passes(
     rank: PipelineRank,
     load: float = 1.0,
 ) -> Passes:
-    """Returns the passes of a stage of a rank: its blocks, its ends, and the host's work per
-    action; not the gradients of what is frozen."""
+    """Returns the seconds of the passes of a rank's stage: its blocks, its ends, and the host's
+    work per action, without the gradients of frozen parameters."""
     frozen, few = rank.blueprint.frozen, rank.kinds_of(stage.backward)
     trained = rank.trained_layers(stage)
     parts = sorted(parts_of(config.recompute))  # a sum in the same order in every process

@@ -1,4 +1,4 @@
-"""Search over all layouts of a model on a cluster: prices, ranks and explains them."""
+"""Searches all layouts of a model on a cluster: prices, ranks and explains them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FULL, NONE = "full", "none"
 RECOMPUTE = (NONE, "[norm,activation]", FULL)
 WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules of whole backwards
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-CP_TOKENS = 8192  # least tokens of a sequence on a context-parallel rank in the search
+CP_TOKENS = 8192  # minimum number of tokens of a sequence on a context-parallel rank in the search
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)
 # Largest pipelines in the search. Time grows with the square of the ranks; choosing a pattern of
 # V-Half takes 2 s for 64 ranks.
@@ -77,7 +77,8 @@ class LayoutChoice:
 
     @property
     def row(self) -> tuple[int, int, int, int]:
-        """What layouts of one row of a table share; the others are its variants."""
+        """Values that all layouts of one row of a table share; variants differ in the other
+        values."""
         return self.tp, self.cp, self.pp, self.ep
 
 
@@ -285,7 +286,8 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
     column["engine"] = np.full(n, float(ENGINES.index("megatron")))
     work = StepWork(**column)
-    head = float((work.vocab * work.hidden / (work.tp * work.multiplied))[0])  # in layers
+    # the head's cost, in layers
+    head = float((work.vocab * work.hidden / (work.tp * work.multiplied))[0])
     split = {pp: _split(int(sizes["layers"]), head, pp) for pp in {c.pp for c in choices}}
     first, middle, last = np.array([split[c.pp] for c in choices], dtype=float).T
     return replace(work, first=first, middle=middle, last=last)
@@ -327,8 +329,7 @@ def complexity(choice: LayoutChoice) -> float:
 
 
 def best(priced: Priced, rows: int) -> list[int]:
-    """Returns the best layout of each (tp, cp, pp, ep), at most `rows`; variants of it are left
-    out."""
+    """Returns the best layout of each (tp, cp, pp, ep), at most `rows`, without its variants."""
     found: dict[tuple[int, int, int, int], int] = {}
     for i in priced.order:
         found.setdefault(priced.choices[i].row, i)

@@ -78,7 +78,8 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
         back = layers * _has_gradient(gradients, "attention.qkv")
         yield Transfer("tp", "reduce_scatter", every, back, "gradients of q and k")
     if rank.blueprint.model.qk_norm_width == "full":
-        sums = 2 * rank.tokens * max(rank.item, STATISTIC_BYTES)  # of q and of k, for each token
+        # one for q and one for k, for each token
+        sums = 2 * rank.tokens * max(rank.item, STATISTIC_BYTES)
         twice = recomputed * any(op.name == "attention.qk_norm" for op in ops.repeated)
         twice += layers * _has_gradient(gradients, "attention.out")
         yield Transfer("tp", "all_reduce", sums, layers + twice, "norms of q and k")
@@ -128,7 +129,8 @@ def _experts(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
-    """Yields the counts of whole sequences, and of the tokens that are no padding."""
+    """Yields the sums of counts over whole sequences, and of the number of tokens without
+    padding."""
     blueprint, settings = rank.blueprint, rank.blueprint.balance
     counts = WHOLE_BYTES * blueprint.micro_batch_size * blueprint.model.num_experts
     if settings.aux_loss:
@@ -277,7 +279,7 @@ def _context(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _attention(rank: PipelineRank, window: int | None) -> tuple[int, Iterator[Sent]]:
-    """Returns the cp calls of one layer's attention, and into how many each of them is divided."""
+    """Returns the cp calls of one layer's attention, and the number of parts of each call."""
     blueprint, w = rank.blueprint, widths(rank.blueprint.model, rank.layout.tp)
     style, drops, cp = blueprint.layer.cp_style, blueprint.model.dropout > 0, rank.layout.cp
     if window is None or drops or style == "heads":
@@ -361,7 +363,7 @@ def _muon(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _muon_of(rank: PipelineRank, experts: bool) -> Iterator[Transfer]:
-    """Yields the exchanges of the matrices of experts, whole on the ranks of edp, or of all
+    """Yields the exchanges of the experts' matrices, which are whole on the ranks of edp, or of all
     others."""
     blueprint, layout = rank.blueprint, rank.layout
     table = [p for p in rank.trained if p.expert is experts]
@@ -414,7 +416,7 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
     """
     blueprint, microbatches = rank.blueprint, rank.blueprint.microbatches
     every = microbatches if blueprint.data.every_microbatch else 1
-    whole = blueprint.data.zero == 2  # frozen parameters are
+    whole = blueprint.data.zero == 2  # whether ranks hold frozen parameters whole
     gathered: Counter[tuple[str, bool]] = Counter()
     numels: Counter[tuple[str, bool]] = Counter()
     for p in rank.parameters:
@@ -469,9 +471,9 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _scalars(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields loss, tokens, squared norm and stop flag, two more norms for the noise scale, and the
-    sums of all layers with experts: tokens of each, two losses, the entropy and the range of the
-    bias."""
+    """Yields the sums of loss, tokens, squared norm and stop flag, of two more norms for the noise
+    scale, and of figures of all layers with experts: tokens of each expert, two losses, the entropy
+    and the range of the bias."""
     model = rank.blueprint.model
     numbers = 6 if rank.blueprint.noise_scale else 4
     numbers += len(model.expert_layers) * (model.num_experts + 5)

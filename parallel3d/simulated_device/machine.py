@@ -60,7 +60,7 @@ class Kernel:
 
 
 class Observer:
-    """Does nothing when it is notified; subclasses override its methods."""
+    """Observer that does nothing; subclasses override its methods."""
 
     def kernel(self, kernel: Kernel) -> None:
         """Called when a kernel was launched."""
@@ -72,10 +72,10 @@ class Observer:
         """Called when the host has waited for the device."""
 
     def allocating(self, block: StorageMemory) -> None:
-        """Called where memory is asked for, also inside of a fused kernel."""
+        """Called when memory is requested, also inside a fused kernel."""
 
     def allocated(self, block: StorageMemory) -> None:
-        """Called when memory was allocated; that of a fused kernel, if it outlives the kernel."""
+        """Called when memory was allocated; in a fused kernel, only if it outlives the kernel."""
 
     def freed(self, block: StorageMemory) -> None:
         """Called when allocated memory was freed."""
@@ -88,7 +88,7 @@ class StorageMemory:
     Attributes:
         used_on: streams that `record_stream` named.
         label: text of an observer.
-        is_allocated: False inside of the fused kernel that makes it: so far it is registers.
+        is_allocated: False inside the fused kernel that makes it, where it stands for registers.
     """
 
     memory: AllocatorBlock
@@ -150,7 +150,7 @@ class FusedKernel:
             self.writes[use.block, use.where] = use
 
     def kernel(self, name: str, stream: int) -> Kernel:
-        """Returns them as one kernel, which does not write memory that is already freed."""
+        """Returns the kernels as one, which does not write memory that is already freed."""
         writes = [use for use in self.writes.values() if not use.block.is_freed]
         return Kernel(name, stream, list(self.reads.values()), writes)
 

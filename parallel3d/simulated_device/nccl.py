@@ -121,8 +121,8 @@ class WorkerThread:
 class Wire:
     """Sends a member's collectives and messages over gloo, on a thread that acts as NCCL's stream.
 
-    The thread runs one operation after the other, a batch of messages as one. Each operation
-    carries a header, so that mismatches are reported.
+    The thread runs one operation after another, and a batch of messages as one operation. Each
+    operation carries a header, so that mismatches are reported.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -319,7 +319,8 @@ class SimulatedNCCL(dist.ProcessGroup):
         self._rank = rank
         self._size = size
         self.world = world or self
-        self.ended: list[SimulatedNCCL] = []  # on the world's group: destroyed groups in order
+        # only used on the world's group: the destroyed groups, in order
+        self.ended: list[SimulatedNCCL] = []
         self.index = this_machine().device if device is None else device
         self.bound_device_id = torch.device(TYPE, self.index)
         self.stream = SimulatedStream(self.index)
@@ -569,7 +570,8 @@ class SimulatedNCCL(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: list, input_sizes: list, opts: Any = None
     ) -> CollectiveWork:
-        shape, count = output.shape, len(given)  # alone: `run` may live longer than the tensors
+        # kept apart because `run` may live longer than the tensors
+        shape, count = output.shape, len(given)
 
         def run(sent: Tensor) -> Sequence[Tensor]:
             """Exchanges rows: as many as the sizes say, or equally many without sizes."""

@@ -205,8 +205,9 @@ BLOCKS = 4  # number of blocks of a stage, whose weights must not fit into a cac
 # Sizes of micro-batches: the first two are always measured, the others up to the global batch.
 MICRO_BATCHES = (1, 2, 4, 16)
 TOGETHER = 2  # micro-batches per run of the executor
-FEW_BLOCKS = 2  # of models that differ in ep, which are on the device together
-MOST_SIZES = 3  # of these, at most so many are measured with ep > 1
+# number of blocks of models that differ in ep, because all are on the device together
+FEW_BLOCKS = 2
+MOST_SIZES = 3  # maximum number of sizes of micro-batches that are measured with ep > 1
 RUN_S, MOST_RUNS = 0.4, 8  # seconds spent on a point in one pass
 LONG_S = 8.0  # if a point takes longer than this, no larger micro-batch is measured
 
@@ -248,7 +249,7 @@ def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
     sizes, kv = [model.num_attention_heads, model.padded_vocab_size], model.kv_heads
     if len(model.expert_layers) < model.num_layers:
         sizes.append(model.ffn_size)
-    if model.num_experts:  # which need sequence parallelism
+    if model.num_experts:  # experts need sequence parallelism
         sizes += [model.seq_length, model.shared_expert_size]
     return [
         tp
@@ -274,14 +275,14 @@ class Blocks(NamedTuple):
 class ModelPieces:
     """A pipeline on one rank: the embedding, stages of blocks, and the head.
 
-    A model with experts runs under sequence parallelism if tp > 1, beside mirrored ranks. Another
-    one has the sizes of a tensor rank, as if it was alone.
+    A model with experts runs under sequence parallelism if tp > 1, beside mirrored ranks. Any other
+    model has the sizes of one tensor rank, and runs as if this rank was alone.
 
     Args:
         size: samples of a micro-batch.
         stages: the stages between the ends; by default one for each kind of layer.
         tp, ep: tensor- and expert-parallel size.
-        most_blocks: most blocks of a stage.
+        most_blocks: maximum number of blocks of a stage.
     """
 
     def __init__(
@@ -547,11 +548,12 @@ def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict
 
 
 def _exchange(model: ModelConfig, site: Site, size: int) -> Run:
-    """Returns an exchange of `size` bytes as that of tokens with the ranks of their experts."""
+    """Returns a function that exchanges `size` bytes like tokens with the ranks of their
+    experts."""
     group, count = site.group, max(1, size // 4 // site.group.size)
     tensor = torch.zeros(group.size * count, device=site.device)
     even = [count] * group.size
-    # The most that a rank may send decides how ranks of a host do it: all tokens to each rank.
+    # The ranks of a host choose the algorithm by the most that a rank may send: all tokens to each.
     divides = model.num_experts % group.size == 0
     share = share_sent(model.num_experts, model.experts_per_token, group.size) if divides else 1.0
     most = round(tensor.numel() / share)
@@ -559,7 +561,7 @@ def _exchange(model: ModelConfig, site: Site, size: int) -> Run:
 
 
 def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
-    """Measures blocks on several ranks at once, and on one with several threads; collective.
+    """Measures blocks on several ranks at once, and on one rank with several threads; collective.
 
     For ranks that share a core, CPU seconds are measured, which grow as others use its cache.
     Returns tables of the slow-down by number of ranks (`together`) and of threads, at most 1 for

@@ -133,7 +133,8 @@ COLLECTIVES = {  # the simulated device's names, and those of `bus_factor`
 }
 aten = torch.ops.aten
 _ALIKE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
-# FLOPs of grouped products, in which every row belongs to a group, and of those with fp32 results.
+# FLOPs of grouped products, in which every row belongs to a group, and of products with fp32
+# results.
 PRODUCTS: dict[Any, Callable[..., float]] = {
     torch.ops.parallel3d.grouped_matmul: lambda ends, rows, matrices: (
         2.0 * rows.shape[0] * matrices.shape[1] * matrices.shape[2]
@@ -191,7 +192,7 @@ class StepCounter(Observer):
         self.names: Mapping[Any, str] = {}  # process group → name
         self.counting, self.building = False, True
         self.live = dict.fromkeys(KINDS, 0)
-        self.known: set[StorageMemory] = set()  # allocated since this counter exists
+        self.known: set[StorageMemory] = set()  # memory allocated since this counter was made
         self._reset()
 
     def _reset(self) -> None:
@@ -224,7 +225,7 @@ class StepCounter(Observer):
         self._compare()
 
     def freed(self, block: StorageMemory) -> None:
-        if block in self.known:  # not one of an earlier trainer
+        if block in self.known:  # memory of an earlier trainer is left out
             self.known.remove(block)
             self.live[block.label or "buffers"] -= block.nbytes
 
@@ -435,7 +436,8 @@ def dry_step(
         config: a checked configuration.
         gpu: the GPU whose speeds price the kernels.
         placement: the rank mapping, for two levels of dp.
-        memory_only: returns the facts of memory alone, which takes half of the time or less.
+        memory_only: whether to return only the facts about memory, which takes at most half of the
+            time.
     """
     machine = enable(data="meta", checks_races=False)
     if machine.data != "meta":
@@ -447,7 +449,7 @@ def dry_step(
             groups = ProcessGroups.single()
             if is_made:
                 groups = ProcessGroups.of_run(config, TYPE, placement)
-            # The last batch of a schedule counts.
+            # The step has the last batch of a schedule.
             train = dataclasses.replace(config.train, batch_schedule=None)
             config = dataclasses.replace(config, train=train, compile=False)
             zeros = Zeros(config.model.seq_length)
@@ -525,8 +527,8 @@ def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str
 
 
 def names_of(groups: ProcessGroups) -> dict[Any, str]:
-    """Returns the names by which the communicators of a run are counted; of kinds that share one,
-    that of the last."""
+    """Returns the names by which a run's communicators are counted; if several kinds share one, it
+    has the name of the last."""
     of_data = ("dp_cp", "dp", "dp_inner", "dp_outer")
     kinds = ("world", "embedding", "pp", *of_data, "cp", "tp", "edp", "ep")
     of_kinds = (getattr(groups, kind) for kind in kinds)
@@ -535,8 +537,7 @@ def names_of(groups: ProcessGroups) -> dict[Any, str]:
 
 
 def _memory(trainer: Trainer, counter: StepCounter, start_peak: int) -> dict[str, Any]:
-    """Returns the rank with its stages, its memory at the peak of the last step, and after the
-    step."""
+    """Returns the rank, its stages, and its memory at the peak of the last step and after it."""
     counter.machine.collect()
     assignment, offload = trainer.schedule.assignment, trainer.executor.offload
     stage = trainer.groups.coordinates.pp

@@ -15,7 +15,7 @@ from parallel3d.topology.assumptions import check_free, write
 REPORT = "report"
 MADE_BY = "parallel3d report"
 MARK = f"data-by='{MADE_BY}'"
-MOST_RUNS = 12  # more runs could not be told apart in one chart
+MOST_RUNS = 12  # nobody could distinguish more runs in one chart
 KEYS = Verb(
     "write a page of one run or several: curves over steps and tokens with the restarts, where a "
     "step's time goes, memory, layout and map, and the keys in which the runs differ",

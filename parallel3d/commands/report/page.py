@@ -151,12 +151,12 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
             steps_s += seconds_of(line)
             if accounts and line["step"] > accounts[-1].step:  # a step after the last summary
                 late_s += float(line.get("step_time_s") or 0.0)
-        except DAMAGED:  # lines about the parts of a blend are not drawn either
+        except DAMAGED:  # lines about parts of a blend are not drawn either
             continue
     summary = read_json(folder / "summary.json")
     starts = _starts(folder / STARTS, curves.get(LOSS, []))
     if starts and summary.get("started") != starts[-1]["started"]:
-        summary = {}  # it belongs to an earlier start
+        summary = {}  # the summary belongs to an earlier start
     state = summary.get("status") or "killed (it left no summary)"
     if error := summary.get("error"):
         state = f"{state}: {error}"
@@ -384,7 +384,7 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         shown = [(label, part(run)) for label, run in zip(labels, runs, strict=True)]
         found = [f"<h3>{label}</h3>{html}" for label, html in shown if html]
         missing = ", ".join(r.name for r, (_, html) in zip(runs, shown, strict=True) if not html)
-        if not said:  # runs may lack this part without a word about it
+        if not said:  # a run may lack this part without an explanation
             missing = ""
             if not found:
                 continue

@@ -39,12 +39,12 @@ def config(**changes: Any) -> Config:
         ),
         (
             {"zero": 1, "ddp__shard_size": 2},
-            "ddp.shard_size=2 has an effect with zero=2 and zero=3 alone, not with zero=1; "
+            "ddp.shard_size=2 only has an effect with zero=2 and zero=3, not with zero=1; "
             "the nearest is ddp.shard_size=null.",
         ),
         (
             {"zero": 1, "ddp__reduce_every_microbatch": True},
-            "ddp.reduce_every_microbatch=true has an effect with zero=2 and zero=3 alone, not with "
+            "ddp.reduce_every_microbatch=true only has an effect with zero=2 and zero=3, not with "
             "zero=1; the nearest is ddp.reduce_every_microbatch=null.",
         ),
         (
