@@ -58,6 +58,9 @@ MORE = {
 RANKS = (1, 8)  # ep
 TOKENS = 4096  # tokens of a rank
 FEW = (70, 0, 3)  # rows of experts with matrices of a family's size
+# Elements of the largest matrix that is interpreted, which takes minutes. It leaves out those of
+# Mixtral 8x22B, and one of 8x7B.
+LARGEST = 2**26
 NARROW = (144, 264)  # widths in the interpreter: a part of a block, and more than two blocks
 FUNCTION = grouped_kernels.add_products_of_groups
 POINTERS = {"out_ptr": "*fp32", "a_ptr": "*bf16", "b_ptr": "*bf16", "ends_ptr": "*i32"}
@@ -153,6 +156,8 @@ def interpreted(card: Card) -> list[dict[str, Any]]:
         case = f"{groups} experts"
         rows.append(_interpreted(card, case, sizes, NARROW))
     for widths in sorted({widths for _, _, widths, _ in gradients()}):
+        if widths[0] * widths[1] > LARGEST:
+            continue
         case = f"{widths[0]} × {widths[1]}"
         rows.append(_interpreted(card, case, np.array(FEW), widths))
     return rows

@@ -2,9 +2,9 @@
 
 Each turn makes a trainer, warms it up, times some steps and frees it, since a card cannot hold all
 of them. All begin with our initial weights and train on the same sequences, and the losses of their
-first steps are compared. torchtitan's model and our loop follow `benchmarks.gpu.peers`: fp32
-weights under bf16 autocast. transformers' grouped GEMM takes no part in autocast, so its weights
-are bf16, without fp32 ones beside them, which makes its steps shorter.
+first steps are compared. The peers' models run in a loop of our own. PyTorch's grouped GEMM takes
+no part in autocast, so their weights are bf16, and unlike ours they have no fp32 ones beside them:
+their steps have less to do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import gc
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -150,15 +149,15 @@ def _transformers(mixture: Mixture, given: Given, weights: Weights, micro_batch:
     network = transformers_mixture(model, "grouped_mm", given.device).bfloat16()
     take(network, of_transformers(model, weights))
     call = lambda tokens: network(input_ids=tokens).logits  # noqa: E731
-    return _training_step(mixture, given, network, call, micro_batch, autocasts=False)
+    return _training_step(mixture, given, network, call, micro_batch)
 
 
 def _titan(mixture: Mixture, given: Given, weights: Weights, micro_batch: int) -> Step:
     """Trains torchtitan's model."""
     model = mixture.model(given)
-    network = titan_mixture(model, given.device)
+    network = titan_mixture(model, given.device).bfloat16()
     take(network, of_titan(model, weights))
-    return _training_step(mixture, given, network, network, micro_batch, autocasts=True)
+    return _training_step(mixture, given, network, network, micro_batch)
 
 
 def _training_step(
@@ -167,7 +166,6 @@ def _training_step(
     network: nn.Module,
     call: Callable[[Tensor], Tensor],
     micro_batch: int,
-    autocasts: bool,
 ) -> Step:
     """Runs a step of the usual training loop; `call` returns the logits of tokens."""
     device, (_, sequences) = given.device, mixture.batch(given)
@@ -183,8 +181,7 @@ def _training_step(
     def step() -> float:
         total = torch.zeros((), device=device)
         for part in tokens.split(micro_batch):
-            with torch.autocast(device.type, torch.bfloat16) if autocasts else nullcontext():
-                logits = call(part[:, :-1])
+            logits = call(part[:, :-1])
             value = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten()) / parts
             value.backward()
             total += value.detach()

@@ -28,6 +28,8 @@ def transformers_mixture(model: ModelConfig, way: str, device: torch.device) -> 
     """Returns transformers' OLMoE or Qwen3-MoE of these sizes; `way`: how it computes experts."""
     if importlib.util.find_spec("transformers") is None:
         raise Missing("transformers is not installed")
+    if device.type not in ("cpu", "cuda"):
+        raise Missing(f"transformers makes no parameters on {device.type}")
     import transformers
 
     shared = {

@@ -59,10 +59,11 @@ def test_the_lines_that_need_no_other_process(tmp_path: Path) -> None:
     found = rows(tmp_path)
     assert list(found) == HERE
     assert verdicts(found) == dict.fromkeys(HERE, "PASS") | {
-        "gemm": "NOTED", "host syncs": "SKIPPED", "trace": "NOTED"
+        "gemm": "NOTED", "host syncs": "SKIPPED", "host syncs experts": "SKIPPED", "trace": "NOTED"
     }  # fmt: skip
-    assert found["losses"]["off"] == {"loss": 0.0, "grad_norm": 0.0}
-    assert len(found["kernels"]["functions"]) == 20
+    for name in ("losses", "losses experts", "losses experts bf16"):
+        assert found[name]["off"] == {"loss": 0.0, "grad_norm": 0.0}, name
+    assert len(found["kernels"]["functions"]) == 23
     assert found["addmm"]["two_steps_error"] > 1e-4  # the limit for the error of one step
     assert found["adamw"]["writes_gradient"] is True
     assert len(found["attention"]["cases"]) == 2
@@ -84,8 +85,8 @@ def test_the_lines_on_the_simulated_device(tmp_path: Path) -> None:
     done = run_module("benchmarks.gpu_first", *words, "--only", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     found = rows(tmp_path)
-    # only if the device counts them
-    assert found.pop("host syncs").get("verdict", "PASS") == "PASS"
+    for name in ("host syncs", "host syncs experts"):
+        assert found.pop(name).get("verdict", "PASS") == "PASS"  # only if the device counts them
     assert verdicts(found) == dict.fromkeys(found, "PASS") | {
         "gemm": "NOTED", "trace": "NOTED", "train compile": "SKIPPED"
     }  # fmt: skip
@@ -102,11 +103,14 @@ def test_the_lines_that_run_parallel3d(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu_commands, "parallel3d", run_command)
     words = [*TINY, "--in-process", "--json", str(tmp_path / "first.json")]
     words += ["--folder", str(tmp_path / "runs")]
-    for name in ("train", "dryrun"):
+    for name in ("train", "dryrun", "train olmoe", "dryrun olmoe"):
         assert gpu_first.main([*words, "--only", name]) == 0
     found = rows(tmp_path)
-    assert verdicts(found) == {"train": "PASS", "dryrun": "NOTED"}
-    assert "seconds_off" in found["dryrun"]
+    assert verdicts(found) == {
+        "train": "PASS", "dryrun": "NOTED", "train olmoe": "PASS", "dryrun olmoe": "NOTED"
+    }  # fmt: skip
+    assert all("seconds_off" in found[name] for name in ("dryrun", "dryrun olmoe"))
+    assert 1.0 < found["train olmoe"]["load"] < 4.0
     figures = found["train"]
     (metrics,) = tmp_path.glob("runs/*/train/metrics.jsonl")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
