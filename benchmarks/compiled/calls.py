@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import parallel3d
+from benchmarks.compiled.mixtures import RANKS, TOKENS, shapes
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.checks import check_config
 from parallel3d.config.schema import Config
@@ -78,6 +79,12 @@ class Call:
     arguments: tuple[Any, ...]
 
     @property
+    def key(self) -> str:
+        """A text that is equal for calls with equal shapes."""
+        shapes = [_shape(a) if isinstance(a, Tensor) else a for a in self.arguments]
+        return f"{self.module}.{self.name}{shapes}"
+
+    @property
     def function(self) -> Any:
         return getattr(importlib.import_module(self.module), self.name)
 
@@ -128,8 +135,7 @@ def recorded(case: str, calls: dict[str, Call]) -> Iterator[None]:
     plain = fused._Fused.__call__
 
     def call(self: Any, *arguments: Any) -> Any:
-        shapes = [_shape(a) if isinstance(a, Tensor) else a for a in arguments]
-        key = f"{self.__module__}.{self.__name__}{shapes}"
+        key = Call(case, self.__module__, self.__name__, arguments).key
         if key not in calls:
             given = tuple(_copy(a) if isinstance(a, Tensor) else a for a in arguments)
             calls[key] = Call(case, self.__module__, self.__name__, given)
@@ -170,7 +176,31 @@ def record(kind: str) -> list[Call]:
         with recorded(case, calls):
             trainer.train_step()
         del trainer
+    if kind == "large":
+        calls |= {call.key: call for call in of_mixtures()}
     return list(calls.values())
+
+
+def of_mixtures() -> list[Call]:
+    """Returns the calls between the GEMMs of experts, for the sizes of all families at ep=1 and
+    ep=8, where an exchange has as many slots as ranks."""
+    found = []
+    for name, (hidden, width, _, chosen) in shapes().items():
+        rows = TOKENS * chosen
+        inner, active = _empty(rows, 2 * width), _empty(rows, width)
+        weights = _empty(rows, dtype=torch.float32)
+        ops, choice = "parallel3d.models.ops", "parallel3d.experts.choice"
+        found.append(Call(name, ops, "weighed_forward", (inner, weights, "swiglu")))
+        found.append(Call(name, ops, "weighed_backward", (active, inner, weights, "swiglu")))
+        for slots in {chosen, *RANKS} - {1}:
+            places = _empty(TOKENS, slots, dtype=torch.int64)
+            of_tokens = _empty(TOKENS * slots, hidden), places
+            found.append(Call(f"{name}, {slots} slots", choice, "sum_of_slots", of_tokens))
+    return found
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def load(path: str | Path) -> list[Call]:

@@ -14,49 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 
-from benchmarks.compiled.calls import configured
 from benchmarks.compiled.card import CARDS, Card, interpreting
+from benchmarks.compiled.mixtures import RANKS, TOKENS, Shape, shapes
 from benchmarks.compiled.table import resources
 from benchmarks.compiled.worker import TOLERANCES, dump
 from parallel3d.device import grouped_kernels
 
-PRESETS = (
-    *("olmoe_1b_7b", "qwen3_30b_a3b", "qwen3_235b_a22b", "mixtral_8x7b"),
-    *("dots1", "glm_4_5_air"),
-)
-
-
-class Shape(NamedTuple):
-    """Sizes of a layer of experts."""
-
-    hidden: int
-    width: int
-    experts: int
-    chosen: int
-
-
-# Models without a preset: the config.json of each on Hugging Face.
-MORE = {
-    "Mixtral 8x22B": Shape(6144, 16384, 8, 2),
-    "GLM-4.5": Shape(5120, 1536, 160, 8),
-    "MiniMax-M2": Shape(3072, 1536, 256, 8),
-    "DeepSeek-V2-Lite, Moonlight": Shape(2048, 1408, 64, 6),
-    "DeepSeek-V2": Shape(5120, 1536, 160, 6),
-    "DeepSeek-V3": Shape(7168, 2048, 256, 8),
-    "Kimi K2": Shape(7168, 2048, 384, 8),
-    "gpt-oss-20b": Shape(2880, 2880, 32, 4),
-    "gpt-oss-120b": Shape(2880, 2880, 128, 4),
-    "Qwen2-57B-A14B": Shape(3584, 2560, 64, 8),
-    "Qwen3-Next-80B-A3B": Shape(2048, 512, 512, 10),
-}
-RANKS = (1, 8)  # ep
-TOKENS = 4096  # tokens of a rank
 FEW = (70, 0, 3)  # rows of experts with matrices of a family's size
 # Elements of the largest matrix that is interpreted, which takes minutes. It leaves out those of
 # Mixtral 8x22B, and one of 8x7B.
@@ -75,16 +44,6 @@ def main() -> None:
     play = {"compile": compiled, "interpret": interpreted}[given.role]
     rows = play(CARDS[given.card])
     given.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-
-
-def shapes() -> dict[str, Shape]:
-    """Returns the layers of all presets with experts, and of models without a preset."""
-    found = {}
-    for name in PRESETS:
-        model = configured(f"model={name}").model
-        sizes = model.hidden_size, model.expert_size, model.num_experts, model.experts_per_token
-        found[name] = Shape(*sizes)
-    return found | MORE
 
 
 def matrices(shape: Shape) -> tuple[tuple[int, int], tuple[int, int]]:

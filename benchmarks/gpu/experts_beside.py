@@ -14,6 +14,7 @@ import gc
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def side_by_side(given: Given, name: str) -> Row:
 
     makers: dict[str, Callable[[int], Step]] = {OURS: ours}
     for trainer, make in (("torchtitan", _titan), ("transformers", _transformers)):
-        makers[trainer] = lambda micro_batch, make=make: make(mixture, given, weights, micro_batch)
+        makers[trainer] = partial(make, mixture, given, weights)
     found, absent = in_turns(makers, given, mixture)
     if len(found) < 2:
         return {"skipped": "; ".join(absent.values())}

@@ -168,12 +168,12 @@ def comparisons(device: torch.device, shapes: Shapes) -> Iterator[tuple[str, Com
 
     slots = (batch * sequence, shapes.chosen)
     rows = slots[0] * slots[1]
-    inner, of_rows = random(rows, 2 * shapes.expert_width), random(rows, shapes.expert_width)
+    inner, of_active = random(rows, 2 * shapes.expert_width), random(rows, shapes.expert_width)
     scores = torch.rand(rows, device=device)
     yield "weighed SwiGLU", Comparison(ops.weighed_forward, (inner, scores, "swiglu"))
-    of_weighed = (of_rows, inner, scores, "swiglu")
+    of_weighed = (of_active, inner, scores, "swiglu")
     yield "weighed SwiGLU backward", Comparison(ops.weighed_backward, of_weighed)
-    del inner, of_rows
+    del inner, of_active
     order = torch.randperm(rows, device=device).view(slots)
     order[::5, 0] = rows  # an expert of another rank
     yield "sum of slots", Comparison(choice.sum_of_slots, (random(rows, hidden), order))

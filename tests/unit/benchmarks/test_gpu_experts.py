@@ -115,7 +115,7 @@ class Card:
     """A device that is timed: `times` are the seconds of a step of each trainer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float]) -> None:
-        self.losses = dict.fromkeys(times, (5.0, 4.0, 3.0))
+        self.losses: dict[str, tuple[float, ...]] = dict.fromkeys(times, (5.0, 4.0, 3.0))
         made: list[str] = []
 
         def maker(name: str) -> Any:
