@@ -34,7 +34,7 @@ from tests.tools.failing_files import FailingFiles, Fault, Point
 
 STEPS, EVERY, KEEP, KILLED_AFTER = 6, 2, 2, 5
 RUN = Path("runs/run")
-HERE = provenance()  # it runs git, and once is enough
+HERE = provenance()  # read once, because it runs git
 LIMIT_S = 60.0  # limit in seconds; with a blocking fault it is the watchdog's
 SETTINGS = (
     *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2"),
@@ -184,7 +184,7 @@ class Stage:
                 command_line._run_hydra = without_hydra(composed(words))  # type: ignore[assignment]
             with files:
                 code = command_line.main(case.words)
-        except BaseException:  # as the interpreter does when it ends
+        except BaseException:  # the interpreter prints these when it ends
             traceback.print_exc()
         finally:
             sys.stdout.flush()

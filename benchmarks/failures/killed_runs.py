@@ -302,7 +302,7 @@ class SlurmCommand(Command):
 
 def lives(pid: int) -> bool:
     try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # it is empty for a zombie
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # a zombie's is empty
     except OSError:
         return False
 

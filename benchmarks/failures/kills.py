@@ -49,7 +49,7 @@ class Result:
     # By SHA-256: the final weights, and all tensors of the last checkpoint.
     weights_equal: bool
     steps_once: bool
-    losses_equal: bool  # of training and of the validation set
+    losses_equal: bool  # whether training and validation losses are equal
     tracebacks: int  # number of tracebacks in the output
     set_aside: list[str]  # checkpoints reported as damaged
     log: str = field(repr=False, default="")

@@ -74,7 +74,8 @@ def side_by_side(given: Given, name: str) -> Row:
 
 
 def balanced(given: Given, name: str) -> Row:
-    """Measures our step with experts that are chosen equally often beside the router's choice."""
+    """Measures our step twice: with experts that are chosen equally often, and with the router's
+    choice."""
     mixture = MIXTURES[name]
 
     def maker(routing: str) -> Callable[[int], Step]:

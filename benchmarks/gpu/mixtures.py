@@ -34,7 +34,7 @@ from parallel3d.device.grouped import Groups
 from parallel3d.device.wide import wide_linear
 from parallel3d.trainer import Trainer
 
-PEAK_OFF = 0.03  # of a dry run's memory
+PEAK_OFF = 0.03  # tolerance of a peak, as a share of the dry run's
 TINY = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 32}
 RATE = 1e-4
 

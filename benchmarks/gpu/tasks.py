@@ -79,7 +79,7 @@ class Task:
         run: returns the row: figures; `verdict` and `found` if a result is expected; `skipped` with
             the reason if the device or a package is missing. seconds: its expected time on one
             H100, without the start of its process. expected: the result of a good card.
-        by_command: it runs `parallel3d`, which gets the card to itself.
+        by_command: whether the task runs `parallel3d`, which then gets the card to itself.
     """
 
     run: Callable[[Given], Row]

@@ -197,7 +197,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(row, flush=True)
     table = np.array(errors)
     print()
-    even = [options.launches, 0.0, 3.0]  # all figures but memory
+    even = [options.launches, 0.0, 3.0]  # limits of all figures but memory
     limits = np.array([[-options.below, options.above], *([-n, n] for n in even)])
     least, most = (limits + np.array([-ROUNDED, ROUNDED])).T
     within = (least <= table) & (table <= most)

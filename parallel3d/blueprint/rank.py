@@ -427,7 +427,7 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
             if first < end:
                 by_kind[p.columns > 1, p.replicated].append((p, first, end - first))
             offset += p.numel
-        copy = tied and bucket[0].name == TABLE  # it has its own bucket
+        copy = tied and bucket[0].name == TABLE  # a tied table has a bucket of its own
         for spans in by_kind.values():
             last = [p.owners * min(n, first + n - p.numel + p.shared) for p, first, n in spans]
             found.append(FlatShard(spans, copy, sum(n for n in last if n > 0)))

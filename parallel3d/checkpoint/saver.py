@@ -517,7 +517,7 @@ class Saver:
             outcome = max(bad, key=lambda p: p.is_bug) if bad else self._complete(save, parts)
         except Exception as error:
             outcome = failed(self.rank, error)
-        left = remove_all([self._unfinished(save)])  # it is gone if the save succeeded
+        left = remove_all([self._unfinished(save)])  # the folder is gone if the save succeeded
         return dataclasses.replace(outcome, notes=(*outcome.notes, *left))
 
     def _complete(self, save: Save, parts: list[SaveResult]) -> SaveResult:

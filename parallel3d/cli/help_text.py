@@ -16,7 +16,7 @@ from parallel3d.config.overrides import groups, presets
 from parallel3d.config.schema import CONFLICTS, sections_of
 from parallel3d.errors import UserError
 
-WIDTH = 92  # of the help of a key
+WIDTH = 92  # columns of a key's help
 
 
 def complete(subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]) -> None:

@@ -29,7 +29,7 @@ class Group:
     index: int  # this rank's index in `ranks`
     handle: dist.ProcessGroup | None
     shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
-    log: OperationLog | None = field(default=None, compare=False)  # for diagnosing a hang
+    log: OperationLog | None = field(default=None, compare=False)  # read to diagnose a hang
     timer: StepTimer | None = field(default=None, compare=False)  # times its collectives
     mirror: MirroredPeers | None = field(default=None, compare=False)  # in place of the other ranks
 

@@ -340,7 +340,7 @@ class GroupMaker:
         subgroups: Any = dist.new_subgroups_by_enumeration(
             all_ranks, timeout=self.timeout, backend=backend, pg_options=options, group_desc=kind
         )
-        return subgroups[0]  # this rank's
+        return subgroups[0]  # the group of this rank
 
     def mesh(self, layout: Layout, by_dim: dict[str, Group]) -> DeviceMesh:
         """Makes the mesh of these groups when it is first used."""

@@ -299,7 +299,7 @@ def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
             if source.hf is not None:
                 _read_hugging_face(source.folder, source.hf, config.model, state)
             else:
-                assert source.manifest is not None  # of a run
+                assert source.manifest is not None  # a run's checkpoint has one
                 read_state(source.folder, without_frozen(state, source.manifest, source.folder))
             return source
         except UserError as error:

@@ -389,7 +389,7 @@ def _ring_backward(
     """Does the same as `_gather_backward`; gradients travel a step behind their keys, to the
     owner."""
     b, accum_dtype = len(k), torch.promote_types(k.dtype, torch.float32)
-    so_far: tuple[Tensor, Work] | None = None  # on its way here
+    so_far: tuple[Tensor, Work] | None = None  # gradients on their way here
     group = run.cp.group
     for i, block in enumerate(_around(_together(k, v), group)):
         of_block = torch.zeros_like(block, dtype=accum_dtype)

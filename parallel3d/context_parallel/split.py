@@ -101,7 +101,7 @@ class SequenceSplit:
         far.
         """
         blocks = np.arange(self.padded, dtype=np.int32).reshape(self.size * count, -1)
-        pairs = blocks.reshape(-1) - starts + 1  # of each query
+        pairs = blocks.reshape(-1) - starts + 1  # number of keys of each query
         work = pairs.reshape(len(starts), len(blocks), -1).sum(2)
         loads = np.zeros(self.size, dtype=np.int64)
         held = np.empty((self.size, len(starts), self.local), dtype=np.int32)

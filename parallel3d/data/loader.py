@@ -111,7 +111,7 @@ class Batches:
     def resize(self, num_microbatches: int, stride: int) -> None:
         """Sets the micro-batches of a rank and the samples of all ranks, from the next step on."""
         self._num_microbatches = num_microbatches
-        self._imbalances: dict[int, float] = {}  # by micro-batch of the last step
+        self._imbalances: dict[int, float] = {}  # keys: micro-batches of the last step
         if self._reads_ahead:
             share = num_microbatches * self._micro_batch_size
             self._ahead = ReadAhead(self.source, self._dp_rank * share, share, stride)

@@ -41,7 +41,7 @@ from parallel3d.private_names import (
 )
 
 PREFIX = "module."
-NOT_COPIED = (  # by `copy.deepcopy` and pickle
+NOT_COPIED = (  # `copy.deepcopy` and pickle leave these attributes out
     "group",
     "averager",
     "buffer_sync",

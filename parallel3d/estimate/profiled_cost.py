@@ -138,7 +138,7 @@ class CalibrationSource:
     """Device, software and date of a calibration."""
 
     device: str  # cpu or cuda
-    name: str  # of the device
+    name: str  # the device's name
     count: int  # cores, or GPUs, of the host
     type: str  # compute type: fp32, bf16, …
     host: str
@@ -412,7 +412,7 @@ def sent_seconds(machine: MeasuredMachine, rank: PipelineRank, sent: Transfer) -
     """
     shares = machine.shares and rank.layout.world_size > machine.made.count
     ranks = 2 if sent.op == "send_recv" else group_size(sent.dim, rank.layout)
-    op = sent.op if sent.op in machine.tables else "all_gather"  # it moves as many bytes
+    op = sent.op if sent.op in machine.tables else "all_gather"  # an all-gather moves as many bytes
     return sent.count * machine[op + SHARED * shares](ranks, max(sent.nbytes, FEW))
 
 
@@ -485,7 +485,7 @@ def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> Me
     for rank in (PipelineRank(blueprint, index) for index in range(layout.pp)):
         seconds: dict[str, float] = defaultdict(float)
         for sent in transfers(config, layout, rank.index):
-            if sent.dim == "ep" and sent.op == ALL_TO_ALL:  # to the fullest rank
+            if sent.dim == "ep" and sent.op == ALL_TO_ALL:  # the fullest rank receives more
                 sent = replace(sent, nbytes=round(load * sent.nbytes))
             seconds[sent.dim] += sent_seconds(machine, rank, sent)
             crossings += sent.count * (sent.dim == "pp")

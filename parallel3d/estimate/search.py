@@ -70,7 +70,7 @@ class LayoutChoice:
     dp: int
     micro_batch_size: int
     schedule: str
-    recompute: str  # as text (`config.values.spelled`)
+    recompute: str  # spelled as text by `config.values.spelled`
     zero: int
     cp: int = 1
     ep: int = 1

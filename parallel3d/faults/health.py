@@ -24,7 +24,8 @@ from parallel3d.trainer import StepResult, Trainer
 
 SPIKE_WINDOW = 50  # a loss is compared with the median of this many steps
 SPIKE_PAUSE = 10  # number of steps after a reported spike without another report
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+# number of bytes → dtype
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass

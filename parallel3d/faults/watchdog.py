@@ -121,7 +121,7 @@ class Watchdog:
     _idle_s: float = 0.0
     _code: int = 1
     _keeper: dict[str, Any] | None = None  # rank 0's process, which may hold the store
-    _silent: list[int] | None = None  # on the rank that logs the diagnosis
+    _silent: list[int] | None = None  # only set on the rank that logs the diagnosis
 
     @property
     def log(self) -> OperationLog:
@@ -337,8 +337,8 @@ class Watchdog:
         return of_this_job([self._process(rank) for rank in silent])
 
     def _without_store(self, state: hang.RankState) -> Found:
-        """Diagnoses the hang from this rank alone; only the first rank of a host that can log it
-        does."""
+        """Diagnoses the hang from this rank alone. Only the first rank of a host that can log does
+        so."""
         who, why = self._inspect(0, self._keeper)
         here = of_this_job([self._keeper])
         is_here = self._keeper is not None and self._keeper["host"] == socket.gethostname()

@@ -22,8 +22,9 @@ from parallel3d.text import count
 # torch ≥ 2.9 reads the first name; the others are older and still work.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# Collectives and messages that NCCL's flight recorder keeps, at about a kilobyte of host memory
-# each. A step of 32 layers with tp and 16 micro-batches has some 5,000, torch's default is 2,000.
+# Number of collectives and messages that NCCL's flight recorder keeps, each in about a kilobyte of
+# host memory. A step of 32 layers with tp and 16 micro-batches has some 5,000; torch's default is
+# 2,000.
 RECORDED = 20_000
 # From 2.15 on, torch's "nccl" is another class of groups, unless this is 0 when the first group is
 # made. parallel3d's groups, diagnosis of hangs and ends of runs were only tried with the old class.

@@ -55,7 +55,7 @@ def _convolution(
     return _Convolution.apply(input, weight, bias, (*sizes, False, [0] * dims, groups))
 
 
-# For each function of torch, one that defers its weight gradient, or returns None if it cannot.
+# Function of torch → a function that defers its weight gradient, or returns None if it cannot.
 DEFERRING: dict[Any, Callable[..., Tensor | None]] = {
     F.linear: _linear,
     torch.conv1d: partial(_convolution, 1),

@@ -104,7 +104,7 @@ class StepProfiler(Hook):
         if NSYS in os.environ and hasattr(self._api, "profiler"):
             self._api.profiler.start()
         else:
-            if self._api is None:  # on a GPU its errors matter
+            if self._api is None:  # on a GPU, errors of the profiler matter
                 os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
             names = ("CPU", device.type.upper())
             kinds = [kind for kind in supported_activities() if kind.name in names]
@@ -118,7 +118,7 @@ class StepProfiler(Hook):
     def _stop(self) -> None:
         self._layers.close()
         self.trainer.step_timer.ranges = None
-        accelerator.synchronize(self.trainer.device)  # all kernels of the last step
+        accelerator.synchronize(self.trainer.device)  # waits for all kernels of the last step
         if self._profile is None:
             self._api.profiler.stop()
         else:

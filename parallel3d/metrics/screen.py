@@ -220,7 +220,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
             parts.append(f"best {best:.4f} at step {summary['best_eval_step']:,}")
         rows["held-out loss"] = " · ".join(parts)
     rows["grad norm"] = _number(summary["grad_norm"], "#.3g")
-    if not summary["steps"]:  # none was taken
+    if not summary["steps"]:  # the run took no step
         del rows["train loss"], rows["grad norm"]
     unlearned = summary["unlearned_steps"]
     if bad := summary["skipped_steps"] - unlearned:

@@ -55,7 +55,7 @@ class Goodput(NamedTuple):
 class Start:
     """One start, as recorded by its lines in `starts.jsonl`."""
 
-    line: Mapping[str, Any]  # its first line
+    line: Mapping[str, Any]  # the first line of the start
     begun: float
     at: float  # Unix time of its first step
     lost_s: float = 0.0

@@ -376,7 +376,7 @@ class Stage(nn.Module):
             rotary = tuple((cos[read], sin[read]) for cos, sin in rotary)
             temperature = None if temperature is None else temperature[read]
         if temperature is not None and documents is not None:
-            temperature = temperature.unsqueeze(1)  # for all heads
+            temperature = temperature.unsqueeze(1)  # the same factor for all heads
         if documents is None and self.window is not None:
             split = SequenceSplit(length, window=self.window)
             documents = whole_samples(batch, self.device, split)
@@ -493,7 +493,7 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
         for block in experts:
             block.run_attention = attention
         is_sharded = any(state_of(p).compute_dtype is not None for p in stage.parameters())
-        if is_sharded or experts:  # by FSDP2
+        if is_sharded or experts:  # FSDP2 shards the parameters
             for block in blocks:
                 if block in experts:
                     continue

@@ -135,7 +135,7 @@ class ActivationOffload:
         self.host = HostSlabs(device)
         self.stream: Any = None  # the first copy creates it
         self.place: Place | None = None  # the micro-batch and chunk of the running forward
-        self.turns = False  # its backward comes next
+        self.turns = False  # whether the backward follows the forward directly
         # layers of micro-batches that wait for their backward
         self.newest: dict[Place, _Layer] = {}
         # Layers whose copies are queued and whose tensors are still on the device.

@@ -115,7 +115,7 @@ MPI = (
         ("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
     Numbered(
-        "mpiexec",  # of MPICH, Intel MPI and PALS
+        "mpiexec",  # launcher of MPICH, Intel MPI and PALS
         "PMI_RANK",
         "PMI_SIZE",
         ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),

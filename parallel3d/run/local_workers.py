@@ -290,7 +290,7 @@ def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int
         launcher = os.getpid()
 
         def live(rank: int, starts: int) -> int:
-            listening.close()  # this process's copy
+            listening.close()  # closes this process's copy only
             os.environ.update(_rank_environment(port, rank, world_size, starts))
             _set_threads(wanted)
             return local_worker_main(app, config, run_dir, launcher, kind)

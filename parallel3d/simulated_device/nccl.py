@@ -244,7 +244,8 @@ class CollectiveWork(dist.Work):
         this_machine().once_known(stream.number, self.end)
 
     def end(self) -> None:
-        if self.ended or (self.done is not None and self.done.cancelled()):  # by `abort`
+        # `abort` cancels operations
+        if self.ended or (self.done is not None and self.done.cancelled()):
             return
         self.ended = True
         if self.done is not None:

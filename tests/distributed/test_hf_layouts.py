@@ -59,7 +59,8 @@ SIZES = {
 DENSE = ("phi3_longrope", "smollm3", "glm4", "olmo3", "exaone4", "gemma3_text")
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_theta": 500.0, **SCALING}},
-    "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 1},  # on both tensor ranks
+    # both tensor ranks hold the only key-value head
+    "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": {"head_dim": 12},
     **{kind: EXPERTS[kind] for kind in ("qwen2_moe", "olmoe", "glm4_moe", "minimax_m2")},
     **{name: {**DIALECTS[name][1], "num_hidden_layers": 4} for name in DENSE},

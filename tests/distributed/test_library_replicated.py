@@ -92,7 +92,7 @@ def test_norms_of_heads_train_like_one_process(world: int, tp: int, pool: Pool) 
     for found in pool.run(world, beside_one_process, tp):
         assert found.keys() == {"summed True", "summed False", "drift False"}
         assert found["summed True"] <= 1e-12
-        assert found["summed False"] > 1e-4  # this line is under test
+        assert found["summed False"] > 1e-4  # otherwise the line under test would have no effect
         assert "parameter 0.q_norm.weight differs by" in found["drift False"]
 
 
@@ -103,7 +103,7 @@ def deferred() -> float:
     layer = nn.Linear(4, 4, bias=False)
     state_of(layer.weight).weight_gradients = queue = (
         WeightGradients()
-    )  # as in a stage of a pipeline
+    )  # a stage of a pipeline does the same
     p3d.sum_gradients_over(layer, group)
     with SplitBackward():
         y = layer(torch.ones(3, 4) * (1 + group.index))

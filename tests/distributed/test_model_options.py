@@ -191,5 +191,5 @@ def test_shared_heads_are_saved_once_and_gather_qk_changes_no_bit(pool: Pool) ->
         for matrix, outputs in rows.items():
             name = f"{kind}/layers.1.attention.{matrix}.weight"
             assert saved[name] == outputs * model.hidden_size, name
-        for part in ("q_norm", "k_norm"):  # on all four ranks
+        for part in ("q_norm", "k_norm"):  # all four ranks have these parameters
             assert saved[f"{kind}/layers.1.attention.{part}.weight"] == model.head_size

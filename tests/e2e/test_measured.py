@@ -34,7 +34,8 @@ def test_plan_lists_layouts_of_the_measured_machine(
     ended = answer(shell, capfd, "plan", f"cluster={FILE}", "model=llama_tiny",
                    "cluster.gpus_per_node=4")  # fmt: skip
     assert (ended.code, ended.err) == (0, "")
-    assert len(re.findall(r"^ +\d+ +[124] +[124] +\d", ended.out, re.M)) == 6  # of tp × pp
+    # one row for each (tp, pp)
+    assert len(re.findall(r"^ +\d+ +[124] +[124] +\d", ended.out, re.M)) == 6
     assert "4 " in ended.out.splitlines()[0] and "fp32" in ended.out.splitlines()[0]
     assert "published runs" not in ended.out, "this machine was measured"
     assert len(re.findall("times are scaled by that, a guess; .* model=llama_tiny", ended.out)) == 1
@@ -56,7 +57,8 @@ def test_plan_lists_layouts_of_other_kinds_of_layers(
     words = (f"cluster={FILE}", *keys, "cluster.gpus_per_node=4")
     ended = answer(shell, capfd, "plan", *words)
     assert (ended.code, ended.err) == (0, "")
-    assert len(re.findall(r"^ +\d+ +[124] +[124] +\d", ended.out, re.M)) == 6  # of tp × pp
+    # one row for each (tp, pp)
+    assert len(re.findall(r"^ +\d+ +[124] +[124] +\d", ended.out, re.M)) == 6
     assert "times are scaled by that, a guess" in ended.out
 
 

@@ -67,7 +67,7 @@ def runs(shell: Shell) -> Path:
     steps(begin(config, resumed, 1), 1, 25, 4.0)  # the run is killed, so that nothing is closed
     config.optim.lr = 0.25
     save_config(config, resumed, next_name(resumed))
-    steps(begin(config, resumed, 21), 21, 28, 4.0)  # and once more
+    steps(begin(config, resumed, 21), 21, 28, 4.0)  # the second resume
     return folder
 
 

@@ -248,7 +248,7 @@ def written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
     scaling = _written_scaling(model)
     base = {THETA: model.rotary_base}
     keys: dict[str, Any] = dict(base)
-    if scaling[KIND] != "default":  # for transformers before version 5
+    if scaling[KIND] != "default":  # the form of transformers before version 5
         keys[OLD] = dict(scaling)
     if family.local_base is not None:
         local = base | scaling
@@ -267,7 +267,7 @@ def written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
         keys[ORIGINAL] = model.rope_original_length if is_scaled else model.seq_length
     if family.has_temperature:
         scaling = scaling | {BETA: model.query_temperature, ORIGINAL: model.rope_original_length}
-        if OLD in keys:  # it wins over rope_parameters
+        if OLD in keys:  # this key wins over rope_parameters
             keys[OLD] = base | scaling
     return keys | {NEW: base | scaling}
 

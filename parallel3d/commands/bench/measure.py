@@ -513,7 +513,7 @@ class Measurement:
     """Measures all rows on one rank: checks, then times within a budget; methods are collective."""
 
     rows: list[BenchRow]  # equal on every rank
-    sites: dict[str, Site]  # this rank's groups
+    sites: dict[str, Site]  # the groups of this rank
     where: Where
     warmup: int  # warm-up calls of each row
     calls: int  # timed calls of each row, as far as `budget_s` allows

@@ -104,11 +104,11 @@ class RunRecord:
     """The content of one run's directory."""
 
     name: str
-    curves: Mapping[str, list[Point]]  # by the names in loggers
+    curves: Mapping[str, list[Point]]  # keys: names in loggers
     starts: list[dict[str, Any]]  # entries first_step, tokens, started, host, layout
     configs: list[Config]  # configurations of the first start, and of later starts with other keys
     summary: Mapping[str, Any]  # summary.json; {} unless the last start wrote it
-    ranks: list[dict[str, Any]]  # from placement.json
+    ranks: list[dict[str, Any]]  # rows of placement.json
     state: str  # how the last start ended
     goodput: Goodput | None = None  # seconds by activity, over all starts
     # The last step for which tokens of each expert were recorded, and these by layer.

@@ -179,7 +179,7 @@ def test_what_lies_beside_the_text_model_follows_the_run(
     assert checkpoint(["ls"]) == 0
     assert checkpoint(["verify", "run=t"]) == 0
     assert checkpoint(["branch", "from=t", "run=u"]) == 0
-    for begun, source in (("v", "t"), ("w", "hf")):  # as a start with init_from does
+    for begun, source in (("v", "t"), ("w", "hf")):  # a start with init_from does the same
         Path("runs", begun).mkdir()
         found = find_source(source, Path("runs"))
         keep_keys(found, DataConfig(), 61, Path("runs", begun))

@@ -88,7 +88,7 @@ def test_no_time_at_all_still_leaves_one_call() -> None:
 
 
 def test_a_rows_time_is_the_median_over_calls_of_the_slowest_rank() -> None:
-    assert slowest_rank([[1.0, 5.0, 2.0], [3.0, 4.0, 9.0]]) == 5.0  # of 3, 5 and 9
+    assert slowest_rank([[1.0, 5.0, 2.0], [3.0, 4.0, 9.0]]) == 5.0  # the median of 3, 5 and 9
 
 
 # --- what is compared ------------------------------------------------------------------------

@@ -338,7 +338,7 @@ def test_bytes_that_a_rank_sends(facts) -> None:
     assert near(found["groups"]["dp"]["bytes_sent"], 0.75 * (4 + 2) * numel)
     found = facts["3d"]
     unit = 2 * 2 * 512 * 256 // 2  # bytes of a hidden state on one tp rank
-    assert found["groups"]["pp"]["bytes_sent"] == 4 * unit  # of 4 micro-batches, one way
+    assert found["groups"]["pp"]["bytes_sent"] == 4 * unit  # 4 micro-batches are sent one way
     assert {"tp", "pp", "dp", "world"} == set(found["groups"])
 
 
@@ -383,7 +383,8 @@ def test_experts_get_equally_many_rows_and_are_called_total_and_active(facts) ->
     for found in (one, gathered, sent):
         dense = found["parts"]["gemm_layers"]["flops"] / 2048 - expected
         attention = 2 * 3 * 2 * 256 * (256 + 2 * 128 + 256)
-        assert dense == attention + 2 * 3 * 2 * 256 * 8  # and the FLOPs of the router
+        # the last product has the FLOPs of the router
+        assert dense == attention + 2 * 3 * 2 * 256 * 8
     waits = [f["host_waits"] for f in (one, gathered, sent)]
     assert [sum(n for why, n in w.items() if "experts/" in why) for w in waits] == [0, 4, 4]
 

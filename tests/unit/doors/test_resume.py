@@ -76,7 +76,7 @@ CASES = [
     Case(T, ((64, 100),), 63, COSINE),
     Case(T, ((8, 100), (16, 400)), 4, COSINE),
     Case(T, ((8, 100), (16, 400), (4, 600)), 32, COSINE),
-    Case(T, ((8, 100), (16, 400), (8, 401)), 8, COSINE),  # and back to the first batch
+    Case(T, ((8, 100), (16, 400), (8, 401)), 8, COSINE),  # the batch is the first one again
     Case(T, ((8, 100), (8, 300), (8, 400)), 8, COSINE),
     Case(T, ((8, 745),), 16, FRACTION),
     Case(T, ((8, 20),), 32, FRACTION),
@@ -127,7 +127,7 @@ def config_of(case: Case, batch: Batch) -> Config:
     config = Config()
     key, _, words = case.budget.partition("=")
     train = {"tokens": float(words)} if key == "tokens" else {"steps": int(float(words))}
-    if key == "epochs":  # as in `loader.with_length`
+    if key == "epochs":  # `loader.with_length` does the same
         train = {"tokens": float(words) * WINDOWS * SEQUENCE}
     last = batch if isinstance(batch, int) else list(batch.values())[-1]
     train["batch_schedule"] = None if isinstance(batch, int) else batch

@@ -81,7 +81,7 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     run_dir = tmp_path / "my-run"
     run_dir.mkdir()
     config = make_config()
-    config.logger.name = ["wandb", "tensorboard"]  # this has a test of its own
+    config.logger.name = ["wandb", "tensorboard"]  # other loggers have a test of their own
     summary = train(config, run_dir, wait_s=0.5)
     records = inspect(run_dir)
     assert "stats" not in records
@@ -131,7 +131,7 @@ def test_wandbs_variables_set_keys_that_are_not_given(
     agents = {"RUN_ID": "agent01", "SWEEP_ID": "sweep"}
     for name, text in (variables | agents).items():
         monkeypatch.setenv(f"WANDB_{name}", text)
-    wandb.teardown()  # it reads its variables once per process
+    wandb.teardown()  # W&B reads its variables once per process
     config = make_config()
     config.logger = LoggerConfig(name="wandb")
     run_dir = tmp_path / "b"

@@ -68,7 +68,7 @@ def values(attend: Attend, kernel: str) -> list[Tensor]:
 
 
 def run(attend: Attend, kernel: str) -> tuple[list[Tensor], list[str]]:
-    """Returns both, and the operators that ran."""
+    """Returns the output and the gradients, and the operators that ran."""
     with Operators() as operators:
         return values(attend, kernel), operators.names
 
@@ -93,7 +93,7 @@ def test_the_kernel_asked_for_runs_and_gives_the_same_values(attend: Attend) -> 
 def test_a_compiled_block_has_the_kernel_in_its_graphs(attend: Attend) -> None:
     """Tests that the kernel is not that of an earlier value. Documents are one operator, which gets
     the kernel as an argument."""
-    from functorch.compile import make_boxed_func  # these two take seconds
+    from functorch.compile import make_boxed_func  # the two imports take seconds
     from torch._dynamo.backends.common import aot_autograd
 
     text: list[str] = []
