@@ -116,7 +116,7 @@ OVERRIDDEN = {
         "_reduce_scatter_base",
         "_set_group_desc",
         "_set_group_name",
-        "_set_sequence_number_for_group",  # up to 2.14
+        "_set_sequence_number_for_group",  # torch up to 2.14 has it
     ),
     "torch.cuda._sanitizer.StreamSynchronizations": ("_state_wait_for_other",),
 }

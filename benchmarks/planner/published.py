@@ -225,7 +225,8 @@ def planted_line(runs: Sequence[Run], seconds: Array, one: Array) -> list[str]:
 
 
 def memory_lines(runs: Sequence[Run], held: Held) -> list[str]:
-    """Returns the lines on how well the memory's peaks, and whether a run fits, are predicted."""
+    """Returns lines with the accuracy of predicted peaks of memory, and of predictions that a run
+    fits."""
     lines = ["", "| set | memory, median error | fits, balanced accuracy |", "|---|---|---|"]
     for name in WITH_MEMORY:
         mine = [i for i, r in enumerate(runs) if r.set == name]

@@ -82,7 +82,7 @@ class Found(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The driver's answer: its GPUs, or its code or error."""
+    """The driver's answer: GPUs, an error code, or an error."""
 
     gpus: tuple[Gpu, ...] = ()
     code: int = 0

@@ -99,8 +99,8 @@ def test_verify_on_the_simulated_device_equals_the_cpu(shell: Shell) -> None:
     assert ended.code == 0 and "does not change the" in ended.out, ended
 
 
-# `calibrate`, which measures for minutes, with few calls; on the CPU itself it takes a third of the
-# time.
+# Runs `calibrate`, which measures for minutes, with few calls. It takes three times as long as on
+# the CPU itself.
 SMALL = """
 from parallel3d.run.worker import APPS
 APPS["calibrate"] = "tests.e2e.small_figures", "calibrate"

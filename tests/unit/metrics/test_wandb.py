@@ -81,7 +81,7 @@ def test_an_offline_run_holds_metrics_config_code_version_group_and_tags(
     run_dir = tmp_path / "my-run"
     run_dir.mkdir()
     config = make_config()
-    config.logger.name = ["wandb", "tensorboard"]  # other loggers have a test of their own
+    config.logger.name = ["wandb", "tensorboard"]  # TensorBoard has tests of its own
     summary = train(config, run_dir, wait_s=0.5)
     records = inspect(run_dir)
     assert "stats" not in records
