@@ -93,6 +93,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 ALL_TO_ALL = "all_to_all"  # measured for models with experts
 SHARED = ".shared"  # suffix for a collective among ranks that share cores: CPU work of a rank
 WAYS = ("forward", "input", "weight")
+SHARE_OF_EP = "experts"  # begins the names of tables of a block with experts, for every ep
 # Tables of a file for a model with one kind of layer, with the number of their axes.
 TABLES = {
     # tp, tokens of a micro-batch: seconds of one tensor rank, without collectives
@@ -123,8 +124,8 @@ def tables_of(model: ModelConfig) -> dict[str, int]:
         found |= {f"{block_name(index)}.{way}": 2 for way in WAYS}
         found |= {recompute_name(part, index): 1 for part in PARTS}
     if model.num_experts:
-        # ep, tokens of a micro-batch with tp=1: seconds of a block with experts on one rank
-        found |= {f"experts.{way}": 2 for way in WAYS}
+        # ep, tokens of a micro-batch with tp=1: share of the seconds of such a block with ep=1
+        found |= {f"{SHARE_OF_EP}.{way}": 2 for way in WAYS}
         found |= {ALL_TO_ALL + way: 2 for way in ("", SHARED)}
     return found
 
@@ -366,14 +367,15 @@ def _more_on_ep_ranks(machine: MeasuredMachine, config: Config, name: str, token
 
     They are measured as a share of a block with as many tokens as a tensor rank's experts get.
     """
+    own = tokens / config.tp  # sequence parallelism divides the tokens
     if config.ep == 1:
         return np.zeros(len(WAYS))
-    own = tokens / config.tp  # sequence parallelism divides the tokens
-    more = []
-    for way in WAYS:
-        table = machine[f"experts.{way}"]
-        more.append(machine[f"{name}.{way}"](1, own) * (table(config.ep, own) / table(1, own) - 1))
-    return np.array(more)
+    return np.array(
+        [
+            machine[f"{name}.{way}"](1, own) * (machine[f"{SHARE_OF_EP}.{way}"](config.ep, own) - 1)
+            for way in WAYS
+        ]
+    )
 
 
 def stage_passes(

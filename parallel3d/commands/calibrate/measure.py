@@ -47,6 +47,7 @@ from parallel3d.errors import print_line
 from parallel3d.estimate.profiled_cost import (
     ALL_TO_ALL,
     COLLECTIVES,
+    SHARE_OF_EP,
     SHARED,
     WAYS,
     CalibrationSource,
@@ -469,22 +470,36 @@ def pieces(
         sparse = next(Blocks(kind) for kind in kinds if kind.experts)
         for size in sizes[:MOST_SIZES]:
             tell(f"experts micro_batch_size={size}, pass {number + 1}")
-            eps = expert_sizes(config.model, most)
-            models = [
-                ModelPieces(config, size, device, [sparse], ep=ep, most_blocks=FEW_BLOCKS)
-                for ep in eps
-            ]
-            for ep, model, runs in zip(eps, models, in_turns(models), strict=True):
-                keep("update", (model.elements,), (run["update"] for run in runs))
+            every = runs_of_experts(config, size, device, sparse, most)
+            for ep, (elements, runs) in every.items():
+                keep("update", (elements,), (run["update"] for run in runs))
                 for way, kind in zip(WAYS, "FIW", strict=True):
-                    each = (run[f"{kind}1"] / model.counts[0] for run in runs)
-                    keep(f"experts.{way}", (ep, size * length), each)
-    typical = {
-        name: {point: max(lower_quartile(seconds), LEAST) for point, seconds in points.items()}
-        for name, points in found.items()
-    }
+                    pairs = zip(runs, every[1][1], strict=True)
+                    keep(
+                        f"{SHARE_OF_EP}.{way}",
+                        (ep, size * length),
+                        (run[f"{kind}1"] / max(alone[f"{kind}1"], LEAST) for run, alone in pairs),
+                    )
+    typical = {}
+    for name, points in found.items():
+        usual = statistics.median if name.startswith(SHARE_OF_EP) else lower_quartile
+        typical[name] = {point: max(usual(all), LEAST) for point, all in points.items()}
     action = typical.pop("action")[()]
     return {name: table_of(points) for name, points in typical.items()}, action
+
+
+def runs_of_experts(
+    config: CommandConfig, size: int, device: torch.device, blocks: Blocks, most: int
+) -> dict[int, tuple[int, list[dict[str, float]]]]:
+    """Returns the elements and the runs, in turns, of a pipeline of blocks with experts by ep."""
+    models = {
+        ep: ModelPieces(config, size, device, [blocks], ep=ep, most_blocks=FEW_BLOCKS)
+        for ep in expert_sizes(config.model, most)
+    }
+    every = in_turns([*models.values()])
+    return {
+        ep: (model.elements, runs) for (ep, model), runs in zip(models.items(), every, strict=True)
+    }
 
 
 def table_of(points: dict[Point, float]) -> Table:

@@ -152,6 +152,7 @@ def test_blocks_with_experts_are_timed_for_every_ep_and_kind() -> None:
     assert set(tables) == wanted
     for name in ("block.forward", "block.3.weight", "experts.input"):
         assert tables[name].axes == ((1, 2, 4), (16, 32))
+    assert tables["experts.input"](1, 16) == pytest.approx(1), "shares of the time with ep=1"
 
 
 def test_other_ranks_wait_for_rank_0_at_the_store() -> None:
