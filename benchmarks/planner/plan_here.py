@@ -2,7 +2,7 @@ r"""Compares the plan of this machine with measured steps, and rates the choices
 
     parallel3d calibrate calibrate.file=here.yaml model=llama_tiny model.num_query_groups=8 \
         model.seq_length=128 global_batch_size=16
-    python -m benchmarks.planner.plan_here here.yaml [--rounds 3] [--steps 5] \
+    python -m benchmarks.plan_here here.yaml [--rounds 3] [--steps 5] \
         [--only one|steps|auto|experts|windows]
 
 `one`: models of several shapes on one rank. The measured step uses one thread and the plan's uses
