@@ -14,8 +14,10 @@ the wall time of a step, which needs a quiet machine, and the CPU seconds of all
 which other work on the machine hardly changes.
 
 `experts`: moe_tiny with ep=1 and more on 2 and 4 ranks, with the experts evenly chosen, from a file
-of `model=moe_tiny global_batch_size=16`. `windows`: the same model without experts, of which two of
-three layers see 32 keys, from a file of that model (`WINDOWS`). If the file is older than a few
+of `model=moe_tiny global_batch_size=16`. `windows`: llama_tiny, of whose layers two of three see 32
+keys, on 1 to 4 ranks, from a file of `model=llama_tiny model.num_query_groups=8 model.num_layers=6
+model.seq_length=512 model.layer_types=[sliding,sliding,full] model.sliding_window=32
+global_batch_size=16`. If the file is older than a few
 minutes, or the machine is busy, compare the ratios of layouts: the last line of the table has the
 error of each step divided by that of the first row.
 """
