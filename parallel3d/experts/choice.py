@@ -217,7 +217,9 @@ def sum_of_slots(rows: Tensor, places: Tensor) -> Tensor:
             row = rows.index_select(0, place.clamp(max=last))
             total = total + row.where((place <= last).unsqueeze(-1), 0)
         return total
-    padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    padded = rows  # every place is a row's own, so that as many places as rows leave none out
+    if rows.shape[0] < places.numel():
+        padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     total = padded.index_select(0, places[:, 0])
     for slot in range(1, places.shape[1]):
         total += padded.index_select(0, places[:, slot])
