@@ -36,8 +36,8 @@ COULD = """\
 
 ## What could be built
 
-Most rows contradict each other, or ask for what a kernel or a device does not have. These could be
-lifted:
+Most rows contradict each other, or need something that a kernel or a device lacks. These could
+be lifted:
 
 """
 

@@ -3,7 +3,7 @@
     python docs/tensor_forms.py    # tables and pictures of docs/tensor_parallel.md
 
 tests/tools/tensor_forms.py computes them on real ranks, and tests/distributed/test_tensor_forms.py
-compares what they send with the lists here.
+compares their messages with the lists here.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ margin:0 6px 0 14px} .paper{background:#fff;padding:8px;overflow:auto;max-height
 
 
 def whole_page(mark: str, title: str, body: str, head: str = "") -> str:
-    """Returns the page; `mark` is an attribute that tells who wrote it, `head` goes into <head>.
+    """Returns the page; `mark` is an attribute with the name of its writer, `head` goes into
+    <head>.
 
     All arguments but `mark` are HTML already.
     """
@@ -68,7 +69,7 @@ def colour(place: int) -> str:
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table whose cells are HTML already; those of several words wrap."""
+    """Returns a table whose cells are HTML already; cells of several words wrap."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<div class='wide'><table><tr>{top}</tr>{body}</table></div>"

@@ -1,4 +1,4 @@
-"""Returns the samples of a corpus under a whole configuration."""
+"""Makes the sources of samples that a whole configuration describes."""
 
 from __future__ import annotations
 

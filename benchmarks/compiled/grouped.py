@@ -105,7 +105,7 @@ def interpreted(card: Card) -> list[dict[str, Any]]:
     """Compares gradients with float64, of as many experts and of matrices as large as in
     `gradients`.
 
-    Some experts have no row, one has most, and what is behind the last row is NaN.
+    Some experts have no row, one has most, and all numbers behind the last row are NaN.
     """
     rows = []
     for groups in sorted({groups for _, groups, _, _ in gradients()}):

@@ -1,4 +1,4 @@
-"""Measures what a corpus of 10^12 tokens costs to open and to read, next to PyTorch's DataLoader.
+"""Measures the costs of opening and reading a corpus of 10^12 tokens, next to PyTorch's DataLoader.
 
     python -m benchmarks.data.corpora [--sets 2000] [--tokens 500000000] [--documents 500000]
 

@@ -43,7 +43,7 @@ from benchmarks.failures.kills import Result, one_run, plan
 from tests.e2e.command import Shell
 from tests.e2e.private_slurm import Slurm
 
-LAYOUTS = (  # the first layout is that of tests/e2e/test_faults.py
+LAYOUTS = (  # the first layout is also used by tests/e2e/test_faults.py
     ("cp=2", "zero=1"),
     ("tp=2",),
     ("pp=2",),
@@ -95,7 +95,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="write every kill and fault to this JSON file")
     args = parser.parse_args()
-    # removes what is left
+    # removes the files that are left
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = ("ours", "torchrun", "slurm") if args.launcher == "all" else (args.launcher,)
     results: list[Result] = []

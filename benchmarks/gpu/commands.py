@@ -56,7 +56,7 @@ def parallel3d(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def run(*words: str) -> str:
-    """Returns what the command printed. Raises RunFailed, with its last words, if it ended
+    """Returns the output of the command. Raises RunFailed, with its last words, if it ended
     badly."""
     return succeeded(parallel3d(*words)).stdout
 

@@ -99,7 +99,7 @@ class Comparison:
         return [copy(value) for value in self.arguments]
 
     def results(self, function: Callable[..., Any], arguments: list[Any]) -> list[Tensor]:
-        """Returns the function's results, and its arguments, some of which it may have written."""
+        """Returns the function's results, and its arguments, into which it may have written."""
         found = function(*arguments)
         parts = found if isinstance(found, tuple) else (found,)
         return [value for value in (*parts, *arguments) if isinstance(value, Tensor)]

@@ -45,7 +45,8 @@ class Mixture:
 
     Attributes:
         changes: keys of the model that differ from the preset's.
-        micro_batch, sequences: those of a step, of 4,096 tokens each.
+        micro_batch, sequences: numbers of sequences in a micro-batch and in a step, of 4,096 tokens
+            each.
         mfu: share of the datasheet's peak that the active FLOPs should reach.
     """
 
@@ -80,7 +81,7 @@ class Mixture:
         ]
 
 
-# 2.7 B parameters of OLMoE; what a rank of Qwen3-30B at ep=8 has of experts, and as many rows of
+# 2.7 B parameters of OLMoE; as many experts as a rank of Qwen3-30B at ep=8 has, and as many rows of
 # each, but no communication: 1.8 B parameters.
 MIXTURES = {
     "olmoe": Mixture("olmoe_1b_7b", 4, 16, 0.40, {"num_layers": 6}),

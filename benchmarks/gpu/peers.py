@@ -180,7 +180,7 @@ def side_by_side(name: str, size: Size, device: torch.device, compiled: bool) ->
     """Measures whole steps of all installed trainers, in turns: one process, one card, equal
     batches.
 
-    All of them are in memory together, so the micro-batch is smaller than that of one alone.
+    All of them are in memory together, so the micro-batch is smaller than for one trainer alone.
     """
     model, tokens = model_of(name, size), size.sequences * model_of(name, size).seq_length
     few = dataclasses.replace(size, steps=max(2, size.steps // 2))

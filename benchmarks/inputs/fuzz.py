@@ -98,7 +98,8 @@ def check_all(seed: int, count: int, composer: Composer) -> Iterator[tuple[str, 
 
 @contextlib.contextmanager
 def bounded_memory() -> Iterator[None]:
-    """Limits the address space to MEMORY beyond what is in use: MemoryError instead of swapping."""
+    """Limits the address space to MEMORY more than is in use, so that MemoryError comes before
+    swapping."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))

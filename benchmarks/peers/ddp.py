@@ -4,9 +4,9 @@
 
 Both wrap the same module on the same ranks (CPU, gloo, fp32, one thread per rank) with the same
 options: PyTorch's defaults, and `find_unused_parameters` where a module needs it. A round is a few
-steps of one wrapper and then of the other. The time of a step is that of its slowest rank. A row is
-the median over all steps, and its spread is the ratio of the two in each round. Before that the
-gradients of both are compared, as the largest difference over the largest gradient.
+steps of one wrapper and then of the other. The time of a step is the time of its slowest rank. A
+row is the median over all steps, and its spread is the ratio of the two in each round. Before that
+the gradients of both are compared, as the largest difference over the largest gradient.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ class Missing(Exception):
 
 
 def transformers_mixture(model: ModelConfig, way: str, device: torch.device) -> nn.Module:
-    """Returns transformers' OLMoE or Qwen3-MoE of these sizes; `way`: how it computes experts."""
+    """Returns transformers' OLMoE or Qwen3-MoE of these sizes; `way`: implementation of its
+    experts."""
     if importlib.util.find_spec("transformers") is None:
         raise Missing("transformers is not installed")
     if device.type not in ("cpu", "cuda"):

@@ -79,8 +79,7 @@ def layout_of(text: str) -> tuple[int, int, int]:
 
 
 def run(command: list[str]) -> tuple[str, float]:
-    """Runs a command. Returns what it prints, and the largest resident set of its processes in
-    MiB."""
+    """Runs a command. Returns its output, and the largest resident set of its processes in MiB."""
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     printed = process.stdout.read()

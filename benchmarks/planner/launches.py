@@ -101,7 +101,7 @@ def _split_attention(rank: PipelineRank) -> int:
 
 
 def _of_layers(rank: PipelineRank, kind: str, forward: int, backward: int) -> int:
-    """Counts the launches of GEMMs or attention in one micro-batch, given those of one
+    """Counts the launches of GEMMs or attention in one micro-batch, given the launches of one
     operation."""
     found = 0
     for kind_of_layer, layers, recomputed in rank.kinds:

@@ -7,8 +7,8 @@ r"""Compares the plan of this machine with measured steps, and rates the choices
 
 `one`: models of several shapes on one rank. The measured step uses one thread and the plan's uses
 all, so compare their work. `steps`: twelve layouts of 2, 4 and 8 ranks, those with a pipeline under
-five schedules. `auto`: on 2, 4 and 8 ranks the best of every (tp, pp) by the plan, and what the
-plan's first choice loses to the fastest of them. Each round runs every contender once, so that a
+five schedules. `auto`: on 2, 4 and 8 ranks the best of every (tp, pp) by the plan, and the loss of
+the plan's first choice against the fastest of them. Each round runs every contender once, so that a
 disturbance of the machine affects all of them; the best step of each counts. There are two figures:
 the wall time of a step, which needs a quiet machine, and the CPU seconds of all ranks' processes,
 which other work on the machine hardly changes.

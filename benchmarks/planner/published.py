@@ -3,9 +3,9 @@
     python -m benchmarks.published CALIBRATION QUESTIONS [--out predictions.json] [--write]
 
 CALIBRATION and QUESTIONS are folders of JSON files as docs/planner.md describes. Constants are
-fitted on calibration rows alone. Errors are those of whole groups, and choices (their number, the
-median regret and the rank correlation) those of whole model sizes, that were left out of the fit.
-`--write` keeps the constants in parallel3d/estimate/constants.json.
+fitted on calibration rows alone. Errors refer to whole groups that were left out of the fit, and
+choices (their number, the median regret and the rank correlation) to whole model sizes. `--write`
+keeps the constants in parallel3d/estimate/constants.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Published runs of mixtures of experts, to fit what a layer with experts costs.
+"""Published runs of mixtures of experts, to fit the costs of a layer with experts.
 
 The sources print few of their settings. Where a row leaves one open, it has the setting that its
 framework recommends for this model.

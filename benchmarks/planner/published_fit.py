@@ -47,11 +47,11 @@ GUESSES: dict[str, tuple[float, float]] = {
 # Layers with experts. `published_experts.py` fits these after all others, which it leaves as they
 # are.
 EXPERT_GUESSES: dict[str, tuple[float, float]] = {
-    "recent.gemm": (1.15, 0.15),  # rate of GEMMs of the engine "recent" over that of others
-    "recent.cast": (0.6, 0.4),  # bytes of its casts to fp8 over those of others
-    "experts.rate": (0.8, 0.2),  # rate of a grouped GEMM over that of a plain one
+    "recent.gemm": (1.15, 0.15),  # rate of GEMMs of the engine "recent", relative to others
+    "recent.cast": (0.6, 0.4),  # bytes of its casts to fp8, relative to others
+    "experts.rate": (0.8, 0.2),  # rate of a grouped GEMM, relative to a plain one
     "experts.rows": (1.5, 0.4),  # factor on the bytes of gathered and summed rows
-    "experts.link": (0.6, 0.3),  # rate of an exchange of tokens over that of a ring, in a node
+    "experts.link": (0.6, 0.3),  # rate of an exchange of tokens in a node, relative to a ring
     "experts.network": (0.9, 0.3),  # the same between nodes
     "experts.wait_us": (60.0, 0.7),  # until the host knows the rows, for each pass
     "experts.launch_us": (900.0, 0.7),  # host time for the experts of a layer
@@ -127,7 +127,7 @@ class Table:
         return cls(list(runs), table(rows), starts)
 
     def seconds(self, c: Constants) -> Array:
-        """Returns the planner's step time of each run: that of its fastest candidate."""
+        """Returns the planner's step time of each run: the time of its fastest candidate."""
         found = np.asarray(step(self.work, c).total)
         if self.peaks is not None:
             found = memory.stalled(self.work, self.peaks, self.held, found)

@@ -44,7 +44,7 @@ class Run:
 
 def recomputed(kind: str = "none") -> Row:
     """Fields of no, selective or full recomputation, the last up to the layer's very end, or of
-    that of the experts."""
+    recomputing the experts."""
     full = float(kind.startswith("full"))
     made = dict.fromkeys(("recompute_norm", "recompute_activation"), 0.0)
     made["recompute_mlp"] = float(kind == "experts")

@@ -3,7 +3,8 @@
     python -m benchmarks.speed.memory_in_all parallel3d train tp=2 pp=2 …
 
 Every five seconds it sums Pss over the process tree, in which pages that several processes share
-count once. At the end it prints the largest sum, and what each process held then. Linux only.
+count once. At the end it prints the largest sum, and the memory of each process at that time. Linux
+only.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""Resolves once what each rank holds and does, from a checked configuration, without torch."""
+"""Resolves the parameters and the work of each rank once, from a checked configuration, without
+torch."""

@@ -228,8 +228,8 @@ class Blueprint:
         device: "cpu"; everything else is planned for a GPU.
         compiles: the forward and backward of the layers are compiled.
         noise_scale: the step estimates the noise of its gradients.
-        load: rows of the experts of a rank over the mean; more than 1 asks what the fullest rank
-            needs (`ops.ExpertWidths`).
+        load: rows of the experts of a rank over the mean; more than 1 describes the fullest rank
+            (`ops.ExpertWidths`).
     """
 
     model: ModelConfig

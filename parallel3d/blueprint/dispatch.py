@@ -33,8 +33,8 @@ def _share_sent(experts: float, chosen: float, ep: float) -> float:
 
 
 def rank_load(counts: Sequence[int], ep: int) -> float:
-    """Returns the tokens of the fullest of `ep` ranks, divided by the mean, given those of each
-    expert of a layer."""
+    """Returns the tokens of the fullest of `ep` ranks, divided by the mean, given the tokens of
+    each expert of a layer."""
     of_ranks = np.reshape(np.asarray(counts), (ep, -1)).sum(axis=1)
     return float(of_ranks.max() / max(of_ranks.mean(), 1e-9))
 

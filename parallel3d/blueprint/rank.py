@@ -1,4 +1,4 @@
-"""Derives what a rank of a pipeline holds: its stages, parameters, gradient buckets and shards."""
+"""Derives the contents of a pipeline rank: its stages, parameters, gradient buckets and shards."""
 
 from __future__ import annotations
 

@@ -405,7 +405,7 @@ POLL_S = 0.02
 @dataclass(frozen=True)
 class Save:
     """Describes a save in flight; `facts` lacks the files, `elements` counts all parameters,
-    `states` the elements of states that are not stepped, and `frozen` those of frozen
+    `states` the elements of states that are not stepped, and `frozen` the elements of frozen
     parameters."""
 
     step: int

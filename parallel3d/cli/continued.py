@@ -73,7 +73,7 @@ def continued(
 ) -> tuple[Config, str | None]:
     """Returns the configuration with which a run resumes, and a line on the values it took over.
 
-    Sizes of the layout that are not given are those of the last start, and dp takes the remaining
+    Sizes of the layout that are not given stay as in the last start, and dp takes the remaining
     ranks: the launcher's (`world_size`), or as many as at the last start. Where the old sizes do
     not fit with the given ones, they are not taken over.
 
@@ -91,7 +91,7 @@ def continued(
     left |= {"prompt", *(f"{name}." for name in OPTIONS)}
     if "layout" in given:
         left |= {*OF_THE_PLANNER}
-    # A preset that differs from that of the last start replaces its whole section.
+    # A preset that differs from the last start's replaces its whole section.
     left |= {f"{s}." for s in given.presets if new[f"{s}.name"] != old[f"{s}.name"]}
     given = replace(given, presets=set())
     if "layout" not in given:

@@ -35,7 +35,7 @@ def complete(subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]
 def _next_words(
     typed: list[str], subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]
 ) -> Iterable[str]:
-    """Returns the words that may follow those of a line."""
+    """Returns the words that may follow the words of a line."""
     if not typed:
         return dict.fromkeys(app.split()[0] for app in subcommands)
     app = next((a for a in (" ".join(typed[:2]), typed[0]) if a in subcommands), None)
@@ -50,7 +50,7 @@ def _next_words(
 class Help(NamedTuple):
     """The help of a subcommand.
 
-    `keys`: its most used keys, in addition to those of the section of its name.
+    `keys`: its most used keys, in addition to all keys of the section with its name.
     """
 
     about: str
@@ -209,7 +209,7 @@ def of_names(names: Sequence[str]) -> str:
 
 
 def _of_key(key: Key) -> str:
-    """Returns a key with its default, its meaning, what is allowed and what excludes it."""
+    """Returns a key with its default, meaning, allowed values and exclusions."""
     texts = [key.meta["help"], f"must be {allowed(key)}"]
     texts += [f"refused: {text}" for text in _excluded(key.name)]
     lines = [line for text in texts for line in wrap(text, WIDTH)]

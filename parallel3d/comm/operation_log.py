@@ -97,7 +97,7 @@ class OperationLog:
         self._notes: list[LoggedOperation] = []
         self._phase = ""
         self._previous: dict[str, list[LoggedOperation]] = {}  # phase → its entries at its last run
-        # The latest phases, newest first, each with the entries of its run before: a step, and
+        # The latest phases, newest first, each with the entries of its preceding run: a step, and
         # possibly an evaluation or a health check between two steps.
         self._closed: deque[tuple[list[LoggedOperation], list[LoggedOperation]]] = deque(maxlen=3)
 

@@ -82,8 +82,7 @@ def generate(config: CommandConfig, worker: Worker) -> None:
 def load_newest(
     run_dir: Path, keys: GenerateConfig | EvalConfig, stage: Stage, groups: ProcessGroups
 ) -> Manifest:
-    """Fills `stage` from the newest complete checkpoint, or from that of the chosen step;
-    collective.
+    """Fills `stage` from the newest complete checkpoint, or the chosen step's; collective.
 
     Raises UserError if there is none.
     """

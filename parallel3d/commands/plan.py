@@ -294,7 +294,7 @@ def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
 
 
 def _parameters(model: ModelConfig) -> str:
-    """Returns the parameters of a model with experts in brackets: all, and those of a token."""
+    """Returns the numbers of parameters of a model with experts in brackets: all, and per token."""
     if not model.num_experts:
         return ""
     counts = parameter_count(model), active_parameter_count(model)
@@ -401,7 +401,7 @@ def _sections(plan: Plan) -> Iterable[str]:
 
 
 def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
-    """Draws the pipeline with enough micro-batches to show how it fills, runs and drains."""
+    """Draws the pipeline with enough micro-batches to show it filling, running and draining."""
     count, name = made.num_microbatches, made.schedule.name
     most = max(BOXES // (3 * made.pp * made.vpp), made.pp)
     shown = min(count, max(3 * made.pp, 8), most)
@@ -526,8 +526,8 @@ def searched(
     """Returns every layout of `ranks`, priced by the cluster's datasheet or its measured file.
 
     A layout fits if it leaves `reserve_gb` of a GPU free. The experts of the fullest rank have
-    `load` times the mean rows. Of a model with experts, which has several times as many layouts,
-    only the fastest have their memory calculated.
+    `load` times the mean rows. A model with experts has several times as many layouts, so memory is
+    only calculated for the fastest.
 
     Raises UserError for a cluster that cannot be priced, and if no layout is possible or fits.
     """

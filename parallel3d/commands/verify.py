@@ -191,7 +191,7 @@ def report(layout: Layout, sp: bool, rows: list[Comparison], failure: str | None
 def variants(config: Config, steps: int) -> Iterator[Variant]:
     """Yields the config in fp64 and in its own precision, with SGD and with AdamW; with experts
     below fp64 twice, with free and with replayed choices."""
-    own = dataclasses.replace(  # so that learning rates are those of the real run's first steps
+    own = dataclasses.replace(  # so that learning rates equal the real run's in its first steps
         config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train_steps
     )
     optimizers = {"sgd": SGD, "adamw": OptimConfig(lr_decay_style="constant"), own.name: own}

@@ -41,7 +41,7 @@ class Key:
 
     @property
     def resume(self) -> str:
-        """FREE, LAYOUT, REPORTED or REFUSED: what a change means for a run that resumes."""
+        """FREE, LAYOUT, REPORTED or REFUSED: the effect of a change on a run that resumes."""
         return str(self.meta["resume"])
 
     @property

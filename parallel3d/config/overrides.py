@@ -53,7 +53,7 @@ def compose(
         overrides: as on the command line: "tp=2", "model=llama_tiny", "train.steps=100".
         world_size: number of ranks, from which `dp` follows; None: the ranks of the layout, with
             one replica unless `dp` is given.
-        schema: that of a run, or `CommandConfig` with the options of subcommands.
+        schema: `Config` for a run, or `CommandConfig` with the options of subcommands.
 
     Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
     """

@@ -167,7 +167,7 @@ class Config(
 
     @property
     def train_steps(self) -> int:
-        """Steps of a new run; `Length` has those of one that resumes.
+        """Steps of a new run; `Length` has the steps of a run that resumes.
 
         Raises ValueError for `train.epochs`, which `loader.with_length` turns into steps.
         """

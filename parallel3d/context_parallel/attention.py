@@ -14,7 +14,7 @@ the whole padded sequences on one tensor rank in attention's dtype, and Q = byte
 |        | result: (p−1)/p · (2 · Q + K') / p      |                                         |
 
 K' is K, or K · p / (key-value heads) if there are fewer of these than ranks. Under recomputation of
-attention the forward is repeated; gather then keeps what it has gathered for the backward that
+attention the forward is repeated; gather then keeps the gathered tensors for the backward that
 follows: two all-gathers in all. With attention dropout, K and V are gathered separately and whole,
 and kept.
 

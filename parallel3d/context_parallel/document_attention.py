@@ -241,7 +241,8 @@ def differentiate_block(
     block: Block,
     kernel: str,
 ) -> None:
-    """Adds the gradients of a block of keys to those of q, k and v; the only block writes them.
+    """Adds the gradients of a block of keys to the gradients of q, k and v; a single block writes
+    them.
 
     `out`, `sums`: the results over all blocks.
     """

@@ -56,7 +56,7 @@ class SequenceShard:
             rank, this rank's first, then the previous rank's, and so on.
         index: place of this rank in the group.
         imbalance: the work of the slowest rank's attention over the mean, less 1.
-        window: what the queries of sliding layers see.
+        window: the keys that queries of sliding layers see.
     """
 
     positions: Tensor
@@ -89,7 +89,7 @@ class Documents:
         starts: (b, s) int32 on the device: where the document of each position begins.
         blocks: queries and keys of whole samples, in one block.
         shard: the tokens that this rank holds, under context parallelism.
-        window: what the queries of sliding layers see in whole samples.
+        window: the keys that queries of sliding layers see in whole samples.
         are_samples: each sample is one document.
     """
 

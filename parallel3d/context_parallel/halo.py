@@ -1,6 +1,6 @@
 """Finds a rank's halo: the keys of other ranks that its queries see through a window.
 
-These are the W − 1 keys before each of its pieces, without those of other documents and its own. No
+These are the W − 1 keys before each of its pieces, without keys of other documents and its own. No
 torch is needed.
 """
 

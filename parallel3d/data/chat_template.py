@@ -117,7 +117,7 @@ class Template:
         """Returns the messages as text. Raises Refused.
 
         Args:
-            more: further names for the template, which override those of special tokens.
+            more: further names for the template, which override the names of special tokens.
             prompt: ends the text with the opening of an assistant's message.
             around: markers for the start and the end of the assistant's words, if `has_tags`.
         """

@@ -104,7 +104,7 @@ class Corpus:
         plans: packs of both parts; None for an empty part.
         name: the prefix of a pair.
         named: the corpus in the words of errors.
-        marked: tokens carry marks of what is learned (`chat`).
+        marked: tokens carry marks of the learned parts (`chat`).
         told: sentences for the user about it.
         taught: how its documents begin and end.
         files: all open files.
@@ -239,7 +239,7 @@ class Blend:
 
     @property
     def taught(self) -> Roles:
-        """How documents of its corpora begin and end; of two beginnings, the one with tokens
+        """Beginning and end of the documents of its corpora; of two beginnings, the one with tokens
         counts."""
         parts = [corpus.taught for corpus in self.corpora]
         begin = next((roles.begin for roles in parts if roles.begin), ())

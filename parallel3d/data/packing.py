@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 
 
 class Content(NamedTuple):
-    """The content of a pack: `documents` of `length` tokens, and what was placed before them."""
+    """The content of a pack: `documents` of `length` tokens, and the documents placed before
+    them."""
 
     length: int
     documents: int

@@ -1,4 +1,4 @@
-"""Compares a tokenizer's prompts with those of transformers, where that is installed."""
+"""Compares a tokenizer's prompts with transformers' prompts, if transformers is installed."""
 
 from __future__ import annotations
 

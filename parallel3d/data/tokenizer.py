@@ -135,8 +135,8 @@ def open_tokenizer(name: str, key: str = "data.tokenizer") -> ByteTokenizer | Fi
 
 
 def nearest_path(path: str | Path) -> str | None:
-    """Returns the path in the same folder with the name most like that of `path`; None if no name
-    is similar, or if the folder cannot be listed."""
+    """Returns the path in the same folder whose name is most similar to the name of `path`; None if
+    no name is similar, or if the folder cannot be listed."""
     folder, name = os.path.split(path)
     try:
         close = nearest(name, os.listdir(folder or "."))
@@ -186,8 +186,8 @@ class FileTokenizer:
         eot: token that ends a text; `eot_text` is its spelling.
         bos: tokens put before every text, as with Llama; empty if that is only `eot`, which
             already ends the preceding document.
-        prefix: tokens put before a prompt with text: those of the post-processor, but in a run's
-            own tokenizer the tokens that begin its documents.
+        prefix: tokens put before a prompt with text, by the post-processor; in a run's own
+            tokenizer these are the tokens that begin its documents.
         begin: tokens put before any prompt, even an empty one: `prefix`, or else `eot`.
         ends: tokens that end a generation: `eot`, those listed in generation_config.json or else in
             config.json, and those learned in a run.

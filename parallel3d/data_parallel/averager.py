@@ -144,7 +144,8 @@ class GradientAverager:
     therefore need no message of their own.
 
     Args:
-        names, parameters: those of the module, in the same order on every rank.
+        names, parameters: parameters of the module with their names, in the same order on every
+            rank.
         bucket_cap_mb: one size for all buckets, or a size for each; the last one also holds for the
             buckets after it.
         as_views: keeps gradients in the buckets (`gradient_as_bucket_view`).

@@ -285,7 +285,7 @@ def _named(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 def _held(
     stages: Sequence[nn.Module], divided: Sequence[tuple[nn.Module, ShardGroups]]
 ) -> dict[str, ShardGroups]:
-    """Returns name → the ranks that hold a parameter: those of the first module that has it."""
+    """Returns name → the ranks that hold a parameter: the ranks of the first module that has it."""
     found: dict[nn.Parameter, ShardGroups] = {}
     for module, held in divided:
         found |= {p: held for p in module.parameters() if p not in found}

@@ -16,8 +16,8 @@ class Device:
         pattern: pattern of the name that its driver reports; "": no running device is recognised as
             it.
         peak: dense TFLOP/s by dtype with accumulation in fp32 (vendors print twice that, with 2:4
-            sparsity). fp64 is the rate of matrix units, fp32 that of plain units or of matrix units
-            for true fp32.
+            sparsity). fp64 is the rate of matrix units; fp32 is the rate of plain units, or of
+            matrix units for true fp32.
         memory_gib: memory as the driver reports it.
         memory_gb_s: bandwidth, B/s · 1e-9.
         units: multiprocessors (compute units).

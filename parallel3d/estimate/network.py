@@ -466,9 +466,9 @@ def price_step(
 ) -> StepPrice:
     """Returns seconds by dimension and bytes by link class of one step.
 
-    `transfers` are those of the busiest rank; for pp they are the traffic between two neighbours,
-    half in each direction. Dimensions of size one are left out. `algorithms` limits the algorithms
-    of reductions.
+    `transfers` belong to the busiest rank; for pp they are the traffic between two neighbours, half
+    in each direction. Dimensions of size one are left out. `algorithms` limits the algorithms of
+    reductions.
     """
     cluster, layout = placement.cluster, placement.layout
     dims = {}

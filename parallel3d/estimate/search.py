@@ -337,7 +337,7 @@ def best(priced: Priced, rows: int) -> list[int]:
 
 
 def reason(priced: Priced, index: int, first: int, node: int) -> str:
-    """Explains what the layout gains or loses against the best one, `first`."""
+    """Explains the gain or loss of the layout against the best one, `first`."""
     choice = priced.choices[index]
     tight = "; memory is tight" if priced.tight[index] else ""
     total, least = float(priced.seconds[index]), float(priced.seconds[first])

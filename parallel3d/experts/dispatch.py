@@ -40,7 +40,8 @@ def counted(
 ) -> Callable[[], Order]:
     """Counts the rows of this rank's experts; the returned function waits for the counts.
 
-    What is launched between the two hides the wait. A recomputation finds the order in `choice`.
+    Work that is launched between the two calls hides the wait. A recomputation finds the order in
+    `choice`.
 
     Args:
         chosen: (n, k), the experts of each token.

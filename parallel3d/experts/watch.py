@@ -1,4 +1,4 @@
-"""Records the choices of experts in a step, and replays those of another run.
+"""Records the choices of experts in a step, and replays the choices of another run.
 
 A layout and a single process may choose different experts where two scores differ by less than
 rounding. Replaying the choice separates such flips from mistakes: with it, losses and gradients
@@ -80,7 +80,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Flips:
-    """Differences between the choices of a layout and those of a single process in a step.
+    """Differences between the choices of a layout and of a single process in a step.
 
     Attributes:
         tokens: number of tokens of each layer.
@@ -112,7 +112,7 @@ CLOSE = 1e-6
 
 
 def flips(layout: Choices, single: Choices) -> Flips:
-    """Compares the choices of a layout, of all ranks, with those of a single process."""
+    """Compares the choices of all ranks of a layout with the choices of a single process."""
     differ = (layout.experts.sort(-1).values != single.experts.sort(-1).values).any(-1)
     margins = single.margins
     worst = None

@@ -437,8 +437,8 @@ class ModuleStage:
         end: Callable[[Any], Tensor],
         scale: Tensor | None,
     ) -> Any:
-        """Runs the stage. `inputs`: those of the first stage. `end`: maps the last outputs to the
-        loss."""
+        """Runs the stage. `inputs`: the inputs of the first stage. `end`: maps the last outputs to
+        the loss."""
         with SplitBackward() if self.splits and torch.is_grad_enabled() else nullcontext():
             out = self.run(inputs if x is None else x)
             return end(out) if self.last else out

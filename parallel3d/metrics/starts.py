@@ -1,4 +1,4 @@
-"""Keeps `starts.jsonl`, when each start of a run began and how it spent its time; goodput.
+"""Keeps `starts.jsonl`, with the beginning and the activities of each start of a run; goodput.
 
 Each start that reached its first step has a line: `first_step last_step started host layout config`
 (the name of its configuration), the Unix times `begun` (of rank 0's process) and `at` (of the first

@@ -159,7 +159,7 @@ def attend_dropping(
 
     Args:
         q, k, v: (b, heads, s, head_dim), with the same number of heads; under context parallelism k
-            and v are those of whole sequences, so there are more keys than queries.
+            and v belong to whole sequences, so there are more keys than queries.
         dropout: its heads begin with the first of `q`.
         samples: (b,) numbers of the samples in the run.
         documents: attention stays within each; None: a sample is one document.
@@ -228,7 +228,7 @@ def _divisor(n: int, most: int) -> int:
 def _probabilities(scores: Tensor, positions: Tensor, starts: Tensor | None) -> Tensor:
     """Returns the softmax, in fp32 or better, over the keys that each query sees.
 
-    `positions`: those of the queries, (b or 1, s).
+    `positions`: the positions of the queries, (b or 1, s).
     """
     key = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
     unseen = key > positions[:, None, :, None]

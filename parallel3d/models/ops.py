@@ -85,8 +85,8 @@ def _norm_gradients(
     gain = gain_of(weight, offset)
     shape, parts = x.shape, [grad, x, scale] + ([] if grad_total is None else [grad_total])
     if all(part.is_contiguous() for part in parts):
-        # As matrices: TorchInductor then reduces rows and columns and writes grad_x in one pass;
-        # in three dimensions it makes two (10 bytes an element in bf16 instead of 6).
+        # For matrices TorchInductor reduces rows and columns and writes grad_x in one pass; in
+        # three dimensions it makes two passes (10 bytes an element in bf16 instead of 6).
         grad, x, scale, *rest = (part.flatten(0, -2) for part in parts)
         grad_total = rest[0] if rest else None
     normed = x * scale

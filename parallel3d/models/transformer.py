@@ -79,7 +79,7 @@ class Attention(nn.Module):
         self.scale = model.attention_scale
         kind = model.attention_kind(layer)
         self.window = kind.window
-        # index of the layer's rotary table among those of the stage; None: no positions
+        # index of the layer's rotary table in the stage's list; None: no positions
         self.rope = None if kind.rope is None else model.ropes.index(kind.rope)
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1

@@ -27,7 +27,7 @@ class Copies:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one of them that counts, sends or saves the run."""
+        """Whether this rank is the one that counts, sends or saves the run."""
         return self.index == 0
 
 

@@ -1,9 +1,9 @@
 """Stochastic rounding of optimizer states to bf16, the same for every layout.
 
-16 random bits are added to those of an fp32 value, and the low 16 are cut off: it becomes its upper
-neighbour in bf16 with a probability proportional to its distance from the lower one. So the mean of
-many roundings is the value, and a moment that grows by less than half a step of bf16 still grows.
-Values that bf16 can represent stay unchanged.
+16 random bits are added to the bits of an fp32 value, and the low 16 are cut off: it becomes its
+upper neighbour in bf16 with a probability proportional to its distance from the lower one. So the
+mean of many roundings is the value, and a moment that grows by less than half a step of bf16 still
+grows. Values that bf16 can represent stay unchanged.
 
 The random bits are a hash (`device/hashing.py`) of seed, update, name of the full tensor, row and
 column, with the row's number, modulo 2⁶⁴, site + A · update + B · row. An optimizer's first state

@@ -9,7 +9,8 @@
 
 All copies are queued on one stream, so a slab is free for the next copy as soon as its last one is
 queued, and the host never waits. On a CPU they are plain copies. In addition to the tensors that
-stay, the device holds those of two layers: the one that computes and the one that is being copied.
+stay, the device holds the tensors of two layers: the one that computes and the one that is being
+copied.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class StageOutputs:
     Gradients that come back have the same shapes.
 
     Attributes:
-        shapes: the shape of one tensor, or those of several with one dtype.
+        shapes: the shape of one tensor, or the shapes of several tensors with one dtype.
         slices: each member of this group sends a part of the message, which is all-gathered on the
             next stage (Megatron-LM's scatter_gather_tensors_in_pipeline).
     """

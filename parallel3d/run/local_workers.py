@@ -328,7 +328,7 @@ def _rank_environment(port: int, rank: int, world_size: int, starts: int) -> dic
 
 
 def _set_threads(wanted: dict[str, str]) -> None:
-    """Sets torch's number of threads, which in a sweep may be that of an earlier job."""
+    """Sets torch's number of threads, which in a sweep an earlier job may have set."""
     import torch
 
     threads = int(wanted.get("OMP_NUM_THREADS", torch.get_num_threads()))

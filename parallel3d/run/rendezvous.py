@@ -204,7 +204,7 @@ def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> 
     """Connects to the store of rank 0 or torchrun's agent; `run`: the run's name as the user gave
     it.
 
-    Raises UserError if rank 0's port is taken, and OtherStart if the store is that of other ranks.
+    Raises UserError if rank 0's port is taken, and OtherStart if the store belongs to other ranks.
     """
     with nothing_collected():
         import torch.distributed as dist
@@ -270,7 +270,7 @@ def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
 
 
 def _check_start(store: Store, run: str | None, place: RankAssignment, attempt: int) -> None:
-    """Compares this rank's start with that of rank 0, whose store it has reached.
+    """Compares this rank's start with the start of rank 0, whose store it has reached.
 
     Two steps of a job, or two jobs, may use one port, and a rank of one must not train with the
     ranks of the other. Raises OtherStart, on this rank alone.

@@ -23,7 +23,7 @@ MOST_STAGES = 256  # an even split of more stages is not proposed: it would fill
 
 
 class LayerCounts(NamedTuple):
-    """Numbers of layers from the keys: those of the model, and those that each stage computes,
+    """Numbers of layers from the keys: the model's, and the layers that each stage computes,
     recomputes and offloads."""
 
     num_layers: int

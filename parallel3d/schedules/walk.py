@@ -165,7 +165,8 @@ class Walk:
         return self
 
     def deadlock(self) -> str:
-        """Follows who waits for whom, from the first waiting rank until a rank comes up again."""
+        """Follows the waits from rank to rank, from the first waiting rank until a rank comes up
+        again."""
         path: list[int] = []
         rank: int | None = min(self.waits)
         while rank in self.waits and rank not in path:
@@ -401,7 +402,7 @@ class _Walker:
         return computes, messages
 
     def wait(self, rank: int, step: Step) -> Wait:
-        """Returns what a rank that cannot advance is waiting for."""
+        """Returns the reason why a rank cannot advance."""
         computes, messages = self.rules(rank)
         if isinstance(step, Action):
             source = computes[step.row][0]

@@ -408,8 +408,8 @@ class SimulatedNCCL(dist.ProcessGroup):
         """Destroys the group with all members, in the same order as their other groups.
 
         Raises Mismatch if another member is in an operation of the group: on NCCL both would wait.
-        The world's destruction waits for that of all groups, so that members that destroy two
-        groups in different orders are reported.
+        The world's destruction waits for the destruction of all groups, so that members that
+        destroy two groups in different orders are reported.
         """
         if self.wire is None:
             return

@@ -126,7 +126,7 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
         return Pair((a, b), names, LinkClass(kinds[i]))
 
     wanted = LinkClass.NVLINK if dim in ("tp", "cp", "ep") else LinkClass.RAIL
-    # The first offending pairs, and the first pair without a wire, because of which a placement is
+    # The first offending pairs, and the first pair without a wire, for which a placement is
     # refused.
     shown = (np.flatnonzero(kinds > wanted)[:SHOWN_PAIRS], np.flatnonzero(kinds == LinkClass.NONE))
     return DimLinks(

@@ -82,7 +82,7 @@ def torchrun(start: Start) -> Env:
 
 
 def batch(start: Start) -> Env:
-    """Returns variables of a batch script of the job; those of a step overwrite some."""
+    """Returns variables of a batch script of the job; a step's variables overwrite some of them."""
     return {
         "SLURM_JOB_ID": str(start.job),
         "SLURM_JOB_NODELIST": start.nodes,

@@ -1,6 +1,6 @@
 """Families of Hugging Face models: their names, transformers' defaults, and their variations.
 
-A config.json may leave out a family's defaults, those of transformers' configuration class. This
+A config.json may leave out a family's defaults, which transformers' configuration class has. This
 module uses no torch and no files.
 """
 

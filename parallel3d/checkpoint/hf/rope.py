@@ -44,7 +44,8 @@ def read_rope(
     If `rope_scaling` exists, it replaces `rope_parameters` as a whole. A base inside wins over the
     top-level one, but a top-level `original_max_position_embeddings` wins over the one inside; its
     default is the number of positions. Families with a base for each kind of layer have parameters
-    for each kind, and `rope_scaling` adds to those of full layers. `slides`: a layer has a window.
+    for each kind, and `rope_scaling` adds to the parameters of full layers. `slides`: a layer has a
+    window.
     """
     old = keys.get(OLD, None, dict)
     new = keys.get(NEW, None, dict)

@@ -122,7 +122,7 @@ def extents_of(path: Path) -> dict[str, Extent]:
 def keep_others(folder: Path, files: Sequence[Path], names: Collection[str], to: Path) -> None:
     """Writes the tensors `names`, config.json and the processor's files into the folder `to`.
 
-    `files`: those of the weights; a later one wins. Raises OSError, and ValueError for a file that
+    `files`: files of the weights; a later one wins. Raises OSError, and ValueError for a file that
     is not what its name says.
     """
     for name in (CONFIG, *PROCESSOR_FILES):

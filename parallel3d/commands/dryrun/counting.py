@@ -126,7 +126,7 @@ KINDS = (
 )
 OF_KERNELS = ("launches", "bytes", "flops", "seconds")
 ATTENTION = {FLASH: 2, FLASH_BACKWARD: 5}  # GEMMs over the s × t scores (Dao et al. 2022)
-COLLECTIVES = {  # the simulated device's names, and those of `bus_factor`
+COLLECTIVES = {  # names of the simulated device → names of `bus_factor`
     **{op: op for op in ("broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")},
     # Only the sender counts bytes.
     **{"allreduce": "all_reduce", "send": "send_recv", "receive": "barrier"},
@@ -236,7 +236,7 @@ class StepCounter(Observer):
             local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.numel() == 0:
                 continue
-            # `data_` and `device_index` are those of `simulated_device.tensor`.
+            # `simulated_device.tensor` defines `data_` and `device_index`.
             block = self.machine.block_of(local.data_, local.device_index)
             if block.label not in keep:
                 self.live[block.label or "buffers"] -= block.nbytes

@@ -91,7 +91,8 @@ def test_the_best_number_of_segments_by_hand() -> None:
     assert best_segments(4, 1e6, LINK) == 6
     assert best_segments(2, 1e6, LINK) == 1  # no rank passes a message on
     assert best_segments(4, 0, LINK) == 1
-    assert best_segments(4, 1000, FREE) == 1000  # without a cost per message, segments of a byte
+    # without a cost per message, the best segments have one byte
+    assert best_segments(4, 1000, FREE) == 1000
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
