@@ -267,6 +267,12 @@ class LayerBytes:
         return max(self._backward(defers=False))
 
     @functools.cached_property
+    def before_mlp(self) -> float:
+        """The most that the backward of the operations before the MLP, or the experts, needs."""
+        every = zip(reversed(self.ops.ops), self._backward(defers=False), strict=True)
+        return max(more for op, more in every if not op.name.startswith("mlp"))
+
+    @functools.cached_property
     def without_backward(self) -> float:
         """Peak of its forward if it has no backward: four tensors of the residual stream, to which
         names refer until its end, and the results of attention or of the MLP."""
@@ -562,6 +568,13 @@ class _Moments:
             return float(FP32 * (self._completed(stage) or rank.most_trained(stage)))
         return 0.0
 
+    def _experts_apart(self, one: int) -> int:
+        """Returns the elements of a layer's experts, which are a unit of their own, if all layers of
+        the rank are alike and have `one` elements to train; else 0."""
+        numels = [self.rank.numels[of.kind] for of in self.rank.kinds]
+        alike = len(numels) == 1 and sum(numels[0]) == one and self.rank.layout.edp > 1
+        return numels[0][0] if alike else 0
+
     def _reduction(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
         """Returns the bytes after a layer's backward by phase: while its gradients are reduced,
         also during the next layer's backward, and while gradients of the ends are reduced."""
@@ -578,6 +591,15 @@ class _Moments:
             beside = self._backward(stage, Kind.B, kept) - cast - self._gathered(min(2, layers))
             beside += self._gathered(min(2, layers - 1))
             found["backward during a reduction"] = beside + wide - before
+            if apart := self._experts_apart(one):
+                # FSDP2 reduces a layer's experts beside the backward of its attention, and then the
+                # rest of it beside the next layer's experts.
+                outside = beside - self._most(stage.backward, lambda layer: layer.backward)
+                outside += self._most(stage.backward, lambda layer: layer.before_mlp)
+                rest = wide - FP32 * apart
+                found["backward during a reduction"] = max(
+                    beside + rest - before, outside + wide - FP32 * (one - apart)
+                )
         table = self.table if stage.first else 0.0
         ends = rank.stream - kept - self.states * stage.last + cast + table
         ends += 0.0 if self.once else self._gathered(0)
