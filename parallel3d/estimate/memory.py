@@ -569,8 +569,8 @@ class _Moments:
         return 0.0
 
     def _experts_apart(self, one: int) -> int:
-        """Returns the elements of a layer's experts, which are a unit of their own, if all layers of
-        the rank are alike and have `one` elements to train; else 0."""
+        """Returns the elements of a layer's experts, a unit of FSDP2, if all layers of the rank are
+        alike and have `one` elements to train; else 0."""
         numels = [self.rank.numels[of.kind] for of in self.rank.kinds]
         alike = len(numels) == 1 and sum(numels[0]) == one and self.rank.layout.edp > 1
         return numels[0][0] if alike else 0
