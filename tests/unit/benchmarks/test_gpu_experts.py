@@ -18,6 +18,7 @@ from benchmarks.gpu import mixtures
 from benchmarks.gpu import tasks as gpu_tasks
 from benchmarks.gpu.experts_beside import OURS, in_turns, side_by_side
 from benchmarks.gpu.mixtures import MIXTURES
+from benchmarks.gpu.process import ROOT
 from benchmarks.gpu.tasks import Given, Row
 from benchmarks.peers.mixtures import Missing
 from parallel3d.blueprint.parameters import parameter_count
@@ -219,8 +220,9 @@ def test_a_wrong_product_is_named(
     assert row["verdict"] == "DIFFERS" and named in row["found"], row["found"]
 
 
-def test_the_calls_fit_a_quarter_of_an_hour() -> None:
-    bench = gpu_experts.BENCH
+def test_the_calls_fit_a_quarter_of_an_hour_and_are_on_the_page() -> None:
+    bench, page = gpu_experts.BENCH, (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "|---|---|---|---|\n" + "\n".join(bench.page_rows()) + "\n\n" in page
     seconds = [gpu_tasks.call_seconds(names, bench.tasks) for names in bench.calls]
     assert max(seconds) <= gpu_tasks.CALL_S and sum(seconds) <= 900
     assert [name for names in bench.calls for name in names] == NAMES
