@@ -1,4 +1,4 @@
-"""Makes folders like those of transformers, for tests of `checkpoint import` and `export`."""
+"""Makes folders like transformers, for tests of `checkpoint import` and `export`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compiles graphs without generating kernels, for tests of which rank compiles, and when."""
+"""Compiles graphs without generating kernels, for tests of the ranks and the times of
+compilations."""
 
 from __future__ import annotations
 

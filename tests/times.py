@@ -35,7 +35,8 @@ def cpu_seconds(pid: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    own = sum(map(int, fields[11:15])) / TICKS  # utime, stime and those of ended children
+    # utime, stime, cutime and cstime: ended children count
+    own = sum(map(int, fields[11:15])) / TICKS
     return own + sum(map(cpu_seconds, children(pid)))
 
 

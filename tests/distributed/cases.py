@@ -20,7 +20,8 @@ from parallel3d.blueprint.layout import Layout
 from parallel3d.config.schema import Config, ModelConfig, conf_dir
 from parallel3d.data.sampler import Sample
 
-STEPS = 3  # a second step reads leftovers of the first, and a third reads those of an equal layer
+# a second step reads leftovers of the first, and a third reads leftovers of an equal layer
+STEPS = 3
 GLOBAL_BATCH = 24  # divisible by dp × micro-batches for 1, 2, 3, 4 and 6 of these
 # A global batch that is half as large from the second step on: by samples read
 # (`train.batch_schedule`).

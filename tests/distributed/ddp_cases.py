@@ -128,7 +128,7 @@ def loss_of(net: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A module, how it is wrapped and how it is trained.
+    """A module, with the settings of its wrapper and its training.
 
     Attributes:
         micro: number of backwards in a step, all but the last under no_sync.

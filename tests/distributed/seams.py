@@ -5,7 +5,7 @@ trainers change: the factor of gradients, a micro-batch, a message, a bucket's r
 package moves or renames one, only its line here has to follow. Production code knows nothing of
 them, and pays nothing for them.
 
-A bug is a function of what it replaces, called with the same arguments:
+A bug is a function of the original that it replaces, called with the same arguments:
 
     @planted(GRADIENT_SCALE)
     def loss_not_divided_by_microbatches(sound: Any, trainer: Trainer, tokens: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 curve.
 
 Two steps are trained under one layout, one or two more under another. Losses, gradient norms and
-(fp64) the final weights equal those of the independent reference's uninterrupted run. This proves
-parameters and their average, moments (also in bf16), the count of updates and the position in the
-data at once. In fp32, where weights are not compared, only the second step's loss shows the
+(fp64) the final weights equal the independent reference's, whose run is not interrupted. This
+proves parameters and their average, moments (also in bf16), the count of updates and the position
+in the data at once. In fp32, where weights are not compared, only the second step's loss shows the
 moments.
 """
 
@@ -289,7 +289,7 @@ def train_twice_from_weights(
 def test_an_optimizer_starts_fresh_from_weights_only(
     problem: Problem, pool: Pool, references: References, tmp_path: Path
 ) -> None:
-    """Tests a checkpoint like that of an import, also in a run that rolls back to its step 0."""
+    """Tests a checkpoint as an import makes it, also in a run that rolls back to its step 0."""
     first, again = pool.run(2, train_twice_from_weights, "pp2-uneven", problem, tmp_path)[0]
     assert differences(first[0], problem, references) == []
     assert first[0] == again[0] and first[1].keys() == again[1].keys()

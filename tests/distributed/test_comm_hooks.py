@@ -1,4 +1,4 @@
-"""Tests gradient buckets in bf16: what is rounded, and how often."""
+"""Tests gradient buckets in bf16: the rounded values, and the number of roundings."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def bf16_sums(mutation: Mutation = nullcontext) -> list[list[bool]]:
 
 
 def bf16_sums_by(shared_memory: bool, mutation: Mutation) -> list[bool]:
-    """Returns whether the sums of three buckets, all in flight at once, are what the docstring
-    says."""
+    """Returns whether the sums of three buckets, all in flight at once, agree with the
+    docstring."""
     dp = dist.get_world_size()
     groups = groups_of(dp, shared_memory)
     kinds = [(5003, torch.float32), (3, torch.float32), (256, torch.float64)]

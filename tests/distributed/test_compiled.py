@@ -89,8 +89,8 @@ class FirstSteps:
 def own_graphs(folder: str) -> Iterator[None]:
     """Keeps graphs compiled inside, and their locks, in `folder`.
 
-    What the compiler keeps for all graphs (its headers, its knowledge of the processor) stays in
-    the usual cache.
+    The compiler's files for all graphs (its headers, its knowledge of the processor) stays in the
+    usual cache.
     """
     from torch._inductor import codecache, cpp_builder  # noqa: F401  (they know the real folder)
 

@@ -40,8 +40,7 @@ def size_of(operation: LoggedOperation) -> int:
 
 
 def sent(operation: LoggedOperation, size: int) -> float:
-    """Returns the bytes that a rank sends: the whole tensor's or, in a ring, those of its own
-    part."""
+    """Returns the bytes that a rank sends: the whole tensor's or, in a ring, its own part's."""
     if operation.name == "ring_shift":
         return size_of(operation)
     assert operation.name in ("all_gather", "reduce_scatter", "all_to_all")

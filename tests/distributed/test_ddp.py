@@ -232,7 +232,7 @@ MUTATIONS = {
 
 
 def mutated() -> dict[str, float]:
-    """Returns, by mutation, what its case finds; the sound case is
+    """Returns, by mutation, the findings of its case; the sound case is
     `test_two_ranks_train_like_one_process`."""
     found = {}
     for mutation, name in MUTATIONS.items():

@@ -1,4 +1,4 @@
-"""Tests DistributedDataParallel's interface: hooks, buffers, names, and what it refuses on every
+"""Tests DistributedDataParallel's interface: hooks, buffers, names, and its refusals on every
 rank."""
 
 from __future__ import annotations

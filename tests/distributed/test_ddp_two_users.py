@@ -265,8 +265,7 @@ def test_uses_that_would_corrupt_shared_gradients_are_refused(pool: Pool) -> Non
 
 
 def tensor_parallel() -> float:
-    """Compares, for tp=2 × dp=2, the weights' gradients with those of the whole layers on all
-    inputs."""
+    """Compares, for tp=2 × dp=2, the weights' gradients with the whole layers' on all inputs."""
     groups = p3d.init(tp=2)
     torch.manual_seed(5)
     whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()

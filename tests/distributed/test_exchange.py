@@ -27,7 +27,7 @@ AS_JSON = [None, ["a", [1, 2.5]], "die größte", {"x": [True] * 100}]
 
 def told() -> dict[str, Any]:
     rank = dist.get_rank()
-    # A separate group, whose first member is not that of the world.
+    # A separate group, whose first member is not rank 0 of the world.
     pair, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     found = {
         "all": exchange.all_gather_json(WORDS[rank], dist.group.WORLD, CPU),

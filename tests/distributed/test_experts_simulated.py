@@ -1,4 +1,4 @@
-"""Tests what the host launches before it waits for the counts of a layer of experts."""
+"""Tests the host's launches before it waits for the counts of a layer of experts."""
 
 from __future__ import annotations
 

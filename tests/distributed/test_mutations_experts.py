@@ -156,7 +156,7 @@ def router_not_summed_over_tp(sound: Any, segments: list[Segment], *groups: Any)
 
 
 def with_own(sound: Any, segments: list[Segment], part: str, groups: tuple[Any, ...]) -> None:
-    """Sums all gradients over tp, except those of names with `part`."""
+    """Sums all gradients over tp, except where a name contains `part`."""
     runs = [run for s in segments for run in s.by_kind(lambda shard: part in shard.name)]
     kept = [(run.grad, run.grad.clone()) for is_part, run in runs if is_part]
     sound(segments, *groups)
@@ -388,7 +388,7 @@ def gate_and_up_exchanged(sound: Any, activation: str, x: Tensor) -> Tensor:
 def groups_by_their_two_best(
     sound: Any, scores: Tensor, bias: Tensor | None, settings: RouterSettings
 ) -> Tensor:
-    """Groups of softmax scores are chosen like those of sigmoid scores."""
+    """Groups of softmax scores are chosen like groups of sigmoid scores."""
     return sound(scores, bias, dataclasses.replace(settings, score="sigmoid"))
 
 

@@ -39,7 +39,7 @@ CASES = {
 
 def measured(sizes: tuple[int, ...], cases: list[Case]) -> list[tuple]:
     """Returns, for each case on every rank, initial weights, the two squared norms of its first
-    step, and what a checkpoint would save."""
+    step, and the values for a checkpoint."""
     groups, found = ProcessGroups.create(Layout(*sizes), "cpu", timeout_s=300), []
     for case in cases:
         trainer = make_trainer(case, groups)

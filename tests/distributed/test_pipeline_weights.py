@@ -63,7 +63,7 @@ TAKEN: dict[str, tuple[Callable[..., Tensor], Any, tuple[int, ...], int]] = {
 
 
 def alone(name: str, replicas: int) -> tuple[list[float], float, dict[str, Tensor]]:
-    """Returns the mean loss of each replica's batch, that of all, and the latter's gradients."""
+    """Returns the mean loss of each replica's batch, the mean loss of all, and its gradients."""
     loss_fn, _, kept, ignored = TAKEN[name]
     net = nn.Sequential(*modules())
     batches = [batch(r, kept[r:] + kept[:r], ignored) for r in range(replicas)]

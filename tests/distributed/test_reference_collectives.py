@@ -115,7 +115,7 @@ def counted() -> Iterator[list[int]]:
 
 def compare(seed: int) -> list[str]:
     """Compares every form on every number of ranks with backend and formula, a new size for every
-    third; returns what was wrong on this rank."""
+    third; returns the errors of this rank."""
     draw = random.Random(seed)
     groups = {n: dist.new_group(range(n)) for n in range(2, RANKS + 1)}
     reductions, me, count = cycle(OPS), dist.get_rank(), 0

@@ -35,7 +35,7 @@ def test_the_mesh_makes_one_more_communicator(simulated: SimulatedPool) -> None:
 
 
 def clipped(layout: dict[str, int]) -> tuple[float, int]:
-    """Compares the norm with that of one process on a CPU, and counts how often the host waits."""
+    """Compares the norm with one process's on a CPU, and counts the waits of the host."""
     norm, _ = one_process(2.0)
     groups = p3d.init(**layout, device="simulated")
     module: nn.Module = net(groups.tp).to(here())

@@ -1,4 +1,4 @@
-"""Tests that the simulated accelerator refuses what a GPU would refuse, and nothing else."""
+"""Tests that the simulated accelerator refuses the same calls as a GPU, and no others."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ def test_ranks_exchange_messages(simulated: SimulatedPool) -> None:
 
 
 def most_memory_of_a_gather(message_bytes: int) -> tuple[int, int, int]:
-    """Returns the bytes that a message needs on this rank's device; those of all messages, and of
-    the largest shard."""
+    """Returns the bytes that a message needs on this rank's device, the bytes of all messages, and
+    the bytes of the largest shard."""
     groups = plain_groups(Layout(tp=2, dp=2))
     trainer = make_trainer(Case(GPT), groups)
     gather.MESSAGE_BYTES = message_bytes

@@ -1,4 +1,4 @@
-"""Tests tensor-parallel parts on real ranks: the autograd pairs, the layers, and what they send."""
+"""Tests tensor-parallel parts on real ranks: the autograd pairs, the layers, and their messages."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def split_losses(tp: Group) -> list[tuple[Tensor, Tensor]]:
 
 
 def split_loss(tp: Group, vocab: int, padded: int, sp: bool) -> list[tuple[Tensor, Tensor]]:
-    """Returns pairs that must be equal: the split loss and its gradients, and those of the
-    whole."""
+    """Returns pairs that must be equal, of the split and of the whole: losses and their
+    gradients."""
     size = tp.size
     x, table = rank_tensor(7, 2, 8, 5), rank_tensor(8, padded, 5)
     labels = torch.arange(16).view(2, 8) % vocab

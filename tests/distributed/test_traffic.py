@@ -50,7 +50,7 @@ class Ramp:
 
 
 class Counting:
-    """Counts what a rank sends inside the block."""
+    """Counts the bytes that a rank sends inside the block."""
 
     def __init__(self) -> None:
         self.found: Count = Counter()
@@ -193,7 +193,7 @@ HEADS, RING = {"style": "heads", **LLAMA}, {"style": "ring", **LLAMA}
 MUON = {"optim": "muon", **LLAMA}
 LOOPS = {"schedule": "interleaved", "vpp": 2, "model.num_layers": 5}
 V = {"schedule": "zbv", "vpp": 2, "model.num_layers": 5}
-# Of four experts each token uses three, so that it is sent to each of two ranks.
+# Each token uses three of four experts, so that it is sent to both ranks.
 EXPERTS = {
     **LLAMA, "model.num_experts": 4, "model.experts_per_token": 3, "model.expert_ffn_size": 8,
 }  # fmt: skip
@@ -422,7 +422,8 @@ class Long(Ramp):
 
 
 def sent_to_random_experts(layouts: list[Layout]) -> list[tuple[float, float]]:
-    """Returns, by layout, the bytes to experts that this rank counted and those of the list."""
+    """Returns, by layout, the bytes to experts that this rank counted, and the bytes in the
+    list."""
     found = []
     model = {"model.num_experts": 16, "model.experts_per_token": 4, "model.seq_length": 256}
     for layout in layouts:

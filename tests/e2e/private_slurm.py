@@ -33,7 +33,7 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Job:
-    """What squeue reports about a job, or about one element of an array (`12_1`)."""
+    """The report of squeue about a job, or about one element of an array (`12_1`)."""
 
     number: str
     name: str

@@ -28,8 +28,8 @@ def with_all() -> str:
 
 
 def run(shell: Shell, script: str, ranks: int) -> str:
-    """Returns what the script prints on rank 0, in a folder with a book, with three steps instead
-    of a hundred; on two ranks like under torchrun."""
+    """Returns the script's output on rank 0, in a folder with a book, with three steps instead of a
+    hundred; on two ranks like under torchrun."""
     (shell.cwd / "book.txt").write_text(PAGE * 4, encoding="utf-8")
     shell.environ |= {"XDG_CACHE_HOME": str(shell.cwd)}
     ended = run_forked(shell, "-c", with_three_steps(script), ranks=ranks)

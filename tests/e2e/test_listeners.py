@@ -1,7 +1,7 @@
 """Tests that ranks of one host only listen on its loopback, and store nothing that is code.
 
-Ranks that train over gloo are watched in test_runs.py, those of bench in test_bench.py, those of
-generate in test_checkpoint_command.py.
+test_runs.py watches ranks that train over gloo, test_bench.py the ranks of bench, and
+test_checkpoint_command.py the ranks of generate.
 """
 
 from __future__ import annotations

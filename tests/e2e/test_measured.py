@@ -52,7 +52,7 @@ def test_plan_lists_layouts_of_the_measured_machine(
 def test_plan_lists_layouts_of_other_kinds_of_layers(
     shell: Shell, capfd: pytest.CaptureFixture[str], keys: tuple[str, ...]
 ) -> None:
-    """Experts and windows are those of another model, whose blocks were measured."""
+    """Experts and windows belong to another model, whose blocks were measured."""
     measured(shell.cwd, MIXED, count=2)
     words = (f"cluster={FILE}", *keys, "cluster.gpus_per_node=4")
     ended = answer(shell, capfd, "plan", *words)

@@ -91,7 +91,7 @@ def test_a_copied_recipe_fine_tunes_a_small_model_on_conversations(
     assert config["zero"] == 3 and config["precision"]["name"] == "bf16"
     assert config["optim"]["lr"] == 7e-6 and config["train"]["epochs"] == 2
     assert len(steps) > 1 and json.loads((run / "summary.json").read_text())["status"] == "finished"
-    # Only the answer is learned, and the model is small: every loss is that of a random model.
+    # Only the answer is learned, and the model is small, so every loss equals a random model's.
     assert all(4 < row["loss"] < 9 for row in steps)
     # The same line resumes the run: it gives a head_dim that the base model also has without it.
     ended = run_forked(shell, *words)

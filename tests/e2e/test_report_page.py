@@ -71,7 +71,7 @@ def runs(shell: Shell) -> Path:
     return folder
 
 
-# A reader's actions, and what the page then shows.
+# A reader's actions, and the text that the page then shows.
 READER = """<script>
 const found = {};
 const all = (selector) => [...document.querySelectorAll(selector)];

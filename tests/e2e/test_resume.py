@@ -32,7 +32,7 @@ pytestmark = pytest.mark.at_once(2)
 
 
 def train(shell: Shell, *words: str, ranks: int = 2) -> Ended:
-    # The last of two equal keys counts: those of TINY come first.
+    # The last of two equal keys counts, so the keys of TINY come first.
     given = {word.split("=")[0]: word for word in (*TINY, *shell.text(), *SAVING, *words)}
     shell.environ = {"WANDB_API_KEY": SECRET}
     return run_forked(shell, "train", *given.values(), ranks=ranks)

@@ -127,7 +127,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 
 def reference(forked: Forked, words: tuple[str, ...]) -> None:
-    """Starts the runs to compare with: on two ranks, and those of the sweeps."""
+    """Starts the runs to compare with: on two ranks, and the runs of the sweeps."""
     forked.add_world(2, "train", *words, "dp=2", "run=undisturbed")
     for seed in (1, 2):
         forked.add("train", *words, f"run=undisturbed-{seed - 1}", f"seed={seed}")

@@ -113,7 +113,7 @@ class Router(nn.Module):
         """Returns the chosen experts (batch, sequence, k) by scores (batch, sequence, experts), and
         the margin.
 
-        The margin is over all tokens, of the choice of groups and of that of experts.
+        The margin is over all tokens, and covers the choices of groups and of experts.
         """
         biased = scores + self.bias if self.shape.router_bias else scores
         if self.shape.router_score == "softmax":

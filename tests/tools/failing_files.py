@@ -47,8 +47,8 @@ _TWO_PATHS = ("rename", "replace", "link", "symlink")
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at the point: an error's name, `SHORT`, `SLOW`, `LOST` (done, then EIO) or
-    `BLOCK` (a server that is gone: the call does not return).
+    """The event at the point: an error's name, `SHORT`, `SLOW`, `LOST` (done, then EIO) or `BLOCK`
+    (a server that is gone: the call does not return).
 
     `lasts`: "once"; "kind": also at all later calls of that kind; "all": at all later calls.
     """
@@ -192,7 +192,7 @@ class FailingFiles:
 
 
 class _FailingIO(io.FileIO):
-    """A file object whose calls count like those of `os`."""
+    """A file object whose calls count like calls of `os`."""
 
     def __init__(
         self, files: FailingFiles, path: str, file: Any, mode: str, closefd: bool, opener: Any

@@ -85,7 +85,7 @@ def names_in(text: str) -> list[str]:
 
 def load(text: str) -> tuple[types.ModuleType, type[unittest.TestCase]]:
     """Returns the module, and its tests as a class."""
-    if find_spec("expecttest") is None:  # torch's tests import it; those of DDP do not use it
+    if find_spec("expecttest") is None:  # torch's tests import it, but DDP's tests do not use it
         stub = types.ModuleType("expecttest")
         stub.TestCase, stub.ACCEPT = unittest.TestCase, False
         sys.modules["expecttest"] = stub

@@ -1,5 +1,4 @@
-"""Tests that the counted micro-batches in flight are those of the schedule, for any number of
-them."""
+"""Tests that the micro-batches in flight are counted as in the schedule, for any number of them."""
 
 from __future__ import annotations
 

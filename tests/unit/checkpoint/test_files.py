@@ -172,7 +172,7 @@ def swap_ranks(folder: Path, other: Path, draw: random.Random) -> None:
 
 
 def swap_steps(folder: Path, other: Path, draw: random.Random) -> None:
-    """Replaces a file by that of another step's checkpoint, or all of them."""
+    """Replaces a file, or all files, by those in another step's checkpoint."""
     if draw.random() < 0.3:
         shutil.rmtree(folder)
         shutil.copytree(other, folder)

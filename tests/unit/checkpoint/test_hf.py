@@ -268,7 +268,7 @@ def test_nan_and_inf_weights_are_not_exported(value: float, tmp_path: Path) -> N
 
 
 def test_names_without_prefix_and_masks_are_understood(tmp_path: Path) -> None:
-    """Saves a folder like that of the first published GPT-2."""
+    """Saves a folder like the first published GPT-2."""
     weights = export(GPT, tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     bare = {k.removeprefix("transformer."): t for k, t in load_file(file).items()}

@@ -54,7 +54,7 @@ def test_groups_inside_a_domain_use_nvlink_and_others_their_own_rail(nics: None)
 
 
 def test_a_group_over_unconnected_rails_uses_the_default_interface(nics: None) -> None:
-    """Tests a group like that of dp × cp, which has a part of each rail."""
+    """Tests a group like dp × cp, which has a part of each rail."""
     joined = placement()
     assert Interfaces(joined, None, "rail*").of_group([0, 1, 2, 3], 0) == "rail0"
     apart = replace(joined, cluster=replace(joined.cluster, oversubscription=None))

@@ -195,7 +195,7 @@ def test_two_jobs_at_one_store_do_not_see_each_other(
 def test_entries_with_another_signature_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody who can list the keys still cannot write to the keys that ranks read."""
+    """A stranger who lists the keys still cannot write to the keys that ranks read."""
     monkeypatch.setenv(SECRET, "ours")
     store = dist.PrefixStore("attempt0", dist.HashStore())
     word = {"run": "mine", "run_dir": str(tmp_path), "device": "cpu"}

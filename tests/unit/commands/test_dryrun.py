@@ -199,7 +199,7 @@ def test_zero_2_holds_what_is_frozen_whole_and_zero_3_shards_it(facts) -> None:
 
 @pytest.mark.parametrize("name", ["head", "matrices"])
 def test_a_trainer_holds_what_the_dry_run_of_a_frozen_run_counts(facts, name) -> None:
-    """Compares the bytes of every kind of state with those of a trainer on the CPU."""
+    """Compares the bytes of every kind of state with a trainer's on the CPU."""
     config = dataclasses.replace(config_of(name), device="cpu")
     trainer = Trainer(config, ProcessGroups.single(), torch.device("cpu"), train_source=Zeros(512))
     trainer.train_step()
@@ -217,7 +217,7 @@ def test_a_trainer_holds_what_the_dry_run_of_a_frozen_run_counts(facts, name) ->
 
 def test_what_is_frozen_has_no_weight_gradient_and_nothing_before_it_a_backward(facts) -> None:
     """Compares FLOPs with all GEMMs (two thirds belong to the backward), and activations at the
-    peak with those of a whole step, temporary ones included."""
+    peak with a whole step's, including temporary ones."""
     config = config_of("one")
     model, tokens = config.model, config.global_batch_size * config.model.seq_length
     shares = {name: trained_shares(model, config_of(name).optim) for name in ("head", "matrices")}
@@ -435,7 +435,7 @@ def test_the_page_and_its_file(tmp_path: Path) -> None:
     keys += ["peak_bytes", "launches", "bytes", "flops", "host_syncs", "seconds", "fits"]
     assert not [key for key in (*keys, "groups", "parts", "rows", "made_by") if key not in found]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["facts.json"]
-    # the file of the second command, which replaced that of the first
+    # the file of the second command, which replaced the first command's
     assert "does not fit" in other and found["fits"] is False
 
 

@@ -37,7 +37,7 @@ Lines = Callable[[], tuple[list[str], str]]
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Lines:
-    """Returns what was printed since the last call: the lines of stdout, and stderr."""
+    """Returns the output since the last call: the lines of stdout, and stderr."""
 
     def read() -> tuple[list[str], str]:
         out, error = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Tests blends of pairs: which part is read when, in which order, and what is refused before any
+"""Tests blends of pairs: the times and orders in which parts are read, and refusals before any
 step."""
 
 from __future__ import annotations

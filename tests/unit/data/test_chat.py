@@ -1,4 +1,4 @@
-"""Tests conversations: the tokens equal those of transformers, and only the assistant's are
+"""Tests that the tokens of conversations equal transformers', and that only the assistant's are
 learned."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests Megatron's pairs: those of another writer are read, and other files are refused."""
+"""Tests Megatron's pairs: pairs of another writer are read, and other files are refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tests functions that run as one kernel on an accelerator: the same values, and one kernel each.
 
-Their graphs call PyTorch's operations: the package's own part is that graphs can be made, and what
-they compute. In addition, TorchInductor writes C++ kernels of a norm and of a loss.
+Their graphs call PyTorch's operations: the package's own part is that graphs can be made, and their
+results. In addition, TorchInductor writes C++ kernels of a norm and of a loss.
 """
 
 from __future__ import annotations
@@ -248,7 +248,8 @@ def test_heads_are_split_into_the_layout_that_joins_for_free(
 def loss_of(
     logits: Tensor, objective: Objective, first: int, ranks: list[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Returns statistics, losses with those of `ranks` in addition, and gradients of a chunk."""
+    """Returns statistics, losses with the statistics of `ranks` in addition, and gradients of a
+    chunk."""
     labels = torch.tensor([0, 3, 9, 12, 18, 4, 7])
     loss = ChunkLoss(logits.clone(), labels, first, objective)
     statistics = loss.statistics()

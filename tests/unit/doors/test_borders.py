@@ -165,7 +165,7 @@ def test_a_split_sequence_has_the_same_masks(cp: int) -> None:
     assert sorted(found) == sorted(expected) and len(found) == 2 * SEQ - 3
 
 
-# How foreign documents begin → the learned beginning, or words of a refusal.
+# Beginning of foreign documents → the learned beginning, or words of a refusal.
 BEGINS = (
     ([0] * COUNT, (0,), ""),
     ([None] * COUNT, (), ""),

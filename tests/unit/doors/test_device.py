@@ -423,8 +423,7 @@ def test_variables_that_change_numerics_are_checked(
 
 GPU_HOST, LAPTOP = Host(driver=Driver()), Host("cpu")
 BOTH, UNTYPED = "cpu:gloo,cuda:nccl", "undefined"
-# Each row: the host, what the script asked for, the world's backends, p3d.init's device, and the
-# answer.
+# Each row: the host, the script's request, the world's backends, p3d.init's device, and the answer.
 WORLDS = [
     (GPU_HOST, UNTYPED, BOTH, "auto", "cuda:0"),
     (GPU_HOST, BOTH, BOTH, "auto", "cuda:0"),

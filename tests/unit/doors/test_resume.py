@@ -213,7 +213,8 @@ def test_a_checkpoint_without_a_clock_resumes() -> None:
     there = dataclasses.asdict(config_of(CASES[0], 8))
     clock = clock_of(progress, there)
     assert clock is not None and clock.place(745 * 8) == 745
-    # The batch had changed and those of the earlier steps are unknown, but the rate does not jump.
+    # The batch had changed and the batches of earlier steps are unknown, but the rate does not
+    # jump.
     changed = clock_of(progress | {"consumed_samples": 9999}, there)
     assert changed is not None and changed.place(9999) == 745
     assert clock_of({"steps": 0, "consumed_samples": 0}, there) is None

@@ -58,7 +58,7 @@ def content(special: tuple[str, ...], post: str, more: tuple[str, ...] = ()) -> 
 
 
 class Row(NamedTuple):
-    """A folder; `begin` and `ends` are tokens by name, `words` those of a refusal."""
+    """A folder; `begin` and `ends` are tokens by name, `words` the words of a refusal."""
 
     name: str
     special: tuple[str, ...]
@@ -337,7 +337,7 @@ def test_a_begin_token_spelled_out_in_a_prompt_is_not_doubled() -> None:
     assert begun([], [0]) == [0] and begun([0], [0, 1]) == [0, 1, 0]
 
 
-# eos_token_id of generation_config.json, learned ends → that of the export.
+# eos_token_id of generation_config.json, learned ends → eos_token_id of the export.
 LEARNED = (
     (0, (2,), [0, 2]),
     (0, (0,), 0),

@@ -60,7 +60,8 @@ def test_a_step_is_the_sum_of_its_layers_of_each_kind(changes: dict[str, object]
 
 @pytest.mark.parametrize("kind", [DENSE, SPARSE])
 def test_recomputation_repeats_the_share_of_its_own_kind(kind: object) -> None:
-    """All parts of one kind cost as much as its forward, and those of the other kind nothing."""
+    """All parts of one kind cost as much as its forward, and parts of the other kind cost
+    nothing."""
     index = [DENSE, SPARSE].index(kind)  # type: ignore[arg-type]
 
     def of(name: str, at: tuple[float, ...]) -> float:

@@ -1,4 +1,4 @@
-"""Tests plans of models with experts: sizes of ep, their memory, the load, and what is printed."""
+"""Tests plans of models with experts: sizes of ep, their memory, the load, and the output."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def sent(**over: float) -> float:
 
 
 def test_a_token_goes_once_to_a_rank_in_a_node() -> None:
-    """Eight ranks of a node: the time is that of 7 · p copies over the link."""
+    """On eight ranks of a node, 7 · p copies go over the link."""
     w, c = work(**{**DEEPSEEK, "ep": 8}), constants(**{"experts.wait_us": 1e-9})
     copies = 7 * share_sent(256, 8, 8)
     rate = float(w.link_rate) * c["link.rate"] * c["experts.link"]

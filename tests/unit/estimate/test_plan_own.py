@@ -130,7 +130,7 @@ DIALECTS = (
 
 # Limits in per cent by which the plan's memory may be below and above the dry run's, and its
 # launches differ. Its formulas are for FSDP2 of torch 2.13. FSDP2 of 2.15 launches up to 16 more
-# copies per step; that of 2.11 keeps more in one layout.
+# copies per step; FSDP2 of 2.11 keeps more in one layout.
 OFF = {(2, 13): ("3", "12", "0"), (2, 15): ("3", "12", "2.5"), (2, 11): ("14", "12", "0")}
 
 

@@ -150,7 +150,7 @@ def test_attention_is_the_mean_of_sliding_and_full_layers() -> None:
         for share in (0.0, 1.0, 0.75)
     )
     assert full == fitted_cost.attention(work(), fitted)[0]
-    assert sliding < full / 3  # 512 keys of 2048 on average, and what each call costs
+    assert sliding < full / 3  # 512 keys of 2048 on average, and the cost of each call
     assert mixed == pytest.approx(0.25 * full + 0.75 * sliding)
 
 

@@ -43,7 +43,7 @@ def one_gpu(tmp_path: Path) -> Iterator[None]:
 
 
 def run_cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, *words: str) -> list[tuple]:
-    """Records what the command line passes to the launcher, which is not started."""
+    """Records the arguments that the command line passes to the launcher, which is not started."""
     started: list[tuple] = []
 
     def record(app: str, config: Config, run_dir: Path, kind: str) -> int:

@@ -91,8 +91,8 @@ def test_the_kernel_asked_for_runs_and_gives_the_same_values(attend: Attend) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("attend", [whole, packed, again])
 def test_a_compiled_block_has_the_kernel_in_its_graphs(attend: Attend) -> None:
-    """Tests that the kernel is not that of an earlier value. Documents are one operator, which gets
-    the kernel as an argument."""
+    """Tests that the kernel of an earlier value is not used again. Documents are one operator,
+    which gets the kernel as an argument."""
     from functorch.compile import make_boxed_func  # the two imports take seconds
     from torch._dynamo.backends.common import aot_autograd
 
@@ -260,8 +260,8 @@ def test_the_trial_has_the_number_of_heads_of_a_rank(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replaces torch's own registry, with two packages that do not exist; returns what was
-    activated."""
+    """Replaces torch's own registry, with two packages that do not exist; returns the activated
+    packages."""
     names: list[str] = []
 
     def register(name: str) -> Any:

@@ -85,7 +85,7 @@ def test_without_sample_indices_nothing_is_dropped() -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Records what is copied between devices inside the block."""
+    """Records the copies between devices inside the block."""
 
     def __init__(self) -> None:
         super().__init__()

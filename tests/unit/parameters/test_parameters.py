@@ -1,4 +1,4 @@
-"""Tests that initial values are a function of (seed, name, index): any chunk equals that of the
+"""Tests that initial values are a function of (seed, name, index): any chunk equals its part of the
 whole matrix."""
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def test_a_matrix_reaches_its_device_in_one_copy_a_band() -> None:
     copies = []
 
     class Counted(torch.Tensor):
-        """Stands in for the target of the values, and counts what is written."""
+        """Stands in for the target of the values, and counts the values that are written."""
 
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):

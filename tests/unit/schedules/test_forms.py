@@ -1,5 +1,4 @@
-"""Tests every schedule by name: it is sound at any size, and its time and memory are those of its
-paper."""
+"""Tests that every named schedule is sound at any size, with the time and memory of its paper."""
 
 from __future__ import annotations
 
@@ -212,7 +211,7 @@ def test_unread_messages_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("name", NAMED_SCHEDULES)
 def test_a_group_has_one_send_which_comes_first(name: str) -> None:
-    """As many slots as messages wait to be read are enough (`peak_unread`)."""
+    """One slot for each message that waits to be read is enough (`peak_unread`)."""
     made = make(name, 4, 6, chunks_of(name)[-1])
     for step in chain.from_iterable(made.program()):
         if isinstance(step, tuple):

@@ -1,4 +1,4 @@
-"""Tests that the simulated device's order of streams equals that of PyTorch's own sanitizer."""
+"""Tests that the simulated device orders streams like PyTorch's own sanitizer."""
 
 from __future__ import annotations
 
