@@ -17,9 +17,8 @@ which other work on the machine hardly changes.
 of `model=moe_tiny global_batch_size=16`. `windows`: llama_tiny, of whose layers two of three see 32
 keys, on 1 to 4 ranks, from a file of `model=llama_tiny model.num_query_groups=8 model.num_layers=6
 model.seq_length=512 model.layer_types=[sliding,sliding,full] model.sliding_window=32
-global_batch_size=16`. If the file is older than a few
-minutes, or the machine is busy, compare the ratios of layouts: the last line of the table has the
-error of each step divided by that of the first row.
+global_batch_size=16`. If the file is older than a few minutes, or the machine is busy, compare the
+ratios of layouts: the last lines have the errors of each layout's ratio to the first one.
 """
 
 from __future__ import annotations

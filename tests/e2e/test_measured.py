@@ -41,25 +41,20 @@ def test_plan_lists_layouts_of_the_measured_machine(
     assert len(re.findall("times are scaled by that, a guess; .* model=llama_tiny", ended.out)) == 1
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("model=moe_tiny",),
-        ("model=llama_tiny", "model.layer_types=[sliding,full]", "model.sliding_window=64"),
-    ],
-    ids=["experts", "windows"],
-)
-def test_plan_lists_layouts_of_other_kinds_of_layers(
-    shell: Shell, capfd: pytest.CaptureFixture[str], keys: tuple[str, ...]
+def test_plan_lists_layouts_of_experts_and_of_windows(
+    shell: Shell, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Experts and windows belong to another model, whose blocks were measured."""
     measured(shell.cwd, MIXED, count=2)
-    words = (f"cluster={FILE}", *keys, "cluster.gpus_per_node=4")
-    ended = answer(shell, capfd, "plan", *words)
-    assert (ended.code, ended.err) == (0, "")
-    # one row for each (tp, pp)
-    assert len(re.findall(r"^ +\d+ +[124] +[124] +\d", ended.out, re.M)) == 6
-    assert "times are scaled by that, a guess" in ended.out
+    given = f"cluster={FILE}", "cluster.gpus_per_node=4"
+    windows = "model=llama_tiny", "model.layer_types=[sliding,full]", "model.sliding_window=64"
+    # With ep=2 a stage has two ranks or more.
+    for keys, rows in ((("model=moe_tiny", "ep=2"), 5), (windows, 6)):
+        ended = answer(shell, capfd, "plan", *given, *keys)
+        assert (ended.code, ended.err) == (0, "")
+        assert "times are scaled by that, a guess" in ended.out
+        assert len(re.findall(r"^ +\d+ +[124] +[124] +\d", ended.out, re.M)) == rows, ended.out
+    assert "ep" not in ended.out.split("step s")[0].split()
 
 
 REFUSED = {
@@ -117,7 +112,7 @@ def test_bad_input_is_one_sentence(
 
 @pytest.mark.parametrize("made", [{"device": "cuda"}, {"name": "another"}, {"count": 4096}])
 def test_a_calibration_of_another_device_is_refused(
-    shell: Shell, capfd: pytest.CaptureFixture[str], made: dict[str, object]
+    shell: Shell, capfd: pytest.CaptureFixture[str], made: dict[str, Any]
 ) -> None:
     measured(shell.cwd, **made)
     words = ("layout=auto", f"cluster={FILE}", "device=cpu", "launch.ranks=2")
