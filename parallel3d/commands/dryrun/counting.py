@@ -30,6 +30,7 @@ from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.collectives import bus_factor
 from parallel3d.blueprint.in_flight import states_of
 from parallel3d.blueprint.layout import layout_of
+from parallel3d.blueprint.rank import PipelineRank
 from parallel3d.blueprint.rank_mapping import RankMapping
 from parallel3d.comm.process_groups import ProcessGroups
 from parallel3d.config.fields import show
@@ -41,6 +42,7 @@ from parallel3d.device.precision import COMPUTE
 from parallel3d.errors import UserError
 from parallel3d.metrics.peak import TERA, Peak, datasheet_peak
 from parallel3d.parameters.state import state_of
+from parallel3d.schedules.messages import SENDS
 from parallel3d.simulated_device.attention import FLASH, FLASH_BACKWARD
 from parallel3d.simulated_device.device import TYPE
 from parallel3d.simulated_device.enable import enable
@@ -555,9 +557,17 @@ def _memory(trainer: Trainer, counter: StepCounter, start_peak: int) -> dict[str
     }
 
 
+def _sending(blueprint: Blueprint, index: int) -> int:
+    """Returns the micro-batches after which as many sends are in flight as there may be: each holds
+    its tensor."""
+    rank = PipelineRank(blueprint, index)
+    each = rank.neighbours(1) + rank.neighbours(-1, with_backward=True)
+    return -(-SENDS // each) if each else 0
+
+
 def _fewest(blueprint: Blueprint, index: int) -> int:
-    """Returns the smallest number of micro-batches with the same peaks of live activations and
-    deferred weight gradients on rank `index` as in the whole step."""
+    """Returns the smallest number of micro-batches with the same peaks of live activations,
+    deferred weight gradients and sends in flight on rank `index` as in the whole step."""
     count, name = blueprint.microbatches, blueprint.pipeline.name
     if name in ("gpipe", "auto", "file"):
         return count  # memory grows with each micro-batch, or the order depends on their number
@@ -574,5 +584,6 @@ def _fewest(blueprint: Blueprint, index: int) -> int:
                 held[action, chunks] = max(held[action, chunks], live)
         return held, waits
 
-    all_of, tried = most(count), range(blueprint.layout.pp + MORE, count)
+    least = max(blueprint.layout.pp, _sending(blueprint, index)) + MORE
+    all_of, tried = most(count), range(least, count)
     return next((few for few in tried if most(few) == all_of), count)
