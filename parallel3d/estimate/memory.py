@@ -494,7 +494,7 @@ class _Moments:
     def _adjacent(self, stage: StageBlueprint, layers: int) -> int:
         """Returns the largest number of elements in `layers` adjacent layers of a stage."""
         rank, model = self.rank, self.rank.blueprint.model
-        if len(rank.numels) == 1:
+        if len({sum(numels) for numels in rank.numels.values()}) == 1 or len(stage.layers) < layers:
             return rank.layer_numel(rank.kinds) * layers
         each = [sum(rank.numels[LayerKind.of(model, layer)]) for layer in stage.layers]
         return max(sum(each[i : i + layers]) for i in range(len(each)))
