@@ -2,10 +2,10 @@
 
     python -m benchmarks.published CALIBRATION QUESTIONS [--out predictions.json] [--write]
 
-CALIBRATION and QUESTIONS are folders of JSON files as docs/planner.md describes. Constants are
-fitted on calibration rows alone. Errors refer to whole groups that were left out of the fit, and
-choices (their number, the median regret and the rank correlation) to whole model sizes. `--write`
-keeps the constants in parallel3d/estimate/constants.json.
+CALIBRATION and QUESTIONS are folders of JSON files as docs/planner.md describes. Constants are only
+fitted on calibration rows. Errors refer to whole groups that were left out of the fit, and choices
+(their number, the median regret and the rank correlation) to whole model sizes. `--write` keeps the
+constants in parallel3d/estimate/constants.json.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def time_guesses() -> dict[str, tuple[float, float]]:
         for name in FAMILIES[family]:
             for key, guess in keys.items():
                 found[f"{family}.{name}.{key}"] = guess
-    # No run of a Blackwell GPU in bf16 is at hand. Its large GEMMs reach about 0.7 of the
-    # datasheet, and those of an H100 0.78, for which 0.63 was fitted.
+    # No run of a Blackwell GPU in bf16 is known. Its large GEMMs reach about 0.7 of the datasheet,
+    # and those of an H100 0.78, for which 0.63 was fitted.
     for name in ("b200/bf16", "gb200/bf16"):
         found[f"speed.{name}.rate"] = (0.57, 0.25)
     found["network.efa.crowd_us"] = (25.0, 1.0)

@@ -54,7 +54,7 @@ def check_given(layout: str, ranks: int | None) -> None:
     """Raises UserError for layout=auto, which `parallel3d train` replaces before its check."""
     if layout != "given":
         raise UserError(
-            f"layout={layout} works in parallel3d train alone, which asks the planner; elsewhere "
+            f"layout={layout} only works in parallel3d train, which asks the planner; elsewhere "
             "it must be layout=given; the nearest is parallel3d plan, which lists the best layouts."
         )
     if ranks is not None:

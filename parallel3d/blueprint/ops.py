@@ -197,7 +197,7 @@ def with_experts(
     load: float = 1.0,
 ) -> Widths:
     """Returns the sizes `w` of a dense layer with its MLP replaced by experts, divided over `ep`
-    ranks, in this precision; `load`: that of the rank, as far as it is possible."""
+    ranks, in this precision; `load`: the rank's load, as far as it is possible."""
     sigmoid, groups = model.router_score == "sigmoid", model.router_top_groups < model.router_groups
     normalizes, bias = model.router_normalize, model.router_bias
     # For the sorted scores and a copy, the bias, the groups' scores, their order and the mask.

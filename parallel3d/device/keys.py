@@ -85,7 +85,7 @@ CONFLICTS = (
     *(
         Conflict(
             {key: Other(off), "precision.name": Other("fp16")},
-            f"{{{key}}} is for precision=fp16 alone, but {{precision.name}}",
+            f"{{{key}}} is only for precision=fp16, not {{precision.name}}",
             ((key, off), ("precision.name", "fp16")),
         )
         for key, off in (("precision.lm_cross_entropy", "fp32"), ("precision.loss_scale", None))

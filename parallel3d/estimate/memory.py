@@ -1,4 +1,4 @@
-"""Bounds a rank's peak memory safely, from the configuration alone.
+"""Bounds a rank's peak memory safely, only from the configuration.
 
 It counts states and the activations of micro-batches in flight exactly. For temporary tensors it
 takes the largest set that exists at one time, from the widths of the layer's operations and with a

@@ -76,7 +76,7 @@ REFUSED = {
     "heads": ("train", ("layout=auto", "model.hidden_size=100"), "hidden_size=100 .*nearest"),
     "a schedule": ("train", ("layout=auto", "schedule=auto"), "schedule=auto must be .*1f1b"),
     "ranks alone": ("train", ("launch.ranks=2",), "launch.ranks=2 must be left out .*is dp=2"),
-    "verify": ("verify", ("layout=auto",), "layout=auto works in parallel3d train alone"),
+    "verify": ("verify", ("layout=auto",), "layout=auto only works in parallel3d train"),
     "a file for others": ("topology", (f"cluster={FILE}",), f"cluster={FILE} must be one of"),
     "experts": ("plan", ("model=moe_tiny",),
                 f"num_experts=8 must be 0 with cluster={FILE}, .* nearest is .* model=moe_tiny"),

@@ -1,5 +1,5 @@
-"""Tests that samples read ahead are those asked for, whatever thread reads them and whatever errors
-occurred."""
+"""Tests that samples read ahead are the requested ones, whatever thread reads them and whatever
+errors occurred."""
 
 from __future__ import annotations
 

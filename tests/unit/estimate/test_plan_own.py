@@ -175,8 +175,8 @@ def test_a_split_sequence_needs_the_memory_of_its_part_and_of_gathered_keys(styl
 
 
 def test_state_and_activations_by_hand() -> None:
-    """Compares with docs/dryrun.md's account of Llama 1B: 18 bytes per parameter, 64.55 GB in
-    all."""
+    """Compares with docs/dryrun.md's account of Llama 1B: 18 bytes per parameter, 64.55 GB
+    altogether."""
     found, count = peak_memory(configured(ONE), 0), parameter_count(configured(ONE).model)
     state = found.parameters + found.gradients + found.masters + found.optimizer
     assert state == 18 * count

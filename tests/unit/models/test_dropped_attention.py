@@ -112,7 +112,7 @@ def test_the_compilers_operator_has_the_same_bits() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Returns the most elements of a tensor that is made inside the block."""
+    """Returns the number of elements of the largest tensor that is made inside the block."""
 
     found = 0
 

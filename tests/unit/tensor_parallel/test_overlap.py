@@ -119,7 +119,7 @@ def test_the_input_gradient_is_reduced_while_the_weight_gradient_is_computed(
 ) -> None:
     made = layer(ColumnParallelLinear, sp)
     run(made, TOKENS.clone(), compiled)
-    number = 3 if sp else 1  # sp gathers the input, and once more in the backward
+    number = 3 if sp else 1  # sp gathers the input in the forward and again in the backward
     what = f"{'scatter' if sp else 'all-reduce'} {number}"
     assert notes.lines[-3:] == [f"start {what}", "weight gradient", f"wait {what}"]
 

@@ -94,7 +94,7 @@ def test_context_parallel_groups_are_shown_with_what_they_send() -> None:
         ("all_gather", "keys and values"),
         ("reduce_scatter", "gradients of keys and values"),
     }
-    # Gradients go over both groups; along dp alone only a count of tokens.
+    # Gradients go over both groups; dp alone only carries a count of tokens.
     assert report.links["dp_cp"].size == 4
     assert report.links["dp_cp"].pairs == {nvlink: 16, spine: 16}
     assert [p.transfer.nbytes for p in report.price.dims["dp"].transfers] == [8]
