@@ -214,7 +214,8 @@ class Plan:
             gib = float(self.priced.memory[i]) / GIB
             likely = "–".join(f"{seconds * factor:.3g}" for factor in spread or ())
             why = reason(self.priced, i, self.rows[0], int(self.sizes["gpus_per_node"]))
-            figures = f"{seconds:.3g}", likely, f"{self.mfu(i):.1f}", f"{gib:.{2 * (gib < 1)}f}"
+            memory = f"{gib:.2f}" if gib < 1 else f"{gib:.0f}"
+            figures = f"{seconds:.3g}", likely, f"{self.mfu(i):.1f}", memory
             found.append([*map(str, (place, *layout)), *figures, self.by(i), why])
         return found
 

@@ -104,7 +104,8 @@ class HaloExchange:
         self.most_given, self.most_taken = map(max, most)
         self.group = group
         self.sent = halo.sent[: sum(self.given)]
-        self.order, self.places = halo.order, halo.places
+        self.order = halo.order
+        self.places = halo.places
 
     def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys and values with the halo, in order of the sequences: (tokens, heads,

@@ -101,7 +101,7 @@ class Template:
         self.has_tags = False
         self._around = ("", "")  # the texts written for `{% generation %}` and for its end
         self._names: set[str] = set()  # variables in its code
-        self._keys: set[str] = set()  # attributes and texts in it
+        self._keys: set[str] = set()  # attributes and texts in its code
         self._template = self._parsed(named)
 
     def render(

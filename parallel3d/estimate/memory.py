@@ -250,14 +250,16 @@ class LayerBytes:
     """
 
     def __init__(self, rank: PipelineRank, kind: LayerKind, ops: LayerOps) -> None:
-        self.rank, self.ops = rank, ops
+        self.rank = rank
+        self.ops = ops
         self.again = {op.name for op in ops.repeated}
         self.over_cp = context_bytes(rank, kind, "attention" in self.again)
         self.plain = bytes_kept(rank, ops.plain) + self.over_cp.kept
         self.kept = bytes_kept(rank, ops.kept)
         if "attention" not in self.again:
             self.kept += self.over_cp.kept
-        self.moved, self.moved_plain = bytes_moved(rank, ops.kept), bytes_moved(rank, ops.plain)
+        self.moved = bytes_moved(rank, ops.kept)
+        self.moved_plain = bytes_moved(rank, ops.plain)
         self.forward = max(self._forward())
         self.deferred = sum(self._operands(op) for op in ops.ops)
 
@@ -351,7 +353,8 @@ class LayerBytes:
             summed = 0.0
             if op.kind == "gemm" and rank.fully_sharded:  # without FSDP2 it is added in place
                 more += rank.item * op.numel
-                summed = float(FP32 * op.numel * (op.matrices > 1))  # the experts', before rounding
+                if op.matrices > 1:  # sums of experts, before they are rounded
+                    summed = float(FP32 * op.numel)
             attends = self.over_cp.backward if op.kind == "attention" else 0.0
             results = self._row(op) * (op.rows * (op.inputs + op.outputs) + op.inside_backward)
             if op.kind != "attention":

@@ -82,7 +82,8 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self.gathers_state = True  # see `sharded_state_dict`
-        self.group, self.dp = group_of(group), group_of(dp)
+        self.group = group_of(group)
+        self.dp = group_of(dp)
         modules = list(modules)
         self.device = next((p.device for m in modules for p in m.parameters()), CPU)
         if vpp is None:

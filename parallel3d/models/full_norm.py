@@ -34,7 +34,8 @@ class FullQKNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = (*heads, model.head_size)
-        self.eps, self.offset = model.norm_eps, offset_of(model)
+        self.eps = model.norm_eps
+        self.offset = offset_of(model)
         self.tp = ctx.tp
         replicas = max(1, ctx.tp.size // model.kv_heads)
         queries, keys = (n * model.head_size for n in (model.num_attention_heads, model.kv_heads))

@@ -148,7 +148,8 @@ class QKNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = (*heads, model.head_size)
-        self.eps, self.offset = model.norm_eps, offset_of(model)
+        self.eps = model.norm_eps
+        self.offset = offset_of(model)
         size, tp = (model.head_size,), ctx.tp.size
 
         def weight(part: str) -> nn.Parameter:

@@ -291,7 +291,7 @@ def _torch(given: Mapping[str, str]) -> Claim | None:
 
 
 def _check_torch(given: Mapping[str, str], needed: tuple[str, ...]) -> None:
-    """Raises UserError unless all `needed` variables are set, RANK or WORLD_SIZE among them."""
+    """Raises UserError unless all `needed` variables are set. RANK or WORLD_SIZE must be."""
     missing = [name for name in needed if name not in given]
     if not missing:
         return

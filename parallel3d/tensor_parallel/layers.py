@@ -295,7 +295,8 @@ class ColumnParallelLinear(ShardedModule):
                 f"{', '.join(self.matrices)}, each split over the ranks; give "
                 "gather_output=False instead"
             )
-        self.in_features, self.out_features = in_features, sum(self.matrices.values())
+        self.in_features = in_features
+        self.out_features = sum(self.matrices.values())
         self.gather_output = gather_output
         self.recomputed = recomputed
         self.sums_shared = sum_partial_gradients and max(tp_replicas.values(), default=1) > 1

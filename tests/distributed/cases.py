@@ -1,8 +1,8 @@
 """Defines the cases of the exactness tests.
 
 A `Problem` is everything that determines the numbers of a run; the reference only depends on it. A
-`Case` adds how they are computed (schedule, sequence parallelism, micro-batches …), which must
-change nothing.
+`Case` adds the settings of the computation (schedule, sequence parallelism, micro-batches …), which
+must change nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests that a rank beside mirrored peers dispatches as beside real ranks with equal tokens."""
+"""Tests that a rank dispatches the same with mirrored peers as with real ranks of equal tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs the first section of docs/data.md as it stands: from jsonl to what transformers writes."""
+"""Runs the first section of docs/data.md as it stands: from jsonl to text that transformers
+writes."""
 
 from __future__ import annotations
 

@@ -156,7 +156,9 @@ def bench_comm(config: CommandConfig, worker: Worker) -> int:
             where, results, left_out, findings, pairs, seconds, config.cluster.rail_gb_per_s
         )
         write_json(path, facts)
-        cut = f", {measurement.rows_cut} with fewer calls than asked" * bool(measurement.rows_cut)
+        cut = ""
+        if measurement.rows_cut:
+            cut = f", {measurement.rows_cut} with fewer calls than asked"
         summary = f"{len(results)} rows in {seconds:.0f} s{cut}: {path}"
         for line in [*conclusions(facts, where, findings, config.bench.outlier), summary]:
             console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -188,11 +188,13 @@ class StepCounter(Observer):
     """
 
     def __init__(self, machine: SimulatedMachine, gpu: Gpu, tf32: bool) -> None:
-        self.machine, self.gpu = machine, gpu
+        self.machine = machine
+        self.gpu = gpu
         other = "fp32" if tf32 else "tf32"  # fp32 and tf32 share a dtype
         self.dtypes = {dtype: name for name, dtype in COMPUTE.items() if name != other}
         self.names: Mapping[Any, str] = {}  # process group → name
-        self.counting, self.building = False, True
+        self.counting = False
+        self.building = True
         self.live = dict.fromkeys(KINDS, 0)
         self.known: set[StorageMemory] = set()  # memory allocated since this counter was made
         self._reset()

@@ -88,7 +88,7 @@ GIB = 1 << 30
         ("AMD Instinct MI300X", 152, 96, False),
         ("AMD Instinct MI300X", 0, 0, True),  # not reported
         ("NVIDIA A100-SXM4-40GB", 108, 39, True),
-        ("NVIDIA A100-SXM-64GB", 124, 63, False),  # another chip
+        ("NVIDIA A100-SXM-64GB", 124, 63, False),  # this is another chip
         ("NVIDIA A100-SXM4-80GB", 42, 39, False),
         ("NVIDIA H100 80GB HBM3", 132, 80, True),
         ("NVIDIA H100 80GB HBM3", 132, 20, False),

@@ -72,7 +72,7 @@ QKV, HEADS = 1.5, 3.0  # inputs: the projection of 8 + 2 + 2 heads; q, and k and
 ATTENDED = 2.0  # by head for attention's backward, by token for the following projection
 UP, INNER = 3.5, 1.75  # gate and up, 56 columns each; their product is as wide as silu(gate)
 STATISTICS = 1 / HIDDEN  # statistics of a norm
-SUMS = 8 / HIDDEN  # attention's statistics, of each head
+SUMS = 8 / HIDDEN  # statistics of each head of attention
 # Kept tensors by part, in units of a layer's input.
 NORMS, ATTENTION, MLP = 2 * (1 + STATISTICS), HEADS + ATTENDED + SUMS, UP + 2 * INNER
 ALL = 2 + NORMS + ATTENTION + MLP
