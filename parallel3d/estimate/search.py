@@ -384,6 +384,8 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
         return f"the exchange of tokens between the ranks of ep={choice.ep}"
     if choice.tp > best.tp:
         return f"tensor-parallel waits and narrower products at tp={choice.tp}"
+    if choice.ep < best.ep:
+        return f"fewer rows for each of a rank's experts at ep={choice.ep}"
     return "compute: a fuller slowest stage, or smaller products"
 
 

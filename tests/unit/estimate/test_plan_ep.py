@@ -29,6 +29,7 @@ from parallel3d.estimate.search import (
     layouts,
     planned,
     ranked,
+    reason,
     sizes_of,
     works,
 )
@@ -195,6 +196,18 @@ def test_the_first_row_says_up_to_which_load_it_fits(found: Plan) -> None:
     assert "The first fits with any load (" in free.loads()
     alone = searched(QWEN, {"tp": 1, "schedule": "1f1b", "ep": 1}, 16)
     assert alone.loads() == ""
+
+
+def test_a_slower_row_names_what_its_ep_costs() -> None:
+    choices = [choice_of(ep=ep) for ep in (1, 8)]
+    for slower, words in (
+        (0, "fewer rows for each of a rank's experts at ep=1"),
+        (1, "the exchange of tokens between the ranks of ep=8"),
+    ):
+        compute = np.where(np.arange(2) == slower, 3.0, 2.0)
+        times = replace(times_of(QWEN, choices), compute=compute)
+        priced = ranked(choices, times, np.full(2, GB), 80 * GB)
+        assert reason(priced, slower, 1 - slower, 8).endswith(words)
 
 
 def test_layout_auto_takes_the_best_layout_that_a_run_accepts(
