@@ -210,17 +210,18 @@ def all_to_all(tensor: Tensor, group: Group) -> Tensor:
     return out
 
 
-def all_to_all_uneven(
+def all_to_all_uneven_async(
     tensor: Tensor, group: Group, given: list[int], taken: list[int], most: int | None = None
-) -> Tensor:
-    """Sends `given[j]` elements of a flat tensor to rank j, in order; returns the received ones.
+) -> tuple[Tensor, Work]:
+    """Starts sending `given[j]` elements of a flat tensor to rank j, in order; the result has the
+    received ones.
 
     `taken[i]` of them come from rank i, in order of senders. Ranks may call it without elements.
     `most`: the largest number of elements that any rank sends, equal on all ranks. Shared memory is
     used if so many fit into a slot.
     """
     if group.size == 1:
-        return tensor
+        return tensor, CompletedWork()
     out = tensor.new_empty(sum(taken))
     to_bytes = [[n * tensor.itemsize for n in each] for each in (taken, given)]
 
@@ -232,21 +233,37 @@ def all_to_all_uneven(
         shared.all_to_all_uneven(*as_bytes)
         return CompletedWork()
 
-    observed("all_to_all", tensor, group, start).wait()
+    return out, observed("all_to_all", tensor, group, start)
+
+
+def all_to_all_uneven(
+    tensor: Tensor, group: Group, given: list[int], taken: list[int], most: int | None = None
+) -> Tensor:
+    out, work = all_to_all_uneven_async(tensor, group, given, taken, most)
+    work.wait()
     return out
 
 
-def all_to_all_rows(
+def all_to_all_rows_async(
     x: Tensor, group: Group, given: Sequence[int], taken: Sequence[int], most: int
-) -> Tensor:
-    """Sends `given[j]` rows of (sent, …) to rank j; the result is in order of senders.
+) -> tuple[Tensor, Work]:
+    """Starts sending `given[j]` rows of (sent, …) to rank j; the result is in order of senders.
 
     `most`: the largest number of rows that any rank sends.
     """
     width = math.prod(x.shape[1:])
     sent, got = ([n * width for n in each] for each in (given, taken))
     flat = x.contiguous().view(-1)
-    return all_to_all_uneven(flat, group, sent, got, most * width).view(-1, *x.shape[1:])
+    out, work = all_to_all_uneven_async(flat, group, sent, got, most * width)
+    return out.view(-1, *x.shape[1:]), work
+
+
+def all_to_all_rows(
+    x: Tensor, group: Group, given: Sequence[int], taken: Sequence[int], most: int
+) -> Tensor:
+    out, work = all_to_all_rows_async(x, group, given, taken, most)
+    work.wait()
+    return out
 
 
 def _all_to_all(out: Tensor, tensor: Tensor, group: Group, *splits: list[int]) -> Work:

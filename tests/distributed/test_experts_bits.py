@@ -131,7 +131,7 @@ def test_a_choice_that_is_made_again_is_told(pool: Pool) -> None:
 # Collectives through which choices and counts could travel, in int64.
 COLLECTIVES = {
     name: Seam(f"comm.collectives:{name}")
-    for name in ("all_gather", "all_reduce", "all_to_all", "all_to_all_uneven")
+    for name in ("all_gather", "all_reduce", "all_to_all", "all_to_all_uneven_async")
 }
 
 
@@ -162,7 +162,7 @@ def asked(sizes: Sizes, case: Case) -> Counter[str]:
         # Two micro-batches of two layers: counts of sequences, then choices, or numbers of tokens
         # and choices.
         ("gather", {"all_reduce": 4, "all_gather": 4}),
-        ("all_to_all", {"all_reduce": 4, "all_to_all": 4, "all_to_all_uneven": 4}),
+        ("all_to_all", {"all_reduce": 4, "all_to_all": 4, "all_to_all_uneven_async": 4}),
     ],
 )
 @pytest.mark.parametrize("recompute", ["none", "[mlp]", "full"])

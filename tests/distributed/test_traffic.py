@@ -68,7 +68,7 @@ class Counting:
             ("reduce_scatter_async", "reduce_scatter", lambda t, group: t.nbytes),
             ("ring_shift_async", "send_recv", lambda t, group: t.nbytes),
             ("all_to_all_async", "all_to_all", lambda t, group: t.nbytes),
-            ("all_to_all_uneven", "all_to_all", lambda t, group: t.nbytes),
+            ("all_to_all_uneven_async", "all_to_all", lambda t, group: t.nbytes),
         ):
             counted = self._collective(getattr(collectives, name), operation, sizes)
             self.patches.enter_context(patch.object(collectives, name, counted))
