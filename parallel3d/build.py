@@ -11,6 +11,7 @@ import torch
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.step_timer import StepTimer
+from parallel3d.comm.turns import Turns
 from parallel3d.config.schema import LaunchConfig
 from parallel3d.data_parallel.noise_scale import NoiseScale
 from parallel3d.device import accelerator
@@ -71,7 +72,9 @@ def build(
     master_dtype = torch.promote_types(dtype, torch.float32)
     # Layers are made on the meta device; the engine draws the parameters that this rank keeps.
     initializer = Initializer(blueprint.seed, master_dtype, device, deferred=True)
-    context = BuildContext.of_run(blueprint, initializer, groups.tp, groups.cp, groups.ep)
+    turns = Turns(device) if blueprint.pipeline.overlaps else None
+    of_layers = groups.tp, groups.cp, groups.ep, turns
+    context = BuildContext.of_run(blueprint, initializer, *of_layers)
     held = blueprint.stages_of(groups.pp.index)
     stages = stages_of_rank(blueprint.model, held, context)
     freeze(stages, blueprint.frozen)
@@ -84,7 +87,9 @@ def build(
     if blueprint.compiles:
         compile_blocks(stages, saves_operands=schedule.splits_backward)
     optimizer = build_optimizer(blueprint, engine, groups, device)
-    executor = build_executor(blueprint, schedule, stages, engine, groups, device, launch, timer)
+    executor = build_executor(
+        blueprint, schedule, stages, engine, groups, device, launch, timer, turns
+    )
     balance = expert_balance(blueprint, stages, groups)
     return RankParts(stages, next(iter(tied), None), noise, engine, optimizer, executor, balance)
 
@@ -153,6 +158,7 @@ def build_executor(
     device: torch.device,
     launch: LaunchConfig,
     timer: StepTimer,
+    turns: Turns | None,
 ) -> Executor:
     """Creates the executor and sets the timer's baseline latencies; collective."""
     sliced = blueprint.sends_slices(accelerator.is_accelerator(device))
@@ -184,4 +190,5 @@ def build_executor(
         timer,
         offload=offload,
         without_backward=blueprint.stages_without_backward,
+        turns=turns,
     )

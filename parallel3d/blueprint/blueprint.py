@@ -58,6 +58,7 @@ class PipelineSettings:
         work, memory: costs and cap for schedule=auto.
         whole_backwards: no schedule splits its backwards, because FSDP2 reduces gradients during
             the backward.
+        overlaps: a forward runs during the backward of the micro-batch before (`moe.overlap`).
     """
 
     name: str
@@ -69,6 +70,7 @@ class PipelineSettings:
     work: RankWork
     memory: float
     whole_backwards: bool
+    overlaps: bool
 
     @classmethod
     def of(cls, config: Config) -> PipelineSettings:
@@ -85,6 +87,7 @@ class PipelineSettings:
             work=RankWork(forward, input, weight, keys.hop, StageWeights.of_run(config)),
             memory=1.0 if keys.memory is None else keys.memory,
             whole_backwards=config.zero > 1 and layout.most_copies > 1,
+            overlaps=config.moe.overlap,
         )
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
@@ -94,6 +97,8 @@ class PipelineSettings:
         """
         count = self.microbatches if microbatches is None else microbatches
         found = wanted(self.name, self.ranks, count, self.chunks, self.file, self.work, self.memory)
+        if self.overlaps:
+            return found.a_forward_ahead()
         return found.with_whole_backwards() if self.whole_backwards else found
 
     def why_chosen(self) -> str:

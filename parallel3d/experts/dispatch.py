@@ -20,7 +20,9 @@ from torch import Tensor
 
 from parallel3d.blueprint.dispatch import GATHER, share_sent
 from parallel3d.comm import collectives
+from parallel3d.comm.collectives import Work
 from parallel3d.comm.group import Group
+from parallel3d.comm.turns import Turns
 from parallel3d.experts.choice import Choice, Rows, Sent, sum_of_slots
 
 # (tokens (t, h), weights (t, slots), rows) → (t, h): the sums over this rank's experts.
@@ -85,24 +87,42 @@ def _found(
     return order
 
 
-def dispatched(x: Tensor, weights: Tensor, order: Order, ep: Group, run: RunExperts) -> Tensor:
+def dispatched(
+    x: Tensor,
+    weights: Tensor,
+    order: Order,
+    ep: Group,
+    run: RunExperts,
+    turns: Turns | None = None,
+) -> Tensor:
     """Returns the weighted sums of the chosen experts' results: (n, hidden) → (n, hidden).
 
     Args:
         weights: (n, k) of the chosen experts.
         run: runs this rank's experts.
+        turns: lets another micro-batch compute while tokens are under way.
     """
     if ep.size == 1:
         return run(x, weights, order.rows)
     if order.sent is None:
-        tokens, weights = _Gather.apply(x, ep), _Gather.apply(weights, ep)
-        return _Scatter.apply(run(tokens, weights, order.rows), ep)
+        tokens, weights = _Gather.apply(x, ep, turns), _Gather.apply(weights, ep, None)
+        return _Scatter.apply(run(tokens, weights, order.rows), ep, turns)
     sent = order.sent
     sizes = sent.given, sent.taken, sent.most
-    tokens = _Exchange.apply(_Take.apply(x, sent), ep, *sizes)
-    weights = _Exchange.apply(_Take.apply(weights, sent), ep, *sizes)
+    tokens = _Exchange.apply(_Take.apply(x, sent), turns, ep, *sizes)
+    weights = _Exchange.apply(_Take.apply(weights, sent), None, ep, *sizes)
     results = run(tokens, weights, order.rows)
-    return _Sum.apply(_Exchange.apply(results, ep, sent.taken, sent.given, sent.most), sent)
+    sizes = sent.taken, sent.given, sent.most
+    return _Sum.apply(_Exchange.apply(results, turns, ep, *sizes), sent)
+
+
+def _arrived(sending: tuple[Tensor, Work], turns: Turns | None) -> Tensor:
+    """Returns what is under way when it has arrived; until then another micro-batch computes."""
+    out, work = sending
+    if turns is not None:
+        turns.pass_on()
+    work.wait()
+    return out
 
 
 def _local(experts: Tensor, local: int, index: int) -> Tensor:
@@ -115,26 +135,29 @@ class _Gather(torch.autograd.Function):
     """All-gathers (n, …) to (ep · n, …); the backward sums the ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, turns: Turns | None) -> Tensor:
         ctx.group = group
-        return collectives.all_gather(x, group)
+        ctx.turns = turns
+        return _arrived(collectives.all_gather_async(x, group), turns)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.reduce_scatter(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        sending = collectives.reduce_scatter_async(grad, ctx.group)
+        return _arrived(sending, ctx.turns), None, None
 
 
 class _Scatter(torch.autograd.Function):
     """Reduce-scatters (ep · n, …) to (n, …)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, turns: Turns | None) -> Tensor:
         ctx.group = group
-        return collectives.reduce_scatter(x, group)
+        ctx.turns = turns
+        return _arrived(collectives.reduce_scatter_async(x, group), turns)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_gather(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _arrived(collectives.all_gather_async(grad, ctx.group), ctx.turns), None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -142,14 +165,22 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ep: Group, given: tuple[int, ...], taken: tuple[int, ...], most: int
+        ctx: Any,
+        x: Tensor,
+        turns: Turns | None,
+        ep: Group,
+        given: tuple[int, ...],
+        taken: tuple[int, ...],
+        most: int,
     ) -> Tensor:
+        ctx.turns = turns
         ctx.sizes = ep, taken, given, most
-        return collectives.all_to_all_rows(x, ep, given, taken, most)
+        return _arrived(collectives.all_to_all_rows_async(x, ep, given, taken, most), turns)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return collectives.all_to_all_rows(grad, *ctx.sizes), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        sending = collectives.all_to_all_rows_async(grad, *ctx.sizes)
+        return _arrived(sending, ctx.turns), None, None, None, None, None
 
 
 class _Take(torch.autograd.Function):

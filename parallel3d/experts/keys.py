@@ -108,6 +108,13 @@ class ExpertsConfig:
         resume=FREE,
         tried=("gather", "all_to_all"),
     )
+    overlap: bool = key(
+        False,
+        "run the forward of a micro-batch in turns with the backward of the one before, so that "
+        "tokens of each travel while the other computes (DualPipe); holds one micro-batch more",
+        resume=FREE,
+        tried=(True,),
+    )
     routing: str = key(
         "model",
         "who chooses the experts of a token in training: the model's router, or balanced, which "
@@ -119,6 +126,10 @@ class ExpertsConfig:
 
 def _is_mixture(num_experts: int) -> bool:
     return num_experts > 0
+
+
+def _shards_gradients(zero: int) -> bool:
+    return zero > 1
 
 
 EXPERTS = Where(_is_mixture, 8)
@@ -139,6 +150,26 @@ CONFLICTS = (
         {"model.num_experts": Is(0), "ep": Other(1)},
         "{ep} divides experts over ranks, but {model.num_experts}",
         (("ep", 1),),
+    ),
+    *(
+        Conflict(
+            {"moe.overlap": Is(True), other: Other(on)},
+            "{moe.overlap} runs a forward and a backward of one rank in turns, which needs "
+            f"{other}={on}, but {{{other}}}",
+            ((other, on), ("moe.overlap", False)),
+        )
+        for other, on in (("pp", 1), ("schedule.name", "1f1b"), ("offload_layers", None))
+    ),
+    Conflict(
+        {"moe.overlap": Is(True), "ep": Is(1)},
+        "{moe.overlap} hides the way of tokens to other ranks, but with {ep} there is none",
+        (("moe.overlap", False),),
+    ),
+    Conflict(
+        {"moe.overlap": Is(True), "zero": Where(_shards_gradients, 2)},
+        "{moe.overlap} runs a forward and a backward at one time, but FSDP2, which {zero} uses, "
+        "gathers and frees the parameters of one",
+        (("zero", 1), ("moe.overlap", False)),
     ),
     *(
         Conflict(

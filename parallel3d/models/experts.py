@@ -92,6 +92,7 @@ class MixtureOfExperts(nn.Module):
         self.tp = ctx.tp
         self.sp = ctx.sequence_parallel
         self.ep = ctx.ep
+        self.turns = ctx.turns
         self.total = model.num_experts
         self.way = chosen_way(ctx.dispatch, self.total, model.experts_per_token, ctx.ep.size)
         self.router = Router(layer, model, ctx.init, ctx.routing)
@@ -131,7 +132,8 @@ class MixtureOfExperts(nn.Module):
         # The device computes it while the host waits for counts. With one rank there is no wait,
         # and a recomputation that ends with the shared expert does not repeat its last GEMM.
         shared = self.of_shared(x) if self.ep.size > 1 else None
-        y = dispatched(tokens, routing.weights, order(), self.ep, self.experts).view_as(x)
+        given = (tokens, routing.weights, order(), self.ep, self.experts, self.turns)
+        y = dispatched(*given).view_as(x)
         if shared is None:
             shared = self.of_shared(x)
         return y if shared is None else y + shared

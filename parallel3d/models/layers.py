@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.comm.group import SINGLE, Group
+from parallel3d.comm.turns import Turns
 from parallel3d.config.schema import LossConfig, ModelConfig
 from parallel3d.config.values import AUTO
 from parallel3d.device.accelerator import is_on_accelerator
@@ -42,6 +43,7 @@ class BuildContext:
     ep: Group = SINGLE
     dispatch: str = AUTO  # see `experts.dispatch`
     routing: str = "model"  # see `experts.keys.ExpertsConfig`
+    turns: Turns | None = None  # of a forward and a backward, while tokens are under way
 
     @classmethod
     def of_run(
@@ -51,6 +53,7 @@ class BuildContext:
         tp: Group,
         cp: Group = SINGLE,
         ep: Group = SINGLE,
+        turns: Turns | None = None,
     ) -> BuildContext:
         layer = blueprint.layer
         return cls(
@@ -69,6 +72,7 @@ class BuildContext:
             ep=ep,
             dispatch=layer.dispatch,
             routing=blueprint.balance.routing,
+            turns=turns,
         )
 
     @property

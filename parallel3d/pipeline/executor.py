@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d.comm.step_timer import StepTimer
+from parallel3d.comm.turns import Turns
 from parallel3d.device import accelerator
 from parallel3d.errors import UserError
 from parallel3d.parameters.state import DeferredGradient, WeightGradients, state_of
@@ -187,6 +188,7 @@ class Executor:
         offload: moves tensors that the stages save for the backward to the host.
         without_backward: number of first stages of the pipeline with nothing to train. Their
             backwards are empty, and no gradient is sent to them, equally on both sides.
+        turns: runs a forward and the backward after it, of another micro-batch, in turns.
     """
 
     def __init__(
@@ -200,7 +202,9 @@ class Executor:
         keeps_failures: bool = False,
         offload: ActivationOffload | None = None,
         without_backward: int = 0,
+        turns: Turns | None = None,
     ) -> None:
+        self.turns = turns
         self.stages = stages
         self.route = route
         self.sends = sends
@@ -209,6 +213,7 @@ class Executor:
         self.step_timer = step_timer or StepTimer()
         if channel is not None:
             channel.step_timer = self.step_timer
+        self.counts_kinds = True
         self.keeps_failures = keeps_failures
         self.offload = offload
         self.without_backward = without_backward
@@ -267,7 +272,11 @@ class Executor:
         batches = MicroBatches(load, (step.microbatch for step in computes if step.kind == Kind.F))
         last = next(filter(self._has_gradient, reversed(computes)), None)
         following = iter([*computes[1:], None])
+        done: Action | None = None  # a backward that has run in turns with the forward before
         for step in program:
+            if step is done:
+                next(following)
+                continue
             if not isinstance(step, Action):
                 self._communicate(step)
                 continue
@@ -277,7 +286,11 @@ class Executor:
             )
             if self.offload is not None and before_backward is not None:
                 self.offload.prefetch(_place(before_backward))
-            if step.kind == Kind.F:
+            if step.kind == Kind.F and self._in_turns(step, before_backward):
+                assert before_backward is not None
+                done = before_backward
+                total += self._both(step, done, batches, loss_scale)
+            elif step.kind == Kind.F:
                 total += self._forward(step, batches, loss_scale, before_backward)
             elif step.kind == Kind.W:
                 self._weights(step)
@@ -289,6 +302,33 @@ class Executor:
         if self.offload is not None:
             self.offload.boundary()
         return total
+
+    def _in_turns(self, forward: Action, backward: Action | None) -> bool:
+        """Returns whether a forward runs in turns with the backward after it."""
+        if self.turns is None or backward is None:
+            return False
+        return _place(backward) != _place(forward)
+
+    def _both(
+        self, forward: Action, backward: Action, batches: MicroBatches, loss_scale: Tensor | None
+    ) -> Tensor | float:
+        """Runs a forward and a backward in turns; the time of both counts as the backward's."""
+        assert self.turns is not None
+        losses: list[Tensor | float] = []
+        name = self._name(forward, backward)
+        with self.step_timer.within("backward", name), self._untimed():
+            self.turns.run(
+                lambda: losses.append(self._forward(forward, batches, loss_scale, backward)),
+                partial(self._backward, backward, loss_scale),
+            )
+        return losses[0]
+
+    @contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """Counts no computation of a block by its kind, as two of them would interleave."""
+        self.counts_kinds = False
+        yield
+        self.counts_kinds = True
 
     def _stage(self, action: Action) -> int:
         """Returns the number of the stage that computes, sends or receives."""
@@ -364,8 +404,9 @@ class Executor:
     @contextmanager
     def _computing(self, kind: str, step: Action) -> Iterator[None]:
         times = self.action_times
+        counts = self.counts_kinds
         with (
-            self.step_timer.within(kind, self._name(step)),
+            self.step_timer.within(kind, self._name(step)) if counts else nullcontext(),
             nullcontext() if times is None else times.within(step),
         ):
             yield
@@ -415,8 +456,11 @@ class Executor:
         with (
             self._computing("forward", step),
             nullcontext() if offload is None else offload.forward(_place(step), turns),
+            nullcontext() if self.turns is None else self.turns.on_stream_of(step.microbatch),
         ):
             ys = self._attempt(step, partial(self._outputs, step, xs, args))
+        if self.turns is not None:
+            self.turns.join()
         if ys is None:
             last = (torch.zeros((), device=self.device),)
             ys = last if number == self.last_stage else self.sends[number].zeros(self.device)
@@ -464,6 +508,8 @@ class Executor:
                     differentiate()
             else:
                 differentiate()
+        if self.turns is not None:
+            self.turns.join()
         if stage > 0 and self._takes_gradient(stage - 1):
             # Without gradients: the stage does not use its inputs, or has failed.
             made = tuple(live.grads) or self.sends[stage - 1].zeros(self.device)

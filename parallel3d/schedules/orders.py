@@ -93,7 +93,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> ComputeSchedule:
     gradient.
     """
     forwards, backwards = (actions_of(kind, 0, microbatches) for kind in (Kind.F, Kind.B))
-    return [_in_turn(forwards, backwards, warmup) for warmup in reversed(range(ranks))]
+    return [in_turn(forwards, backwards, warmup) for warmup in reversed(range(ranks))]
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
@@ -106,7 +106,7 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
     groups = _groups(ranks, microbatches)
     forwards, backwards = (_by_group(kind, groups, chunks) for kind in (Kind.F, Kind.B))
     return [
-        _in_turn(forwards, backwards, (chunks - 1) * groups[0] + 2 * (ranks - 1 - rank))
+        in_turn(forwards, backwards, (chunks - 1) * groups[0] + 2 * (ranks - 1 - rank))
         for rank in range(ranks)
     ]
 
@@ -132,7 +132,7 @@ def interleaved_zero_bubble(
         warmup = min((chunks - 1) * groups[0] + ranks - 1 - rank, len(forwards))
         # number of weight gradients that are postponed to the end
         late = min(rank, len(forwards) - warmup)
-        order = _in_turn(forwards[: warmup + late], inputs[:late], warmup)
+        order = in_turn(forwards[: warmup + late], inputs[:late], warmup)
         order += chain.from_iterable(
             zip(forwards[warmup + late :], inputs[late:], weights, strict=False)
         )
@@ -204,7 +204,7 @@ def _by_group(kind: Kind, groups: Sequence[int], chunks: int) -> list[Action]:
     return order
 
 
-def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
     """Orders `warmup` forwards, then a forward and a backward in turn, then the other backwards."""
     ahead, backs = min(warmup, len(forwards)), iter(backwards)
     order = list(forwards[:ahead])

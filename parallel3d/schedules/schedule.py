@@ -48,6 +48,13 @@ class Schedule:
         ]
         return replace(self, orders=orders)
 
+    def a_forward_ahead(self) -> Schedule:
+        """Returns the 1F1B order of one rank with each backward after the next forward: F0, F1, B0,
+        F2, B1 and so on."""
+        (order,) = self.orders
+        forwards, backwards = ([s for s in order if s.kind == kind] for kind in (Kind.F, Kind.B))
+        return replace(self, orders=[orders.in_turn(forwards, backwards, 1)])
+
     def program(self) -> PipelineProgram:
         """Returns the orders with their messages. Raises ScheduleError if ranks deadlock."""
         return self._with_messages(self.orders)
