@@ -51,12 +51,8 @@ def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _schedule(
-    name: str, pp: int, microbatches: int, vpp: int, whole_backwards: bool, overlaps: bool
-) -> Schedule:
+def _schedule(name: str, pp: int, microbatches: int, vpp: int, whole_backwards: bool) -> Schedule:
     made = make(name, pp, microbatches, vpp)
-    if overlaps:
-        return made.a_forward_ahead()
     return made.with_whole_backwards() if whole_backwards else made
 
 
@@ -65,23 +61,16 @@ def states_of(blueprint: Blueprint, rank: int, microbatches: int | None = None) 
     run's)."""
     pipeline = blueprint.pipeline
     count = pipeline.microbatches if microbatches is None else microbatches
-    how = pipeline.whole_backwards, pipeline.overlaps
-    return _states(pipeline.name, pipeline.ranks, pipeline.chunks, count, rank, *how)
+    whole = pipeline.whole_backwards
+    return _states(pipeline.name, pipeline.ranks, pipeline.chunks, count, rank, whole)
 
 
 @functools.lru_cache(maxsize=4096)
 def _states(
-    name: str,
-    pp: int,
-    vpp: int,
-    microbatches: int,
-    rank: int,
-    whole_backwards: bool,
-    overlaps: bool,
+    name: str, pp: int, vpp: int, microbatches: int, rank: int, whole_backwards: bool
 ) -> Seen:
     """Follows the rank's own order alone: a walk of all ranks would be too slow for a search."""
-    enough = enough_microbatches(name, pp, microbatches)
-    made = _schedule(name, pp, enough, vpp, whole_backwards, overlaps)
+    made = _schedule(name, pp, enough_microbatches(name, pp, microbatches), vpp, whole_backwards)
     live = [0] * vpp
     deferred = [0] * vpp
     begun = [0] * vpp

@@ -429,6 +429,7 @@ class SharedWork:
         for chunk, of_out in zip(given.split(columns, -1), out.split(columns, -1), strict=True):
             self._read(of_out, self.shared.write(chunk))
 
+    @torch.no_grad()  # it may be waited for in another place than it was begun
     def _read(self, out: Tensor, parts: list[Tensor]) -> None:
         self.shared.wait_for_peers()
         self.finish(out, parts, self.shared.index)

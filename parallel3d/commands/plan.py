@@ -66,6 +66,7 @@ from parallel3d.estimate.search import (
     LayoutChoice,
     Priced,
     best,
+    can_overlap,
     card_of,
     configure,
     divisors,
@@ -166,7 +167,9 @@ class Plan:
         """The command line of the best layout."""
         choice = self.priced.choices[self.rows[0]]
         sp = choice.tp > 1 and configure(self.config, choice).sp
-        return f"parallel3d train … {typed_keys(choice, sp)}"
+        words = f"parallel3d train … {typed_keys(choice, sp)}"
+        refused = self.config.moe.overlap and not can_overlap(choice)
+        return f"{words} moe.overlap=false" if refused else words
 
     @property
     def title(self) -> str:

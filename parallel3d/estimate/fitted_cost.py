@@ -180,6 +180,7 @@ class StepWork:
     shared_ffn: Number = field(default_factory=partial(np.zeros, ()))
     ep: Number = field(default_factory=partial(np.ones, ()))
     load: Number = field(default_factory=partial(np.ones, ()))  # rows of the fullest rank / mean
+    overlap_ep: Number = field(default_factory=partial(np.zeros, ()))  # flag: `moe.overlap`
     copies: Number = field(default_factory=partial(np.zeros, ()))  # index into COPIES
     # Multi-head latent attention (DeepSeek-V2): widths of the latents, 0 without, and of the parts
     # of a head. `head_size` is then the mean of a query's and a value's.
@@ -542,6 +543,12 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
         parts["exchange of tokens"] = work.sparse * _exchanges(work, c)
     attends = parts["attention"]
     parts["tp collectives"] = waits + context_parallel(work, c, attends)
+    if np.any(work.overlap_ep):
+        computes = sum(parts.values()) - parts["exchange of tokens"]
+        hidden = np.minimum(parts["exchange of tokens"], computes)
+        # The first forward and the last backward have no other beside them.
+        share = work.overlap_ep * (1 - SENDING) * (1 - 1 / work.microbatches)
+        parts["exchange of tokens"] = parts["exchange of tokens"] - share * hidden
     return parts, smooth_max(sum(parts.values()), _host(work, c), c["launch.power"])
 
 
@@ -717,6 +724,7 @@ def _exchanges(work: StepWork, c: Constants) -> Any:
 
 
 PASSES = ("mlp.dispatch", "mlp.combine")
+SENDING = 16 / 132  # share of an H100's units that NCCL takes from what computes beside it
 
 
 def _host(work: StepWork, c: Constants) -> Any:

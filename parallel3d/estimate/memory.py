@@ -450,6 +450,9 @@ class _Moments:
             of_action = self._forward(stage, kept)
             if kind != Kind.F:
                 of_action = {"backward": self._backward(stage, kind, kept)}
+            if rank.blueprint.pipeline.overlaps:
+                beside = self._beside(stage, kind, kept)
+                of_action = {phase: more + beside for phase, more in of_action.items()}
             for phase, more in of_action.items():
                 yield RankMemory(activations=most, temporary=more, phase=phase)
             if kind != Kind.F and rank.fully_sharded:
@@ -538,6 +541,25 @@ class _Moments:
             more -= self.rank.stream
             more += 0.0 if self._ties(stage) else self.table
         return more
+
+    def _beside(self, stage: StageBlueprint, kind: Kind, kept: float) -> float:
+        """Returns the bytes of the backward that runs in turns with a forward, or of that forward.
+
+        The one keeps a layer more for each layer that the other has freed, and both are at most two
+        layers apart. A backward that recomputes exchanges waits more often, and is behind.
+        """
+        if kind == Kind.F:
+            most = self._most(stage.backward, lambda layer: layer.backward)
+        else:
+            most = self._most(stage, lambda layer: layer.forward)
+        apart = 2 * self._most(stage.backward, lambda layer: layer.kept)
+        again = sum(name in self._repeated(stage) for name in ("mlp.dispatch", "mlp.combine"))
+        return most + apart + kept * again / (2 + again)
+
+    def _repeated(self, stage: StageBlueprint) -> set[str]:
+        """Returns the names of operations that a backward of the stage's layers repeats."""
+        kinds = [each.kind for each in self.rank.kinds_of(stage.backward)]
+        return {name for kind in kinds for name in self.layers[kind].again}
 
     def _others_deferred(self, stage: StageBlueprint, kept: float) -> float:
         """Returns the bytes that all layers but the first defer, less the bytes that they have

@@ -125,6 +125,7 @@ def sizes_of(config: Config) -> dict[str, float]:
         "overlap_tp": 1,
         "overlap_pp": 1,
         "overlap_dp": 1,
+        "overlap_ep": float(config.moe.overlap),
         "scatter_gather": 1,
         "compiled": 1,
         "fp8": 0,
@@ -174,7 +175,13 @@ def configure(config: Config, choice: LayoutChoice) -> Config:
     turns_on = config.cluster.file is None or config.model.num_experts > 0
     sp = choice.tp > 1 if turns_on else config.sp
     schedule = replace(config.schedule, name=choice.schedule)
-    return replace(config, **(vars(choice) | {"sp": sp, "schedule": schedule}))
+    moe = replace(config.moe, overlap=config.moe.overlap and can_overlap(choice))
+    return replace(config, **(vars(choice) | {"sp": sp, "schedule": schedule, "moe": moe}))
+
+
+def can_overlap(choice: LayoutChoice) -> bool:
+    """Returns whether `moe.overlap` works in this layout."""
+    return choice.pp == 1 and choice.ep > 1 and choice.zero < 2
 
 
 def layouts(
@@ -283,6 +290,7 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
     experts, chosen, ep = column["experts"], column["active_experts"], column["ep"]
     most = ep * np.minimum(chosen, experts // ep) / chosen
     column["load"] = np.minimum(column["load"], most)
+    column["overlap_ep"] *= [can_overlap(choice) for choice in choices]
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
     column["engine"] = np.full(n, float(ENGINES.index("megatron")))
     work = StepWork(**column)

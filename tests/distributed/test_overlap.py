@@ -1,49 +1,96 @@
-"""Tests that gathers and scatters in pieces, by every transport, have the same bits as in one
-piece.
-
-`matrix` tests that sequence parallelism in pieces trains like the reference.
-"""
+"""Tests of `moe.overlap`: the same bits, while tokens of a forward travel during a backward."""
 
 from __future__ import annotations
 
-from itertools import product
+import dataclasses
+from typing import Any
 
-import torch
+import pytest
+from torch import Tensor
 
 from parallel3d.blueprint.layout import Layout
-from parallel3d.comm.process_groups import ProcessGroups
-from parallel3d.config.schema import LaunchConfig
-from parallel3d.tensor_parallel.linear_ops import gather_linear, linear_scatter
+from tests.distributed.cases import Case
+from tests.distributed.harness import Sizes, make_trainer, plain_groups
 from tests.distributed.pool import Pool
+from tests.distributed.seams import LAYER_OF_EXPERTS, Seam
+from tests.distributed.test_experts_bits import differ, pair, problem
+from tests.distributed.test_mutations_experts import ADAMW, EP, SGD, experts
+
+GRADIENT = Seam("experts.grouped:add_grouped_gradient")
 
 
-def ways_agree(layout: Layout, shared_memory: bool) -> None:
-    """Asserts that each transport, in pieces, gives the bits of a gather or scatter in one piece.
+def both(case: Case) -> list[Case]:
+    """Returns the case without and with overlap."""
+    return [
+        dataclasses.replace(case, keys=(*case.keys, ("moe.overlap", on))) for on in (False, True)
+    ]
 
-    The weight is the unit matrix, so that a GEMM only copies, and bits show the order of sums.
-    """
-    launch = LaunchConfig(shared_memory=shared_memory)
-    groups = ProcessGroups.create(layout, "cpu", timeout_s=300, launch=launch)
-    tp, size, unit = groups.tp, groups.tp.size, torch.eye(6, dtype=torch.float64)
-    assert (tp.shared is not None) == shared_memory
-    generator = torch.Generator().manual_seed(tp.index)
-    bias = torch.arange(6.0, dtype=torch.float64)
-    shard = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
-    partial = torch.randn(3, 4 * size, 6, generator=generator, dtype=torch.float64)
-    gathered = gather_linear(shard, unit, bias, tp, 1, keep=True)
-    scattered = linear_scatter(partial, unit, tp, 1)
-    assert scattered.shape == shard.shape and gathered[0].shape == partial.shape
-    for chunks in (2, 4):
-        y, full = gather_linear(shard, unit, bias, tp, chunks, keep=True)
-        assert torch.equal(y, gathered[0]) and torch.equal(full, gathered[1])
-        assert torch.equal(linear_scatter(partial, unit, tp, chunks), scattered)
+
+@pytest.mark.parametrize("way", ["gather", "all_to_all"])
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [
+        (EP, {}),
+        (EP, {"microbatches": 1}),  # no other micro-batch to overlap with
+        (EP, {"keys": {"recompute": "full"}}),
+        ((1, 1, 4, 1, 2), {"keys": {"zero": 1, "recompute": "[mlp]"}}),
+        ((2, 1, 2, 1, 4), {}),
+        ((1, 1, 2, 2, 2), {"microbatches": 4}),
+    ],
+)
+def test_overlap_changes_no_bit(way: str, sizes: Sizes, more: dict[str, Any], pool: Pool) -> None:
+    case = experts(SGD, way, **more)
+    assert differ(*pair(pool, sizes, both(case))) == set()
+
+
+def test_overlap_changes_no_bit_in_bf16(pool: Pool) -> None:
+    case = experts(problem("bf16", 3), "all_to_all", microbatches=2)
+    assert differ(*pair(pool, EP, both(case))) == set()
+
+
+@pytest.mark.more
+def test_overlap_changes_no_bit_of_compiled_layers(pool: Pool) -> None:
+    case = dataclasses.replace(experts(ADAMW, "all_to_all", microbatches=4), compile=True)
+    assert differ(*pair(pool, EP, both(case))) == set()
+
+
+def events(sizes: Sizes, case: Case) -> list[str]:
+    """Returns the beginnings and ends of experts' forwards, and gradients of their weights, in
+    their order in one step of this rank."""
+    found: list[str] = []
+
+    def forward(sound: Any, *how: Any) -> Tensor:
+        found.append("begin")
+        result = sound(*how)
+        found.append("end")
+        return result
+
+    def gradient(sound: Any, *how: Any) -> Any:
+        found.append("gradient")
+        return sound(*how)
+
+    groups = plain_groups(Layout(*sizes))
+    trainer = make_trainer(case, groups)
+    with LAYER_OF_EXPERTS.replaced(forward), GRADIENT.replaced(gradient):
+        trainer.train_step()
     groups.close()
+    return found
 
 
-def all_ways_agree() -> None:
-    for layout, shared_memory in product((Layout(tp=2, dp=2), Layout(tp=4)), (True, False)):
-        ways_agree(layout, shared_memory)
-
-
-def test_all_transports_in_pieces_give_the_same_bits(pool: Pool) -> None:
-    pool.run(4, all_ways_agree)
+@pytest.mark.parametrize("way", ["gather", "all_to_all"])
+def test_a_backward_computes_while_tokens_of_a_forward_are_under_way(way: str, pool: Pool) -> None:
+    """Of two micro-batches the second one's forward runs during the first one's backward; without
+    overlap no gradient is computed inside of a forward."""
+    inside = []
+    for case in both(experts(SGD, way, microbatches=2)):
+        found = pool.run(2, events, EP, case)
+        assert found[0] == found[1], "both ranks call in the same order"
+        layers = sum(event == "begin" for event in found[0]) // 2
+        depth = within = 0
+        for event in found[0]:
+            depth += (event == "begin") - (event == "end")
+            within += event == "gradient" and depth > 0
+        inside.append((layers, within))
+    (layers, none), (_, some) = inside
+    assert none == 0
+    assert some >= layers
