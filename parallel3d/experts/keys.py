@@ -154,15 +154,15 @@ CONFLICTS = (
     *(
         Conflict(
             {"moe.overlap": Is(True), other: Other(on)},
-            "{moe.overlap} runs a forward and a backward of one rank in turns, which needs "
-            f"{other}={on}, but {{{other}}}",
+            "{moe.overlap} runs a forward and a backward of one rank in turns, which does not work "
+            f"with {{{other}}}",
             ((other, on), ("moe.overlap", False)),
         )
         for other, on in (("pp", 1), ("schedule.name", "1f1b"), ("offload_layers", None))
     ),
     Conflict(
         {"moe.overlap": Is(True), "ep": Is(1)},
-        "{moe.overlap} hides the way of tokens to other ranks, but with {ep} there is none",
+        "{moe.overlap} hides how long tokens travel to other ranks, but with {ep} none travel",
         (("moe.overlap", False),),
     ),
     Conflict(
