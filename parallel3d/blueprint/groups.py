@@ -27,8 +27,8 @@ def members(layout: Layout, dim: str) -> Matrix:
     if layout.ep and dim in EXPERT_DIMENSIONS:
         stages = np.sort(_along(layout, ("tp", "cp", "dp")), axis=1)
         runs = stages.reshape(len(stages), -1, layout.ep)
-        found = runs if dim == "ep" else runs.transpose(0, 2, 1)
-        found = found.reshape(-1, found.shape[2])
+        every = runs if dim == "ep" else runs.transpose(0, 2, 1)
+        found: Matrix = every.reshape(-1, every.shape[2])
         return np.ascontiguousarray(found[np.argsort(found[:, 0])])
     along = (dim,) if dim in DIMENSIONS else GROUPED.get(dim)
     if along is None:
