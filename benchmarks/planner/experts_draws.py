@@ -34,7 +34,7 @@ def configured(keys: Keys) -> CommandConfig:
     config = CommandConfig(
         cluster=ClusterConfig(**preset("cluster", "dgx_h100")),
         model=ModelConfig(**keys.pop("model")),
-        moe=ExpertsConfig(**keys.pop("moe", {}), routing="balanced"),
+        moe=ExpertsConfig(**{"routing": "balanced"} | keys.pop("moe", {})),
         ddp=DataParallelConfig(reduce_every_microbatch=keys.pop("every", None)),
         # A dry run counts a step that clips.
         optim=OptimConfig(name=keys.pop("optim", "adamw"), clip_grad=1e-4),

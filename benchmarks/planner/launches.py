@@ -135,6 +135,7 @@ def _blocks(rank: PipelineRank, copies: int) -> int:
         for of in rank.kinds:
             again = any(op.name == "mlp.router" for op in rank.ops[of.kind].repeated)
             found += of.kind.experts * (of.layers + again * of.recomputed)
+    found -= _reads(rank)  # counted as other
     return int(found) + last * rank.last + 2 * (learned + copies) * rank.first
 
 
@@ -153,6 +154,7 @@ def _other(rank: PipelineRank, copies: int) -> int:
     each += (7 + 10 * learned * rank.first) * (blueprint.layout.cp > 1)
     if rank.first:
         each += 10 + learned + 2 * copies + 2 * (blueprint.model.embedding_scale != 1.0)
+    each += _reads(rank)
     if rank.sends_slices:
         each += rank.neighbours(1) + rank.neighbours(-1)  # each message copies its slice
     return blueprint.microbatches * each + 10 + rank.last + _balance(rank)
@@ -170,6 +172,12 @@ def _balance(rank: PipelineRank) -> int:
         found += blueprint.microbatches * each + 1 + (settings.z_loss > 0)
     each = 10 + 4 * (rank.data_rank == 0)  # the first rank also reports the range of the biases
     return found + each * layers * blueprint.model.router_bias
+
+
+def _reads(rank: PipelineRank) -> int:
+    """Counts the layers of experts whose numbers of rows are copied to the host."""
+    x = rank.blueprint.experts
+    return 0 if x is None or (x.ep == 1 and x.is_grouped) else _expert_layers(rank)
 
 
 def _expert_layers(rank: PipelineRank) -> int:
@@ -207,8 +215,8 @@ def _optimizer(rank: PipelineRank) -> int:
     """Counts the launches that zero, sum and norm gradients, update, and write the parameters
     back."""
     blueprint, segments = rank.blueprint, flat_shards(rank)
-    groups = len({segment.decays for segment in segments})  # AdamW's step counters
-    found = 8 + groups * (blueprint.optim.name == "adamw") + rank.is_tied_to_another
+    groups = len({segment.decays for segment in segments})  # step counters
+    found = 8 + groups + rank.is_tied_to_another
     found += _steps(rank, segments)
     shared = sum(s.shared > 0 for s in segments)
     found += 2 + shared if shared else 0

@@ -99,8 +99,11 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(f"{prefix}.experts", model, ctx)
         self.shared = self.shared_gate = None
         if model.shared_expert_size:
-            # The layer itself takes care of recomputing its norm, or all of it.
-            inside = replace(ctx, recompute=ctx.recompute - {"norm", "mlp"})
+            # The layer itself takes care of recomputing its norm, or all of it. In the latter case
+            # the shared expert is inside of a recomputed layer, so that a recomputation that ends
+            # with it stops before its last GEMM.
+            outer = {"layer"} if "mlp" in ctx.recompute else set()
+            inside = replace(ctx, recompute=ctx.recompute - {"norm", "mlp"} | outer)
             width = model.shared_expert_size
             self.shared = MLP(f"{prefix}.shared", width, model, inside, bias=False)
             if model.shared_expert_gate:

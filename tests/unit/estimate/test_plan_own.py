@@ -100,6 +100,10 @@ EXPERTS = (
     {"model": "llama_1b", "layers": 8, "pp": 2, "vpp": 2, "dp": 2, "ep": 2, "schedule": "zbv",
      "micro_batch_size": 1, "global_batch_size": 8, "rank": 2, "recompute": "full",
      "experts": MIXTURE | {"router_groups": 4, "router_top_groups": 2}, "moe": LOSSES},
+    # The recomputation ends before the last GEMM of the shared expert and its communication.
+    {"model": "llama_1b", "layers": 2, "tp": 2, "sp": True, "dp": 1, "micro_batch_size": 1,
+     "global_batch_size": 2, "experts": MIXTURE | {"shared_expert_size": 1024},
+     "recompute": "[mlp]"},
 )  # fmt: skip
 
 # Positions of norms, with scales and a cap, which change no sizes.
