@@ -200,7 +200,8 @@ def with_experts(
     ranks, in this precision; `load`: the rank's load, as far as it is possible."""
     sigmoid, groups = model.router_score == "sigmoid", model.router_top_groups < model.router_groups
     normalizes, bias = model.router_normalize, model.router_bias
-    # For the sorted scores and a copy, the bias, the groups' scores, their order and the mask.
+    # It counts the sorted scores and a copy, the bias, the groups' scores, their order and the
+    # mask.
     choosing = 2 + bias + ((8 if sigmoid else 7) if groups else 0)
     aux, z = settings.aux_loss > 0, settings.z_loss > 0
     chosen = model.experts_per_token

@@ -207,7 +207,7 @@ def _keep(run_dir: Path, made: str) -> str:
 
 
 def _first_id(run_dir: Path, environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """Returns the id of a run that begins, and lines to say.
+    """Returns the id of a run that begins, and lines for the log.
 
     WANDB_RUN_ID is used only if a sweep's agent has set it. Set in a shell, it would join all runs
     started there into one in W&B. The run's name would not be unique in the project.

@@ -115,6 +115,6 @@ def _check_matches(typed: str, pattern: str, names: Iterable[str]) -> None:
 
 
 def _prefixes(name: str) -> list[str]:
-    """Returns `layers.0.*`, `layers.0.mlp.*` … of a name."""
+    """Returns the patterns of a name's modules: `layers.0.*`, `layers.0.mlp.*` …."""
     words = name.split(".")
     return [".".join([*words[:n], "*"]) for n in range(1, len(words))]

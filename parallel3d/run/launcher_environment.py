@@ -291,7 +291,7 @@ def _torch(given: Mapping[str, str]) -> Claim | None:
 
 
 def _check_torch(given: Mapping[str, str], needed: tuple[str, ...]) -> None:
-    """Raises UserError unless all `needed` variables are set. RANK or WORLD_SIZE must be."""
+    """Raises UserError unless all `needed` variables are set. One of RANK and WORLD_SIZE is."""
     missing = [name for name in needed if name not in given]
     if not missing:
         return

@@ -141,7 +141,7 @@ def initial_weights_and_rates(problem: Problem) -> tuple[dict[str, np.ndarray], 
 
 
 def plain_groups(layout: Layout) -> ProcessGroups:
-    """Creates the groups of `layout` as without a cluster."""
+    """Creates the groups of `layout` as a run without a cluster does."""
     return ProcessGroups.create(layout, here().type, timeout_s=300)
 
 

@@ -122,8 +122,8 @@ def extents_of(path: Path) -> dict[str, Extent]:
 def keep_others(folder: Path, files: Sequence[Path], names: Collection[str], to: Path) -> None:
     """Writes the tensors `names`, config.json and the processor's files into the folder `to`.
 
-    `files`: files of the weights; a later one wins. Raises OSError, and ValueError for a file that
-    is not what its name says.
+    `files`: files of the weights; a later one wins. Raises OSError, and ValueError for a file whose
+    content does not fit its name.
     """
     for name in (CONFIG, *PROCESSOR_FILES):
         if (folder / name).is_file():
