@@ -42,6 +42,12 @@ def data_parallel_engine(
         observer: observes buckets; the checks refuse it with FSDP2, which has none.
     """
     groups_of = partial(copy_groups, groups=groups)
+    if settings.zero > 1 and groups.layout.ep and groups.layout.world_size > 1:
+        # A stage without experts has no use for the mesh of a group of one, but makes it too: on
+        # NCCL that is collective over the world.
+        for group in (groups.dp_cp, groups.edp):
+            if group.size == 1 < max(groups.dp_cp.size, groups.edp.size):
+                groups.mesh_of(group)
     if settings.zero > 1 and _has_copies(stages, groups_of):
         # Imported here: FSDP2 and DTensor take a second.
         from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel, ShardGroups

@@ -29,6 +29,9 @@ DRAWS: tuple[dict[str, Any], ...] = (
      "model": MODEL | BIASES | {"router_top_groups": 2}},
     {"pp": 2, "dp": 1, "schedule": "zb_h1", "precision": "fp32", "micro_batch_size": 2,
      "global_batch_size": 24, "model": MODEL | GATED},
+    # The first stage has a dense layer alone, and each expert is on one rank of the second one.
+    {"pp": 2, "dp": 2, "ep": 2, "zero": 3, "micro_batch_size": 1, "global_batch_size": 4,
+     "model": MODEL | GATED},
 )  # fmt: skip
 
 
@@ -43,7 +46,7 @@ def compared(*words: str) -> str:
 @pytest.mark.slow
 def test_dry_runs_have_the_launches_bytes_and_memory_of_runs() -> None:
     said = compared(*(word for draw in DRAWS for word in ("--draw", json.dumps(draw))))
-    assert "3 draws, 4 dry runs: 4 equal in launches and bytes" in said
+    assert "4 draws, 6 dry runs: 6 equal in launches and bytes" in said
     # The messages of a long pipeline are in the peak: a rank's error is a fraction of one.
     errors = [float(e) for e in re.findall(r"^\| 2 \| \d \| (\S+) \|", said, re.M)]
     assert len(errors) == 2 and max(map(abs, errors)) < 1
