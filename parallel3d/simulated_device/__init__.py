@@ -1,9 +1,9 @@
 """Simulates an accelerator on the CPU, to find errors of GPU code without a GPU.
 
-`device=simulated` trains on it. Tensors hold their values on the CPU, or none (`dryrun`), but
-belong to a device of their own: with streams and events, a current device for each thread, pinned
-memory, and a process-group backend that orders streams like NCCL. Data races, results that are
-read too early and mismatched collectives raise errors.
+`device=simulated` trains on it. Tensors keep their values on the CPU, or have none (`dryrun`), but
+belong to a separate device with streams and events, a current device for each thread, pinned
+memory, and a process-group backend that orders streams like NCCL. Data races, reads of results
+that are not ready and mismatched collectives raise errors.
 """
 
 from parallel3d.simulated_device.enable import enable

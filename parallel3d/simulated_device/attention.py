@@ -1,4 +1,4 @@
-"""Runs attention on the simulated device: one kernel forward, one backward, like flash
+"""Runs attention on the simulated device as one forward and one backward kernel, like flash
 attention."""
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attends: (b, heads, s, d), (b, kv heads, s, d) twice → (b, heads, s, d), stored (b, s, heads,
-    d)."""
+    """Computes attention like `torch.nn.functional.scaled_dot_product_attention`.
+
+    Queries are (b, heads, s, d), keys and values (b, kv heads, s, d). The result is (b, heads, s,
+    d); if a flash kernel computes it, it is stored in memory as (b, s, heads, d).
+    """
     if attn_mask is not None or dropout_p:
         raise NotImplementedError(f"attention with a mask or dropout on the {TYPE} device")
     if is_causal and query.shape[2] != key.shape[2]:
@@ -68,8 +71,10 @@ def _attention(
 
 
 def _is_supported(query: Tensor) -> bool:
-    """Returns whether an enabled kernel takes the dtype: flash and cuDNN only take half
-    precision."""
+    """Returns whether an enabled kernel supports the query's dtype.
+
+    The kernels of flash attention and cuDNN support only half precision.
+    """
     allowed = torch.backends.cuda
     narrow = query.dtype in (torch.bfloat16, torch.float16)
     return allowed.mem_efficient_sdp_enabled() or (
@@ -93,11 +98,12 @@ def _forward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Attends: (…, tokens, heads, d) → the same shape, and the logarithms of the sums (…, heads,
-    tokens).
+    """Computes attention of queries (…, tokens, heads, d).
 
-    With edges, sequences are packed, without a batch dimension. A causal sequence's last query
-    reads its last key, and through a window at most `window_size_left` keys before its own.
+    Returns the outputs (…, tokens, heads, d), the log-sum-exp of the scores (…, heads, tokens), and
+    three empty tensors. With `edges`, sequences are packed and there is no batch dimension. The
+    last query of a causal sequence reads up to its last key. With a window, a query reads at most
+    `window_size_left` keys before its own.
     """
     window = _window(causal, window_size_left, window_size_right)
     _check_packed(q, edges, longest)
@@ -135,13 +141,16 @@ def _backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Differentiates attention to some keys; `out` and `sums` may be results over more keys."""
+    """Computes the gradients of attention to the given keys.
+
+    `out` and `sums` may be results of attention to more keys than these.
+    """
     window = _window(causal, window_size_left, window_size_right)
     _check_packed(q, edges, longest)
     _check_packed(k, key_edges, longest_keys)
     grads = [simulated(torch.empty_like(t)) for t in (q, k, v)]
     for to in grads:
-        to.data_.zero_()  # as the kernel does for keys without queries
+        to.data_.zero_()  # the kernel writes zeros for keys that no query reads
     for part, keys in _sequences(q, edges, key_edges):
         of_q, of_out, attended = (_swapped(t.data_[part]) for t in (q, grad, out))
         whole = of_q, _swapped(k.data_[keys]), _swapped(v.data_[keys])
@@ -156,7 +165,10 @@ def _backward(
 def _scores(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns scores (…, heads, s, t), keys and values of every query head, in fp32 or better."""
+    """Returns the scores (…, heads, s, t), and keys and values repeated for each query head.
+
+    All three are in fp32, or in fp64 if the queries are.
+    """
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     accum_dtype, times = torch.promote_types(q.dtype, torch.float32), q.shape[-3] // k.shape[-3]
     keys, values = (t.to(accum_dtype).repeat_interleave(times, -3) for t in (k, v))
@@ -182,7 +194,7 @@ def _gradients(
     window: int | None,
     out: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v (Dao et al. 2022, algorithm 4, in one block)."""
+    """Returns the gradients of q, k and v (Dao et al. 2022, algorithm 4 with one block)."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores, keys, values = _scores(q, k, v, causal, scale, window)
     chances = torch.exp(scores - sums.unsqueeze(-1))
@@ -201,7 +213,7 @@ def _gradients(
 
 
 def _check_packed(x: Tensor, edges: SimulatedTensor | None, longest: int) -> None:
-    """Raises the errors of the CUDA kernels."""
+    """Raises the errors that the CUDA kernels raise for packed sequences."""
     if edges is None:
         return
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -212,13 +224,16 @@ def _check_packed(x: Tensor, edges: SimulatedTensor | None, longest: int) -> Non
         raise RuntimeError("cu_seqlens_q must have dtype int32")
     known = edges.data_
     if not known.is_meta and (int(known[-1]) != len(x) or int(known.diff().max()) != longest):
-        raise RuntimeError("the edges are not those of the tokens")
+        raise RuntimeError("the edges do not match the number of tokens or the longest sequence")
 
 
 def _sequences(
     q: SimulatedTensor, edges: SimulatedTensor | None, key_edges: SimulatedTensor | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Yields the tokens and keys of each packed sequence, or all at once without packing."""
+    """Yields each packed sequence's slices of queries and keys, or one of all without packing.
+
+    It yields nothing if the tensors have no values.
+    """
     if q.data_.is_meta:
         return
     if edges is None or key_edges is None:
@@ -238,7 +253,7 @@ def _launch(
     causal: bool,
     window: int | None,
 ) -> None:
-    """Reports the kernel; observers get queries and keys as sequences of equal length."""
+    """Reports the kernel; to observers, all packed sequences look equally long."""
     q, k = inputs[:2]
     count = len(q) if edges is None else len(edges) - 1
     shapes = ((count, t.shape[-2], math.prod(t.shape[:-2]) // count, t.shape[-1]) for t in (q, k))
@@ -248,7 +263,7 @@ def _launch(
 
 
 def _window(causal: bool, left: int | None, right: int | None) -> int | None:
-    """Returns the keys that a query sees through a kernel's window, None without one."""
+    """Returns the number of keys that the window lets a query see, or None without a window."""
     if left is None:
         return None
     if not causal or right != 0:
@@ -257,5 +272,5 @@ def _window(causal: bool, left: int | None, right: int | None) -> int | None:
 
 
 def _swapped(x: Tensor) -> Tensor:
-    """Exchanges tokens and heads."""
+    """Returns a view in which the dimensions of tokens and heads are exchanged."""
     return x.transpose(-3, -2)

@@ -1,4 +1,4 @@
-"""Provides `torch.simulated`, a device module with names of `torch.cuda`."""
+"""Provides `torch.simulated`, a device module with the interface of `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel3d.simulated_device.machine import DEVICES, SimulatedMachine
 
 TYPE = "simulated"
 NAME = "simulated accelerator"
-PRIVATE_USE = 20  # number of the device type, c10::DeviceType::PrivateUse1
+PRIVATE_USE = 20  # value of c10::DeviceType::PrivateUse1
 MEMORY = 80_000_000_000  # memory of a device in bytes
 
 
@@ -23,7 +23,10 @@ def this_machine() -> SimulatedMachine:
 
 
 def index_of(device: Any) -> int:
-    """Returns a device's index, by default the current one. Raises ValueError for another type."""
+    """Returns the index of a device; None stands for the current device.
+
+    Raises ValueError for a device of another type.
+    """
     if device is None:
         return this_machine().device
     if isinstance(device, int):
@@ -35,7 +38,10 @@ def index_of(device: Any) -> int:
 
 
 class SimulatedStream:
-    """Orders kernels. `wait_*` puts it behind others; only `synchronize` makes the host wait."""
+    """Runs kernels in order.
+
+    Its `wait_*` methods delay the stream; only `synchronize` makes the host wait.
+    """
 
     def __init__(self, device: Any = None, priority: int = 0, number: int | None = None) -> None:
         self.index = index_of(device)
@@ -47,7 +53,7 @@ class SimulatedStream:
     def device(self) -> torch.device:
         return torch.device(TYPE, self.index)
 
-    # FSDP2 of torch 2.15 passes a stream on by these three.
+    # FSDP2 of torch 2.15 identifies a stream by these three properties.
 
     @property
     def stream_id(self) -> int:
@@ -62,7 +68,7 @@ class SimulatedStream:
         return PRIVATE_USE
 
     def is_capturing(self) -> bool:
-        """Returns False: no graph of kernels is captured here; torch's optimizers ask."""
+        """Returns False, because this device captures no graphs; torch's optimizers call it."""
         return False
 
     def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
@@ -95,7 +101,7 @@ class SimulatedStream:
 
 
 class SimulatedEvent:
-    """Marks a place in a stream. Its time is the host's when it was recorded."""
+    """Marks a place in a stream. Its time is the host's clock when `record` was called."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -117,30 +123,36 @@ class SimulatedEvent:
         self.at = time.perf_counter()
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
-        """Orders the stream (by default the current one) behind this place."""
+        """Makes the stream (by default the current one) wait for this event."""
         if self.stream is not None:
             machine = this_machine()
             number = machine.stream_of() if stream is None else stream.number
             machine.wait(number, self.number)
 
     def query(self) -> bool:
-        """Returns whether the host knows that it has passed: only after waiting for it."""
+        """Returns whether the event has passed, which the host knows only after waiting for it."""
         return self.stream is None or this_machine().races.is_past(self.stream, self.sequence)
 
     def synchronize(self) -> None:
         this_machine().wait_for_event(self.number, "an event's synchronize")
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
-        """Returns milliseconds to `end`. Raises RuntimeError if `torch.cuda` would."""
+        """Returns the milliseconds from this event to `end`.
+
+        Raises RuntimeError where `torch.cuda` does.
+        """
         if not (self.timed and end.timed):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         if not (self.query() and end.query()):
-            raise RuntimeError("device not ready: an event is read that nobody has waited for")
+            raise RuntimeError("device not ready: the host has not waited for both events")
         return 1e3 * (end.at - self.at)
 
 
 class SimulatedModule:
-    """Implements `torch.get_device_module("simulated")`; `machine` is not a name of torch.cuda."""
+    """Implements `torch.get_device_module("simulated")`.
+
+    Only `machine` and `fused_kernel` have no counterpart in `torch.cuda`.
+    """
 
     Stream = SimulatedStream
     Event = SimulatedEvent
@@ -186,7 +198,7 @@ class SimulatedModule:
 
     @contextmanager
     def stream(self, stream: SimulatedStream | None) -> Iterator[None]:
-        """Sets the current stream; on exit restores device and stream, like `torch.cuda.stream`."""
+        """Sets the current stream; restores device and stream on exit, like `torch.cuda.stream`."""
         if stream is None:
             yield
             return
@@ -207,7 +219,7 @@ class SimulatedModule:
         self.machine.warns_of_waits = {"default": False, "warn": True}[debug_mode]
 
     def manual_seed(self, seed: int) -> None:
-        """Does nothing: this device makes no random numbers."""
+        """Does nothing: this device generates no random numbers."""
 
     manual_seed_all = manual_seed
 
@@ -215,10 +227,10 @@ class SimulatedModule:
         return torch.empty(0, dtype=torch.uint8)
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
-        """Does nothing."""
+        """Does nothing: this device generates no random numbers, so it has no state to set."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Returns the autocast types, which `torch.utils.checkpoint` asks for."""
+        """Returns the dtypes of autocast; `torch.utils.checkpoint` asks for them."""
         return [torch.bfloat16, torch.float16]
 
     def get_device_name(self, device: Any = None) -> str:

@@ -18,13 +18,14 @@ FACTORIES = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "
 
 
 def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
-    """Makes `torch.device("simulated", i)` a device of this process, if it is not one already.
+    """Registers the simulated devices in this process, unless they are registered already.
 
-    It must be called before anything is differentiated: autograd counts the devices when it first
-    runs.
+    It must be called before the first backward pass: autograd counts the devices when it first
+    runs. It returns the machine that simulates them.
 
     Args:
         data: "cpu", or "meta" for tensors without values.
+        checks_races: whether data races raise an error; False saves time.
     """
     if hasattr(torch, TYPE):
         return this_machine()
@@ -32,7 +33,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
     machine.special |= SPECIAL | nccl.functional() | attention.flash()
     module = SimulatedModule(machine)
     setup_python_backend(TYPE, backend_module=module)
-    torch.accelerator.device_count = lambda: DEVICES  # C++ has only one
+    torch.accelerator.device_count = lambda: DEVICES  # C++ counts only one
     torch.accelerator.current_stream = module.current_stream  # type: ignore[assignment]
     library = torch.library.Library("_", "IMPL")
     library.fallback(dispatch, "PrivateUse1")
@@ -45,7 +46,7 @@ def enable(data: str = "cpu", checks_races: bool = True) -> SimulatedMachine:
 
 
 def _whole_factories() -> torch.library.Library:
-    """Implements factories that PyTorch composes from an empty tensor and a resize."""
+    """Implements the factory functions that PyTorch would run by resizing an empty tensor."""
     library = torch.library.Library("aten", "IMPL")
     for name in FACTORIES:
         packet, _, overload = name.partition(".")
@@ -55,7 +56,7 @@ def _whole_factories() -> torch.library.Library:
 
 
 def _make_tensors_by_a_copy() -> None:
-    """Replaces `torch.tensor`, which copies without the Python dispatcher."""
+    """Replaces `torch.tensor`, which would copy to the device without the Python dispatcher."""
     plain = torch.tensor
 
     def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
@@ -68,7 +69,7 @@ def _make_tensors_by_a_copy() -> None:
 
 
 def _give_pinned_memory() -> None:
-    """Marks storages as pinned, since this device has no C++ allocator of pinned memory."""
+    """Makes PyTorch mark storages as pinned: the device has no C++ allocator of pinned memory."""
     plain = {name: getattr(torch, name) for name in ("empty", "zeros")}
 
     def with_pinned(name: str) -> Any:

@@ -1,8 +1,8 @@
 """Simulates the devices of a process: streams, events, memory, kernels and races.
 
-Kernels run at once, on the host. The machine tracks the later work of a device: the stream of a
-kernel and its dependencies, a tensor's block of memory, and copies to the host that nobody has
-waited for. Observers, such as `dryrun`, are notified of everything.
+Kernels run immediately, on the host. The machine tracks the order in which a real device would run
+them: each kernel's stream and dependencies, each tensor's block of memory, and the copies to the
+host that nobody has waited for. Observers, such as `dryrun`, are notified of everything.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from parallel3d.private_names import TensorsAccessed, handle_kernel_launch, sanitizer
 
-# An overload, its arguments and its result, with the data behind the tensors.
+# An operator's overload, arguments, keyword arguments and result; their tensors are unwrapped.
 Call = tuple[Any, Sequence[Any], dict[str, Any], Any]
 Range = tuple[int, int]  # first byte, and the byte after the last
 
 
 class Use(NamedTuple):
-    """Describes memory that a kernel uses: a range of a block, of which it touches `nbytes`."""
+    """Describes memory that a kernel uses: `nbytes` within a range of a block."""
 
     block: StorageMemory
     where: Range
@@ -42,8 +42,8 @@ class Kernel:
 
     Attributes:
         name: name of the operator.
-        call: None for a collective, and for operators that count as one (`fused_kernel`).
-        launches: kernels that a GPU would launch for it.
+        call: the operator's call; None for collectives, copies and fused kernels.
+        launches: number of kernels that a GPU would launch for it.
     """
 
     name: str
@@ -55,30 +55,30 @@ class Kernel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it reads and writes."""
+        """Returns the number of bytes that the kernel reads and writes."""
         return sum(use.nbytes for use in (*self.reads, *self.writes))
 
 
 class Observer:
-    """Observer that does nothing; subclasses override its methods."""
+    """Base class of observers. Its methods do nothing; subclasses override them."""
 
     def kernel(self, kernel: Kernel) -> None:
-        """Called when a kernel was launched."""
+        """Handles the launch of a kernel."""
 
     def collective(self, name: str, group: Any, tensor: Tensor) -> None:
-        """Called when a collective or message was started, with this rank's tensor."""
+        """Handles the start of a collective or message; `tensor` is this rank's."""
 
     def host_wait(self, why: str) -> None:
-        """Called when the host has waited for the device."""
+        """Handles a wait of the host for the device, after it has ended."""
 
     def allocating(self, block: StorageMemory) -> None:
-        """Called when memory is requested, also inside a fused kernel."""
+        """Handles a request for memory, including those inside a fused kernel."""
 
     def allocated(self, block: StorageMemory) -> None:
-        """Called when memory was allocated; in a fused kernel, only if it outlives the kernel."""
+        """Handles an allocation; a fused kernel reports only memory that outlives it."""
 
     def freed(self, block: StorageMemory) -> None:
-        """Called when allocated memory was freed."""
+        """Handles the release of allocated memory."""
 
 
 @dataclass(eq=False)
@@ -86,8 +86,8 @@ class StorageMemory:
     """Describes the memory of a storage.
 
     Attributes:
-        used_on: streams that `record_stream` named.
-        label: text of an observer.
+        used_on: streams that were passed to `record_stream`.
+        label: an observer's name for it; None if no observer has named it.
         is_allocated: False inside the fused kernel that makes it, where it stands for registers.
     """
 
@@ -101,7 +101,7 @@ class StorageMemory:
 
 
 class _Owner:
-    """Belongs to a storage, and frees its memory together with it."""
+    """Frees the memory of the storage that holds this object, when the storage is deleted."""
 
     __slots__ = ("block", "freed")
 
@@ -110,7 +110,7 @@ class _Owner:
         self.freed = freed
 
     def __del__(self) -> None:
-        # Any thread may get here at any moment, so the rest is left to the next allocation.
+        # Any thread may run this at any moment, so the next allocation does the rest.
         self.block.is_freed = True
         self.freed.append(self.block)
 
@@ -129,7 +129,7 @@ class PendingKernel:
 
 
 class FusedKernel:
-    """Collects several kernels that count as one."""
+    """Collects several kernels, which are then reported as one."""
 
     def __init__(self) -> None:
         self.reads: dict[tuple[StorageMemory, Range], Use] = {}
@@ -137,7 +137,7 @@ class FusedKernel:
         self.read: set[StorageMemory] = set()  # blocks that were read before they were written
         # Blocks that were written before they were read; their reads do not count.
         self.own: set[StorageMemory] = set()
-        self.made: list[StorageMemory] = []  # intermediate values and results
+        self.made: list[StorageMemory] = []  # memory of intermediate values and results
 
     def add(self, kernel: Kernel) -> None:
         for use in kernel.reads:
@@ -150,7 +150,7 @@ class FusedKernel:
             self.writes[use.block, use.where] = use
 
     def kernel(self, name: str, stream: int) -> Kernel:
-        """Returns the kernels as one, which does not write memory that is already freed."""
+        """Returns one kernel for them all, without its writes to memory that is already freed."""
         writes = [use for use in self.writes.values() if not use.block.is_freed]
         return Kernel(name, stream, list(self.reads.values()), writes)
 
@@ -166,7 +166,7 @@ class _Stack(list):
     """Holds the stack of a launch: (file, line, function), innermost first."""
 
     def reverse(self) -> None:
-        """Does nothing: the sanitizer would put the innermost frame last."""
+        """Does nothing: the sanitizer calls it to put the innermost frame last."""
 
     def __str__(self) -> str:
         return " < ".join(f"{file.rsplit('/', 1)[-1]}:{line} {name}" for file, line, name in self)
@@ -183,7 +183,7 @@ def _program_frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
 
 
 class _Accesses(TensorsAccessed):
-    """Keeps only the last read of each stream: an access ordered after it is after all of them."""
+    """Keeps only each stream's last read: an access after it also follows the earlier reads."""
 
     def add_read(self, data_ptr: int, access: Any) -> None:
         reads = self.accesses[data_ptr].reads
@@ -204,11 +204,11 @@ class _Syncs(sanitizer.StreamSynchronizations):
         for stream, state in self.current_sync_states.items():
             host[stream] = state[stream]
         for state in self.current_sync_states.values():
-            state.update(host)  # a stream can only have waited for another's newest kernel
+            state.update(host)  # safe: no stream has waited for a kernel newer than these
 
 
 class AllocatorBlock:
-    """Holds a block of memory; `cells[i]` is the key of bytes `cuts[i]` to `cuts[i + 1]`."""
+    """Block of memory; `cells[i]` identifies the bytes from `cuts[i]` to `cuts[i + 1]`."""
 
     __slots__ = ("cells", "cuts", "size", "stream")
 
@@ -220,12 +220,12 @@ class AllocatorBlock:
 
 
 class Races:
-    """Finds accesses to the same memory from two streams that nothing orders; `launch` raises Race.
+    """Finds unordered accesses to the same memory from two streams; `launch` raises Race.
 
-    It uses PyTorch's stream sanitizer (`torch.cuda._sanitizer`): each stream has a vector clock,
-    each memory its last write and the reads since. Here memory is ranges of bytes, not addresses,
-    so a bucket overlaps with a view in its middle. A reused block keeps its accesses, like the
-    blocks of a caching allocator.
+    It uses PyTorch's stream sanitizer (`torch.cuda._sanitizer`), which keeps a vector clock for
+    each stream, and the last write and the reads since then for each piece of memory. Here such a
+    piece is a range of bytes and not an address, so that a bucket and a view in its middle overlap.
+    A reused block keeps its accesses, since a caching allocator does not wait for them either.
 
     Streams and events are numbers; stream 0 is the first device's default stream.
     """
@@ -242,7 +242,7 @@ class Races:
         self.forget()
 
     def forget(self) -> None:
-        """Starts over: all kernels so far are done, and dropped streams are removed."""
+        """Starts over without the accesses, streams and events so far."""
         self.handler = sanitizer.EventHandler()
         self.handler.tensors_accessed = _Accesses()
         self.syncs = self.handler.syncs = _Syncs()
@@ -255,7 +255,7 @@ class Races:
         return AllocatorBlock(size, stream, self._new_cell(None))
 
     def tidy(self, memory: AllocatorBlock) -> None:
-        """Merges the ranges of a reused block, if its stream is ordered after all accesses."""
+        """Merges a reused block's ranges if its stream is ordered after all accesses to them."""
         accesses = self.handler.tensors_accessed.accesses
         past = [accesses[cell] for cell in memory.cells if cell in accesses]
         done = [access for info in past for access in (*info.reads, info.write) if access]
@@ -268,7 +268,7 @@ class Races:
     def _new_cell(self, like: int | None) -> int:
         cell, accesses = next(self._cells), self.handler.tensors_accessed.accesses
         accesses[cell] = sanitizer.TensorInfo(None)
-        if like in accesses:  # after `forget` there is none
+        if like in accesses:  # `forget` drops all accesses
             accesses[cell].reads = list(accesses[like].reads)
             accesses[cell].write = accesses[like].write
         return cell
@@ -295,7 +295,7 @@ class Races:
         reads: list[tuple[AllocatorBlock, Range]],
         writes: list[tuple[AllocatorBlock, Range]],
     ) -> None:
-        """Runs a kernel on `stream`. Raises Race if its accesses are not ordered with others."""
+        """Records a kernel on `stream`. Raises Race if a conflicting access is unordered."""
         for _ in range(2):  # cutting a block for a later range may split a cell of an earlier one
             written = {cell for where in writes for cell in self._cells_of(*where)}
             read = {cell for where in reads for cell in self._cells_of(*where)} - written
@@ -327,14 +327,16 @@ def place() -> tuple[str, int]:
 
 
 DEVICES = 8
-ROUNDING = 512  # bytes; blocks of the allocator are multiples of it
+ROUNDING = 512  # bytes; the allocator rounds sizes up to a multiple of this
 SYNCHRONIZING = "called a synchronizing CUDA operation"
-FIRST_SIDE_STREAM = 100  # numbers below are the devices' default streams
+FIRST_SIDE_STREAM = 100  # lower numbers are the devices' default streams
 
 
 class _Thread(threading.local):
-    """Holds a thread's current device (None in autograd's threads: the main thread's) and
-    streams."""
+    """Holds a thread's current device and streams.
+
+    The device is None in autograd's threads, which use the main thread's.
+    """
 
     def __init__(self) -> None:
         is_of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
@@ -348,15 +350,15 @@ class SimulatedMachine:
     """Simulates the devices of one process.
 
     Args:
-        data: the place of the tensors' values: "cpu", or "meta" for none.
-        checks_races: whether races are found; False saves time.
+        data: the device of the tensors' values: "cpu", or "meta" for tensors without values.
+        checks_races: whether data races raise an error; False saves time.
 
     Attributes:
-        touched: devices with a context of this process, which `set_device` or a stream makes.
-        host_waits: how often the host waited for a device.
-        warns_of_waits: set by `set_sync_debug_mode("warn")`, like torch.cuda's.
-        special: operator → implementation, for operators that are more than a kernel.
-        libraries: libraries of operators, which are unregistered when they are dropped.
+        touched: devices on which this process has a context; making one current creates it.
+        host_waits: how often the host has waited for a device.
+        warns_of_waits: whether detected waits warn, as after `set_sync_debug_mode("warn")`.
+        special: implementations of the operators that need more than one plain kernel.
+        libraries: operator libraries; they are kept because dropping one unregisters it.
     """
 
     data: str = "cpu"
@@ -375,7 +377,7 @@ class SimulatedMachine:
         self._main_device = 0
         self.thread = _Thread()
         self._freed: deque[StorageMemory] = deque()
-        self.dropped_events: deque[int] = deque()  # filled by the thread that drops one
+        self.dropped_events: deque[int] = deque()  # any thread may drop an event and add it here
         self._pools: dict[tuple[int, int], list[AllocatorBlock]] = {}
         self._pending: list[PendingKernel] = []
         self._numbers = count(FIRST_SIDE_STREAM)
@@ -421,7 +423,7 @@ class SimulatedMachine:
         return number
 
     def record(self, event: int, stream: int) -> int:
-        """Returns the number of the last kernel before the event."""
+        """Records an event on a stream, and returns the number of the last kernel before it."""
         with self.lock:
             self.races.syncs.record_state(event, stream)
             return self.races.syncs.current_sync_states[stream].get(stream, 0)
@@ -436,12 +438,12 @@ class SimulatedMachine:
         """Makes the host wait for all work of `stream`.
 
         Args:
-            is_detected: whether PyTorch's debug mode detects such a wait. It detects its own
-                blocking copies and waits for streams, but not waits for events, devices and
-                collectives, nor waits inside the driver.
+            is_detected: whether PyTorch's debug mode detects such a wait. The mode detects
+                PyTorch's blocking copies and waits for streams, but not waits for events, devices
+                and collectives, nor waits inside the driver.
         """
         if is_detected and self.warns_of_waits:
-            # At the program's line, like C++'s warning.
+            # It names the line of the program, like the warning of C++.
             warnings.warn_explicit(SYNCHRONIZING, UserWarning, *place())
         with self.lock:
             self.races.syncs.all_streams_wait_for_stream(stream)
@@ -468,12 +470,12 @@ class SimulatedMachine:
             pending.settle()
 
     def once_known(self, stream: int, settle: Callable[[], object]) -> None:
-        """Calls `settle` when the host has waited for the current work of `stream`."""
+        """Calls `settle` once the host has waited for the work that is now on `stream`."""
         with self.lock:
             self._pending.append(PendingKernel(stream, self.races.sequence, settle))
 
     def forget(self) -> None:
-        """Drops all pending work, after a test of an error."""
+        """Drops all pending work, which tests need after a deliberate error."""
         with self.lock:
             self._pending.clear()
             self._pools.clear()
@@ -531,7 +533,7 @@ class SimulatedMachine:
                 self.usage[block.device].live -= block.nbytes
                 for observer in self.observers:
                     observer.freed(block)
-            # After `record_stream` it is unknown when the other stream will be done.
+            # After `record_stream`, nobody knows when the other stream is done with the block.
             if not block.used_on - {block.memory.stream}:
                 key = (block.memory.stream, block.nbytes)
                 self._pools.setdefault(key, []).append(block.memory)
@@ -544,7 +546,7 @@ class SimulatedMachine:
         return Use(self.block_of(data, device), where, most if nbytes is None else nbytes)
 
     def pinned(self, tensor: Tensor) -> tuple[AllocatorBlock, Range]:
-        """Returns pinned host memory that a copy uses."""
+        """Returns the block and the range of the pinned host memory behind a tensor."""
         storage: Any = tensor.untyped_storage()
         with self.lock:
             if not hasattr(storage, "memory"):
@@ -557,7 +559,7 @@ class SimulatedMachine:
         host_reads: Sequence[tuple[AllocatorBlock, Range]] = (),
         host_writes: Sequence[tuple[AllocatorBlock, Range]] = (),
     ) -> None:
-        """Records a kernel, which has already run, and its use of pinned memory. Raises Race."""
+        """Records a kernel that has run, and its use of pinned memory. May raise Race."""
         if self.thread.fused is not None:
             self.thread.fused.add(kernel)
             return
@@ -572,8 +574,8 @@ class SimulatedMachine:
 
     @contextmanager
     def fused_kernel(self, name: str) -> Iterator[None]:
-        """Counts all operators inside as one kernel, whose intermediate values are registers and
-        no memory."""
+        """Counts all operators inside as one kernel, whose intermediate values stay in registers
+        and use no memory."""
         if self.thread.fused is not None:
             yield
             return

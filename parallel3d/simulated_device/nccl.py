@@ -1,17 +1,17 @@
 """Provides a process-group backend that behaves like NCCL, over gloo.
 
-It has these differences of NCCL from gloo:
+It follows NCCL where NCCL differs from gloo:
 
-- A collective runs on a stream of its group, behind the current stream; `wait()` orders the current
-  stream behind it. Until then its results are poison here.
-- It only takes contiguous tensors of its device; a gather or scatter may be in place only at the
-  rank's own part.
+- A collective runs on its group's stream, after the work that is already on the current stream.
+  `wait()` makes the current stream wait for the collective; before that, its outputs hold poison.
+- It takes only contiguous tensors on its device. An all-gather or reduce-scatter may work in place
+  only on the rank's own part.
 - Tensors without elements are not sent, so nobody waits for them.
-- All members call the same operations in the same order, matched by position and not by tag, and
-  make and destroy groups in one order. Mismatches are reported.
+- All members must call the same operations in the same order, as they are matched by position and
+  not by tag. They must also make and destroy groups in the same order. Mismatches raise an error.
 
-If tensors have no values (`data="meta"`) there are no other members: one process is one rank of any
-world, every collective and message is done at its `wait()`, and nothing is compared.
+If tensors have no values (`data="meta"`), there are no other members: the process is one rank of a
+world of any size, every collective and message is done at its `wait()`, and nothing is compared.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ from parallel3d.simulated_device.machine import extent
 from parallel3d.simulated_device.tensor import SimulatedTensor, launch, poison
 
 JOIN_S = 10.0
-HEADER = 400  # bytes of the words that precede an operation's data
-Run = Callable[[Tensor], Sequence[Tensor]]  # a flat copy of the inputs → values of the outputs
+HEADER = 400  # bytes of the text that is sent before an operation's data
+# A Run takes a flat copy of the inputs, and returns the values of the outputs.
+Run = Callable[[Tensor], Sequence[Tensor]]
 
 
 class Mismatch(RuntimeError):
@@ -53,10 +54,10 @@ class Mismatch(RuntimeError):
 
 @dataclass
 class WireMessage:
-    """A send or receive of a member."""
+    """Message that this member sends to or receives from `peer`."""
 
     peer: int
-    number: int  # among the messages between the two in this direction
+    number: int  # index among the messages between the two members in this direction
     size: str
     data: Tensor
     receives: bool
@@ -84,7 +85,7 @@ class WireMessage:
 
 
 class WorkerThread:
-    """Runs jobs in order on a thread, even while the interpreter ends, which it does not delay."""
+    """Runs jobs in order on a daemon thread, which does not keep the interpreter from exiting."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -102,8 +103,10 @@ class WorkerThread:
         self.jobs.put(None)
 
     def join(self) -> None:
-        """Waits for the thread's end: unwinding it at the interpreter's end may abort the
-        process."""
+        """Waits until the thread has ended.
+
+        If the interpreter exited before it, the process might abort.
+        """
         self.thread.join(JOIN_S)
 
     def _run(self) -> None:
@@ -129,7 +132,7 @@ class Wire:
         self.rank = rank
         self.size = size
         self.name = "world"  # name of the group, for error messages
-        # Only ProcessGroup's stub has the operations.
+        # Among the type stubs, only ProcessGroup's declares the operations.
         self.gloo = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
         self.queue = WorkerThread()
         self.calls = 0
@@ -140,7 +143,7 @@ class Wire:
     def start(
         self, call: str, run: Run = lambda _: [], sent: Tensor | None = None
     ) -> Future[Sequence[Tensor]]:
-        """Queues an operation, which raises Mismatch unless all members have the same `call`."""
+        """Queues an operation; its future raises Mismatch if members make different calls."""
         self.calls += 1
         return self.queue.submit(self._do, f"{call} as operation {self.calls}", run, sent)
 
@@ -154,14 +157,14 @@ class Wire:
         return run(sent)
 
     def told(self, words: str) -> list[str]:
-        """Returns the words of each member."""
+        """Sends `words` to all members, and returns the words of each member."""
         return self.queue.submit(self._tell, words).result()
 
     def _tell(self, words: str) -> list[str]:
         return [_text(header) for header in self.all_gather(_coded(words))]
 
     def all_gather(self, mine: Tensor) -> list[Tensor]:
-        """Returns the flat values of all members; on the thread."""
+        """Returns the flat values of all members; only the wire's own thread may call it."""
         sent = _bytes(mine)
         everyone = [torch.empty_like(sent) for _ in range(self.size)]
         self.gloo.allgather([everyone], [sent]).wait()
@@ -178,7 +181,7 @@ class Wire:
         self.queue.submit(self._exchange, batched)
 
     def post(self, data: Tensor, peer: int, tag: int, receives: bool) -> Future[Sequence[Tensor]]:
-        """Queues a message, or adds it to the batch; `data` is sent, or the receive buffer."""
+        """Queues a message, or adds it to an open batch; `data` is sent or filled."""
         number = self.messages[peer, receives]
         self.messages[peer, receives] += 1
         message = WireMessage(peer, number, f"{_size(data)} with tag {tag}", data, receives)
@@ -226,7 +229,7 @@ class BatchWork(dist.Work):
 
 
 class CollectiveWork(dist.Work):
-    """Handle of a collective; keeps `held` until somebody has waited."""
+    """Handle of a collective; it keeps the objects `held` alive until `wait()` is called."""
 
     def __init__(
         self,
@@ -244,7 +247,7 @@ class CollectiveWork(dist.Work):
         this_machine().once_known(stream.number, self.end)
 
     def end(self) -> None:
-        # `abort` cancels operations
+        # `abort` cancels operations, which then have no result.
         if self.ended or (self.done is not None and self.done.cancelled()):
             return
         self.ended = True
@@ -281,7 +284,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "MIN": lambda t: t.amin(0),
     "MAX": lambda t: t.amax(0),
     "PRODUCT": lambda t: t.prod(0),
-}  # all are over the first dimension
+}  # each reduces the first dimension
 
 
 def _reduced(parts: list[Tensor], op: str) -> Tensor:
@@ -298,7 +301,7 @@ def _reduction(options: Any) -> str:
 
 
 class SimulatedNCCL(dist.ProcessGroup):
-    """Makes and destroys a group, collectively, and runs operations on its stream."""
+    """Process group like NCCL's: all members make and destroy it, and it has its own stream."""
 
     supports_splitting = True
 
@@ -312,7 +315,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         device: int | None = None,
         world: SimulatedNCCL | None = None,
     ) -> None:
-        begin: Any = super().__init__  # not every torch stub has these arguments
+        begin: Any = super().__init__  # some versions' type stubs lack these arguments
         begin(rank, size)
         self.store = store
         self.options = options or Options()
@@ -320,7 +323,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         self._rank = rank
         self._size = size
         self.world = world or self
-        # only used on the world's group: the destroyed groups, in order
+        # The world's group lists the destroyed groups here, in order.
         self.ended: list[SimulatedNCCL] = []
         self.index = this_machine().device if device is None else device
         self.bound_device_id = torch.device(TYPE, self.index)
@@ -392,7 +395,10 @@ class SimulatedNCCL(dist.ProcessGroup):
         group_desc: str | None = None,
         **more: Any,
     ) -> SimulatedNCCL | None:
-        """Makes a group of some members; collective over this group, like ncclCommSplit."""
+        """Makes a group of some members; returns None on the others.
+
+        All members of this group must call it, as with ncclCommSplit.
+        """
         if self.wire is not None:
             self.wire.start(f"split into {group_desc}").result()
         if self._rank not in ranks:
@@ -405,16 +411,16 @@ class SimulatedNCCL(dist.ProcessGroup):
         return made
 
     def shutdown(self) -> None:
-        """Destroys the group with all members, in the same order as their other groups.
+        """Destroys the group; all members must destroy their groups in the same order.
 
-        Raises Mismatch if another member is in an operation of the group: on NCCL both would wait.
-        The world's destruction waits for the destruction of all groups, so that members that
-        destroy two groups in different orders are reported.
+        Raises Mismatch if another member calls another operation of the group: with NCCL, both
+        would wait for ever. Destroying the world's group waits until all groups are destroyed, so
+        that a different order on another member raises an error.
         """
         if self.wire is None:
             return
         self.world.ended.append(self)
-        self.destroyed = self.wire.start("destroy")  # all members destroy it
+        self.destroyed = self.wire.start("destroy")  # an operation too, as all members must call it
         if self.world is self:
             self._await_destroyed()
             self._check_destroy_order()
@@ -452,7 +458,7 @@ class SimulatedNCCL(dist.ProcessGroup):
     # --- operations ----------------------------------------------------------------------------
 
     def _check(self, name: str, tensors: Sequence[Tensor]) -> list[SimulatedTensor]:
-        """Returns the tensors. Raises NCCL's errors for tensors that it does not take."""
+        """Returns the tensors. Raises the errors of NCCL for tensors that it rejects."""
         checked = []
         for t in tensors:
             if not isinstance(t, SimulatedTensor):
@@ -479,7 +485,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         uneven: bool = False,
     ) -> CollectiveWork:
         given, written = self._check(name, inputs), self._check(name, outputs)
-        sent = torch.cat([t.data_.detach().view(-1) for t in given])  # a copy
+        sent = torch.cat([t.data_.detach().view(-1) for t in given])  # a copy: it runs later
         self._on_stream(name, given, written)
         done = None
         if self.wire is not None and (uneven or any(t.numel() for t in (*inputs, *outputs))):
@@ -490,7 +496,7 @@ class SimulatedNCCL(dist.ProcessGroup):
     def _on_stream(
         self, name: str, inputs: Sequence[SimulatedTensor], outputs: Sequence[SimulatedTensor]
     ) -> None:
-        """Launches the kernel behind the current stream, and poisons its outputs."""
+        """Launches the kernel on the group's stream after the current one; poisons its outputs."""
         machine = this_machine()
         current = SimulatedStream(self.index, number=machine.stream_of(self.index))
         self.stream.wait_stream(current)
@@ -501,9 +507,9 @@ class SimulatedNCCL(dist.ProcessGroup):
             poison(t.data_)
 
     def _check_in_place(self, name: str, whole: Tensor, part: Tensor) -> None:
-        """Raises RuntimeError for a part of the whole that is not in the rank's own place."""
+        """Raises RuntimeError if `part` overlaps with `whole`, but not at the rank's own place."""
         if not (isinstance(whole, SimulatedTensor) and isinstance(part, SimulatedTensor)):
-            return  # `_check` refuses others
+            return  # `_check` rejects other tensors
         if storage_address(whole.untyped_storage()) != storage_address(part.untyped_storage()):
             return
         (first, end), (at, stop) = extent(whole.data_), extent(part.data_)
@@ -511,8 +517,7 @@ class SimulatedNCCL(dist.ProcessGroup):
             raise RuntimeError(f"{name} in place needs the part to be number {self._rank}")
 
     def _of_all(self, result: Callable[[list[Tensor]], Sequence[Tensor]]) -> Run:
-        """Returns a function that computes an operation's outputs from the flat inputs of all
-        members."""
+        """Returns a function that gathers all members' flat inputs and computes the outputs."""
         return lambda sent: result(self.connected.all_gather(sent))
 
     def allreduce(  # type: ignore[override]
@@ -549,13 +554,13 @@ class SimulatedNCCL(dist.ProcessGroup):
     def scatter(  # type: ignore[override]
         self, outputs: list[Tensor], given: list[list[Tensor]], opts: Any
     ) -> CollectiveWork:
-        """Scatters by gathering; non-roots pass tensors of equal size."""
+        """Scatters by gathering all inputs; members other than the root gather unused tensors."""
         parts = given[0] if given else [torch.empty_like(outputs[0]) for _ in range(self._size)]
         run = self._of_all(lambda everyone: [self._part(everyone[opts.rootRank])])
         return self._start("scatter", parts, outputs, run, f"from {opts.rootRank}")
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> CollectiveWork:  # type: ignore[override]
-        """Reduces on the root; the other members' tensors stay."""
+        """Reduces into the root's tensor; the tensors of the other members keep their values."""
         op, is_root = _reduction(opts), opts.rootRank == self._rank
         run = self._of_all(lambda every: [_reduced(every, op) if is_root else every[self._rank]])
         return self._start("reduce", tensors, tensors, run, f"{op} to {opts.rootRank}")
@@ -571,11 +576,11 @@ class SimulatedNCCL(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, output_sizes: list, input_sizes: list, opts: Any = None
     ) -> CollectiveWork:
-        # kept apart because `run` may live longer than the tensors
+        # `run` uses only these, because it may outlive the tensors
         shape, count = output.shape, len(given)
 
         def run(sent: Tensor) -> Sequence[Tensor]:
-            """Exchanges rows: as many as the sizes say, or equally many without sizes."""
+            """Exchanges rows, as many as the sizes say; empty sizes divide the rows equally."""
             rows = sent.view(torch.uint8).view(count, -1) if sent.numel() else sent
             got = torch.empty(shape, dtype=sent.dtype)
             taken = got.view(-1).view(torch.uint8).view(len(got), -1) if got.numel() else got
@@ -588,13 +593,13 @@ class SimulatedNCCL(dist.ProcessGroup):
     def _part(self, whole: Tensor) -> Tensor:
         return whole.chunk(self._size)[self._rank]
 
-    # Names before torch 2.13.
+    # These were the names before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def barrier(self, opts: Any = None) -> CollectiveWork:
-        """Makes the host wait, like NCCL's."""
+        """Makes the host wait for all members, like NCCL's barrier."""
         token = torch.zeros(1, device=torch.device(TYPE, self.index))
         started = self._start("barrier", [token], [token], lambda sent: [sent])
         started.wait()
@@ -623,7 +628,7 @@ class SimulatedNCCL(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Registers the backend with torch.distributed, and makes batches of messages one operation."""
+    """Registers the backend with torch.distributed, and makes a batch of messages one operation."""
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=[TYPE])
     dist.Backend.default_device_backend_map[TYPE] = BACKEND
     simulated_backend_is_a_group(BACKEND, SimulatedNCCL)
@@ -635,14 +640,17 @@ def register() -> None:
             return plain(operations)
         with nullcontext() if group.wire is None else group.wire.batch():
             works = plain(operations)
-        return [BatchWork(works)]  # one handle, like NCCL's
+        return [BatchWork(works)]  # NCCL returns one handle, too
 
     dist.batch_isend_irecv = batched  # type: ignore[assignment]
     dist.distributed_c10d.batch_isend_irecv = batched  # type: ignore[assignment]
 
 
 def functional() -> dict[Any, Callable[..., Any]]:
-    """Returns DTensor's collectives, whose group C++ finds by name; they wait at once."""
+    """Returns implementations of DTensor's collectives, which find a group by name.
+
+    They wait for their result immediately.
+    """
     ops = functional_collectives
 
     def all_gather(_: Any, tensor: Tensor, size: int, name: str) -> Tensor:

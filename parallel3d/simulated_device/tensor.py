@@ -1,7 +1,8 @@
-"""Provides tensors on the simulated device: wrappers around data, whose operators run at once.
+"""Provides tensors on the simulated device, which wrap a tensor with the data.
 
-Every operator arrives here after autograd. It runs on the data, and is reported to the machine as a
-kernel, with its stream and the memory that it reads and writes. Views share their storage's block.
+Every operator arrives here after autograd. It runs immediately on the data, and is reported to the
+machine as a kernel, with its stream and the memory that it reads and writes. A view and its base
+use the same block of memory.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ from parallel3d.private_names import (
 from parallel3d.simulated_device.device import TYPE, SimulatedStream, this_machine
 from parallel3d.simulated_device.machine import Call, Kernel, SimulatedMachine, Use
 
-# In-place operators without a kernel for meta tensors, which are skipped there.
+# In-place operators that PyTorch lacks for meta tensors; they are skipped there.
 WITHOUT_META = frozenset((aten_fused_sgd_.default,))
 
 
 class SimulatedTensor(torch.Tensor):
-    """Wraps `data_`, on the CPU or meta, as a tensor of a device that C++ knows as number 0."""
+    """Wraps `data_`, a tensor on the CPU or meta device, as a tensor on a simulated device.
+
+    C++ sees all such tensors on device 0; `device_index` is the real index.
+    """
 
     data_: Tensor
     device_index: int
 
-    # Nothing is overridden above the dispatcher; the default implementation would be slower.
+    # The class overrides nothing above the dispatcher, and the default would be slower.
     __torch_function__ = disabled_torch_function
 
     @staticmethod
@@ -85,7 +89,7 @@ class SimulatedTensor(torch.Tensor):
         return self.data_.untyped_storage()
 
     def data_ptr(self) -> int:
-        """Returns an address; on meta a number that tensors at the same place share."""
+        """Returns the data's address; on meta, a number that is equal for tensors at one place."""
         if self.data_.device.type != "meta":
             return self.data_.data_ptr()
         offset = self.data_.storage_offset() * self.data_.itemsize
@@ -98,9 +102,9 @@ class SimulatedTensor(torch.Tensor):
         return (torch.ones_like(known, device="cpu") if known.is_meta else known).tolist()
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Converts the tensor or copies it, but not to the device on which it is.
+        """Converts or copies the tensor; ignores a device argument that is the tensor's device.
 
-        C++ would copy to every device but number 0, where it takes all tensors to be.
+        C++ takes every tensor to be on device 0, so it would copy to any other device.
         """
         if args and self._is_own(args[0]):
             args = args[1:]
@@ -121,11 +125,11 @@ class SimulatedTensor(torch.Tensor):
         )
 
     def record_stream(self, stream: SimulatedStream) -> None:  # type: ignore[override]
-        """Keeps the allocator from reusing the memory."""
+        """Keeps the allocator from reusing the memory, as another stream uses it."""
         this_machine().block_of(self.data_, self.device_index).used_on.add(stream.number)
 
     def __format__(self, spec: str) -> str:
-        """Formats numbers, which PyTorch only does for its own class."""
+        """Formats scalars as numbers, which PyTorch does only for its own class."""
         return format(self.item(), spec) if self.dim() == 0 else super().__format__(spec)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -138,7 +142,7 @@ def simulated(tensor: Tensor) -> SimulatedTensor:
 
 
 def unwrap(value: Any, originals: dict[int, SimulatedTensor]) -> Any:
-    """Returns an argument with data in place of simulated tensors, which it adds to `originals`."""
+    """Returns an argument with its simulated tensors unwrapped, and adds them to `originals`."""
     if isinstance(value, SimulatedTensor):
         originals[id(value.data_)] = value
         return value.data_
@@ -148,7 +152,7 @@ def unwrap(value: Any, originals: dict[int, SimulatedTensor]) -> Any:
 
 
 def wrap(value: Any, originals: dict[int, SimulatedTensor], device_index: int) -> Any:
-    """Returns a result with data replaced by the simulated tensor in `originals`, or a new one."""
+    """Returns a result with its tensors wrapped; known ones are taken from `originals`."""
     if isinstance(value, Tensor):
         known = originals.get(id(value))
         return SimulatedTensor(value, device_index) if known is None else known
@@ -194,7 +198,7 @@ def _device_index_of(
     arguments: Iterable,
     machine: SimulatedMachine,
 ) -> int:
-    """Returns the device of all tensors. Raises CUDA's RuntimeError if they differ."""
+    """Returns the index of the tensors' device. Raises CUDA's RuntimeError if devices differ."""
     found = {t.device_index for t in originals.values()}
     others = [t for t in _tensors(arguments) if not isinstance(t, SimulatedTensor)]
     wrong = [t for t in others if t.dim() > 0 and not facts.name.startswith("index")]
@@ -209,7 +213,7 @@ def _device_index_of(
             machine.wait_for_stream(machine.stream_of(), f"{facts.name} by a tensor of the host")
         return found.pop()
     device = named.get("device")
-    # C++ passes device 0 when it makes a tensor like another one, whatever that one's index.
+    # For a tensor like another, C++ passes device 0 whatever the other's index is.
     return device.index if device is not None and device.index else machine.device
 
 
@@ -271,7 +275,8 @@ def launch(
 ) -> None:
     """Reports a kernel that is not an operator of PyTorch, by default on the current stream.
 
-    Tensors are simulated, except pinned memory that it reads or writes.
+    `inputs` and `outputs` are simulated tensors; `host_reads` and `host_writes` are tensors in
+    pinned memory. `call` is given to observers; None stands for no operator.
     """
     machine = this_machine()
     read, written = [simulated(t) for t in inputs], [simulated(t) for t in outputs]
@@ -285,7 +290,7 @@ def launch(
 
 
 def poison(data: Tensor) -> None:
-    """Fills memory with values that nobody should read, until a result is there."""
+    """Fills memory with NaN or very large integers until its result is there."""
     if data.is_meta:
         return
     if data.is_floating_point():
@@ -328,7 +333,7 @@ def _to_device(target: SimulatedTensor, source: Tensor, non_blocking: bool) -> N
 
 
 def _with(late: Sequence[tuple[Tensor, Tensor]], source: Tensor) -> Tensor:
-    """Returns pinned memory as the device sees it, with copies that the host has not waited for."""
+    """Returns `source` as the device sees it: with the copies that the host has not waited for."""
     whole = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage()).clone()
 
     def same(t: Tensor) -> Tensor:
@@ -340,12 +345,12 @@ def _with(late: Sequence[tuple[Tensor, Tensor]], source: Tensor) -> Tensor:
 
 
 def _copies_into(pinned: Tensor) -> int:
-    """Counts the copies from the device into a storage so far."""
+    """Returns the number of copies from the device into the storage so far."""
     return getattr(pinned.untyped_storage(), "copies", 0)
 
 
 def _check_unchanged(source: Tensor, before: Tensor, copies: int) -> None:
-    # The device has written since then, in an order that `Races` checks.
+    # The device has written to it since then; `Races` checks that the order is safe.
     if _copies_into(source) != copies:
         return
     if not torch.equal(source.detach().view(torch.uint8), before.view(torch.uint8)):
@@ -396,7 +401,7 @@ def _to(
     if device is None or device.type == TYPE:
         return run(operator, tensor, **kwargs)
     data = tensor.data_.to(kwargs.get("dtype") or tensor.dtype)
-    # Like PyTorch's, the target of a non-blocking copy is pinned.
+    # PyTorch also pins the target of a non-blocking copy.
     target = torch.empty(data.shape, dtype=data.dtype, pin_memory=non_blocking)
     _to_host(target, SimulatedTensor(data, tensor.device_index), non_blocking)
     return target
@@ -414,7 +419,7 @@ def _scalar(operator: Any, tensor: SimulatedTensor) -> Any:
 def _addmm(
     operator: Any, add: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, **kwargs: Any
 ) -> Tensor:
-    """Runs `torch.addmm(..., out_dtype=…)`, which the CPU lacks, in `out_dtype`."""
+    """Runs `torch.addmm(…, out_dtype=…)`, which the CPU lacks, by computing in `out_dtype`."""
     out = kwargs.pop("out", None)
     to = simulated(torch.empty(add.shape, dtype=dtype, device=add.device) if out is None else out)
     data = [simulated(t).data_ for t in (add, a, b)]
@@ -428,7 +433,7 @@ def _addmm(
 def _index_add(
     operator: Any, table: SimulatedTensor, dim: int, index: Tensor, source: Tensor, **kwargs: Any
 ) -> Tensor:
-    """Adds rows with equal indices in the device's own order, like atomics."""
+    """Adds rows with equal indices in an order that depends on the device, like GPU atomics."""
     if (
         dim == 0
         and table.device_index % 2
@@ -484,12 +489,12 @@ _OVERWRITING = frozenset(
 _HOST_WAITS = frozenset(
     (*OF_UNKNOWN_SIZE, "nonzero", "masked_select", "equal", "unique_dim", "bincount", "is_nonzero")
 )
-# Tensors per launch of PyTorch's multi-tensor kernels, by the number of lists.
+# Tensors that one launch of a multi-tensor kernel of PyTorch takes, by the number of lists.
 _BY_LISTS = {1: 110, 2: 64, 3: 48, 4: 36}
 
 
 class OverloadFacts(NamedTuple):
-    """Describes an overload; `written` and `read` are names of arguments that are tensors."""
+    """Describes an overload; `written` and `read` name the arguments that it writes and reads."""
 
     name: str
     launches: bool
@@ -530,8 +535,10 @@ def launches_of(facts: OverloadFacts, tensors: Sequence[Sequence[Tensor]]) -> in
 
 
 def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[str, int]:
-    """Returns the bytes of arguments that are only touched in part: rows of lookups and
-    additions."""
+    """Returns the bytes that an operator uses of each argument that it uses only in part.
+
+    Lookups read some rows of a table, and indexed additions change some.
+    """
     if table := _LOOKUPS.get(facts.name):
         return {table: out.nbytes}
     if rows := _ADDITIONS.get(facts.name):
@@ -540,6 +547,6 @@ def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[s
     return {}
 
 
-# Operator → the argument that holds the table; the rows that are added to a table.
+# The argument with the table, by lookup; the argument with the added rows, by addition.
 _LOOKUPS = {"embedding": "weight", "index_select": "self", "gather": "self"}
 _ADDITIONS = {"index_add_": "source", "scatter_add_": "src"}
