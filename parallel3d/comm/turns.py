@@ -1,9 +1,9 @@
 """Overlaps the forward of a micro-batch with the backward of the one before.
 
-Both run in turns: each computes until it has to wait for tokens of other ranks, and then the other
-one goes on. So the tokens of one are under way while the other computes. It is DualPipe's overlap
-(DeepSeek-V3 report, §3.2.1) without its pipeline. The order of all calls depends on the program
-alone, so every rank has the same.
+The two run in turns: the forward computes until it has to wait for tokens of other ranks, then the
+backward continues until it has to wait, and so on. Thus the tokens of one computation travel while
+the other computes. This is DualPipe's overlap (DeepSeek-V3 report, §3.2.1) without its pipeline.
+The order of all calls depends only on the program, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from parallel3d.device import accelerator
 
 
 class Turns:
-    """Runs two computations of a rank in turns, each on a stream of its own on an accelerator.
+    """Runs two computations of a rank in turns; on an accelerator each has its own stream.
 
-    A backward runs on the streams of its forward, so micro-batches use the two streams alternately.
+    Autograd runs a backward on the stream of its forward, so successive micro-batches use the two
+    streams alternately.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,14 +33,14 @@ class Turns:
             self.streams = [accelerator.module(device).Stream(device) for _ in range(2)]
         self._pool = ThreadPoolExecutor(1, "forward", accelerator.make_current, (device,))
         self._changed = threading.Condition()
-        self._running: list[int] = []  # sides that have not ended, while two of them run
+        self._running: list[int] = []  # computations (0, 1) of `run` that have not ended
         self._turn = 0
 
     def pass_on(self) -> None:
-        """Lets the other computation run until it passes on too, or ends; returns at once if there
-        is none.
+        """Lets the other computation run until it calls `pass_on` itself or ends.
 
-        It may be called by autograd's own thread, which runs for the side whose turn it is.
+        Returns at once if no other computation runs. Autograd's own thread may call this too: it
+        works for the computation whose turn it is.
         """
         with self._changed:
             if len(self._running) < 2:
@@ -50,8 +51,10 @@ class Turns:
             self._changed.wait_for(lambda: self._turn == mine)
 
     def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
-        """Runs both, the forward first, in a thread of its own. If one raises an exception, the
-        other one ends before it is raised here."""
+        """Runs both in turns, beginning with the forward, which has a thread of its own.
+
+        An exception of one of them is raised here after the other one has ended.
+        """
         self._running = [0, 1]
         self._turn = 0
         ahead = self._pool.submit(self._side, 0, forward)
@@ -73,8 +76,10 @@ class Turns:
 
     @contextmanager
     def on_stream_of(self, microbatch: int) -> Iterator[None]:
-        """Queues the work of a block on the micro-batch's stream, after all that was queued on the
-        current one."""
+        """Queues the work of a `with` block on the stream of a micro-batch.
+
+        This work begins after everything that is already queued on the current stream.
+        """
         if not self.streams:
             yield
             return
@@ -84,6 +89,6 @@ class Turns:
             yield
 
     def join(self) -> None:
-        """Makes the current stream wait for both."""
+        """Makes the current stream wait for the streams of both computations."""
         for stream in self.streams:
             accelerator.module(self.device).current_stream(self.device).wait_stream(stream)

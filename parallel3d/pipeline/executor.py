@@ -1,4 +1,4 @@
-"""Runs one rank's part of a pipeline program, with any schedule and any stages, and times it."""
+"""Runs and times one rank's part of a pipeline program, for any schedule and any stages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class PipelineStage(Protocol):
-    """Runs some consecutive layers; any module can be a stage."""
+    """Some consecutive layers of the model; any module can be a stage."""
 
     def parameters(self) -> Iterable[nn.Parameter]: ...
 
@@ -48,12 +48,14 @@ class PipelineStage(Protocol):
 
         Args:
             x: the output of the previous stage; None on the first stage.
-            args: the loaded micro-batch, and the scale of the loss (None in an evaluation).
+            args: the loaded micro-batch, followed by the scale of the loss (None in an evaluation).
         """
 
 
 @dataclass
 class StageFailure:
+    """An exception that a stage raised, and where: its stage, direction and micro-batch."""
+
     where: str
     error: Exception
 
@@ -64,15 +66,19 @@ class StageFailure:
 
 
 class MicroBatches:
-    """Loads micro-batches for the forwards of a program, and keeps each until its last one.
+    """Loads micro-batches for a program, and keeps each one until its last forward has taken it.
 
-    On an accelerator a forward is queued long before it is done. `look_ahead`, called then, loads
-    and pins the next micro-batch while the device computes instead of between two forwards. The
-    first one of a step is loaded on demand: the device is still busy with the optimizer step.
+    On an accelerator the host has queued a forward long before the device has computed it.
+    `look_ahead` uses this time: it loads and pins the next micro-batch while the device computes.
+    The first micro-batch of a step is loaded on demand, because the device is then still busy with
+    the optimizer step.
     """
 
     def __init__(self, load: Loader, order: Iterable[int]) -> None:
-        """`order`: their numbers in the order of the forwards, repeated for each chunk."""
+        """Takes in `order` the micro-batch number of each forward, in the program's order.
+
+        With several chunks a number occurs once per chunk.
+        """
         self.load = load
         self.order = deque(order)
         self.held: dict[int, tuple[Any, ...]] = {}
@@ -86,6 +92,7 @@ class MicroBatches:
         return batch
 
     def look_ahead(self) -> None:
+        """Loads the micro-batch of the next forward, if it is not loaded yet."""
         if self.order and self.order[0] not in self.held:
             self.held[self.order[0]] = self.load(self.order[0])
 
@@ -93,8 +100,9 @@ class MicroBatches:
 class ActionTimes:
     """Collects the start and end of every computation of one step on this rank.
 
-    It reads the host's clock, or on an accelerator events of the compute stream. All ranks start a
-    step together, after the reductions that end the step before, so their times are comparable.
+    On a CPU the times come from the host's clock, on an accelerator from events of the compute
+    stream. All ranks start a step together, after the reductions that end the previous step, so
+    times of different ranks are comparable.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -127,10 +135,10 @@ class ActionTimes:
 
 
 class _Start(torch.autograd.Function):
-    """Starts a backward from tensors with the gradients `grads`, a list that may be filled later.
+    """Starts a backward from the tensors `ys` with the gradients in the list `grads`.
 
-    `torch.autograd.backward(ys, grads)` does the same, but imports sympy to compare the shapes, a
-    tenth of a CPU rank's start.
+    The list may be filled after the forward. `torch.autograd.backward(ys, grads)` would do the
+    same, but it imports sympy to compare the shapes, which takes a tenth of a CPU rank's start.
     """
 
     @staticmethod
@@ -144,9 +152,10 @@ class _Start(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Ends a backward: puts the gradients of the inputs in the list `grads`.
+    """Ends a backward by appending the gradients of the inputs to the list `grads`.
 
-    Unlike leaves of autograd, inputs of this node are not kept. `anchor` requires a gradient.
+    Autograd keeps its leaves alive, but not the inputs of this node. `anchor` requires a gradient,
+    so autograd records the node although the inputs require none.
     """
 
     @staticmethod
@@ -162,12 +171,14 @@ class _End(torch.autograd.Function):
 
 @dataclass
 class _Live:
-    """The traces of a forward for its backward; inputs and outputs are not kept.
+    """The ends of a forward's autograd graph, which its backward needs.
+
+    The inputs and outputs of the stage are not kept.
 
     Attributes:
-        start: the result of `_Start`.
-        given: gradients of the outputs.
-        grads: gradients of the inputs, from `_End`.
+        start: the result of `_Start`, from which the backward starts.
+        given: gradients of the outputs, filled just before the backward.
+        grads: gradients of the inputs, which `_End` fills in the backward.
     """
 
     start: Tensor
@@ -180,15 +191,19 @@ class Executor:
 
     Args:
         stages: the stages of this rank, by chunk.
-        sends: by stage number, the outputs that it sends to the next stage. `sends` and `channel`
-            may be replaced between two steps.
-        channel: the group's shared memory, if it has any.
-        keeps_failures: an exception of a stage is kept in `failure` instead of raised. This rank
-            continues with zeros to the end of the step, so that its neighbours do not wait for it.
-        offload: moves tensors that the stages save for the backward to the host.
-        without_backward: number of first stages of the pipeline with nothing to train. Their
-            backwards are empty, and no gradient is sent to them, equally on both sides.
-        turns: runs a forward and the backward after it, of another micro-batch, in turns.
+        sends: for each stage of the pipeline, the outputs that it sends to the next stage. `sends`
+            and `channel` may be replaced between two steps.
+        channel: shared memory for the messages; None sends them through the backend.
+        step_timer: times the communication and the computations; None makes a new one.
+        keeps_failures: whether an exception of a stage is kept in `failure` instead of raised. The
+            rank then continues with zeros to the end of the step, so that its neighbours do not
+            wait for it.
+        offload: moves tensors that the stages save for the backward to the host; None keeps all of
+            them on the device.
+        without_backward: number of stages at the beginning of the pipeline with nothing to train.
+            Their backwards are empty: no rank sends or expects gradients for them.
+        turns: runs a forward in turns with the backward after it if that is of another
+            micro-batch or chunk; None runs all computations one after the other.
     """
 
     def __init__(
@@ -219,13 +234,13 @@ class Executor:
         self.without_backward = without_backward
         self.failure: StageFailure | None = None
         self.last_stage = route.assignment.stages - 1
-        self.live: dict[Place, _Live] = {}  # kept from F to B or I
-        # Deferred weight gradients, kept from I to W.
+        self.live: dict[Place, _Live] = {}  # from each F to its B or I
+        # Deferred weight gradients, from each I to its W.
         self.deferred: dict[Place, list[DeferredGradient]] = {}
-        self.outbox: dict[Action, Tensor] = {}  # results, kept from their computation to their send
-        # results from a chunk of this rank to another one
+        self.outbox: dict[Action, Tensor] = {}  # results, from their computation to their send
+        # Results that one chunk of this rank makes for another one.
         self.local_handoff: dict[Action, Values] = {}
-        # received results, kept until a computation reads them
+        # Received messages, from the start of their transfer until a computation reads them.
         self.receiving: dict[Action, PendingTransfer] = {}
         # Keeps sent tensors until the transfer has ended: autograd may free an activation after its
         # backward while the transport still reads it.
@@ -244,20 +259,23 @@ class Executor:
         loss_scale: Tensor,
         before_last_backward: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Runs the forwards and backwards of one step; gradients are of loss_scale · Σ losses.
+        """Runs the forwards and backwards of one step.
+
+        The gradients are those of loss_scale · Σ losses.
 
         Args:
-            program: this rank's steps, computes and groups of messages.
-            load: micro-batch number → tensors.
+            program: this rank's part of the pipeline program: computations and groups of messages.
+            load: micro-batch number → arguments of a stage.
             loss_scale: scalar tensor, 1 / unmasked tokens of the global batch.
+            before_last_backward: called just before the last backward that is not empty.
 
-        Returns: the sum of this rank's losses (zero without the last stage), a scalar tensor.
+        Returns: the sum of this rank's losses as a scalar tensor (zero without the last stage).
         """
         return self._run(program, load, loss_scale, before_last_backward)
 
     @torch.no_grad()
     def evaluate(self, program: Sequence[Step], load: Loader) -> Tensor:
-        """Only runs forwards; returns the sum of the losses (zero without the last stage)."""
+        """Runs only forwards, and returns the sum of the losses (zero without the last stage)."""
         return self._run(program, load)
 
     def _run(
@@ -272,7 +290,7 @@ class Executor:
         batches = MicroBatches(load, (step.microbatch for step in computes if step.kind == Kind.F))
         last = next(filter(self._has_gradient, reversed(computes)), None)
         following = iter([*computes[1:], None])
-        done: Action | None = None  # a backward that has run in turns with the forward before
+        done: Action | None = None  # the last backward that ran in turns with a forward
         for step in program:
             if step is done:
                 next(following)
@@ -325,17 +343,20 @@ class Executor:
 
     @contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Counts no computation of a block by its kind, as two of them would interleave."""
+        """Does not time the computations of a `with` block by kind, because they interleave."""
         self.counts_kinds = False
         yield
         self.counts_kinds = True
 
     def _stage(self, action: Action) -> int:
-        """Returns the number of the stage that computes, sends or receives."""
+        """Returns the number of the stage that performs an action."""
         return self.route.assignment.stage(self.route.group.index, action.chunk)
 
     def _takes_gradient(self, stage: int) -> bool:
-        """Returns whether the gradient of a stage's result is sent to it, or made by its loss."""
+        """Returns whether a stage has a backward that is not empty.
+
+        Such a stage receives the gradient of its outputs; the last stage makes it from its loss.
+        """
         return stage >= self.without_backward
 
     def _has_gradient(self, step: Action) -> bool:
@@ -343,7 +364,10 @@ class Executor:
         return step.kind in (Kind.B, Kind.I) and self._takes_gradient(self._stage(step))
 
     def _is_sent(self, action: Action) -> bool:
-        """Returns whether a message of the program is sent: not a gradient that nothing reads."""
+        """Returns whether a message of the program is really sent.
+
+        Gradients for a stage whose backward is empty are not sent.
+        """
         to_earlier, stage = action.kind == Kind.SEND_B, self._stage(action)
         return not is_backward(action) or self._takes_gradient(stage - to_earlier)
 
@@ -374,13 +398,19 @@ class Executor:
             self._wait(self.sending.popleft())
 
     def _wait(self, transfer: PendingTransfer) -> None:
-        """Waits for a transfer; time above the baseline latency is idle, as the peer was late."""
+        """Waits for a transfer.
+
+        The time beyond the baseline latency counts as idle, because the peer was late.
+        """
         self.step_timer.push("pp", self._name(transfer.action, waits=True))
         transfer.work.wait()
         self.step_timer.pop(self.step_timer.baseline_latency.get("pp", math.inf))
 
     def _received(self, kind: Kind, step: Action) -> Values:
-        """Returns the result of the previous (RECV_F) or next stage (RECV_B) that `step` needs."""
+        """Returns the tensors that `step` needs from the previous or the next stage.
+
+        `kind` is RECV_F for the previous stage's outputs, RECV_B for the next stage's gradients.
+        """
         action = Action(kind, step.microbatch, step.chunk)
         if action in self.local_handoff:
             return self.local_handoff.pop(action)
@@ -389,12 +419,14 @@ class Executor:
         return self._sent(action).values(transfer.tensor)
 
     def _hand_off(self, kind: Kind, step: Action, values: Values) -> None:
-        """Gives a result to the next (SEND_F) or previous stage (SEND_B), locally or by the
-        outbox."""
+        """Passes a result to the next stage (SEND_F) or to the previous one (SEND_B).
+
+        The result takes a message through the outbox only if that stage is on another rank.
+        """
         me, (offset, received) = self.route.group.index, _NEXT[kind]
         place = self.route.assignment.neighbour(me, step.chunk, offset)
         if place is not None and place[0] == me:
-            # contiguous, like the tensors of a message
+            # A stage always gets contiguous tensors, as it would from a message.
             values = tuple(value.contiguous() for value in values)
             self.local_handoff[Action(received, step.microbatch, place[1])] = values
         else:
@@ -419,7 +451,7 @@ class Executor:
         return f"wait {listed}" if waits else listed
 
     def _attempt(self, step: Action, compute: Callable[[], T]) -> T | None:
-        """Returns the result of `compute`; None after a failure, if failures are kept."""
+        """Returns the result of `compute`, or None after a failure if failures are kept."""
         if self.failure is not None:
             return None
         try:
@@ -439,7 +471,10 @@ class Executor:
         loss_scale: Tensor | None,
         before_backward: Action | None,
     ) -> Tensor | float:
-        """Runs F; `before_backward`: the next computation if that is a backward."""
+        """Runs F and returns its loss, or 0.0 before the last stage.
+
+        `before_backward` is the computation after this one if it is a backward, else None.
+        """
         number = self._stage(step)
         trains = loss_scale is not None
         offload = self.offload if trains else None
@@ -481,13 +516,13 @@ class Executor:
             made, wanted = StageOutputs.of(out, number), self.sends[number]
             if made != wanted:
                 raise UserError(
-                    f"stage {number} made {made} of micro-batch {step.microbatch}, but must make "
-                    f"{wanted} as in the first step: the shapes of a pipeline are fixed"
+                    f"stage {number} returned {made} for micro-batch {step.microbatch}, but must "
+                    f"return {wanted} as in the first step: a pipeline's shapes are fixed"
                 )
         return as_tuple(out)
 
     def _backward(self, step: Action, loss_scale: Tensor | None) -> None:
-        """Runs B, or I, which leaves deferred weight gradients for W."""
+        """Runs B, or I, which defers the weight gradients to W."""
         place, stage = _place(step), self._stage(step)
         live = self.live.pop(place)
         if self.offload is not None:
@@ -511,7 +546,7 @@ class Executor:
         if self.turns is not None:
             self.turns.join()
         if stage > 0 and self._takes_gradient(stage - 1):
-            # Without gradients: the stage does not use its inputs, or has failed.
+            # There are no gradients if the stage does not use its inputs or has failed.
             made = tuple(live.grads) or self.sends[stage - 1].zeros(self.device)
             self._hand_off(Kind.SEND_B, step, made)
 
@@ -535,11 +570,11 @@ def _differentiate(live: _Live, grads: Values) -> None:
 
 def _run_deferred(queue: list[DeferredGradient]) -> None:
     queue.reverse()
-    while queue:  # popped, so that the operands of each are freed after it
+    while queue:  # each element is popped so that its operands are freed after its computation
         queue.pop()()
 
 
-# Kind of a send → offset of the receiving stage, and kind of the receive.
+# Kind of a send → offset of the stage that receives, and kind of the receive.
 _NEXT = {Kind.SEND_F: (1, Kind.RECV_F), Kind.SEND_B: (-1, Kind.RECV_B)}
 
 _NAMES = {

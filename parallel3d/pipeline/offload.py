@@ -1,16 +1,16 @@
-"""Keeps tensors that layers save for their backward in host memory until the program needs them.
+"""Keeps tensors that layers save for their backward in host memory until the backward needs them.
 
-    forward of a layer    saved tensors are collected; at its end they are copied to pinned slabs
-    next boundary         the compute stream waits for the copies, and the tensors are freed
-    action before the     the newest layer of the micro-batch is copied back
+    forward of a layer     saved tensors are collected, and copied to pinned slabs at its end
+    end of the next layer  the compute stream waits for the copies, and the tensors are freed
+    action before a        the micro-batch's last offloaded layer is copied back
       backward
-    backward of a layer   the compute stream waits for its copies; the preceding layer is copied
-    back
+    backward of a layer    the compute stream waits for the layer's copies, and copies of the
+                           preceding layer are queued
 
-All copies are queued on one stream, so a slab is free for the next copy as soon as its last one is
-queued, and the host never waits. On a CPU they are plain copies. In addition to the tensors that
-stay, the device holds the tensors of two layers: the one that computes and the one that is being
-copied.
+All copies are queued on one stream, so a slab can be reused as soon as its last copy is queued, and
+the host never waits. On a CPU the copies are ordinary ones. In addition to the tensors that are not
+offloaded, the device holds the tensors of two layers: one layer computes while the tensors of the
+other are copied.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ Place = tuple[int, int]  # micro-batch and chunk
 
 
 class HostSlabs:
-    """Lends pinned slabs of equal size; they are reused, and never returned to the system.
+    """Lends slabs of equal size, which are pinned on a machine with an accelerator.
+
+    The slabs are reused and never given back to the system.
 
     Attributes:
         count: slabs that exist.
@@ -57,17 +59,18 @@ class HostSlabs:
         return torch.empty(SLAB_BYTES, dtype=torch.uint8, device=self.place, pin_memory=self.pinned)
 
     def give(self, slabs: list[Tensor]) -> None:
-        """Takes slabs back whose last copy is queued, and empties the list."""
+        """Takes back slabs whose last copy is queued, and empties the list `slabs`."""
         self.free += slabs
         slabs.clear()
 
 
 class _Stored:
-    """The bytes of one storage.
+    """A storage that is offloaded.
 
     Attributes:
-        flat: the values on the device; None while they are only in slabs.
-        saved: bytes of its views that were saved.
+        nbytes: its size.
+        flat: its bytes on the device; None while they are only in slabs.
+        saved: the summed bytes of all saved views of it.
     """
 
     def __init__(self, flat: Tensor) -> None:
@@ -81,11 +84,15 @@ class _Layer:
     """The offloaded tensors of one layer for one micro-batch.
 
     Attributes:
-        earlier: the preceding layer, whose backward comes after this one's.
-        storages: by identity; emptied once their copies back are queued, so that each is freed with
-            the autograd nodes that read it.
-        slabs: bytes of the storages, one after the other.
-        copied, returned: events after the copies to the host and back.
+        host: lends the slabs.
+        earlier: the preceding offloaded layer, whose backward comes after that of this layer; None
+            if there is none or its copies back are queued.
+        storages: address → storage. The dictionary is emptied once all copies back to the device
+            are queued, so that each storage is freed with the autograd nodes that read it.
+        slabs: slabs that hold the bytes of the storages, one storage after the other.
+        copied, returned: events after the copies to the host and back to the device; None on a CPU.
+        fetched: whether the copies back are queued.
+        entered: whether the backward of the layer has begun.
     """
 
     host: HostSlabs
@@ -98,10 +105,10 @@ class _Layer:
     entered: bool = False
 
     def __del__(self) -> None:
-        self.host.give(self.slabs)  # if the backward did not run
+        self.host.give(self.slabs)  # needed if the backward did not run
 
     def pieces(self) -> Iterator[tuple[_Stored, slice, Tensor]]:
-        """Yields (storage, range of its bytes, these bytes in a slab)."""
+        """Yields (storage, range of bytes of the storage, part of a slab that holds them)."""
         at = 0
         for stored in self.storages.values():
             done = 0
@@ -113,7 +120,7 @@ class _Layer:
 
 
 class _View(NamedTuple):
-    """A saved tensor: a view of a storage."""
+    """A saved tensor, described as a view of an offloaded storage."""
 
     layer: _Layer
     stored: _Stored
@@ -124,11 +131,11 @@ class _View(NamedTuple):
 
 
 class ActivationOffload:
-    """Moves the saved tensors of layers to host memory and back; the executor says when.
+    """Moves the saved tensors of layers to host memory and back when the executor asks for it.
 
-    A storage is copied once and whole, however many views of it are saved. Small storages (below
-    OFFLOADED_BYTES), storages of which less than half is saved, parameters, and tensors that all
-    layers share stay on the device.
+    A storage is copied once and as a whole, however many views of it are saved. Some storages stay
+    on the device: small ones (below OFFLOADED_BYTES), those of which less than half is saved,
+    parameters, and tensors that several layers read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -136,15 +143,21 @@ class ActivationOffload:
         self.host = HostSlabs(device)
         self.stream: Any = None  # the first copy creates it
         self.place: Place | None = None  # the micro-batch and chunk of the running forward
-        self.turns = False  # whether the backward follows the forward directly
-        # layers of micro-batches that wait for their backward
+        self.turns = False  # whether this forward's backward is the next action
+        # The last offloaded layer of each forward that waits for its backward.
         self.newest: dict[Place, _Layer] = {}
         # Layers whose copies are queued and whose tensors are still on the device.
         self.leaving: list[_Layer] = []
 
     @contextmanager
     def forward(self, place: Place, turns: bool) -> Iterator[None]:
-        """Offloads the layers inside; `turns`: the backward of `place` is the next action."""
+        """Offloads the layers of the forward that runs in a `with` block.
+
+        Args:
+            place: micro-batch and chunk of the forward.
+            turns: whether the backward of `place` is the next action. Then the last layer is not
+                offloaded.
+        """
         self.place = place
         self.turns = turns
         try:
@@ -156,12 +169,14 @@ class ActivationOffload:
     def layer(
         self, module: nn.Module, shared: Any, *, stays: bool, is_last: bool
     ) -> Iterator[None]:
-        """Runs the forward of a layer and offloads the tensors that it saves.
+        """Offloads the tensors that the forward of a layer saves in a `with` block.
 
         Args:
-            shared: tensors that other layers read too, or tuples and objects that hold some.
-            stays: the layer is not offloaded.
-            is_last: the stage's last layer, whose backward is the first.
+            module: the layer.
+            shared: tensors that other layers read too, or tuples and objects that hold such
+                tensors. They are not offloaded.
+            stays: whether the layer is not offloaded.
+            is_last: whether it is the stage's last layer, whose backward comes first.
         """
         if self.place is None or stays or (is_last and self.turns):
             yield
@@ -174,7 +189,7 @@ class ActivationOffload:
             storage = tensor.untyped_storage()
             if storage.nbytes() < OFFLOADED_BYTES or tensor.device != self.device:
                 return tensor
-            if not resident:  # set here and not before, because FSDP2 gathers parameters inside
+            if not resident:  # not before the block, because FSDP2 gathers parameters in it
                 tensors = (*module.parameters(), *_tensors_of(shared))
                 resident.update(storage_address(t.untyped_storage()) for t in tensors)
             address = storage_address(storage)
@@ -206,7 +221,7 @@ class ActivationOffload:
             self.newest[self.place] = layer
 
     def prefetch(self, place: Place) -> None:
-        """Starts to bring back the tensors that the backward of `place` reads first."""
+        """Starts the copies back to the device that the backward of `place` needs first."""
         if place in self.newest:
             self.fetch(self.newest[place])
 
@@ -216,7 +231,7 @@ class ActivationOffload:
         self.newest.pop(place, None)
 
     def boundary(self) -> None:
-        """Frees the tensors whose copies were queued a layer or more ago."""
+        """Frees the tensors whose copies to the host are queued, once these have ended."""
         for layer in self.leaving:
             self._wait_for(layer.copied)
             for stored in layer.storages.values():
@@ -235,12 +250,13 @@ class ActivationOffload:
         self.leaving.append(layer)
 
     def fetch(self, layer: _Layer) -> None:
-        """Queues the copies of a layer back to the device, if it has left."""
+        """Queues the copies of a layer back to the device, unless its tensors are still there."""
         if layer.fetched:
             return
         layer.fetched = True
         if layer in self.leaving:
-            # The tensors are freed by autograd, so the compute stream must not pass the copies.
+            # The copies to the host still read the tensors, which autograd frees in the backward.
+            # So the compute stream has to wait for these copies first.
             self.leaving.remove(layer)
             layer.returned = layer.copied
         else:
@@ -256,12 +272,14 @@ class ActivationOffload:
         self.host.give(layer.slabs)
 
     def unpack(self, saved: Tensor | _View) -> Tensor:
-        """Returns a saved tensor; the first one of a layer fetches this layer and the preceding
-        one."""
+        """Returns a saved tensor to autograd.
+
+        The first tensor of a layer fetches the tensors of this layer and of the preceding one.
+        """
         if isinstance(saved, Tensor):
             return saved
         layer = saved.layer
-        if not layer.entered:  # its backward begins
+        if not layer.entered:  # this layer's backward begins
             layer.entered = True
             self.fetch(layer)
             self._wait_for(layer.returned)
@@ -275,7 +293,7 @@ class ActivationOffload:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Queues the copies inside behind all work queued so far."""
+        """Queues the copies of a `with` block on the copy stream, after all work queued so far."""
         if not accelerator.is_accelerator(self.device):
             yield
             return
@@ -290,7 +308,7 @@ class ActivationOffload:
         return None if self.stream is None else self.stream.record_event()
 
     def _wait_for(self, event: Any) -> None:
-        """Lets the compute stream wait for copies."""
+        """Makes the compute stream wait for an event of the copy stream, if there is one."""
         if event is not None:
             accelerator.module(self.device).current_stream(self.device).wait_event(event)
 

@@ -1,4 +1,4 @@
-"""Point-to-point messages between the ranks of a pipeline, and baseline latencies of groups."""
+"""Exchanges messages between the ranks of a pipeline, and measures latencies of groups."""
 
 from __future__ import annotations
 
@@ -39,12 +39,14 @@ Values = tuple[Tensor, ...]
 class StageOutputs:
     """Describes the outputs of a stage, and packs them into a message for the next one.
 
-    Gradients that come back have the same shapes.
+    The gradients of the outputs, which the next stage sends back, have the same shapes.
 
     Attributes:
-        shapes: the shape of one tensor, or the shapes of several tensors with one dtype.
-        slices: each member of this group sends a part of the message, which is all-gathered on the
-            next stage (Megatron-LM's scatter_gather_tensors_in_pipeline).
+        shapes: the shapes of the output tensors.
+        dtype: the dtype that all of them have.
+        slices: a group whose members hold equal outputs. Each member sends one slice of the
+            message, and the next stage all-gathers the slices (Megatron-LM's
+            scatter_gather_tensors_in_pipeline).
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -53,7 +55,7 @@ class StageOutputs:
 
     @classmethod
     def of(cls, returned: Any, stage: int) -> StageOutputs:
-        """Describes the return value of `stage`. Raises UserError if it cannot be sent."""
+        """Describes the return value of `stage`, or raises UserError if it cannot be sent."""
         values = as_tuple(returned)
         rule = f"stage {stage} of the pipeline must return a tensor or a tuple of them"
         if not values or not all(isinstance(value, Tensor) for value in values):
@@ -66,7 +68,7 @@ class StageOutputs:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a rank's message."""
+        """The shape of one rank's message."""
         numel = sum(map(math.prod, self.shapes))
         if self.slices.size > 1:
             return (numel // self.slices.size,)
@@ -76,17 +78,17 @@ class StageOutputs:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
     def message(self, values: Values) -> Tensor:
-        """Packs the tensors, or this rank's part of them."""
+        """Packs the tensors into a message, of which only this rank's slice is returned."""
         whole = values[0].contiguous()
         if len(values) > 1:
             whole = torch.cat([value.reshape(-1) for value in values])
         if self.slices.size == 1:
             return whole
-        # A copy does not keep the whole alive until it is sent.
+        # The slice is copied because a view would keep the whole tensor alive until it is sent.
         return whole.view(-1).chunk(self.slices.size)[self.slices.index].clone()
 
     def values(self, message: Tensor) -> Values:
-        """Returns the tensors of a message; collective over `slices`."""
+        """Returns the tensors of a message. The call is collective over `slices`."""
         whole = collectives.all_gather(message, self.slices)
         if len(self.shapes) == 1:
             return (whole.view(self.shapes[0]),)
@@ -107,7 +109,7 @@ def as_tuple(values: Any) -> tuple[Any, ...]:
 
 @dataclass
 class PendingTransfer:
-    """A message in flight; keeps the tensor, which must not change until `work` ends."""
+    """A message in flight. Its tensor must stay alive and unchanged until `work` ends."""
 
     action: Action
     tensor: Tensor
@@ -116,7 +118,11 @@ class PendingTransfer:
 
 @dataclass(frozen=True)
 class P2PRoute:
-    """Peers and tags of one rank's messages; `backward`: a second communicator for gradients."""
+    """The communicators, peers and tags of one rank's messages.
+
+    Attributes:
+        backward: a second communicator, for gradients; None sends them over that of `group`.
+    """
 
     group: Group
     assignment: StageAssignment
@@ -133,7 +139,7 @@ class P2PRoute:
         return self.group.ranks[self.peer(action)]
 
     def tag(self, action: Action) -> int:
-        """Returns a number that both ends of a message share, unique in a step."""
+        """Returns a message's tag, equal on both of its ends and unique within a step."""
         stage = self.assignment.stage(self.group.index, action.chunk)
         stage += {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(action.kind, 0)
         return 2 * (action.microbatch * self.assignment.stages + stage) + is_backward(action)
@@ -148,13 +154,14 @@ def post(
     route: P2PRoute,
     channel: SharedP2P | None = None,
 ) -> list[PendingTransfer]:
-    """Starts one communication group of a program: its sends and receives together.
+    """Starts all sends and receives of one communication group of a program together.
 
-    Messages go through shared memory if there is a `channel` and all of them fit. NCCL matches
-    messages by position, so messages of one direction are one batch, and the checker proves that
-    both ends have the same order; gloo also matches tags. A communicator runs on one stream, so a
-    late peer blocks every message behind it: activations and gradients have a communicator each,
-    and no receive is posted before its place in the program.
+    Messages go through shared memory if there is a `channel` and all of them fit into its slots.
+    Otherwise the messages of each communicator start as one batch. NCCL matches messages by their
+    position, so both ends need the same order, which the checker of schedules proves; gloo also
+    matches tags. A communicator runs on one stream, so a late peer blocks every message behind its
+    own. Therefore activations and gradients have separate communicators, and no receive is posted
+    before its place in the program.
     """
     works: dict[Action, Work] = {}
     shared = channel if channel and all(channel.fits(tensor) for _, tensor in messages) else None
@@ -186,22 +193,23 @@ def _start(messages: Sequence[tuple[Action, Tensor]], route: P2PRoute) -> dict[A
         for action, tensor in messages
     ]
     works = dist.batch_isend_irecv(operations)
-    if len(works) < len(operations):  # NCCL coalesces the batch into one handle
+    if len(works) < len(operations):  # NCCL returns one handle for the whole batch
         works = [works[0]] * len(operations)
     return dict(zip((action for action, _ in messages), works, strict=True))
 
 
 # Messages through shared memory, for CPU ranks of one host
 #
-# Each link (sender, receiver) has a few slots. Sending waits for a free slot, copies and signals;
-# receiving waits for the signal, copies and frees the slot. A link delivers in the order of
-# sending, in which the checker proves that a program receives.
+# Each link (sender, receiver) has a few slots. The sender waits for a free slot, copies the message
+# into it and signals; the receiver waits for the signal, copies the message out and frees the slot.
+# A link delivers messages in the order in which they are sent. The checker of schedules proves that
+# a program receives them in the same order.
 
 
 SLOT_BYTES = 4 << 20  # larger messages go through the backend
-ALIGNMENT = 64  # alignment of a slot: bytes of a cache line
-SLOTS = 4  # minimum number of messages that a sender may be ahead of its receiver
-FILLED, FREE = 0, 1  # kinds of signals about a link's slots
+ALIGNMENT = 64  # a slot's size is a multiple of a cache line's bytes
+SLOTS = 4  # smallest number of slots of a link
+FILLED, FREE = 0, 1  # kinds of signals: a slot has been filled, a slot has been freed
 
 Pair = tuple[int, int]
 
@@ -212,9 +220,11 @@ class SharedP2P:
 
     Attributes:
         links: (sender, receiver) → number of the link.
-        step_timer: counts the waits for a peer as idle.
-        sent, taken: link → number of messages sent and received.
-        expected: link → pending receives, in order.
+        slots: number of slots of each link.
+        slot_bytes: size of a slot.
+        step_timer: counts the time spent waiting for a peer as idle.
+        sent, taken: number of the link → number of messages sent and received over it.
+        expected: number of the link → its pending receives, in order.
     """
 
     memory: SharedMemory
@@ -237,9 +247,10 @@ class SharedP2P:
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
     ) -> SharedP2P | None:
-        """Opens links between the ranks of neighbouring stages; by default a rank has one stage.
+        """Opens links between the ranks of neighbouring stages.
 
-        Returns None if the ranks cannot share memory; collective over the group.
+        The call is collective over the group. It returns None if the ranks cannot share memory.
+        Without an `assignment` each rank has one stage.
         """
         if group.handle is None:
             return None
@@ -260,9 +271,10 @@ class SharedP2P:
     def of_programs(
         cls, programs: Sequence[PipelineProgram], route: P2PRoute, message: Tensor, timeout_s: float
     ) -> SharedP2P | None:
-        """Opens links with enough slots for these programs, each as large as `message`.
+        """Opens links with enough slots for these programs; each slot has the size of `message`.
 
-        Also returns None on an accelerator, and if `message` exceeds SLOT_BYTES.
+        Returns None if the ranks cannot share memory, on an accelerator, in a group of one rank,
+        and if `message` exceeds SLOT_BYTES.
         """
         group, assignment = route.group, route.assignment
         if group.size == 1 or message.device.type != "cpu" or message.nbytes > SLOT_BYTES:
@@ -276,7 +288,7 @@ class SharedP2P:
         return tensor.device.type == "cpu" and tensor.nbytes <= self.slot_bytes
 
     def send(self, tensor: Tensor, peer: int) -> Work:
-        """Copies `tensor` to member `peer`; it may change as soon as this returns."""
+        """Copies `tensor` into a slot for member `peer`, after which the tensor may change."""
         link = self.links[self.memory.index, peer]
         self._wait(peer, FREE)
         self._next_slot(link, self.sent, tensor).copy_(tensor)
@@ -290,7 +302,7 @@ class SharedP2P:
         return pending
 
     def take(self, pending: PendingReceive) -> None:
-        """Waits for the next message of a link and copies it out."""
+        """Waits for the next message of the link and copies it into the receive's tensor."""
         self._wait(pending.peer, FILLED)
         pending.tensor.copy_(self._next_slot(pending.link, self.taken, pending.tensor))
         self.memory.post(pending.peer, FREE)
@@ -307,6 +319,8 @@ class SharedP2P:
 
 @dataclass(eq=False)
 class PendingReceive:
+    """A receive from shared memory; its tensor is filled when `wait` returns."""
+
     channel: SharedP2P
     tensor: Tensor
     peer: int
@@ -322,17 +336,17 @@ class PendingReceive:
 # Baseline latencies
 
 
-LATENCY_TRIES = 5  # number of transfers; the fastest gives the baseline latency
+LATENCY_TRIES = 5  # number of transfers, of which the fastest gives the baseline latency
 
 
 def measure_baseline_latency(
     groups: ProcessGroups, message: Tensor, channel: SharedP2P | None
 ) -> dict[str, float]:
-    """Measures seconds of a transfer when no rank is late, by group; collective.
+    """Measures for each group the seconds of a transfer when no rank is late; collective.
 
-    For dp, embedding and world it times an all-reduce of one number; for pp, without shared memory,
-    half the round trip of a `message` with the slower neighbour. `StepTimer` counts longer waits as
-    idle.
+    The latency of dp, embedding and world is the time of an all-reduce of one number. That of pp is
+    half the round trip of a `message` with the slower neighbour; it is left out if the messages go
+    through shared memory. `StepTimer` counts waits beyond the latency as idle.
     """
     number = torch.zeros(1, dtype=torch.float64, device=message.device)
     latencies = {
@@ -346,7 +360,10 @@ def measure_baseline_latency(
 
 
 def _message_latency(pp: Group, message: Tensor) -> float:
-    """Pairs neighbours, first those whose lower stage is even, then the others."""
+    """Returns the seconds of a message to the slower neighbour.
+
+    Neighbours measure in pairs: first the pairs whose lower member is even, then the others.
+    """
     latencies = []
     for parity in (0, 1):
         lower = pp.index % 2 == parity

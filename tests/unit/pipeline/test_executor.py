@@ -95,7 +95,7 @@ def test_a_stage_that_fails_is_raised_or_kept_to_the_end_of_the_step(schedule: A
 
 
 def test_outputs_of_another_shape_than_the_message_are_refused() -> None:
-    sentence = r"stage 1 made torch.float64\[2, 5\] of micro-batch 0, but must make "
+    sentence = r"stage 1 returned torch.float64\[2, 5\] for micro-batch 0, but must return "
     with pytest.raises(UserError, match=sentence):
         made("shape")[0].train_step(PLANS[0].program()[0], batch, torch.tensor(0.5))
 
