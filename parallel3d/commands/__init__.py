@@ -1,1 +1,1 @@
-"""The subcommands, one file or folder each."""
+"""Contains the subcommands of `parallel3d`, each in its own file or folder."""

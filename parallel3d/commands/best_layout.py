@@ -1,7 +1,7 @@
-"""Resolves layout=auto: chooses the best layout for the launcher's ranks, or for this host's.
+"""Resolves layout=auto: chooses the best layout for a launcher's ranks, or for this host.
 
-Imports no torch. Under torchrun and srun each rank reads the same file, so all choose the same
-layout.
+The module does not import torch. Under torchrun and srun all ranks read the same cluster file, so
+that they choose the same layout.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from parallel3d.topology.cluster.discover import run_command, with_own_gpus
 
 
 def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment | None) -> Config:
-    """Returns the configuration with the best layout of the launcher's ranks, or of this host's.
+    """Returns `config` with the best layout for a launcher's ranks, or for those of this host.
 
-    Rank 0 logs the layout and the reason. Raises UserError if the machine's speed is unknown, if no
+    `place` is this rank's place under a launcher; None without one. Rank 0 logs the layout and the
+    reason for it. Raises UserError if the machine's speed is unknown, if no
     layout divides the batch, or if none fits.
     """
     check_fields(config)
@@ -49,9 +50,9 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
 
 
 def _ranks_here(asked: str, least: int) -> int:
-    """Returns the number of this host's GPUs or cores, rounded down to a multiple of `least`.
+    """Returns the number of this host's GPUs or cores as a multiple of `least`, at least one.
 
-    `asked`: the value of `device`.
+    The number is rounded down. `asked` is the value of the key `device`.
     """
     device = choose_device(asked, 1)
     most = available_cores() if device.kind == CPU else len(device.gpus)
@@ -59,12 +60,18 @@ def _ranks_here(asked: str, least: int) -> int:
 
 
 def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
-    """Raises UserError unless the cluster describes the ranks' devices; `several`: ranks on several
-    hosts."""
+    """Raises UserError unless the cluster describes the devices of the ranks.
+
+    Args:
+        cluster: the cluster to check.
+        kind: the kind of device that the ranks use.
+        several: whether the ranks are on several hosts.
+    """
     file = cluster.file
     if file is not None:
         machine = read(file)
-        # This rank may be bound to some of the host's cores, whereas a quota covers all ranks.
+        # If a launcher has bound this rank to some of the host's cores, all cores count; a quota,
+        # by contrast, limits all ranks together.
         bound = os.cpu_count() == machine.made.count and available_cores() == cores()
         count = machine.made.count if bound else available_cores()
         check_device(machine, file, kind, device_name(kind), count)
@@ -88,9 +95,9 @@ def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
 
 
 def _first_allowed(plan: Plan, keys: set[str]) -> tuple[int, Config]:
-    """Returns the best layout that passes the run's checks.
+    """Returns the best layout that a run would accept: its number and its configuration.
 
-    If none passes, raises the UserError of the very best one.
+    Raises the UserError about the best layout of all if a run would accept none.
     """
     refused: UserError | None = None
     given = {key: getattr(plan.config, key) for key in ("zero", "vpp", "sp") if key in keys}
@@ -104,7 +111,7 @@ def _first_allowed(plan: Plan, keys: set[str]) -> tuple[int, Config]:
 
 
 def _summary(plan: Plan, first: int) -> str:
-    """Returns one line with the chosen layout, its price, and the best of another row."""
+    """Returns a line about the chosen layout, its price, and the best layout with other sizes."""
     priced, choice = plan.priced, plan.priced.choices[first]
     fit = f"{len(priced.order)} layouts"
     if plan.bounded < len(priced.choices):

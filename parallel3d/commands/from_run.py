@@ -1,4 +1,7 @@
-"""Finds the run, its model and its checkpoints for `parallel3d generate` and `eval`; no torch."""
+"""Prepares `parallel3d generate` and `eval`: finds the run, its model and its checkpoints.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from parallel3d.run.local_workers import run_here
 from parallel3d.topology.assumptions import check_free
 
 GENERATE, EVAL = "generate", "eval"
-# Keys that may be set; the run gives all other keys.
+# Keys that the command line may set; all others come from the run.
 MAY_BE_SET = {
     GENERATE: ("run", "runs_dir", "prompt", "tp", "pp", "device", "seed", "generate.*", "launch.*"),
     EVAL: (
@@ -37,8 +40,10 @@ MAY_BE_SET = {
 
 
 def take_prompt(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """Returns overrides without prompt=…, and the prompt with its blanks, which Hydra would
-    strip."""
+    """Returns the overrides without prompt=…, and the prompt; None if it is not given.
+
+    The prompt is taken out because Hydra would strip its blanks. The last one counts.
+    """
     prompts = [word.removeprefix("prompt=") for word in arguments if word.startswith("prompt=")]
     rest = [word for word in arguments if not word.startswith("prompt=")]
     return rest, prompts[-1] if prompts else None
@@ -47,13 +52,18 @@ def take_prompt(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 def config_from_run(
     app: str, config: CommandConfig, overrides: Sequence[str], world_size: int | None
 ) -> CommandConfig:
-    """Returns the checked configuration of GENERATE or EVAL on a run.
+    """Returns the checked configuration of `app`, GENERATE or EVAL, on a run.
 
-    For EVAL, dp takes the remaining ranks of a launcher's `world_size`.
+    Args:
+        app: the subcommand.
+        config: the configuration from the command line.
+        overrides: the overrides of the command line.
+        world_size: number of ranks that a launcher started; None without a launcher. For EVAL, dp
+            takes the ranks that the other dimensions leave, unless dp is given.
 
     Raises:
-        UserError: no such run, no checkpoint, a key that only training may set, invalid rows, or a
-            file of results that exists.
+        UserError: if there is no such run or checkpoint, if an override sets a key that comes from
+            the run, if a row is invalid, or if the file for the scores exists.
     """
     for word in overrides:
         key = word.partition("=")[0].lstrip("+~")
@@ -75,8 +85,10 @@ def config_from_run(
 
 
 def _check_rows(keys: EvalConfig) -> None:
-    """Checks the rows and prints notices about them. Raises UserError for invalid rows, and for a
-    file of scores that exists."""
+    """Checks the rows and prints notices about them.
+
+    Raises UserError if the rows are missing or invalid, or if the file for the scores exists.
+    """
     if keys.tasks is None:
         raise UserError(
             "eval needs tasks=…, a jsonl of rows, as in: eval run=my_run tasks=questions.jsonl"
@@ -91,30 +103,31 @@ def run_on_checkpoint(app: str, config: CommandConfig) -> int:
     """Runs `app` on a checkpoint of the run, on all ranks of the layout; returns the exit code."""
     device = choose_device(config.device, config.world_size)
     check_numerics(device.kind, config.precision.name, os.environ)
-    # Failures go to a separate folder, so that nothing is added to the run.
+    # Reports of failures go to a temporary folder, so that nothing is added to the run's.
     folder = Path(tempfile.mkdtemp(prefix=f"parallel3d-{app}-"))
     code = None
     try:
         code = run_here(app, config, folder, device)
     finally:
-        if code != 1:  # it is kept after a failure, since it holds the traceback
+        if code != 1:  # after a failure the folder is kept, because it holds the traceback
             shutil.rmtree(folder, ignore_errors=True)
     return code
 
 
 def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> CommandConfig:
-    """Returns `config` with the run's model and tokenizer, checked. Raises UserError.
+    """Returns `config`, checked, with the model and the tokenizer of the run.
 
-    `world_size`: number of a launcher's ranks.
+    `world_size` is the number of ranks that a launcher started; None without a launcher. Raises
+    UserError if there is no such run, or if its model does not fit the other keys.
     """
     run = _config_there(app, config.runs_dir, config.run)
-    # The tokenizer is named by a path that ranks in other folders can open.
+    # The path is absolute, so that ranks with another working directory can open it.
     own = Path(config.runs_dir, str(config.run), FOLDER)
     tokenizer = tokenizer_of(run.data, own.parent)
     check_vocabulary(tokenizer.vocab_size, run.model.vocab_size, tokenizer.name)
     name = str(own.absolute()) if own.is_dir() else tokenizer.name
     values = {
-        # Training requires sp for experts with tp; decoding never uses sequence parallelism.
+        # `check_config` demands sp for experts with tp; decoding itself never uses it.
         "sp": run.model.num_experts > 0 and config.tp > 1,
         "micro_batch_size": 1,
         "global_batch_size": config.dp or 1,
@@ -127,8 +140,11 @@ def of_run(app: str, config: CommandConfig, world_size: int | None = None) -> Co
 
 
 def _config_there(app: str, runs_dir: str, run: str | None) -> Config:
-    """Returns the configuration of the run. Raises UserError if there is no run, or it has no
-    configuration."""
+    """Returns the configuration of the run.
+
+    Raises UserError if no run is named, if it does not exist, or if it has no configuration that
+    can be read.
+    """
     runs = Path(runs_dir)
     if run is None:
         known = run_names(runs)
@@ -145,9 +161,9 @@ def _config_there(app: str, runs_dir: str, run: str | None) -> Config:
 
 
 def checkpoints_of(run_dir: Path, keys: GenerateConfig | EvalConfig) -> list[Path]:
-    """Returns the run's checkpoints, newest first, or the one of the chosen step.
+    """Returns the folders of the run's checkpoints, the newest first, or only the chosen step's.
 
-    Raises UserError if there is none.
+    Raises UserError if there are none, or if the average of the weights is chosen but missing.
     """
     try:
         folders = list_checkpoints(run_dir)

@@ -1,7 +1,7 @@
-"""Generates text from a run's newest good checkpoint, on every rank of `parallel3d generate`.
+"""Generates text from a checkpoint of a run, on every rank of `parallel3d generate`.
 
-Every layout draws the same tokens: logits agree up to rounding, and one rank draws for all, in
-fp64, from random numbers that depend only on the seed.
+All layouts draw the same tokens, because their logits agree up to rounding, and one rank draws for
+all others in fp64, from random numbers that depend only on the seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from parallel3d.run.launch import Worker
 
 
 def generate(config: CommandConfig, worker: Worker) -> None:
-    """Writes the prompt and its continuation to stdout. Raises UserError without a checkpoint."""
+    """Writes the prompt and its continuation to stdout.
+
+    Raises UserError if the run has no checkpoint that can be loaded.
+    """
     worker.phase = "making process groups"
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     device = torch.device(worker.device)
@@ -45,7 +48,7 @@ def generate(config: CommandConfig, worker: Worker) -> None:
     worker.phase = "generating"
     tokenizer = open_tokenizer(config.data.tokenizer or BYTE)
     decoding = Decoding(tokenizer)
-    prompt = os.fsencode(config.prompt)  # exactly the bytes of the command line
+    prompt = os.fsencode(config.prompt)  # restores exactly the bytes of the command line
     speaks, last = worker.rank == 0, "\n"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -64,7 +67,7 @@ def generate(config: CommandConfig, worker: Worker) -> None:
         logits = decoder.logits(tokens)
         token = torch.zeros((), dtype=torch.int64, device=device)
         if groups.is_last_stage and groups.tp.index == 0:
-            assert logits is not None  # only the last stage has logits
+            assert logits is not None  # the last stage has logits
             token += sampler.draw(logits[: tokenizer.vocab_size])
         if groups.world.size > 1:
             dist.broadcast(token, src=groups.world.size - groups.tp.size)
@@ -82,9 +85,9 @@ def generate(config: CommandConfig, worker: Worker) -> None:
 def load_newest(
     run_dir: Path, keys: GenerateConfig | EvalConfig, stage: Stage, groups: ProcessGroups
 ) -> Manifest:
-    """Fills `stage` from the newest complete checkpoint, or the chosen step's; collective.
+    """Fills `stage` from the newest intact checkpoint, or from that of `keys.step`; collective.
 
-    Raises UserError if there is none.
+    Returns the manifest of the checkpoint. Raises UserError if there is none.
     """
     state = state_of(stage, keys.weights)
     folders = checkpoints_of(run_dir, keys)
@@ -104,8 +107,11 @@ def load_newest(
 
 
 def state_of(stage: Stage, weights: str = "model") -> dict[str, TensorChunks]:
-    """Returns the chunks of a stage's parameters and routers' biases, to be filled in place; see
-    `KINDS`."""
+    """Returns the tensors of a stage by their names in a checkpoint, to be filled in place.
+
+    These are the parameters and the biases of routers. `weights` is a key of `KINDS`: the model's
+    own weights, or their moving average.
+    """
     state: dict[str, TensorChunks] = {}
     for parameter in stage.parameters():
         for shard in spec_of(parameter).shards:
@@ -128,17 +134,18 @@ class TokenSampler:
         self.stream = torch.Generator().manual_seed(seed)
 
     def draw(self, logits: Tensor) -> int:
-        """Draws a token of logits (tokens,) from softmax(logits / temperature) over the top_k.
+        """Draws a token from softmax(logits / temperature) over the top_k likeliest tokens.
 
-        It is the first token whose cumulated probability exceeds a uniform number, in fp64. Logits
-        that differ by rounding give the same token, unless the number falls in between.
+        `logits` has shape (tokens,). The result is the first token whose cumulative probability, in
+        fp64, exceeds a uniform random number. Logits that differ only by rounding therefore give
+        the same token, unless the number falls between their cumulative probabilities.
         """
         wide = logits.to("cpu", torch.float64)
         number = torch.rand((), dtype=torch.float64, generator=self.stream)
         if self.settings.temperature == 0:
             return int(wide.argmax())
         top_k = min(self.settings.top_k or len(wide), len(wide))
-        kept = wide.topk(top_k).indices.sort().values  # sorted by the vocabulary's order
+        kept = wide.topk(top_k).indices.sort().values  # in the order of the vocabulary
         chances = torch.softmax(wide[kept] / self.settings.temperature, 0).cumsum(0)
         place = int(torch.searchsorted(chances, number * chances[-1], right=True))
         return int(kept[min(place, top_k - 1)])

@@ -1,4 +1,4 @@
-"""Declares the configuration of subcommands: a run's keys, and the options of each subcommand."""
+"""Declares the keys of all subcommands: those of a run, and the options of each subcommand."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class PlanConfig:
 
 @dataclass
 class CommandConfig(Config):
-    """The keys of a run, and the options of subcommands other than `train`."""
+    """The keys of a run together with the options of subcommands other than `train`."""
 
     prompt: str = key(
         "\n", "generate: the text to continue, with all its blanks", resume=FREE, once=True

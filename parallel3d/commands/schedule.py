@@ -1,4 +1,4 @@
-"""Draws and checks one schedule, and compares all of them (`parallel3d schedule`). No torch."""
+"""Draws one schedule and compares all of them (`parallel3d schedule`), without torch."""
 
 from __future__ import annotations
 
@@ -33,13 +33,21 @@ from parallel3d.text import aligned
 from parallel3d.topology.assumptions import check_free, write
 
 MADE_BY = "parallel3d schedule"
-# Memory caps in the table, in addition to 1F1B's, if the user gives none.
+# Memory limits, relative to 1F1B's peak, of further rows if the user gives no schedule.memory.
 MORE_MEMORY = (1.25, 1.5)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The schedule to draw, its check and timeline, and the rows of the table."""
+    """The schedule to draw, and the rows of the table.
+
+    Attributes:
+        choice: the schedule to draw, with its measures.
+        report: the result of checking it.
+        timeline: the times of its actions.
+        unread: maximum number of unread messages from one rank to another.
+        rows: all schedules of the table.
+    """
 
     choice: ScheduleChoice
     report: Walk
@@ -49,7 +57,10 @@ class Shown:
 
 
 def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
-    """Prints the timeline and the table; writes the files asked for. Raises UserError."""
+    """Prints the timeline and the table, and writes the requested files; returns the exit code, 0.
+
+    Raises UserError for an impossible configuration, and for a file that must not be overwritten.
+    """
     check_fields(config)
     keys = config.schedule
     check_free("schedule.svg", keys.svg, "data-by='parallel3d schedule'", MADE_BY)
@@ -68,7 +79,10 @@ def schedule(config: Config, _typed: Sequence[str] = ()) -> int:
 
 
 def find(config: Config) -> Shown:
-    """Makes, checks and times the requested schedule and all others."""
+    """Makes, checks and times the requested schedule, and measures all others for the table.
+
+    Raises UserError for an impossible configuration.
+    """
     check_work(config.schedule.costs)
     keys, ranks, chunks = config.schedule, config.pp, config.vpp
     count = keys.num_microbatches
@@ -85,7 +99,7 @@ def find(config: Config) -> Shown:
     forward, input, weight = keys.costs
     work = RankWork(forward, input, weight, keys.hop, weights)
     given = None
-    if keys.name != "auto":  # a one-chunk schedule leaves vpp to the other rows of the table
+    if keys.name != "auto":  # a one-chunk schedule ignores vpp
         given = wanted(keys.name, ranks, count, 1 if keys.name in ONE_CHUNK else chunks, keys.file)
         if not work.fits(given.assignment):
             stages, layers = given.assignment.stages, config.model.num_layers
@@ -113,7 +127,7 @@ def find(config: Config) -> Shown:
 
 
 def text(keys: ScheduleConfig, found: Shown) -> str:
-    """Returns the text for the terminal."""
+    """Returns the report for the terminal: the timeline, the checks and the table."""
     choice, report = found.choice, found.report
     placed = choice.schedule.assignment
     width = shutil.get_terminal_size((120, 40)).columns
@@ -136,7 +150,7 @@ def text(keys: ScheduleConfig, found: Shown) -> str:
 
 
 def heading(keys: ScheduleConfig, found: Shown) -> str:
-    """Formats name, sizes and costs in one line."""
+    """Formats the name, the sizes and the costs of the schedule in one line."""
     made = found.choice.schedule
     placed = made.assignment
     shape = "as a V" if placed.shape == "v" else "in loops"
@@ -161,14 +175,14 @@ def _table(found: Shown) -> list[str]:
 
 
 def row_name(row: ScheduleChoice) -> str:
-    """Returns the name of a row's schedule; for auto, also the name of the chosen one."""
+    """Returns the name of a row; a row of auto also names the schedule that auto chose."""
     if not row.why:
         return row.schedule.name
     return "auto" if row.schedule.name == "auto" else f"auto: {row.schedule.name}"
 
 
 def facts(keys: ScheduleConfig, found: Shown, pp: int, vpp: int) -> dict[str, Any]:
-    """Returns the table as plain data: `schedules` has one row per schedule."""
+    """Returns the table as plain data for JSON; `schedules` has an entry for each row."""
     return {
         "made_by": MADE_BY,
         "pp": pp,

@@ -1,4 +1,4 @@
-"""Maps ranks onto a cluster and prices their groups (`parallel3d topology`). No torch."""
+"""Maps ranks onto a cluster and prices their groups (`parallel3d topology`), without torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from parallel3d.topology.report import MADE_BY, facts_of, make_report, picture_o
 
 
 def topology(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
-    """Prints the groups, their price and warnings; writes the files asked for.
+    """Prints the groups with their prices and warnings, and writes the requested files.
 
-    `typed`: the overrides, which are the user's choices; with None all keys count as chosen.
-    Returns the exit code, 0. Raises UserError for an impossible configuration.
+    `typed` has the overrides of the command line, whose keys count as the user's choices; if it is
+    None, all keys do. Returns the exit code, 0. Raises UserError for an impossible configuration.
     """
     svg, json_file = config.topology.svg, config.topology.json
     check_free("topology.svg", svg, "data-by='parallel3d'", MADE_BY)

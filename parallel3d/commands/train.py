@@ -39,14 +39,15 @@ from parallel3d.trainer import Trainer
 
 
 def train(config: Config, worker: Worker) -> None:
-    """Trains `config.train_steps` steps; torch.distributed is initialised, the config checked.
+    """Trains until `config.train_steps` steps are done, or resumes a run that has checkpoints.
 
-    A run with checkpoints resumes from its newest good one. Rank 0 writes `metrics.jsonl`,
+    It needs a checked configuration and an initialised torch.distributed. A run resumes from its
+    newest intact checkpoint. Rank 0 writes `metrics.jsonl`,
     `summary.json` and, with `train.save_weights`, `weights-initial.safetensors` and
     `weights-final.safetensors` into the run directory.
 
     Raises:
-        TrainingFailure: the last checkpoint could not be written.
+        TrainingFailure: if the last checkpoint could not be written.
     """
     device = torch.device(worker.device)
     groups = make_groups(config, worker, device)
@@ -75,7 +76,7 @@ def train(config: Config, worker: Worker) -> None:
             is_saved = run(trainer, worker, checkpoints, facts | begun_with)
             worker.phase = "closing the process groups"
             watchdog.resume()
-    groups.close()  # collective with NCCL, so a missing rank can hang here
+    groups.close()  # with NCCL this is collective, so that a missing rank makes it hang
     watchdog.stop()
     if not is_saved and not worker.stopped:
         raise TrainingFailure("the steps are done, but the last checkpoint was not written")
@@ -98,9 +99,10 @@ def make_groups(config: Config, worker: Worker, device: torch.device) -> Process
 
 
 def choose_style(config: Config, worker: Worker) -> Config:
-    """Returns the configuration with the cheapest style for context_parallel.style=auto.
+    """Returns `config` with context_parallel.style=auto replaced by the style of the lowest price.
 
-    The choice is equal on all ranks, and rank 0 logs its price.
+    All ranks choose the same style, and rank 0 logs the prices. With cp=1 or another style,
+    `config` is returned as it is.
     """
     if config.cp == 1 or config.context_parallel.style != "auto":
         return config
@@ -116,7 +118,7 @@ def choose_style(config: Config, worker: Worker) -> Config:
 
 
 def typed_length(train: TrainConfig) -> str:
-    """Returns the key that gives the length of the run."""
+    """Returns which key gives the length of the run: epochs, tokens or steps."""
     given = (key for key in ("epochs", "tokens") if getattr(train, key) is not None)
     return next(given, "steps")
 
@@ -126,15 +128,16 @@ def take_initial_weights(
 ) -> dict[str, str]:
     """Loads the weights of `init_from`, unless a checkpoint of the run was restored.
 
-    Returns a line of the header with the source. Raises UserError if the learning-rate schedule
-    does not fit the number of steps, which is known only now.
+    Returns the header's line about the source by its name; {} if nothing was loaded. Raises
+    UserError if the learning-rate schedule does not fit the number of steps, which is known only
+    after the data was opened.
     """
     config, optim = trainer.config, trainer.config.optim
     check_schedule_of_rate(optim, optim.lr_decay_steps or trainer.length.end)
     if checkpoints.resumed:
         return {}
     if worker.rank == 0:
-        # an earlier start that saved nothing may have left it
+        # An earlier start that was killed before its first checkpoint may have left these.
         (worker.run_dir / KEPT_FILE).unlink(missing_ok=True)
         shutil.rmtree(worker.run_dir / KEPT_FOLDER, ignore_errors=True)
     if config.init_from is None:
@@ -149,7 +152,10 @@ def take_initial_weights(
 
 
 def is_over(trainer: Trainer, worker: Worker, first_step: int, length_key: str) -> bool:
-    """Returns whether an earlier start has done all steps; rank 0 logs it."""
+    """Returns whether an earlier start has finished the run, in which case rank 0 logs a line.
+
+    `length_key` is the key of `train` that would continue the run (`typed_length`).
+    """
     if first_step <= trainer.length.last_step or status(worker.run_dir) != "finished":
         return False
     if worker.rank == 0:
@@ -161,7 +167,7 @@ def is_over(trainer: Trainer, worker: Worker, first_step: int, length_key: str) 
 def run(
     trainer: Trainer, worker: Worker, checkpoints: Checkpoints, facts: Mapping[str, str]
 ) -> bool:
-    """Runs the steps and saves at the end; `facts`: lines of the header.
+    """Runs the remaining steps and saves the results; `facts` has further lines of the header.
 
     Returns whether the last checkpoint was written.
     """
@@ -178,7 +184,7 @@ def run(
         else nullcontext() as recorder
     ):
         watchdog.resume()
-        dist.barrier()  # the others wait, as rank 0 measures a CPU's peak alone
+        dist.barrier()  # other ranks wait idle while rank 0 measures the peak of a CPU
         if recorder is not None:
             recorder.start(facts, checkpoints.lines)
         steps = Run(trainer, worker, recorder, checkpoints, first, trainer.length.last_step)
@@ -193,12 +199,12 @@ def run(
         else:
             save_weights(trainer, worker, "weights-final.safetensors")
             if recorder is not None and not is_saved:
-                recorder.finish("failed")  # a finished run without a checkpoint cannot be resumed
+                recorder.finish("failed")  # without a checkpoint, "finished" would be final
     return is_saved
 
 
 def record_totals(trainer: Trainer, recorder: Recorder | None) -> None:
-    """Records the breakdown of steps and the peak memory of all ranks; collective."""
+    """Records where the time of steps went and the peak memory of every rank; collective."""
     times = trainer.step_times()
     peaks = all_gather_json(
         peak_memory(trainer.device), trainer.groups.world.handle, trainer.device

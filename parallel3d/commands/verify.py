@@ -1,13 +1,15 @@
 """Verifies that a layout trains the same model as one process (`parallel3d verify`).
 
-The layout and a single process start from the same weights, read the same samples and are compared
-after every step: loss, gradient norm, and every shard of every rank (replicas and tied copies too).
-They run in fp64, where only a mistake makes a difference, and in the run's own precision; with SGD,
-because Adam hides a wrong gradient scale, and with AdamW.
+The layout and a single process start from the same weights and read the same samples. After every
+step their losses, their gradient norms and every shard of every rank are compared, replicas and
+tied copies included. They run in fp64, where only a mistake causes a difference beyond rounding,
+and in the run's own precision. Both SGD and AdamW are used, because Adam hides a wrong gradient
+scale.
 
-With experts, the choices of both are compared as well. Below fp64, rounding decides between close
-scores, so the layout runs twice: once freely, where flips are counted and only the loss is checked,
-coarsely; and once with the choices of the single process, where the usual bounds hold.
+If the model has experts, the routers' choices are compared as well. In precisions below fp64,
+rounding decides between close scores, so the layout runs twice: once freely, where differing
+choices are counted and the loss is checked only coarsely; and once with the choices of the single
+process, where the usual bounds hold.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ from parallel3d.trainer import StepResult, Trainer
 
 
 class Tolerance(NamedTuple):
-    """Largest relative differences of losses, gradient norms, and parameters (to their scale).
+    """The largest allowed relative differences of losses, gradient norms and parameters.
 
-    With None for `weights`, differences of parameters are reported but not checked.
+    Differences of parameters are relative to their scale (see `differences`); if `weights` is None,
+    they are reported but not checked.
     """
 
     loss: float
@@ -56,25 +59,28 @@ class Tolerance(NamedTuple):
 
 EXACT = Tolerance(1e-9, 1e-9, 1e-9)
 ROUNDED = Tolerance(1e-5, 1e-4, 1e-4)
-# AdamW divides by the gradient's size. Where a gradient is rounding noise, its sign changes the
-# weight by a whole learning rate, so in precisions below fp64 such differences do not show a
-# mistake.
+# AdamW divides a gradient by its own magnitude. If a gradient is only rounding noise, it therefore
+# moves its weight by a whole learning rate, in a random direction. In precisions below fp64 such
+# differences of weights do not indicate a mistake.
 ROUNDED_ADAM = Tolerance(1e-5, 1e-4, None)
-# Partial sums are rounded to 8 (bf16) or 11 (fp16) bits, and which sums these are depends on the
-# layout.
+# Partial sums are rounded to 8 bits (bf16) or 11 bits (fp16), and the layout determines which
+# partial sums exist.
 COARSE = Tolerance(1e-2, 1e-1, None)
 
-# A flipped choice sends a token through another expert, which changes its loss, and the gradients
-# of both experts.
+# A flipped choice sends a token through another expert, which changes the token's loss and the
+# gradients of both experts.
 FLIPPED = Tolerance(1e-2, math.inf, None)
-# layouts may disagree, even in fp64, about the order of scores that are closer than this
+# Even in fp64, layouts may order two scores differently if they are closer than this.
 UNDECIDED = 1e-9
 
 SGD = OptimConfig(name="sgd", lr=0.05, weight_decay=0.0, clip_grad=0.0, lr_decay_style="constant")
 
 
 class ShardDifference(NamedTuple):
-    """A shard's largest |difference|, divided by the parameter's scale (see `differences`)."""
+    """The largest absolute difference in a shard, divided by the parameter's scale.
+
+    `differences` defines this scale.
+    """
 
     difference: float
     name: str
@@ -82,14 +88,19 @@ class ShardDifference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """One step of the layout and of the single process.
+    """The results of one step under the layout and in the single process.
 
     Attributes:
+        precision: the compute precision of both.
+        optimizer: the optimizer of both.
+        step: the number of the step, from 1; 0 for the comparison before the first step.
+        layout: the losses and norms under the layout.
+        single: the losses and norms of the single process.
         worst: the shard that differs most.
-        failure: a sentence on differences beyond the tolerance; None: there are none.
-        flips: differences in the choices of experts; None without experts.
-        replays: the layout used the choices of the single process.
-        is_undecided: `failure` is a choice of experts that is up to rounding.
+        failure: a sentence on the differences beyond the tolerance; None if there are none.
+        flips: the differences between the choices of experts; None without experts.
+        replays: whether the layout used the choices of the single process.
+        is_undecided: whether `failure` reports only a choice of experts that rounding decides.
     """
 
     precision: str
@@ -105,8 +116,10 @@ class Comparison(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """A training run to compare; `replays`: the layout uses the single process's choices of
-    experts."""
+    """A configuration in which the layout and the single process are compared.
+
+    If `replays` is true, the layout uses the choices of experts of the single process.
+    """
 
     config: Config
     tolerance: Tolerance
@@ -119,8 +132,10 @@ def verify_command(config: CommandConfig, worker: Worker) -> int:
 
 
 def verify(config: Config, worker: Worker, steps: int = VerifyConfig().steps) -> int:
-    """Runs all comparisons, `steps` steps each; returns 0 if the layout is exact, else 1.
-    Collective."""
+    """Compares every variant for `steps` steps; collective.
+
+    Returns 1 on rank 0 if the layout changes the model or a comparison is undecided, else 0.
+    """
     console = Console(stderr=False) if worker.rank == 0 else None
     corpus = open_corpus(config.data, config.model.seq_length, vocab_size=config.model.vocab_size)
     sources = corpus.sources(config.model, config.data, config.seed)
@@ -189,9 +204,12 @@ def report(layout: Layout, sp: bool, rows: list[Comparison], failure: str | None
 
 
 def variants(config: Config, steps: int) -> Iterator[Variant]:
-    """Yields the config in fp64 and in its own precision, with SGD and with AdamW; with experts
-    below fp64 twice, with free and with replayed choices."""
-    own = dataclasses.replace(  # so that learning rates equal the real run's in its first steps
+    """Yields the variants to compare: in fp64 and in the run's own precision, with each optimizer.
+
+    The optimizers are SGD, AdamW and the run's own. If the model has experts, each variant below
+    fp64 comes twice, with free and with replayed choices.
+    """
+    own = dataclasses.replace(  # so that learning rates equal those of the real run's first steps
         config.optim, lr_decay_steps=config.optim.lr_decay_steps or config.train_steps
     )
     optimizers = {"sgd": SGD, "adamw": OptimConfig(lr_decay_style="constant"), own.name: own}
@@ -206,7 +224,7 @@ def variants(config: Config, steps: int) -> Iterator[Variant]:
     if config.precision.name == "fp64":
         return
     for name, optim in optimizers.items():
-        # Muon uses AdamW for other parameters.
+        # Muon counts as AdamW here, because it steps some parameters by AdamW.
         tolerance = ROUNDED if name == "sgd" else ROUNDED_ADAM
         tolerance = COARSE if config.precision.name in HALF_PRECISION else tolerance
         own_precision = dataclasses.replace(config, optim=optim)
@@ -221,9 +239,9 @@ def compare(
     device: torch.device,
     corpus: Corpus | Blend,
 ) -> Iterator[Comparison]:
-    """Steps the layout and, on rank 0, one process, until the first difference.
+    """Trains under the layout and, on rank 0, in a single process, until the first failure.
 
-    Yields the comparisons on rank 0; collective.
+    Yields a comparison after each step, on rank 0 only; collective.
     """
     config, tolerance, replays = variant
     trainer = Trainer(config, groups, device, corpus)
@@ -234,7 +252,7 @@ def compare(
         expected = result = StepResult(0, 0.0, 0.0, 0.0, 0)
         found_flips = None
         if step:
-            theirs = _watched(trainer)  # ranks without the single process receive its choices
+            theirs = _watched(trainer)  # on other ranks it receives the choices of rank 0
             if single is not None:
                 theirs = _watched(single)
                 expected = single.train_step()
@@ -245,7 +263,7 @@ def compare(
             if ours is not None and theirs is not None:
                 of_all_ranks = ours.gathered(groups.world)
                 found_flips = None if single is None else flips(of_all_ranks, theirs)
-        # with zero=1 the parameters' all-gather overlaps with the next forward
+        # With zero=1 the all-gather of the parameters overlaps with the next forward pass.
         trainer.data_parallel.wait_for_all_gathers()
         shards = gather_shards(trainer.parameters.values(), groups)
         differs = False
@@ -269,7 +287,10 @@ def compare(
 
 
 def _watched(trainer: Trainer) -> Choices | None:
-    """Returns a record for the choices of the trainer's next step; None without experts."""
+    """Returns an empty record that the trainer's next step fills with the choices of experts.
+
+    Returns None if the model has no experts.
+    """
     balance, config = trainer.balance, trainer.config
     if balance is None:
         return None
@@ -284,8 +305,11 @@ def _watched(trainer: Trainer) -> Choices | None:
 
 
 def _undecided(step: int, found: Flips) -> str | None:
-    """Returns a sentence if choices differ in fp64, but only where scores are equal up to rounding;
-    else None."""
+    """Returns a sentence if the first differing choice in fp64 is between nearly equal scores.
+
+    Returns None if no choice differs, or if the scores of the first one differ by more than
+    rounding.
+    """
     if found.first is None or found.first[3] >= UNDECIDED:
         return None
     layer, sample, position, margin = found.first
@@ -296,8 +320,10 @@ def _undecided(step: int, found: Flips) -> str | None:
 
 
 def _judged_choices(step: int, found: Flips, failure: str | None) -> str | None:
-    """Returns a sentence on the differences in fp64, given those in choices and those in everything
-    else."""
+    """Returns a sentence on differing choices in fp64 and on `failure`, the other differences.
+
+    Returns `failure` itself if no choice differs.
+    """
     if found.first is None:
         return failure
     layer, sample, position, margin = found.first
@@ -309,11 +335,12 @@ def _judged_choices(step: int, found: Flips, failure: str | None) -> str | None:
 def differences(
     shards: list[tuple[int, ShardSpec, Tensor]], expected: dict[str, Tensor], init_std: float
 ) -> list[ShardDifference]:
-    """Compares every shard of every rank with the single process's tensor; NaN counts as inf.
+    """Compares every shard of every rank with the tensor of the single process.
 
-    A parameter's scale is its largest value, but at least the std of initial weights: the bias of
-    the keys has no gradient (softmax cancels it) and only holds rounding noise. The result is in
-    the order of the model's parameters, then of the ranks.
+    A difference is divided by the parameter's scale; NaN counts as infinite. The scale is the
+    parameter's largest magnitude, but at least the standard deviation of initial weights, because
+    the bias of the keys has no gradient (softmax cancels it) and holds only rounding noise. The
+    result is sorted by the order of the model's parameters, then by rank.
     """
     found = []
     for rank, spec, values in shards:
@@ -337,12 +364,15 @@ def judge(
     tolerance: Tolerance,
     grid: Layout,
 ) -> str | None:
-    """Returns the differences beyond the tolerance as a sentence, or None."""
+    """Returns a sentence on the differences beyond the tolerance; None if there are none.
+
+    `found` has the differences of all shards, and `grid` is the layout, which names ranks.
+    """
     moment = f"after step {step}" if step else "before the first step"
     parts = []
     for name, limit in (("loss", tolerance.loss), ("grad_norm", tolerance.grad_norm)):
         a, b = getattr(layout, name), getattr(single, name)
-        if a is None and b is None:  # both are NaN: neither found a token to learn from
+        if a is None and b is None:  # both lack a loss, as no token was to be learned
             continue
         if a is None or b is None:
             parts.append(f"{name} is {a} under the layout and {b} in one process")
@@ -383,7 +413,7 @@ def table(rows: list[Comparison], layout: Layout) -> Table:
 
 
 def _captions(rows: list[Comparison]) -> list[str]:
-    """Returns lines on the choices of experts in these steps."""
+    """Returns lines on the differing choices of experts; [] without experts."""
     found = [row.flips for row in rows if row.flips is not None]
     if not found:
         return []

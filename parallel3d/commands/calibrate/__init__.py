@@ -1,1 +1,1 @@
-"""`parallel3d calibrate`: measures this machine into a cluster file."""
+"""Implements `parallel3d calibrate`, which measures this machine and writes a cluster file."""

@@ -1,4 +1,4 @@
-"""Checks `parallel3d calibrate` before its ranks start: their number and the file. No torch."""
+"""Checks the keys of `parallel3d calibrate` before its ranks start, without torch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ TYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
 def calibrate_config(
     config: CommandConfig, typed: Sequence[str], world_size: int | None
 ) -> CommandConfig:
-    """Returns the configuration of the measuring ranks, all along dp.
+    """Returns the configuration of the measuring ranks, which are all replicas (dp).
 
-    Raises UserError for keys that calibrate sets itself, an impossible number of ranks, a dtype
-    that is not measured on the device, and a file that must not be written.
+    `typed` has the overrides of the command line, and `world_size` is the number of ranks that a
+    launcher started (None without a launcher). Raises UserError for keys that calibrate sets
+    itself, an impossible number of ranks, a precision that is not measured on the device, and a
+    file that must not be written.
     """
     check_fields(config)
     check_plain(config)
@@ -65,14 +67,21 @@ def calibrate_config(
 
 
 def _usual(device: DeviceChoice) -> int:
-    """Returns four ranks per core and at least eight, or one rank per GPU."""
+    """Returns the default number of ranks, rounded down to a power of two.
+
+    This is PER_CORE ranks per core within LEAST_RANKS and MOST_RANKS on a CPU, or one rank per GPU.
+    """
     per_core = min(MOST_RANKS, max(LEAST_RANKS, PER_CORE * available_cores()))
     most = per_core if device.kind == CPU else len(device.gpus)
     return 1 << (max(1, most).bit_length() - 1)
 
 
 def written_to(config: CommandConfig) -> Path:
-    """Returns the path of the file. Raises UserError if it exists, or its folder does not."""
+    """Returns the path of the file to write.
+
+    Raises UserError if it has another ending than .yaml or .yml, if its folder does not exist, or
+    if it exists and may not be overwritten.
+    """
     file = config.calibrate.file
     path = Path(file)
     if not file.endswith((".yaml", ".yml")):

@@ -1,10 +1,11 @@
-"""Measures a block, the embedding and head, collectives and cores for `parallel3d calibrate`.
+"""Measures the parts of a model, collectives and cores for `parallel3d calibrate`.
 
-Every rank runs `calibrate`. The first rank times the actions of the pipeline executor on training's
-own stages, with the sizes that one tensor rank has: the embedding, a few blocks of each kind of
-layer, the head with the loss, and the optimizer's step. The other ranks of a group that divides
-experts are mirrored (`comm/mirrored.py`). The first 2, 4, … ranks measure collectives
-and messages, and how much busy ranks slow each other. The first rank writes the cluster file.
+Every rank runs `calibrate`. The first rank times the actions of the pipeline executor on stages
+that are built as in training, with the sizes of one tensor-parallel rank: the embedding, a few
+blocks of each kind of layer, the head with the loss, and the optimizer's step. Where experts are
+divided among ranks, the other ranks are mirrored (`comm/mirrored.py`). The first 2, 4, … ranks
+measure collectives and messages, and how much busy ranks slow each other down. The first rank
+writes the cluster file.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ from parallel3d.schedules.schedule import make
 Run = Callable[[], object]
 Tell = Callable[[str], None]
 Point = tuple[int, ...]
-TURNS = 3  # number of runs of blocks on several ranks at once; the fastest counts
+TURNS = 3  # number of measurements of blocks on several ranks at once; the fastest counts
 MEASURED_KEY = "parallel3d/calibrate/measured"
-LEAST = 1e-7
-LOG_EVERY_S = 15.0  # progress lines for the log file of a batch job
+LEAST = 1e-7  # lower bound of times in seconds, and of ratios
+LOG_EVERY_S = 15.0  # seconds between lines of progress in the log file of a batch job
 
 
 def calibrate(config: CommandConfig, worker: Worker) -> int:
@@ -88,7 +89,7 @@ def calibrate(config: CommandConfig, worker: Worker) -> int:
     tell = _teller(worker)
     numbers = memory_of(device)
     tables = collectives(config, device, tell) | slowing(config, device, tell)
-    if worker.rank == 0:  # the others wait idle
+    if worker.rank == 0:  # the other ranks wait idle, so that they do not disturb it
         numbers["peak_tflops"] = peak_tflops(device, compute_dtype(config.precision))
         found, numbers["launch.action"] = pieces(config, device, worker.world_size, tell)
         made, path = provenance(config, device), written_to(config)
@@ -104,7 +105,7 @@ def calibrate(config: CommandConfig, worker: Worker) -> int:
 
 
 def provenance(config: CommandConfig, device: torch.device) -> CalibrationSource:
-    """Returns device, software and date for a new file."""
+    """Returns the entries of a new file that name the device, the software and the date."""
     on_device = accelerator.is_accelerator(device)
     return CalibrationSource(
         device=device.type,
@@ -119,7 +120,10 @@ def provenance(config: CommandConfig, device: torch.device) -> CalibrationSource
 
 
 def _teller(worker: Worker) -> Callable[[str], None]:
-    """Returns a function that shows rank 0's progress: in place on a terminal, else as lines."""
+    """Returns a function that sets this rank's phase and, on rank 0, shows the progress.
+
+    A terminal shows it in place; a log file gets a line every LOG_EVERY_S.
+    """
     terminal, logged = sys.stderr.isatty(), -LOG_EVERY_S
 
     def tell(what: str) -> None:
@@ -138,10 +142,10 @@ def _teller(worker: Worker) -> Callable[[str], None]:
 
 
 def memory_of(device: torch.device) -> dict[str, float]:
-    """Returns the memory of the GPU or the host, and the memory of a rank without a model, in 1e9
-    bytes.
+    """Returns two amounts of memory in 1e9 bytes, by the names of a cluster file.
 
-    The latter is the GPU's context, or the process's own pages.
+    `memory_gb` is the memory of the GPU or the host; `rank_gb` is the memory of a rank without a
+    model: the context on the GPU, or the pages of the process.
     """
     if accelerator.is_accelerator(device):
         free, whole = accelerator.module(device).mem_get_info(device)
@@ -174,21 +178,26 @@ def _print_result(path: Path, machine: MeasuredMachine, ranks: int, seconds: flo
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Returns 1, 2, 4, … up to `most`."""
+    """Returns the powers of two from 1 to `most`."""
     return [1 << i for i in range(most.bit_length())]
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Returns the clock to use: CPU time on a CPU, since other processes hardly affect it, else
-    wall time."""
+    """Returns the clock that times work on the device, in seconds.
+
+    On a CPU it counts the CPU time of this process, which other processes hardly affect; on an
+    accelerator it counts wall time.
+    """
     if accelerator.is_accelerator(device):
         return time.perf_counter
     return time.process_time
 
 
 def windows(run: Run, device: torch.device, calls: int, count: int) -> list[tuple[float, float]]:
-    """Returns the wall seconds per call, and the seconds by `clock_of`, of `count` windows of
-    `calls` calls."""
+    """Times `count` windows of `calls` calls of `run`.
+
+    Returns for each window the wall seconds per call, and the seconds per call by `clock_of`.
+    """
     clock, found = clock_of(device), []
     run()
     for _ in range(count):
@@ -201,27 +210,27 @@ def windows(run: Run, device: torch.device, calls: int, count: int) -> list[tupl
     return found
 
 
-# Pieces of a model: the executor's actions on stages of one process.
-BLOCKS = 4  # number of blocks of a stage, whose weights must not fit into a cache
-# Sizes of micro-batches: the first two are always measured, the others up to the global batch.
+# Measurements of the pieces of a model: actions of the executor on stages in one process.
+BLOCKS = 4  # number of blocks of a stage, so that their weights do not fit into a cache
+# Sizes of micro-batches; the third and fourth are measured unless the global batch is smaller.
 MICRO_BATCHES = (1, 2, 4, 16)
-TOGETHER = 2  # micro-batches per run of the executor
-# number of blocks of models that differ in ep, because all are on the device together
+TOGETHER = 2  # number of micro-batches per run of the executor
+# number of blocks of a model with experts; the models of all ep are on the device together
 FEW_BLOCKS = 2
 MOST_SIZES = 3  # maximum number of sizes of micro-batches that are measured with ep > 1
-RUN_S, MOST_RUNS = 0.4, 8  # seconds spent on a point in one pass
-LONG_S = 8.0  # if a point takes longer than this, no larger micro-batch is measured
+RUN_S, MOST_RUNS = 0.4, 8  # limits of the seconds and the runs for one point in one pass
+LONG_S = 8.0  # if a point takes more seconds than this, no larger micro-batch is measured
 
 
 class WorkTimes(ActionTimes):
-    """Times actions in CPU seconds of this process, which other processes hardly affect."""
+    """Times actions on a CPU in CPU seconds, which other processes hardly affect."""
 
     def _now(self) -> Any:
         return super()._now() if accelerator.is_accelerator(self.device) else time.process_time()
 
 
 def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
-    """Returns a model whose block and ends have the sizes of one of `tp` tensor ranks."""
+    """Returns a model whose parts have the sizes that one of `tp` tensor-parallel ranks has."""
     return dataclasses.replace(
         model,
         num_attention_heads=model.num_attention_heads // tp,
@@ -234,7 +243,7 @@ def shard_of(model: ModelConfig, tp: int) -> ModelConfig:
 
 
 def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
-    """Returns a model all of whose layers are of one kind of `model`'s."""
+    """Returns `model` with all of its layers replaced by layers of one kind."""
     layer = next(n for n in range(model.num_layers) if LayerKind.of(model, n) == kind)
     types = model.layer_types
     return dataclasses.replace(
@@ -246,11 +255,11 @@ def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
 
 
 def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
-    """Returns the tp sizes of layouts of up to `most` ranks."""
+    """Returns the values of tp, up to `most`, that the sizes of the model allow."""
     sizes, kv = [model.num_attention_heads, model.padded_vocab_size], model.kv_heads
     if len(model.expert_layers) < model.num_layers:
         sizes.append(model.ffn_size)
-    if model.num_experts:  # experts need sequence parallelism
+    if model.num_experts:  # with experts, tp also divides the sequence
         sizes += [model.seq_length, model.shared_expert_size]
     return [
         tp
@@ -260,14 +269,13 @@ def tensor_sizes(model: ModelConfig, most: int) -> list[int]:
 
 
 def mirrored_group(name: str, size: int) -> Group:
-    """Returns a group of `size` ranks, of which this process is the first and the others mirror
-    it."""
+    """Returns a group of `size` ranks whose first is this process, which the others mirror."""
     mirror = MirroredPeers(size) if size > 1 else None
     return Group(name, tuple(range(size)), 0, None, mirror=mirror)
 
 
 class Blocks(NamedTuple):
-    """A stage of blocks of one kind, which recompute some parts."""
+    """A stage of blocks of one kind, and the names of the parts that they recompute."""
 
     kind: LayerKind
     recompute: Collection[str] = ()
@@ -276,13 +284,17 @@ class Blocks(NamedTuple):
 class ModelPieces:
     """A pipeline on one rank: the embedding, stages of blocks, and the head.
 
-    A model with experts runs under sequence parallelism if tp > 1, beside mirrored ranks. Any other
-    model has the sizes of one tensor rank, and runs as if this rank was alone.
+    If tp > 1, a model with experts runs under sequence parallelism beside mirrored ranks; any other
+    model has the sizes of one tensor-parallel rank and runs as if this rank were alone.
 
     Args:
-        size: samples of a micro-batch.
-        stages: the stages between the ends; by default one for each kind of layer.
-        tp, ep: tensor- and expert-parallel size.
+        config: the configuration with the model.
+        size: number of samples of a micro-batch.
+        device: the device of all stages.
+        stages: the stages between the embedding and the head; by default, one for each kind of
+            layer.
+        tp: the tensor-parallel size.
+        ep: the expert-parallel size.
         most_blocks: maximum number of blocks of a stage.
     """
 
@@ -348,11 +360,11 @@ class ModelPieces:
         self.scale = torch.tensor(1.0 / tokens.numel(), device=device)
 
     def run(self) -> dict[str, float]:
-        """Runs a step of two micro-batches.
+        """Runs a step of two micro-batches and returns the seconds of its parts.
 
-        Returns mean seconds: of an action, by kind and chunk (`F1`); of the host between two
-        actions (`action`); and of clearing and clipping gradients and stepping the optimizer
-        (`update`).
+        The entry of an action is named by its kind and chunk, such as `F1`, and is the mean of
+        both micro-batches. `action` is the mean time of the host between two actions, and `update`
+        is the time of clearing and clipping the gradients and stepping the optimizer.
         """
         now = clock_of(self.device)
         accelerator.synchronize(self.device)
@@ -378,14 +390,14 @@ class ModelPieces:
         return found
 
     def runs(self) -> list[dict[str, float]]:
-        """Returns the seconds of several runs; the first, which warms up, is left out."""
+        """Returns the seconds of several runs, after a first run that only warms up."""
         return in_turns([self])[0]
 
 
 def in_turns(models: Sequence[ModelPieces]) -> list[list[dict[str, float]]]:
-    """Returns the seconds of several runs of each model, which run in turns.
+    """Returns the seconds of several runs of each model; the models take turns.
 
-    So the ratios of their times do not depend on how fast the processor is at the moment.
+    The ratios of their times therefore do not depend on how fast the processor is at the moment.
     """
     for model in models:
         model.run()
@@ -397,7 +409,7 @@ def in_turns(models: Sequence[ModelPieces]) -> list[list[dict[str, float]]]:
 
 
 def _balance(config: CommandConfig, size: int, device: torch.device, tp: Group) -> Balance:
-    """Returns the balance of a micro-batch of whole samples, with the losses in use."""
+    """Returns the data that the balancing losses need, for a micro-batch of whole samples."""
     lengths = torch.full((size,), config.model.seq_length, dtype=torch.float64, device=device)
     samples, one = torch.arange(size, device=device), lengths.new_ones(())
     aux, z = (one if loss else None for loss in (config.moe.aux_loss, config.moe.z_loss))
@@ -406,16 +418,15 @@ def _balance(config: CommandConfig, size: int, device: torch.device, tp: Group) 
 
 
 def expert_sizes(model: ModelConfig, most: int) -> list[int]:
-    """Returns the ep sizes that are measured: powers of two up to `most` that divide the
-    experts."""
+    """Returns the measured values of ep: the powers of two up to `most` that divide the experts."""
     return [ep for ep in powers_of_two(most) if model.num_experts % ep == 0]
 
 
 def lower_quartile(seconds: Iterable[float]) -> float:
-    """Returns the first quartile of the runs.
+    """Returns the lower quartile of the times, which is typical of an undisturbed step.
 
-    The figure should be typical of a step. The fastest of many short runs catches a moment at which
-    the processor was unusually fast, and other processes disturb the slower half.
+    The minimum would not be typical, because the processor is unusually fast at some moments; the
+    slower half of the runs is disturbed by other processes.
     """
     ordered = sorted(seconds)
     return ordered[len(ordered) // 4]
@@ -424,12 +435,13 @@ def lower_quartile(seconds: Iterable[float]) -> float:
 def pieces(
     config: CommandConfig, device: torch.device, most: int, tell: Tell
 ) -> tuple[dict[str, Table], float]:
-    """Measures blocks, ends and updates for every tp and several micro-batch sizes, in several
-    passes; blocks with experts also for every ep.
+    """Measures the pieces of the model for every tp and several micro-batch sizes, in passes.
 
-    Returns the tables, and the host's seconds between two actions.
+    The pieces are the blocks, the embedding, the head and the optimizer's update. Blocks with
+    experts are measured for every ep, too. `most` is the largest number of ranks in a group.
+    Returns the tables by name, and the seconds of the host between two actions.
     """
-    found: dict[str, dict[Point, list[float]]] = {}  # kept for every run
+    found: dict[str, dict[Point, list[float]]] = {}  # the seconds of all runs by name and point
     sizes = [n for n in MICRO_BATCHES if n <= max(2, config.global_batch_size)]
     length, kinds = config.model.seq_length, layer_kinds(config.model)
 
@@ -462,8 +474,8 @@ def pieces(
             runs = timed(ModelPieces(config, sizes[1], device, ways, tp=tp))
             for chunk, part in enumerate(PARTS, 2):
                 more = [(run[f"I{chunk}"] - run["I1"]) / run["F1"] for run in runs]
-                # The median is used because a difference of two disturbed times may be far
-                # too small.
+                # The median is used because the difference of two disturbed times may be far too
+                # small.
                 keep(recompute_name(part, index), (tp,), [max(statistics.median(more), 1e-3)])
         if tp > 1 or not config.model.num_experts:
             continue
@@ -491,7 +503,10 @@ def pieces(
 def runs_of_experts(
     config: CommandConfig, size: int, device: torch.device, blocks: Blocks, most: int
 ) -> dict[int, tuple[int, list[dict[str, float]]]]:
-    """Returns the elements and the runs, in turns, of a pipeline of blocks with experts by ep."""
+    """Runs pipelines of `blocks`, which have experts, in turns, one pipeline for each ep.
+
+    Returns for each ep the number of parameters and the seconds of its runs.
+    """
     models = {
         ep: ModelPieces(config, size, device, [blocks], ep=ep, most_blocks=FEW_BLOCKS)
         for ep in expert_sizes(config.model, most)
@@ -503,25 +518,27 @@ def runs_of_experts(
 
 
 def table_of(points: dict[Point, float]) -> Table:
-    """Returns a table of a complete grid of points."""
+    """Returns a table of `points`, which must form a complete grid."""
     axes = tuple(tuple(sorted(set(axis))) for axis in zip(*points, strict=True))
     return Table(axes, tuple(points[p] for p in product(*axes)))
 
 
 # Measurements of collectives and messages, and of cores that several ranks use at once.
-SIZES = (64, 4096, 65536, 524288, 4 << 20)  # bytes
-LARGE_SIZES = (1024, 65536, 1 << 20, 16 << 20, 256 << 20)
-# Number of calls of a window, small enough for some windows to be undisturbed; the best one counts.
+SIZES = (64, 4096, 65536, 524288, 4 << 20)  # bytes of messages on CPUs
+LARGE_SIZES = (1024, 65536, 1 << 20, 16 << 20, 256 << 20)  # bytes of messages on GPUs
+# A window has only a few calls, so that other processes leave some windows undisturbed.
 CALLS, WINDOWS, FEW_WINDOWS = 4, 40, 8
-MOST_WAIT = 3.0  # a wall time above this multiple of the CPU time was disturbed by another process
+# A wall time above this multiple of the CPU time was disturbed by another process.
+MOST_WAIT = 3.0
 
 
 def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
     """Measures each collective over the first 2, 4, … ranks; collective over the world.
 
-    Ranks that share cores (tables with suffix SHARED) sleep while they wait, and only their CPU
-    time counts, because they wait for a core while another rank works. Ranks with their own core or
-    GPU spin, and wall time counts. A single rank communicates nothing; its tables are never used.
+    Returns the tables by name. In tables with the suffix SHARED, ranks share cores: a waiting rank
+    sleeps, and only CPU time counts, because wall time would include the work of other ranks. In
+    the other tables each rank has its own core or GPU: a waiting rank spins, and wall time counts.
+    If there is only one rank, the tables hold a placeholder that is never used.
     """
     found: dict[str, dict[Point, float]] = {}
     world, launch, on_gpu = dist.get_world_size(), config.launch, accelerator.is_accelerator(device)
@@ -556,19 +573,19 @@ def collectives(config: CommandConfig, device: torch.device, tell: Tell) -> dict
             boxes.memory.close()
         groups.close()
     tables = {name: table_of(points) for name, points in found.items()}
-    for name in names:  # on one core or on GPUs, only one of these cases exists
+    for name in names:  # on one core or on GPUs, only one of both tables was measured
         either = tables.get(name) or tables.get(name + SHARED) or Table(((1,), (64,)), (LEAST,))
         tables = {name: either, name + SHARED: either} | tables
     return tables
 
 
 def _exchange(model: ModelConfig, site: Site, size: int) -> Run:
-    """Returns a function that exchanges `size` bytes like tokens with the ranks of their
-    experts."""
+    """Returns a function that exchanges `size` bytes as tokens are sent to their experts' ranks."""
     group, count = site.group, max(1, size // 4 // site.group.size)
     tensor = torch.zeros(group.size * count, device=site.device)
     even = [count] * group.size
-    # The ranks of a host choose the algorithm by the most that a rank may send: all tokens to each.
+    # The ranks of a host choose the algorithm by the largest number of elements that a rank may
+    # send, which is reached if all of its tokens go to every rank.
     divides = model.num_experts % group.size == 0
     share = share_sent(model.num_experts, model.experts_per_token, group.size) if divides else 1.0
     most = round(tensor.numel() / share)
@@ -578,9 +595,10 @@ def _exchange(model: ModelConfig, site: Site, size: int) -> Run:
 def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str, Table]:
     """Measures blocks on several ranks at once, and on one rank with several threads; collective.
 
-    For ranks that share a core, CPU seconds are measured, which grow as others use its cache.
-    Returns tables of the slow-down by number of ranks (`together`) and of threads, at most 1 for
-    threads.
+    Returns two tables of relative times: `together`, by the number of busy ranks, compares with one
+    rank alone and is at least 1; `threads`, by the number of threads, compares with one thread and
+    is at most 1. On CPUs `together` is a ratio of CPU seconds, which grow because busy ranks
+    compete for caches.
     """
     on_gpu = accelerator.is_accelerator(device)
     run = ModelPieces(config, 1, device).run
@@ -594,7 +612,7 @@ def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str
         seconds = sum(seen) / len(seen)
         times[count,] = min(seconds, times[count,] if turn else seconds)
     slow: dict[Point, float] = {}
-    for count in reversed(counts):  # more ranks are never faster, so a smaller figure is noise
+    for count in reversed(counts):  # a slow-down above that of more ranks is noise
         slow[count,] = max(1.0, min([times[count,] / times[1,], *slow.values()]))
     found = {"together": slow}
     before, times = torch.get_num_threads(), {}
@@ -607,7 +625,7 @@ def slowing(config: CommandConfig, device: torch.device, tell: Tell) -> dict[str
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the rate of a large matmul on one device, or on the core of one thread."""
+    """Returns the TFLOP/s of a large matmul on one GPU, or with one thread on a CPU."""
     size = 1024 if device.type == "cpu" else 8192
     a = torch.rand(size, size, device=device).to(dtype)
     return 2e-12 * size**3 / min(work for _, work in windows(lambda: a @ a, device, 2, 8))

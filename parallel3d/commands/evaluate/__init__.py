@@ -1,1 +1,1 @@
-"""`parallel3d eval`: rows of tasks, scored by the model of a run."""
+"""Implements `parallel3d eval`, which scores rows of tasks with the model of a run."""

@@ -1,4 +1,7 @@
-"""Scores the rows of `parallel3d eval` on every rank; the layout only changes rounding."""
+"""Scores the rows of `parallel3d eval` on every rank.
+
+Scores of different layouts differ only by rounding.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,14 @@ from parallel3d.run.launch import Worker
 from parallel3d.tensor_parallel.mappings import gather_from_vocabulary
 from parallel3d.text import aligned
 
-LOGIT_TOKENS = 256  # number of tokens whose logits are in memory at a time
+LOGIT_TOKENS = 256  # maximum number of tokens whose logits are in memory at a time
 
 
 class Request(NamedTuple):
-    """Tokens of a row's context and choice; the tokens from `first` on are scored."""
+    """The tokens of a row's context and of one of its choices.
+
+    The tokens from index `first` on are scored.
+    """
 
     row: int
     choice: int
@@ -56,7 +62,7 @@ def evaluate(config: CommandConfig, worker: Worker) -> None:
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     device = torch.device(worker.device)
     worker.phase = "reading the rows"
-    assert config.eval.tasks is not None  # the command has checked it
+    assert config.eval.tasks is not None  # `from_run.config_from_run` has checked this
     rows = read_rows(config.eval.tasks)
     tokenizer, model = open_tokenizer(config.data.tokenizer or BYTE), config.model
     requests = requests_of(rows, tokenizer, model.seq_length)
@@ -87,7 +93,7 @@ def scores_of(
     batch_tokens: int,
     hidden_size: int,
 ) -> dict[tuple[int, int], Likelihood]:
-    """Returns the likelihood of each (row, choice), on every rank; collective."""
+    """Returns the likelihoods by (row, choice), on every rank; collective."""
     mine: list[tuple[int, int, Likelihood]] = []
     for number, batch in enumerate(batches_of(requests, batch_tokens)):
         if number % groups.dp.size == groups.dp.index:
@@ -102,7 +108,7 @@ def scores_of(
 
 
 def check_finite(found: Iterable[Likelihood], run: str) -> None:
-    """Raises UserError for weights that give NaN or infinite likelihoods."""
+    """Raises UserError if a likelihood is NaN or infinite."""
     if not all(math.isfinite(one.total) for one in found):
         raise UserError(
             f"run={run}: the weights of this checkpoint give log-likelihoods that are not "
@@ -111,10 +117,10 @@ def check_finite(found: Iterable[Likelihood], run: str) -> None:
 
 
 def requests_of(rows: Sequence[TaskRow], tokenizer: Tokenizer, window: int) -> list[Request]:
-    """Returns a request for each choice, the longest first.
+    """Returns a request for each choice of each row, the longest request first.
 
-    Contexts are cut from the left to `window`, the model's sequence length. Raises UserError for a
-    continuation without tokens or with too many.
+    If a context is too long for `window`, the model's sequence length, its beginning is cut off.
+    Raises UserError for a continuation without tokens, or with more than `window`.
     """
     found = []
     for i, row in enumerate(rows):
@@ -133,8 +139,10 @@ def requests_of(rows: Sequence[TaskRow], tokenizer: Tokenizer, window: int) -> l
 
 
 def batches_of(requests: Sequence[Request], batch_tokens: int) -> list[list[Request]]:
-    """Returns batches of consecutive requests with at most `batch_tokens` padded tokens or one
-    row."""
+    """Returns batches of consecutive requests.
+
+    A batch has at most `batch_tokens` tokens with padding, or is a single longer request.
+    """
     batches: list[list[Request]] = []
     for request in requests:
         fits = batches and (len(batches[-1]) + 1) * len(batches[-1][0].tokens) <= batch_tokens
@@ -151,7 +159,8 @@ def likelihoods(
 ) -> list[Likelihood]:
     """Returns the likelihoods of a batch on the last stage, and an empty list on other stages.
 
-    Each context-parallel rank scores the tokens that it holds. Collective over tp × cp × pp.
+    Each context-parallel rank scores the tokens that it holds. The call is collective over
+    tp × cp × pp.
     """
     device, length = next(stage.parameters()).device, len(batch[0].tokens) - 1
     padded = [r.tokens + [0] * (length + 1 - len(r.tokens)) for r in batch]
@@ -194,10 +203,10 @@ def likelihoods(
 def hidden_states(
     stage: Stage, groups: ProcessGroups, tokens: Tensor, hidden: int, documents: Documents | None
 ) -> Tensor:
-    """Returns a stage's hidden states (b, s, h) of `tokens` (b, s); on the last stage these are the
-    head's input.
+    """Returns the hidden states (b, s, h) that a stage computes for `tokens` (b, s).
 
-    Other stages send theirs to the next one. `hidden`: the model's h.
+    On the last stage they are the input of the head; every other stage also sends them to the next
+    stage. `hidden` is the model's h.
     """
     pp = groups.pp
     if stage.embedding is not None:
@@ -205,7 +214,7 @@ def hidden_states(
     else:
         example = next(stage.parameters())
         x = torch.empty((*tokens.shape, hidden), dtype=example.dtype, device=example.device)
-        assert pp.handle is not None  # only called with several stages
+        assert pp.handle is not None  # a stage without an embedding is one of several
         transfer(dist.irecv, x, pp.ranks[pp.index - 1], pp.handle)
     positions, documents = stage.positions_and_documents(len(tokens), tokens.shape[1], documents)
     for block in stage.blocks.values():
@@ -219,8 +228,10 @@ def hidden_states(
 def _log_probabilities(
     stage: Stage, groups: ProcessGroups, x: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the labels' log-probabilities (n,) in fp64 for hidden states (n, h), and whether each
-    label is the likeliest token."""
+    """Returns the log-probability of each label in fp64, and whether it is the likeliest token.
+
+    Both have shape (n,); `x` is the input of the head with shape (n, h).
+    """
     assert stage.head is not None
     logits = gather_from_vocabulary(stage.head.logits(x.unsqueeze(0)), groups.tp)[0]
     logits = logits[:, : stage.head.model.vocab_size].double()
@@ -237,7 +248,7 @@ def report(
 ) -> None:
     """Prints a table and writes the result to `eval.to`, or to a new file in the run directory.
 
-    `of_run`: the first entries of the result: the run, its step, and the scoring method.
+    `of_run` has the first entries of the result: the run, the step, the layout and the precision.
     """
     pairs = list(zip(rows, scores, strict=True))
     tasks = list(dict.fromkeys(row.task for row in rows))
@@ -286,7 +297,7 @@ def _scores(row: TaskRow, found: Sequence[Likelihood]) -> dict[str, Any]:
 
 
 def table(figures: dict[str, dict[str, Any]]) -> str:
-    """Returns the metrics of each task as a table."""
+    """Formats the metrics of each task (`figures_of`) as a table."""
     heads = ("task", "rows", "acc", "acc_norm", "log-likelihood a token", "perplexity")
     lines = [heads]
     for task, one in figures.items():

@@ -1,4 +1,4 @@
-"""Reads, tokenizes and sums up the rows of `parallel3d eval`. Imports no torch."""
+"""Reads and tokenizes the rows of `parallel3d eval` and summarizes their scores, without torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from parallel3d.data.tokenizer import Tokenizer, begun
 from parallel3d.errors import UserError
 from parallel3d.files import plain
 
-LONGEST = 64 << 20  # largest number of bytes in a row
-ENOUGH = 4  # so many rows without a 0 among their answers suggest that answers count from 1
+LONGEST = 64 << 20  # maximum size of a row in bytes
+# If a task has at least this many rows and no answer is 0, its answers seem to count from 1.
+ENOUGH = 4
 KEYS = frozenset(("task", "context", "choices", "answer", "continuation"))
 HOW = (
     'give rows such as {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0} or '
@@ -31,11 +32,11 @@ class TaskRow(NamedTuple):
     """A context with its possible continuations.
 
     Attributes:
-        task: the row's `task`, or the file's name.
-        context: the text before.
-        choices: the continuations.
-        answer: number of the right choice; None for a single continuation.
-        place: file and line, for errors.
+        task: the row's `task`, or the file's name if the row has none.
+        context: the text that precedes each continuation.
+        choices: the possible continuations, or the only one.
+        answer: index of the right choice, from 0; None for a single continuation.
+        place: the row's file and line, for error messages.
     """
 
     task: str
@@ -46,21 +47,21 @@ class TaskRow(NamedTuple):
 
 
 class TakenRows(NamedTuple):
-    """Rows of a file, and sentences for the user about them."""
+    """The rows of a file, and notices about them to show to the user."""
 
     rows: list[TaskRow]
     lines: list[str]
 
 
 def read_rows(path: str) -> list[TaskRow]:
-    """Returns the rows of a file. Raises UserError."""
+    """Returns the rows of a file. Raises UserError if the file or a row is invalid."""
     return take_rows(path).rows
 
 
 def take_rows(path: str) -> TakenRows:
-    """Reads a jsonl file, packed or not, or a parquet file.
+    """Reads the rows of a parquet file, or of a jsonl file, which may be compressed.
 
-    Raises UserError with the first invalid row, and for answers that seem to count from 1.
+    Raises UserError for the first invalid row, and for answers that seem to count from 1.
     """
     file = Path(path)
     named = f"tasks={show(path)}"
@@ -89,9 +90,9 @@ def take_rows(path: str) -> TakenRows:
 
 
 def _check_labels(found: Sequence[tuple[TaskRow, bool]], named: str) -> None:
-    """Raises UserError for a task whose answers are never number 0.
+    """Raises UserError if a task has ENOUGH answers given as numbers and none of them is 0.
 
-    They seem to count from 1, and each would name the choice after the right one.
+    Such answers seem to count from 1, so that each would select the choice after the right one.
     """
     numbers: dict[str, list[int]] = {}
     for row, by_number in found:
@@ -107,7 +108,7 @@ def _check_labels(found: Sequence[tuple[TaskRow, bool]], named: str) -> None:
 
 
 def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow, bool]:
-    """Returns a row, and whether its answer was a number; counts keys that are not read.
+    """Returns a row, and whether its answer was a number; adds keys that are not read to `unread`.
 
     Raises UserError for an invalid row.
     """
@@ -156,11 +157,12 @@ def _row(row: Any, task: str, place: str, unread: Counter[str]) -> tuple[TaskRow
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
-    """Returns the tokens of both texts, and the number of tokens of the context.
+    """Returns the tokens of both texts together, and how many of them belong to the context.
 
-    It follows lm-evaluation-harness: blanks at the context's end belong to the continuation, both
-    are tokenized together and split where the context's own tokens end. The tokenizer's prefix
-    precedes the context; an empty context is replaced by the tokens that begin a text.
+    The split follows lm-evaluation-harness: blanks at the end of the context are moved to the
+    continuation, both texts are tokenized together, and the context has as many tokens as when it
+    is tokenized alone. The tokenizer's prefix precedes the context; the tokens that begin a text
+    replace an empty context.
     """
     bare = context.rstrip()
     continuation = context[len(bare) :] + continuation
@@ -181,15 +183,20 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class Likelihood(NamedTuple):
-    """The sum of the log-probabilities of a continuation's tokens, the number of tokens, and
-    whether each is the likeliest one."""
+    """The likelihood of a continuation.
+
+    Attributes:
+        total: the sum of the log-probabilities of its tokens.
+        tokens: the number of its tokens.
+        greedy: whether each of its tokens is the likeliest one at its position.
+    """
 
     total: float
     tokens: int
     greedy: bool
 
     def plus(self, other: Likelihood | None) -> Likelihood:
-        """Adds the likelihood of other tokens of the continuation, from another rank."""
+        """Returns the likelihood of these tokens and those of another rank; None adds no tokens."""
         if other is None:
             return self
         greedy = self.greedy and other.greedy
@@ -197,7 +204,11 @@ class Likelihood(NamedTuple):
 
 
 def chosen(row: TaskRow, found: Sequence[Likelihood]) -> tuple[int, int]:
-    """Returns the likeliest choice, and the likeliest per byte; the first of equal ones."""
+    """Returns the numbers of the likeliest choice and of the one with the highest likelihood per
+    byte.
+
+    Of several equal choices, the first is taken.
+    """
     sizes = [len(choice.encode("utf-8", "replace")) for choice in row.choices]
     numbers = range(len(found))
     by_byte = max(numbers, key=lambda k: found[k].total / sizes[k])
@@ -205,11 +216,11 @@ def chosen(row: TaskRow, found: Sequence[Likelihood]) -> tuple[int, int]:
 
 
 def figures_of(pairs: Iterable[tuple[TaskRow, Sequence[Likelihood]]]) -> dict[str, Any]:
-    """Returns accuracy, length-normalised accuracy, and for right answers the mean log-likelihood
-    of a token with its perplexity.
+    """Returns the metrics of some rows: accuracies, and the likelihood and perplexity of answers.
 
-    A single continuation is right if all of its tokens are the likeliest ones. Accuracy is
-    normalised only for rows with choices.
+    `acc` counts a single continuation as right if each of its tokens is the likeliest one.
+    `acc_norm` compares likelihoods per byte, over the rows with choices; it is None if there are
+    none. The mean log-likelihood per token and the perplexity are those of the right answers.
     """
     rows, right, right_norm, with_choices, total, tokens = 0, 0, 0, 0, 0.0, 0
     for row, found in pairs:

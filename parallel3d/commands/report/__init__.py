@@ -1,1 +1,1 @@
-"""`parallel3d report`: a page of runs."""
+"""Implements `parallel3d report`, which writes an HTML page about one or several runs."""

@@ -1,5 +1,4 @@
-"""Runs `parallel3d report run=a run=b to=report.html`; refuses bad input without importing
-torch."""
+"""Runs `parallel3d report run=a run=b to=report.html`; invalid input is refused without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from parallel3d.topology.assumptions import check_free, write
 REPORT = "report"
 MADE_BY = "parallel3d report"
 MARK = f"data-by='{MADE_BY}'"
-MOST_RUNS = 12  # nobody could distinguish more runs in one chart
+MOST_RUNS = 12  # the colours of more runs could not be told apart in one chart
 KEYS = Verb(
     "write a page of one run or several: curves over steps and tokens with the restarts, where a "
     "step's time goes, memory, layout and map, and the keys in which the runs differ",
@@ -34,7 +33,11 @@ KEYS = Verb(
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Writes the page and prints a line for each run; returns the exit code. Raises UserError."""
+    """Writes the page and prints a line for each run; returns the exit code, 0.
+
+    Raises UserError for invalid arguments, a missing or damaged run, and a file that must not be
+    overwritten.
+    """
     if HELP & set(arguments):
         print(verb_help(REPORT, KEYS))
         return 0

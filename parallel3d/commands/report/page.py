@@ -1,6 +1,6 @@
-"""Reads runs from their directories and writes a page about them.
+"""Reads runs from their directories and makes an HTML page about them.
 
-Tables and bars are HTML; curves are data that page.js draws.
+Tables and bars are plain HTML; curves are embedded as data, which page.js draws in the browser.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from parallel3d.run.directory import (
 from parallel3d.text import duration, si
 
 COLUMNS = 1000  # maximum number of points of a curve on the page
-DAMAGED = (KeyError, TypeError, ValueError, AttributeError)  # raised by a torn line
+# These exceptions are raised while a damaged line or file is read.
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
 STEP_FIGURES = {key: NAMES[key] for key in ("loss", "grad_norm", "lr", "tokens_per_s")}
 LOSS = NAMES["loss"]
 LOAD = "experts/load"
 MOST_SETS = 3  # maximum number of validation sets in the first table
-# maximum number of ranks of a run in a table of bars, and in a map
+# maximum number of ranks of a run in a table of bars, and on a map of the hosts
 MOST_RANKS, MOST_PLACES = 16, 64
 NOT_COMPARED = ("run", "runs_dir")
 CHARTS = {
@@ -57,7 +58,7 @@ CHARTS = {
     "speed/tokens_per_s": ("Speed", "tokens a second"),
     LOAD: ("Fullest expert", "its number of tokens over the mean, in the worst layer"),
 }
-# drawn if the reader selects it
+# beginnings of the names of curves that can be switched to a logarithmic axis
 LOGARITHMIC = ("train/loss", "train/grad_norm", "eval/loss", "valid/")
 SHARED = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 STYLE = """
@@ -92,7 +93,10 @@ th{white-space:nowrap} h3{font-size:15px;margin:18px 0 6px}
 
 
 class Point(NamedTuple):
-    """One point of a curve; `tokens`: tokens so far. The value is None if there is none."""
+    """One point of a curve.
+
+    `tokens` counts the tokens up to this step; `value` is None if the step has no value.
+    """
 
     step: int
     tokens: int
@@ -104,31 +108,35 @@ class RunRecord:
     """The content of one run's directory."""
 
     name: str
-    curves: Mapping[str, list[Point]]  # keys: names in loggers
-    starts: list[dict[str, Any]]  # entries first_step, tokens, started, host, layout
-    configs: list[Config]  # configurations of the first start, and of later starts with other keys
-    summary: Mapping[str, Any]  # summary.json; {} unless the last start wrote it
+    curves: Mapping[str, list[Point]]  # by their names in loggers, such as train/loss
+    starts: list[dict[str, Any]]  # each has first_step, tokens, started, and often host and layout
+    configs: list[Config]  # of the first start, and of each later start that changed keys
+    summary: Mapping[str, Any]  # summary.json; {} if the last start has not written it
     ranks: list[dict[str, Any]]  # rows of placement.json
-    state: str  # how the last start ended
-    goodput: Goodput | None = None  # seconds by activity, over all starts
-    # The last step for which tokens of each expert were recorded, and these by layer.
+    state: str  # "running", or how the last start ended
+    goodput: Goodput | None = None  # seconds of all starts by activity; None without starts.jsonl
+    # The last step that recorded the tokens of each expert, and these counts by layer; None: no
+    # step did.
     experts: tuple[int, Mapping[str, list[int]]] | None = None
 
     @property
     def last(self) -> tuple[int, int]:
-        """The last recorded step, and the number of tokens until then; zeros without one."""
+        """The last recorded step and the number of tokens up to it; zeros if there is none."""
         losses = self.curves.get(LOSS)
         return losses[-1][:2] if losses else (0, 0)
 
     def last_value(self, curve: str, pick: Any = None) -> float | None:
-        """Returns the last number of a curve, or the number that `pick` chooses."""
+        """Returns the last finite value of a curve, or the one that `pick` (min, max) chooses.
+
+        Returns None if the curve has no finite value.
+        """
         values = (point.value for point in self.curves.get(curve, []))
         numbers = [v for v in values if v is not None and np.isfinite(v)]
         return (pick(numbers) if pick else numbers[-1]) if numbers else None
 
 
 def read_run(runs_dir: Path, name: str) -> RunRecord:
-    """Reads one run. Raises UserError if it does not exist, and OSError."""
+    """Reads one run. Raises UserError if it does not exist, and OSError if a file is unreadable."""
     folder = find_run(runs_dir, name)
     metrics = folder / "metrics.jsonl"
     curves: defaultdict[str, list[Point]] = defaultdict(list)
@@ -151,7 +159,7 @@ def read_run(runs_dir: Path, name: str) -> RunRecord:
             steps_s += seconds_of(line)
             if accounts and line["step"] > accounts[-1].step:  # a step after the last summary
                 late_s += float(line.get("step_time_s") or 0.0)
-        except DAMAGED:  # lines about parts of a blend are not drawn either
+        except DAMAGED:  # a torn line, or a kind of line that is not drawn
             continue
     summary = read_json(folder / "summary.json")
     starts = _starts(folder / STARTS, curves.get(LOSS, []))
@@ -195,12 +203,12 @@ def _starts(path: Path, losses: Sequence[Point]) -> list[dict[str, Any]]:
             tokens = losses[before - 1].tokens if before else 0
             starts.append({**start, "first_step": first, "started": at, "tokens": tokens})
         except DAMAGED:
-            continue  # torn by a crash
+            continue  # a crash has torn this line
     return starts
 
 
 def _configs(folder: Path) -> list[Config]:
-    """Returns the readable configurations of a run, oldest first."""
+    """Returns the configurations of a run that can be read, the oldest first."""
     found = []
     for path in config_files(folder):
         with suppress(*NO_CONFIG, OSError):
@@ -209,10 +217,11 @@ def _configs(folder: Path) -> list[Config]:
 
 
 def thinned(points: Sequence[Point]) -> dict[str, Any]:
-    """Returns a curve for the page: steps, tokens and values of at most COLUMNS points.
+    """Returns a curve for the page, reduced to at most COLUMNS points.
 
-    A point that stands for several has their mean, and also the lowest and the highest value, so
-    that spikes stay visible. `odd`: points with NaN or an infinity.
+    The lists `s`, `t` and `y` have the step, the tokens and the value of each point. If the curve
+    is reduced, a point has the mean of several values, and `low` and `high` have the lowest and
+    the highest of them, so that spikes stay visible. `odd` lists points with NaN or an infinity.
     """
     values = np.array([np.nan if p.value is None else p.value for p in points], dtype=float)
     edges = np.linspace(0, len(values), min(len(values), COLUMNS) + 1).astype(int).tolist()
@@ -228,7 +237,7 @@ def thinned(points: Sequence[Point]) -> dict[str, Any]:
         shown = (point.value for point in points[begin:end])
         odd = (v for v in shown if v is not None and not np.isfinite(v))
         found["odd"] += [[step, tokens, str(v)] for v in list(odd)[:1]]
-    if len(values) <= COLUMNS:  # no point stands for several steps
+    if len(values) <= COLUMNS:  # each point is a single step, so both equal the value
         del found["low"], found["high"]
     return found
 
@@ -237,7 +246,7 @@ def thinned(points: Sequence[Point]) -> dict[str, Any]:
 
 
 def page_of(runs: Sequence[RunRecord], mark: str) -> str:
-    """Returns the page; `mark` is the attribute that identifies pages of this command."""
+    """Returns the page as HTML; `mark` is the attribute that identifies pages of this command."""
     names = [escape(run.name) for run in runs]
     title = " · ".join(names)
     dots = [f"<i class='dot' style='background:{colour(i)}'></i>" for i in range(len(runs))]
@@ -269,7 +278,7 @@ and the highest values.</footer>
 
 
 def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    """Returns the data for page.js: charts in order, each with the curves of all runs."""
+    """Returns the data for page.js: the runs, and for each chart the curves of all runs."""
     others = {*STEP_FIGURES.values(), LOAD}
     held_out = sorted({name for run in runs for name in run.curves} - others)
     order = [*list(CHARTS)[:1], *held_out, *list(CHARTS)[2:]]
@@ -298,7 +307,7 @@ def _data(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _of_set(figure: str) -> str:
-    """Returns the heading for the losses of a set, from their name in loggers."""
+    """Returns the heading of the chart for a held-out set, from the curve's name in loggers."""
     if figure.startswith("valid/"):
         return f"Validation loss of {figure.removeprefix('valid/').removesuffix('/loss')}"
     return f"Held-out loss of {figure.removeprefix('eval/loss of ')}"
@@ -330,7 +339,7 @@ def _overview(runs: Sequence[RunRecord], labels: Sequence[str]) -> str:
 
 
 def _length(run: RunRecord) -> int | None:
-    """Returns the target step of the last start; None if it is not known."""
+    """Returns the step at which the last start should end; None if it is unknown."""
     if run.starts and "last_step" in run.starts[-1]:
         return int(run.starts[-1]["last_step"])
     config = run.configs[-1] if run.configs else None
@@ -338,7 +347,7 @@ def _length(run: RunRecord) -> int | None:
 
 
 def _best(run: RunRecord) -> str:
-    """Returns the lowest held-out loss, or the lowest loss of each validation set."""
+    """Returns the lowest held-out loss, or the lowest loss of each validation set, as text."""
     if (best := run.last_value("eval/loss", min)) is not None:
         return f"{best:.4f}"
     sets = [name for name in run.curves if name.startswith("valid/")]
@@ -359,15 +368,14 @@ def _layout_words(run: RunRecord) -> str:
 
 
 def _dims(layout: Mapping[str, int]) -> str:
-    """Returns the dimensions that a layout uses."""
+    """Formats the dimensions of a layout that are larger than 1."""
     used = (f"{d} {layout[d]}" for d in ("tp", "pp", "cp", "dp") if layout.get(d, 1) > 1)
     words = " × ".join(used) or ("one rank" if layout else "–")
     return f"{words}, ep {layout['ep']}" if layout.get("ep", 1) > 1 else words
 
 
 def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]:
-    """Yields sections: differing keys, starts, and for each run time, memory and map of its
-    ranks."""
+    """Yields the sections of tables: differing keys, starts, times, memory, maps and experts."""
     if len(runs) > 1:
         pairs = zip(labels, runs, strict=True)
         known = {label: run.configs[-1] for label, run in pairs if run.configs}
@@ -375,16 +383,16 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
         yield section("What differs", "" if table else "No key but run and runs_dir.", table)
     yield _starts_table(runs, labels)
     for heading, part, said in (
-        ("Where the time of all starts went", _goodput, "It has no starts.jsonl."),
-        ("Where a step's time goes, on average", _times, "summary.json has it at the end."),
-        ("Memory of the ranks", _memory, "It is measured on accelerators, and known at the end."),
-        ("Layout and map", _map, "It has no placement.json."),
+        ("Where the time of all starts went", _goodput, "It comes from starts.jsonl."),
+        ("Where a step's time goes, on average", _times, "It comes from summary.json."),
+        ("Memory of the ranks", _memory, "It is measured on accelerators only."),
+        ("Layout and map", _map, "It comes from placement.json."),
         ("Tokens of the experts", _experts, ""),
     ):
         shown = [(label, part(run)) for label, run in zip(labels, runs, strict=True)]
         found = [f"<h3>{label}</h3>{html}" for label, html in shown if html]
         missing = ", ".join(r.name for r, (_, html) in zip(runs, shown, strict=True) if not html)
-        if not said:  # a run may lack this part without an explanation
+        if not said:  # only some models have this part, so that its lack needs no explanation
             missing = ""
             if not found:
                 continue
@@ -392,7 +400,7 @@ def _sections(runs: Sequence[RunRecord], labels: Sequence[str]) -> Iterable[str]
 
 
 def _differing(head: Sequence[str], configs: Sequence[Config]) -> str:
-    """Returns a table of the keys whose values differ, or ""."""
+    """Returns a table of the keys whose values differ; "" if there are none."""
     trees = [values_of(config) for config in configs]
     keys = [key for key in sorted(trees[0] if trees else ()) if key not in NOT_COMPARED]
     rows = [
@@ -429,7 +437,7 @@ def _times(run: RunRecord) -> str:
 
 
 def _goodput(run: RunRecord) -> str:
-    """Returns a bar of the wall time of all starts, by activity."""
+    """Returns a bar of the wall time of all starts by activity; "" if it is unknown."""
     if run.goodput is None or not run.goodput.wall_s:
         return ""
     seconds = {NAMES_OF_PARTS[part]: run.goodput.seconds[part] for part in PARTS}
@@ -450,7 +458,13 @@ def _memory(run: RunRecord) -> str:
 def _bars(
     run: RunRecord, parts: Sequence[Mapping[str, float]], unit: str, texts: Sequence[str]
 ) -> str:
-    """Returns a labelled bar for each rank, or for the ranks with the longest bars."""
+    """Returns a table with a bar for each rank, or for the MOST_RANKS ranks with the longest bars.
+
+    Args:
+        parts: the parts of each rank's bar, by name.
+        unit: the unit of the parts.
+        texts: the text beside each bar.
+    """
     if not parts:
         return ""
     longest = sorted(range(len(parts)), key=lambda rank: -sum(parts[rank].values()))
@@ -463,7 +477,7 @@ def _bars(
 
 
 def _map(run: RunRecord) -> str:
-    """Returns the hosts with their ranks, coloured by pipeline stage."""
+    """Returns a table of the hosts and their ranks, which are coloured by pipeline stage."""
     hosts: dict[str, list[Mapping[str, Any]]] = {}
     for rank in run.ranks[:MOST_PLACES]:
         hosts.setdefault(str(rank["host"]), []).append(rank)
@@ -480,7 +494,10 @@ def _map(run: RunRecord) -> str:
 
 
 def _experts(run: RunRecord) -> str:
-    """Returns a map of layers × experts, coloured by their tokens over the mean."""
+    """Returns a table of layers × experts, coloured by an expert's tokens relative to the mean.
+
+    Returns "" if no step recorded these tokens.
+    """
     if run.experts is None:
         return ""
     step, by_layer = run.experts
@@ -514,7 +531,7 @@ def _experts(run: RunRecord) -> str:
 
 
 def _heat(ratio: float) -> str:
-    """Returns the colour of a number of tokens over the mean: blue below 1, orange above."""
+    """Returns the colour for the ratio of tokens to their mean: blue below 1, orange above 1."""
     distance = min(1.0, abs(ratio - 1.0))
     red, green, blue = (59, 125, 196) if ratio < 1 else (222, 120, 30)
     return f"rgba({red},{green},{blue},{0.08 + 0.92 * distance:.2f})"
