@@ -1,13 +1,16 @@
-"""Interleaves data sets by weight; maps sample i to a data set in O(log sets), without a table.
+"""Interleaves data sets by weight: maps sample i to a data set in O(log sets), without a table.
 
-Two owners share a row of slots by Webster's rule: the left one has w·n of the first n slots,
-rounded. More than two share it through Huffman's tree, whose nodes split their slots between two
-children. A node with children has at most 2/3 of its parent's weight, so the rounding of all levels
-above adds up to less than 1.5 slots, and the last level adds 0.5.
+An owner, such as a data set, gets slots in proportion to its weight. Two owners divide the slots by
+Webster's rule: the left owner, with the share w of the weight, has w·n of the first n slots,
+rounded. More owners are the leaves of a Huffman tree, in which each inner node divides its slots
+between its two children. An inner node has at most 2/3 of its parent's weight, so the rounding
+errors of all levels above a leaf add up to less than 1.5 slots, and the last level adds at most
+0.5.
 
-So after any n slots, each owner has its share of n to within 2. Webster's rule for all owners at
-once (slots ordered by (j + 1/2) / w) does not guarantee this: next to a weight of 1/2, a thousand
-owners of 1/2000 would wait for their first slot until the heavy one has had 500.
+After any n slots, each owner therefore has its share of n to within 2. Webster's rule for all
+owners at once (slots ordered by (j + 1/2) / w) does not guarantee this: next to an owner of weight
+1/2, a thousand owners of weight 1/2000 would get their first slots only after the heavy owner has
+had 500.
 
 Sources: M. Balinski and H. P. Young, Fair Representation, 1982 (Webster's rule; quotas); D. A.
 Huffman, "A Method for the Construction of Minimum-Redundancy Codes", Proc. IRE 1952.
@@ -27,7 +30,7 @@ from parallel3d.data.sampler import DatasetOrder, Sample
 
 
 def whole_weights(weights: Sequence[Fraction]) -> list[int]:
-    """Returns the smallest whole numbers in the same proportions; `weights` > 0."""
+    """Returns the smallest whole numbers in the same proportions as `weights`, all above 0."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     whole = [int(weight * scale) for weight in weights]
     common = math.gcd(*whole)
@@ -35,17 +38,21 @@ def whole_weights(weights: Sequence[Fraction]) -> list[int]:
 
 
 class Shares:
-    """Distributes slots by whole weights > 0, in integers: no slot depends on a rounded float."""
+    """Assigns slots to owners in proportion to their weights.
+
+    All arithmetic is on integers, so no slot depends on floating-point rounding.
+    """
 
     def __init__(self, weights: Sequence[int]) -> None:
-        """Raises ValueError without weights, or for a weight below 1."""
+        """Builds the Huffman tree. Raises ValueError if there is no weight or a weight below 1."""
         if not weights or min(weights) < 1:
             raise ValueError("shares need weights, whole numbers of at least 1")
         self.owners = len(weights)
-        # Nodes with children, a child before its parent: twice the left child's weight, the node's
-        # own weight, and its children (a node's number, or -1 - k for owner k).
+        # Inner nodes, children before their parents: twice the left child's weight, the node's own
+        # weight, the left and the right child. A child is the number of a node, or -1 - k for
+        # owner k.
         self._nodes: list[tuple[int, int, int, int]] = []
-        # Ties: first owners in their order, then nodes in the order of their creation.
+        # At equal weights owners come first, in their order, then nodes in order of creation.
         heap = [(weight, k, -1 - k) for k, weight in enumerate(weights)]
         heapq.heapify(heap)
         while len(heap) > 1:
@@ -56,7 +63,7 @@ class Shares:
         self._root = heap[0][2]
 
     def at(self, slot: int) -> tuple[int, int]:
-        """Returns the owner of a slot, and how many slots it had before this one."""
+        """Returns the owner of `slot`, and the number of slots that this owner had before."""
         node = self._root
         while node >= 0:
             twice, weight, left, right = self._nodes[node]
@@ -68,7 +75,7 @@ class Shares:
         return -1 - node, slot
 
     def counts(self, slots: int) -> list[int]:
-        """Returns how many of the first `slots` each owner has; their sum is `slots`."""
+        """Returns the number of slots that each owner has among the first `slots` slots."""
         had = {self._root: slots}
         for node in reversed(range(len(self._nodes))):
             twice, weight, left, right = self._nodes[node]
@@ -81,34 +88,40 @@ class Shares:
 
 
 class WeightPeriod(NamedTuple):
-    """Whole weights > 0, by the number of the data set, from sample `first` of the run on."""
+    """The weights that hold from sample `first` of the run on.
+
+    `weights` maps the index of a data set to a whole number above 0.
+    """
 
     first: int
     weights: Mapping[int, int]
 
 
 class StagedShares:
-    """Maps sample i to a data set, by i alone.
+    """Maps each sample of a run to a data set, from the sample's number alone.
 
-    Within a stage, after any number of samples, each data set has had its share to within 2
-    (`Shares`); the next stage continues a data set where the last one stopped.
+    Within a stage, after any number of samples, each data set has had its share to within 2 samples
+    (see `Shares`). Each stage continues a data set where the stages before stopped.
     """
 
     def __init__(self, stages: Sequence[WeightPeriod], sets: int) -> None:
-        """`stages`: the first begins at sample 0, and each other one after its predecessor; `sets`:
-        number of data sets. Raises ValueError for stages in another order."""
+        """Prepares the stages for `sets` data sets.
+
+        Raises ValueError unless the first stage begins at sample 0 and each later stage begins
+        after the stage before.
+        """
         firsts = [stage.first for stage in stages]
         if not stages or firsts[0] != 0 or sorted(set(firsts)) != firsts:
             raise ValueError(f"stages from samples {firsts}")
         self._firsts = firsts
         self._members = [list(stage.weights) for stage in stages]
         self._shares = [Shares(list(stage.weights.values())) for stage in stages]
-        self._before = [[0] * sets]  # samples of each data set before a stage
+        self._before = [[0] * sets]  # for each stage, the samples of each data set before
         for first in firsts[1:]:
             self._before.append(self.counts(first))
 
     def at(self, i: int) -> tuple[int, int]:
-        """Returns the data set of sample `i`, and the sample's number in that set."""
+        """Returns the index of the data set of sample `i`, and the sample's number in that set."""
         if i < 0:
             raise IndexError(f"sample {i}: samples count from 0")
         stage = bisect_right(self._firsts, i) - 1
@@ -136,7 +149,7 @@ class Blended(StagedShares):
         stages: Sequence[WeightPeriod],
         names: Sequence[str] = (),
     ) -> None:
-        """`names`: names of the parts, for reports."""
+        """Mixes `parts` by the weights of `stages`; `names` are the parts' names in reports."""
         super().__init__(stages, len(parts))
         self.parts = parts
         self.names = names
@@ -145,7 +158,7 @@ class Blended(StagedShares):
 
     @property
     def windows(self) -> int:
-        """The largest number of samples without a repetition."""
+        """The number of samples before any part begins to repeat its samples."""
         limits = [part.windows for part in self.parts]
         repeats = lambda n: any(map(operator.gt, self.counts(n), limits))  # noqa: E731
         return bisect_right(range(sum(limits) + 1), False, key=repeats) - 1
@@ -161,7 +174,7 @@ class Blended(StagedShares):
         return self.parts[part].sample(place)
 
     def read(self, samples: int) -> dict[str, dict[str, float]]:
-        """Returns the tokens and epochs of each part that the first `samples` of the run read."""
+        """Returns, by part, the tokens and epochs that the run's first `samples` samples read."""
         return {
             name: {"tokens": had * part.seq_length, "epochs": round(had / part.windows, 4)}
             for name, part, had in zip(self.names, self.parts, self.counts(samples), strict=True)

@@ -1,8 +1,8 @@
-"""The folder of token caches and packing plans, built by one process and read by all others.
+"""Keeps token caches and packing plans in a folder; one process builds an entry, others read it.
 
-An entry is some files `<key><end>`, and `<key>.json` with their sizes and digests, which is written
-last, so that it never describes half an entry. The kernel drops a builder's lock when the builder
-dies.
+An entry consists of some files `<key><suffix>`, and of `<key>.json` with their sizes and digests.
+The JSON file is written last, so that it never describes an incomplete entry. The kernel releases a
+builder's lock when the builder dies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PAUSE_S = 0.02
 _LARGEST_FACTS = 1 << 20
 
 
-# Makes a result from an entry's open files, by their suffixes, and from its builder's facts.
+# A function that makes a result from an entry's open files, by suffix, and its builder's facts.
 Opened = Callable[[dict[str, WatchedFile], dict[str, Any]], T]
 
 
@@ -60,11 +60,17 @@ def kept(
     build: Callable[[Path], dict[str, Any]],
     opened: Opened[T],
 ) -> T:
-    """Returns the result of `opened` for entry `key`, which is built if it is missing or damaged.
+    """Returns the result of `opened` for the entry `key`, after building it if necessary.
 
-    `build` writes the files of the entry, given their name without the suffix, and returns facts
-    that JSON can represent. `opened` raises ValueError for damaged files. One process builds,
-    others wait. Raises UserError if the folder cannot be used.
+    An entry is built if it is missing or damaged; one process builds while all others wait. Raises
+    UserError if the folder cannot be used.
+
+    Args:
+        ends: the suffixes of the entry's files.
+        build: writes these files, given their path without the suffix, and returns facts that JSON
+            can represent.
+        opened: makes the result from the open files and the facts; raises ValueError for damaged
+            files.
     """
     prefix = folder / key
     load = partial(_load, prefix, ends, opened)
@@ -77,7 +83,7 @@ def kept(
             with _build_lock(prefix.with_suffix(".lock")) as locked:
                 found = load()  # another process may have just built it
                 if found is None:
-                    if locked:  # without a lock, they may belong to a running builder
+                    if locked:  # without the lock, another builder may use the files
                         for leftover in folder.glob(f".{key}.*.partial"):
                             leftover.unlink(missing_ok=True)
                     _build(prefix, ends, build)
@@ -101,7 +107,7 @@ def _build(prefix: Path, ends: Sequence[str], build: Callable[[Path], dict[str, 
 
 
 def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
-    """Opens an entry; returns None unless it is intact and this user's."""
+    """Opens an entry; returns None if it is missing or damaged, or if other users may write it."""
     path, problem = prefix.with_suffix(".json"), "is damaged"
     if not path.exists():
         return None
@@ -133,9 +139,10 @@ def _load(prefix: Path, ends: Sequence[str], opened: Opened[T]) -> T | None:
 
 @contextlib.contextmanager
 def _build_lock(path: Path) -> Iterator[bool]:
-    """Holds the lock file; yields False on a file system without locks (some network ones).
+    """Locks a file while the caller builds; yields False if the file system has no locks.
 
-    Without a lock, two runs may both build; the renames still keep each file complete.
+    Some network file systems have none. Two runs may then both build, but each file is renamed into
+    place, so no reader sees an incomplete one.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     told = False
@@ -148,8 +155,8 @@ def _build_lock(path: Path) -> Iterator[bool]:
                 if not told:
                     _log.info("another run is building the token cache: waiting for it")
                 told = True
-                # A watchdog would mistake a process in a blocking system call for one with a dead
-                # disk.
+                # The lock is polled, because a watchdog would take a process that blocks in a
+                # system call for one that waits for a dead disk.
                 time.sleep(_PAUSE_S)
         if not locked:
             _log.info(f"{path.parent} is on a file system without locks: another run may build")
@@ -162,9 +169,9 @@ def _build_lock(path: Path) -> Iterator[bool]:
 
 
 def folder_of(data: DataConfig) -> Path:
-    """Returns `data.cache_dir`, else `$XDG_CACHE_HOME/parallel3d` or `~/.cache/parallel3d`.
+    """Returns `data.cache_dir`, or else `$XDG_CACHE_HOME/parallel3d` or `~/.cache/parallel3d`.
 
-    Raises UserError without a home folder.
+    Raises UserError if none of them can be used because the user has no home folder.
     """
     if data.cache_dir is not None:
         return Path(data.cache_dir).absolute()
@@ -182,7 +189,7 @@ def digest_of(facts: list[Any]) -> str:
 
 
 def check_can_store(folder: Path, key: str) -> None:
-    """Raises UserError if there is no trusted entry `key` and `folder` cannot hold one."""
+    """Raises UserError if `folder` has no trusted entry `key` and cannot hold a new one."""
     path, existing = folder / f"{key}.json", folder
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -218,6 +225,6 @@ def check_owner(folder: Path) -> None:
 
 
 def is_trusted(status: os.stat_result, folder: Path) -> bool:
-    """Returns whether a file is this user's or root's, and nobody else can write to it."""
+    """Returns whether a regular file is this user's or root's, and no other user can write it."""
     ours = status.st_uid == 0 or is_ours(status, folder)
     return stat.S_ISREG(status.st_mode) and ours and not others_may_write(status, folder)

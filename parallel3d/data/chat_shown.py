@@ -32,7 +32,7 @@ OTHER_ROLES = {DEVELOPER: "system", FUNCTION: "tool", "ipython": "tool"}
 
 
 class Rendering(NamedTuple):
-    """A template with all of its inputs."""
+    """A chat template with all the inputs that it renders."""
 
     template: Template
     messages: Sequence[Message]
@@ -41,36 +41,43 @@ class Rendering(NamedTuple):
     more: Mapping[str, Any]
 
     def text(self, **options: Any) -> str:
-        """Returns the rendered text; `options`: options of `Template.render`. Raises Refused."""
+        """Returns the rendered text; `options` are those of `Template.render`. Raises Refused."""
         others = {"tools": self.tools, "documents": self.documents, "more": self.more}
         return self.template.render(self.messages, **others, **options)
 
     def before(self, count: int) -> Rendering:
-        """Returns the rendering of the first messages."""
+        """Returns a rendering of only the first `count` messages."""
         return self._replace(messages=self.messages[:count])
 
 
 class Anchors:
-    """Writes numbers between private characters after messages and names, and finds them again.
+    """Puts anchors into messages and names, and finds them in the rendered text.
 
-    A template that shows a text also shows its anchor, wherever it puts the text, unless it
-    inspects the text closely; then the rest of its output changes too.
+    An anchor is a number between two private characters. A template that shows a text also shows
+    the text's anchor, wherever it puts the text. A template that inspects the text may react to the
+    anchor, but then the rest of its output changes, too.
     """
 
     def __init__(self, begin: str, end: str, inside: bool, names: bool) -> None:
-        """`inside`: anchors are inside, not at the end, of messages other than the assistant's.
-        `names`: names of tools and calls get anchors too."""
+        """Chooses the form and places of anchors.
+
+        Args:
+            begin, end: the characters before and after an anchor's number.
+            inside: put anchors inside the messages of other roles than the assistant's, not at
+                their ends.
+            names: put anchors into the names of tools and calls, too.
+        """
         self._begin = begin
         self._end = end
         self._inside = inside
         self._names = names
         escaped = [f"\\\\u{ord(mark):04x}" for mark in (begin, end)]
         self._pattern = re.compile(f"{begin}(\\d+){end}|{escaped[0]}(\\d+){escaped[1]}")
-        # By number of the anchor: the kind of its owner, and the owner's number.
+        # The owner of each anchor: its kind, its number, and the number of a call in its message.
         self.owners: list[tuple[str, int, int]] = []
 
     def put(self, rendering: Rendering) -> Rendering:
-        """Returns a rendering with an anchor in each text."""
+        """Returns the same rendering, but with an anchor in each text."""
         self.owners = []
         messages = [self._message(m, n) for n, m in enumerate(rendering.messages)]
         tools = rendering.tools
@@ -79,7 +86,7 @@ class Anchors:
         return rendering._replace(messages=messages, tools=tools)
 
     def split(self, text: str) -> tuple[str, dict[tuple[str, int, int], list[int]]]:
-        """Returns a text without anchors, and where each owner's were."""
+        """Returns a text without its anchors, and the places of each owner's anchors in it."""
         pieces: list[str] = []
         places: dict[tuple[str, int, int], list[int]] = {}
         at = last = 0
@@ -122,7 +129,7 @@ class Anchors:
 
 
 def _with(text: str, anchor: str, inside: bool) -> str:
-    """Returns a text with an anchor after its last letter, or at a blank inside it."""
+    """Puts an anchor after the last visible character of a text, or in its middle if `inside`."""
     at = len(text.rstrip())
     if inside:
         middle = at // 2
@@ -132,7 +139,7 @@ def _with(text: str, anchor: str, inside: bool) -> str:
 
 
 class Shown:
-    """A row's messages in its template's text."""
+    """Finds a row's messages in the text that its chat template makes."""
 
     def __init__(self, rendering: Rendering, whole: str, marks: tuple[str, ...], row: Row) -> None:
         self.rendering = rendering
@@ -157,7 +164,7 @@ class Shown:
 
     @property
     def all_learned(self) -> bool:
-        """Whether all of the assistant's words are learned."""
+        """Whether all messages of the assistant are learned."""
         pairs = zip(self.row.messages, self.row.learned, strict=True)
         return all(learned for message, learned in pairs if message["role"] == ASSISTANT)
 
@@ -199,7 +206,7 @@ class Shown:
         return words in self.whole or spelled in self.whole
 
     def drops_thoughts(self) -> bool:
-        """Returns whether the template leaves thoughts of a message out."""
+        """Returns whether the template leaves out the thoughts of any message."""
         for message in self.rendering.messages:
             content = message.get("content")
             within = THOUGHT.match(content) if isinstance(content, str) else None
@@ -209,7 +216,7 @@ class Shown:
         return False
 
     def speakers(self, turn: tuple[int, int]) -> set[int]:
-        """Returns the numbers of the assistant's messages with a part that ends within a turn."""
+        """Returns the numbers of the assistant's messages of which some text ends within a turn."""
         return {
             owner[1]
             for owner, places in self._places.items()
@@ -218,7 +225,8 @@ class Shown:
             and any(turn[0] <= place <= turn[1] for place in places)
         }
 
-    # Places of one turn. The anchor of a message is after its words, else after its last call.
+    # Places of one turn: a message has its anchor after its words, or after its last call if it has
+    # no words.
 
     def _anchor(self, number: int) -> tuple[str, int, int] | None:
         message = self.rendering.messages[number]
@@ -233,8 +241,10 @@ class Shown:
         return found[0] if len(found) == 1 else None
 
     def begin(self, number: int) -> int:
-        """Returns where the assistant's words begin, after the generation prompt. Raises
-        Refused."""
+        """Returns where message `number` of the assistant begins, after the generation prompt.
+
+        Raises Refused if the place cannot be found.
+        """
         before = self.rendering.before(number)
         prompted = before.text(prompt=True)
         place = self._place(number, self._places)
@@ -259,8 +269,11 @@ class Shown:
         raise self.unknown(number)
 
     def end(self, number: int, begin: int) -> int | None:
-        """Returns where the assistant's words end; None if the template writes something else after
-        them once the message is not the last."""
+        """Returns where the assistant's turn of message `number` ends.
+
+        Returns None if the end is unknown, because the template ends a turn differently once more
+        messages follow.
+        """
         until = self.rendering.before(number + 1)
         answered = until.text()
         if self.whole.startswith(answered) and len(answered) >= begin:
@@ -273,7 +286,7 @@ class Shown:
         if there is None or text != answered:
             return None
         tail = text[there:]
-        if not tail.strip():  # no token ends its turns
+        if not tail.strip():  # the template writes nothing after a turn
             return place
         for ending in (tail, tail.rstrip()):
             if self.whole.startswith(ending, place):
@@ -281,7 +294,7 @@ class Shown:
         return None
 
     def words_end(self, number: int, begin: int) -> int:
-        """Returns where the words of a turn without calls end. Raises Refused."""
+        """Returns where the words of message `number`, which has no calls, end. Raises Refused."""
         words, place = _words(self.rendering.messages[number]), self._place(number, self._places)
         if _calls(self.rendering.messages[number]):
             raise self.unknown(number)
@@ -293,11 +306,11 @@ class Shown:
         return at + len(words)
 
     def silent(self, number: int) -> Refused:
-        """Returns the error for a turn in which only its end is spoken."""
+        """Returns the error for a turn of which only the end would be learned."""
         return Refused(f"has {self.row.names[number]}, in which only the end would be learned")
 
     def unknown(self, number: int) -> Refused:
-        """Returns the error for a turn whose place is unknown."""
+        """Returns the error for a turn that cannot be found in the text."""
         return Refused(
             f"has a template that changes the text before {self.row.names[number]} when more "
             f"follows, so that the assistant's words cannot be found: {REMEDY}"
@@ -305,7 +318,7 @@ class Shown:
 
 
 def _words(message: Message) -> str:
-    """Returns the last text of a message's content, "" without one."""
+    """Returns the last text in a message's content that is not blank; "" if there is none."""
     content = message.get("content")
     texts = [content] if isinstance(content, str) else [p["text"] for p in content or ()]
     return next((text.strip() for text in reversed(texts) if text.strip()), "")

@@ -1,7 +1,7 @@
-"""Finds and renders the chat templates of a tokenizer, like transformers.
+"""Finds and renders the chat templates of a tokenizer, as transformers does.
 
-Templates run in jinja2's sandbox as in transformers, except that they see no clock: a template with
-today's date would make different tokens tomorrow.
+Templates run in jinja2's sandbox as in transformers, except that they cannot read the clock: a
+template with today's date would make different tokens tomorrow.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from parallel3d.files import plain, read_bounded
 
 ROLES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-CLOCK = "strftime_now"  # a function that transformers offers
+CLOCK = "strftime_now"  # a function that transformers offers to templates
 
 
 class ChatTemplate:
-    """The chat templates of a tokenizer: one, or several by name.
+    """The chat templates of a tokenizer, which has one, or several by name.
 
     Attributes:
-        texts: name → source.
+        texts: the source of each template by its name.
     """
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
-        """Raises UserError for a missing template, or one that does not parse."""
+        """Finds and parses the templates. Raises UserError if there is none, or an invalid one."""
         self.named = f"the chat template of {tokenizer.name}"
         self.texts = templates_of(tokenizer)
         names = {name: tokenizer.role(name) for name in ROLES}
@@ -75,11 +75,11 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The source of the default template, or of the one for tools if there is no other."""
+        """The source of the default template, or else of the template for tools."""
         return self.texts.get(DEFAULT, self.texts.get(WITH_TOOLS, ""))
 
     def of(self, tools: Any) -> Template:
-        """Returns the template for rows with these tools. Raises Refused if there is none."""
+        """Returns the template for rows with `tools`, or without if None. Raises Refused."""
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._by_name else DEFAULT
         if name not in self._by_name:
             raise Refused(f"has no tools, but {self.named} is only for rows with tools")
@@ -90,18 +90,18 @@ class Template:
     """A chat template.
 
     Attributes:
-        text: its source.
+        text: the template's source.
         has_tags: whether `{% generation %}` tags mark the assistant's words.
     """
 
     def __init__(self, text: str, named: str, tokens: Mapping[str, str]) -> None:
-        """`tokens`: special tokens by role. Raises UserError if it does not parse."""
+        """Parses the source `text`; `tokens` are the special tokens by role. Raises UserError."""
         self.text = text
         self._tokens = dict(tokens)
         self.has_tags = False
-        self._around = ("", "")  # the texts written for `{% generation %}` and for its end
-        self._names: set[str] = set()  # variables in its code
-        self._keys: set[str] = set()  # attributes and texts in its code
+        self._around = ("", "")  # the texts written in place of `{% generation %}` and its end
+        self._names: set[str] = set()  # the variables in the code
+        self._keys: set[str] = set()  # the attributes and the strings in the code
         self._template = self._parsed(named)
 
     def render(
@@ -114,11 +114,11 @@ class Template:
         prompt: bool = False,
         around: tuple[str, str] = ("", ""),
     ) -> str:
-        """Returns the messages as text. Raises Refused.
+        """Returns the messages as text. Raises Refused if the template fails.
 
         Args:
             more: further names for the template, which override the names of special tokens.
-            prompt: ends the text with the opening of an assistant's message.
+            prompt: end the text with the opening of an assistant's message.
             around: markers for the start and the end of the assistant's words, if `has_tags`.
         """
         self._around = around
@@ -132,7 +132,7 @@ class Template:
         }
         try:
             return self._template.render(names)
-        except Exception as error:  # expressions of a template raise anything
+        except Exception as error:  # a template's expressions may raise any error
             if isinstance(error, MemoryError):
                 raise
             why = plain(" ".join(str(error).split()) or type(error).__name__)
@@ -140,11 +140,11 @@ class Template:
             raise Refused(f"is refused by its chat template ({why}){hint}") from None
 
     def reads(self, key: str) -> bool:
-        """Returns whether the template's code has a key of a message or another object."""
+        """Returns whether the template's code mentions a key of messages or other objects."""
         return key in self._keys
 
     def takes(self, name: str) -> bool:
-        """Returns whether the template's code has a variable."""
+        """Returns whether the template's code reads the variable `name`."""
         return name in self._names
 
     @property
@@ -156,7 +156,7 @@ class Template:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether contents that are lists of parts are shown as their texts."""
+        """Whether the template shows a content that is a list of parts as the parts' texts."""
         words = ("onlyasked", "onlytold")
         roles = zip((USER, ASSISTANT), words, strict=True)
         rows = [{"role": role, "content": [{"type": "text", "text": word}]} for role, word in roles]
@@ -168,19 +168,19 @@ class Template:
 
     @cached_property
     def takes_objects(self) -> bool:
-        """Whether arguments of calls may be objects, which are then shown as JSON or XML."""
+        """Whether the template shows arguments of calls that are objects as JSON or XML."""
         found = self._called({"onlykey": "only value"})
         return found is not None and "only value" in found and "'onlykey'" not in found
 
     @cached_property
     def takes_text(self) -> bool:
-        """Whether arguments of calls may be JSON text, which is then shown unchanged."""
+        """Whether the template shows arguments of calls that are JSON text unchanged."""
         text = '{"onlykey": "only value"}'
         found = self._called(text)
         return found is not None and text in found
 
     def _called(self, arguments: Any) -> str | None:
-        """Returns a call with `arguments` as text; None if the template shows none."""
+        """Returns the text of a call with `arguments`; None if the template does not show them."""
         function = {"name": "onlycalled", "arguments": arguments}
         call = {"id": "onlycalls", "type": FUNCTION, FUNCTION: function}
         schema = {"type": "object", "properties": {}}
@@ -201,7 +201,7 @@ class Template:
             return None
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns messages in the spelling that the template takes."""
+        """Returns the messages in the form that the template can read."""
         if not self.reads(CALL_OF_2023):
             messages = as_of_today(messages)
         return [self._fitted(message) for message in messages]
@@ -255,7 +255,7 @@ class Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-        # JSON without HTML escapes, as in transformers.
+        # As in transformers, this filter writes JSON without jinja2's HTML escapes.
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         try:
@@ -280,8 +280,8 @@ def _refuse(message: str) -> NoReturn:
 def templates_of(tokenizer: FileTokenizer) -> dict[str, str]:
     """Returns the chat templates of a tokenizer by name. Raises UserError if there is none.
 
-    Files of their own replace the templates in tokenizer_config.json, as in transformers. A
-    processor's template counts if there is no other.
+    As in transformers, template files replace the templates in tokenizer_config.json. The template
+    of a processor is used if there is no other.
     """
     folder, key = tokenizer.folder, f"the chat template of {tokenizer.name}"
     if folder is not None:
@@ -303,8 +303,11 @@ def templates_of(tokenizer: FileTokenizer) -> dict[str, str]:
 
 
 def _listed(config: Mapping[str, Any], file: str, key: str) -> dict[str, str]:
-    """Returns the templates of chat_template: one text, a list with names, or an object by name.
-    Raises UserError."""
+    """Returns the templates in chat_template of a configuration file, by name.
+
+    The key holds one text, a list of objects with name and template, or an object of texts by
+    name. Raises UserError for anything else.
+    """
     given = config.get("chat_template")
     if not given:
         return {}

@@ -19,7 +19,7 @@ from parallel3d.config.schema import (
 from parallel3d.config.values import number_of_tokens
 from parallel3d.errors import UserError, nearest
 
-BYTE_VOCABULARY = 257  # 256 bytes and the end of text
+BYTE_VOCABULARY = 257  # 256 values of a byte, and the end-of-text token
 
 
 def check_samples(data: DataConfig, vocabulary: int) -> None:
@@ -35,14 +35,16 @@ def check_samples(data: DataConfig, vocabulary: int) -> None:
 def check_validation(
     data: DataConfig, train: TrainConfig, ema_decay: float | None, run: str | None
 ) -> None:
-    """Checks names and paths of `data.valid`, and that `train.eval_only` has a run to evaluate;
-    raises UserError."""
+    """Checks `data.valid`, and that `train.eval_only` has a run and batches to evaluate.
+
+    Raises UserError.
+    """
     sets = data.valid
     for name, path in (sets or {}).items():
         if not (isinstance(path, str) and path):
             raise UserError(
-                f"data.valid gives {show(name)} the path {show(path)}, and must give a prefix of a "
-                f"pair or text; as in 'data.valid={{{name}:corpora/{name}}}'."
+                f"data.valid gives {show(name)} the path {show(path)}, which must be the prefix "
+                f"of a pair, or text; as in 'data.valid={{{name}:corpora/{name}}}'."
             )
         if not (isinstance(name, str) and re.fullmatch(r"[\w.-]*\w[\w.-]*", name)):
             close = re.sub(r"[^\w.-]+", "_", str(name)).strip("_.-") or "set"
@@ -81,10 +83,10 @@ PATHS = {
 
 
 class Weights(NamedTuple):
-    """Exact weights by prefix, from token `first` of the run on.
+    """The exact weights of corpora, by prefix, that hold from token `first` of the run on.
 
-    A weight of None stands for the data set's number of tokens; the other weights are then numbers
-    of tokens too.
+    A weight of None stands for the corpus's number of tokens; the other weights are then numbers of
+    tokens, too.
     """
 
     first: int

@@ -1,5 +1,4 @@
-"""Sorts the files of a folder by their formats, and leaves out files that are not documents to
-train on."""
+"""Sorts the files of a folder by format, and leaves out files that are not training documents."""
 
 from __future__ import annotations
 
@@ -69,7 +68,10 @@ _HELD = frozenset(
 
 
 def words_of(text: str) -> list[str]:
-    """Returns the words of a name in lower case, separated by other characters or capitals."""
+    """Splits a name at capitals and at characters that are not letters; returns lower-case words.
+
+    The words "held" and "hold" before "out" also give the joined word, such as "heldout".
+    """
     found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", text)
     words = [word.lower() for word in found]
     pairs = (a + b for a, b in pairwise(words) if a in ("held", "hold") and b == "out")
@@ -77,9 +79,9 @@ def words_of(text: str) -> list[str]:
 
 
 def split_of(below: str) -> str:
-    """Returns the split in a relative name: "train", a word such as "test", or "".
+    """Returns the split in a relative path: "train", a held-out one such as "test", or "" for none.
 
-    The last part with such a word counts; a part with words of both kinds gives "".
+    The last part of the path that names a split counts; if it names both kinds, the result is "".
     """
     for part in reversed(below.split("/")):
         words = words_of(part)
@@ -91,12 +93,12 @@ def split_of(below: str) -> str:
 
 
 class Sorted(NamedTuple):
-    """The files of a folder.
+    """The files of a folder, sorted into those that are read and those that are left out.
 
     Attributes:
-        taken: name → format.
-        splits: name → split in the name.
-        left_out: reason → names.
+        taken: the format of each file that is read, by the file's name.
+        splits: the split that each file's name tells, by the file's name.
+        left_out: the names of files that are left out, by the reason.
     """
 
     taken: dict[str, Form]
@@ -113,11 +115,18 @@ def sort_out(
     web: bool = False,
     held_out: bool = False,
 ) -> Sorted:
-    """Sorts the files of a folder or glob, relative name → first bytes (b"" if it is empty, None if
-    unknown). `asked`: words of the glob; `held_out`: the files are not for training.
+    """Sorts the files of a folder or glob.
 
-    Raises NotTaken, with its name, for a file that may be data but is not read, unless most files
-    are code; and for a cache of the hub.
+    Raises NotTaken for a cache of the hub, and, unless most files are code, for a file that may be
+    data but cannot be read.
+
+    Args:
+        files: the first bytes of each file by its relative name; b"" if the file is empty, None if
+            its bytes are unknown.
+        typed: the kind that the user gave; None: the files tell their kinds.
+        asked: words of the glob, whose splits are read even next to training files.
+        web: the files come from a web server.
+        held_out: the files are for evaluation, not for training.
     """
     taken: dict[str, Form] = {}
     left_out: dict[str, list[str]] = {}
@@ -162,7 +171,7 @@ def _in_folder(below: str, error: NotTaken) -> NotTaken:
 
 
 def _no_document(below: str) -> str | None:
-    """Returns why a file of this name is not a document to train on; None if it may be one."""
+    """Returns why a file of this name is no training document; None if it may be one."""
     *folders, name = below.split("/")
     end = endings(name)[0]
     if any(_MARKS.fullmatch(part) for part in (*folders, name)):
@@ -180,7 +189,7 @@ def _is_ending(end: str) -> bool:
 
 
 def _is_info(below: str, head: bytes | None, typed: str | None) -> bool:
-    """Returns whether a .json is one object about other files, and not rows."""
+    """Returns whether a .json file holds one object about other files instead of rows."""
     name = below.rpartition("/")[2]
     if typed is not None or endings(name)[0] != ".json":
         return False
@@ -190,7 +199,7 @@ def _is_info(below: str, head: bytes | None, typed: str | None) -> bool:
 
 
 def _check_cache(files: Iterable[str]) -> None:
-    """Raises NotTaken for a folder of the hub's cache, which has each file twice."""
+    """Raises NotTaken for the hub's cache folder, which holds each file twice."""
     found: dict[str, dict[str, str]] = {}
     for below in files:
         parts = below.split("/")
@@ -209,11 +218,11 @@ def _check_cache(files: Iterable[str]) -> None:
 def _leave_out_splits(
     taken: dict[str, Form], left_out: dict[str, list[str]], asked: set[str], held_out: bool
 ) -> dict[str, str]:
-    """Leaves out files named test, valid and so on next to others; returns the splits of all.
+    """Leaves out files named test, valid and so on if there are other files; returns all splits.
 
-    Raises NotTaken if the choice between them is ambiguous.
+    Raises NotTaken if files for evaluation are wanted but the folder holds files to train on, too.
     """
-    # Two letters may be a language: dev.cs next to train.cs is not C#.
+    # An ending of two letters may be a language: dev.cs next to train.cs is Czech, not C#.
     languages = {_end(name) for name in taken if split_of(name) == TRAIN and len(_end(name)) == 3}
     judged = [name for name in taken if _end(name) not in CODE or _end(name) in languages]
     splits = {name: split_of(name) for name in judged}
@@ -229,7 +238,8 @@ def _leave_out_splits(
     for name in held:
         del taken[name]
         why = (
-            f"named {splits[name]}, not trained on unless it is named, or by a glob with that word"
+            f"named {splits[name]}, not trained on unless it is named, or matched by a glob "
+            "with that word"
         )
         left_out.setdefault(why, []).append(name)
     return splits
@@ -266,14 +276,14 @@ def check_twins(addresses: Iterable[str]) -> None:
 
 
 def label_of(form: Form, split: str) -> str:
-    """Returns the words for the files of one format and split."""
+    """Returns the label of files of one format and split, as in "jsonl.gz, train"."""
     return f"{form}, {split}" if split else str(form)
 
 
 def listing(found: Sorted) -> list[str]:
-    """Returns a phrase for each format and split of the used files.
+    """Returns a phrase for each format and split of the files that are read.
 
-    It has their number, the endings of text, and the folders if there are several.
+    A phrase tells the number of files, the endings of text files, and several folders.
     """
     groups: dict[str, list[str]] = {}
     for name, form in found.taken.items():

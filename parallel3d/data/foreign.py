@@ -1,7 +1,8 @@
-"""Samples documents to learn how they begin, and how they and turns end.
+"""Samples documents to learn which tokens begin them, and which tokens end documents and turns.
 
-A pair of another program names no tokenizer. The user's tokenizer for it is compared with sampled
-documents: their ends, their first tokens, and whether encoding their text gives the same tokens.
+A pair made by another program names no tokenizer. The tokenizer that the user gives for the pair is
+compared with sampled documents: with their first and last tokens, and with the tokens that it makes
+from their text.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from parallel3d.data.tokenizer import FileTokenizer, Roles, Tokenizer, Unencodab
 from parallel3d.errors import UserError
 
 PLACES = 4  # number of sampled places of a pair
-RUN = 16  # number of documents at each place
+RUN = 16  # number of sampled documents at each place
 FEW = PLACES * RUN
-HEAD = 96  # number of tokens of a document that are encoded again
-CUT = 8  # number of last tokens that do not count, because they may belong to a cut word
-LEAST = 16  # minimum number of tokens; shorter pieces tell nothing
-LOOKED_AT = 1 << 20  # number of sampled tokens of conversations
-USUAL = 0.01  # share of turns that must have a token at their end
+HEAD = 96  # number of first tokens of a document that are compared
+CUT = 8  # number of last tokens that are not compared, because they may belong to a cut word
+LEAST = 16  # the least number of tokens to compare; fewer would prove nothing
+LOOKED_AT = 1 << 20  # number of first tokens of conversations that are examined
+USUAL = 0.01  # share of turns that must end in a token for it to count as an end
 
 
 class Taught(NamedTuple):
-    """Facts from sampled documents; `sentences` tell them to the user."""
+    """Roles of tokens, learned from sampled documents, and sentences to show to the user."""
 
     roles: Roles
     sentences: tuple[str, ...] = ()
 
 
 def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) -> Taught:
-    """Compares sampled documents of a foreign pair with the tokenizer `name`.
+    """Compares sampled documents of another program's pair with `tokenizer`.
 
-    Raises UserError for tokens that the tokenizer does not have, and if only some documents begin
-    with the tokens that it puts before every text.
+    Errors call the tokenizer `name`. Raises UserError if documents hold tokens that the tokenizer
+    does not have, or if only some documents begin with the tokens that it puts before every text.
     """
     ends: Counter[int] = Counter()
     count = begun = inside = whole = same = 0
@@ -81,7 +82,7 @@ def look_at_pair(pair: IndexedCorpus, tokenizer: Tokenizer, name: str | None) ->
     if whole and 2 * same < whole:
         sentences.append(
             f"{pair.named}: {whole - same} of {whole} sampled documents are not the tokens that "
-            f"{given} makes from their text: is it the tokenizer that made them?"
+            f"{given} makes from their text: check that it made this pair"
         )
     return Taught(Roles(tuple(bos) if begun else (), learned), tuple(sentences))
 
@@ -105,13 +106,13 @@ def _spelled(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _enders(tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the tokens that may end a text or a turn: added tokens, not tokens of words."""
+    """Returns the tokens that may end a text or a turn: added tokens and the tokenizer's ends."""
     added = tokenizer.added.values() if isinstance(tokenizer, FileTokenizer) else ()
     return frozenset((*added, *tokenizer.ends))
 
 
 def _documents(pair: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
-    """Returns sampled, non-empty documents: number and tokens."""
+    """Returns sampled documents that are not empty: numbers, and first and last tokens."""
     if pair.documents <= FEW:
         firsts, run = [0], pair.documents
     else:
@@ -128,8 +129,10 @@ def _documents(pair: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
 
 
 def _gives_again(tokenizer: FileTokenizer, tokens: np.ndarray, first: int) -> bool | None:
-    """Returns whether encoding the text of a document's first tokens gives them again; None: too
-    few."""
+    """Returns whether encoding the text of `tokens` gives them again; None if they are too few.
+
+    `first` is the number of tokens that the tokenizer puts before every text.
+    """
     special = set(tokenizer.special.values())
     here = tokens.tolist()[first:] if tokens[:first].tolist() == tokenizer.bos else tokens.tolist()
     here = [token for token in here if token not in special]
@@ -149,8 +152,9 @@ def look_at_turns(
     """Finds how the first conversations begin, and which tokens end their learned turns.
 
     Args:
-        spoken: the mark of a learned token.
-        token_of: the mask that removes it.
+        spoken: the bit that marks a learned token.
+        token_of: the bit mask that removes this mark.
+        named: the conversations' name in sentences.
     """
     marked = pair.tokens[: min(len(pair), LOOKED_AT)]
     is_spoken = (marked & spoken) != 0
@@ -183,7 +187,7 @@ def look_at_turns(
 
 
 class _Blank:
-    """Recognises tokens of white space, which templates write after the end of a turn."""
+    """Recognises tokens of white space, which templates may write after the end of a turn."""
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._tokenizer = tokenizer

@@ -122,14 +122,14 @@ class DataConfig:
 
     @property
     def held_out(self) -> float:
-        """The share of the text that is not trained on; 1 for a validation set."""
+        """The share of the text that is not trained on; it is 1 for a validation set."""
         if self.valid_fraction is None:
             return 0.0 if self.valid else 0.05
         return self.valid_fraction
 
     @property
     def reads_bytes(self) -> bool:
-        """Returns whether tokens are bytes, as far as the keys determine it."""
+        """Whether the keys alone tell that tokens are bytes; a corpus may tell it, too."""
         return self.tokenizer == "byte" or (
             self.tokenizer is None and self.name in ("stdlib", "text")
         )

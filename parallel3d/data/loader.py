@@ -49,7 +49,7 @@ class MicroBatch(NamedTuple):
         loss_mask: (micro batch, seq) bool; None if not needed.
         samples: (micro batch,) int64, the samples' numbers in the run.
         documents: the documents of the samples, on every stage; None if a sample is one document.
-        balance: the tokens that experts count; None on stages without experts.
+        balance: which tokens the experts count; None on stages without experts.
     """
 
     tokens: torch.Tensor | None
@@ -61,12 +61,13 @@ class MicroBatch(NamedTuple):
 
 
 class Batches:
-    """Micro-batches of one data-parallel rank.
+    """Reads the micro-batches of one data-parallel rank.
 
-    A step trains on the next global batch of samples from `first` on, whatever dp and
-    micro_batch_size are; rank d has a contiguous share, with its micro-batches in order. Without
-    `needs_batch` (middle pipeline stages) micro-batches hold only the samples' numbers, their
-    documents if `document_mask`, and their padding if `routes`.
+    A step trains on the global batch of the next samples from `first` on, which does not depend on
+    dp and micro_batch_size. Each rank has a contiguous share of the samples, in which its
+    micro-batches follow one another. Without `needs_batch`, as on middle pipeline stages,
+    micro-batches hold only the samples' numbers, their documents if `document_mask` is set, and
+    their padding if `routes` is set.
     """
 
     def __init__(
@@ -83,14 +84,14 @@ class Batches:
         vocab_size: int | None = None,
         routes: bool = False,
     ) -> None:
-        """Prepares to read.
+        """Prepares to read samples of `source`.
 
         Args:
-            stride: samples of a step of all ranks; if it is above 0, a thread reads ahead.
-            split: split over context-parallel ranks, each of which reads the whole sample and keeps
-                its own tokens.
-            vocab_size: limit of the tokens of a user's own samples, which are then checked.
-            routes: the stages have experts, which must know the padding.
+            stride: number of samples of all ranks in a step; above 0, a thread reads ahead.
+            split: how context-parallel ranks split a sample; each reads all of it and keeps its own
+                tokens. None: samples are not split.
+            vocab_size: the limit of tokens in a check of each sample; None: they are not checked.
+            routes: the stage has experts, which must know the padding.
         """
         self.source = source
         self._needs_batch = needs_batch
@@ -109,15 +110,15 @@ class Batches:
         self.resize(num_microbatches, stride)
 
     def resize(self, num_microbatches: int, stride: int) -> None:
-        """Sets the micro-batches of a rank and the samples of all ranks, from the next step on."""
+        """Sets, from the next step on, a rank's number of micro-batches and `stride`."""
         self._num_microbatches = num_microbatches
-        self._imbalances: dict[int, float] = {}  # keys: micro-batches of the last step
+        self._imbalances: dict[int, float] = {}  # by micro-batch of the last step
         if self._reads_ahead:
             share = num_microbatches * self._micro_batch_size
             self._ahead = ReadAhead(self.source, self._dp_rank * share, share, stride)
 
     def indices(self, first: int, m: int) -> range:
-        """Returns the samples of micro-batch `m` of the global batch that begins at `first`.
+        """Returns the sample numbers of micro-batch `m` of the global batch that begins at `first`.
 
         Raises IndexError if there is no such micro-batch.
         """
@@ -152,7 +153,7 @@ class Batches:
     def _balance(
         self, numbers: torch.Tensor, samples: Sequence[Sample], documents: Documents | None
     ) -> Balance:
-        """Returns a mask of the tokens of a micro-batch's samples that are not padding."""
+        """Returns which tokens of a micro-batch's samples are not padding, for the experts."""
         length = self.source.seq_length
         lengths = [length if s.used is None else s.used for s in samples]
         lengths = lengths or [length] * self._micro_batch_size
@@ -176,22 +177,25 @@ class Batches:
 
     @property
     def imbalance(self) -> float | None:
-        """The mean `SequenceShard.imbalance` of the last step's micro-batches; None without any."""
+        """The mean `SequenceShard.imbalance` of the last step's micro-batches; None if none is split."""
         found = self._imbalances.values()
         return sum(found) / len(found) if found else None
 
     def token_count(self, first: int) -> int:
-        """Counts the unmasked tokens of this rank's share of the global batch from `first` on."""
+        """Counts the unmasked labels of this rank's share of the global batch from `first` on."""
         if not self._masks:
             return self._num_microbatches * self._micro_batch_size * self.source.seq_length
         return sum(int(np.count_nonzero(sample.loss_mask)) for sample in self._share(first))
 
     def byte_count(self, first: int, sizes: npt.NDArray[np.int64]) -> int:
-        """Sums `sizes` over the unmasked labels of this rank's share of the global batch."""
+        """Sums the sizes of the unmasked labels in this rank's share of the global batch.
+
+        `sizes` has the number of bytes of each token of the vocabulary.
+        """
         return sum(int(sizes[s.tokens[1:][s.loss_mask]].sum()) for s in self._share(first))
 
     def _share(self, first: int) -> Iterator[Sample]:
-        """Yields this rank's samples of the global batch from `first` on, which are read again."""
+        """Yields this rank's samples of the global batch from `first` on, and keeps them ready."""
         for m in range(self._num_microbatches):
             for i in self.indices(first, m):
                 yield self._sample(first, i, keep=True)
@@ -208,10 +212,10 @@ class Batches:
 
 
 def checked(sample: Sample, number: int, vocab_size: int) -> Sample:
-    """Returns a sample of the user's own source with a bool mask. Raises UserError.
+    """Checks a sample of the user's own source, and returns it with a bool mask.
 
-    On an accelerator a token beyond the vocabulary would become a vector of zeros, and a mask of
-    weights would count as ones: both give finite, wrong losses.
+    On an accelerator, a token beyond the vocabulary would become a vector of zeros, and weights in
+    a mask would count as ones; either would give a finite but wrong loss. Raises UserError.
     """
     tokens, mask = np.asarray(sample.tokens), np.asarray(sample.loss_mask)
     named = f"sample {number} of train_source or valid_source"
@@ -250,7 +254,7 @@ def documents_of(
 ) -> Documents:
     """Returns the documents of `samples`, whose numbers in the run are `numbers`.
 
-    Raises ValueError for starts at which no document starts.
+    Raises ValueError if a sample's `starts` name a position at which no document begins.
     """
     length = len(samples[0].loss_mask)
     split = split or SequenceSplit(length)
@@ -266,13 +270,14 @@ def _checked_starts(sample: Sample, number: int, length: int) -> npt.NDArray[np.
     is_begin = starts == place if starts.shape == place.shape else place == 0
     if not np.array_equal(starts, np.maximum.accumulate(np.where(is_begin, place, 0))):
         raise ValueError(
-            f"sample {number}: starts[p] must be the position at which the document of p begins"
+            f"sample {number}: starts[p] must be the position at which the document of "
+            "input p begins"
         )
     return starts
 
 
-# A thread that reads the next samples. It prefetches all of them before it reads, so the disk
-# serves later ones while the first are used.
+# A thread reads the next samples. It prefetches all of them before it reads the first, so the disk
+# serves later samples while the first are used.
 
 
 _BYTES = 256 << 20  # maximum number of bytes of samples read ahead
@@ -282,18 +287,19 @@ _PAUSE_S = 1e-4  # pause between two samples, so that the main thread gets the i
 
 
 class ReadAhead:
-    """Reads the samples of one rank ahead: `share` per step, from `first` + `offset` on.
+    """Reads one rank's samples ahead: `share` per step, from `first` + `offset` on.
 
-    An exception of the source is raised when its sample is taken. The thread ends with this object.
+    If the source raises an exception for a sample, it is raised when the sample is taken. The
+    thread ends with this object.
     """
 
     def __init__(self, source: SampleSource, offset: int, share: int, stride: int) -> None:
-        """`stride`: samples of a step of all ranks."""
+        """Starts the thread; `stride` is the number of samples of all ranks in a step."""
         self.source = source
         self._offset = offset
         self._share = share
         self._stride = stride
-        # Up to the end of the next step.
+        # The thread reads up to the end of the next step, within the limit of bytes.
         self._most = max(1, min(2 * share, _BYTES // (_BYTES_PER_TOKEN * source.seq_length)))
         self._first = -1
         self._order: Iterator[int] = iter(())
@@ -314,7 +320,7 @@ class ReadAhead:
         self._fill()
 
     def sample(self, i: int, keep: bool = False) -> Sample:
-        """Returns sample `i`; `keep`: it will be taken again."""
+        """Returns sample `i`, and with `keep` holds it ready to be taken again."""
         found = self._ahead.get(i) if keep else self._ahead.pop(i, None)
         if not keep:
             self._fill()
@@ -338,7 +344,7 @@ class ReadAhead:
 
 
 def _read(source: SampleSource, wanted: SimpleQueue[Futures]) -> None:
-    """Reads the wanted samples until it gets none; the thread's target."""
+    """Reads the wanted samples in the thread, until it gets an empty dict."""
     while samples := wanted.get():
         with suppress(Exception):  # reading the sample raises the same error
             if isinstance(source, Prefetching):
@@ -376,15 +382,15 @@ def check_same_text(corpus: TrainingText, world: Group, device: torch.device) ->
         for rank in sorted((odd[0], texts.index(usual)))
     )
     raise UserError(
-        f"the ranks do not read the same text: {said}; start again when it is complete, and give "
-        "a data.path that holds the same on every host"
+        f"the ranks do not read the same text: {said}; start again when the text is complete, "
+        "and give a data.path with the same text on every host"
     )
 
 
 def with_length(train: TrainConfig, source: SampleSource) -> TrainConfig:
-    """Returns the keys with `train.epochs` as `train.tokens`: epochs of this source.
+    """Returns the keys with `train.epochs` converted to `train.tokens`, by this source's epochs.
 
-    Raises UserError for a source without `windows`, its number of samples.
+    Raises UserError if the source does not tell `windows`, its number of samples.
     """
     epochs = train.epochs
     if epochs is None:

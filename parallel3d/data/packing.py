@@ -1,9 +1,9 @@
-"""Packs documents into samples: best-fit decreasing, and plans of packs in the token cache.
+"""Packs documents into samples by best-fit decreasing, and keeps the plans in the token cache.
 
-Documents go, longest first, into the pack with the least sufficient space. Documents of one length
-are interchangeable, and so are packs of equal content: all of them are placed in one step, so the
-work grows with the number of lengths instead of documents. The result has as many packs, equally
-full, as if documents were placed one by one.
+Documents are placed from the longest to the shortest, each into the pack with the least free space
+that still suffices. Documents of one length are interchangeable, and so are packs of equal content,
+so all of them are placed in one step. The work therefore grows with the number of lengths, not of
+documents. The result has as many packs, equally full, as if documents were placed one by one.
 
 Sources: D. S. Johnson, "Near-Optimal Bin Packing Algorithms", MIT 1973; H. Ding and others, "Fewer
 Truncations Improve Language Modeling", ICML 2024 (best-fit packing of documents).
@@ -29,8 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 class Content(NamedTuple):
-    """The content of a pack: `documents` of `length` tokens, and the documents placed before
-    them."""
+    """The content of a pack: `documents` documents of `length` tokens each, after `before`.
+
+    `before` is the content that was placed earlier; None if there is none.
+    """
 
     length: int
     documents: int
@@ -38,14 +40,14 @@ class Content(NamedTuple):
 
 
 class Packs(NamedTuple):
-    """Packs: pack p has the items first[p] … first[p + 1] - 1, which are numbers of documents."""
+    """Packs of documents: pack p holds the documents numbered items[first[p] : first[p + 1]]."""
 
     first: npt.NDArray[np.int64]
     items: npt.NDArray[np.int64]
 
 
 def one_each(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
-    """Returns a pack for each document; none is longer than `capacity`."""
+    """Puts each document into a pack of its own; no document may be longer than `capacity`."""
     return Packs(np.arange(len(lengths) + 1), np.arange(len(lengths)))
 
 
@@ -54,7 +56,7 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
     if lengths.size and not 0 < int(lengths.min()) <= int(lengths.max()) <= capacity:
         raise ValueError(f"documents of {lengths.min()} to {lengths.max()} tokens for {capacity}")
     counts = np.bincount(lengths, minlength=capacity + 1)
-    # The longest first; equal lengths keep their order.
+    # The longest documents come first; documents of equal length keep their order.
     narrow = np.uint16 if capacity < 1 << 16 else np.uint32
     order = np.argsort((capacity - lengths).astype(narrow), kind="stable")
     place = order.size - np.cumsum(counts)  # index in `order` of the next document of a length
@@ -77,10 +79,10 @@ def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
 
 
 def _groups(counts: npt.NDArray[np.integer], capacity: int) -> Iterator[tuple[int, Content]]:
-    """Yields numbers of equal packs, and their content."""
-    # Packs with room left, as (number of equal packs, content), by free space.
+    """Yields groups of equal packs: the number of packs, and the content of each."""
+    # Groups of equal packs, as (number of packs, content), by the free space in each pack.
     begun: dict[int, list[tuple[int, Content | None]]] = {}
-    free_bits = 0  # the keys of `begun`, as a bit set
+    free_bits = 0  # a bit set of the keys of `begun`
     for length in np.flatnonzero(counts)[::-1].tolist():
         left = int(counts[length])
         while left:
@@ -119,7 +121,10 @@ def _groups(counts: npt.NDArray[np.integer], capacity: int) -> Iterator[tuple[in
 
 
 class PackSampler:
-    """Packs, epoch after epoch; padding and the first tokens of documents are not labels."""
+    """Makes samples of packs, epoch after epoch.
+
+    Neither padding nor the first token of a document is a label.
+    """
 
     masks = True
 
@@ -132,7 +137,7 @@ class PackSampler:
         eot: int,
         name: str = "",
     ) -> None:
-        """`tokens`: the stream of `plan`; the others are as in `Sampler`."""
+        """Reads packs of `plan` from its stream `tokens`; other arguments are as in `Sampler`."""
         self.seq_length = plan.capacity - 1
         self.windows = plan.packs
         self._tokens = tokens
@@ -141,14 +146,16 @@ class PackSampler:
         self._order = Order(plan.packs, seed, shuffle, name)
 
     def will_read(self, i: int) -> None:
-        """Prefetches the tokens of sample `i` if they are on a disk."""
+        """Prefetches the tokens of sample `i` if they are read from a file."""
         if isinstance(self._tokens, Tokens):
             for start, length in zip(*self._plan.pack(self._order.at(i)), strict=True):
                 self._tokens.will_read(start, start + length)
 
     def sample(self, i: int) -> Sample:
-        """Returns sample `i` >= 0 of the endless sequence of epochs. Raises OSError if the plan is
-        damaged."""
+        """Returns sample `i` >= 0 of the endless sequence of epochs.
+
+        Raises OSError if the plan is damaged.
+        """
         tokens = np.full(self.seq_length + 1, self._eot, np.int64)
         mask = np.zeros(self.seq_length, np.bool_)
         starts = np.zeros(self.seq_length, np.int32)
@@ -166,10 +173,10 @@ class PackSampler:
         return Sample(tokens, mask, starts, min(at, self.seq_length))
 
 
-# A packing plan, `<key>.packs` in the token cache, little-endian:
+# The format of a packing plan, the little-endian file `<key>.packs` in the token cache:
 #
-#     i64 first piece of each pack, and the number of pieces
-#         | i64 token at which each piece begins | i32 its length
+#     i64 index of the first piece of each pack, then the number of pieces
+#         | i64 index of the first token of each piece | i32 length of each piece
 
 
 PLAN_VERSION = 2
@@ -178,20 +185,20 @@ Fit = Callable[[npt.NDArray[np.int64], int], Packs]  # lengths, capacity → pac
 
 
 class Pieces(NamedTuple):
-    """Pieces of a stream that each fit into any pack: their starts and lengths in tokens."""
+    """The starts and lengths, in tokens, of pieces of a stream, each of which fits into a pack."""
 
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
-    cut: int  # documents longer than a pack
+    cut: int  # number of documents that are longer than a pack
 
 
 class PackingPlan:
-    """An open plan, read from its file on demand."""
+    """An open packing plan, which is read from its file on demand."""
 
     def __init__(
         self, files: Mapping[str, WatchedFile], facts: Mapping[str, Any], capacity: int
     ) -> None:
-        """Raises ValueError for a damaged plan."""
+        """Opens a plan by its files and builder's facts. Raises ValueError if it is damaged."""
         self.watched = files[".packs"]
         self.capacity = capacity
         self.packs = int(facts["packs"])
@@ -211,10 +218,14 @@ class PackingPlan:
 
 
 def pieces_of(begins: npt.NDArray[np.int64], tokens: int, capacity: int) -> Pieces:
-    """Cuts a stream of `tokens` with documents at `begins`, the first at 0, into pieces.
+    """Cuts the documents of a stream into pieces of at most `capacity` tokens.
 
-    A piece starts with the last token of the previous piece, so every token except a document's
-    first is a label once. A document of one token has no label and is left out.
+    A piece of a document starts with the last token of the piece before, so every token except a
+    document's first is a label once. A document of one token has no label and is left out.
+
+    Args:
+        begins: the first token of each document; begins[0] is 0.
+        tokens: the number of tokens of the stream.
     """
     lengths = np.diff(begins, append=tokens)
     step = capacity - 1
@@ -233,8 +244,10 @@ def kept_plan(
     capacity: int,
     fit: Fit = best_fit,
 ) -> PackingPlan:
-    """Returns the plan `key` in `folder`, built from `make`'s pieces if missing. Raises
-    UserError."""
+    """Returns the plan `key` in `folder`, after packing the pieces of `make` if necessary.
+
+    Raises UserError if the folder cannot be used.
+    """
 
     def build(prefix: Path) -> dict[str, int]:
         pieces = make()

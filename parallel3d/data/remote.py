@@ -38,17 +38,17 @@ _AT_ONCE = 8  # maximum number of concurrent fetches
 PAUSES_S: tuple[float, ...] = (0.5, 2.0, 5.0)  # pauses before each retry, in seconds
 _TOUCHED_S = 60.0  # resolution, in seconds, of a block's time of last read
 _LEFT_S = 3600.0  # age in seconds at which an unfinished file counts as abandoned
-_KEY = 3  # increased when blocks of older versions of this program become invalid
-_PLACES = 3  # number of samples of the content that are compared along with a time
+_KEY = 3  # to be increased when blocks of older versions of this program become invalid
+_PLACES = 3  # number of samples of the content that are compared if only a time is known
 _PLACE = 1 << 10  # size of a sample in bytes
-_LARGEST = 1 << 20  # limit of `BlockCache.read` in bytes
+_LARGEST = 1 << 20  # size in bytes of the largest file that `BlockCache.read` reads
 
 
 class BlockCache:
     """The folder of blocks, with a subfolder for each file."""
 
     def __init__(self, folder: Path, most: int) -> None:
-        """Keeps at most `most` bytes, by the count of each process.
+        """Opens `folder`, which is to hold at most `most` bytes; each process counts on its own.
 
         Raises UserError for a folder that cannot be used, or that belongs to another user, who
         could put any text in it.
@@ -116,8 +116,10 @@ class BlockCache:
                 self._evict()
 
     def _evict(self) -> None:
-        """Removes the least recently read blocks until a tenth is free; other processes may do the
-        same."""
+        """Removes the least recently read blocks until a tenth of the limit is free.
+
+        Other processes may remove blocks at the same time.
+        """
         blocks = sorted(self._blocks())
         self._held = sum(size for _, size, _ in blocks)
         for _, size, path in blocks:
@@ -128,7 +130,7 @@ class BlockCache:
             self._held -= size
 
     def _blocks(self) -> list[tuple[float, int, Path]]:
-        """Returns (time of last read, bytes, path) of all blocks; removes old unfinished ones."""
+        """Returns (time of last read, bytes, path) of each block; removes abandoned partial ones."""
         found = []
         for path in self.folder.glob("*/*"):
             with contextlib.suppress(OSError):
@@ -143,11 +145,11 @@ class BlockCache:
 class BlockFile:
     """A remote file with the interface that `Tokens` needs: `pread` and `will_read`.
 
-    `mark` holds its size and a digest of the opened version.
+    `mark` holds the file's size and a digest of the version that was opened.
     """
 
     def __init__(self, address: str, cache: BlockCache, named: str) -> None:
-        """Raises UserError for a missing or unreachable file, and for one without a version."""
+        """Opens a file. Raises UserError if it is missing, unreachable or without a version."""
         self.name = address
         self._cache = cache
         try:
@@ -184,7 +186,7 @@ class BlockFile:
         self._under_way: dict[int, Future[bytes]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Makes another process reopen the file, which must have the version opened here."""
+        """Makes another process reopen the file, which must still have the same version."""
         return _opened_again, (self.name, self._cache, self.mark)
 
     def pread(self, size: int, at: int) -> bytes:
@@ -211,8 +213,8 @@ class BlockFile:
     def _check(self) -> None:
         is_same = self._ask() == self._version
         is_same = is_same and all(self._place(at) == was for at, was in self._places.items())
-        # After another version was seen, a block in flight may be from it even if the first is
-        # back.
+        # Once another version was seen, a block in flight may belong to it, even if the first
+        # version is back.
         if self._is_over or not is_same:
             self._is_over = True
             raise UserError(
@@ -273,8 +275,10 @@ class BlockFile:
         return self._patiently(f"read at byte {at:,}", once)
 
     def _patiently(self, verb: str, call: Callable[[], T]) -> T:
-        """Calls until a call succeeds, with pauses between. Raises OSError after the last try, and
-        a UserError at once."""
+        """Repeats `call`, with pauses, until it succeeds.
+
+        Raises OSError after the last try, and passes on a UserError at once.
+        """
         for pause in (*PAUSES_S, None):
             try:
                 return call()

@@ -15,16 +15,20 @@ from parallel3d.data.tokens import Tokens, WatchedFile
 
 _ROUNDS = 8
 
-# (first, last + 1) token of a range → the tokens in it that begin a document.
+# A function (first, last + 1) that returns the positions at which documents begin in this range of
+# the stream.
 Starts = Callable[[int, int], npt.NDArray[np.int64]]
 
 
 class Sample(NamedTuple):
-    """`tokens` int64 (seq + 1,): inputs are [:-1], labels [1:]; `loss_mask` bool (seq,).
+    """A sample of `seq` inputs and as many labels.
 
-    starts[p], int32 (seq,), is the position in the sample where the document of input p begins;
-    None: the sample is one document. `used`: inputs from this position on are padding; None: none
-    is.
+    Attributes:
+        tokens: (seq + 1,) int64; the inputs are [:-1], the labels [1:].
+        loss_mask: (seq,) bool, whether each label counts in the loss.
+        starts: (seq,) int32; starts[p] is the position in the sample where the document of input p
+            begins. None: the sample is one document.
+        used: number of inputs before the padding at the end; None: there is no padding.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -55,8 +59,8 @@ class Finite(Protocol):
 class Masking(Protocol):
     """A source that tells whether a loss mask can contain False.
 
-    If none can, `Batches.token_count` reads no sample. A source that is not `Masking` is
-    assumed to have such masks.
+    If no mask can, `Batches.token_count` reads no sample. A source that is not `Masking` is assumed
+    to have such masks.
     """
 
     @property
@@ -65,19 +69,22 @@ class Masking(Protocol):
 
 @runtime_checkable
 class Prefetching(Protocol):
-    """A source that can fetch samples before a thread reads them ahead."""
+    """A source that can begin to fetch samples before they are read."""
 
     def will_read(self, i: int) -> None:
-        """Prefetches sample `i`, without an effect on its content."""
+        """Begins to fetch sample `i`, whose content this does not change."""
         ...
 
 
 class DatasetOrder(SampleSource, Finite, Masking, Prefetching, Protocol):
-    """The samples of one data set, epoch after epoch, each in an order of its own."""
+    """The samples of one data set, epoch after epoch, with an order of its own for each epoch."""
 
 
 class Sources(NamedTuple):
-    """Training and held-out samples; `held_out` maps a blend's heaviest parts to their samples."""
+    """Training and held-out samples.
+
+    `held_out` maps names of a blend's heaviest parts to the parts' own held-out samples.
+    """
 
     train: DatasetOrder
     valid: DatasetOrder | None  # None if `data.held_out` is 0
@@ -101,7 +108,7 @@ class TrainingText(Protocol):
     def watched(self) -> dict[str, WatchedFile]: ...
 
     def sources(self, model: ModelConfig, data: DataConfig, seed: int) -> Sources:
-        """Returns its samples. Raises UserError if the model's vocabulary is too small."""
+        """Returns the text's samples. Raises UserError if the model's vocabulary is too small."""
         ...
 
 
@@ -109,7 +116,7 @@ class Order:
     """Orders `count` items, epoch after epoch, each epoch in its own order."""
 
     def __init__(self, count: int, seed: int, shuffle: bool, name: str = "") -> None:
-        """Keeps the given order if `shuffle` is false; `name` separates orders with one seed."""
+        """Keeps the given order if `shuffle` is false; `name` makes orders of one seed differ."""
         self.count = count
         self._seed = seed
         self._shuffle = shuffle
@@ -127,11 +134,12 @@ class Order:
 
 
 class Sampler:
-    """Windows of seq_length + 1 tokens at multiples of seq_length, epoch after epoch.
+    """Makes samples of windows of seq_length + 1 tokens at multiples of seq_length.
 
-    Neighbours share one token, the last label of one and the first input of the next, so every
-    token but the first is a label once an epoch. A remainder of the stream is not used, unless
-    `whole` is set: then the last window ends with padding, whose labels are masked.
+    Neighbouring windows share one token, which is the last label of the first window and the first
+    input of the second, so every token but the stream's first is a label once an epoch. Tokens
+    after the last whole window are not used, unless `whole` is set: then another window holds them
+    and padding, whose labels are masked.
     """
 
     def __init__(
@@ -147,15 +155,15 @@ class Sampler:
         name: str = "",
         whole: bool = False,
     ) -> None:
-        """Cuts `tokens` (n,) into windows.
+        """Cuts `tokens`, of shape (n,), into windows.
 
         Args:
             shuffle: give each epoch an order of its own.
             eod_mask_loss: mask each label that begins a document.
             document_mask: give samples their `starts`.
-            starts: tells where documents begin; None: after each `eot`.
-            name: part of a blend, which gets an order of its own.
-            whole: use the remainder of the stream, too.
+            starts: tells where documents begin; None: they begin after each `eot`.
+            name: the part of a blend, so that each part has an order of its own.
+            whole: use the tokens after the last whole window, too.
 
         Raises ValueError unless n > seq_length (n > 1 if `whole`).
         """
@@ -178,7 +186,7 @@ class Sampler:
         return self._eod_mask_loss or self._whole
 
     def window(self, i: int) -> int:
-        """Returns the window of sample `i` >= 0; an epoch has each window once."""
+        """Returns the number of sample i's window, i >= 0; an epoch has each window once."""
         return self._order.at(i)
 
     def will_read(self, i: int) -> None:
@@ -191,7 +199,7 @@ class Sampler:
         """Returns sample `i` >= 0 of the endless sequence of epochs."""
         start = self.window(i) * self.seq_length
         tokens = self._tokens[start : start + self.seq_length + 1].astype(np.int64)
-        # The last window of a whole stream may have fewer labels.
+        # With `whole`, the last window may have fewer labels.
         starts, there = None, len(tokens) - 1
         if there < self.seq_length:
             tokens = np.pad(tokens, (0, self.seq_length - there), constant_values=self._eot)
@@ -218,8 +226,8 @@ class Sampler:
 class FirstSamples:
     """The first `count` samples of a source, followed by samples without a label.
 
-    Every sample thus counts once, whatever the global batch: the last batch is filled up with
-    samples that add nothing to the loss or to the number of tokens.
+    The samples without a label fill up the last global batch, and add nothing to the loss or to the
+    number of tokens. Each of the `count` samples thus counts once for every size of the batch.
     """
 
     masks = True
@@ -238,8 +246,10 @@ class FirstSamples:
 
 
 def document_starts(begins: npt.NDArray[np.integer], seq_length: int) -> npt.NDArray[np.int32]:
-    """Returns `Sample.starts` of a sample whose documents begin at 0 and at `begins`, in any order
-    and below `seq_length`."""
+    """Returns `Sample.starts` for documents that begin at 0 and at `begins`.
+
+    `begins` are below `seq_length`, in any order.
+    """
     starts = np.zeros(seq_length, dtype=np.int32)
     starts[begins] = begins
     return np.maximum.accumulate(starts)

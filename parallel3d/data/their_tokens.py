@@ -11,9 +11,10 @@ from parallel3d.data.tokenizer import TOKENIZER_CONFIG, FileTokenizer
 from parallel3d.files import plain
 
 TRANSFORMERS = "transformers"
-# Classes that take tokenizer.json as it is; others make a tokenizer of its parts.
+# Classes of transformers that use tokenizer.json unchanged; other classes rebuild a tokenizer from
+# parts of the file.
 AS_IT_IS = ("PreTrainedTokenizer", "TokenizersBackend")
-COUNT = 200  # texts
+COUNT = 200  # number of compared texts
 PIECES = (
     *("the", "def f(x):", "Hello", "wörld", "漢字", "😀", "1234", "3.14", "don't", "I'm", "a_b"),
     *(" ", "  ", "\n", "\n\n", "\t", ".", ", ", "!?", "(", ")", "e\u0301", "\u00a0", "ß", "Ω"),
@@ -21,16 +22,20 @@ PIECES = (
 
 
 def texts() -> list[str]:
-    """Returns texts of words, numbers, blanks and marks of several scripts, always the same."""
+    """Returns `COUNT` texts of words, numbers, spaces and punctuation in several scripts.
+
+    Each call returns the same texts.
+    """
     rng = random.Random(0)
     return ["".join(rng.choices(PIECES, k=rng.randint(0, 12))) for _ in range(COUNT)]
 
 
 def unlike_theirs(tokenizer: FileTokenizer, folder: Path) -> str | None:
-    """Returns a sentence if transformers makes other prompts with the tokenizer in `folder`.
+    """Returns a warning if transformers encodes prompts differently with the tokenizer in `folder`.
 
-    Returns None if transformers is not installed. It does not load transformers, which takes
-    seconds, if the tokenizer's class takes tokenizer.json as it is.
+    Returns None if both give the same tokens, or if transformers is not installed. Importing
+    transformers takes seconds, so the comparison is skipped if the tokenizer's class uses
+    tokenizer.json unchanged.
     """
     made_by = str(tokenizer.beside.get(TOKENIZER_CONFIG, {}).get("tokenizer_class", AS_IT_IS[0]))
     if made_by.removesuffix("Fast") in AS_IT_IS or tokenizer.folder is None:
@@ -58,7 +63,7 @@ def unlike_theirs(tokenizer: FileTokenizer, folder: Path) -> str | None:
         return None
     first = min(odd, key=lambda k: len(texts()[k]))
     return (
-        f"{name} makes other tokens than parallel3d for {len(odd)} of {COUNT} texts with the "
+        f"{name} gives other tokens than parallel3d for {len(odd)} of {COUNT} texts with the "
         f"tokenizer of {folder}, a {plain(made_by)}: for {texts()[first]!r} {found[first][:8]} "
-        f"instead of {ours[first][:8]}, which are those of its tokenizer.json"
+        f"instead of {ours[first][:8]}, which its tokenizer.json gives"
     )

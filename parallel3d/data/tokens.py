@@ -1,4 +1,4 @@
-"""Streams of tokens in files, local or remote, and watching the files for changes."""
+"""Reads streams of tokens from local and remote files, and watches the files for changes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from parallel3d.errors import UserError
 
 
 class LocalFile(FileIO):
-    """A file open for reading that pickles: another process opens it again by its name.
+    """A file open for reading that can be pickled: another process opens it again by its name.
 
-    DataLoader's workers are spawned where torch must not be forked.
+    DataLoader spawns its workers, and pickles the source for them, where torch must not be forked.
     """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -27,12 +27,12 @@ class LocalFile(FileIO):
 
 
 def _opened_again(path: str, mark: str) -> LocalFile:
-    """Opens the file that another process has open. Raises UserError if it has changed."""
+    """Opens a file that another process has open. Raises UserError if the file has changed."""
     try:
         file = LocalFile(path)
     except OSError as error:
         raise UserError(f"{path} cannot be opened again ({error.strerror})") from None
-    # A new link or a rename changes only the third fact, the time of change.
+    # The third fact, the time of change, is not compared: a new link or a rename changes it, too.
     facts, now = mark.split(":"), mark_of(file).split(":")
     if facts[:2] + facts[3:] != now[:2] + now[3:]:
         file.close()
@@ -41,7 +41,7 @@ def _opened_again(path: str, mark: str) -> LocalFile:
 
 
 class RemoteFile(Protocol):
-    """A file that is not on this host's disks (`remote.BlockFile`)."""
+    """A file that is not on this host's disks, such as `remote.BlockFile`."""
 
     name: str
     size: int
@@ -70,20 +70,21 @@ def size_of(file: File) -> int:
 
 
 def mark_of(file: File) -> str:
-    """Returns a string that differs if a file may have changed; it begins with the size and ":".
+    """Returns a string that changes if the file may have changed; it begins with the size and ":".
 
-    It holds the present times and inode of a local file, and the opened version of a remote one.
+    The string holds the present times and inode of a local file, or the version of a remote file
+    that was opened.
     """
     if not isinstance(file, IOBase):
         return file.mark
     status = os.fstat(file.fileno())
-    # The device is left out, as its number changes with each mount.
+    # The device is left out, because its number may change with each mount.
     facts = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
     return ":".join(map(str, facts))
 
 
 def whole_digest(file: File) -> str:
-    """Returns blake2b-16 of all bytes of a file, in hex. Raises OSError."""
+    """Returns the 16-byte blake2b digest of a whole file, in hex. Raises OSError."""
     digest, at = hashlib.blake2b(digest_size=16), 0
     while content := pread(file, 1 << 20, at):
         digest.update(content)
@@ -91,7 +92,7 @@ def whole_digest(file: File) -> str:
     return digest.hexdigest()
 
 
-# Keys of the content's version, and of its modification time, in fsspec's file systems.
+# Keys of a file's version, and of its modification time, in the `info` of fsspec's file systems.
 VERSIONS = ("md5Hash", "Content-MD5", "blob_id", "generation", "ETag", "etag", "version_id")
 TIMES = (
     *("Last-Modified", "LastModified", "last_modified", "last_commit", "mtime", "updated"),
@@ -102,8 +103,9 @@ TIMES = (
 def version_of(info: Mapping[str, Any]) -> dict[str, str]:
     """Returns the facts of fsspec's `info` that identify a remote file's version, perhaps none.
 
-    A weak ETag counts as none, since it is equal for contents that the server calls equivalent. One
-    exact version suffices; times may differ between the servers of an address.
+    A weak ETag is ignored, since different contents have the same one if the server calls them
+    equivalent. Times are left out next to an exact version, since they may differ between the
+    servers of an address.
     """
     known = {key: str(info[key]) for key in (*VERSIONS, *TIMES) if info.get(key)}
     exact = [key for key in VERSIONS if not known.get(key, "W/").startswith("W/")][:1]
@@ -114,7 +116,8 @@ def version_of(info: Mapping[str, Any]) -> dict[str, str]:
 class Tokens:
     """A part of a file as a read-only array of integers; slices (of step 1) are read on demand.
 
-    The file is not mapped: a truncated file or a bad sector would end the process by SIGBUS.
+    The file is not mapped into memory, because a truncated file or a bad sector would then end the
+    process by SIGBUS.
     """
 
     def __init__(self, file: File, first: int, count: int, dtype: np.dtype) -> None:
@@ -127,7 +130,7 @@ class Tokens:
         self._named = ""
 
     def part(self, begin: int, end: int) -> Tokens:
-        """Returns tokens `begin` … `end` - 1, 0 <= begin <= end <= their number; reads nothing."""
+        """Returns the tokens from `begin` up to `end`, without reading them. Raises IndexError."""
         if not 0 <= begin <= end <= self._count:
             raise IndexError(f"tokens {begin} to {end} of {self._count}")
         part = copy(self)
@@ -136,9 +139,9 @@ class Tokens:
         return part
 
     def below(self, limit: int, named: str) -> Tokens:
-        """Returns the same tokens, checked on reading.
+        """Returns the same tokens, but with a check of each slice that is read.
 
-        A token that is negative or not below `limit` raises a UserError about `named`.
+        Reading a token that is negative or not below `limit` raises a UserError about `named`.
         """
         bounded = copy(self)
         if self.dtype.kind != "u" or np.iinfo(self.dtype).max >= limit:
@@ -193,12 +196,12 @@ class Tokens:
 
 
 REBUILD = "remove it and start again: it will be rebuilt"
-# limit in bytes; larger files are not read whole, because each rank would read them
+# limit in bytes; larger files are not read again whole, because each rank would read them
 PROVED = 256 << 20
 
 
 class Proof(Enum):
-    """The result of reading a file again: all of it is equal, the samples are, or it changed."""
+    """The result of comparing a file again: the same in whole, the same in samples, or changed."""
 
     SAME = 1
     SAMPLED = 2
@@ -211,12 +214,12 @@ class WatchedFile:
     def __init__(
         self, file: File, prove: Callable[[], Proof], remedy: str, digest: str = ""
     ) -> None:
-        """Records the present mark.
+        """Records the file's present mark.
 
         Args:
             prove: compares the content with the opened one.
             remedy: tells the user what to do after a change.
-            digest: digest of the file, if known.
+            digest: digest of the whole file; "" if it is not known.
         """
         self.file = file
         self.prove = prove
@@ -256,31 +259,39 @@ class WatchedFile:
 
 
 def prove(file: File, digest: str | None) -> Proof:
-    """Compares a file with its digest, if the digest is known and the file not too large."""
+    """Compares a file with its digest, unless this is unknown or the file is larger than PROVED."""
     if digest is None or size_of(file) > PROVED:
         return Proof.SAMPLED
     return Proof.SAME if whole_digest(file) == digest else Proof.CHANGED
 
 
 class Compared(NamedTuple):
-    """The result of a comparison with an earlier start; at most one field is set."""
+    """The result of comparing files with an earlier start; at most one field is set.
+
+    Attributes:
+        refusal: why the run must not continue.
+        note: a sentence about files that may have changed.
+    """
 
     refusal: str | None = None
     note: str | None = None
 
 
 def look_at(files: Iterable[WatchedFile]) -> list[str]:
-    """Checks all files for changes since the last look. Returns sentences; raises UserError."""
+    """Returns sentences on files that may have changed since the last look.
+
+    Raises UserError for a file that has changed.
+    """
     return [sentence for file in files if (sentence := file.look()) is not None]
 
 
 def marks_of(watched: Mapping[str, WatchedFile]) -> str:
-    """Returns the marks of files by their keys, `key=mark …`, for `compare` at a later start."""
+    """Returns the marks of files as `key=mark …`, for `compare` at a later start."""
     return " ".join(f"{key}={file.mark}" for key, file in watched.items())
 
 
 def compare(watched: Mapping[str, WatchedFile], marks: str) -> Compared:
-    """Compares files with equal fingerprints with their `marks` of an earlier start."""
+    """Compares files with their `marks` of an earlier start that had the same fingerprints."""
     there = dict(mark.partition("=")[::2] for mark in marks.split())
     odd = [file for key, file in watched.items() if there.get(key, file.mark) != file.mark]
     unknown = []

@@ -1,4 +1,4 @@
-"""Unpacks files of gzip, zstd, xz and bzip2, whole: each member, frame or stream up to its end."""
+"""Unpacks gzip, zstd, xz and bzip2 files: all their members, frames or streams, up to the end."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import lzma
 import zlib
 from typing import Any, BinaryIO
 
-TAKEN = 1 << 12  # packed bytes read at a time; zstd may unpack them to 128 MB, held in memory
-MOST = 1 << 20  # bytes unpacked at a time by the other formats
+TAKEN = 1 << 12  # packed bytes read at a time; zstd may unpack them to 128 MB in memory
+MOST = 1 << 20  # the most bytes that the other formats unpack at a time
 PADDED = (".gz", ".xz")  # formats that allow zeros after a frame
 
 
 class Frame:
     """A decompressor of one frame, member or stream.
 
-    `inner` is the library's object, with `eof` and `unused_data`.
+    `inner` is the library's decompressor, which has `eof` and `unused_data`.
     """
 
     def __init__(self, packed: str) -> None:
-        """`packed`: ".gz", ".zst", ".xz" or ".bz2"."""
+        """Makes a decompressor for the format `packed`: ".gz", ".zst", ".xz" or ".bz2"."""
         self._packed = packed
         self.inner: Any
         if packed == ".gz":
@@ -36,9 +36,9 @@ class Frame:
             self.inner = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
 
     def take(self, packed: bytes, most: int) -> bytes:
-        """Unpacks bytes kept from earlier calls and then `packed`, to at most `most` bytes.
+        """Unpacks bytes left from earlier calls, then `packed`; returns at most `most` bytes.
 
-        The limit does not hold for zstd, which keeps no bytes.
+        zstd ignores the limit, so it leaves no bytes for the next call.
         """
         if self._packed == ".zst":
             return self.inner.decompress(packed)
@@ -48,14 +48,14 @@ class Frame:
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a packed file.
+    """A stream of the unpacked content of a file.
 
-    Raises EOFError if the file ends inside a frame, and the library's error for bytes that are not
-    a frame; the libraries' own readers take both for the end of the file.
+    Reading raises EOFError if the file ends inside a frame, and the library's error for bytes that
+    are not a frame. Some of the libraries' own readers take either for the end of the file.
     """
 
     def __init__(self, file: BinaryIO, packed: str) -> None:
-        """`packed`: ".gz", ".zst", ".xz" or ".bz2"."""
+        """Reads `file`, whose format `packed` is ".gz", ".zst", ".xz" or ".bz2"."""
         self._file = file
         self._packed = packed
         self._frame: Frame | None = None
@@ -67,7 +67,7 @@ class Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Reads like io.RawIOBase; returns 0 at the end."""
+        """Fills `buffer` as in io.RawIOBase; returns the number of bytes, which is 0 at the end."""
         while not self._ready:
             packed = b"" if self._full else self._rest or self._file.read(TAKEN)
             self._rest = b""
@@ -93,9 +93,10 @@ class Unpacked(io.RawIOBase):
 
 
 def first_unpacked(packed: str, head: bytes, most: int) -> bytes:
-    """Unpacks the first bytes `head` of a file to at most `most` bytes; b"" if it needs more bytes.
+    """Unpacks `head`, the first bytes of a file, and returns at most `most` bytes.
 
-    `packed` is "" for a file that is not packed. Raises the error of the library.
+    Returns b"" if `head` is too short to unpack anything, and `head` itself if `packed` is "",
+    which means that the file is not packed. Raises the library's error for bytes that it refuses.
     """
     if not packed:
         return head
