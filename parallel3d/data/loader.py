@@ -177,7 +177,7 @@ class Batches:
 
     @property
     def imbalance(self) -> float | None:
-        """The mean `SequenceShard.imbalance` of the last step's micro-batches; None if none is split."""
+        """The mean `SequenceShard.imbalance` of the last step; None if sequences are not split."""
         found = self._imbalances.values()
         return sum(found) / len(found) if found else None
 

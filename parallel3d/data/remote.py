@@ -130,7 +130,7 @@ class BlockCache:
             self._held -= size
 
     def _blocks(self) -> list[tuple[float, int, Path]]:
-        """Returns (time of last read, bytes, path) of each block; removes abandoned partial ones."""
+        """Returns (time of last read, bytes, path) of each block; removes abandoned files."""
         found = []
         for path in self.folder.glob("*/*"):
             with contextlib.suppress(OSError):
