@@ -1,1 +1,1 @@
-"""Saves and restores the state of a run in verified files that fit any layout."""
+"""Saves and restores the state of a run in verified files that any parallel layout can read."""

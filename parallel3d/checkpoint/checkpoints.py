@@ -1,6 +1,6 @@
 """Restores and saves a run's checkpoints for the training loop.
 
-Only checkpoints that are provably damaged may be set aside (`manifest.read_together`).
+A checkpoint is only set aside if it is provably damaged (`manifest.read_together`).
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ from parallel3d.trainer import Trainer
 
 
 def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
-    """Returns the names of the run's checkpoints that any rank sees, newest first; collective.
+    """Returns the names of all checkpoints that at least one rank sees, newest first; collective.
 
-    Raises UserError if there are only damaged ones, because the run would start over although they
-    may still be needed; TrainingFailure like `read_together`.
+    Raises UserError if all of the run's checkpoints are marked as damaged: the run would start over
+    although someone may still need them. Raises TrainingFailure as `read_together` does.
     """
 
     def here() -> tuple[list[str], list[str]]:
@@ -79,15 +79,15 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
     damaged = sorted({name for _, bad in everyones for name in bad})
     if damaged and not names:
         raise UserError(
-            f"run={run} has no checkpoint but {', '.join(damaged[:3])}"
+            f"run={run} has only damaged checkpoints, {', '.join(damaged[:3])}"
             f"{' …' if damaged[3:] else ''} in {run_dir}, and starting over at step 1 could "
-            "overwrite them: rename one to step-… if it is intact, or choose another run="
+            "overwrite them: rename one of them to step-… if it is intact, or choose another run="
         )
     return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
 
 
 def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | None) -> Compared:
-    """Returns whether a run can resume from this checkpoint, and what to log about its files."""
+    """Returns why a run cannot resume from this checkpoint, if so, and a note on its data files."""
     refusal = identity.refusal(config.run, identity.changes(manifest.config, config))
     reads = not config.train.eval_only
     if refusal is None and corpus is not None and manifest.data:
@@ -101,11 +101,12 @@ def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | Non
 def _other_text(
     manifest: Manifest, here: DataFacts, run: str | None, seq_length: int, *, reads: bool
 ) -> str | None:
-    """Returns why a run cannot resume from this checkpoint with the text `here`, or None.
+    """Returns why a run cannot resume from this checkpoint with the text `here`; None: it can.
 
-    `reads`: the run trains on samples of it.
+    `reads`: whether the run trains on samples of the text.
     """
-    if {**manifest.data, "files": here["files"]} == here:  # times and inodes may change
+    # The marks of the files hold times and inodes, which may change.
+    if {**manifest.data, "files": here["files"]} == here:
         return None
     there = manifest.data.get("tokenizer", BYTE), here.get("tokenizer", BYTE)
     if there[0] != there[1]:
@@ -127,20 +128,24 @@ def _other_text(
 
 
 def _other_blend(manifest: Manifest, run: str | None, seq_length: int, here: str) -> str | None:
-    """Returns a refusal if the history of the samples read so far differs; the future may
-    change."""
+    """Returns why a run cannot resume with the blend `here`; None: it can.
+
+    The blend must be the same for the samples read so far, and may change for later ones.
+    """
     samples = int(manifest.progress["consumed_samples"])
     if history_until(manifest.data["blend"], samples) == history_until(here, samples):
         return None
     tokens = samples * seq_length
     return (
         f"run={run} cannot resume with another blend: the weights or the texts of its first "
-        f"{tokens:,} tokens have changed; give those of the first start, with other ones only "
-        f"from here on, as in 'data.blend_stages={{{tokens}:{{…}}}}', or choose another run="
+        f"{tokens:,} tokens have changed; give the same ones as at the first start, and other "
+        f"ones only from here on, as in 'data.blend_stages={{{tokens}:{{…}}}}', or choose another "
+        "run="
     )
 
 
 def facts_of(corpus: TrainingText) -> DataFacts:
+    """Returns what a manifest records about the training text."""
     facts = DataFacts(
         fingerprint=corpus.fingerprint,
         train_tokens=corpus.train_tokens,
@@ -148,20 +153,21 @@ def facts_of(corpus: TrainingText) -> DataFacts:
     )
     if isinstance(corpus, Blend):
         facts["blend"] = corpus.history
-    if corpus.tokenizer != BYTE:  # manifests of texts in bytes may be older than tokenizers
+    if corpus.tokenizer != BYTE:
+        # Texts read as bytes get no entry, as in manifests from before tokenizers were supported.
         facts["tokenizer"] = corpus.tokenizer
     return facts
 
 
 def changed_keys(found: list[identity.ConfigChange]) -> list[identity.ConfigChange]:
-    """Returns the differing keys that change the steps after a checkpoint."""
+    """Returns those of the changed keys that affect the results of the steps after a checkpoint."""
     return [change for change in found if change.kind == "reported"]
 
 
 def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, samples: int) -> str:
     """Describes what a resuming run has done and still has to do, in the unit of its length.
 
-    `sizes`: the global batch by samples read.
+    `sizes`: the size of the global batch as a function of the samples read.
     """
     done = f"{steps:,} of {length.last_step:,} steps are done"
     if length.budget is not None:
@@ -177,10 +183,11 @@ def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, sample
 
 
 def _to_read(trainer: Trainer, manifest: Manifest, folder: Path) -> State:
-    """Returns the trainer's chunks that the checkpoint holds.
+    """Returns the trainer's chunks that the checkpoint holds, and sets the others to zero.
 
-    A checkpoint of step 0 may only hold weights; then the optimizer's states are set to zero. So
-    are the states of parameters that were frozen in the checkpoint's run.
+    A checkpoint of step 0 holds no optimizer state, and no checkpoint needs to hold the moments of
+    parameters that were frozen in its run. If the checkpoint lacks the average of the weights,
+    `start_ema` fills it afterwards.
     """
     state = chunks_by_name(trainer.parameter_slices(), shared=False)
     kept = (f"{PARAMETER}/", f"{STATE}/")
@@ -192,8 +199,11 @@ def _to_read(trainer: Trainer, manifest: Manifest, folder: Path) -> State:
 
 
 def without_frozen(state: State, manifest: Manifest, folder: Path) -> State:
-    """Drops and clears chunks that the checkpoint lacks because their parameters were frozen and
-    have no moments. Checkpoints of older versions have these moments."""
+    """Returns `state` without the moments that the checkpoint lacks, and sets those to zero.
+
+    A checkpoint has no moments of parameters that were frozen in its run, unless an older version
+    of parallel3d wrote it.
+    """
     there = manifest.config.get("optim", {}).get("freeze")
     if not isinstance(there, list) or not there:
         return state
@@ -209,7 +219,7 @@ def without_frozen(state: State, manifest: Manifest, folder: Path) -> State:
 
 
 def clear_others(state: State, names: Collection[str]) -> State:
-    """Returns the chunks of these names; sets all others to zero."""
+    """Returns the chunks of the tensors `names`; sets the chunks of all other tensors to zero."""
     for name in state.keys() - set(names):
         for _, values in state[name].chunks:
             values.zero_()
@@ -217,13 +227,13 @@ def clear_others(state: State, names: Collection[str]) -> State:
 
 
 class CheckpointFailure(RuntimeError):
-    """Raised on all ranks if a save failed because of a bug."""
+    """Raised on all ranks if a save failed because of a bug rather than a disk error."""
 
 
 class Checkpoints:
     """Restores, saves and closes a run's checkpoints on one rank.
 
-    Every call is collective over the world, and made at the same step on all ranks.
+    Every method is collective: all ranks of the world must call it at the same step.
 
         checkpoints = Checkpoints(config, run_dir, groups, say)
         first_step = checkpoints.restore(trainer)     # before anything else
@@ -231,7 +241,7 @@ class Checkpoints:
         checkpoints.close()                           # waits for the save in flight
 
     Args:
-        say: logs a sentence for the user; only called on rank 0.
+        say: called on rank 0 with each sentence to log for the user.
     """
 
     def __init__(
@@ -243,16 +253,17 @@ class Checkpoints:
         self.say = say
         self.saver: Saver | None = None
         self.step_in_flight: int | None = None
-        self.saved_step = 0  # newest step that is written or in flight
-        self.resumed = False  # `restore` has found a checkpoint
-        self.changed = False  # its steps had other keys, apart from rounding
+        self.saved_step = 0  # newest step whose checkpoint is written or in flight
+        self.resumed = False  # whether `restore` has found a checkpoint
+        # Whether keys that affect the results, beyond rounding, differ from the checkpoint's.
+        self.changed = False
         self.last_failed = False
         self.number = 0
         self.logged: set[str] = set()
         self.lines: tuple[str, ...] = ()  # lines of the manifest from which the run resumes
         # Returns the lines of the next manifest.
         self.waiting: Callable[[], tuple[str, ...]] = tuple
-        # The trainer's values, after `restore`.
+        # `restore` replaces these two by the trainer's values.
         self.device = torch.device("cpu")
         self.length = Length.of_run(config)
 
@@ -261,15 +272,15 @@ class Checkpoints:
         return self.groups.rank == 0
 
     def restore(self, trainer: Trainer) -> int:
-        """Restores the newest good checkpoint, if there is one; returns the first step to run.
+        """Restores the newest intact checkpoint, if there is one; returns the first step to run.
 
-        A damaged checkpoint is logged and set aside, and the previous one is used; one that a rank
-        cannot read is left unchanged. Without a checkpoint, the trainer is not changed. It may be
-        called again during a run, to go back.
+        A damaged checkpoint is logged and set aside, and the previous one is used; a checkpoint
+        that a rank cannot read is left unchanged. Without a checkpoint, the trainer is not changed.
+        A run may call this again to go back to its newest checkpoint.
 
         Raises:
             UserError: on all ranks, if the run cannot resume with this configuration or text, or
-                has no good checkpoint left.
+                has no intact checkpoint left.
             TrainingFailure: on all ranks, if a checkpoint cannot be read.
         """
         if self.saver is not None:
@@ -295,7 +306,7 @@ class Checkpoints:
         else:
             if names:
                 raise UserError(
-                    f"run={self.config.run} has no intact checkpoint: start another run="
+                    f"run={self.config.run} has no intact checkpoint: choose another run="
                 )
             if self.is_first_rank and os.path.exists(self.run_dir / "metrics.jsonl"):
                 self.say(f"run={self.config.run} has no checkpoint yet: it starts over at step 1")
@@ -307,7 +318,10 @@ class Checkpoints:
         return first_step
 
     def _prepare_saver(self) -> Saver:
-        """Claims the run's checkpoints and removes leftovers, on rank 0, for this session."""
+        """Returns this session's saver; rank 0 also claims the run's folder and removes leftovers.
+
+        Leftovers are files of saves and removals that were interrupted.
+        """
         if self.saver is None:
             session = self._from_first_rank(lambda: uuid.uuid4().hex[:12])
             self.saver = Saver(
@@ -331,8 +345,10 @@ class Checkpoints:
                 self.say(sentence)
 
     def _copies_ahead(self, step: int) -> bool:
-        """Returns whether a save after `step` will be copied, so that memory for the copy is
-        allocated now."""
+        """Returns whether a later save will copy the values, so that memory is needed for it.
+
+        Every background save does, except the one after the last step. `step`: steps done.
+        """
         settings, steps = self.config.checkpoint, self.length.last_step
         if not (settings.async_save and settings.every):
             return False
@@ -343,16 +359,18 @@ class Checkpoints:
         return bool(every) and (step % every == 0 or step == self.length.last_step)
 
     def after_step(self, trainer: Trainer) -> None:
-        """Saves if a save is due. Raises CheckpointFailure if the last one failed because of a
-        bug."""
+        """Saves if a save is due. Raises CheckpointFailure if the previous save failed by a bug."""
         self._settle(wait=False)
         if self.is_due(trainer.steps_done):
             self.save(trainer, wait=not self.config.checkpoint.async_save)
 
     def save(self, trainer: Trainer, *, wait: bool = True) -> bool:
-        """Saves now, after any save in flight. Returns False, and logs, if the disk refused."""
+        """Saves now, after waiting for any save in flight.
+
+        Returns False, after logging the reason, if a disk error prevented a save.
+        """
         if self.saver is None:
-            raise RuntimeError("restore comes before the first save")
+            raise RuntimeError("call restore before the first save")
         written = self._settle(wait=True)
         step = trainer.steps_done
         if step == self.saved_step:
@@ -374,19 +392,22 @@ class Checkpoints:
         )
         save = Save(step, self.number, state, facts, parameter_count(model), states, frozen)
         self.step_in_flight = self.saved_step = step
-        # After the last step the values do not change and need no copy.
+        # After the last step the values no longer change, so no copy of them is needed.
         copies = step < self.length.last_step
         self.saver.start(save, background=not wait, copies=copies)
         return self._settle(wait=True) if wait else True
 
     def close(self) -> bool:
-        """Waits for the save in flight. Returns False if the last one was not written."""
+        """Waits for the save in flight. Returns False if the last save did not succeed."""
         self._settle(wait=True)
         return not self.last_failed
 
     def _settle(self, *, wait: bool) -> bool:
-        """Agrees with all ranks on the result of the save in flight; returns False if it was not
-        written."""
+        """Ends the save in flight on all ranks, if it has ended on rank 0.
+
+        Returns False if the checkpoint was not written because of a disk error. `wait`: wait for
+        the end of the save first.
+        """
         if self.step_in_flight is None:
             return True
         assert self.saver is not None  # `save` has started it
@@ -410,18 +431,18 @@ class Checkpoints:
             self._log_once(mine.notes)
         if problem is None:
             return True
-        self.saved_step = -1  # the same step may be saved again
+        self.saved_step = -1  # so that the same step may be saved again
         if is_overtaken:
             raise TrainingFailure(f"{step_folder(step)} was not written: {problem}")
         if is_bug:
-            raise CheckpointFailure(f"the checkpoint of step {step} could not be made: {problem}")
+            raise CheckpointFailure(f"the checkpoint of step {step} could not be saved: {problem}")
         if self.is_first_rank:
             stays = describe_newest(self.run_dir)
             self.say(f"{step_folder(step)} could not be written: {problem}; {stays}")
         return False
 
     def _load(self, trainer: Trainer, folder: Path) -> Manifest | None:
-        """Loads one checkpoint on every rank; sets a damaged one aside and returns None."""
+        """Loads a checkpoint on every rank; if it is damaged, sets it aside and returns None."""
 
         def read() -> tuple[Manifest, Compared]:
             manifest = read_manifest(folder)

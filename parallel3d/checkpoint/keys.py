@@ -1,4 +1,4 @@
-"""Keys of checkpoints: the initial weights of a run, and saving."""
+"""Configuration keys for a run's initial weights and for saving checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel3d.config.values import (
 
 @dataclass
 class StartKeys:
-    """The initial weights of a new run."""
+    """Keys that choose the initial weights of a new run."""
 
     init_from: str | None = key(
         None,
@@ -38,7 +38,7 @@ class StartKeys:
 
 @dataclass
 class CheckpointConfig:
-    """Saving of checkpoints: `checkpoint.every=500 checkpoint.keep=3`."""
+    """Settings for saving and keeping checkpoints: `checkpoint.every=500 checkpoint.keep=3`."""
 
     RESUME: ClassVar[str] = FREE
     every: int = key(
@@ -66,7 +66,7 @@ class CheckpointConfig:
 CONFLICTS = (
     Conflict(
         {"init_optimizer": Is(True), "init_from": Is(None)},
-        "{init_optimizer} takes the optimizer of init_from, which is not given",
+        "{init_optimizer} loads the optimizer's state of init_from=RUN, which is not given",
         (("init_optimizer", False),),
     ),
 )

@@ -1,12 +1,13 @@
-"""Defines the folder of a checkpoint: its manifest and name; and lists the checkpoints of a run.
+"""Defines the folder of a checkpoint with its manifest, and lists the checkpoints of a run.
 
     runs/<run>/checkpoints/ latest                          the name of the newest step-00000500/
         manifest-<SHA-256>.json       steps, samples, configuration, data, the other files' digests
         rank-00000.safetensors …      see `storage`
 
-The manifest's digest is in its name, so digests cover every byte of a checkpoint. A folder is
-made under a name that begins with `.saving-` and renamed when it is complete on the disk: `step-…`
-is always complete. Everything here is JSON and text, read without torch.
+The manifest's name contains its digest, so digests cover every byte of a checkpoint. A folder is
+made under a name that begins with `.saving-`, and is renamed to `step-…` when it is complete on the
+disk; a folder with that name is therefore complete. This module only reads and writes JSON and
+text, and does not import torch.
 """
 
 from __future__ import annotations
@@ -37,42 +38,47 @@ DAMAGED = "damaged-"
 CLAIM = ".claim"
 FORMAT = "parallel3d checkpoint"
 VERSION = 1
-PARAMETER = "parameter"  # kind of the weights in a checkpoint; other kinds are an optimizer's
-KINDS = {"model": PARAMETER, "ema": "ema"}  # values of weights=…
+# Kind of the weights in a checkpoint. Other kinds are the average of the weights, states of the
+# model that no optimizer updates, and states of the optimizer.
+PARAMETER = "parameter"
+KINDS = {"model": PARAMETER, "ema": "ema"}  # value of weights=… → kind
 _STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
 _MANIFEST = re.compile(r"manifest-([0-9a-f]{64})\.json")
 _LARGEST_MANIFEST = 16 << 20  # bytes, enough for a hundred thousand ranks
-# Numbers that `Trainer.restore` needs in addition to the loss scale.
+# Counts that `Trainer.restore` needs, in addition to the loss scale.
 COUNTS = ("steps", "consumed_samples", "updates", "good_steps", "overflows")
 
 
 class DamagedCheckpoint(Exception):
-    """Raised, with a sentence, if a checkpoint is provably not what was written."""
+    """Raised if a checkpoint provably differs from what was written; the message is a sentence."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(plain(sentence))
 
 
 class IncompleteCheckpoint(DamagedCheckpoint):
-    """Raised if a folder lists too few files; this host's view of it may be stale."""
+    """Raised if files of a checkpoint are missing, perhaps only in this host's view of the folder.
+
+    A network file system may show a stale list of files.
+    """
 
 
 class UnreadableCheckpoint(Exception):
-    """Raised if the system refuses to read a checkpoint, which proves nothing."""
+    """Raised if the system cannot read a checkpoint, which does not prove that it is damaged."""
 
     def __init__(self, what: str, error: OSError) -> None:
         super().__init__(plain(f"{what} cannot be read ({reason(error)})"))
 
 
 def reason(error: OSError) -> str:
-    """Returns why the system refused, with the manual's name: `ESTALE: Stale file …`."""
+    """Returns the error's symbolic name and description, such as `ESTALE: Stale file …`."""
     name = errno.errorcode.get(error.errno or 0)
     return f"{name}: {error.strerror}" if name else str(error.strerror or error)
 
 
 @contextmanager
 def unreadable(what: str) -> Iterator[None]:
-    """Raises UnreadableCheckpoint for an OSError inside, while `what` is read."""
+    """Turns an OSError in the `with` block, which reads `what`, into UnreadableCheckpoint."""
     try:
         yield
     except OSError as error:
@@ -81,7 +87,13 @@ def unreadable(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Describes a file in the manifest: its size, and the SHA-256 of its length and header."""
+    """Describes a file in the manifest.
+
+    Attributes:
+        name: name in the checkpoint's folder.
+        size: size in bytes.
+        header: SHA-256 of the file's header, including the header's length.
+    """
 
     name: str
     size: int
@@ -93,9 +105,9 @@ class DataFacts(TypedDict, total=False):
 
     fingerprint: str
     train_tokens: int
-    files: str  # marks of the files
-    blend: str  # stages of the blend
-    tokenizer: str  # digest; absent for bytes
+    files: str  # `marks_of` the files, to notice changes
+    blend: str  # the blend's history, a list of first sample:digest
+    tokenizer: str  # digest of the tokenizer; absent if the tokens are bytes
 
 
 @dataclass(frozen=True)
@@ -105,12 +117,12 @@ class Manifest:
     Attributes:
         step: optimizer steps done.
         progress: `Trainer.progress()`.
-        config: the whole configuration of the session that saved it, as nested dicts.
-        data: empty if the caller had samples of its own.
-        saved_at: ISO 8601, UTC.
+        config: the whole configuration of the session that saved the checkpoint, as nested dicts.
+        data: facts about the training text; empty if the caller brought its own samples.
+        saved_at: time of the save in UTC, in ISO 8601.
         versions: versions of parallel3d and torch.
-        files: one for each rank that had something to write.
-        lines: lines of metrics.jsonl that were not on the disk by then.
+        files: digests of the ranks' files; a rank without anything to write has none.
+        lines: lines of metrics.jsonl that were not yet on the disk at the time of the save.
     """
 
     step: int
@@ -124,14 +136,19 @@ class Manifest:
 
     @property
     def has_ema(self) -> bool:
-        """Returns whether it holds the average of the weights, kind "ema" (`optim.ema_decay`)."""
+        """Returns whether the checkpoint holds the weights' average (kind "ema").
+
+        It does if `optim.ema_decay` was set in its run.
+        """
         decay = self.config.get("optim", {}).get("ema_decay")
         return decay is not None and not self.has_weights_alone
 
     @property
     def has_weights_alone(self) -> bool:
-        """Returns whether it is a checkpoint of step 0, made from weights by an import or an
-        average."""
+        """Returns whether the checkpoint holds no optimizer state.
+
+        An import and an average of checkpoints make such a checkpoint, of step 0.
+        """
         return self.step == 0
 
     @property
@@ -144,7 +161,7 @@ def step_folder(step: int) -> str:
 
 
 def entries(run_dir: Path) -> list[Path]:
-    """Returns the entries of a run's folder of checkpoints, if it has one. Raises OSError."""
+    """Returns the paths in a run's folder of checkpoints; [] without one. Raises OSError."""
     try:
         return sorted((run_dir / CHECKPOINTS).iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -152,7 +169,7 @@ def entries(run_dir: Path) -> list[Path]:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Returns the folders of a run's checkpoints, newest first, by their names alone."""
+    """Returns the folders that are named like checkpoints of a run, newest first."""
     found = [path for path in entries(run_dir) if _STEP_FOLDER.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -166,7 +183,7 @@ def step_of(folder: Path) -> int:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:
-    """Writes the manifest, private and flushed to the disk, with its digest in its name."""
+    """Writes the manifest under a name with its digest, for the owner only, and flushes it."""
     content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
     text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
     path = folder / f"manifest-{hashlib.sha256(text).hexdigest()}.json"
@@ -175,9 +192,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and verifies a manifest and the sizes of its files.
+    """Reads and verifies a manifest, and compares the sizes of the files that it lists.
 
-    Raises DamagedCheckpoint, UnreadableCheckpoint.
+    Raises DamagedCheckpoint and UnreadableCheckpoint.
     """
     with unreadable(folder.name):
         names = {path.name for path in folder.iterdir()}
@@ -194,7 +211,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _parsed(parse_json(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(
-            f"{folder.name} has no manifest of parallel3d ({error!r})"
+            f"{folder.name} has no valid manifest of parallel3d ({error!r})"
         ) from error
     expected = {file.name for file in manifest.files} | {path.name}
     if missing := sorted(expected - names):
@@ -213,12 +230,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
-    """Checks each value: a valid digest does not make the content trustworthy.
+    """Checks each value of a manifest's content and returns the manifest.
 
-    Raises ValueError, KeyError, TypeError.
+    A valid digest does not make the content trustworthy. Raises ValueError, KeyError and TypeError.
     """
     if content.pop("format") != FORMAT:
-        raise ValueError("another format")
+        raise ValueError("its format is not that of a checkpoint")
     version = content.pop("version")
     if version != VERSION:
         raise ValueError(f"version {version}, but this parallel3d reads {VERSION}")
@@ -242,7 +259,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         "data.blend": all(map(_is_stage, data.get("blend", "").split())),
     }
     if wrong := [name for name, is_right in fits.items() if not is_right]:
-        raise ValueError(f"{wrong[0]!r} makes no sense")
+        raise ValueError(f"{wrong[0]!r} has an invalid value")
     return manifest
 
 
@@ -282,14 +299,15 @@ Share = Callable[[Any], list[Any]]  # gathers a value from all ranks; collective
 
 
 def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | None]:
-    """Calls `read` on every rank, with retries on ranks that could not read; collective.
+    """Calls `read` on every rank, and retries on ranks that could not read; collective.
 
-    A part that the system does not let a rank read (a failing file system, a node without the
-    mount, stale folder entries) does not prove damage: then all ranks end in the same way and
-    change nothing.
+    An error of the system on some rank (a failing file system, a node without the mount, stale
+    folder entries) does not prove that the checkpoint is damaged. All ranks then raise the same
+    error and change nothing.
 
-    Returns this rank's result and None; or, on all ranks, None and why the checkpoint is damaged.
-    Raises TrainingFailure on all ranks if one of them cannot read, or does not find what others do.
+    Returns this rank's result and None or, on all ranks, None and why the checkpoint is damaged.
+    Raises TrainingFailure on all ranks if a rank cannot read a file, or misses files that other
+    ranks find.
     """
     result = None
     kind = _UNREADABLE

@@ -1,9 +1,9 @@
-"""Writes checkpoints, at once or in the background, each complete or absent.
+"""Writes checkpoints in the foreground or background, so that each is complete or does not exist.
 
-Every rank writes its file into `.saving-…`, flushes it and notifies rank 0. Rank 0 adds the
-manifest, flushes, and renames the folder to `step-…`: from then on the save has succeeded, and
-errors in the rest (`latest`, removal of old checkpoints) do not change that. In the background,
-ranks only communicate through the store: collectives there would interleave with training's.
+Every rank writes its file into the folder `.saving-…`, flushes it and notifies rank 0. Rank 0 adds
+the manifest, flushes it, and renames the folder to `step-…`. The save has then succeeded, even if
+updating `latest` or removing old checkpoints fails. Background threads communicate only through the
+store, because collectives in them would interleave with the collectives of training.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ if TYPE_CHECKING:
     from parallel3d.config.schema import CheckpointConfig
 
 
-# The lease on a run's checkpoints, the choice of those to keep, and the removal of leftovers
+# The lease on a run's checkpoints, and the removal of expired checkpoints and of leftovers
 
 _LARGEST = 1 << 16  # bytes
 
 
 class Lease:
-    """Claims a run's checkpoints for one start, on rank 0, on file systems without locks.
+    """Claims a run's checkpoints for one start of the run, on file systems without locks.
 
     If the file system has locks, a lock keeps a second start out (`run.directory.take_run`).
-    Otherwise two starts would remove each other's files, so each start writes its name into the
-    folder, and a start whose name was replaced writes nothing and ends.
+    Otherwise two starts would remove each other's files. Rank 0 of each start therefore writes its
+    session into the folder; a start that finds another session there writes nothing and ends.
 
     Args:
-        session: unique for each start.
+        session: a name that is unique to this start.
     """
 
     def __init__(self, run_dir: Path, session: str) -> None:
@@ -87,7 +87,7 @@ class Lease:
         self.tried = self.taken = False
 
     def take(self) -> list[str]:
-        """Claims the folder, even before the first save; returns sentences to log."""
+        """Claims the folder, unless this was done before; returns sentences to log."""
         if self.taken:
             return []
         self.tried, before = True, self._current()
@@ -102,7 +102,7 @@ class Lease:
         except OSError as error:
             return [
                 f"{self.path} cannot be written ({reason(error)}): make sure that no other start "
-                "runs"
+                "of this run is active"
             ]
         return [
             f"{self.run_dir} is on a file system without locks: if the start of {_who(before)} "
@@ -110,9 +110,9 @@ class Lease:
         ]
 
     def lost_to(self) -> str | None:
-        """Returns a sentence if another start has the folder; otherwise claims it, if not yet done.
+        """Returns a sentence if another start has claimed the folder; else claims it if needed.
 
-        An unreadable file proves nothing.
+        An unreadable claim does not prove that there is another start.
         """
         current = None if self.tried and not self.taken else self._current()
         if current is not None and current.get("session") != self.session:
@@ -146,15 +146,17 @@ _LEFTOVERS = (UNFINISHED, REMOVED, f".{LATEST}", f".{CLAIM}.")
 
 
 def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Path]:
-    """Returns the checkpoints before the last `keep` whose step is not a multiple of
-    `keep_every`."""
+    """Returns the checkpoints to remove.
+
+    These are all but the newest `keep` and those whose step is a multiple of `keep_every`.
+    """
     old = list(newest_first)[settings.keep :]
     every = settings.keep_every
     return [p for p in old if not (every and step_of(p) % every == 0)]
 
 
 def remove_leftovers(run_dir: Path) -> list[str]:
-    """Removes leftovers of killed saves and removals; returns a sentence for each that stays."""
+    """Removes what interrupted saves and removals left; returns a sentence per failed removal."""
     try:
         left = [path for path in entries(run_dir) if path.name.startswith(_LEFTOVERS)]
     except OSError as error:
@@ -164,14 +166,15 @@ def remove_leftovers(run_dir: Path) -> list[str]:
 
 
 def remove_all(paths: Iterable[Path]) -> list[str]:
-    """Removes files, folders and checkpoints; returns a sentence for each that stays."""
+    """Removes files, folders and checkpoints; returns a sentence for each failed removal."""
     notes = []
     for path in paths:
         try:
             if not path.is_dir():
                 path.unlink(missing_ok=True)
                 continue
-            if not path.name.startswith(_LEFTOVERS):  # so that it is no longer a checkpoint
+            # A checkpoint is renamed first, so that a half-removed one does not look complete.
+            if not path.name.startswith(_LEFTOVERS):
                 path = path.rename(path.with_name(f"{REMOVED}{path.name}-{uuid.uuid4().hex[:8]}"))
             shutil.rmtree(path)
         except OSError as error:
@@ -180,11 +183,11 @@ def remove_all(paths: Iterable[Path]) -> list[str]:
 
 
 def describe_newest(run_dir: Path) -> str:
-    """Returns a clause about the newest checkpoint that a run has after a failed save."""
+    """Returns a clause that names the run's newest checkpoint, for messages on failed saves."""
     try:
         old = list_checkpoints(run_dir)
     except OSError as error:
-        return f"the others cannot be listed ({reason(error)})"
+        return f"the other checkpoints cannot be listed ({reason(error)})"
     return f"{old[0].name} stays the newest" if old else "there is none yet"
 
 
@@ -203,15 +206,16 @@ def set_aside(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Describes how a save, or a rank's part of it, ended.
+    """Describes how a whole save, or one rank's part of it, ended.
 
     Attributes:
-        problem: why there is no new checkpoint; None if there is one.
-        is_bug: a bug, not an error of the disk.
-        is_overtaken: another start has taken over the run.
-        notes: sentences on other errors, which change nothing.
-        file: the file that a part wrote, if it had anything to write.
-        elements: number of elements of each kind in a part's file.
+        problem: why the save failed; None: it succeeded.
+        is_bug: whether a bug caused the problem, rather than a disk error.
+        is_overtaken: whether the save failed because another start has taken over the run.
+        notes: sentences on other errors, which do not make the save fail.
+        file: the file that the rank wrote; None: it had nothing to write, or this is the result of
+            a whole save.
+        elements: number of elements of each kind in the rank's file.
     """
 
     problem: str | None = None
@@ -223,7 +227,7 @@ class SaveResult:
 
 
 def count_elements(state: State) -> dict[str, int]:
-    """Returns the number of elements of the parameters and of each kind of optimizer state."""
+    """Returns kind → number of elements; kinds are the parameters and each optimizer state."""
     counts: Counter[str] = Counter()
     for name, tensor in state.items():
         counts[name.partition("/")[0]] += sum(chunk.elements for chunk, _ in tensor.chunks)
@@ -231,9 +235,16 @@ def count_elements(state: State) -> dict[str, int]:
 
 
 def is_complete(totals: Counter[str], elements: int, states: int = 0, frozen: int = 0) -> bool:
-    """Returns whether each kind has all elements; some have Muon's momentum, the others AdamW's
-    moments, and `frozen` ones have neither. `states`: elements of the states that are not
-    stepped."""
+    """Returns whether the ranks together wrote every element of every kind.
+
+    Each trained parameter has either Muon's momentum or AdamW's two moments.
+
+    Args:
+        totals: kind → number of elements that all ranks wrote.
+        elements: number of elements of all parameters.
+        states: number of elements of model states that no optimizer updates.
+        frozen: number of elements of frozen parameters, which have no optimizer state.
+    """
     others = {"momentum": "exp_avg", "exp_avg": "momentum", "exp_avg_sq": "momentum"}
     moments = all(
         n + totals[others[kind]] == elements - frozen
@@ -245,7 +256,10 @@ def is_complete(totals: Counter[str], elements: int, states: int = 0, frozen: in
 
 
 def failed(rank: int, error: Exception) -> SaveResult:
-    """Returns the result of a failed save: an OSError in words, a bug with its traceback."""
+    """Returns the result of a failed save.
+
+    An OSError is described in words; any other error is a bug and is given with its traceback.
+    """
     if isinstance(error, OSError):
         return SaveResult(f"{error.strerror or error} (rank {rank})")
     trace = "".join(traceback.format_exception(error))
@@ -258,25 +272,28 @@ def failed(rank: int, error: Exception) -> SaveResult:
 def unfinished_folder(run_dir: Path, step: int, session: str) -> Path:
     """Returns the folder of a checkpoint before it has its final name.
 
-    `session` distinguishes attempts, so that leftovers of an earlier one are not in the way.
+    `session` is in its name, so that leftovers of an earlier attempt are not in the way.
     """
     return run_dir / CHECKPOINTS / f"{UNFINISHED}{step:08d}-{session}"
 
 
 def write_part(unfinished: Path, rank: int, state: State) -> FileDigest | None:
-    """Writes a rank's file, if it has something to write; makes the folders. Raises OSError."""
+    """Creates the folders and writes a rank's file; returns None if the rank has nothing to write.
+
+    Raises OSError.
+    """
     for folder in (unfinished.parent, unfinished):
         folder.mkdir(mode=0o700, exist_ok=True)
     return write_state(unfinished / f"rank-{rank:05d}.safetensors", state) if state else None
 
 
 def complete(unfinished: Path, facts: Manifest, files: Sequence[FileDigest]) -> Path:
-    """Makes the checkpoint from the ranks' files; an existing one of the same step stays.
+    """Makes the checkpoint from the ranks' files, and returns its folder.
+
+    An existing checkpoint of the same step is kept instead. Raises OSError.
 
     Args:
-        facts: the manifest without the files and the time.
-
-    Returns its folder. Raises OSError.
+        facts: the manifest, in which the files and the time are still missing.
     """
     for file in files:
         path = unfinished / file.name
@@ -290,23 +307,25 @@ def complete(unfinished: Path, facts: Manifest, files: Sequence[FileDigest]) -> 
     try:
         os.rename(unfinished, final)
     except OSError:
-        # It may exist: from another start, or because NFS lost the reply to a completed rename.
+        # The folder may exist: another start made it, or NFS lost the reply to a completed rename.
         if not os.path.isdir(final):
             raise
     return final
 
 
 _ALIGNED = 64  # alignment of staged chunks in bytes
-# Bytes of a slab. torch pins powers of two: one slab of 33 GiB would take 64 GiB of host memory.
+# Bytes of a slab. torch rounds pinned allocations up to a power of two, so that a single slab of
+# 33 GiB would take 64 GiB of host memory.
 SLAB = 1 << 30
 
 
 class Staging:
-    """Copies chunks to CPU memory, which is kept between saves, so that training can continue.
+    """Copies chunks to CPU memory, so that training can continue during a save.
 
     The copy is made while the next step computes its gradients: parameters and moments do not
-    change before the update, which waits for the copy (`Trainer.before_update`). There is one copy
-    at a time, and the next one overwrites it (`Saver.start` waits for the previous save).
+    change before the update, which waits for the copy (`Trainer.before_update`). The memory is kept
+    between saves and holds one copy, which the next save overwrites; `Saver.start` refuses a new
+    save while the previous one is in flight.
     """
 
     def __init__(self) -> None:
@@ -314,10 +333,11 @@ class Staging:
         self.stream: Any = None  # stream of copies that overlap with training
 
     def prepare(self, state: State) -> list[tuple[str, Chunk, Tensor, Tensor]]:
-        """Allocates the missing memory for `state`, at half a second per GB; call it before a save.
+        """Allocates the memory that `state` needs and that is not there yet.
 
-        Returns (name, chunk, its values, its place) for every chunk. Chunks are packed into slabs,
-        the largest first.
+        This takes about half a second per GB, so it is better called before the first save. Returns
+        (name, chunk, values, place in a slab) for every chunk. Chunks are packed into slabs, the
+        largest first.
         """
         pinned = accelerator.is_accelerator(device_of(state))
         used: list[int] = []  # bytes of each slab
@@ -340,7 +360,10 @@ class Staging:
         return found
 
     def now(self, state: State) -> Any:
-        """Returns an event after the values of `state`; None on a CPU."""
+        """Returns an event after all work queued so far, which computes the values of `state`.
+
+        On a CPU the values are ready, and the result is None.
+        """
         device = device_of(state)
         if not accelerator.is_accelerator(device):
             return None
@@ -349,10 +372,11 @@ class Staging:
         return event
 
     def copy(self, state: State, ready: Any = None) -> State:
-        """Returns a copy of the values in the slabs; chunks larger than a slab are cut by rows.
+        """Copies the values into the slabs and returns the copies.
 
-        On an accelerator they are copied on a stream of their own, after `ready` (see `now`), and
-        so not after later work. The copy is complete when this returns.
+        Chunks larger than a slab are cut by rows. With `ready`, an event from `now`, the values are
+        copied on a separate stream as soon as the event has occurred, without waiting for work that
+        was queued later. The copy is complete when this returns.
         """
         copied = {name: dataclasses.replace(tensor, chunks=[]) for name, tensor in state.items()}
         pairs = []
@@ -376,7 +400,7 @@ class Staging:
             with accelerator.on_stream(self.stream):
                 for target, source in pairs:
                     target.copy_(source, non_blocking=True)
-        finally:  # even after an error: queued copies still write to the slabs
+        finally:  # needed even after an error, because queued copies still write to the slabs
             self.stream.synchronize()
 
 
@@ -386,7 +410,7 @@ def device_of(state: State) -> torch.device:
 
 
 def _parts(state: State) -> Iterator[tuple[str, Chunk, Tensor]]:
-    """Yields (name, chunk, values) of every chunk, cut by rows to fit into slabs."""
+    """Yields (name, chunk, values) of every chunk; cuts chunks larger than a slab by rows."""
     for name, tensor in state.items():
         for chunk, values in tensor.chunks:
             if values.nbytes <= SLAB:
@@ -404,9 +428,15 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Save:
-    """Describes a save in flight; `facts` lacks the files, `elements` counts all parameters,
-    `states` the elements of states that are not stepped, and `frozen` the elements of frozen
-    parameters."""
+    """Describes a save in flight.
+
+    Attributes:
+        step: optimizer steps done.
+        number: number of this save since the start of the session.
+        state: this rank's chunks.
+        facts: the manifest, in which the files and the time are still missing.
+        elements, states, frozen: see `is_complete`.
+    """
 
     step: int
     number: int
@@ -422,8 +452,8 @@ class Saver:
 
     Args:
         run_dir: the run's folder, on a file system that all hosts share.
-        session: shared by all ranks of this start of the run, and different for each start.
-        lease: rank 0's lease on the folder; None if there can be no other start.
+        session: a name that all ranks of this start of the run share, different for each start.
+        lease: the lease on the folder, on rank 0; None: ownership of the folder is not checked.
     """
 
     def __init__(
@@ -450,15 +480,15 @@ class Saver:
         self.copied = threading.Event()  # set when the values of the current save may change again
 
     def start(self, save: Save, *, background: bool, copies: bool = True) -> None:
-        """Begins a save; without `background` it has ended on this rank when this returns.
+        """Begins a save; without `background`, also completes this rank's part of it.
 
-        At the end `outcome` is set: on rank 0 for the whole save, elsewhere for this rank's part.
-        In the background the values may not change before `copied` is set or, without `copies` (at
-        the end of a run), before the end of the save. The thread that computes the values must call
-        it. Raises RuntimeError if another save is in flight.
+        At the end, `outcome` is set: on rank 0 for the whole save, on other ranks for their part.
+        During a background save the values must not change before `copied` is set or, without
+        `copies` (at the end of a run), before the save has ended. This must be called by the thread
+        that computes the values. Raises RuntimeError if another save is in flight.
         """
         if self.thread is not None:
-            raise RuntimeError("a save is in flight, and occupies the memory for copies")
+            raise RuntimeError("another save is still in flight and uses the memory for copies")
         self.outcome = None
         if not background:
             self._work(save)
@@ -467,7 +497,7 @@ class Saver:
         ready = self.staging.now(save.state)
 
         def work() -> None:
-            # A new thread is on device 0, where a call would create a context of this process.
+            # A new thread uses device 0 by default, where its first call would create a context.
             accelerator.make_current(device_of(save.state))
             self._work(save, lambda state: self.staging.copy(state, ready) if copies else state)
 
@@ -476,6 +506,7 @@ class Saver:
         self.thread.start()
 
     def join(self) -> SaveResult:
+        """Waits for the end of the save on this rank and returns its outcome."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -495,7 +526,7 @@ class Saver:
         self.outcome = outcome
 
     def _part(self, save: Save, copy: Callable[[State], State]) -> SaveResult:
-        """Writes this rank's file, with the values that `copy` returns."""
+        """Copies this rank's values with `copy`, sets `copied`, and writes the rank's file."""
         try:
             state = copy(save.state)
             self.copied.set()
@@ -507,10 +538,10 @@ class Saver:
             self.copied.set()
 
     def _finish(self, save: Save, mine: SaveResult) -> SaveResult:
-        """Completes the checkpoint on rank 0 when all parts are there, or removes them."""
+        """Waits for the parts of all ranks, and completes the checkpoint or removes them."""
         try:
             parts = [mine, *self._parts_of_others(save)]
-            # Checked first: the other start may have caused a failure.
+            # This is checked before failures of parts, because another start may have caused them.
             if self.lease is not None and (other := self.lease.lost_to()) is not None:
                 return SaveResult(other, is_overtaken=True)
             bad = [part for part in parts if part.problem is not None]
@@ -521,11 +552,14 @@ class Saver:
         return dataclasses.replace(outcome, notes=(*outcome.notes, *left))
 
     def _complete(self, save: Save, parts: list[SaveResult]) -> SaveResult:
-        """Makes the checkpoint from all parts. Raises OSError and RuntimeError if it cannot."""
+        """Makes the checkpoint from all parts.
+
+        Raises OSError if the disk refuses, and RuntimeError if elements are missing or surplus.
+        """
         totals: Counter[str] = sum((Counter(part.elements) for part in parts), Counter())
         if not is_complete(totals, save.elements, save.states, save.frozen):
-            wanted = f"{save.elements} ({save.frozen} frozen) and {save.states} of states"
-            raise RuntimeError(f"the ranks wrote {dict(totals)} elements, not {wanted}")
+            wanted = f"{save.elements} ({save.frozen} frozen) and {save.states} of model states"
+            raise RuntimeError(f"the ranks wrote {dict(totals)} elements instead of {wanted}")
         files = [part.file for part in parts if part.file is not None]
         complete(self._unfinished(save), save.facts, files)
         return SaveResult(notes=tuple(self._clean_up(save)))
@@ -537,7 +571,7 @@ class Saver:
         store, deadline = _store(), time.monotonic() + self.timeout_s
         while not store.check(others):
             if time.monotonic() > deadline:
-                raise TimeoutError(None, f"not all ranks have answered within {self.timeout_s:g} s")
+                raise TimeoutError(None, f"some ranks did not finish in {self.timeout_s:g} s")
             time.sleep(POLL_S)
         try:
             parts = [_part_of(facts) for facts in get_all(store, others)]
@@ -548,11 +582,11 @@ class Saver:
         return parts
 
     def _clean_up(self, save: Save) -> list[str]:
-        """Updates `latest` and removes old checkpoints; returns errors as sentences."""
+        """Updates `latest` and removes expired checkpoints; returns a sentence for each error."""
         try:
             replace_durably(self.folder / LATEST, f"{step_folder(save.step)}\n".encode())
             gone = expired(list_checkpoints(self.run_dir), self.settings)
-        except OSError as error:  # the older ones stay until the new one is certain
+        except OSError as error:  # nothing is removed until the new checkpoint is listed
             done = f"{step_folder(save.step)} is written"
             return [f"{done}, but {LATEST} or the folder could not be updated ({reason(error)})"]
         return remove_all(gone)

@@ -4,14 +4,14 @@ A rank's part of a checkpoint is one file:
 
     length of the header (8 bytes) | header, JSON | the chunks' bytes, concatenated
 
-The header names every chunk `kind/name/first row,first column` with its dtype, shape and offset;
-`__metadata__` has the full shapes and a SHA-256 of each chunk. The manifest of the checkpoint has
-the SHA-256 of length and header. So every byte is covered, and a reader verifies exactly the chunks
-that it reads, in the memory from which it takes them. Any safetensors reader opens the file.
+The header lists every chunk as `kind/name/first row,first column`, with its dtype, shape and
+offset; `__metadata__` holds the full shapes and a SHA-256 of each chunk. The checkpoint's manifest
+holds the SHA-256 of the length and the header, so that digests cover every byte. A reader verifies
+exactly the chunks that it reads, once they are in memory. Any safetensors reader opens the file.
 
-A checkpoint is independent of ranks, stages, buckets and shards: it holds chunks of full tensors,
-and a reader intersects its wanted chunks with the stored ones. The choice of the rank that writes
-an element is arithmetic (`share`), so a save needs no communication and may run in a thread.
+A checkpoint does not depend on ranks, stages, buckets or shards: it holds chunks of full tensors,
+and a reader intersects the chunks that it wants with the stored ones. Each rank computes which
+elements it has to write (`share`), so a save needs no communication and may run in a thread.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ from parallel3d.parameters.segments import Chunk, chunks_of_range
 if TYPE_CHECKING:
     from parallel3d.parameters.slices import ParameterSlice
 
-# Ranks that hold equal values divide a slice by rows if each gets at least this many elements. A
-# single one writes a smaller slice: with more writers, headers would outweigh values.
+# Ranks that hold equal values divide a parameter by rows if each gets at least this many elements.
+# A smaller one is written by a single rank, because headers of smaller chunks would outweigh their
+# values.
 SHARED_ELEMENTS = 4096
-_LENGTH = 8  # bytes
-# bytes, including the header's length; enough for a quarter of a million chunks
+_LENGTH = 8  # bytes of the field with the header's length
+# Bytes, including the field with the length; enough for a quarter of a million chunks.
 _LARGEST_HEADER = 64 << 20
 _MOST = 1 << 60  # maximum number of elements of a tensor
-_BLOCK = 4 << 20  # bytes that are written while they are in the processor's cache from hashing
+# Bytes that are hashed and then written together, while they are still in the processor's cache.
+_BLOCK = 4 << 20
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -85,11 +87,11 @@ State = dict[str, TensorChunks]
 
 
 def share(part: ParameterSlice) -> tuple[int, int]:
-    """Returns (first element, count) of the part of a slice that this holder writes.
+    """Returns (first element, count) of the part of a slice that this rank writes.
 
-    Elements count from the slice's start. The holders of a slice write each element exactly once.
-    They divide the local parameter at the ends of rows, wherever a slice begins, because the two
-    holders of a tied embedding may shard it differently.
+    The first element is relative to the slice's start. All ranks that hold the same values together
+    write each element exactly once. They divide the local parameter by whole rows, regardless of
+    where a slice begins, because the two holders of a tied embedding may shard it differently.
     """
     index, holders = part.copies.index, part.copies.count
     count = next(iter(part.values.values())).numel()
@@ -104,8 +106,10 @@ def share(part: ParameterSlice) -> tuple[int, int]:
 
 
 def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str, TensorChunks]:
-    """Returns `kind/name` → views of chunks; `shared`: leaves out chunks that another rank
-    writes."""
+    """Returns `kind/name` → this rank's chunks, as views of its slices.
+
+    `shared`: leave out elements that another rank with the same values writes.
+    """
     tensors: dict[str, TensorChunks] = {}
     for part in parts:
         first, count = 0, next(iter(part.values.values())).numel()
@@ -122,7 +126,10 @@ def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str
 
 
 def write_state(path: Path, state: State) -> FileDigest:
-    """Writes and hashes chunks as one new file, private and flushed. Raises OSError."""
+    """Writes chunks and their digests to a new file for the owner only, and flushes it.
+
+    Raises OSError.
+    """
     parts = {
         f"{name}/{','.join(map(str, chunk.offsets))}": values
         for name, tensor in state.items()
@@ -132,7 +139,7 @@ def write_state(path: Path, state: State) -> FileDigest:
         raise ValueError("a chunk is given twice")
     full_shapes = {name: list(tensor.full_shape) for name, tensor in state.items()}
     digests = dict.fromkeys(parts, bytes(hashlib.sha256().digest_size).hex())
-    start = len(_header(full_shapes, parts, digests))  # the same for all digests
+    start = len(_header(full_shapes, parts, digests))  # the length does not depend on the digests
     with new_file(path) as descriptor:
         os.lseek(descriptor, start, os.SEEK_SET)
         for name, values in parts.items():
@@ -147,7 +154,7 @@ def write_state(path: Path, state: State) -> FileDigest:
 def _header(
     full_shapes: dict[str, list[int]], parts: dict[str, Tensor], digests: dict[str, str]
 ) -> bytes:
-    """Returns length and JSON, padded with spaces so that chunks are aligned to 8 bytes."""
+    """Returns the header: its length and JSON, padded with spaces to align chunks to 8 bytes."""
     ours = json.dumps({"full_shapes": full_shapes, "sha256": digests})
     header: dict[str, Any] = {"__metadata__": {"parallel3d": ours}}
     at = 0
@@ -161,7 +168,7 @@ def _header(
 
 
 def _write_chunk(descriptor: int, values: Tensor) -> str:
-    """Writes the values at the file's position; returns their digest."""
+    """Writes the values at the file's current position and returns their digest."""
     digest = hashlib.sha256()
     local = values.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     view = memoryview(local.numpy())  # type: ignore[arg-type]
@@ -174,14 +181,15 @@ def _write_chunk(descriptor: int, values: Tensor) -> str:
 
 @dataclass(frozen=True, order=True)
 class StoredChunk:
-    """Describes a chunk of a full tensor in a file; sorts in the order on disk.
+    """Describes a stored chunk of a full tensor; chunks sort by their order on the disk.
 
     Attributes:
         path: path of the file.
-        at: first byte in the file.
+        at: position of the chunk's first byte in the file.
         name: `kind/name` of the tensor.
+        chunk: place of the chunk in the full tensor.
         full_shape, dtype: shape and dtype of the full tensor.
-        digest: SHA-256 of its bytes, hexadecimal.
+        digest: SHA-256 of the chunk's bytes, in hexadecimal.
     """
 
     path: Path
@@ -197,13 +205,13 @@ class StoredChunk:
         return self.chunk.elements * self.dtype.itemsize
 
     def read(self, buffer: bytearray) -> Tensor:
-        """Returns the verified values in `buffer`, which must be large enough."""
+        """Reads the values into `buffer`, which must be large enough; verifies and returns them."""
         file, view = _name(self.path), memoryview(buffer)[: self.nbytes]
         try:
             with unreadable(file), open_regular(self.path) as descriptor:
                 done = read_into(descriptor, view, self.at)
         except ValueError as error:
-            raise DamagedCheckpoint(f"{file} is no longer a file ({error})") from error
+            raise DamagedCheckpoint(f"{file} is no longer a regular file ({error})") from error
         if done < len(view) or hashlib.sha256(view).hexdigest() != self.digest:
             what = f"{self.name} at {self.chunk.offsets}"
             raise DamagedCheckpoint(f"{file} {what} is not what was written")
@@ -216,7 +224,7 @@ def _name(path: Path) -> str:
 
 
 def _chunks_in(path: Path, expected: FileDigest) -> list[StoredChunk]:
-    """Returns the chunks of a file, from its verified header; raises like `read_state`."""
+    """Returns the chunks that a file's verified header lists; raises as `read_state` does."""
     file = _name(path)
     try:
         with unreadable(file), open_regular(path) as descriptor:
@@ -224,7 +232,7 @@ def _chunks_in(path: Path, expected: FileDigest) -> list[StoredChunk]:
             read_into(descriptor, memoryview(length), 0)
             size = _LENGTH + int.from_bytes(length, "little")
             if size > min(_LARGEST_HEADER, expected.size):
-                raise ValueError("no header")
+                raise ValueError("the header is longer than the file or the limit")
             header = bytearray(size)
             read_into(descriptor, memoryview(header), 0)
         if hashlib.sha256(header).hexdigest() != expected.header:
@@ -237,7 +245,10 @@ def _chunks_in(path: Path, expected: FileDigest) -> list[StoredChunk]:
 
 
 def _parsed(header: bytes, path: Path, size: int) -> Iterator[StoredChunk]:
-    """Yields the chunks of a header; checks each value, as a digest does not prove its content."""
+    """Yields the chunks that a header lists, and checks each value.
+
+    A valid digest does not prove that the content makes sense.
+    """
     content = parse_json(header[_LENGTH:])
     ours = parse_json(content.pop("__metadata__")["parallel3d"].encode())
     at = len(header)
@@ -254,21 +265,24 @@ def _parsed(header: bytes, path: Path, size: int) -> Iterator[StoredChunk]:
         )
         at += stored.nbytes
         if entry["data_offsets"] != [stored.at - len(header), at - len(header)]:
-            raise ValueError(f"{key} is elsewhere")
+            raise ValueError(f"{key} is not stored where its predecessor ends")
         yield stored
     if at != size:
-        raise ValueError(f"chunks up to byte {at}, but {size} bytes")
+        raise ValueError(f"the chunks end at byte {at}, but the file has {size} bytes")
 
 
 def read_state(folder: Path, state: State) -> Manifest:
-    """Fills the chunks of `state` from a checkpoint of any layout; no communication.
+    """Fills the chunks of `state` from a checkpoint of any layout, without communication.
 
-    All values are verified before they are used, and converted if the dtype differs. Raises
-    UnreadableCheckpoint; and DamagedCheckpoint, even if the checkpoint only lacks wanted values:
-    `state` may then be partly filled.
+    All values are verified before they are copied, and converted if the dtype differs.
+
+    Raises:
+        DamagedCheckpoint: the checkpoint is damaged, or lacks some of the values; `state` may
+            already be partly filled.
+        UnreadableCheckpoint: the system cannot read a file; `state` may be partly filled too.
     """
     manifest, stored = _opened(folder)
-    # For each stored chunk, the wanted parts: (values to fill, their chunk, the overlap of both).
+    # Stored chunk → its wanted parts: (values to fill, their chunk, the overlap of both chunks).
     wanted: dict[StoredChunk, list[tuple[Tensor, Chunk, Chunk]]] = defaultdict(list)
     for name, tensor in state.items():
         there = stored.get(name)
@@ -297,10 +311,11 @@ def read_state(folder: Path, state: State) -> Manifest:
 
 
 def read_full(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[str, Tensor]:
-    """Returns `kind/name` → full, unpadded CPU tensor, verified; for models that fit one process.
+    """Returns `kind/name` → full, unpadded and verified tensor on the CPU.
 
-    Kinds are "parameter", "ema" and the optimizer's "exp_avg", "exp_avg_sq" or "momentum"; kinds
-    that the checkpoint lacks are left out. Raises like `read_state`.
+    All tensors must fit into the memory of one process. Kinds are "parameter", "ema", "state" and
+    the optimizer's "exp_avg", "exp_avg_sq" and "momentum"; kinds that the checkpoint lacks are left
+    out. Raises as `read_state` does.
     """
     first = {n: s[0] for n, s in _opened(folder)[1].items() if n.partition("/")[0] in kinds}
     empty = {name: torch.empty(s.full_shape, dtype=s.dtype) for name, s in first.items()}
@@ -309,12 +324,15 @@ def read_full(folder: Path, kinds: tuple[str, ...] = ("parameter",)) -> dict[str
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Returns `kind/name` → full shape, from verified headers; raises like `read_state`."""
+    """Returns `kind/name` → full shape from verified headers; raises as `read_state` does."""
     return {name: chunks[0].full_shape for name, chunks in _opened(folder)[1].items()}
 
 
 def verify_checkpoint(folder: Path) -> Manifest:
-    """Verifies every byte and that chunks cover each tensor once; raises like `read_state`."""
+    """Verifies every byte of a checkpoint, and that it holds all elements of each tensor.
+
+    Returns the manifest; raises as `read_state` does.
+    """
     manifest, stored = _opened(folder)
     chunks = [chunk for some in stored.values() for chunk in some]
     buffer = bytearray(max((chunk.nbytes for chunk in chunks), default=0))
@@ -324,7 +342,10 @@ def verify_checkpoint(folder: Path) -> Manifest:
 
 
 def _opened(folder: Path) -> tuple[Manifest, dict[str, list[StoredChunk]]]:
-    """Verifies manifest, headers and that each tensor is complete; returns the tensors' chunks."""
+    """Verifies the manifest, the headers, and that each tensor is complete.
+
+    Returns the manifest and each tensor's chunks by `kind/name`.
+    """
     manifest = read_manifest(folder)
     stored: dict[str, list[StoredChunk]] = defaultdict(list)
     for digest in manifest.files:
@@ -332,7 +353,9 @@ def _opened(folder: Path) -> tuple[Manifest, dict[str, list[StoredChunk]]]:
             stored[chunk.name].append(chunk)
     for name, chunks in stored.items():
         elements, shapes = sum(c.chunk.elements for c in chunks), {c.full_shape for c in chunks}
-        # This also keeps a header from claiming more memory than its file has.
+        # This also ensures that a header cannot demand more memory than its file has bytes.
         if shapes != {chunks[0].full_shape} or elements != math.prod(chunks[0].full_shape):
-            raise DamagedCheckpoint(f"{folder.name} holds {elements} elements of {name}")
+            raise DamagedCheckpoint(
+                f"{folder.name} holds {elements} elements of {name}, which are not all of it"
+            )
     return manifest, dict(stored)

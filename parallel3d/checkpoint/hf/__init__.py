@@ -1,1 +1,1 @@
-"""Reads and writes Hugging Face folders: their files, config.json and names of tensors."""
+"""Reads and writes Hugging Face folders: their files, config.json and tensor names."""

@@ -1,7 +1,7 @@
-"""Maps config.json of Hugging Face models to our `model` section, key by key.
+"""Converts between config.json of Hugging Face models and our `model` section, key by key.
 
-It uses no torch and no files. A config.json may leave out defaults of transformers' configuration
-classes. A key without a counterpart is refused in one sentence.
+A key without a counterpart is refused in one sentence. Values that config.json leaves out are the
+defaults of transformers' configuration classes. This module neither imports torch nor opens files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from parallel3d.config.fields import show
 from parallel3d.config.schema import ModelConfig
 from parallel3d.errors import UserError, nearest_hint
 
-# Rows: our key, the key of Llama and its relatives, the key of GPT-2.
+# Each row holds our key, the key of all families but GPT-2, and the key of GPT-2.
 _KEYS = (
     ("hidden_size", "hidden_size", "n_embd"),
     ("num_layers", "num_hidden_layers", "n_layer"),
@@ -50,21 +50,22 @@ _KEYS = (
 )
 # model.activation ↔ GPT-2's activation_function.
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
-# Other names of the tanh approximation, equal up to rounding.
+# transformers' names of the tanh approximation of GELU, which are equal up to rounding.
 SPELLINGS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-# Non-linearity of the gate → model.activation, and the word that an export writes for it.
+# Name of the gate's non-linearity → model.activation, and model.activation → the name to export.
 GATED = {"silu": "swiglu", "swish": "swiglu", **dict.fromkeys(SPELLINGS, "geglu")}
 GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
-# Reasons for which values of keys are refused.
-WHY = {"attn_logit_softcapping": ", as no kernel of attention caps the scores"}
-# Dense families with RoPE, in the order in which they are tried for an export.
+# Key → the reason for refusing its values, which ends the message.
+WHY = {"attn_logit_softcapping": ", as no attention kernel of parallel3d caps the scores"}
+# Dense families with RoPE; an export takes the first one that contradicts the fewest keys.
 _DENSE = (QWEN3, QWEN2, *(kind for kind in DENSE if kind not in (QWEN3, QWEN2, GPT2)))
 EOS, POSITIONS = "eos_token_id", "max_position_embeddings"
 TYPE = "model_type"
 TOKENS = ("bos_token_id", EOS, "pad_token_id")
 TORCH_NAMES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Keys that cannot change a logit of these families in evaluation, by purpose. `modeling_utils`,
-# `masking_utils` and `modeling_*` of transformers 5.23.0 use them for other things, or never.
+# Keys that cannot change a logit of these families in evaluation, grouped by purpose. In
+# transformers 5.23.0, `modeling_utils`, `masking_utils` and `modeling_*` either do not use them, or
+# use them only for other purposes.
 _HARMLESS = {
     "the file": "_name_or_path name_or_path _commit_hash architectures transformers_version dtype "
     "torch_dtype finetuning_task task_specific_params tokenizer_class model_max_length "
@@ -93,7 +94,7 @@ _HARMLESS = {
 }
 HARMLESS = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
 ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flex_attention")
-# Keys that change the result of a model of these families, with their harmless values.
+# Keys that can change the logits of models of these families → values that do not change them.
 FIXED: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
@@ -104,7 +105,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "quantization_config": (None,),
     "use_mrope": (False,),
-    "transformers_weights": (None,),  # another file than the usual ones
+    "transformers_weights": (None,),  # names a weights file other than the usual ones
     "rope_interleaved": (False,),
     "attn_implementation": ATTENTION,
     "_attn_implementation": ATTENTION,
@@ -112,15 +113,16 @@ FIXED: dict[str, tuple[Any, ...]] = {
 
 
 def hf_kind(model: ModelConfig, like: str | None = None) -> str:
-    """Returns "llama", "qwen3_moe" … Raises UserError, with the key, if none fits.
+    """Returns the Hugging Face format for a model, such as "llama" or "qwen3_moe".
 
-    `like`: the format from which the model was imported, which wins over others that fit too.
+    Raises UserError, which names the key at fault, if no format can express the model. `like`: the
+    format from which the model was imported, which is preferred if it fits.
     """
     position = model.position_embedding
     if position == "none":
         raise UserError(
             "model.position_embedding=none has no counterpart in Hugging Face's Llama and GPT-2 "
-            "formats; models with rope (Llama) or learned (GPT-2) can be exported"
+            "formats: only models with rope (Llama) or learned (GPT-2) can be exported"
         )
     if like in FAMILIES and not _contradictions(model, like):
         return like
@@ -151,7 +153,7 @@ def _contradictions(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple
 
 
 def _kind_with_experts(model: ModelConfig) -> tuple[str, str]:
-    """Returns the format of a model with experts, and the key that selects it."""
+    """Returns the format for a model with experts, and the key that selects this format."""
     sigmoid, full = model.router_score == "sigmoid", model.qk_norm_width == "full"
     if sigmoid and full:
         return MINIMAX_M2, "model.qk_norm_width=full"
@@ -169,7 +171,10 @@ def _kind_with_experts(model: ModelConfig) -> tuple[str, str]:
 
 
 def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """Returns (key, value, values that the format knows) for all keys that the format fixes."""
+    """Returns (key, the model's value, values that the format can express) for restricted keys.
+
+    These are all keys for which the format cannot express every value.
+    """
     heads, family = model.num_attention_heads, FAMILIES[kind]
     if kind == GPT2:
         return [
@@ -214,19 +219,19 @@ def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ..
 
 
 def _biases(model: ModelConfig) -> str:
-    """Returns the value of `model.attention_bias` that is in effect."""
+    """Returns which of attention's biases the model has, as a value of `model.attention_bias`."""
     return "all" if model.out_bias else "qkv" if model.qkv_bias else "none"
 
 
 def _known_biases(family: Family) -> tuple[str, ...]:
-    """Returns the values of `model.attention_bias` that a family knows."""
+    """Returns the values of `model.attention_bias` that a family can express."""
     known = ["none"] if family.biases is None or family.bias_key is not None else []
     known += [] if family.biases is None else [family.biases]
     return (*known, "all") if family.out_bias_key is not None else tuple(known)
 
 
 def _wanted_scales(model: ModelConfig, family: Family) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """Returns (key, value, values that the family knows) for each scale that the family fixes."""
+    """Returns (key, the model's value, allowed values) for each scale that the family restricts."""
     usual = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "logit_cap": None}
     if family.root_scale:
         usual["embedding_scale"] = model.hidden_size**0.5
@@ -247,15 +252,15 @@ def _head_scale(model: ModelConfig) -> float:
 
 
 def _scale(model: ModelConfig, key: str) -> Any:
-    """Returns a factor that is in effect."""
+    """Returns the value of a scale, in which None for attention_scale is 1/√head_size."""
     value = getattr(model, key)
     return _head_scale(model) if key == "attention_scale" and value is None else value
 
 
 def to_hf(model: ModelConfig, dtype: str, like: str | None = None) -> dict[str, Any]:
-    """Returns config.json without tokens; `dtype` is "fp32", "bf16" …. Raises UserError.
+    """Returns the content of config.json for a model, without special tokens.
 
-    `like`: see `hf_kind`.
+    `dtype` is "fp32", "bf16" and so on; `like` is that of `hf_kind`, whose UserError this raises.
     """
     kind = hf_kind(model, like)
     family = FAMILIES[kind]
@@ -263,8 +268,8 @@ def to_hf(model: ModelConfig, dtype: str, like: str | None = None) -> dict[str, 
     common = sizes | {
         "architectures": [family.architecture],
         "model_type": kind,
-        # transformers before version 5 reads torch_dtype and rope_theta, later versions dtype and
-        # rope_parameters; each ignores the other's keys.
+        # transformers before version 5 reads torch_dtype and rope_theta, and later versions read
+        # dtype and rope_parameters; each version ignores the keys of the other.
         "torch_dtype": TORCH_NAMES[dtype],
         "dtype": TORCH_NAMES[dtype],
         "use_cache": True,
@@ -310,8 +315,7 @@ def _written_scales(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the format, special tokens and RoPE's positions, so that an export can write them
-    back."""
+    """Returns the keys that an export writes back: format, special tokens and maximum length."""
     kept = {key: config[key] for key in TOKENS if key in config}
     for key, value in kept.items():
         numbers = value if key == EOS and isinstance(value, list) else [value]
@@ -325,7 +329,10 @@ def kept_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns format and `model` section. Raises UserError for an unknown or unsupported key."""
+    """Returns the format and the `model` section of a config.json.
+
+    Raises UserError if a key is unknown or has a value that our model cannot express.
+    """
     kind = config.get(TYPE)
     if kind not in FAMILIES:
         hint = nearest_hint(str(kind), FAMILIES)
@@ -346,7 +353,7 @@ def from_hf(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         value = keys.get(theirs, default, type(default))
         found[ours] = float(value) if isinstance(default, float) else value
     most = ModelConfig.__dataclass_fields__["num_layers"].metadata["maximum"]
-    if found["num_layers"] > most:  # checked before lists of that length are made
+    if found["num_layers"] > most:  # checked before lists with an entry per layer are made
         raise keys.error("num_hidden_layers", found["num_layers"], f"it must be at most {most}")
     found |= _from_gpt2(keys, found) if kind == GPT2 else _from_llama(keys, kind, found)
     keys.finish(HARMLESS | {TYPE, *family.harmless.split()})
@@ -395,12 +402,12 @@ def _from_llama(keys: Keys, kind: str, sizes: dict[str, Any]) -> dict[str, Any]:
     if family.experts is None:
         return found
     if MTP in family.aliases.values():
-        keys.get(MTP, 0, int)  # see `mtp_layers`
+        keys.get(MTP, 0, int)  # marks the key as read; `mtp_layers` returns its value
     return found | read_experts(keys, family, layers)
 
 
 def _head_dim(keys: Keys, family: Family, hidden: int, heads: int) -> int:
-    """Returns the size of a head, which RoPE needs to be even."""
+    """Returns the size of a head. Raises UserError if it is odd, or if the family forbids it."""
     if family.whole_heads and hidden % heads:
         raise UserError(
             f"config.json has hidden_size={hidden}, which is not a multiple of "
@@ -417,7 +424,7 @@ def _head_dim(keys: Keys, family: Family, hidden: int, heads: int) -> int:
 
 
 def _attention(keys: Keys, family: Family) -> dict[str, Any]:
-    """Returns our keys of the norms of q and k, and of all biases."""
+    """Returns our keys for the norms of queries and keys, and for all biases."""
     norm = family.norm_of_heads
     if norm == "":
         norm = "head" if keys.get("use_qk_norm", False, bool) else None
@@ -445,7 +452,7 @@ def _attention(keys: Keys, family: Family) -> dict[str, Any]:
 
 
 def _scales(keys: Keys, family: Family, hidden: int, width: int) -> dict[str, Any]:
-    """Returns our factors. Raises UserError for those that are not above 0."""
+    """Returns our keys for the scales. Raises UserError if one is not above 0."""
     found: dict[str, Any] = {"embedding_scale": hidden**0.5} if family.root_scale else {}
     for scale in family.scales:
         off = {"null": None} if scale.may_be_off else {}

@@ -1,6 +1,7 @@
-"""Maps mixtures of experts of Hugging Face models to ours: names in a layer, and keys.
+"""Maps the experts of Hugging Face models to ours: module names and keys of config.json.
 
-On disk each expert has tensors of its own, as here. This module uses no torch and no files.
+In both formats each expert has its own tensors on the disk. This module neither imports torch nor
+opens files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ PARTS = ("gate", "up", "down")
 
 
 def modules_of(names: ExpertNames, count: int) -> dict[str, str]:
-    """Returns their module → ours for one layer with `count` experts; {} is the layer's number."""
+    """Returns transformers' module → ours for a layer with `count` experts.
+
+    In transformers' names, {} stands for the number of the layer.
+    """
     block = f"model.layers.{{}}.{names.block}"
     found = {f"{block}.gate": "mlp.router"}
     if names.shared is not None:
@@ -35,7 +39,7 @@ def modules_of(names: ExpertNames, count: int) -> dict[str, str]:
 
 
 def read_experts(keys: Keys, family: Family, layers: int) -> dict[str, Any]:
-    """Returns our keys of the experts. Raises UserError if our model cannot express a value."""
+    """Returns our keys for the experts. Raises UserError if our model cannot express a value."""
     names, defaults = family.experts, family.defaults
     assert names is not None
 
@@ -77,6 +81,7 @@ def read_experts(keys: Keys, family: Family, layers: int) -> dict[str, Any]:
 
 
 def _dense_layers(keys: Keys, family: Family, layers: int) -> list[int]:
+    """Returns the numbers of the layers without experts."""
     names = family.experts
     assert names is not None
     if names.dense is None:
@@ -95,7 +100,7 @@ def _dense_layers(keys: Keys, family: Family, layers: int) -> list[int]:
 
 
 def written_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the keys of a model's experts for config.json."""
+    """Returns the keys of config.json for a model's experts."""
     names = family.experts
     assert names is not None
     keys: dict[str, Any] = {
@@ -118,7 +123,7 @@ def written_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
     if names.grouped:
         keys |= {"n_group": model.router_groups, "topk_group": model.router_top_groups}
         keys["routed_scaling_factor"] = model.router_scale
-    if MTP in family.aliases.values():  # an export has no layers of multi-token prediction
+    if MTP in family.aliases.values():  # an export never has layers of multi-token prediction
         keys[MTP] = 0
     if "router_jitter_noise" in family.fixed:
         keys["router_jitter_noise"] = 0.0
@@ -128,7 +133,7 @@ def written_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
 def wanted_experts(
     model: ModelConfig, names: ExpertNames
 ) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """Returns (key, value, values that the family knows) for the keys that the family fixes."""
+    """Returns (key, the model's value, allowed values) for the keys that the family restricts."""
     dense, shared = sorted(model.dense_layers), model.shared_expert_size
     biased = names.choice_bias is not None
     known: list[tuple[str, tuple[Any, ...]]] = [
@@ -156,25 +161,25 @@ def wanted_experts(
 
 
 def mtp_layers(config: Mapping[str, Any], family: Family) -> int:
-    """Returns how many layers of multi-token prediction may follow the model's own layers."""
+    """Returns how many layers of multi-token prediction may follow the model's own in the files."""
     known = MTP in family.aliases.values()
     return Keys(config, aliases=family.aliases).get(MTP, 0, int) if known else 0
 
 
 def notices_of(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
-    """Returns sentences on what an import of this config.json leaves out."""
+    """Returns a sentence for each feature of this config.json that an import leaves out."""
     found = []
     if family.experts is None:
         return ()
     if (aux := Keys(config).get(AUX, 0.0, float)) > 0:
         found.append(
             f"config.json has {AUX}={aux:g}: transformers' auxiliary loss counts a micro-batch and "
-            "all layers together, so that it depends on the layout; it is left out, and "
-            "moe.aux_loss=… adds the loss of each sequence"
+            "all layers together, so that it depends on the layout; it is left out, but "
+            "moe.aux_loss=… adds such a loss for each sequence"
         )
     if (later := mtp_layers(config, family)) > 0:
         found.append(
             f"config.json has {MTP}={later}: layers of multi-token prediction are left out, as "
-            "transformers leaves them out of the model"
+            "in transformers"
         )
     return tuple(found)

@@ -1,7 +1,7 @@
-"""Families of Hugging Face models: their names, transformers' defaults, and their variations.
+"""Describes families of Hugging Face models: tensor names, defaults, and differences from Llama.
 
-A config.json may leave out a family's defaults, which transformers' configuration class has. This
-module uses no torch and no files.
+A config.json may leave out values that equal the defaults of transformers' configuration class.
+This module neither imports torch nor opens files.
 """
 
 from __future__ import annotations
@@ -37,22 +37,26 @@ GEMMA3 = "gemma3_text"
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Describes how a family spells its experts.
+    """Describes the names and keys that a family uses for its experts.
 
     Attributes:
-        block: module that replaces the MLP.
-        parts: their names for our gate, up and down in an expert.
-        shared: their name for the shared expert; None: the family has none.
-        choice_bias: their tensor of the router's bias in `block`; None: the family has none.
+        block: name of the module with the experts, which takes the place of the MLP.
+        parts: transformers' names of our gate, up and down projections in an expert.
         count: key with the number of experts.
-        width: key with the width of an expert; `intermediate_size` where no layer is dense.
-        shared_width: key with the width of the shared expert or, with `shared_in_experts`, with
-            that width divided by `width`.
-        gated: the shared expert's output is multiplied by a sigmoid of the token.
-        score: `model.router_score`.
-        normalizes: value of norm_topk_prob in a family without such a key; None: it has the key.
-        dense: key that says which layers are dense; None: no layer is.
-        grouped: the router has groups of experts, and a scale of their weights.
+        width: key with the width of an expert, which is `intermediate_size` in families without
+            dense layers.
+        shared: transformers' name of the shared expert; None: the family has none.
+        shared_width: key with the width of the shared expert or, with `shared_in_experts`, with the
+            number of experts that it counts as.
+        shared_in_experts: whether the width of the shared expert is given in widths of an expert.
+        gated: whether the shared expert's output is multiplied by a sigmoid that depends on the
+            token.
+        choice_bias: name of the tensor in `block` with the router's bias; None: there is no bias.
+        score: the family's `model.router_score`.
+        normalizes: whether the weights of the chosen experts are normalized; None: the key
+            norm_topk_prob decides.
+        dense: key that says which layers are dense; None: no layer is dense.
+        grouped: whether the router chooses among groups of experts, and scales the weights.
     """
 
     block: str
@@ -72,17 +76,19 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class Windows:
-    """Describes which layers of a family have a window if config.json does not list them.
+    """Describes which layers of a family have a window if config.json has no list of layer types.
 
     Attributes:
-        rule: "all": every layer; "late": those from max_window_layers on; "early": each second one
-            before it; "period": all but each `period`th; "unrotated": those without positions.
-        size: default of sliding_window; None: no window.
-        switch: use_sliding_window must be true for a window.
-        period: see `rule`.
-        period_key: key that changes `period`.
+        rule: which layers have a window. "all": every layer; "late": the layers from
+            max_window_layers on; "early": every second layer before max_window_layers; "period":
+            all but every `period`th layer; "unrotated": the layers without positions.
+        size: default of sliding_window; None: by default, no layer has a window.
+        switch: whether use_sliding_window must be true for layers to have a window.
+        period: period of the rule "period" or, with "unrotated", of the layers without positions.
+        period_key: key that gives another `period`; "": there is no such key.
         last: default of max_window_layers.
-        nope: layers without a window have no positions if others have one (EXAONE 4).
+        nope: whether layers without a window have no positions if other layers have a window, as in
+            EXAONE 4.
     """
 
     rule: str
@@ -95,20 +101,21 @@ class Windows:
 
     @property
     def by_layer(self) -> bool:
-        """Returns whether layer_types may name any layers."""
+        """Returns whether layer_types may give each layer a window or none."""
         return self.rule != "all"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Describes a key with a factor; our value is theirs to the power of `power`.
+    """Describes a scale of the model's values, and its key in config.json.
 
     Attributes:
         ours: our key.
-        theirs: their key.
-        usual: default of their key; None: no factor.
-        is_whole: their key is a whole number.
-        may_be_off: their key may be null.
+        theirs: transformers' key.
+        usual: default of transformers' key; None: by default, the scale is off.
+        power: our value is transformers' value to this power.
+        is_whole: whether the value of transformers' key is a whole number.
+        may_be_off: whether the value of transformers' key may be null, which means off.
     """
 
     ours: str
@@ -119,7 +126,7 @@ class Scale:
     may_be_off: bool = False
 
 
-# Their norms over the hidden dimension in a layer → ours.
+# transformers' norms over the hidden dimension in a layer → ours.
 BEFORE = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
 AFTER = {
     "post_attention_layernorm": "attention_output_norm",
@@ -137,7 +144,7 @@ GLM_NORMS = {
     "post_attention_layernorm": "mlp_norm",
     "post_mlp_layernorm": "mlp_output_norm",
 }
-# Their module that joins several of ours → ours, in the order along dimension 0.
+# transformers' module → the modules of ours that it joins, in their order along dimension 0.
 _JOINED_QKV = {"self_attn.qkv_proj": "attention.q attention.k attention.v"}
 _JOINED_MLP = {"mlp.gate_up_proj": "mlp.gate mlp.up"}
 SCALINGS = ("default", "llama3", "linear", "yarn", "longrope")
@@ -148,47 +155,54 @@ class Family:
     """Describes a family of models.
 
     Attributes:
-        title: its name in sentences.
+        title: name of the family in messages.
         architecture: transformers' class of the language model.
         defaults: values of keys that config.json may leave out.
         aliases: other name of a key → the key, as in transformers' `attribute_map`.
-        fixed: keys that may change the result of this family only, with their harmless values; the
-            first is the default unless `defaults` has one.
-        harmless: more keys that change no logit of this family.
-        norms: module of each norm in a layer → ours.
-        joined: module of several projections → ours.
+        fixed: further keys that may change the logits of this family → their harmless values. If
+            the key is absent, its value is that in `defaults`, else the first harmless one.
+        harmless: further keys that change no logit of this family, separated by spaces.
+        norms: transformers' module of each norm in a layer → ours.
+        joined: transformers' module that joins several projections → ours, separated by spaces.
         head_dim: default of `head_dim`; None: hidden_size / num_attention_heads.
-        null_head_dim: `head_dim` may be null, which means hidden_size / num_attention_heads.
-        has_head_dim: an export always writes `head_dim`; else only an unusual one.
-        whole_heads: transformers refuses a hidden_size that is not a multiple of the number of
-            heads.
-        usual_heads: the size of a head must be hidden_size / num_attention_heads.
+        null_head_dim: whether `head_dim` may be null, which means hidden_size /
+            num_attention_heads.
+        has_head_dim: whether an export always writes `head_dim`; otherwise it only writes a value
+            that differs from hidden_size / num_attention_heads.
+        whole_heads: whether transformers refuses a hidden_size that is not a multiple of the number
+            of heads.
+        usual_heads: whether the size of a head must be hidden_size / num_attention_heads.
         activation_key: key with the MLP's non-linearity.
-        activations: `model.activation` that it allows, the default first.
-        biases: `model.attention_bias` that the key `bias_key` switches on; None: no bias.
-        bias_key: key that switches attention's biases on; None: `biases` always applies.
-        out_bias_key: key that switches the output's bias on by itself.
-        has_mlp_bias: the key mlp_bias switches the MLP's biases on.
-        dropouts: keys of probabilities of dropout.
-        norm_of_heads: norms of q and k: "head", "full", None, or "" where `use_qk_norm` decides.
+        activations: allowed values of `model.activation`, the default first.
+        biases: value of `model.attention_bias` if attention has biases; None: it never has.
+        bias_key: key that switches the biases of attention on; None: `biases` always applies.
+        out_bias_key: key that adds a bias to attention's output projection; None: there is no such
+            key.
+        has_mlp_bias: whether the key mlp_bias switches the MLP's biases on.
+        dropouts: keys with dropout probabilities.
+        norm_of_heads: `model.qk_norm_width` of the norms of queries and keys; None: there are no
+            such norms; "": the key use_qk_norm switches norms of each head on.
         rotary: default of partial_rotary_factor; None: every dimension of a head is rotated.
-        has_rotary_dim: it may give the number of rotated dimensions as rotary_dim.
-        pairs: RoPE pairs dimensions 2i and 2i + 1 of a head; otherwise, as here, i and i + r/2.
+        has_rotary_dim: whether rotary_dim may give the number of rotated dimensions.
+        pairs: whether RoPE pairs dimensions 2i and 2i + 1 of a head, rather than i and i + r/2, as
+            our model does.
         base: default of rope_theta.
-        local_base: default base of layers with a window, where each kind of layer has its own
-            rope_parameters; None: all have the same.
-        local_key: key of that base at the top level.
-        scalings: values of rope_type.
-        rope_names: other names of them.
-        rope: rope_parameters where config.json has none.
-        original: default of a top-level original_max_position_embeddings; None: there is none.
-        has_temperature: llama_4_scaling_beta in rope_parameters scales the queries.
-        windows: layers with a window; None: sliding_window must be null.
-        zero_centered: norms multiply by 1 + weight.
-        root_scale: the embedding is multiplied by √hidden_size.
-        scales: further factors.
-        has_pad: transformers has a default of pad_token_id, which must be in the vocabulary.
-        experts: names of its experts; None: a dense family.
+        local_base: default base of layers with a window, in families whose layers with and without
+            a window have separate rope_parameters; None: all layers share rope_parameters.
+        local_key: key of that base at the top level; "": there is no such key.
+        scalings: allowed values of rope_type.
+        rope_names: other name of a rope_type → the rope_type.
+        rope: value of rope_parameters if config.json has none.
+        original: default of original_max_position_embeddings at the top level; None: there is no
+            default there.
+        has_temperature: whether llama_4_scaling_beta in rope_parameters scales the queries.
+        windows: which layers have a window; None: no layer may have one.
+        zero_centered: whether norms multiply by 1 + weight.
+        root_scale: whether the embedding is multiplied by √hidden_size.
+        scales: further scales.
+        has_pad: whether transformers has a default pad_token_id, which might lie outside of the
+            vocabulary, so that an export writes null.
+        experts: names of the experts; None: the family is dense.
     """
 
     title: str
@@ -232,7 +246,7 @@ class Family:
 
     @property
     def norm_position(self) -> str:
-        """The family's `model.norm_position`."""
+        """Returns the family's `model.norm_position`."""
         before, after = (name in self.norms.values() for name in ("mlp_norm", "mlp_output_norm"))
         return "both" if before and after else "before" if before else "after"
 
@@ -251,7 +265,7 @@ def _sizes(
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,  # None: as many as query heads
+        "num_key_value_heads": kv_heads,  # None: as many as there are query heads
         "intermediate_size": ffn,
         "max_position_embeddings": positions,
         "vocab_size": vocabulary,
@@ -345,7 +359,7 @@ FAMILIES: dict[str, Family] = {
         "GPT-2",
         "GPT2LMHeadModel",
         _GPT2_SIZES,
-        # Sizes under Llama's names, which a GPT-2 config may use as well.
+        # A GPT-2 config may use these names of Llama for its sizes.
         aliases={
             "hidden_size": "n_embd",
             "num_hidden_layers": "n_layer",
@@ -490,7 +504,7 @@ FAMILIES: dict[str, Family] = {
         "Phi-3",
         "Phi3ForCausalLM",
         _sizes(3072, 32, 32, None, 8192, 4096, 32064, 1e-5),
-        # Keys of Microsoft's own code, which transformers does not read; nor does it run that code.
+        # Keys of Microsoft's own code. transformers neither reads them nor runs that code.
         fixed={"lm_head_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,)},
         harmless="auto_map",
         joined=_JOINED_QKV | _JOINED_MLP,

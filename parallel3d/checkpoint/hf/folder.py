@@ -1,7 +1,7 @@
 """Writes and reads Hugging Face folders: safetensors, config.json, generation_config.json.
 
-One file or tensor is processed at a time, so the model need not fit into memory. Nothing is
-unpickled.
+One file or tensor is processed at a time, so the whole model need not fit into memory. Pickle is
+never used.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from parallel3d.files import new_folder, open_regular, plain
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # transformers starts a new file at this size as well
-# Masks and rotary tables in old checkpoints, which we compute instead.
+# Masks and rotary tables in old checkpoints; our model computes them instead of loading them.
 NO_WEIGHTS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
@@ -88,24 +88,26 @@ def export_hf(
     others: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Writes `model` as a folder that transformers' `from_pretrained` opens. Returns its files.
+    """Writes `model` as a folder for transformers' `from_pretrained`; returns the folder's files.
 
     Args:
-        read: names of our tensors → full, unpadded tensors; called for one file at a time.
-        folder: it is created here, and must be empty if it exists. It appears complete or not at
-            all.
+        read: returns the full, unpadded tensors for names of our tensors; called once per file.
+        folder: created here, and must be empty if it exists. It appears complete or not at all.
         dtype: dtype of the weights in the files, a key of `COMPUTE`.
-        end_of_text: separates documents; None: unknown.
-        begin_of_text: begins a prompt; None: `end_of_text`.
-        ends: takes an `eos_token_id` or None, and returns the one to export, with all tokens at
-            which a generation stops.
-        kept: `kept_keys` of the config.json that the model was imported from.
-        beside: additional files, by name, such as a tokenizer's; they override ours.
-        others: the folder that `keep_rest` wrote, if the model is the text part of a vision model.
+        end_of_text: token that separates documents; None: unknown.
+        begin_of_text: token that begins a prompt; None: `end_of_text`.
+        ends: takes an `eos_token_id` or None, and returns the one to export, which has all tokens
+            at which generation stops; None: the `eos_token_id` is exported unchanged.
+        kept: `kept_keys` of the config.json from which the model was imported; None: it was not.
+        beside: additional files, file name → content, such as a tokenizer's. They override files
+            that are written here.
+        others: the folder that `keep_rest` wrote, if the model is the text part of a vision model;
+            otherwise None.
+        shard_bytes: size at which a new file of weights is started.
 
     Raises:
-        UserError: a model that no format can express, a weight that is not finite in `dtype`, a
-            folder that is not empty, or a full disk.
+        UserError: if no format can express the model, a weight is not finite in `dtype`, the folder
+            is not empty, or it cannot be written.
     """
     like = (kept or {}).get(TYPE)
     tensors = hf_tensors(model, hf_kind(model, like))
@@ -114,7 +116,7 @@ def export_hf(
     texts |= {} if others is None else kept_files(others)
     texts |= dict(beside or {})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"to={folder} exists and is not an empty folder: choose another")
+        raise UserError(f"to={folder} exists and is not an empty folder: choose another to=")
     rest = {} if others is None else extents_of(others / OTHERS)
     names = {t.name: t.name for t in tensors}
     if others is not None:
@@ -147,7 +149,7 @@ def export_hf(
 
 
 def _dtype(tensor: HFTensor, dtype: str) -> torch.dtype:
-    """Returns the dtype of a tensor in a file of weights in `dtype`."""
+    """Returns the dtype in which an export in `dtype` writes a tensor."""
     narrow = COMPUTE[dtype]
     return torch.promote_types(narrow, torch.float32) if tensor.wide else narrow
 
@@ -159,9 +161,9 @@ def _shard_name(number: int, count: int) -> str:
 def _shards(
     tensors: list[HFTensor], dtype: str, shard_bytes: int, *, extra: bool = False
 ) -> dict[str, list[HFTensor]]:
-    """Returns file name → tensors, in order; only a single tensor may exceed `shard_bytes`.
+    """Returns file name → tensors, in order; a file exceeds `shard_bytes` only with one tensor.
 
-    `extra`: one more file follows.
+    `extra`: whether the names must count another file, which follows these.
     """
     groups: list[list[HFTensor]] = [[]]
     held = 0
@@ -179,7 +181,7 @@ def _shards(
 
 
 def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
-    """Returns a tensor in the file's form; raises UserError unless it is finite there."""
+    """Returns a tensor as it is written to the file; raises UserError unless it is finite."""
     whole = torch.cat([parts[name] for name in tensor.parts])
     whole = _reordered(whole, tensor, back=True)
     whole = whole.t() if tensor.transposed else whole
@@ -194,8 +196,10 @@ def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
 
 
 def _reordered(whole: Tensor, tensor: HFTensor, *, back: bool) -> Tensor:
-    """Reorders rows from rotated pairs side by side to pairs in the two halves of a head, as here;
-    `back`: the other way."""
+    """Reorders the rows of heads from pairs (2i, 2i + 1), as in the file, to (i, i + r/2).
+
+    `back`: reorder in the opposite direction. Without `tensor.pairs`, nothing is reordered.
+    """
     if tensor.pairs is None:
         return whole
     size, turned = tensor.pairs
@@ -210,13 +214,14 @@ class HFFolder:
     """Describes a Hugging Face folder whose config.json our model can express.
 
     Attributes:
-        kind: its format, "llama", "gpt2" …
+        kind: the format, such as "llama" or "gpt2".
         keys: keys of our `model` section.
-        untied: config.json ties the head to the embedding, but the files hold another head.
+        untied: whether config.json ties the head to the embedding, but the files hold a head that
+            differs from the embedding.
         kept: see `kept_keys`.
-        mtp: number of layers of multi-token prediction that may follow the model's own.
-        notices: sentences on what an import leaves out.
-        wrapped: the model is the text part of a vision model.
+        mtp: number of layers of multi-token prediction that may follow the model's own layers.
+        notices: sentences on what an import leaves out or keeps unchanged.
+        wrapped: whether the model is the text part of a vision model.
     """
 
     kind: str
@@ -229,7 +234,7 @@ class HFFolder:
 
 
 def read_hf_config(folder: Path) -> HFFolder:
-    """Reads config.json. Raises UserError if it is unreadable or not supported."""
+    """Reads config.json. Raises UserError if it cannot be read or our model cannot express it."""
     config = read_json(folder, CONFIG, f"from={folder}")
     if not config:
         raise UserError(
@@ -248,13 +253,13 @@ def read_hf_config(folder: Path) -> HFFolder:
     except UserError as error:
         raise UserError(f"from={folder}: {plain(str(error))}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        raise UserError(  # a size that is not a number, or 0
+        raise UserError(  # for example, a size is 0 or not a number
             f"from={folder}: {CONFIG} has impossible values ({plain(str(error))})"
         ) from None
     if wrapped:
         notices += (
-            "the folder is of a vision model: its text model is trained, and an export writes the "
-            "other tensors back unchanged",
+            "the folder holds a vision model: only its text model is trained, and an export writes "
+            "the other tensors back unchanged",
         )
     untied = keys["tie_embeddings"] and _has_own_head(folder, kind, wrapped)
     if untied:
@@ -263,7 +268,7 @@ def read_hf_config(folder: Path) -> HFFolder:
 
 
 def _has_own_head(folder: Path, kind: str, wrapped: bool) -> bool:
-    """Returns whether the files' head differs from the embedding, by transformers' comparison."""
+    """Returns whether the files hold a head that differs from the embedding in any element."""
     with ExitStack() as stack:
         where = _tensors(folder, stack)
         names = spellings(EMBEDDINGS[kind], wrapped=wrapped)
@@ -283,8 +288,11 @@ def _has_own_head(folder: Path, kind: str, wrapped: bool) -> bool:
 
 
 def keep_rest(folder: Path, source: HFFolder, to: Path) -> None:
-    """Writes everything in a vision model's folder but the text model into the new folder `to`; see
-    `keep_others`. Raises UserError if they cannot be read, or written."""
+    """Copies all parts of a vision model but the text model into the new folder `to`.
+
+    See `keep_others`. Does nothing for other models. Raises UserError if a file cannot be read or
+    written.
+    """
     if not source.wrapped:
         return
     with ExitStack() as stack:
@@ -309,17 +317,19 @@ def tensors_of(
     mtp: int = 0,
     wrapped: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields our tensors one by one, (name, full tensor).
+    """Yields (name, full tensor) for our tensors, one after the other.
 
     Args:
+        kind: the folder's format.
         dtype: dtype of the tensors; None: the files' dtype.
-        wanted: names of our tensors; None: all.
-        mtp: number of layers of multi-token prediction that may be there too, and are left out.
-        wrapped: the model is the text part of a vision model; other tensors are left out.
+        wanted: names of our tensors to yield; None: all.
+        mtp: number of layers of multi-token prediction that the files may hold, which are left out.
+        wrapped: whether the model is the text part of a vision model, whose other tensors are left
+            out.
 
     Raises:
-        UserError: before the first tensor, if there are no safetensors, or a tensor is missing,
-            unknown, of another shape or not floating-point; later, if a tensor is not finite.
+        UserError: before the first tensor, if there are no safetensors, or if a tensor is missing,
+            unknown, not floating-point, or has the wrong shape; later, if a tensor is not finite.
     """
     with ExitStack() as stack:
         where = _tensors(folder, stack)
@@ -345,21 +355,26 @@ def tensors_of(
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Returns whether no element is NaN or infinite, without a temporary of the tensor's size."""
+    """Returns whether no element is NaN or infinite, without a mask of the tensor's size."""
     low, high = torch.aminmax(tensor)
     return bool(low.isfinite() and high.isfinite())
 
 
 def _tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Opens the files; returns the file of each key. If several have it, the last wins, as in
-    transformers."""
+    """Opens the files with weights and returns tensor name → file.
+
+    If several files hold a tensor, the last one counts, as in transformers.
+    """
     files = [stack.enter_context(_open(path)) for path in _files(folder)]
     return {key: file for file in files for key in file.keys()}  # noqa: SIM118
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns model.safetensors, else the files of the index. Raises UserError if there is none."""
-    # Only files: opening a pipe would wait for its writer.
+    """Returns model.safetensors if it exists, else the files that the index names.
+
+    Raises UserError if there are neither.
+    """
+    # Only regular files count, because opening a pipe would wait for its writer.
     found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     paths = {path.name: path for path in found}
     _refuse_other_readings(folder, paths)
@@ -376,7 +391,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _refuse_other_readings(folder: Path, names: Iterable[str]) -> None:
-    """Raises UserError for files that change which weights transformers reads or uses."""
+    """Raises UserError if a file might make transformers use other weights than parallel3d."""
     if (folder / ADAPTER).exists():
         raise UserError(
             f"from={folder} holds {ADAPTER}, and the model's results depend on whether the "
@@ -406,7 +421,7 @@ def _open(path: Path) -> Any:
     try:
         with open_regular(path) as descriptor:
             header = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        if header > LARGEST_HEADER:  # reading it would take minutes
+        if header > LARGEST_HEADER:  # reading such a header would take minutes
             raise ValueError(f"its header of {header:,} bytes is longer than {LARGEST_HEADER:,}")
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
@@ -416,8 +431,10 @@ def _open(path: Path) -> Any:
 
 
 def check_layers(model: ModelConfig, tensors: int, where: str) -> None:
-    """Raises UserError if there are more layers than tensors, before names are made for every
-    layer."""
+    """Raises UserError if the model has more layers than there are tensors.
+
+    This is checked before names are made for each of an absurd number of layers.
+    """
     if model.num_layers > tensors:
         raise UserError(f"{where} has {model.num_layers} layers, but only {tensors} tensors exist")
 
@@ -432,9 +449,10 @@ def _match(
     tied: bool,
     wrapped: bool,
 ) -> dict[str, str]:
-    """Returns transformers' name → key in the files, perhaps without prefix or tied embedding.
+    """Returns transformers' name → the name in the files, which may lack the prefix.
 
-    Tensors of the layers `left_out` do not belong to the model.
+    If the embedding is tied, it may have the name of the head. Raises UserError for tensors that
+    are missing, unknown or unsuitable. Tensors of the layers `left_out` are ignored.
     """
     keys = {}
     heads = spellings(HEAD, wrapped=wrapped)
@@ -475,8 +493,11 @@ def _match(
 
 
 def _check_prefixes(folder: Path, keys: Mapping[str, str]) -> None:
-    """Raises UserError if only some experts' names have the prefix: transformers would join the
-    experts of each spelling separately, and read another model."""
+    """Raises UserError if only some of the experts' names have the prefix.
+
+    transformers would then join the experts with and without the prefix separately, and read
+    another model.
+    """
     experts = [(name, key) for name, key in keys.items() if EXPERT in name]
     if len({name == key for name, key in experts}) > 1:
         bare = next(key for name, key in experts if name != key)

@@ -1,6 +1,7 @@
-"""Maps the attention layers of Hugging Face models to ours: with windows, without positions.
+"""Maps the types of Hugging Face models' attention layers to ours.
 
-This module uses no torch and no files.
+Layers may have a sliding window, and may lack rotary positions. This module neither imports torch
+nor opens files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ TYPES, WINDOW, SWITCH, LAST = (
     "use_sliding_window",
     "max_window_layers",
 )
-ROTATED, INTERVAL = "no_rope_layers", "no_rope_layer_interval"  # 1: a layer has positions
+# In no_rope_layers, despite its name, 1 means that a layer has positions.
+ROTATED, INTERVAL = "no_rope_layers", "no_rope_layer_interval"
 # (has a window, has positions) → our layer type.
 WORDS = {
     (False, True): FULL,
@@ -31,7 +33,10 @@ WORDS = {
 
 
 def pattern_of(words: list[str]) -> list[str]:
-    """Returns the shortest `model.layer_types` whose repetition gives `words`; []: all are full."""
+    """Returns the shortest `model.layer_types` whose repetition gives the layer types `words`.
+
+    The result is [] if all layers are full.
+    """
     count = len(words)
     for period in range(1, count + 1):
         if all(words[layer] == words[layer % period] for layer in range(period, count)):
@@ -40,14 +45,17 @@ def pattern_of(words: list[str]) -> list[str]:
 
 
 def words_of(model: ModelConfig) -> list[str]:
-    """Returns our layer type of every layer."""
+    """Returns the layer type of every layer of the model."""
     types = model.layer_types or [FULL]
     return [types[layer % len(types)] for layer in range(model.num_layers)]
 
 
 def read_layers(keys: Keys, family: Family, layers: int, positions: int) -> dict[str, Any]:
-    """Returns `layer_types` and `sliding_window`. Raises UserError for values that transformers
-    refuses or our model cannot express."""
+    """Returns our keys `layer_types` and `sliding_window` for a config.json.
+
+    Raises UserError for values that transformers refuses or our model cannot express. `positions`:
+    maximum sequence length.
+    """
     windows = family.windows
     types = _read_types(keys, layers)
     if windows is None:
@@ -78,15 +86,14 @@ def read_layers(keys: Keys, family: Family, layers: int, positions: int) -> dict
     if windows.nope and size is not None:
         rotated = slides
     if not windows.by_layer and size is not None and size >= positions:
-        slides = [False] * layers  # no sequence is longer than the window
+        slides = [False] * layers  # the window has no effect, as no sequence is longer
     words = [WORDS[kind] for kind in zip(slides, rotated, strict=True)]
     return {TYPES: pattern_of(words), WINDOW: size if any(slides) else None}
 
 
 def _read_types(keys: Keys, layers: int) -> list[bool] | None:
-    """Returns which layers have a window, from layer_types; None: config.json does not list
-    them."""
-    kinds = keys.get("attn_type_list", None, list)  # MiniMax: 1 is attention to all tokens
+    """Returns which layers have a window by layer_types; None: config.json has no layer_types."""
+    kinds = keys.get("attn_type_list", None, list)  # MiniMax's key; 1 is full attention
     if kinds is not None and any(one != 1 for one in kinds):
         raise keys.error("attn_type_list", kinds, "every layer must be 1")
     types = keys.get(TYPES, None, list)
@@ -102,7 +109,7 @@ def _read_types(keys: Keys, layers: int) -> list[bool] | None:
 
 
 def _read_rotated(keys: Keys, period: int, layers: int) -> list[bool]:
-    """Returns which layers have positions."""
+    """Returns which layers have rotary positions."""
     listed = keys.get(ROTATED, None, list)
     interval = keys.get(INTERVAL, period, int)
     if listed is None:
@@ -117,7 +124,7 @@ def _read_rotated(keys: Keys, period: int, layers: int) -> list[bool]:
 def _usual(
     keys: Keys, family: Family, layers: int, size: int | None, rotated: list[bool]
 ) -> list[bool]:
-    """Returns which layers have a window if config.json does not list them."""
+    """Returns which layers have a window if config.json has no layer_types."""
     windows = family.windows
     assert windows is not None
     every = range(layers)
@@ -131,7 +138,7 @@ def _usual(
     if windows.rule == "period":
         period = windows.period
         if windows.nope and size is None:
-            keys.take(windows.period_key, period)  # transformers writes 0
+            keys.take(windows.period_key, period)  # transformers writes 0 here, which is ignored
             return [False] * layers
         if windows.period_key:
             period = _read_period(keys, windows.period_key, period)
@@ -142,7 +149,7 @@ def _usual(
 
 
 def _read_period(keys: Keys, key: str, usual: int) -> int:
-    """Returns a period, which is a number or, in EXAONE's files, a word such as LLLG."""
+    """Returns the period that a key gives as a number or, in EXAONE's files, as LLLG."""
     value = keys.take(key, usual)
     if isinstance(value, str) and value[-1:] == "G" and set(value[:-1]) == {"L"}:
         return len(value)
@@ -152,7 +159,7 @@ def _read_period(keys: Keys, key: str, usual: int) -> int:
 
 
 def written_layers(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the keys of a model's kinds of layers for config.json."""
+    """Returns the keys of config.json for a model's layer types."""
     windows = family.windows
     if windows is None:
         return {}
@@ -165,7 +172,7 @@ def written_layers(model: ModelConfig, family: Family) -> dict[str, Any]:
     if windows.rule == "unrotated":
         found[ROTATED] = [int(word in (FULL, SLIDING)) for word in words]
     if windows.rule == "period":
-        # Without one, transformers fails to make a mask, or gives full layers positions.
+        # Without a size, transformers fails to make a mask, or gives full layers positions.
         if size is None and (not windows.nope or FULL_NOPE in words):
             size = windows.size
     elif not any(slides):
@@ -175,7 +182,7 @@ def written_layers(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def wanted_layers(model: ModelConfig, family: Family) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """Returns (key, value, values that the family knows) unless it has these kinds of layers."""
+    """Returns (key, the model's value, allowed values) for our keys of the layer types."""
     windows, words = family.windows, words_of(model)
     kinds = set(words)
     found: list[tuple[str, Any, tuple[Any, ...]]] = []

@@ -1,4 +1,4 @@
-"""Maps the names of Hugging Face models' tensors to ours, without torch or files."""
+"""Maps the tensor names of Hugging Face models to ours, without torch and without files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUTER = "mlp.router"
 EMBEDDINGS = dict.fromkeys(FAMILIES, "model.embed_tokens.weight")
 EMBEDDINGS[GPT2] = "transformer.wte.weight"
 LAYER = "model.layers.{}"
-# Their module → ours, before the layers, in each layer, and after them.
+# transformers' module → ours: before the layers, in each layer, and after the layers.
 _BEFORE = {"model.embed_tokens": "embedding.word"}
 _IN_LAYER = {
     "self_attn.q_proj": "attention.q",
@@ -46,7 +46,7 @@ _GPT2 = (
     },
     {"transformer.ln_f": "final_norm"},
 )
-# Prefixes of a text model's tensors in a folder of a vision model, old and new.
+# Old and new prefix of the text model's tensors in a folder of a vision model.
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 TEXT_HEADS = (f"language_model.{HEAD}", HEAD)
 BASE_PREFIX = re.compile(r"^(model|transformer)\.")
@@ -58,15 +58,15 @@ class HFTensor:
     """Describes one tensor of a Hugging Face checkpoint.
 
     Attributes:
-        name: transformers' name, `model.layers.0.self_attn.q_proj.weight`.
-        parts: our tensors, concatenated along dimension 0.
-        rows: rows of each part.
+        name: transformers' name, such as `model.layers.0.self_attn.q_proj.weight`.
+        parts: names of our tensors, whose concatenation along dimension 0 is this tensor.
+        rows: number of rows of each part.
         shape: shape of the tensor in the file.
-        transposed: the file holds the transpose of the joined parts.
-        wide: an export always writes it in fp32 or better: bf16 would erase the differences of a
-            router's bias.
-        pairs: (size of a head, rotated dimensions) if rotated pairs are side by side in the file;
-            None: they are in halves, as here.
+        transposed: whether the file holds the transpose of the concatenated parts.
+        wide: whether an export always writes the tensor in fp32 or fp64. This is needed for a
+            router's bias, whose differences bf16 would erase.
+        pairs: (size of a head, rotated dimensions) if RoPE pairs dimensions (2i, 2i + 1) in the
+            file; None: it pairs (i, i + r/2), as our model does.
     """
 
     name: str
@@ -81,10 +81,11 @@ class HFTensor:
 def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
     """Returns every tensor of `model` in the format `kind`, in the order of the layers.
 
-    Families differ in the names of norms, and in projections that are joined into one tensor. GPT-2
-    (`GPT2LMHeadModel`) also transposes them: its layers are `Conv1D`, whose weight is (inputs,
-    outputs). Rotary dimensions are paired (i, i + r/2) as in our model, so rows keep their order,
-    except in GLM-4, which pairs (2i, 2i + 1). A tied head is left out, as in transformers.
+    Families differ in the names of norms, and in the projections that they join into one tensor.
+    GPT-2 (`GPT2LMHeadModel`) also transposes projections, because its layers are `Conv1D`, whose
+    weight is (inputs, outputs). RoPE pairs dimensions (i, i + r/2) as in our model, so that rows
+    keep their order, except in GLM-4, which pairs (2i, 2i + 1). A tied head is left out, as in
+    transformers.
     """
     shapes, states, tensors = full_shapes_of(model), states_of(model), []
     turned = (model.head_size, int(model.head_size * model.rotary_percent))
@@ -108,8 +109,8 @@ def hf_tensors(model: ModelConfig, kind: str) -> list[HFTensor]:
 def spellings(name: str, *, wrapped: bool = False) -> list[str]:
     """Returns the names that a tensor may have in a folder.
 
-    Keys of a bare `LlamaModel` or `GPT2Model`, such as the first GPT-2, have no prefix. `wrapped`:
-    the model is the text part of a vision model, which has either layout of names.
+    A folder of a bare `LlamaModel` or `GPT2Model`, such as OpenAI's GPT-2, has names without the
+    prefix. `wrapped`: the model is the text part of a vision model, which has one of two prefixes.
     """
     if not wrapped:
         return [name, BASE_PREFIX.sub("", name)]
@@ -119,12 +120,12 @@ def spellings(name: str, *, wrapped: bool = False) -> list[str]:
 
 
 def is_of_text(key: str) -> bool:
-    """Returns whether a tensor of a vision model's folder is its text model's."""
+    """Returns whether a tensor in a vision model's folder belongs to the text model."""
     return key.startswith(TEXT_PREFIXES) or key in TEXT_HEADS
 
 
 def _modules(family: Family) -> dict[str, str]:
-    """Returns their module → ours for each layer, in our order."""
+    """Returns transformers' module → ours for the modules of a layer, in our order."""
     joined = {part for parts in family.joined.values() for part in parts.split()}
     apart = {theirs: ours for theirs, ours in _IN_LAYER.items() if ours not in joined}
     found = {**family.norms, **family.joined, **apart}
@@ -133,8 +134,10 @@ def _modules(family: Family) -> dict[str, str]:
 
 
 def _pairs(model: ModelConfig, kind: str) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yields their tensor, our tensors, and whether they are in a layer, even if the model lacks
-    them."""
+    """Yields (transformers' tensor, our tensors, whether they are in a layer).
+
+    This includes tensors that the model may lack, such as biases.
+    """
     family = FAMILIES[kind]
     before, in_layer, after = _GPT2 if kind == GPT2 else (_BEFORE, _modules(family), _AFTER)
     names = family.experts

@@ -1,4 +1,4 @@
-"""Reads a config.json key by key, and refuses a key that is not understood in one sentence."""
+"""Reads config.json key by key, and refuses keys that parallel3d does not understand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from parallel3d.config.fields import show
 from parallel3d.errors import UserError
 
-SHOWN = 100  # characters shown of a refused value
+SHOWN = 100  # maximum number of characters that a message shows of a refused value
 WORDS = {
     int: "a whole number",
     float: "a number",
@@ -21,7 +21,7 @@ _REFUSED = object()
 
 
 class Keys:
-    """Reads each key of a config.json, or of an object in it, once; `finish` refuses the others."""
+    """Reads keys of config.json, or of an object in it; `finish` refuses all keys left unread."""
 
     def __init__(
         self,
@@ -29,7 +29,13 @@ class Keys:
         where: str = "config.json",
         aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """`aliases`: other name → key. If both are present, transformers takes the alias."""
+        """Takes the keys of `content`.
+
+        Args:
+            where: name of the content in messages.
+            aliases: other name → key. If both are present, the value of the other name is used, as
+                in transformers.
+        """
         self.where = where
         self._left = dict(content)
         for alias, key in (aliases or {}).items():
@@ -37,8 +43,12 @@ class Keys:
                 self._left[key] = self._left.pop(alias)
 
     def get(self, key: str, default: Any, kind: type, *, null: Any = _REFUSED) -> Any:
-        """Returns a value. Raises UserError unless it is of `kind`; whole numbers count as
-        floats."""
+        """Returns the value of `key`, or `default` if the key is absent.
+
+        Raises UserError if the value is not of type `kind`; a whole number may stand for a float.
+        `null`: the value that stands for null; without it, null is only allowed and returned if
+        `default` is None.
+        """
         value = self._left.pop(key, _REFUSED)
         if value is _REFUSED:
             return default
@@ -49,6 +59,7 @@ class Keys:
         raise self.error(key, value, f"it must be {WORDS[kind]}")
 
     def require(self, key: str, allowed: tuple[Any, ...], default: Any, why: str = "") -> Any:
+        """Returns the value of `key`, or `default`. Raises UserError unless it is `allowed`."""
         value = self.take(key, default)
         if value not in allowed:
             choices = " or ".join(show(choice) for choice in allowed)
@@ -56,19 +67,19 @@ class Keys:
         return value
 
     def take(self, key: str, default: Any) -> Any:
-        """Returns a value of any kind."""
+        """Returns the value of `key`, of any type, or `default` if the key is absent."""
         return self._left.pop(key, default)
 
     def has(self, key: str) -> bool:
         return key in self._left
 
     def finish(self, harmless: Collection[str] = ()) -> None:
-        """Raises UserError for a key that was not read and is not `harmless`."""
+        """Raises UserError if there is a key that was not read and is not `harmless`."""
         for key, value in self._left.items():
             if key not in harmless:
                 raise UserError(
                     f"{self.where} has {key}={_brief(value)}, which parallel3d does not know and "
-                    "which may change the model's results: remove it if it does not"
+                    "which may change the model's results: remove the key if it has no effect"
                 )
 
     def error(self, key: str, value: Any, must: str) -> UserError:

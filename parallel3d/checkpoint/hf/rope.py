@@ -1,6 +1,6 @@
-"""Maps rotary positions of Hugging Face models to ours: base, scaling, share of a head.
+"""Maps the keys of config.json for rotary positions to ours: base, scaling, share of a head.
 
-This module uses no torch and no files.
+This module neither imports torch nor opens files.
 """
 
 from __future__ import annotations
@@ -39,13 +39,17 @@ ATTENTION = "attention_factor"
 def read_rope(
     keys: Keys, family: Family, positions: int, width: int, slides: bool
 ) -> dict[str, Any]:
-    """Returns our keys of base, scaling and share of the dimensions, by transformers' precedence.
+    """Returns our keys for base, scaling and rotated share, by transformers' precedence.
 
-    If `rope_scaling` exists, it replaces `rope_parameters` as a whole. A base inside wins over the
-    top-level one, but a top-level `original_max_position_embeddings` wins over the one inside; its
-    default is the number of positions. Families with a base for each kind of layer have parameters
-    for each kind, and `rope_scaling` adds to the parameters of full layers. `slides`: a layer has a
-    window.
+    If `rope_scaling` exists, it replaces all of `rope_parameters`. A base inside these overrides
+    the top-level base, but a top-level `original_max_position_embeddings` overrides the inner one,
+    whose default is the number of positions. Families with a separate base for layers with a window
+    have `rope_parameters` for each kind of layer, and `rope_scaling` adds to those of full layers.
+
+    Args:
+        positions: maximum sequence length.
+        width: size of a head.
+        slides: whether any layer has a window.
     """
     old = keys.get(OLD, None, dict)
     new = keys.get(NEW, None, dict)
@@ -56,7 +60,7 @@ def read_rope(
         if isinstance(value, dict):
             raise UserError(
                 f"config.json has rope_parameters of its own for {key}, which our model cannot "
-                "express: all layers must have the same"
+                "express: all layers must have the same rope_parameters"
             )
     rope = Keys(content, "rope_parameters of config.json")
     found = _read(keys, rope, family, positions, width, keys.get(THETA, family.base, float))
@@ -84,8 +88,8 @@ def _read_by_kind(
     slides: bool,
 ) -> dict[str, Any]:
     by_kind = Keys(new or {}, "rope_parameters of config.json")
-    # transformers uses up the top-level base for full layers; layers with a window have a key of
-    # their own, or none.
+    # transformers uses the top-level base for full layers only; for the base of layers with a
+    # window, a family has another key or none.
     bases = {THEIR_FULL: keys.get(THETA, family.base, float), THEIR_SLIDING: family.local_base}
     if family.local_key:
         bases[THEIR_SLIDING] = keys.get(family.local_key, family.local_base, float)
@@ -113,7 +117,7 @@ def _read_by_kind(
 def _read(
     keys: Keys, rope: Keys, family: Family, positions: int, width: int, top: float | None
 ) -> dict[str, Any]:
-    """Reads one set of parameters."""
+    """Returns our keys for one set of rope_parameters; `top`: the base if the set has none."""
     old_name = rope.get(OLD_KIND, "default", str)
     names = (*family.scalings, *family.rope_names)
     kind = rope.require(KIND, names, old_name)
@@ -133,22 +137,25 @@ def _read(
 
 
 def _rotary_percent(keys: Keys, rope: Keys, family: Family, width: int) -> float:
-    """Returns the share of a head that RoPE rotates: from `rope`, the top level, MiniMax's
-    rotary_dim, or the family's default."""
+    """Returns the share of a head that RoPE rotates.
+
+    The first that exists counts: partial_rotary_factor in `rope`, then at the top level, then
+    MiniMax's rotary_dim, then the family's default.
+    """
     share = family.rotary
     if family.has_rotary_dim:
         rotated = keys.get(ROTARY_DIM, None, int)
         share = share if rotated is None else rotated / width
     share = float(rope.get(PART, keys.get(PART, share, float), float))
     if int(width * share) % 2:
-        raise keys.error(PART, share, f"it must turn an even part of the {width} dimensions")
+        raise keys.error(PART, share, f"it must rotate an even number of the {width} dimensions")
     return share
 
 
 def _original(keys: Keys, rope: Keys, family: Family, positions: int) -> int:
     """Returns the sequence length of the model's original training."""
     inside = rope.get(ORIGINAL, positions, int)
-    if family.local_base is not None:  # the top-level one has no effect
+    if family.local_base is not None:  # for these families, the top-level key has no effect
         return int(inside)
     if family.original is not None:
         inside = family.original
@@ -156,8 +163,11 @@ def _original(keys: Keys, rope: Keys, family: Family, positions: int) -> int:
 
 
 def _factor(rope: Keys, kind: str, positions: int | None = None, original: int = 1) -> float:
-    """Returns the factor. If it is null and `positions` is given, it is their ratio to the original
-    ones."""
+    """Returns the scaling factor.
+
+    If config.json has none, it is `positions` / `original`; without `positions`, UserError is
+    raised.
+    """
     if positions is None:
         if not rope.has("factor"):
             raise UserError(f"config.json has rope_type={kind} without factor")
@@ -245,7 +255,7 @@ _SCALINGS = {LINEAR: _linear, LLAMA3: _llama3, YARN: _yarn, LONGROPE: _longrope}
 
 
 def written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns the keys of rotary positions for config.json, in both spellings."""
+    """Returns the keys of config.json for rotary positions, for old and new transformers."""
     scaling = _written_scaling(model)
     base = {THETA: model.rotary_base}
     keys: dict[str, Any] = dict(base)
@@ -268,13 +278,13 @@ def written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
         keys[ORIGINAL] = model.rope_original_length if is_scaled else model.seq_length
     if family.has_temperature:
         scaling = scaling | {BETA: model.query_temperature, ORIGINAL: model.rope_original_length}
-        if OLD in keys:  # this key wins over rope_parameters
+        if OLD in keys:  # rope_scaling overrides rope_parameters, so it must hold all of them
             keys[OLD] = base | scaling
     return keys | {NEW: base | scaling}
 
 
 def _is_scaled(model: ModelConfig) -> bool:
-    """Returns whether the model scales the positions of any kind of layer."""
+    """Returns whether the model scales positions in any layer."""
     in_yarn = model.rope_scaling == YARN and model.rope_attention_factor is not None
     return model.rope_scaling_factor != 1 or model.rope_scaling == LONGROPE or in_yarn
 
@@ -296,7 +306,7 @@ def _written_scaling(model: ModelConfig) -> dict[str, Any]:
 
 
 def wanted_rope(model: ModelConfig, family: Family) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """Returns (key, value, values that the family knows) for the keys that it fixes."""
+    """Returns (key, the model's value, allowed values) for the keys that the family restricts."""
     found: list[tuple[str, Any, tuple[Any, ...]]] = []
     if family.rotary is None:
         found.append(("rotary_percent", model.rotary_percent, (1.0,)))

@@ -1,9 +1,9 @@
-"""Reads the text part of folders of vision models, and keeps the other parts for an export.
+"""Reads the text model of a vision model's folder, and keeps the other parts for an export.
 
-A `…ForConditionalGeneration` folder holds a text model of a known family, an encoder of images, and
-a projector between them. A run trains the text model. The other tensors, the rest of config.json
-and the processor's files are kept in the run, byte for byte, so that an export is a folder of the
-same class even if the imported folder is gone. This module uses no torch.
+A `…ForConditionalGeneration` folder holds a text model of a known family, an image encoder, and a
+projector between them. A run trains the text model. The other tensors, the rest of config.json and
+the processor's files are copied into the run's folder byte for byte, so that an export can write
+the whole vision model even if the imported folder is gone. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *(CHAT_TEMPLATE, PROCESSORS_TEMPLATE),
 )
-PIECE = 16 << 20  # bytes that are copied at a time
+PIECE = 16 << 20  # number of bytes that are copied at a time
 _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
 class Wrapper:
-    """Describes a class of models that wraps a text model.
+    """Describes a class of vision models, which wrap a text model.
 
     Attributes:
-        text: model_type of the text model where text_config has none.
+        text: model_type of the text model if text_config has none.
         tied: default of tie_word_embeddings, which ties the head to the text model's embedding.
     """
 
@@ -53,7 +53,7 @@ class Wrapper:
     tied: bool
 
 
-# By the model_type of the whole model.
+# model_type of the whole model → its description.
 WRAPPERS = {
     "gemma3": Wrapper(GEMMA3, tied=True),
     "mistral3": Wrapper(MISTRAL, tied=True),
@@ -62,8 +62,10 @@ WRAPPERS = {
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config of the text model. Raises UserError for keys that change the whole
-    model."""
+    """Returns the config of the text model, with special tokens from the top level.
+
+    Raises UserError for keys with values that our model cannot express.
+    """
     wrapper = WRAPPERS[config[TYPE]]
     keys = Keys(config)
     for key, allowed in FIXED.items():
@@ -73,7 +75,8 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"config.json has model_type={config[TYPE]} without {TEXT}")
     kind = text.get(TYPE, wrapper.text)
     for scale in FAMILIES[kind].scales if kind in FAMILIES else ():
-        if scale.ours in ("logit_scale", "logit_cap"):  # classes of vision models leave these out
+        # Classes of vision models ignore these scales, so only neutral values are allowed.
+        if scale.ours in ("logit_scale", "logit_cap"):
             neutral = None if scale.may_be_off else 1.0
             Keys(text, TEXT).require(scale.theirs, (neutral,), scale.usual)
     tokens = {key: config[key] for key in TOKENS if key in config}
@@ -82,12 +85,12 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_config(kept: Path, text: Mapping[str, Any], ends: Any) -> dict[str, Any]:
-    """Returns the config.json of the imported folder with another text model.
+    """Returns the config.json of the imported folder with `text` as its text model.
 
     Args:
         kept: the folder that `keep_others` wrote.
-        text: config of the text model, with its tokens.
-        ends: `eos_token_id` at the top level, if it has one.
+        text: config of the text model, with its special tokens.
+        ends: the new top-level `eos_token_id`, if the imported config.json has this key.
     """
     config: dict[str, Any] = parse_json(read_bounded(kept / CONFIG, LARGEST_BESIDE))
     inner = {key: value for key, value in text.items() if key != "architectures"}
@@ -97,7 +100,7 @@ def whole_config(kept: Path, text: Mapping[str, Any], ends: Any) -> dict[str, An
 
 
 class Extent(NamedTuple):
-    """Describes where a tensor lies in a file: its type, its shape and its bytes."""
+    """Describes a tensor in a file: its dtype, its shape, and where its bytes begin and end."""
 
     dtype: str
     shape: list[int]
@@ -106,7 +109,7 @@ class Extent(NamedTuple):
 
 
 def extents_of(path: Path) -> dict[str, Extent]:
-    """Returns the place of each tensor in a safetensors file that `safe_open` has checked."""
+    """Returns tensor name → place in a safetensors file, which `safe_open` must have checked."""
     with open_regular(path) as descriptor:
         size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         header = bytearray(size)
@@ -122,8 +125,8 @@ def extents_of(path: Path) -> dict[str, Extent]:
 def keep_others(folder: Path, files: Sequence[Path], names: Collection[str], to: Path) -> None:
     """Writes the tensors `names`, config.json and the processor's files into the folder `to`.
 
-    `files`: files of the weights; a later one wins. Raises OSError, and ValueError for a file whose
-    content does not fit its name.
+    `files`: the files with the weights; if several hold a tensor, the last one counts. Raises
+    OSError, and raises ValueError for a file that is not valid JSON despite its name.
     """
     for name in (CONFIG, *PROCESSOR_FILES):
         if (folder / name).is_file():
@@ -149,6 +152,7 @@ def keep_others(folder: Path, files: Sequence[Path], names: Collection[str], to:
 
 
 def _pieces(path: Path, extent: Extent) -> Iterator[memoryview]:
+    """Yields the bytes of a tensor in pieces."""
     with open_regular(path) as descriptor:
         for at in range(extent.begin, extent.end, PIECE):
             view = memoryview(bytearray(min(PIECE, extent.end - at)))
@@ -157,6 +161,6 @@ def _pieces(path: Path, extent: Extent) -> Iterator[memoryview]:
 
 
 def kept_files(kept: Path) -> dict[str, bytes]:
-    """Returns the processor's files that `keep_others` wrote, by name."""
+    """Returns file name → content of the processor's files that `keep_others` wrote."""
     present = [name for name in PROCESSOR_FILES if (kept / name).is_file()]
     return {name: read_bounded(kept / name, LARGEST_BESIDE) for name in present}
