@@ -1,1 +1,1 @@
-"""Ranks of a run: rendezvous, run directory, failures, exit codes."""
+"""Runs the ranks of a run: rendezvous, run directory, failures and exit codes."""

@@ -1,4 +1,4 @@
-"""Checks of a run's name."""
+"""Checks the name of a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The run directory `runs/<run>/`: created atomically, locked by its process, never overwritten.
+"""Manages the run directory `runs/<run>/`: creates it atomically, locks it, never overwrites it.
 
-A run continues in its directory: `config.yaml` belongs to its first start, and each start with
-other keys adds a file, `config-2.yaml`, `config-3.yaml`, …
+A resumed run continues in its directory. Its first start writes `config.yaml`, and each later start
+with different keys adds a file: `config-2.yaml`, `config-3.yaml`, …
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from parallel3d.errors import UserError, nearest_hint
 from parallel3d.files import flush_folder, is_ours, lock, no_link, replace_durably
 from parallel3d.metrics.starts import STARTS, starts_of
 
-# The configurations of a run's starts: each is written atomically and only once; the newest is the
-# one that runs.
+# Each start of a run writes its configuration atomically and only once. The newest configuration is
+# the one in use.
 
-KEPT_FILE = "huggingface.json"  # facts kept by an import for an export
+KEPT_FILE = "huggingface.json"  # facts that an import records for a later export
 KEPT_FOLDER = "huggingface"  # other files that an import of a vision model keeps
 CONFIG_FILE = "config.yaml"
 CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
-# Raised on reading a file that is not a configuration: torn, empty, or of another kind.
+# Errors on reading a file that is not a configuration: it is torn, empty, or of another kind.
 NO_CONFIG = (OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError)
 
 
 def save_config(
     config: Config, directory: Path, name: str = CONFIG_FILE, comment: str = ""
 ) -> None:
-    """Writes the whole resolved configuration durably, after the line `comment`."""
+    """Writes the whole resolved configuration durably, below the line `comment` ("": none)."""
     check_plain(config)
     text = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)), resolve=True)
     replace_durably(directory / name, f"{comment}{text}".encode())
@@ -81,16 +81,19 @@ def newest_config(directory: Path) -> Config | None:
 
 
 def load_config(directory: Path) -> Config:
-    """Returns the configuration of a run's newest start. Raises OSError and NO_CONFIG."""
+    """Returns the configuration of a run's newest start.
+
+    Raises OSError, or one of the errors in NO_CONFIG.
+    """
     return read_config(config_files(directory)[-1])
 
 
 def last_config(directory: Path) -> Config:
     """Returns the configuration of the last start that reached its first step.
 
-    If no start has, it returns the newest configuration. It skips files torn by a power cut and
-    falls back to the checkpoints' manifests. Raises the errors of `load_config` if these fail, too.
-
+    If no start has reached one, the newest configuration counts. Files torn by a power cut are
+    skipped; if no file is left, the manifest of a checkpoint gives the configuration. If that
+    fails, too, the function raises the error of the first file, like `load_config`.
     """
     problem: Exception | None = None
     for path in _last_first(directory):
@@ -109,16 +112,20 @@ def last_config(directory: Path) -> Config:
 
 
 def _last_first(directory: Path) -> list[Path]:
-    """Returns the configuration of the last start that reached a step, then the others, newest
-    first."""
+    """Returns the paths of a run's configurations in the order in which they are tried.
+
+    The configuration of the last start that reached a step comes first, then the others, the newest
+    before the older ones.
+    """
     begun = config_of_last_start(directory)
     return sorted(config_files(directory)[::-1], key=lambda path: path.name != begun)
 
 
 def config_of_last_start(directory: Path) -> str | None:
-    """Returns the name of the configuration of the last start that reached its first step.
+    """Returns the file name of the configuration of the last start that reached its first step.
 
-    It is recorded in `starts.jsonl`, as a start refused before its first step leaves a newer file.
+    It returns None if no start has. `starts.jsonl` records the name, because a start that is
+    refused before its first step leaves a newer file behind.
     """
     starts = starts_of(directory / STARTS)
     name = starts[-1].line.get("config") if starts else None
@@ -128,13 +135,13 @@ def config_of_last_start(directory: Path) -> str | None:
 def has_begun(directory: Path) -> bool:
     """Returns whether a run has a checkpoint, good or damaged. Raises OSError.
 
-    Until then, nothing in its folder binds the next start.
+    Before its first checkpoint, a run may continue with any keys.
     """
     return bool(list_checkpoints(directory) or list_damaged(directory))
 
 
 def left_out(directory: Path) -> str | None:
-    """Returns a sentence about keys of a run's last configuration that have since been removed."""
+    """Returns a sentence that names the removed keys in a run's last configuration, or None."""
     found: Mapping[str, Any] = {}
     for path in _last_first(directory):
         try:
@@ -158,8 +165,8 @@ def left_out(directory: Path) -> str | None:
 def keeps_tokenizer(data: DataConfig, directory: Path) -> bool:
     """Returns whether a run's copy of the tokenizer is valid for the next start.
 
-    It is if the run has a checkpoint, or if the next start has the same data as the last. Raises
-    OSError and NO_CONFIG.
+    The copy is valid if the run has a checkpoint, or if the next start reads the same data as the
+    last one. Raises OSError, or one of the errors in NO_CONFIG.
     """
     if has_begun(directory):
         return True
@@ -168,7 +175,7 @@ def keeps_tokenizer(data: DataConfig, directory: Path) -> bool:
 
 
 def config_files(directory: Path) -> list[Path]:
-    """Returns the paths of the starts' configurations, oldest first; at least config.yaml."""
+    """Returns the paths of a run's configurations, oldest first; config.yaml if there is none."""
     found = [m for path in directory.iterdir() if (m := CONFIGS.fullmatch(path.name))]
     names = [m[0] for m in sorted(found, key=lambda m: int(m[1] or 1))]
     return [directory / name for name in names or [CONFIG_FILE]]
@@ -181,7 +188,7 @@ def next_name(directory: Path) -> str:
 
 
 def read_config(path: Path) -> Config:
-    """Returns the configuration in a file. Raises OSError and NO_CONFIG."""
+    """Returns the configuration in a file. Raises OSError, or one of the errors in NO_CONFIG."""
     try:
         tree = read_yaml(path)
     except UnicodeDecodeError as error:
@@ -192,14 +199,16 @@ def read_config(path: Path) -> Config:
 
 
 def typed_config(tree: object) -> Config:
-    """Returns the tree as a configuration. Nothing is resolved, as the file may be another
-    user's."""
+    """Converts a tree to a typed configuration.
+
+    It refuses `${…}` instead of resolving it, as the file may be another user's.
+    """
     if "${" in json.dumps(tree):
         raise ValueError("it holds ${, which is not followed")
     if not isinstance(tree, Mapping):
         raise TypeError(f"it holds a {type(tree).__name__}")
-    # An older run may have keys that were renamed or removed; they do not change its computation.
-    # Options of subcommands were part of it.
+    # The configuration of an older run may hold keys that have been renamed or removed, none of
+    # which change its computation, and options of subcommands, which used to be part of it.
     known = _without(tree, (*RENAMED, *REMOVED, *OPTIONS, "prompt"))
     config = OmegaConf.to_object(OmegaConf.merge(_schema(), known))
     if not isinstance(config, Config):
@@ -208,7 +217,7 @@ def typed_config(tree: object) -> Config:
 
 
 def _without(tree: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the tree without the keys of these dotted names."""
+    """Returns a copy of the tree without the keys that have these dotted names."""
     inside = {
         section: tuple(name.partition(".")[2] for name in names if name.startswith(f"{section}."))
         for section in tree
@@ -230,19 +239,19 @@ def _schema() -> DictConfig:
 
 
 TEMPORARY = ".new-"
-LEFT_S = 86400.0  # age in seconds of a temporary folder whose creator must be dead
+LEFT_S = 86400.0  # age in seconds at which the creator of a temporary folder counts as dead
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
-HOW = ("run", "train.progress", "launch.", "logger.")  # keys that do not affect the computation
+HOW = ("run", "train.progress", "launch.", "logger.")  # prefixes of keys that do not affect results
 
 
 def new_folder(runs: Path) -> Path:
-    """Creates a private temporary run directory, renamed when complete. Raises OSError."""
+    """Creates an empty, private temporary folder inside `runs`. Raises OSError."""
     return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=runs))
 
 
 def remove_temporary(runs: Path) -> None:
-    """Removes temporary run directories of this user that are a day old."""
+    """Removes temporary folders of this user that are more than a day old."""
     with suppress(OSError):  # leftovers are harmless
         for path in runs.glob(f"{TEMPORARY}*"):
             status = path.lstat()
@@ -260,10 +269,10 @@ def make_run_directory(
 ) -> tuple[Config, Path]:
     """Creates `runs_dir/<run>`, private to the user, with its config.yaml.
 
-    A run without a name gets one from the time, the layout, Slurm's `job_id` and a sweep's
-    `job_number`. Returns the configuration with its name, and the directory. With `may_resume`, the
-    directory of a run that can continue is returned unchanged; call `take_run` next. Raises
-    UserError if the name is taken or the directory cannot be created.
+    A run without a name gets one from the time, the model, the layout, Slurm's `job_id` and a
+    sweep's `job_number`. Returns the configuration with the run's name, and the directory. With
+    `may_resume`, the directory of a run that can continue is returned unchanged; the caller then
+    calls `take_run`. Raises UserError if the name is taken or the directory cannot be created.
     """
     runs = Path(config.runs_dir)
     if config.run is None:
@@ -296,7 +305,7 @@ def make_run_directory(
 
 
 def folder_in_run(runs_dir: str, run: str, name: str) -> Path:
-    """Creates a folder in the directory of a run that exists, and returns it. Raises UserError."""
+    """Returns the folder `name` of an existing run, and creates it if needed. Raises UserError."""
     folder = Path(runs_dir, run, name)
     try:
         folder.mkdir(exist_ok=True)
@@ -308,7 +317,10 @@ def folder_in_run(runs_dir: str, run: str, name: str) -> Path:
 
 
 def _is_first(making: AbstractContextManager[object]) -> bool:
-    """Makes a run directory; returns False if another start was faster. Raises OSError."""
+    """Runs `making`, which creates a run directory; returns False if another start was faster.
+
+    Raises OSError if the directory cannot be created for another reason.
+    """
     try:
         with making:
             pass
@@ -321,10 +333,10 @@ def _is_first(making: AbstractContextManager[object]) -> bool:
 
 @contextmanager
 def filled_directory(config: Config, directory: Path, comment: str = "") -> Iterator[Path]:
-    """Creates a run directory with its config.yaml, for a block that fills it.
+    """Creates a run directory with its config.yaml, and lets the `with` block add files.
 
-    The directory appears when the block ends, or not at all; the block must flush its files.
-    Raises OSError, and UserError if `runs_dir` is not a folder.
+    The directory appears when the block ends without an error, or else not at all. The block must
+    flush its files. Raises OSError, and UserError if `runs_dir` is not a folder.
     """
     runs = directory.parent
     try:
@@ -344,12 +356,12 @@ def filled_directory(config: Config, directory: Path, comment: str = "") -> Iter
 
 
 def _maker() -> str:
-    """Returns the first line of config.yaml: the process that created the run directory."""
+    """Returns the first line of config.yaml, which names the process that made the directory."""
     return f"# made by process {os.getpid()} on {socket.gethostname()}\n"
 
 
 def check_run(config: Config, *, may_resume: bool = False) -> None:
-    """Raises UserError if a given `run` exists (with `may_resume`: and cannot continue)."""
+    """Checks that the given `run` is new or, with `may_resume`, can continue. Raises UserError."""
     directory = Path(config.runs_dir) / str(config.run)
     if config.run is None or not os.path.lexists(directory):
         return
@@ -387,7 +399,7 @@ def check_run(config: Config, *, may_resume: bool = False) -> None:
 
 
 def take_run(config: Config, directory: Path) -> int | None:
-    """Locks a run for this process until it ends, and writes its configuration if it is new.
+    """Locks a run until this process ends, and writes the configuration if it is new.
 
     Returns the descriptor that holds the lock; None on a file system without locks. Raises
     UserError if another process holds the run, as two starts would overwrite each other.
@@ -421,7 +433,7 @@ def take_run(config: Config, directory: Path) -> int | None:
 
 
 def is_running(directory: Path) -> bool:
-    """Returns whether a process holds the run, on this host or another one of its file system."""
+    """Returns whether a process on any host that shares the file system holds the run."""
     try:
         held = _locked(directory / CONFIG_FILE, shared=True)
     except BlockingIOError:
@@ -434,7 +446,10 @@ def is_running(directory: Path) -> bool:
 
 
 def _locked(path: Path, *, shared: bool = False) -> int | None:
-    """Locks a file; returns its descriptor, or None without locks. Raises BlockingIOError."""
+    """Locks a file and returns its descriptor; None if the file system has no locks.
+
+    Raises BlockingIOError if another process holds the lock.
+    """
     descriptor = no_link(path, os.O_RDONLY if shared else os.O_RDWR)
     held = None
     try:
@@ -455,12 +470,12 @@ def keep_failures(directory: Path) -> None:
 
 
 def status(directory: Path) -> str | None:
-    """Returns the status of a run's last start by its summary, such as "finished", or None."""
+    """Returns the status of a run's last start, such as "finished"; None without a summary."""
     return read_json(directory / "summary.json").get("status")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file of a run; {} if there is none."""
+    """Returns the JSON object in a file of a run; {} if it holds none or cannot be read."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -496,7 +511,7 @@ def _made_name(layout: Layout, model: str, job_id: str | None, job_number: int |
 
 
 def config_there(run: str, directory: Path) -> Config:
-    """Returns the configuration of `run` in `directory`, which must be this user's."""
+    """Returns the last configuration of `run`, whose `directory` must belong to this user."""
     try:
         for status in (directory.lstat(), directory.stat()):
             if not is_ours(status, directory.parent):

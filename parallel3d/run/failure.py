@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 # ranks to save and stop.
 END_SIGNAL = signal.SIGALRM
 RECORD_BYTES = 1 << 20  # maximum size of a failure's record
-PACKAGE = Path(__file__).parents[1]  # in the same form as the file names of frames
+PACKAGE = Path(__file__).parents[1]  # spelled like the file names in stack frames
 
-# Errors of ranks whose peer has ended; they are never the cause.
+# Errors of a rank whose peer has ended. Such an error is never the cause.
 PEER_GONE = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|closed by peer|reset by peer"
     r"|remote process exited|remote rank|socket (closed|timeout)|peer (has )?(gone|closed|exited)"
     r"|connection was likely closed|failed to (recv|send)|stop_waiting",
     re.IGNORECASE,
 )
-# Parts of gloo's messages: the position in its source, and advice.
+# Parts of gloo's messages that are left out: the position in gloo's source, and general advice.
 NOISE = re.compile(r"\[/\S+:\d+\] ?| This is typically caused by .*")
 OUT_OF_MEMORY = "OutOfMemoryError"  # a class of torch, which is not imported here
 TIMED_OUT = re.compile(r"time(d)?[ -]?out", re.IGNORECASE)
@@ -55,17 +55,20 @@ Kind = Literal["error", "user", "decided", "hang", "killed"]
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The end of one rank.
+    """The failure of one rank.
 
     Attributes:
-        rank, coordinates, host: identity of the rank.
-        phase, where: phase of the run, and place in the code.
-        error: reason, complete for a UserError or hang.
+        rank, coordinates, host: the rank, its coordinates in the layout, and its host.
+        phase: the rank's activity when it failed, such as "train step 12".
+        error: the reason; for a UserError or a hang, the complete sentence.
         time: Unix time in seconds.
         kind: "user" for a UserError, "decided" for a TrainingFailure of all ranks, "hang" for a
-            watchdog's diagnosis, "killed" for a death by signal or a bare exit, recorded by the
-            launcher, and "error" for others.
-        diverged: the rank's operations differed from its last step (`operation_log.Divergence`).
+            watchdog's diagnosis, "killed" for a rank that the launcher saw end by a signal or
+            without a record, and "error" for any other exception.
+        where: place in the code, such as " at parallel3d/trainer.py:123"; "" if unknown.
+        traceback_file: path of the file with the traceback; None if there is none.
+        diverged: whether the rank's operations differed from those of its last step
+            (`operation_log.Divergence`).
     """
 
     rank: int
@@ -80,7 +83,7 @@ class RankFailure:
     diverged: bool = False
 
     def sentence(self) -> str:
-        """Returns the failure in one line; a user error consists only of its sentence."""
+        """Returns the failure as one line; a user error or a hang is given by `error` alone."""
         if self.kind == "user":
             return full_stop(self.error)
         if self.kind == "hang":
@@ -94,14 +97,16 @@ class RankFailure:
 
     @property
     def is_echo(self) -> bool:
-        """Whether this rank only noticed that another rank had ended."""
+        """Returns whether this rank only noticed that another rank had ended."""
         gone = PEER_GONE.search(self.error) is not None
         return self.kind == "error" and gone and not self.diverged
 
     @property
     def peer_may_be_at_fault(self) -> bool:
-        """Whether another rank's call may be at fault: gloo aborts a rank whose peer sends a wrong
-        size."""
+        """Returns whether another rank may have caused this failure.
+
+        For example, gloo aborts a rank whose peer sends a message of the wrong size.
+        """
         if self.kind == "killed":
             return "SIGABRT" in self.error
         return self.kind == "error" and not self.diverged
@@ -113,7 +118,7 @@ def full_stop(sentence: str) -> str:
 
 
 def coordinates_of(layout: Layout, rank: int) -> str:
-    """Returns the place of `rank` in the layout: "pp 1, dp 0, tp 3"."""
+    """Returns the coordinates of `rank` in the layout, such as "pp 1, dp 0, tp 3"."""
     return layout.named(rank) if rank < layout.world_size else "outside the layout"
 
 
@@ -125,13 +130,13 @@ def who(layout: Layout, rank: int, host: str | None = None) -> str:
 def of_rank(
     layout: Layout, rank: int, error: str, kind: Kind, phase: str = "", **more: Any
 ) -> RankFailure:
-    """Returns the failure of a rank of this host, now; `more`: other fields of `RankFailure`."""
+    """Returns a failure, at the present time, of a rank on this host; `more` sets more fields."""
     place, host = coordinates_of(layout, rank), socket.gethostname()
     return RankFailure(rank, place, host, phase, error, time.time(), kind, **more)
 
 
 def from_exception(config: Config, worker: Worker, error: BaseException) -> RankFailure:
-    """Describes an exception that reached this rank's top."""
+    """Returns the failure for an exception that this rank did not handle."""
     name, said = type(error).__name__, NOISE.sub("", first_line(error)).strip()
     text = name if said in ("", name) else f"{name}: {said[:500]}"
     if name == OUT_OF_MEMORY and worker.phase.startswith(("train", "verifying")):
@@ -161,13 +166,13 @@ def _needs_less_memory(micro_batch_size: int, recompute: Any, tp: int) -> str:
     otherwise = "recompute=full" if spelled(recompute) != "full" else f"tp={2 * tp}"
     nearest = f"micro_batch_size={smaller}" if smaller else otherwise
     return (
-        f"The nearest that needs less is {nearest}; so do recompute, a larger tp or pp, zero, and "
-        "offload_layers: parallel3d dryrun counts their memory"
+        f"The nearest that needs less is {nearest}; recompute, a larger tp or pp, zero and "
+        "offload_layers also save memory: parallel3d dryrun shows how much"
     )
 
 
 def from_exit(layout: Layout, rank: int, exitcode: int) -> RankFailure:
-    """Describes a rank that ended without a record, by a signal (negative code) or a bare exit."""
+    """Returns the failure of a rank without a record; a negative exit code means a signal."""
     error = f"exited with code {exitcode}"
     if exitcode < 0:
         error = f"was killed by {signal.Signals(-exitcode).name}"
@@ -177,12 +182,12 @@ def from_exit(layout: Layout, rank: int, exitcode: int) -> RankFailure:
 
 
 def innermost_place(trace: TracebackType | None) -> str:
-    """Returns the deepest frame of this package, " at parallel3d/trainer.py:123"; or ""."""
+    """Returns the innermost frame in this package, as " at parallel3d/trainer.py:123", or ""."""
     return place_in([(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(trace)])
 
 
 def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
-    """Returns the same for frames (file, line, function), without access to a file system."""
+    """Returns `innermost_place` for frames given as (file, line, function); it reads no file."""
     place = ""
     for file, line, _ in stack:
         path = Path(file)
@@ -192,10 +197,11 @@ def place_in(stack: Iterable[tuple[str, int, str]]) -> str:
 
 
 def write(failure: RankFailure, error: BaseException, run_dir: Path) -> RankFailure:
-    """Writes the record and the traceback to the run directory, and torchrun's error file.
+    """Writes the failure's record and traceback to the run directory, and torchrun's error file.
 
-    Returns the failure with its traceback file. Never raises, as the disk may have failed. A
-    missing directory is not recreated, as it would belong to no run and block the next start.
+    Returns the failure with the path of its traceback. This function never raises, because the disk
+    may have failed. It does not recreate a missing run directory, which would belong to no run and
+    block the next start.
     """
     details = "".join(traceback.format_exception(error))
     if failure.kind != "user":
@@ -205,13 +211,13 @@ def write(failure: RankFailure, error: BaseException, run_dir: Path) -> RankFail
             failure = dataclasses.replace(failure, traceback_file=str(file))
     try:
         write_record(failure, details, run_dir)
-    except OSError as error:  # no other process could log it
+    except OSError as error:  # without a record no other process can log the failure
         print_line(f"{failure.sentence()} (not recorded: {error.strerror})")
     return failure
 
 
 def write_record(failure: RankFailure, details: str, run_dir: Path) -> None:
-    """Writes the record to the run directory, and torchrun's error file. Raises OSError."""
+    """Writes the failure's record and torchrun's error file. Raises OSError."""
     with suppress(OSError):
         write_elastic_file(failure, details, os.environ)
     folder = run_dir / FAILURES
@@ -221,7 +227,7 @@ def write_record(failure: RankFailure, details: str, run_dir: Path) -> None:
 
 
 def write_elastic_file(failure: RankFailure, details: str, environ: Mapping[str, str]) -> None:
-    """Writes torchrun's error file in its format, so its summary shows our sentence."""
+    """Writes the error file that torchrun asks for, so that its summary shows our sentence."""
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": f"{failure.sentence()}\n{details}", "timestamp": int(failure.time)}
         message = {"message": failure.sentence(), "extraInfo": extra}
@@ -242,8 +248,8 @@ def read_all(run_dir: Path) -> list[RankFailure]:
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """Returns the failure that caused the others; `failures` must not be empty."""
     found = list(failures)
-    # If some ranks diverged and others did not, the others failed because of the diverged ranks'
-    # calls. If all diverged, as at a skipped step, this says nothing.
+    # If only some ranks diverged, their calls made the others fail. If all ranks diverged, as in a
+    # skipped step, this does not point to a cause.
     diverged = [f for f in found if f.diverged]
     if any(f.peer_may_be_at_fault for f in found) and diverged:
         found = [*diverged, *(f for f in found if f.kind in ("hang", "decided"))]
@@ -251,11 +257,11 @@ def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
-    if failure.kind in ("hang", "decided"):  # it concerns all ranks, and may have killed some
+    if failure.kind in ("hang", "decided"):  # the cause for all ranks, and it may have ended some
         return -1, failure.time
     if failure.kind == "killed":
-        # Its time is when the launcher noticed it, so an error of the same moment came first.
-        # Launchers end the survivors by these signals.
+        # The time is that at which the launcher noticed the death, so an error of the same moment
+        # came first. Launchers end the surviving ranks by SIGTERM or END_SIGNAL.
         by_launcher = failure.error.endswith(("SIGTERM", END_SIGNAL.name))
         return (3, 0.0) if by_launcher else (0, failure.time)
     if failure.is_echo:
@@ -266,26 +272,32 @@ def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
 
 
 def has_steps(app: str, train: TrainConfig) -> bool:
-    """Returns whether a signal stops a run at the end of a step; it ends others at once."""
+    """Returns whether a signal stops this run at the end of a step, as it does if the run trains.
+
+    A signal ends any other run at once.
+    """
     return app == "train" and not train.eval_only
 
 
-# Counter of ranks with a user error: the first one logs it.
+# The store's key that counts the ranks with a user error; the first of them logs it.
 USER_ERRORS_KEY = "parallel3d/user_errors"
 # Exit code of a local worker that has logged the cause itself because no file could be written.
 EXIT_ALREADY_REPORTED = 63
-# From this exit code on, a local worker ran to its end, and the rest is the subcommand's result.
+# A local worker that ran to its end but must report a nonzero exit code of its subcommand adds that
+# code to this one.
 EXIT_COMMAND_RESULT = 64
 
 
 def code_of_stop(requeues: bool) -> int:
-    """Returns the exit code 0 for a scheduler's stop, after which the run is requeued; 130 for
-    Ctrl-C."""
+    """Returns the exit code of a stopped run: 0 if it is to be requeued, or 130 after Ctrl-C."""
     return 0 if requeues else 128 + signal.SIGINT
 
 
 def report_end(cause: RankFailure, run_dir: Path) -> int:
-    """Logs why a run ended and returns the exit code; removes its directory after a user error."""
+    """Logs why a run ended, and returns the exit code.
+
+    After a user error, it also removes a run directory in which nothing was computed.
+    """
     print_line(cause.sentence())
     if cause.kind != "user":
         return 1
@@ -294,7 +306,7 @@ def report_end(cause: RankFailure, run_dir: Path) -> int:
 
 
 def report_hang(worker: Worker, error: Exception) -> None:
-    """Starts the watchdogs' diagnosis if a wait timed out, which is a hang; they end all ranks."""
+    """Starts the watchdogs' diagnosis, which ends all ranks, if `error` is a time-out (a hang)."""
     timed_out = isinstance(error, TimeoutError) or TIMED_OUT.search(str(error))
     if worker.watchdog is not None and timed_out:
         worker.watchdog.timed_out()
@@ -303,9 +315,9 @@ def report_hang(worker: Worker, error: Exception) -> None:
 def report_failure(
     failed: RankFailure, worker: Worker, error: Exception, store: Store | None
 ) -> None:
-    """Logs this rank's failure; a UserError that several ranks share is logged by one."""
+    """Records and logs this rank's failure; one rank alone logs a UserError of several ranks."""
     if worker.run_dir != Path() and failed.kind != "user":
-        # Rank 0 removes the directory of a run that never began, which makes its peers fail.
+        # Rank 0 may have removed the directory of a run that never began.
         if os.path.isdir(worker.run_dir):
             failed = write(failed, error, worker.run_dir)
     elif worker.run_dir != Path() and worker.rank == 0:
@@ -326,9 +338,10 @@ def _is_first_to_log(worker: Worker, error: Exception, store: Store | None) -> b
 
 
 def leave(code: int, worker: Worker | None = None) -> NoReturn:
-    """Ends this process now, because destructors of groups may wait minutes for a dead peer.
+    """Ends this process at once: destructors of process groups may wait minutes for a dead peer.
 
-    It first waits for a diagnosis that the watchdog is about to log: that may have killed the peer.
+    If the watchdog is about to log a diagnosis, the process waits for it first, because the
+    watchdogs may be the ones that ended the peer.
     """
     if worker is not None and worker.watchdog is not None and worker.watchdog.is_reporting:
         worker.watchdog.timed_out()

@@ -29,7 +29,7 @@ T = TypeVar("T")
 def within(seconds: float, call: Callable[[], T], otherwise: T) -> T:
     """Returns the result of `call`, or `otherwise` if it fails or takes too long.
 
-    If a store's process is stopped, its clients would wait for ever, whatever their time-out.
+    A request to a store whose process is stopped would wait for ever, whatever its time-out.
     """
     answers: list[T] = []
 
@@ -51,15 +51,15 @@ def ending_on_signals(
     first: Callable[[], object] = lambda: None,
     noted: StopSignals | None = None,
 ) -> Iterator[None]:
-    """Ends the process on a signal, with a sentence, while the block waits for other ranks.
+    """Logs a sentence and ends the process if a signal comes while the block awaits other ranks.
 
-    torch's C++ continues to wait after a signal, and prints its stack. So the signals stay pending,
-    and a thread looks for them. There is nothing to save yet.
+    On a signal, torch's C++ code would print its stack and go on waiting. The signals are therefore
+    blocked, and a thread looks for pending ones. At this stage there is nothing to save.
 
     Args:
         waiting: returns the activity to name in the sentence.
-        first: called before the end.
-        noted: signals received before the block.
+        first: called before the process ends.
+        noted: the signals that were received before the block; None if none were noted.
     """
     numbers = {number for number in STOPPING if not is_nohup(number)}
     over = threading.Event()
@@ -88,7 +88,10 @@ def ending_on_signals(
 
 @contextmanager
 def or_end(seconds: float, sentence: str) -> Iterator[None]:
-    """Ends the process with `sentence` and code 1 if the block hangs, as dead file systems do."""
+    """Logs `sentence` and exits with code 1 if the block takes longer than `seconds`.
+
+    A dead file system, for example, blocks its users for ever.
+    """
 
     def end() -> None:
         print_line(sentence)
@@ -104,14 +107,14 @@ def or_end(seconds: float, sentence: str) -> Iterator[None]:
 
 
 def started(call: Callable[[], object]) -> threading.Thread:
-    """Starts a daemon thread."""
+    """Starts a daemon thread that calls `call`, and returns it."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     return thread
 
 
 def until(condition: Callable[[], bool], seconds: float) -> None:
-    """Waits until `condition` holds or the time is over."""
+    """Waits until `condition` holds or `seconds` have passed."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -119,24 +122,26 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
 
 # Signals that ask a run to stop after a step: preemption, time limit, Ctrl-C, a lost terminal.
 #
-# Ranks receive a signal at different moments, or one rank alone does, so none acts on its own. Each
-# step's all-reduce over the world counts the ranks that were asked, and all ranks read the sum
-# after the same step (`Trainer.train_step`). The loop then saves and ends.
+# A signal reaches the ranks at different moments, or reaches only one of them, so no rank acts on
+# its own. An all-reduce in each step counts the ranks that have received a signal, and all ranks
+# read the sum after the same step (`Trainer.train_step`). The training loop then saves and ends.
 
-# Sent by a scheduler before it takes the machine away (SIGUSR2 by LSF, SGE and submitit); users
-# send SIGINT.
+# Signals that a scheduler sends before it takes the machine away (LSF, SGE and submitit send
+# SIGUSR2); users send SIGINT.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 STOPPING = (*PREEMPTION, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal has gone
 
 
 @dataclass
 class StopSignals:
-    """The signals that this process has received.
+    """Notes the signals in STOPPING that this process receives.
 
     Attributes:
-        number: the received signal, or None; a preempting one replaces an interrupt.
-        interrupted: a SIGINT was received.
-        second_interrupts: a second SIGINT raises KeyboardInterrupt; else it is like the first.
+        number: the first signal, or the latest one in PREEMPTION, which takes precedence; None if
+            there was none.
+        interrupted: whether a SIGINT was received.
+        second_interrupts: whether a second SIGINT raises KeyboardInterrupt; if not, it has no
+            further effect.
     """
 
     number: signal.Signals | None = None
@@ -160,8 +165,7 @@ class StopSignals:
 
     @property
     def requeues(self) -> bool:
-        """Returns whether the stopped run is to be requeued, which it is unless a user pressed
-        Ctrl-C."""
+        """Returns whether the stopped run is to be requeued: true unless a user pressed Ctrl-C."""
         return self.number != signal.SIGINT
 
     @property
@@ -198,7 +202,7 @@ def blocked_signals(
 
 
 class ProgressWatch(Protocol):
-    """Interface of `faults.watchdog.Watchdog` for the code that runs a rank."""
+    """The methods of `faults.watchdog.Watchdog` that the code that runs a rank calls."""
 
     @property
     def is_reporting(self) -> bool: ...
@@ -217,15 +221,18 @@ class Worker:
     """One rank of a run: its place, its device and its activity.
 
     Attributes:
-        rank: place in the layout; the launcher's number of this process may differ.
-        device: "cpu" or "<type>:<index>", already current; torch.distributed is initialised.
-        phase: activity that a failure report names ("train step 12"); set it as work proceeds.
-        placement: rank mapping of the whole run; None where the run did not need one.
+        rank: rank in the layout, which may differ from the number that the launcher gave.
+        device: "cpu" or "<type>:<index>". When the subcommand begins, the device is current and
+            torch.distributed is initialised.
+        phase: activity that a failure report names, such as "train step 12"; the rank updates it.
+        placement: rank mapping of the whole run; None if the run does not need one.
         stop: the received signals.
-        stopped: the run ended early because of a signal, on some rank.
-        store: the ranks' store.
-        log: operations that this rank communicates, which `watchdog`, if any, watches.
-        taking_run: held while rank 0 makes its run directory, which must not be removed meanwhile.
+        stopped: whether the run ended early because some rank received a signal.
+        store: the store in which the ranks meet; None for a single rank.
+        watchdog: watches `log` for hangs; None if there is no watchdog.
+        log: this rank's log of its communication.
+        taking_run: lock held while rank 0 makes the run directory, which must not be removed
+            meanwhile.
     """
 
     rank: int

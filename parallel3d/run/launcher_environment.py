@@ -1,9 +1,9 @@
-"""Finds the rank of this process in the environment of its launcher; without torch.
+"""Finds the rank of this process in its launcher's environment variables, without torch.
 
-Each known launcher has a row with the variables that hold its numbers and those that identify the
-start. All variables of an environment must agree. Contradictory sets, and traces of a launcher
-without its numbers, are refused, because a wrong guess would start n whole runs, or one rank of a
-run that needs n.
+Each known launcher has a row that lists the variables with its numbers and those that identify the
+start. The variables of all launchers in an environment must agree. Contradictory variables, and
+traces of a launcher without its numbers, are refused: a wrong guess would start n separate runs, or
+a single rank of a run that needs n.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from parallel3d.topology.cluster.slurm import (
 Launcher = Literal["local", "torchrun", "slurm", "mpi"]
 Read = Callable[[str], str]
 LOOPBACK = "127.0.0.1"
-# The ports below Linux's range for outgoing connections.
+# The range of derived ports lies below Linux's range for outgoing connections.
 FIRST_PORT, PORTS = 20000, 12768
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 
@@ -38,10 +38,11 @@ class RankAssignment:
     """The rank that a launcher assigned to this process, and the address of rank 0.
 
     Attributes:
-        local_world_size: ranks of this host; 0: no variable gives their number, and the ranks count
-            them.
-        job_id: Slurm's id of the job, used in names.
-        start: identifies this start, equal on all of its ranks; "" if no variable does.
+        local_world_size: number of ranks on this host; 0 if no variable gives it, so that the ranks
+            must count themselves.
+        job_id: Slurm's id of the job, which becomes a part of the run's name; None without Slurm.
+        start: text that identifies this start and is the same on all of its ranks; "" if no
+            variable identifies it.
     """
 
     launcher: Launcher
@@ -55,8 +56,10 @@ class RankAssignment:
     start: str = ""
 
     def with_port(self, chosen: int) -> RankAssignment:
-        """Returns the assignment with `launch.master_port`, unless that is 0 or torchrun set a
-        port."""
+        """Returns the assignment with the port `chosen`, the value of launch.master_port.
+
+        The port does not change if `chosen` is 0 or if torchrun has set a port.
+        """
         if self.launcher == "torchrun" or chosen == 0:
             return self
         return replace(self, master_port=chosen)
@@ -76,9 +79,13 @@ class Numbered:
     """The variables in which a launcher gives each process its rank and the number of ranks.
 
     Attributes:
+        name: the launcher's name in messages.
+        local_rank, local_size: variables with the number of the process on its host, and with the
+            number of ranks there; the first one that is set counts.
         jobs: variables that identify the start, the preferred one first; without them, no port can
             be derived from the start.
-        hosts: variable with the number of hosts, for launchers without one for the ranks per host.
+        hosts: variable with the number of hosts, for a launcher that has none for the ranks per
+            host; "" for any other launcher.
     """
 
     name: str
@@ -142,16 +149,21 @@ MPI = (
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Ranks per host: torchrun sets the first variable, deepspeed the second.
 TORCH_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-# Set by every agent of torch, and by our own launcher for its ranks. These override all others.
+# Set by torch's agents and by our own launcher for every rank. They override all other variables.
 AGENTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
-RANKS_OF_A_HOST = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")  # Kubeflow's and DLC's, for torchrun
-# Azure's variables for rank 0's host in MPI jobs, with a port that is not ours.
+RANKS_OF_A_HOST = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")  # set by Kubeflow and DLC for torchrun
+# Azure's variables for the host of rank 0 in MPI jobs; the port in them is not ours.
 AZURE_MASTERS = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The numbers that one set of variables gives this process; None: not given."""
+    """The numbers that one launcher's variables give this process; None if not given.
+
+    Attributes:
+        words: the variables with their values, for messages.
+        start: text that identifies the start; "" if no variable does.
+    """
 
     words: str
     launcher: Launcher
@@ -162,7 +174,7 @@ class Claim:
     start: str = ""
 
     def difference(self, other: Claim) -> str | None:
-        """Describes the first number on which the two disagree; None if they agree."""
+        """Describes the first number on which the two claims disagree; None if they agree."""
         mine = (self.size, self.rank, self.local_size, self.local_rank)
         theirs = (other.size, other.rank, other.local_size, other.local_rank)
         names = ("{} and {} ranks", "rank {} and {}", "{} and {} ranks of this host")
@@ -183,17 +195,17 @@ def detect(
     starts: int | None = 1,
     read: Read = _text_of,
 ) -> RankAssignment | None:
-    """Returns this process's rank by its launcher's variables; None if it starts its own ranks.
+    """Returns the rank that a launcher gave this process; None if it starts its own ranks.
 
-    A process starts its own ranks if it has no known launcher, or one that started it alone.
+    A process starts its own ranks if no known launcher started it, or one started it alone.
 
     Args:
-        environ: variables; empty ones are ignored.
+        environ: environment variables; empty ones are ignored.
         master_addr: launch.master_addr, which overrides the launcher's address of rank 0.
         master_port: launch.master_port, or 0.
-        starts: ranks that this process would start itself. Without a launcher, it refuses to leave
-            out tasks or hosts that the user has asked for. None: the subcommand runs in one
-            process.
+        starts: number of ranks that this process would start itself; None if the subcommand runs
+            in one process. With a number and without a launcher, the function refuses to leave out
+            tasks or hosts for which the user has asked.
         read: returns the text of a file; raises OSError.
 
     Raises:
@@ -231,7 +243,7 @@ def detect(
 
 
 def prints_for_all(environ: Mapping[str, str]) -> bool:
-    """Returns whether this process prints for all ranks: it is rank 0, or alone."""
+    """Returns whether this process prints for all ranks, because it is rank 0 or runs alone."""
     names = ("RANK", "SLURM_PROCID", *RANKS_ALONE, *(row.rank for row in MPI))
     return not any(NUMBER.fullmatch(environ.get(n, "")) and int(environ[n]) > 0 for n in names)
 
@@ -241,7 +253,7 @@ def _first(values: Iterable[int | None]) -> int | None:
 
 
 def _of_agent(given: Mapping[str, str], master_addr: str | None) -> RankAssignment:
-    """Returns the assignment by torchrun or by the local launcher."""
+    """Returns the rank that torchrun or the local launcher assigned to this process."""
     torch = _torch(given)
     _check_torch(given, TORCH)
     assert torch is not None and torch.rank is not None and torch.size is not None
@@ -291,7 +303,7 @@ def _torch(given: Mapping[str, str]) -> Claim | None:
 
 
 def _check_torch(given: Mapping[str, str], needed: tuple[str, ...]) -> None:
-    """Raises UserError unless all `needed` variables are set. One of RANK and WORLD_SIZE is."""
+    """Raises UserError unless all `needed` variables are set; RANK or WORLD_SIZE must be set."""
     missing = [name for name in needed if name not in given]
     if not missing:
         return
@@ -342,7 +354,7 @@ def _check_not_hosts(given: Mapping[str, str], torch: Claim) -> None:
 
 
 def _mpi(given: Mapping[str, str]) -> list[Claim]:
-    """Returns the claims of MPI's launchers and similar ones."""
+    """Returns a claim for each launcher in `MPI` whose variables are set."""
     return [claim for row in MPI if (claim := _numbered(given, row)) is not None]
 
 
@@ -375,7 +387,7 @@ def _numbered(given: Mapping[str, str], row: Numbered) -> Claim | None:
     return Claim(words, "mpi", rank, size, local_rank, local_size, start)
 
 
-# Ranks set by launchers that may not give the number of ranks.
+# Variables with the rank, set by launchers that may not give the number of ranks.
 RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "PMI_ID", "MPIRUN_RANK")
 
 
@@ -391,8 +403,7 @@ def _ranks_alone(given: Mapping[str, str]) -> list[Claim]:
 
 
 def _slurm_step(given: Mapping[str, str]) -> Claim | None:
-    """Returns the claim of srun about one of its tasks; None in a batch script or a shell of
-    salloc."""
+    """Returns srun's claim about this task; None in a batch script or a shell of salloc."""
     step_names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
     number = _named(given, "SLURM_STEP_ID", "SLURM_STEPID")
     if number is None and not any(name in given for name in step_names):
@@ -462,7 +473,7 @@ def _slurm_tasks_here(given: Mapping[str, str], size: int) -> int | None:
             f"{per_node}={given[per_node]} makes {sum(counts)} tasks and contradicts the step's "
             f"{size}: pass srun's own variables on to this process"
         )
-    # The name decides: in a step over several components of a job, SLURM_NODEID has another order.
+    # The name decides, because SLURM_NODEID has another order if a job has several components.
     if given.get("SLURMD_NODENAME") in names and len(names) == len(counts):
         return counts[names.index(given["SLURMD_NODENAME"])]
     if len(counts) == 1 or len(set(counts)) == 1:
@@ -476,10 +487,10 @@ def _slurm_tasks_here(given: Mapping[str, str], size: int) -> int | None:
 def _without_outer(
     step: Claim | None, claims: list[Claim], given: Mapping[str, str]
 ) -> list[Claim]:
-    """Removes the claim of a step whose tasks, one per host, are launchers themselves.
+    """Removes the claim of a Slurm step whose tasks, one per host, are launchers themselves.
 
-    mpirun starts its daemons in such a step; a batch script's loop over RANK starts its ranks in
-    one.
+    mpirun starts its daemons in such a step. In a step of one task, a script may also start the
+    ranks in a loop over RANK.
     """
     if step is None or step.size is None:
         return claims
@@ -525,8 +536,8 @@ def _assigned(
     if local_rank is None:
         name = next((row.local_rank[0] for row in MPI if row.rank in given), "LOCAL_RANK")
         raise UserError(
-            f"{claims[0].words} are set, but {name} is not, the number of this process on its "
-            "host: export it, or start with torchrun"
+            f"{claims[0].words} are set, but {name}, the number of this process on its host, is "
+            "not: export it, or start with torchrun"
         )
     start = next((c.start for c in claims if c.start), "")
     addr, from_environment = master_addr, False
@@ -566,15 +577,15 @@ def _port(
     master_port: int,
     claim: Claim,
 ) -> int:
-    """Returns the port of the rendezvous: the given one, or one derived from the start."""
+    """Returns the port of the rendezvous: a given one, or one derived from the start."""
     if "MASTER_PORT" in given and (by_torch or step is None):
         return _number(given, "MASTER_PORT", 1, 65535, "the range of ports")
     if step is not None:
         job = _named(given, "SLURM_JOB_ID", "SLURM_JOBID")
         number = _named(given, "SLURM_STEP_ID", "SLURM_STEPID")
         assert job is not None and number is not None  # `_slurm_step` has checked this
-        # Steps of one job get different ports. Jobs get theirs by a hash, because their ids exceed
-        # the range of ports.
+        # The steps of one job get different ports. A hash maps the job's id, which may exceed the
+        # range of ports.
         return FIRST_PORT + (zlib.crc32(given[job].encode()) + int(given[number])) % PORTS
     if start:
         return FIRST_PORT + zlib.crc32(start.encode()) % PORTS
@@ -623,11 +634,12 @@ def _check_own_host(given: Mapping[str, str], rank: int, first_host: str | None)
 
 
 def _refuse_left_out(given: Mapping[str, str], starts: int, read: Read) -> None:
-    """Raises UserError if this process would train alone in a job of more tasks or hosts."""
+    """Raises UserError if this process would train alone in a job of several tasks or hosts."""
     _refuse_batch_script(given, starts)
     torchrun = (
-        "this process would train on its own alone: start torchrun on each (torchrun --nnodes={} "
-        "--node-rank=… --nproc-per-node=… --master-addr=… --master-port=… -m parallel3d …)"
+        "this process would train on its own host alone: start torchrun on each (torchrun "
+        "--nnodes={} --node-rank=… --nproc-per-node=… --master-addr=… --master-port=… -m "
+        "parallel3d …)"
     )
     found = _host_counts(given, read)
     for name, hosts in found.items():
@@ -648,10 +660,10 @@ def _refuse_left_out(given: Mapping[str, str], starts: int, read: Read) -> None:
 
 
 def alone_in_a_job(environ: Mapping[str, str], place: RankAssignment | None) -> str | None:
-    """Returns a line for ranks that make up a whole run but may be meant as a part of one, or None.
+    """Returns a warning if this process trains a whole run but may be meant as a part; or None.
 
-    The pods of a Kubernetes Job are a sweep as often as the hosts of one run, and no pod knows
-    their number. The same holds for tasks of srun that each start a torchrun for one host.
+    The pods of a Kubernetes Job may be the jobs of a sweep or the hosts of one run, and no pod
+    knows their number. The same holds for tasks of srun that each start a torchrun for one host.
     """
     name, tasks = "JOB_COMPLETION_INDEX", environ.get("SLURM_STEP_NUM_TASKS", "")
     if place is None and environ.get(name):
@@ -671,9 +683,9 @@ def alone_in_a_job(environ: Mapping[str, str], place: RankAssignment | None) -> 
 
 
 def _refuse_batch_script(given: Mapping[str, str], starts: int) -> None:
-    """Raises UserError in a batch script or shell of a Slurm job of several tasks.
+    """Raises UserError in the batch script or a shell of a Slurm job with several tasks.
 
-    On one node, the process may itself start as many ranks as there are tasks.
+    On a single node, the process may start the ranks itself if there is a task for each of them.
     """
     if _named(given, "SLURM_JOB_ID", "SLURM_JOBID") is None:
         return
@@ -701,10 +713,10 @@ def _refuse_batch_script(given: Mapping[str, str], starts: int) -> None:
 
 
 def _tasks_asked_for(given: Mapping[str, str]) -> int:
-    """Returns the number of tasks on all nodes; 0 if nobody has asked for a number.
+    """Returns the number of tasks on all nodes; 0 if no variable gives it.
 
-    For a job that does not ask, such as one of `sbatch --exclusive`, Slurm gives the number of
-    CPUs.
+    If the user has asked for no number, as with `sbatch --exclusive`, Slurm counts a task for each
+    CPU; one task per node is assumed then.
     """
     tasks, cpus = given.get("SLURM_TASKS_PER_NODE"), given.get("SLURM_JOB_CPUS_PER_NODE")
     if tasks is None:
@@ -719,8 +731,7 @@ def _tasks_asked_for(given: Mapping[str, str]) -> int:
 
 
 # Variables with the number of hosts, set by platforms that leave the launcher to the user. Their
-# names are common, so each only counts together with a second variable, mostly the index of this
-# host.
+# names are common, so each only counts if a second variable, mostly the index of this host, is set.
 HOSTS = (
     ("GROUP_WORLD_SIZE", "GROUP_RANK"),
     ("NUM_MACHINES", "MACHINE_RANK"),
@@ -823,7 +834,7 @@ def task_of_cgroups(text: str) -> tuple[str, int] | None:
 
 
 def refuse_lost_variables(environ: Mapping[str, str], cgroups: str) -> None:
-    """Raises UserError in a task of srun after the first if it has lost all of srun's variables."""
+    """Raises UserError in a task of srun, other than the first, that lacks srun's variables."""
     task = task_of_cgroups(cgroups)
     if task is not None and task[1] > 0 and "SLURM_PROCID" not in environ:
         raise UserError(
@@ -852,7 +863,7 @@ def _number(
 ) -> int:
     """Parses the whole number in variable `name`, from `least` to `most`.
 
-    `of`: the variable that determines `most`, for the error. Raises UserError.
+    `of` names the variable that determines `most`, for the message. Raises UserError.
     """
     text = given[name]
     if not NUMBER.fullmatch(text):

@@ -1,9 +1,9 @@
-"""Local launcher: starts a process per rank on this host, watches, stops and restarts them.
+"""Starts a process for each rank on this host, and watches, stops and restarts these processes.
 
-Forking this process, which has imported torch, takes milliseconds; a new interpreter and its
-imports would take two seconds of a core per rank. A fork loses the thread pools of a process that
-has computed. So this process only imports, and creates its store, which has a thread, after the
-forks.
+This process, the local launcher, imports torch and then forks the ranks, which takes milliseconds;
+a new interpreter with its imports would take two seconds of a core per rank. A forked process lacks
+the threads of its parent. Therefore this process computes nothing, which would start torch's thread
+pools, and creates its store, which has a thread, after the forks.
 """
 
 from __future__ import annotations
@@ -52,11 +52,17 @@ from parallel3d.topology.placed_ranks import rank_of_launch
 
 @dataclass
 class Restarts:
-    """Decides on restarts of one launcher's ranks; `say` logs a sentence for the user.
+    """Decides whether a launcher restarts its ranks after a failure.
 
-    A restart needs a checkpoint, and a cause that may not recur: not a user error, not a decision
-    of the run, and not the same error in the same step as before. A kill always allows one, as it
-    comes from outside.
+    A restart needs a checkpoint and a failure that may not recur. User errors, decisions of the
+    run, and an error that has already occurred in the same step rule out a restart. The death of a
+    rank by a signal always allows one, as the signal comes from outside.
+
+    Attributes:
+        limit: maximum number of restarts.
+        say: logs a sentence for the user.
+        count: number of restarts so far.
+        last: phase and error of the last failure that led to a restart; None before the first one.
     """
 
     run_dir: Path
@@ -66,7 +72,7 @@ class Restarts:
     last: tuple[str, str] | None = None
 
     def decide(self, cause: RankFailure) -> bool:
-        """Returns whether to restart; logs it and moves the records of the failure aside."""
+        """Returns whether to restart; if so, logs it and moves the failure's records aside."""
         if self.count >= self.limit or not self._may_succeed(cause):
             return False
         try:
@@ -92,7 +98,7 @@ class Restarts:
 
 # Processes of the ranks
 
-# Ranks that have not ended this long after END_SIGNAL (a stopped one never does) are killed.
+# Seconds after END_SIGNAL until ranks that have not ended (a stopped one never does) are killed.
 GRACE_S = 3
 LAST_WORDS_S = 2.0  # a waiting rank tests once a second whether its peer lives
 POLL_S = 0.1
@@ -101,7 +107,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Stopped(Exception):
-    """A signal that ends all ranks at once."""
+    """Raised on a signal that ends all ranks at once."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -112,12 +118,15 @@ class Stopped(Exception):
 class LocalRanks:
     """The ranks of a run on this host, from their first start to their last end.
 
-    If they can stop at the end of a step (`grace_s` is given), the first signal is forwarded to
-    them. All other signals end them by END_SIGNAL.
+    If the ranks can stop at the end of a step (`grace_s` is given), the signals in STOPPING are
+    forwarded to them. Any other signal, or a second Ctrl-C, ends all ranks by END_SIGNAL.
 
     Args:
-        live: (rank, number of earlier starts) → exit code; called in the rank's process.
-        should_restart: exit codes of failed ranks → whether to restart all.
+        count: number of ranks.
+        live: runs a rank in its own process, given the rank and the number of earlier starts, and
+            returns the exit code.
+        grace_s: seconds that the ranks have after a forwarded signal; None: no signal is forwarded.
+        should_restart: returns whether to restart all ranks, given the exit codes of failed ranks.
     """
 
     count: int
@@ -130,7 +139,7 @@ class LocalRanks:
     interrupted: bool = False
 
     def run(self, started: Callable[[], object] = lambda: None) -> dict[int, int]:
-        """Runs the ranks, calls `started` after the first forks, and returns failed exit codes."""
+        """Runs the ranks, calls `started` after the first forks, and returns nonzero exit codes."""
         starts = 0
         try:
             while True:
@@ -145,7 +154,7 @@ class LocalRanks:
             self._end()
 
     def _start(self, starts: int) -> None:
-        """Forks the ranks; signals wait until handlers are installed here and in each rank."""
+        """Forks the ranks; signals stay blocked until this process and each rank have handlers."""
         with blocked_signals(SIGNALS) as before:
             inherited = set(before) | set(STOPPING if self.grace_s is not None else ())
             for rank in range(self.count):
@@ -193,7 +202,7 @@ class LocalRanks:
                 process.join()
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
-        """Forwards a signal; a second Ctrl-C ends everything at once."""
+        """Forwards a signal to the ranks; a second Ctrl-C ends all of them at once."""
         if number == signal.SIGINT:
             if self.interrupted:
                 raise Stopped(number)
@@ -239,7 +248,7 @@ DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
 
 
 def listen_here(port: int) -> socket.socket:
-    """Returns the rendezvous port of this host's ranks. Raises UserError if it is taken."""
+    """Returns a socket that listens on the rendezvous port. Raises UserError if that is taken."""
     try:
         listening = listen_at(LOCALHOST, port)
     except OSError as error:
@@ -255,10 +264,11 @@ def listen_here(port: int) -> socket.socket:
 def run_here(
     app: str, config: Config, run_dir: Path, device: DeviceChoice, *, in_sweep: bool = False
 ) -> int:
-    """Runs all ranks of a run on this host: one in this process, several in their own.
+    """Runs all ranks of a run on this host, logs failures, and returns the exit code.
 
-    `in_sweep`: more runs follow in this process, so even one rank is forked: a process that has
-    used torch cannot be forked safely. Returns the exit code, after logging failures.
+    Several ranks get a process each, and a single rank runs in this process. With `in_sweep`, more
+    runs follow in this process, so even a single rank is forked: a process that has used torch
+    cannot be forked safely.
     """
     drop_failed_output()
     print_line(device.line)
@@ -272,10 +282,10 @@ def run_here(
 
 
 def run_local_workers(app: str, config: Config, run_dir: Path, kind: str) -> int:
-    """Starts the ranks of `app` on this host, on devices of type `kind`, and waits.
+    """Starts the ranks of `app` on this host, on devices of type `kind`, and waits for them.
 
-    Returns the exit code. If a rank fails, all end within seconds, and the last line on stderr is
-    the failure that caused the others.
+    Returns the exit code. If a rank fails, all ranks end within seconds, and the last line on
+    stderr tells the failure that caused the others.
     """
     world_size = config.world_size
     gpus = gpu_environment(kind, os.environ, config.cluster, tp=config.tp, zero=config.zero)
@@ -328,7 +338,7 @@ def _rank_environment(port: int, rank: int, world_size: int, starts: int) -> dic
 
 
 def _set_threads(wanted: dict[str, str]) -> None:
-    """Sets torch's number of threads, which in a sweep an earlier job may have set."""
+    """Sets torch's number of threads, as an earlier job of a sweep may have changed it."""
     import torch
 
     threads = int(wanted.get("OMP_NUM_THREADS", torch.get_num_threads()))
@@ -352,7 +362,7 @@ def _restart_decision(
 
 
 def _report(layout: Layout, run_dir: Path, exits: dict[int, int]) -> int:
-    """Logs the failure behind these exit codes by launch rank. Returns the launcher's exit code."""
+    """Logs the failure behind exit codes (by launch rank); returns the launcher's exit code."""
     answers = [code - EXIT_COMMAND_RESULT for code in exits.values() if _is_answer(code)]
     if answers:
         return max(answers)
@@ -379,7 +389,7 @@ def _cause(layout: Layout, run_dir: Path, exits: dict[int, int]) -> failure.Rank
 
 
 def _disk_answers(run_dir: Path) -> bool:
-    """Returns whether the records can be read: a dead file system blocks its readers for ever."""
+    """Returns whether `run_dir` can be read: a dead file system blocks its readers for ever."""
     return within(DISK_S, lambda: bool(failure.read_all(run_dir)) or True, False)
 
 
@@ -388,7 +398,7 @@ def _is_answer(code: int) -> bool:
 
 
 def _defaults_for_workers(world_size: int, of_gpus: dict[str, str]) -> dict[str, str]:
-    """Returns the ranks' variables: required ones, and defaults that the user has not set."""
+    """Returns the ranks' environment variables: required ones, and defaults for unset ones."""
     wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // world_size))} | of_gpus
     unset = {name: value for name, value in wanted.items() if name not in os.environ}
     return unset | one_host_environment(os.environ) | {SECRET: secrets.token_hex()}

@@ -54,20 +54,20 @@ RANKS_KEY = "parallel3d/ranks"
 
 
 class RankZerosError(UserError):
-    """An error that rank 0 logs for all ranks; its store may end with it."""
+    """An error that rank 0 logs for all ranks; the store may end together with rank 0."""
 
 
 class OtherStart(UserError):
-    """Raised if this rank has met ranks of another start: it ends alone, and does not disturb
-    them."""
+    """Raised if this rank has met the ranks of another start; it ends without disturbing them."""
 
 
 def from_rank_0(
     store: Store, key: str, place: RankAssignment | Worker, decide: Callable[[], Any]
 ) -> Any:
-    """Returns rank 0's decision, as JSON, on every rank. Its UserError is raised on all ranks.
+    """Returns rank 0's decision, a JSON value, on every rank.
 
-    Rank 0, which may hold the store, raises it after the others have read it.
+    If `decide` raises a UserError, every rank raises it. Rank 0, which may hold the store, does so
+    after the other ranks have read the error.
     """
     if place.rank > 0:
         message = get(store, key)
@@ -86,7 +86,7 @@ def from_rank_0(
 
 
 def seen_key(key: str) -> str:
-    """Returns the key that counts the ranks that have read an error."""
+    """Returns the store's key that counts the ranks that have read the error under `key`."""
     return f"{key}_seen"
 
 
@@ -99,7 +99,10 @@ def refuse(store: Store, rank: int, error: UserError) -> None:
 def tell_rank_0(
     launch: LaunchConfig, run: str | None, place: RankAssignment, error: UserError
 ) -> None:
-    """Sends rank 0 such an error before this rank has a store, unless rank 0 has refused, too."""
+    """Sends rank 0 the error with which this rank refuses to start before it has a store.
+
+    Nothing is sent if rank 0 has no store, as when it refuses to start, too.
+    """
     place = place.with_port(launch.master_port)
 
     def is_there() -> bool:
@@ -158,7 +161,7 @@ def assign_rank(
             print_line(placed.note)
         placed_ranks.save(placed, worker.run_dir / PLACEMENT_FILE)
         moves = needs_cluster or config.placement != placed_ranks.DEFAULT
-        # The message is long, and every rank reads it.
+        # The message is long and every rank reads it, so it is only sent if it is needed.
         return placed_ranks.to_message(placed) if moves else None
 
     if (message := from_rank_0(store, RANKS_KEY, worker, decide)) is not None:
@@ -169,7 +172,7 @@ def assign_rank(
 def find_cluster(
     settings: ClusterConfig, processes: list[Process], environ: Mapping[str, str]
 ) -> Cluster:
-    """Returns the configured or discovered cluster; its default number of nodes fits the ranks."""
+    """Returns the configured or discovered cluster; a default number of nodes fits the ranks."""
     if settings.source == "config" and settings.nodes is None:
         hosts = len({process.host for process in processes})
         nodes = max(hosts, -(-len(processes) // (settings.gpus_per_node or len(processes))))
@@ -188,21 +191,22 @@ RUN_KEY = "parallel3d/run"  # the store's key of rank 0's run, read by the other
 TELL_S = 15.0  # maximum wait for the store of rank 0, which first imports torch
 READ_S = 5.0  # rank 0 keeps the store for this time, so that the others can read why it ends
 
-# ProcessGroupNCCL writes this key on an error or time-out past all prefixes (kStoreDumpKey in
-# ProcessGroupNCCL.hpp): a rank that finds it waits TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC and aborts. All
-# its other keys, such as remote_error, have the group's prefix and so the attempt's.
+# On an error or time-out, ProcessGroupNCCL writes this key without any prefix (kStoreDumpKey in
+# ProcessGroupNCCL.hpp). A rank that finds it waits TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC and aborts. All
+# other keys of NCCL, such as remote_error, have the group's prefix, which includes the attempt's.
 NCCL_DUMP_KEY = "exception_dump"
-# Rank 0's description of its start, for every process that reaches its store.
+# Key under which rank 0 describes its start for every process that reaches its store.
 START_KEY = "parallel3d/start"
 HOST_KEY = "parallel3d/host"
-CONNECT_S = 10.0  # limit of one attempt: a firewall may drop everything
+CONNECT_S = 10.0  # limit of one attempt to connect, as a firewall may drop everything
 HINT_S = 30.0  # after this time a rank logs that it waits for rank 0
 CLEARED_KEY = "parallel3d/cleared"
 
 
 def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> PrefixStore:
-    """Connects to the store of rank 0 or torchrun's agent; `run`: the run's name as the user gave
-    it.
+    """Connects to the store of rank 0 or of torchrun's agent, and returns it.
+
+    `run` is the run's name as the user gave it; None if the user gave none.
 
     Raises UserError if rank 0's port is taken, and OtherStart if the store belongs to other ranks.
     """
@@ -231,7 +235,7 @@ def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> 
         raise UserError(
             f"port {place.master_port} is in use on {place.master_addr}: choose another {key}"
         ) from None
-    # The agent's store outlives the ranks: they must not read keys of an earlier attempt.
+    # The agent's store outlives the ranks, which must not read the keys of an earlier attempt.
     attempt = _attempt() if agent_listens else 0
     _check_start(store, run, place, attempt)
     own = dist.PrefixStore(f"{place.prefix}/attempt{attempt}", behind_secret(store))
@@ -239,12 +243,12 @@ def rendezvous(launch: LaunchConfig, run: str | None, place: RankAssignment) -> 
         store.delete_key(NCCL_DUMP_KEY)
         own.set(CLEARED_KEY, "")
     elif attempt:
-        own.wait([CLEARED_KEY])  # NCCL watches the other key from the start of its first group
+        own.wait([CLEARED_KEY])  # NCCL reads NCCL_DUMP_KEY as soon as its first group starts
     return own
 
 
 def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
-    """Waits until a process listens at rank 0's address; torch's own wait prints its stack."""
+    """Waits until a process listens at rank 0's address; torch's wait would print its stack."""
     begin, hinted = time.monotonic(), place.local_rank > 0
     where = f"{place.master_addr}:{place.master_port}"
     remedy = "MASTER_ADDR" if place.launcher == "torchrun" else "launch.master_addr"
@@ -270,10 +274,10 @@ def _wait_for_listener(place: RankAssignment, seconds: float) -> None:
 
 
 def _check_start(store: Store, run: str | None, place: RankAssignment, attempt: int) -> None:
-    """Compares this rank's start with the start of rank 0, whose store it has reached.
+    """Raises OtherStart, on this rank alone, if the store that it has reached is another start's.
 
     Two steps of a job, or two jobs, may use one port, and a rank of one must not train with the
-    ranks of the other. Raises OtherStart, on this rank alone.
+    ranks of the other.
     """
     key = f"{START_KEY}/{attempt}"
     mine = {"start": place.start, "ranks": place.world_size, "run": run}
@@ -304,10 +308,10 @@ def _check_start(store: Store, run: str | None, place: RankAssignment, attempt: 
 
 
 def with_counted_ranks(store: Store, place: RankAssignment) -> RankAssignment:
-    """Returns `place` with the number of ranks on this host, by the host name and boot of every
-    rank.
+    """Returns `place` with the number of ranks on this host, counted by host name and boot id.
 
-    Collective over the world. Raises UserError if the launcher's local rank is too large.
+    The call is collective over the world. It raises HostError, a UserError, if the launcher's local
+    rank is too large.
     """
     put(store, f"{HOST_KEY}/{place.rank}", [socket.gethostname(), boot_id()])
     hosts = get_all(store, [f"{HOST_KEY}/{rank}" for rank in range(place.world_size)])
@@ -321,13 +325,15 @@ def with_counted_ranks(store: Store, place: RankAssignment) -> RankAssignment:
 
 
 def keeps_store(environ: Mapping[str, str]) -> bool:
-    """Returns whether the agent that started this process (torchrun's or ours) has the store."""
+    """Returns whether the agent that started this process (torchrun's or ours) keeps the store."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _listening_store(place: RankAssignment, timeout: timedelta) -> TCPStore:
-    """Returns rank 0's store, which listens on MASTER_ADDR, or on all addresses if that is not
-    here."""
+    """Opens rank 0's store, which listens on MASTER_ADDR if that is an address of this host.
+
+    If not, the store listens on all addresses.
+    """
     one_host = place.launcher != "torchrun" and place.on_one_host
     loopback = one_host or is_loopback(place.master_addr)
     listening = listen_at(place.master_addr, place.master_port, loopback)
@@ -347,11 +353,12 @@ def _attempt() -> int:
 def agree_on_run(
     app: str, config: Config, place: RankAssignment, worker: Worker, store: PrefixStore, kind: str
 ) -> Config:
-    """Creates or continues the run directory on rank 0; the others receive its name.
+    """Creates or continues the run directory on rank 0; the other ranks receive its name.
 
-    Sets `worker.run_dir`, and `worker.device` to a device of type `kind`, this host's choice. A
-    UserError of rank 0 is raised on every rank, on the others as a RankZerosError. The same holds
-    for the UserError of a rank that differs from rank 0, which reads it in `assign_rank`.
+    Sets `worker.run_dir`, and sets `worker.device` to a device of type `kind`, which this host has
+    chosen. A UserError of rank 0 is raised on every rank, on the other ranks as a RankZerosError. A
+    rank whose configuration differs from rank 0's raises a RankZerosError here; rank 0 and the
+    others raise it in `assign_rank`.
     """
 
     def decide() -> dict[str, Any]:
@@ -391,8 +398,7 @@ def agree_on_run(
 def _as_on_rank_0(
     config: Config, place: RankAssignment, worker: Worker, kind: str, message: dict[str, Any]
 ) -> Config:
-    """Returns the configuration with rank 0's run. Raises UserError if this rank's configuration
-    differs."""
+    """Returns this rank's configuration with rank 0's run. Raises UserError if they differ."""
     if kind != message["device"]:
         raise UserError(
             f"device={config.device}: rank 0 computes on {message['device']}, rank {place.rank} "
@@ -404,7 +410,8 @@ def _as_on_rank_0(
             f"{place.rank}, host {socket.gethostname()}: give all ranks the same command line"
         )
     worker.device = device_of_rank(kind, place.local_rank)
-    # The newest checkpoint of a run that is still training may be another one by now.
+    # Rank 0's `init_from` counts: since rank 0 looked for the newest checkpoint of a run that is
+    # still training, that run may have saved another one.
     config = dataclasses.replace(config, run=message["run"], init_from=message["init_from"])
     other = identity.first_difference(message["keys"], identity.of_all_ranks(config))
     if other is not None:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import PrefixStore, Store
 
-TAKING_S = 5.0  # maximum time that a signal waits for a run directory to be complete
+TAKING_S = 5.0  # maximum seconds that a signal waits until a run directory is complete
 
 # Function of each subcommand that runs on every rank: f(config, worker) -> exit code or None.
 APPS = {
@@ -67,7 +67,7 @@ APPS = {
 
 
 def run_alone(app: str, config: Config, run_dir: Path, kind: str) -> int:
-    """Runs a world of one rank in this process; returns the exit code, after logging failures."""
+    """Runs a single rank in this process, logs failures, and returns the exit code."""
     of_gpus = gpu_environment(kind, os.environ, config.cluster, tp=config.tp, zero=config.zero)
     os.environ.update(of_gpus | one_host_environment(os.environ))
     with blocked_signals(), nothing_collected():
@@ -104,9 +104,10 @@ def _after(worker: Worker, code: int) -> int:
 def count_ranks_here(
     launch: LaunchConfig, run: str | None, place: RankAssignment
 ) -> tuple[RankAssignment, PrefixStore]:
-    """Returns the place with the counted ranks of this host, and the ranks' store.
+    """Counts the ranks on this host; returns `place` with their number, and the ranks' store.
 
-    Collective over the world. Ends the process, with a sentence, if the ranks do not meet.
+    The call is collective over the world. If the ranks do not meet, it logs a sentence and ends the
+    process.
     """
     place, doing = place.with_port(launch.master_port), "counting the ranks of each host"
     try:
@@ -123,13 +124,13 @@ def count_ranks_here(
 def run_joined(
     app: str, config: Config, place: RankAssignment, kind: str, store: PrefixStore | None = None
 ) -> int:
-    """Runs this process's rank among those that a launcher started, on a device of `kind`.
+    """Runs one of the ranks that a launcher started, on a device of type `kind`.
 
-    Rank 0 creates the run directory and sends its name through the store. `store`: None if there is
-    none yet. Until all ranks have met, a signal ends this process. Every failing rank logs its own
-    line; a UserError is logged by one rank. Returns the exit code.
+    Rank 0 creates the run directory and sends its name through `store`, which is opened here if it
+    is None. Until all ranks have met, a signal ends this process. Every failing rank logs a line of
+    its own, but only one rank logs a UserError. Returns the exit code.
     """
-    if keeps_store(os.environ):  # without that agent nothing could be saved
+    if keeps_store(os.environ):  # without the agent, which has the store, nothing could be saved
         die_with_parent()
     drop_failed_output()
     begin_on(kind)
@@ -153,7 +154,7 @@ def run_joined(
 
 
 def _give_up(worker: Worker) -> None:
-    """Removes the directory of a run that has not begun."""
+    """Removes, on rank 0, the directory of a run that has not begun."""
     is_made = worker.taking_run.acquire(timeout=TAKING_S)
     if is_made and worker.rank == 0 and worker.run_dir != Path():
         discard_unused(worker.run_dir)
@@ -162,8 +163,10 @@ def _give_up(worker: Worker) -> None:
 def local_worker_main(
     app: str, config: Config, directory: Path, launcher_pid: int, kind: str
 ) -> int:
-    """Runs a forked rank. Its failure is recorded, and the launcher logs the one that caused the
-    others."""
+    """Runs a forked rank and returns its exit code.
+
+    A failing rank only records its failure; the launcher logs the failure that caused the others.
+    """
     _die_with(launcher_pid)
     drop_failed_output()
     begin_on(kind)
@@ -172,7 +175,7 @@ def local_worker_main(
     worker = Worker.at(place, directory, "local")
     worker.phase = "rendezvous with the other ranks"
     if has_steps(app, config.train):
-        worker.stop.second_interrupts = False  # the launcher counts them
+        worker.stop.second_interrupts = False  # the launcher itself counts the interrupts
         worker.stop.install()
     try:
         worker.device = device_of_rank(kind, place.local_rank)
@@ -215,7 +218,7 @@ def _join(app: str, config: Config, worker: Worker, store: Store) -> None:
 
 
 def _work(app: str, config: Config, worker: Worker) -> int:
-    """Runs the subcommand and closes. Returns its exit code."""
+    """Runs the subcommand, closes torch.distributed, and returns the exit code."""
     import torch.distributed as dist
 
     module, name = APPS[app]
@@ -233,7 +236,7 @@ def _work(app: str, config: Config, worker: Worker) -> int:
 def _prepare_accelerator(
     cluster: ClusterConfig, launch: LaunchConfig, device: torch.device
 ) -> None:
-    """Makes the device current, sets NCCL's variables, and binds to the CPUs near the device."""
+    """Makes the device current, sets NCCL's variables, and binds the process to nearby CPUs."""
     from parallel3d.device.accelerator import bus_id, make_current
 
     make_current(device)
@@ -260,9 +263,10 @@ def _prepare_cpu(
 
 
 def threads_within_quota(local_ranks: int, environ: Mapping[str, str]) -> int | None:
-    """Returns a rank's share of the quota's cores; None without a quota, or with OMP_NUM_THREADS.
+    """Returns a rank's number of threads under a CPU quota.
 
-    torch starts a thread for each core of the machine, and those beyond a quota are stopped.
+    It returns None if there is no quota or OMP_NUM_THREADS is set. By default torch starts a thread
+    for each core of the machine, and the kernel stops the threads beyond the quota.
     """
     within = available_cores()
     if "OMP_NUM_THREADS" in environ or within == cores():
