@@ -33,17 +33,17 @@ from parallel3d.errors import UserError, first_line
 from parallel3d.models.dropout import Dropout, attend_dropping
 from parallel3d.models.ops import Rotary, split_heads
 
-# On B200s (compute capability 10.0) cuDNN's kernel gives wrong results with fewer key-value heads:
-# https://github.com/pytorch/pytorch/issues/193893, open, found in generation.
+# On a B200 (compute capability 10.0) cuDNN's kernel gives wrong results with fewer key-value heads
+# than this: https://github.com/pytorch/pytorch/issues/193893, which is open.
 LEAST_KV_HEADS = 8
 TRIED_TOKENS = 128
 
 
 def choose_kernel(blueprint: Blueprint, device: torch.device) -> str:
-    """Returns the attention kernel for `device`, after a trial run of a configured one.
+    """Returns the attention kernel for `device`; if the configuration names one, tries it first.
 
     Raises:
-        UserError: on every rank, a kernel that fails.
+        UserError: the configured kernel fails on this device. Every rank raises it.
     """
     asked = blueprint.layer.attention_kernel
     if asked == AUTO:
@@ -59,9 +59,10 @@ def choose_kernel(blueprint: Blueprint, device: torch.device) -> str:
 
 
 def avoids_cudnn(blueprint: Blueprint, device: torch.device) -> bool:
-    """Returns whether `auto` excludes cuDNN, which PyTorch would prefer.
+    """Returns whether `attention_kernel=auto` excludes cuDNN, which PyTorch would prefer.
 
-    Tensor parallelism divides the key-value heads: without this a layout could change the model.
+    Tensor parallelism divides the key-value heads among the ranks. If cuDNN were allowed, its wrong
+    results with few heads would appear in some layouts of a model and not in others.
     """
     asked = blueprint.layer.attention_kernel
     if asked != AUTO or device.type != "cuda" or torch.version.hip is not None:
@@ -77,7 +78,10 @@ def _local_kv_heads(blueprint: Blueprint) -> int:
 
 
 def _activate(asked: str) -> None:
-    """Replaces torch's flash attention with the package's, for the rest of the process."""
+    """Replaces PyTorch's flash attention with that of the package `asked`, until the process ends.
+
+    `asked` is one of `PACKAGES`, such as fa3.
+    """
     name, module = PACKAGES[asked]
     try:
         if registry.current_flash_attention_impl() != name:
@@ -131,13 +135,16 @@ def causal_attention(
     Args:
         qkv: (b, s, (heads + 2 · kv_heads) · head_dim): q, k and v concatenated.
         rotary: cos and sin to rotate q and k with; None: no rotation.
-        dropout: dropout of the probabilities, if there are `samples`; slower than PyTorch's kernel.
-        documents: attention stays within each; None: a sample is one document.
-        cp: how the ranks that share sequences attend together, if `documents` have a shard.
-        scale: None: head_dim^-½.
-        window: number of keys that a query sees, its own included; `documents` then has tables of
-            the window. None: all keys up to its own.
-        temperature: factors of the queries, (s, 1) or (b, 1, s, 1); None: 1.
+        dropout: drops attention probabilities if `samples` are given, and is slower than PyTorch's
+            kernels; None: no dropout.
+        samples: (b,) numbers of the samples in the run, for the dropout; None: no dropout.
+        documents: the documents within which attention stays; None: each sample is one document.
+        kernel: the result of `choose_kernel`.
+        cp: the group and the style of context parallelism, used if `documents` have a shard.
+        scale: factor of the scores; None: head_dim^-½.
+        window: number of keys that a query sees, its own included, for which `documents` must have
+            tables; None: all keys up to its own.
+        temperature: factors of the queries, (s, 1) or (b, 1, s, 1); None: queries are not scaled.
 
     Returns: (b, s, heads · head_dim).
     """
@@ -160,11 +167,13 @@ def attend_split(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Does the same as `causal_attention`, for q (b, heads, s, head_dim), and k and v with at most
-    as many heads."""
+    """Computes causal attention of separate q, k and v, with the arguments of `causal_attention`.
+
+    q is (b, heads, s, head_dim), like the result; k and v may have fewer heads.
+    """
     shard = None if documents is None else documents.shard
     if window is None and shard is None and documents is not None and documents.are_samples:
-        documents = None  # only windows need tables of whole samples
+        documents = None  # only a window needs the tables of documents that are whole samples
     exchanged = shard if cp.style == "heads" else None
     if exchanged is not None:  # each rank then has whole sequences of some heads
         q, k, v = to_heads(q, k, v, cp, exchanged)
@@ -183,7 +192,8 @@ def attend_split(
         y = attend_dropping(q, k, v, dropout, samples, documents, scale, window)
     elif window is not None:
         held = documents if shard is None else shard
-        assert held is not None and held.window is not None  # made when the batch was read
+        # The tables were made when the batch was read.
+        assert held is not None and held.window is not None
         y = attend_in_window(q, k, v, held.window, cp, kernel, scale)
     elif documents is None:
         y = attend(q, k, v, is_causal=True, kernel=kernel, scale=scale)
@@ -212,7 +222,8 @@ def attend(
 def kernel_shares_heads(q: Tensor) -> bool:
     """Returns whether the kernel for `q` reads one key-value head for several query heads.
 
-    Flash attention and cuDNN do. In fp32 on a GPU, PyTorch would fall back to s × s scores.
+    Flash attention and cuDNN do so, in half precision. In fp32 on a GPU, PyTorch would fall back to
+    its math kernel, which materialises the s × s scores.
     """
     return is_on_accelerator(q) and q.dtype in (torch.bfloat16, torch.float16)
 
@@ -220,9 +231,9 @@ def kernel_shares_heads(q: Tensor) -> bool:
 def _is_slow_below_fp32(q: Tensor) -> bool:
     """Returns whether PyTorch's CPU kernel is faster in fp32 than in the narrower dtype of q.
 
-    It always is in fp16 (see `device.matmul`), and in bf16 for short sequences of narrow heads.
-    Forward and backward of (2, 8, 256, 32) took 7.2 ms in bf16 and 4.9 ms in fp32 with both casts;
-    of (1, 8, 1024, 64), 24 and 43 ms (one core with AMX).
+    For fp16 this is always so (see `device.matmul`), for bf16 only with short sequences of narrow
+    heads. On one core with AMX, forward and backward of (2, 8, 256, 32) took 7.2 ms in bf16 and
+    4.9 ms in fp32, including the casts; (1, 8, 1024, 64) took 24 ms in bf16 and 43 ms in fp32.
     """
     short = q.shape[-1] < 64 and q.shape[-2] < 1024
     narrow = q.dtype == torch.bfloat16 and q.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Checks of the transformer's keys."""
+"""Checks the keys of the transformer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOPE = {FULL_NOPE: FULL, SLIDING_NOPE: SLIDING}
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raises UserError for heads, positions or RoPE that do not fit the model's sizes."""
+    """Raises UserError for numbers of heads or positions, or RoPE, that do not fit the model."""
     hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.kv_heads
     if model.head_dim is None and hidden % heads:
         raise UserError(
@@ -48,7 +48,7 @@ def check_model(model: ModelConfig) -> None:
             f"nearest is model.seq_length={model.max_positions}."
         )
     if model.position_embedding == "rope" and model.rotary_pairs < 1:
-        # It is rounded up, so that its product with head_dim is not just below 2.
+        # The proposed share is rounded up, so that its product with head_dim is not just below 2.
         least = f"model.rotary_percent={math.ceil(2 / model.head_size * 1e4) / 1e4:g}"
         raise UserError(
             f"model.rotary_percent={show(model.rotary_percent)} leaves fewer than 2 of the "

@@ -27,8 +27,8 @@ class AttentionKind(NamedTuple):
     """The attention of a layer.
 
     Attributes:
-        window: number of keys that a query sees, its own included; None: all up to its own.
-        rope: rotary positions; None: none, or learned ones.
+        window: number of keys that a query sees, its own included; None: all keys up to its own.
+        rope: rotary positions; None: RoPE does not rotate q and k.
     """
 
     window: int | None
@@ -63,7 +63,7 @@ class LayerTypeKeys:
 
 @dataclass
 class RopeKeys:
-    """Further ways in which RoPE is scaled to longer sequences."""
+    """The ways in which RoPE is scaled to longer sequences."""
 
     RESUME: ClassVar[str] = REFUSED
     rope_scaling: str = key(
@@ -101,7 +101,7 @@ class RopeKeys:
 
 @dataclass
 class DialectKeys:
-    """Positions of norms, the form of their weights, and scales."""
+    """Positions of the norms, the form of their weights, and constant factors of tensors."""
 
     RESUME: ClassVar[str] = REFUSED
     norm_position: str = key(

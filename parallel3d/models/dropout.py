@@ -1,15 +1,16 @@
 """Dropout of activations and attention probabilities, with layout-independent masks.
 
 A mask is a hash of (seed, site, sample of the run, head, position, channel), where a site is a
-place in the model, `layers.3.mlp`. So all layouts drop the same elements, no mask is stored,
-recomputation needs no generator state, and a resumed run uses the masks of an uninterrupted one.
+place in the model, such as `layers.3.mlp`. So all layouts drop the same elements, no mask is
+stored, recomputation needs no generator state, and a resumed run uses the masks of an uninterrupted
+one.
 
-Each row (all dimensions but the channel) has a 64-bit number, modulo 2⁶⁴:
+Each row of channels has a 64-bit key, computed modulo 2⁶⁴:
 
     site + A · sample + B · (2³² · head + position)
 
-It is hashed with the channel to 32 bits x (`device/hashing.py`). An element is dropped if the
-low 31 bits of x are below p · 2³¹; the others are divided by 1 − p.
+A hash of the key and the channel (`device/hashing.py`) gives 32 bits x. An element is dropped if
+the low 31 bits of x are below p · 2³¹. All other elements are divided by 1 − p.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from parallel3d.device.hashing import ROW, SAMPLE, halves, mixed, signed, site_k
 
 
 class Dropout(nn.Module):
-    """Drops elements of one site in training.
+    """Drops elements at one site of the model in training.
 
     Args:
-        site: place in the model, the same for every layout.
+        site: name of the site, the same in every layout.
+        p: probability that an element is dropped.
         first_head: first head of this rank's shard of the heads.
-        part: number of this rank's part of the sequence, among equal parts.
+        part: index of the part of the sequence that this rank holds; all parts are equally long.
     """
 
     def __init__(self, seed: int, site: str, p: float, first_head: int = 0, part: int = 0) -> None:
@@ -42,7 +44,7 @@ class Dropout(nn.Module):
         self.p = p
         self.first_head = first_head
         self.part = part
-        # A tensor, so that all layers share compiled code.
+        # The key is a tensor, so that layers share compiled code, which would contain a number.
         self.site = torch.tensor(site_key(f"{seed}/dropout/{site}"))
 
     def forward(
@@ -50,8 +52,8 @@ class Dropout(nn.Module):
     ) -> Tensor:
         """Drops elements of x, (b, [heads,] s, channels), unless `samples` is None.
 
-        `samples` are the (b,) int64 numbers of the samples in the run; `documents` have the
-        positions of tokens that context parallelism has split.
+        `samples` are the (b,) int64 numbers of the samples in the run. If context parallelism has
+        split the sequences, `documents` have the positions of this rank's tokens.
         """
         if samples is None or self.p == 0.0:
             return x
@@ -61,15 +63,14 @@ class Dropout(nn.Module):
         return _dropout(x, samples, self.site, positions, self.first_head, first, self.p)
 
 
-# compiled even for small calls, which would otherwise be fifteen launches
+# This is compiled even for small calls, which would otherwise be fifteen kernel launches.
 @functools.partial(fused, least=0)
 def row_keys(
     start: Tensor, rows: tuple[int, ...], first_head: int, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the halves L and H of the keys, (b, *rows, 1) int32 each; rows are (s,) or (heads,
-    s).
+    """Returns the low and the high 32 bits of the rows' keys, int32 (b, *rows, 1) each.
 
-    `start`: (b,) site + A · sample; `positions`: (s,) or (b, s).
+    `start`, (b,), is site + A · sample. `rows` is (s,) or (heads, s), `positions` (s,) or (b, s).
     """
     number = positions.to(torch.int64)
     if len(rows) == 2:
@@ -80,15 +81,17 @@ def row_keys(
 
 
 def starts_of_keys(samples: Tensor, site: Tensor) -> Tensor:
-    # `site` is 0-d on the CPU: a kernel's argument, not a copy that would block the host.
+    # `site` is a 0-d tensor on the CPU, which a kernel takes as an argument. A copy to the device
+    # would block the host.
     return site + samples * signed(SAMPLE, 64)
 
 
 def are_dropped(low: Tensor, high: Tensor, channels: int, p: float) -> Tensor:
-    """Returns the mask (*rows, channels) of rows with these keys; true: dropped."""
+    """Returns the mask (*rows, channels) of rows with these keys; true means dropped."""
     channel = torch.arange(channels, dtype=torch.int32, device=low.device)
     bits = mixed(low, high, channel)
-    # Not < round(p · 2³¹): for p close to 1 that is 2³¹, which overflows int32.
+    # For p close to 1, round(p · 2³¹) is 2³¹, which overflows int32. So 1 is subtracted and the
+    # comparison is `<=`.
     return bits.bitwise_and_(0x7FFFFFFF) <= round(p * (1 << 31)) - 1
 
 
@@ -117,8 +120,8 @@ def _dropped(
     return drop(x, *row_keys(starts_of_keys(samples, site), rows, first_head, positions), p)
 
 
-# Opaque to the compiler: the hash relies on integers that wrap around, which its C++ code does not
-# guarantee.
+# This is opaque to the compiler, because the hash relies on integers that wrap around, which
+# TorchInductor's C++ code does not guarantee.
 _dropout = operator(
     "dropout",
     "Tensor x",
@@ -132,12 +135,12 @@ _dropout = operator(
 
 # Attention with dropped probabilities, in blocks of rows.
 
-# Scores of one block: 4 MiB in fp32 on a CPU, which stay in its cache; on an accelerator enough to
-# make launch overhead negligible.
+# Number of scores in a block. On a CPU they take 4 MiB in fp32 and stay in its cache; on an
+# accelerator there are enough of them to make launch overhead negligible.
 AT_ONCE = 1 << 20
 AT_ONCE_ON_ACCELERATOR = 1 << 24
-# Queries of a block on a CPU: (1, 16, 4096, 64) took 4.0 s with 4 and 1.5 s with 32 (one core),
-# because every block reads all keys.
+# Least number of queries in a block on a CPU. Every block reads all keys, so attention of (1, 16,
+# 4096, 64) on one core took 4.0 s with 4 queries in a block and 1.5 s with 32.
 LEAST_ROWS = 32
 
 
@@ -153,18 +156,18 @@ def attend_dropping(
 ) -> Tensor:
     """Computes dropout(softmax(scale · q·kᵀ + causal mask))·v.
 
-    PyTorch's kernels draw layout-dependent masks, so the probabilities are computed here, for some
-    queries at a time; the backward recomputes probabilities and masks. To a compiler it is one
-    opaque operator.
+    PyTorch's kernels draw masks that depend on the layout. So the probabilities are computed here,
+    for a block of queries at a time, and recomputed with their masks in the backward. The compiler
+    sees one opaque operator.
 
     Args:
         q, k, v: (b, heads, s, head_dim), with the same number of heads; under context parallelism k
             and v belong to whole sequences, so there are more keys than queries.
-        dropout: its heads begin with the first of `q`.
+        dropout: the dropout, whose `first_head` is the number of the first head of `q`.
         samples: (b,) numbers of the samples in the run.
-        documents: attention stays within each; None: a sample is one document.
-        scale: None: head_dim^-½.
-        window: number of keys that a query sees, its own included; None: all up to its own.
+        documents: the documents within which attention stays; None: each sample is one document.
+        scale: factor of the scores; None: head_dim^-½.
+        window: number of keys that a query sees, its own included; None: all keys up to its own.
 
     Returns: (b, heads, s, head_dim), stored as (b, s, heads, head_dim).
     """
@@ -193,7 +196,10 @@ def attend_dropping(
 
 
 class _Block(NamedTuple):
-    """Scores that are computed together: some samples and queries with the first `keys` keys."""
+    """Scores that are computed together, of some queries (`rows`) of some samples.
+
+    They cover the first `keys` keys.
+    """
 
     samples: slice
     rows: slice
@@ -201,10 +207,10 @@ class _Block(NamedTuple):
 
 
 def _blocks(q: Tensor, keys: int) -> Iterator[_Block]:
-    """Yields the blocks of all scores.
+    """Yields the blocks into which the scores of all samples and queries are divided.
 
-    On a CPU a block leaves out the keys that none of its queries sees. Elsewhere all blocks have
-    one shape, as each shape needs a fused kernel.
+    On a CPU a block leaves out the keys that none of its queries sees. On an accelerator all blocks
+    have the same shape, because each shape needs a fused kernel of its own.
     """
     b, heads, s, _ = q.shape
     if not is_accelerator(q.device):
@@ -258,7 +264,8 @@ def dropped_softmax_backward(
     p: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns the forward's result, recomputed, and the gradient of the scores."""
-    # Dao et al. 2022, §B.2, with the mask Z over 1 − p: dP = Z ∘ (dO·Vᵀ), dS = P ∘ (dP − Σ dP ∘ P).
+    # Let Z be the mask divided by 1 − p. Then dP = Z ∘ (dO·Vᵀ) and dS = P ∘ (dP − Σ dP ∘ P), by
+    # Dao et al. 2022, §B.2.
     probabilities = _probabilities(scores, positions, starts)
     dropped = are_dropped(low, high, scores.shape[-1], p)
     of_probabilities = without(grad.to(probabilities.dtype), dropped, p)
@@ -278,7 +285,10 @@ def _scores(
     head: int,
     p: float,
 ) -> tuple[Any, ...]:
-    """Computes the scores of a block from scaled `q`; returns the arguments of its softmax."""
+    """Returns the arguments of a block's softmax: its scores, and the data of its two masks.
+
+    `q` is already scaled.
+    """
     of, rows, keys = block
     scores = q[of, :, rows] @ k[of, :, :keys].mT
     if positions is None:

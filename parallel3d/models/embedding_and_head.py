@@ -23,11 +23,11 @@ from parallel3d.tensor_parallel.mappings import rows_of_replicated
 
 
 class Embedding(nn.Module):
-    """Adds the word embedding and, for GPT, the learned position embedding.
+    """Returns the word embedding plus, with learned positions (GPT), the position embedding.
 
     Args:
-        uses: reads of the word embedding per forward pass.
-        tied: the last stage, on another rank, holds a copy of the word embedding.
+        uses: how often a forward pass reads the table: 2 if a tied head on this rank reads it too.
+        tied: whether the last stage, on another rank, holds a copy of the table.
     """
 
     def __init__(self, model: ModelConfig, ctx: BuildContext, uses: int, tied: bool) -> None:
@@ -57,8 +57,10 @@ class Embedding(nn.Module):
         self.dropout = ctx.dropout("embedding", model)
 
     def of_words(self, tokens: Tensor) -> Tensor:
-        """Returns the word embedding times its factor; the factor is rounded to the embedding's
-        dtype."""
+        """Returns the word embedding of the tokens, times `model.embedding_scale`.
+
+        The scale is rounded to the dtype of the embedding.
+        """
         x = self.word(tokens)
         if self.scale == 1.0:
             return x
@@ -70,7 +72,11 @@ class Embedding(nn.Module):
         samples: Tensor | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Embeds tokens (b, s); positions count within `documents`, or within the sample."""
+        """Embeds tokens (b, s); positions are counted within documents.
+
+        If `documents` is None, positions are counted within samples. If `samples` is None, nothing
+        is dropped.
+        """
         x = self.of_words(tokens)
         if self.position is not None:
             first = x.shape[1] * self.tp.index if self.sp else 0
@@ -78,14 +84,20 @@ class Embedding(nn.Module):
             if documents is None:
                 x = x + self.position[mine]
             else:
-                # Under sequence parallelism the gradients are summed over tp, so they end up equal.
+                # Ranks that each compute the whole gradient must get equal bits. Under sequence
+                # parallelism the gradients are summed over tp, and so are equal anyway.
                 deterministic = self.tp.size > 1 and not self.sp
                 x = x + look_up(documents.positions()[:, mine], self.position, deterministic)
         return self.dropout(x, samples, documents)
 
 
 class Head(nn.Module):
-    """Computes the final norm, logits split over the vocabulary, and the loss."""
+    """Computes the final norm, logits split over the vocabulary, and the loss.
+
+    Args:
+        tied_table: the word embedding, if it is on this rank and the head reads it; None: the head
+            has a table of its own.
+    """
 
     def __init__(
         self, model: ModelConfig, ctx: BuildContext, tied_table: nn.Parameter | None
@@ -133,7 +145,7 @@ class Head(nn.Module):
 
 
 def _table(model: ModelConfig, ctx: BuildContext, tied: bool) -> nn.Parameter:
-    """Creates the head's own table: its weight, or a copy of the word embedding."""
+    """Creates the head's own table: a copy of the word embedding if `tied`, else `head.weight`."""
     spec = vocabulary_spec(
         model.vocab_size,
         model.padded_vocab_size,

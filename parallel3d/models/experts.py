@@ -25,10 +25,9 @@ from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
 
 class Experts(nn.Module):
-    """Holds the matrices of this rank's experts, concatenated. Every rank of edp holds the same
-    experts.
+    """Holds the matrices of this rank's experts, concatenated.
 
-    They have no biases.
+    All ranks of an edp group hold the same experts. Experts have no biases.
     """
 
     def __init__(self, prefix: str, model: ModelConfig, ctx: BuildContext) -> None:
@@ -79,7 +78,7 @@ def _spec(shards: list[ShardSpec]) -> ParameterSpec:
 
 
 class MixtureOfExperts(nn.Module):
-    """Sends each token to its chosen experts, and adds the shared expert's result.
+    """Sends each token to its chosen experts, and adds the result of the shared expert, if any.
 
     Under sequence parallelism each token is on exactly one rank, so the experts take this rank's
     tokens unchanged. The shared expert is an ordinary tensor-parallel MLP.
@@ -99,9 +98,9 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(f"{prefix}.experts", model, ctx)
         self.shared = self.shared_gate = None
         if model.shared_expert_size:
-            # The layer itself takes care of recomputing its norm, or all of it. In the latter case
-            # the shared expert is inside of a recomputed layer, so that a recomputation that ends
-            # with it stops before its last GEMM.
+            # This module recomputes its norm, or all of itself, so the shared expert must not
+            # recompute them again. In the second case it gets `layer` instead, which tells its
+            # linear layers that a recomputation may end with them and stop before the last GEMM.
             outer = {"layer"} if "mlp" in ctx.recompute else set()
             inside = replace(ctx, recompute=ctx.recompute - {"norm", "mlp"} | outer)
             width = model.shared_expert_size
@@ -119,7 +118,11 @@ class MixtureOfExperts(nn.Module):
         choice: Choice,
         balance: Balance | None,
     ) -> Tensor:
-        """Computes the layer: (b, s, hidden), or (b, s/tp, hidden) under sequence parallelism."""
+        """Returns the result of the experts for norm(x).
+
+        x and the result are (b, s, hidden), or (b, s/tp, hidden) under sequence parallelism.
+        `balance` has the data for the balancing losses; None: the tokens are not counted.
+        """
         if {"mlp", "norm"} <= self.recompute:
             return recomputed(lambda x: self.inner(norm(x), choice, balance), x)
         if "mlp" in self.recompute:
@@ -132,8 +135,9 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(x, choice, balance)
         tokens = x.flatten(0, -2)
         order = counted(routing.experts, choice, self.total, self.ep, self.way, x.dtype)
-        # The device computes it while the host waits for counts. With one rank there is no wait,
-        # and a recomputation that ends with the shared expert does not repeat its last GEMM.
+        # With several ranks the device computes the shared expert while the host waits for counts.
+        # A single rank does not wait, so the shared expert comes last: a recomputation that ends
+        # with it does not repeat its last GEMM.
         shared = self.of_shared(x) if self.ep.size > 1 else None
         given = (tokens, routing.weights, order(), self.ep, self.experts, self.turns)
         y = dispatched(*given).view_as(x)
@@ -142,7 +146,7 @@ class MixtureOfExperts(nn.Module):
         return y if shared is None else y + shared
 
     def of_shared(self, x: Tensor) -> Tensor | None:
-        """Returns the shared expert's result; None without one."""
+        """Returns the shared expert's result, or None if the model has no shared expert."""
         if self.shared is None:
             return None
         shared = self.shared(x, nn.Identity())

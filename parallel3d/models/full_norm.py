@@ -1,7 +1,7 @@
-"""RMSNorm over all heads of q, and of k, as one vector (OLMoE, MiniMax-M2).
+"""RMSNorm over all heads of q as one vector, and likewise of k (OLMoE, MiniMax-M2).
 
-Tensor parallelism splits the heads, so sums of squares are all-reduced: two numbers per token in
-the forward, and two in the backward.
+Tensor parallelism splits the heads, so the ranks all-reduce two numbers per token: the mean squares
+of q and k in the forward, and two means of products in the backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class FullQKNorm(nn.Module):
     """Applies RMSNorm to q and to k before RoPE, each over all heads of the model.
 
     A rank holds the weights of its own heads. A key-value head that is on several ranks counts once
-    in the mean; each rank's gradient of it only covers the rank's own query heads.
+    in the mean. The gradient that each of these ranks computes for it covers only the rank's own
+    query heads.
 
     Shapes: (b, s, (heads + 2 · kv_heads) · head_dim) → the same.
     """
@@ -39,7 +40,8 @@ class FullQKNorm(nn.Module):
         self.tp = ctx.tp
         replicas = max(1, ctx.tp.size // model.kv_heads)
         queries, keys = (n * model.head_size for n in (model.num_attention_heads, model.kv_heads))
-        # Sums over the ranks count every copy of a key-value head.
+        # A sum over the ranks counts every copy of a key-value head, so the mean divides by the
+        # width of all copies.
         self.widths = (queries, keys * replicas)
 
         def weight(part: str, count: int, width: int, replicas: int) -> nn.Parameter:
@@ -68,7 +70,7 @@ class FullQKNorm(nn.Module):
 def _forward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, handle: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result, and the scales (b, s, 2) of q and k."""
+    """Returns qkv with q and k normalised, and their scales (b, s, 2): 1 / sqrt(mean square)."""
     norm: FullQKNorm = registered(handle)
     squares = sum_over_ranks(sums_of_squares(qkv, norm.widths, norm.shape), norm.tp)
     return scaled_heads(qkv, q_weight, k_weight, squares, norm.shape, norm.eps, norm.offset)
@@ -80,8 +82,8 @@ def _backward(
     norm: FullQKNorm = registered(handle)
     norms = q_weight, k_weight, scales
     along, of_q, of_k = full_norm_sums(grad, qkv, *norms, norm.widths, norm.shape, norm.offset)
-    # The gradient of a key-value head is the sum of its copies' gradients. So each copy subtracts
-    # its part of the mean, which is divided by the number of copies as well.
+    # The gradient of a key-value head is the sum of its copies' gradients, so each copy subtracts
+    # only its share of the mean: the widths in `norm.widths` count all copies.
     shared = *norms, sum_over_ranks(along, norm.tp), norm.shape, norm.offset
     return full_norm_backward(grad, qkv, *shared), of_q, of_k
 
@@ -109,7 +111,8 @@ def _shapes(
     return qkv.new_empty(qkv.shape), qkv.new_empty(*qkv.shape[:2], 2, dtype=wide)
 
 
-# For compiled blocks, whose graph cannot contain the sums over the ranks. The result is also kept.
+# Compiled blocks call this operator, because their graphs cannot contain the sums over the ranks.
+# Its two results are kept for the backward, as the schema in `kept` says.
 _full_norm = operator(
     "full_norm",
     "Tensor qkv, Tensor q_weight, Tensor k_weight",
@@ -123,12 +126,12 @@ _full_norm = operator(
 
 
 def sum_over_ranks(x: Tensor, tp: Group) -> Tensor:
-    """Sums the ranks' parts of means over tensor parallelism, in place."""
+    """Sums `x`, this rank's part of means, over the tensor-parallel ranks, in place."""
     return collectives.all_reduce(x, tp) if tp.size > 1 else x
 
 
 def _parts(qkv: Tensor, shape: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and v, (b, s, width) each; q and k in fp32 or better."""
+    """Returns q, k and v, (b, s, width) each, with q and k in fp32 or better."""
     wide = torch.promote_types(qkv.dtype, torch.float32)
     q, k, v = (part.flatten(2) for part in heads_of(qkv, shape))
     return q.to(wide), k.to(wide), v
@@ -151,7 +154,10 @@ def scaled_heads(
     eps: float,
     offset: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result, and the scales (b, s, 2) of q and k."""
+    """Returns qkv with q and k normalised, and the scales (b, s, 2) of q and k.
+
+    `squares`, (b, s, 2), are the mean squares of q and k over all ranks.
+    """
     q, k, v = _parts(qkv, shape)
     scales = torch.rsqrt(squares + eps)
     q = (q * scales[..., :1] * gain_of(q_weight, offset)).to(qkv.dtype)
@@ -170,8 +176,10 @@ def full_norm_sums(
     shape: Heads,
     offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns this rank's part of the means `along` of grad · weight · normalised, (b, s, 2), and
-    the gradients of both weights."""
+    """Returns this rank's part of two means, (b, s, 2), and the gradients of both weights.
+
+    The means, `along`, are those of grad · weight · normalised, for q and for k.
+    """
     q, k, _ = _parts(qkv, shape)
     grad_q, grad_k, _ = _parts(grad, shape)
     by_q, by_k = grad_q * q * scales[..., :1], grad_k * k * scales[..., 1:]
@@ -193,8 +201,10 @@ def full_norm_backward(
     shape: Heads,
     offset: float,
 ) -> Tensor:
-    """Returns scale · (grad · weight − normalised · along) for q and k, and v's gradient
-    unchanged."""
+    """Returns the gradient of qkv.
+
+    It is scale · (grad · weight − normalised · along) for q and k; that of v is passed through.
+    """
     q, k, _ = _parts(qkv, shape)
     grad_q, grad_k, grad_v = _parts(grad, shape)
     q_scale, k_scale = scales[..., :1], scales[..., 1:]

@@ -208,13 +208,12 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def attention_kinds(self) -> list[AttentionKind]:
-        """The distinct kinds of attention, in the order in which layers have them first."""
+        """The distinct kinds of attention, in the order of the first layer of each kind."""
         return list(dict.fromkeys(map(self.attention_kind, range(self.num_layers))))
 
     @property
     def ropes(self) -> list[Rope]:
-        """The distinct rotary positions of the layers, in the order in which layers have them
-        first."""
+        """The distinct rotary positions, in the order of the first layer that has each of them."""
         ropes = [kind.rope for kind in self.attention_kinds if kind.rope is not None]
         return list(dict.fromkeys(ropes))
 
@@ -231,7 +230,7 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def rotary_pairs(self) -> int:
-        """Pairs of dimensions of a head that RoPE rotates."""
+        """Number of pairs of a head's dimensions that RoPE rotates."""
         return int(self.head_size * self.rotary_percent) // 2
 
     @property
@@ -251,17 +250,18 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def expert_layers(self) -> list[int]:
-        """The layers with experts in place of an MLP."""
+        """The numbers of the layers that have experts in place of an MLP."""
         return [layer for layer in range(self.num_layers) if self.has_experts(layer)]
 
     @property
     def max_positions(self) -> int:
-        """Rows of the learned position table, even if `max_position_embeddings` is null."""
+        """Number of rows of the learned position table, even if `max_position_embeddings` is
+        null."""
         return self.max_position_embeddings or self.seq_length
 
     @property
     def in_effect(self) -> dict[str, int | str]:
-        """The keys that may be null, with their effective values."""
+        """The effective values of the keys that may be null, by name."""
         return {
             "num_query_groups": self.kv_heads,
             "head_dim": self.head_size,
@@ -273,12 +273,13 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the tables: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        """Number of rows of the embedding and the head: `vocab_size` rounded up to a multiple of
+        `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 def full_shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the full shape of every tensor by name, without padding of the vocabulary."""
+    """Returns the full shape of each of the model's tensors by name, without vocabulary padding."""
     hidden = model.hidden_size
     vectors = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
     shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (model.vocab_size, hidden)}
@@ -360,7 +361,7 @@ def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass
 class LayerKeys:
-    """Activations that a layer keeps for its backward."""
+    """Which activations a layer keeps for its backward, and where."""
 
     recompute: Any = key(
         "none",

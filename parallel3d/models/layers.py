@@ -1,4 +1,4 @@
-"""Norms, and the context that layers are built with."""
+"""Norms, and the options with which all layers are built."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BuildContext:
     init: Initializer
     tp: Group
     sp: bool
-    recompute: frozenset[str] = frozenset()  # parts of a layer: see `recompute.py`
+    recompute: frozenset[str] = frozenset()  # parts that the backward recomputes (`recompute.py`)
     loss: LossConfig = field(default_factory=LossConfig)
     half_loss: bool = False  # see `tensor_parallel.loss.Objective`
     chunks: int = 1  # pieces in which sequence parallelism communicates
@@ -43,7 +43,7 @@ class BuildContext:
     ep: Group = SINGLE
     dispatch: str = AUTO  # see `experts.dispatch`
     routing: str = "model"  # see `experts.keys.ExpertsConfig`
-    turns: Turns | None = None  # of a forward and a backward, while tokens are under way
+    turns: Turns | None = None  # to overlap a forward with a backward; None: no overlap
 
     @classmethod
     def of_run(
@@ -81,7 +81,7 @@ class BuildContext:
 
     @property
     def linear_arguments(self) -> dict[str, Any]:
-        """Arguments common to all linear layers; the trainer sums partial gradients."""
+        """Arguments common to all linear layers, which leave partial gradients to the trainer."""
         return {
             "group": self.tp,
             "init": self.init,
@@ -92,18 +92,27 @@ class BuildContext:
         }
 
     def dropout(self, site: str, model: ModelConfig) -> Dropout:
-        """Creates a dropout of the residual stream, or of this rank's part of the sequence."""
+        """Creates the dropout of a site at which tensors have the shape of the residual stream.
+
+        Under sequence parallelism such a tensor is this rank's part of the sequence.
+        """
         part = self.tp.index if self.sequence_parallel else 0
         return Dropout(self.init.seed, site, model.dropout, part=part)
 
 
 def offset_of(model: ModelConfig) -> float:
-    """Returns the offset that RMSNorms add to their weights, whose initial value is 1 minus it."""
+    """Returns the number that RMSNorms add to their weights: 1 if zero-centred, else 0.
+
+    The initial value of the weights is 1 minus this number.
+    """
     return 1.0 if model.norm_zero_centered else 0.0
 
 
 class Norm(nn.Module):
-    """Applies LayerNorm or RMSNorm over the hidden dimension; replicated over tp."""
+    """Applies LayerNorm or RMSNorm over the hidden dimension.
+
+    Every tp rank holds all of its weights.
+    """
 
     def __init__(self, name: str, model: ModelConfig, init: Initializer) -> None:
         super().__init__()
@@ -125,7 +134,10 @@ class Norm(nn.Module):
         return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
 
     def is_fused_with_sum(self, x: Tensor) -> bool:
-        """Returns whether `add` is one kernel, forward and backward; a compiler fuses by itself."""
+        """Returns whether `add` runs as one kernel in the forward and one in the backward.
+
+        In a compiled block the compiler fuses by itself, so the answer is False.
+        """
         fuses = self.kind == "rmsnorm" and is_on_accelerator(x)
         return fuses and not torch.compiler.is_compiling()
 
@@ -141,8 +153,8 @@ def output_std(model: ModelConfig) -> float:
 class QKNorm(nn.Module):
     """Applies RMSNorm to every head of q and k before RoPE (Henry et al. 2020; Qwen3 report, §2).
 
-    Every tp rank holds both weights. A rank's gradient covers only its own heads, and is summed
-    over tp with or without sequence parallelism (`ShardSpec.tp_replicas`).
+    Every tp rank holds both weights. A rank's gradients cover only its own heads, so they are
+    summed over tp with or without sequence parallelism (`ShardSpec.tp_replicas`).
 
     Shapes: (b, s, (heads + 2 · kv_heads) · head_dim) → the same.
     """
@@ -198,7 +210,10 @@ class _NormHeads(torch.autograd.Function):
 def norm_heads_forward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, shape: Heads, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the result, and the scales (b, s, heads, 1) of q and k in fp32 or better."""
+    """Returns qkv with q and k normalised, and the scales (b, s, heads, 1) of q and of k.
+
+    The scales, 1 / sqrt(mean square), are in fp32 or better.
+    """
     q, k, v = heads_of(qkv, shape)
     q, q_scale = _normed(q, gain_of(q_weight, offset), eps)
     k, k_scale = _normed(k, gain_of(k_weight, offset), eps)
@@ -232,8 +247,10 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def _gradients(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x and of the weight: with n = x · scale, dx = scale · (g·w −
-    n·mean(g·w·n))."""
+    """Returns the gradients of x and of the weight.
+
+    With n = x · scale, the first is dx = scale · (g·w − n·mean(g·w·n)).
+    """
     normed = x * scale
     grad_weight = (grad * normed).flatten(0, -2).sum(0)
     weighed = grad * gain_of(weight, offset)

@@ -29,11 +29,11 @@ def activate(activation: str, x: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Runs two GEMMs with a non-linearity between; gate and up share the first GEMM.
+    """Runs two GEMMs with a non-linearity between them; gate and up share the first GEMM.
 
     Args:
-        prefix: beginning of the names of its parameters.
-        ffn: its width.
+        prefix: first part of the names of its parameters, such as `layers.3.mlp`.
+        ffn: width of the MLP over all tensor-parallel ranks.
     """
 
     def __init__(
@@ -67,7 +67,10 @@ class MLP(nn.Module):
         )
 
     def in_chunks(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Returns down(function(x)), recomputed in the backward, for chunks of tokens."""
+        """Returns down(function(x)), computed for one chunk of tokens at a time.
+
+        The backward recomputes `function` of each chunk.
+        """
         if self.chunks == 1:
             return checkpoint_up_to_linear(self.down, function, x, recompute=True)
         chunks = x.chunk(self.chunks, dim=1)

@@ -1,9 +1,9 @@
 """RMSNorm, SwiGLU, GeGLU and rotary positions as single autograd nodes.
 
-Autograd's own graphs read and write the activations two to three times as often. On an accelerator
-the forward and the backward of a node are one kernel each (`fused`). In a compiled block
-(`compile=true`) the functions are plain arithmetic, which TorchInductor fuses with the code around
-it.
+Graphs of autograd's own operations would read and write the activations two to three times as
+often. On an accelerator the forward and the backward of a node are one kernel each (`fused`). In a
+compiled block (`compile=true`) the functions are plain arithmetic, which TorchInductor fuses with
+the code around it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel3d.device.fused import fused
 
 Heads = tuple[int, int, int]  # heads, key-value heads, head_dim
 Rotary = tuple[Tensor, Tensor]  # cos and sin, (s, 1, r/2) or (b, s, 1, r/2) each
-# Constants of GELU's approximation by a tanh (Hendrycks and Gimpel 2016).
+# Constants of the tanh approximation of GELU (Hendrycks and Gimpel 2016).
 SQRT_2_OVER_PI, CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
@@ -32,8 +32,11 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def gain_of(weight: Tensor, offset: float) -> Tensor:
-    """Returns the factor of an RMSNorm: its weight, or 1 + its weight in fp32 or better."""
-    # In bf16 the sum would lose the weight's last eight bits.
+    """Returns the factor by which an RMSNorm multiplies: its weight plus the offset.
+
+    With an offset the sum is in fp32 or better.
+    """
+    # In bf16 a sum with 1 would lose most bits of a small weight.
     return _wide(weight) + offset if offset else weight
 
 
@@ -61,8 +64,10 @@ def add_rms_norm_forward(
 def add_rms_norm_backward(
     grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of each term and of the weight, given the gradients of the sum and the
-    norm."""
+    """Returns the gradient of each addend, which is the same for both, and that of the weight.
+
+    `grad_total` is the gradient of the sum and `grad` that of its norm.
+    """
     return _norm_gradients(grad_total, grad, total, weight, scale, offset)
 
 
@@ -81,12 +86,15 @@ def _norm_gradients(
     scale: Tensor,
     offset: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x, with `grad_total` added before rounding, and of the weight."""
+    """Returns the gradients of x and of the weight.
+
+    `grad_total` is added to the gradient of x before it is rounded; None: nothing is added.
+    """
     gain = gain_of(weight, offset)
     shape, parts = x.shape, [grad, x, scale] + ([] if grad_total is None else [grad_total])
     if all(part.is_contiguous() for part in parts):
-        # For matrices TorchInductor reduces rows and columns and writes grad_x in one pass; in
-        # three dimensions it makes two passes (10 bytes an element in bf16 instead of 6).
+        # For matrices TorchInductor reduces rows and columns and writes grad_x in one pass. For
+        # tensors of three dimensions it needs two passes: 10 bytes per element in bf16, not 6.
         grad, x, scale, *rest = (part.flatten(0, -2) for part in parts)
         grad_total = rest[0] if rest else None
     normed = x * scale
@@ -134,7 +142,7 @@ class _AddRMSNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.adds = y is not None
         if y is None:
-            total = x.view_as(x)  # autograd does not allow an input as a result
+            total = x.view_as(x)  # autograd does not allow a function to return its input
             normed, scale = rms_norm_forward(x, weight, eps, offset)
         else:
             total, normed, scale = add_rms_norm_forward(x, y, weight, eps, offset)
@@ -152,7 +160,10 @@ class _AddRMSNorm(torch.autograd.Function):
 def add_rms_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns x + y (x if y is None) and its `rms_norm`, in one kernel, forward and backward."""
+    """Returns x + y (x if y is None) and its `rms_norm`.
+
+    On an accelerator the forward is one kernel, and so is the backward.
+    """
     return _AddRMSNorm.apply(x, y, weight, eps, offset)
 
 
@@ -196,8 +207,13 @@ def _gelu_backward(grad: Tensor, gate: Tensor, out: Tensor) -> None:
 
 
 class _Gate(NamedTuple):
-    """A non-linearity of the gate: `forward` and `backward` for fused kernels, `alone` as a single
-    operation, whose backward writes the gradient into `out`."""
+    """The non-linearity of a gated MLP, as fused kernels and as a PyTorch operation.
+
+    Attributes:
+        forward, backward: fused functions of concatenated gate and up.
+        alone: the non-linearity of the gate, as a single PyTorch operation.
+        alone_backward: the backward of `alone`, which writes the gradient into its last argument.
+    """
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -239,8 +255,10 @@ class _Gated(torch.autograd.Function):
 
 @partial(fused, rows=True)
 def weighed_forward(gate_up: Tensor, weights: Tensor, name: str) -> Tensor:
-    """Returns the gated activation of each row times its weight, rounded once: (rows, 2f), (rows,)
-    → (rows, f)."""
+    """Returns the gated activation of each row times the row's weight, rounded once.
+
+    Shapes: (rows, 2f), (rows,) → (rows, f).
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     gate = _wide(gate)
     share, _ = _share(gate, name)
@@ -264,8 +282,7 @@ def weighed_backward(
 
 
 def _share(gate: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Returns the share s by which the gate z is multiplied, so that its result is z · s, and its
-    derivative."""
+    """Returns s(z) and its derivative, where z · s(z) is the non-linearity of the gate z."""
     if name == "swiglu":
         share = torch.sigmoid(gate)
         return share, share * (1.0 - share)
@@ -281,7 +298,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """Returns gelu_tanh(gate) · up (Shazeer 2020) of concatenated gate and up, as `swiglu`."""
+    """Returns gelu_tanh(gate) · up (Shazeer 2020) of concatenated gate and up, like `swiglu`."""
     return _gated(gate_up, "geglu")
 
 
@@ -303,7 +320,7 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, shape: Heads, rotary: Rotary) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*rotary)
-        if is_on_accelerator(qkv):  # its attention kernels accept (b, s, heads, head_dim)
+        if is_on_accelerator(qkv):  # where attention kernels accept (b, s, heads, head_dim)
             return tuple(x.transpose(1, 2) for x in split_heads_forward(qkv, *rotary, shape))
         q, k, v = heads_of(qkv, shape)
         batch, sequence = qkv.shape[:2]
@@ -337,9 +354,9 @@ def split_heads_forward(
 
 @fused
 def split_heads_backward(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the projection's gradient, given those (b, s, heads, head_dim) of q, k and v."""
-    # The inverse rotation is the transpose. v is copied: PyTorch's attention backward has no out=
-    # to write into a slice.
+    """Returns the gradient of qkv, given the gradients (b, s, heads, head_dim) of q, k and v."""
+    # The inverse rotation is the transpose. v's gradient is copied, because PyTorch's attention
+    # backward has no `out` argument with which to write into a slice.
     return torch.cat((_rotated(q, cos, -sin), _rotated(k, cos, -sin), v), 2).flatten(2)
 
 
@@ -362,7 +379,7 @@ def split_heads(qkv: Tensor, shape: Heads, rotary: Rotary | None) -> tuple[Tenso
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Rotates the pairs (d, d + r/2) of the first r dimensions of every head into `out`."""
+    """Writes x to `out`, with the pairs (d, d + r/2) of each head's first r dimensions rotated."""
     half = cos.shape[-1]
     a, b = x[..., :half], x[..., half : 2 * half]
     torch.mul(a, cos, out=out[..., :half]).addcmul_(b, sin, value=-1.0)
@@ -371,11 +388,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Does the same as `_rotate`, as one expression over both halves, which a compiler fuses."""
+    """Returns the result of `_rotate`, from one expression over both halves that compilers fuse."""
     half = cos.shape[-1]
     pairs = x[..., : 2 * half].unflatten(-1, (2, half))
     signs = torch.arange(-1, 2, 2, device=x.device).unsqueeze(-1)
-    # The signs multiply the heads: signs · sin would be kept for the backward.
+    # The signs multiply the pairs, because a product signs · sin would be kept for the backward.
     turned = pairs * cos.unsqueeze(-2) + pairs.flip(-2) * signs * sin.unsqueeze(-2)
     turned = turned.flatten(-2).to(x.dtype)
     if 2 * half == x.shape[-1]:

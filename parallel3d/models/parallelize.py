@@ -33,26 +33,27 @@ def data_parallel_engine(
     groups: ProcessGroups,
     observer: GradientObserver | None = None,
 ) -> DataParallel:
-    """Creates the engine of a rank's stages, whose parameters are fp32 or better.
+    """Creates the data-parallel engine of a rank's stages, whose parameters are fp32 or better.
 
     Args:
-        initializer: initial values of the stages; `deferred`: each rank draws only the values that
-            it keeps.
+        initializer: draws the initial values. If it is `deferred`, each rank draws only the values
+            that it keeps.
         dtype: the compute dtype.
-        observer: observes buckets; the checks refuse it with FSDP2, which has none.
+        observer: sees gradients before they are reduced; None: no observer. FSDP2 has no buckets to
+            observe, so the checks of the configuration refuse keys that need an observer with it.
     """
     groups_of = partial(copy_groups, groups=groups)
     if settings.zero > 1 and groups.layout.ep and groups.layout.world_size > 1:
-        # A stage without experts has no use for the mesh of a group of one, but makes it too: on
-        # NCCL that is collective over the world.
+        # A stage without experts has no use for the mesh of a group of one rank, but must make it
+        # too, because making a mesh is collective over the world on NCCL.
         for group in (groups.dp_cp, groups.edp):
             if group.size == 1 < max(groups.dp_cp.size, groups.edp.size):
                 groups.mesh_of(group)
     if settings.zero > 1 and _has_copies(stages, groups_of):
-        # Imported here: FSDP2 and DTensor take a second.
+        # These are imported only here, because importing FSDP2 and DTensor takes a second.
         from parallel3d.data_parallel.fully_sharded import FullyShardedDataParallel, ShardGroups
 
-        # With two levels (HSDP) the inner group shards a model, the outer one holds its replicas.
+        # With two levels (HSDP) the inner group shards a model, and the outer group joins replicas.
         whole = ShardGroups(groups.dp_cp)
         if groups.dp_inner.size > 1:
             whole = ShardGroups(groups.dp_inner, groups.dp_outer)
@@ -101,7 +102,10 @@ def _has_copies(stages: Sequence[Stage], groups_of: GroupsOf) -> bool:
 
 
 def parameters_of_chunks(stages: Sequence[Stage]) -> list[dict[str, nn.Parameter]]:
-    """Returns name → parameter by stage; a shared parameter belongs to the first of its stages."""
+    """Returns the parameters of each stage by name.
+
+    A parameter that several stages share is listed only in the first of them.
+    """
     seen: set[nn.Parameter] = set()
     chunks = []
     for stage in stages:
@@ -122,7 +126,10 @@ def comm_hook(settings: DataParallelSettings, groups: ProcessGroups) -> CommHook
 
 
 def noise_scale(blueprint: Blueprint, groups: ProcessGroups, device: torch.device) -> NoiseScale:
-    """Creates a run's estimator, which observes nothing unless `train.noise_scale` asks for it."""
+    """Creates a run's estimator of the gradient noise scale.
+
+    It observes nothing unless `train.noise_scale` is true.
+    """
     parts = groups.dp.size if groups.dp.size > 1 else blueprint.microbatches
     if not blueprint.noise_scale:
         return NoiseScale(blueprint.global_batch_size, parts, None)

@@ -1,22 +1,23 @@
 """Activation recomputation (Chen et al. 2016; Korthikanti et al. 2022 §5), and compiler backends.
 
-| a part in `recompute` | no longer kept by a layer | recomputed in the backward |
+| part of a layer | no longer kept by the layer | recomputed in the backward |
 |---|---|---|
 | norm | the results of both norms | both norms, from the residual stream |
 | activation | the input of `down` | the non-linearity, from the result of `up` |
-| attention | all between `qkv` and `out`, and the input of `out` | attention, from the projection |
-| mlp | the same, and the result of `up` | its GEMM and the non-linearity, from the norm's result |
-| layer | all but its input | the layer, up to the input of its last GEMM |
+| attention | everything between `qkv` and `out` | attention, from the result of `qkv` |
+| mlp | the result of `up` and the input of `down` | `up` and the non-linearity, from the norm |
+| layer | everything but its input | the layer, up to the input of its last GEMM |
 
-With norm and mlp the MLP is recomputed from the residual stream. `none` means no part, `selective`
-means attention, `full` means layer. `recompute_layers` limits it to the first layers of a stage,
-since early stages hold the activations of most micro-batches.
+The key `recompute` lists such parts: `none` stands for no part, `selective` for attention, `full`
+for layer. With norm and mlp the MLP is recomputed from the residual stream. `recompute_layers`
+limits recomputation to the first layers of a stage. The limit may differ by stage, because early
+stages hold the activations of most micro-batches.
 
-Communication is repeated in the same order on every rank of a tensor group. `layer` repeats one
-all-reduce without sequence parallelism, and two all-gathers and a reduce-scatter with it; `mlp`
-repeats one all-gather with it; other parts repeat none. A segment ends in a linear layer, whose
-GEMM and reduction are not repeated; but a whole layer that ends in a norm (`model.norm_position`)
-repeats both, as the norm keeps their result.
+Communication is repeated in the same order on every rank of a tensor-parallel group. `layer`
+repeats one all-reduce without sequence parallelism, and two all-gathers and a reduce-scatter with
+it. `mlp` repeats one all-gather with it. The other parts repeat no communication. A recomputed part
+ends in a linear layer, whose GEMM and reduction are not repeated. Only a whole layer that ends in a
+norm (`model.norm_position`) repeats both, because the norm needs their result.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
 def checkpoint_up_to_linear(
     linear: Callable[[Tensor], Tensor], function: Callable[..., Tensor], *args: Any, recompute: bool
 ) -> Tensor:
-    """Returns `linear(function(*args))`; with `recompute`, recomputes its input, not its GEMM.
+    """Returns `linear(function(*args))`.
 
-    In eager mode the linear layer is inside the checkpoint, which ends with its input (see
-    `linear_ops._Keep`). In a compiled block it is outside: the compiler keeps no result from
-    inside, and would run the GEMM again.
+    With `recompute`, the backward recomputes the input of the linear layer but not its GEMM. In
+    eager mode the linear layer is inside the checkpoint, which ends with its input (see
+    `linear_ops._Keep`). In a compiled block it is outside, because the compiler keeps no result
+    from inside a checkpoint and would run the GEMM again.
     """
     if not recompute:
         return linear(function(*args))
@@ -66,15 +68,17 @@ def checkpoint_up_to_linear(
 def shared_inductor(
     graph: GraphModule, inputs: Sequence[Any], *, saves_operands: bool = False
 ) -> Callable[..., Any]:
-    """Compiles with TorchInductor; a backend for `torch.compile`.
+    """Compiles a graph with TorchInductor; it is a backend for `torch.compile`.
 
-    On CPU one rank of the host compiles a graph, under a lock, and the others find the result in
+    On a CPU one rank of each host compiles a graph, under a lock, and the others find the result in
     TorchInductor's cache. The lock is never held while a graph runs, so no rank in a collective
-    waits for it. On accelerators all ranks compile: the device index is part of the cache's key.
+    waits for it. On accelerators all ranks compile, because the cache's key contains the index of
+    the device.
 
     Args:
-        saves_operands: deferred weight gradients keep operands of linear layers after the graph has
-            run (`parameters.gradients`), so buffers that an operator has read must not be reused.
+        saves_operands: whether deferred weight gradients keep operands of linear layers after the
+            graph has run (`parameters.gradients`). Then buffers that an operator has read must not
+            be reused.
     """
     from parallel3d.private_names import compile_fx, compile_fx_inner
 
@@ -92,8 +96,8 @@ def shared_inductor(
 
 
 def without_inplace_reuse(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles with `shared_inductor` for deferred weight gradients."""
-    # A function, not a `functools.partial`: `torch.compile` identifies a backend by its name, and
+    """Compiles a graph like `shared_inductor`, for runs with deferred weight gradients."""
+    # This is no `functools.partial`, because `torch.compile` identifies a backend by its name, and
     # models share code only if they have the same backend.
     return shared_inductor(graph, inputs, saves_operands=True)
 

@@ -14,11 +14,11 @@ from parallel3d.models.ops import Rotary
 
 
 class Positions(NamedTuple):
-    """Data of the positions of a micro-batch's tokens that attention needs.
+    """The data about the positions of a micro-batch's tokens that attention needs.
 
     Attributes:
-        rotary: cos and sin for each kind of positions in the model (`model.ropes`).
-        temperature: factors of the queries, (s, 1) or (b, 1, s, 1); None: 1.
+        rotary: cos and sin for each kind of rotary positions in the model (`model.ropes`).
+        temperature: factors of the queries, (s, 1) or (b, 1, s, 1); None: queries are not scaled.
     """
 
     rotary: tuple[Rotary, ...]
@@ -30,7 +30,7 @@ def rotary_tables(
 ) -> Rotary:
     """Returns cos and sin of position · frequency: (seq_length, 1, r/2) each, fp32 or better.
 
-    The frequency of pair d is base^(-2d/r), scaled if the model scales this kind of layer.
+    The frequency of pair d is base^(-2d/r), scaled by `model.rope_scaling` if `rope.is_scaled`.
     """
     frequency, factor = frequencies(model, rope)
     # fp32 is too coarse for the angles of late positions.
@@ -41,8 +41,10 @@ def rotary_tables(
 
 
 def frequencies(model: ModelConfig, rope: Rope) -> tuple[Tensor, float]:
-    """Returns the angle from one position to the next of each pair, (r/2,) in fp64, and the factor
-    of cos and sin."""
+    """Returns the frequencies of the pairs, (r/2,) in fp64, and the factor of cos and sin.
+
+    The frequency of a pair is the angle by which it turns from one position to the next.
+    """
     rotated = model.rotary_pairs * 2
     exponent = torch.arange(0, rotated, 2, dtype=torch.float64) / rotated
     plain = rope.base**-exponent
@@ -73,11 +75,11 @@ def _llama3(frequency: Tensor, model: ModelConfig) -> Tensor:
 
 
 def _yarn(frequency: Tensor, base: float, model: ModelConfig) -> Tensor:
-    """Scales frequencies as YaRN (Peng et al. 2023, arXiv:2309.00071, §3.2).
+    """Scales frequencies like YaRN (Peng et al. 2023, arXiv:2309.00071, §3.2).
 
     A pair that turns more than `rope_beta_fast` times in `rope_original_length` tokens is
     unchanged, a pair that turns less than `rope_beta_slow` times turns `rope_scaling_factor` times
-    slower. In between, the two are blended linearly in the number of the pair.
+    slower. In between, the two are blended linearly in the index of the pair.
     """
     pairs = len(frequency)
 
@@ -88,7 +90,7 @@ def _yarn(frequency: Tensor, base: float, model: ModelConfig) -> Tensor:
     first, last = pair_of(model.rope_beta_fast), pair_of(model.rope_beta_slow)
     if model.rope_truncate:
         first, last = math.floor(first), math.ceil(last)
-    # transformers clips them to the number of rotated dimensions, not of pairs.
+    # Like the transformers library, this clips to the number of rotated dimensions, not of pairs.
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     width = last - first or 1e-3
     slowed = ((torch.arange(pairs, dtype=torch.float64) - first) / width).clamp(0, 1)
@@ -96,9 +98,10 @@ def _yarn(frequency: Tensor, base: float, model: ModelConfig) -> Tensor:
 
 
 def _longrope(frequency: Tensor, model: ModelConfig) -> Tensor:
-    """Divides each frequency by its factor for this length (Ding et al. 2024, arXiv:2402.13753).
+    """Divides each frequency by its factor (LongRoPE, Ding et al. 2024, arXiv:2402.13753).
 
-    The configured length decides: a choice by the length of each batch would change the model.
+    `model.seq_length` decides between short and long factors. A choice by the length of each batch
+    would change the model from batch to batch.
     """
     is_long = model.seq_length > model.rope_original_length
     factors = model.rope_long_factors if is_long else model.rope_short_factors
@@ -116,9 +119,9 @@ def _attention_factor(model: ModelConfig) -> float:
 
 
 def temperatures(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Returns the factors of queries by position, (seq_length, 1) in fp32 or better, or None.
+    """Returns the factor of the query at each position, (seq_length, 1) in fp32 or better.
 
-    They grow with each further `rope_original_length` tokens, so that attention over more keys
+    It returns None if `model.query_temperature` is 0, i.e. queries are not scaled. The factors grow with each further `rope_original_length` tokens, so that attention over more keys
     stays as sharp (Llama 4, Ministral 3).
     """
     if not model.query_temperature:

@@ -1,7 +1,7 @@
 """The decoder-only transformer (GPT, Llama, Qwen3, …), its pipeline stages, and decoding.
 
-Parallelism is inside the layers of the blocks (`tensor_parallel`). Hidden states are (batch,
-sequence, hidden); under sequence parallelism the residual stream holds sequence/tp.
+Tensor parallelism is inside the layers of the blocks (`tensor_parallel`). Hidden states are (batch,
+sequence, hidden); under sequence parallelism the residual stream has sequence/tp tokens per rank.
 """
 
 from __future__ import annotations
@@ -59,13 +59,16 @@ from parallel3d.tensor_parallel.mappings import gather_from_vocabulary, gather_h
 if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
 
-# Blocks of one compiled graph: enough to make the cost of entering a graph (0.4 ms measured)
-# negligible, few enough to compile a deep stage in seconds.
+# Number of blocks in a compiled graph: enough to make the cost of entering a graph (0.4 ms
+# measured) negligible, and few enough to compile a deep stage in seconds.
 GRAPH_BLOCKS = 8
 
 
 class Attention(nn.Module):
-    """Computes causal self-attention with grouped queries; whole heads per tensor-parallel rank."""
+    """Computes causal self-attention with grouped queries.
+
+    Each tensor-parallel rank computes whole heads.
+    """
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
@@ -146,7 +149,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns q, k and v of this rank's heads, concatenated, from norm(x).
 
-        With `tensor_parallel.attention=gather_qk` it all-gathers q and k of all heads.
+        With `tensor_parallel.attention=gather_qk` the ranks first all-gather q and k of all heads.
         """
         qkv = checkpoint_up_to_linear(self.qkv, norm, x, recompute="norm" in self.recompute)
         if not self.gathers:
@@ -157,12 +160,15 @@ class Attention(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Computes x + attention(norm(x)), then x + mlp(norm(x)). `model.norm_position` may move the
-    norms, as in x + norm(attention(x)), or place them before and after."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)).
+
+    `model.norm_position` may move the norms, as in x + norm(attention(x)), or add such norms.
+    """
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
         super().__init__()
-        # other operations keep its norms' inputs and results anyway
+        # Other operations keep the inputs and the results of norms after a part anyway, so
+        # recomputing these norms would save nothing.
         if model.norm_position == "after":
             ctx = replace(ctx, recompute=ctx.recompute - {"norm"})
 
@@ -196,7 +202,8 @@ class TransformerBlock(nn.Module):
         documents: Documents | None = None,
         balance: Balance | None = None,
     ) -> Tensor:
-        # One per micro-batch, because several are between their forward and their backward.
+        # Each forward gets its own `Choice`, because several micro-batches may be between their
+        # forward and their backward.
         choice = Choice() if isinstance(self.mlp, MixtureOfExperts) else None
         if self.recompute:
             return recomputed(self.layer, x, positions, samples, documents, balance, choice)
@@ -219,8 +226,7 @@ class TransformerBlock(nn.Module):
     def added_by_attention(
         self, y: Tensor, samples: Tensor | None = None, documents: Documents | None = None
     ) -> Tensor:
-        """Returns attention's output `y` as it is added to the residual stream: normed, dropped,
-        scaled."""
+        """Returns the sum's second term: attention's output `y` after norm, dropout and scaling."""
         if self.attention_output_norm is not None:
             y = self.attention_output_norm(y)
         return self._scaled(self.attention_dropout(y, samples, documents))
@@ -242,10 +248,10 @@ class TransformerBlock(nn.Module):
         samples: Tensor | None,
         documents: Documents | None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns x, and the addend of attention.
+        """Returns x, and the output of attention that is to be added to it.
 
-        The returned x is a result of the norm: a fused norm's backward adds the gradients of both
-        results.
+        The caller must use the returned x: with a fused norm it is a result of the norm's kernel,
+        whose backward adds the gradients of both of its results.
         """
         x, norm = self._sum_and_norm(x, None, self.input_norm)
         y = self.attention(x, norm, positions, samples, documents)
@@ -254,10 +260,10 @@ class TransformerBlock(nn.Module):
     def _sum_and_norm(
         self, x: Tensor, y: Tensor | None, norm: Norm | None
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Returns x + y (x if y is None), and a function that computes its norm, if there is one.
+        """Returns x + y (x if y is None), and a function that returns the norm of this sum.
 
-        A fused kernel computes both at once, unless the norm is recomputed, and so must not be
-        kept.
+        If `norm` is None, the function returns the sum itself. A fused kernel computes both at
+        once, unless the norm is to be recomputed, so that its result must not be kept.
         """
         if norm is None:
             return x if y is None else x + y, lambda x: x
@@ -281,7 +287,7 @@ def _run_blocks(
 
 
 def _run_block(block: TransformerBlock, *args: Any) -> Tensor:
-    """Runs the forward that a block has before `compile_blocks` replaces it."""
+    """Runs the original forward of a block, which `compile_blocks` replaces."""
     return TransformerBlock.forward(block, *args)
 
 
@@ -296,18 +302,19 @@ class Stage(nn.Module):
     Args:
         layers: global layer numbers of this stage.
         first, last: whether it holds the embedding, and the head; with both it is the whole model.
-        first_stage: for a last stage whose rank also holds the first (a V schedule): the stage
-            whose word embedding a tied head reads.
-        recomputed: number of first layers that are recomputed; None: all.
+        first_stage: the first stage, if this rank holds it and this one is the last (a V schedule),
+            so that a tied head reads its word embedding; else None.
+        recomputed: how many of the layers, from the first one on, are recomputed; None: all.
 
     Attributes:
         pre_forward: hook called before the forward reads the parameters of "embedding", "layers.3"
             or "head"; sharded parameters are all-gathered (unsharded) there.
         tied_table: local name of the word embedding if another rank holds it too; else None.
-        offload: moves saved tensors of the offloaded layers to the host.
-        offloaded: number of first layers that are offloaded.
-        without_backward: number of first layers with nothing to train in them or before them.
-        compiled: the blocks are compiled.
+        offload: moves saved tensors of the offloaded layers to the host; None: nothing is moved.
+        offloaded: how many of the layers, from the first one on, are offloaded.
+        without_backward: how many of the layers, from the first one on, have no backward, because
+            there is nothing to train in them or before them.
+        compiled: whether the blocks are compiled.
     """
 
     def __init__(
@@ -350,11 +357,11 @@ class Stage(nn.Module):
             owner = (first_stage or self).embedding if model.tie_embeddings else None
             self.head = Head(model, ctx, None if owner is None else owner.word.weight)
         of_init = ctx.init.dtype, ctx.init.device
-        # Tables of the kinds of positions that any layer of the model has.
+        # Every stage has a table for each kind of rotary positions in the model.
         self.rotary = tuple(rotary_tables(model, rope, *of_init) for rope in model.ropes)
         self.temperature = temperatures(model, *of_init)
         self.window = model.sliding_window
-        # A graph has whole periods of the pattern of layers, so that graphs share their code.
+        # A graph has whole periods of `layer_types`, so that graphs are alike and share their code.
         period = len(model.layer_types) or 1
         self.graph_blocks = GRAPH_BLOCKS // period * period or GRAPH_BLOCKS
         self.divided = ctx.tp.size if ctx.sequence_parallel else 1
@@ -368,8 +375,12 @@ class Stage(nn.Module):
     def positions_and_documents(
         self, batch: int, length: int, documents: Documents | None = None
     ) -> tuple[Positions, Documents | None]:
-        """Returns the inputs of the blocks for `batch` samples of `length` tokens: the rotary
-        tables of the tokens' positions, and the documents, which windows always need."""
+        """Returns inputs of the blocks for `batch` samples of `length` tokens.
+
+        The first are the rows of the rotary tables for the tokens' positions. The second are the
+        given documents. If they are None in a model with a window, whose attention needs documents,
+        they are the whole samples.
+        """
         rotary, temperature = self.rotary, self.temperature
         if rotary or temperature is not None:
             read = slice(length) if documents is None else documents.positions()
@@ -397,20 +408,21 @@ class Stage(nn.Module):
 
         Args:
             hidden: (b, s, h), or (b, s/tp, h) under sequence parallelism; None on the first stage.
-            tokens, labels: (b, s) ids; under context parallelism, like `hidden`, only of this
-                rank's tokens. Only the first and the last stage read them.
+            tokens, labels: (b, s) ids; under context parallelism only those of this rank's tokens,
+                as in `hidden`. Only the first and the last stage read them.
             loss_mask: (b, s) bool; only the last stage reads it.
             samples: (b,) numbers of the samples in the run, for dropout.
-            documents: attention and positions are within each; None: a sample is one document.
+            documents: the documents within which attention stays and positions are counted; None:
+                each sample is one document.
             balance: data for the experts' balancing losses; None: the experts' tokens are not
                 counted.
-            loss_scale: scalar gradient of the sum of the losses in the backward; None: evaluation,
-                without gradients or dropout.
+            loss_scale: scalar, the gradient of the sum of the losses with which the backward
+                begins; None: an evaluation, without gradients or dropout.
         """
         if loss_scale is None or not self.uses_dropout:
             samples = None
         if loss_scale is None:
-            balance = None  # an evaluation between two steps must not be counted
+            balance = None  # the tokens of an evaluation between two steps must not be counted
         x = hidden
         if self.embedding is not None:
             self.pre_forward("embedding")
@@ -474,14 +486,14 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     their buckets (see `tensor_parallel.linear_ops`); only under FSDP2 they go to `.grad`.
 
     Args:
-        saves_operands: weight gradients may be deferred (see `shared_inductor`).
+        saves_operands: whether weight gradients may be deferred (see `shared_inductor`).
     """
     options: dict[str, bool] = {}
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # newer than 2.11
-        # Then models of other shapes in this process do not count as recompilations.
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch after 2.11
+        # With this option models of other shapes in this process do not count as recompilations.
         options["isolate_recompiles"] = True
     backend = without_inplace_reuse if saves_operands else shared_inductor
-    # Its overloads differ between versions of torch.
+    # The annotation is needed, because the overloads of `torch.compile` differ between versions.
     torch_compile: Callable[..., Callable[..., Any]] = torch.compile
     how = {"backend": backend, "fullgraph": True, "dynamic": False, **options}
     compiled, one = torch_compile(_run_blocks, **how), torch_compile(_run_block, **how)
@@ -505,19 +517,19 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
                 layer.handle = register(layer)
 
 
-# Decoding of one sequence, one token at a time, on tensor-parallel ranks and through the stages of
-# a pipeline, without sequence parallelism.
+# The rest of this file decodes one sequence, one token at a time, on tensor-parallel ranks and
+# through the stages of a pipeline, without sequence parallelism.
 
 
 class Blank(Initializer):
-    """Creates parameters whose values are loaded, so none are drawn."""
+    """Creates parameters without drawing their values, which are loaded later."""
 
     def fill(self, shard: ShardSpec, out: Tensor) -> None:
         pass
 
 
 def blank_stage(blueprint: Blueprint, groups: ProcessGroups, device: torch.device) -> Stage:
-    """Creates this rank's stage in fp32 (fp64 for a run of that precision), all zero."""
+    """Creates this rank's stage, whose parameters are all 0, in the dtype of the master weights."""
     init = Blank(0, master_dtype(blueprint.precision), device)
     context = BuildContext(
         init,
@@ -532,7 +544,7 @@ def blank_stage(blueprint: Blueprint, groups: ProcessGroups, device: torch.devic
 
 
 class Decoder:
-    """Computes the logits of the next token with a KV cache; collective over tp × pp."""
+    """Computes the logits of the next token with a KV cache; collective over tp and pp."""
 
     def __init__(self, model: ModelConfig, groups: ProcessGroups, stage: Stage) -> None:
         self.model = model
@@ -554,10 +566,11 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor | None:
-        """Returns logits (vocab_size,) of the token after `tokens` on the last stage, else None.
+        """Returns the logits of the token after `tokens` on the last stage, None on other stages.
 
-        Call it with the whole sequence so far; tokens of earlier calls are cached. When the window
-        of `seq_length` tokens is full, its second half is recomputed, from position 0 on.
+        The logits are (vocab_size,). `tokens` are the whole sequence so far, of which the tokens of
+        earlier calls are cached. When the window of `seq_length` tokens is full, its second half is
+        recomputed, from position 0 on.
         """
         start = self._window_start(len(tokens))
         if start != self.start or len(tokens) - start - self.cached != 1:
@@ -610,10 +623,11 @@ class Decoder:
         return x + block.added_by_mlp(y)
 
     def _attend(self, attention: Attention, cache: Tensor, qkv: Tensor) -> Tensor:
-        """Computes attention of new tokens (1, n, …) over all tokens in `cache`, and caches them.
+        """Returns the attention of n new tokens, (1, n, …), over them and all cached tokens.
 
-        Either the cache is empty, or n is 1 and no mask is needed. A sliding layer only caches the
-        keys of its window: position p is at p modulo the window.
+        The keys and values of the new tokens are cached too. Either the cache is empty before, or n
+        is 1 and no mask is needed. A sliding layer caches only the keys of its window: position p
+        is at index p modulo the window.
         """
         first, end = self.cached, self.cached + qkv.shape[1]
         if attention.qk_norm is not None:
@@ -641,8 +655,10 @@ class Decoder:
 
 
 def _cache(cache: Tensor, new: Tensor, end: int) -> None:
-    """Writes `new` (2, 1, heads, n, head_dim), the keys and values up to position `end`, into a
-    ring buffer of the latest ones."""
+    """Writes keys and values into a ring buffer that keeps the latest positions.
+
+    `new`, (2, 1, heads, n, head_dim), holds the keys and values of the n positions before `end`.
+    """
     size = cache.shape[3]
     new = new[:, :, :, -size:]
     first = (end - new.shape[3]) % size
