@@ -361,7 +361,7 @@ def _expert_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass
 class LayerKeys:
-    """Which activations a layer keeps for its backward, and where."""
+    """Keys that choose the activations that a layer keeps for its backward."""
 
     recompute: Any = key(
         "none",

@@ -121,8 +121,9 @@ def _attention_factor(model: ModelConfig) -> float:
 def temperatures(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Returns the factor of the query at each position, (seq_length, 1) in fp32 or better.
 
-    It returns None if `model.query_temperature` is 0, i.e. queries are not scaled. The factors grow with each further `rope_original_length` tokens, so that attention over more keys
-    stays as sharp (Llama 4, Ministral 3).
+    If `model.query_temperature` is 0, it returns None, and queries are not scaled. The factors grow
+    with each further `rope_original_length` tokens, so that attention over more keys stays as sharp
+    (Llama 4, Ministral 3).
     """
     if not model.query_temperature:
         return None

@@ -1,4 +1,4 @@
-"""Checks of learning rate, warm-up and decay, and of patterns of parameter names."""
+"""Checks the learning rate's schedule, and the patterns of parameter names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from parallel3d.errors import UserError, nearest, nearest_hint
 
 
 def check_learning_rate(optim: OptimConfig, steps: int | None) -> None:
-    """Checks rate, warm-up and decay against each other; raises UserError.
+    """Checks learning rate, warm-up and decay against each other; raises UserError.
 
-    `steps`: the run's steps; None until the data is open or the run's position is known.
+    `steps`: number of steps of the run; None: it is unknown until the data is open or the position
+    of a resumed run is known.
     """
     check_at_most("optim.min_lr", optim.min_lr, "optim.lr", optim.lr)
     if (span := optim.lr_decay_steps or steps) is not None:  # otherwise the caller checks later
@@ -46,7 +47,7 @@ def check_schedule_of_rate(optim: OptimConfig, steps: int) -> None:
     if optim.wsd_decay_steps is not None:
         name, decay = "wsd_decay_steps", optim.wsd_decay_steps / steps
         near = steps - (optim.lr_warmup_steps or round(optim.lr_warmup_fraction * steps))
-    # The margin lets 1/3 and 0.666666667, which the sentence below proposes, add up to 1.
+    # The margin lets 1/3 and 0.666666667, which the message below proposes, add up to 1.
     if warmup + decay > 1 + 1e-9 and getattr(optim, name) > near:
         raise UserError(
             f"optim.{name}={show(getattr(optim, name))} must be at most {show(near)}, the "
@@ -115,6 +116,6 @@ def _check_matches(typed: str, pattern: str, names: Iterable[str]) -> None:
 
 
 def _prefixes(name: str) -> list[str]:
-    """Returns the patterns of a name's modules: `layers.0.*`, `layers.0.mlp.*` …."""
+    """Returns the patterns of the modules around a parameter: `layers.*`, `layers.0.*`, …."""
     words = name.split(".")
     return [".".join([*words[:n], "*"]) for n in range(1, len(words))]

@@ -16,7 +16,7 @@ MULTIPLIERS = ("lr_mult", "wd_mult")  # these are the names in Megatron-LM's par
 
 
 class Treatment(NamedTuple):
-    """The treatment of a parameter: factors of its learning rate and weight decay, or frozen."""
+    """Factors of a parameter's learning rate and weight decay, and whether it is frozen."""
 
     lr_mult: float = 1.0
     wd_mult: float = 1.0
@@ -136,8 +136,10 @@ class OptimConfig:
     )
 
     def treatment(self, name: str) -> Treatment:
-        """Returns the treatment of a full tensor, by the first of `groups` that matches its
-        name."""
+        """Returns the treatment of a full tensor.
+
+        The factors are those of the first pattern in `groups` that matches its name, or 1.
+        """
         frozen = any(fnmatchcase(name, pattern) for pattern in self.freeze or ())
         for pattern, factors in (self.groups or {}).items():
             if fnmatchcase(name, str(pattern)):

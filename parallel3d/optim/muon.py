@@ -1,9 +1,10 @@
-"""Muon (Jordan et al. 2024): matrices step by their momentum, made orthogonal by Newton-Schulz.
+"""Muon (Jordan et al. 2024), which steps matrices by their orthogonalised momentum.
 
 Each logical matrix (q, k, v, gate and up are separate ones) has one home among the ranks of its
-stage, where it is whole. Momentum and master stay where the shards are, so ZeRO and checkpoints
-still see flat ranges. A step sends the shards of each update to its home and the orthogonal matrix
-back, along tp inside a node and along dp on its rail: one all-to-all per direction and dimension.
+stage. Its update is assembled there and made orthogonal by Newton-Schulz iterations. Momentum and
+master weights stay where the shards are, so ZeRO and checkpoints still see flat ranges. A step
+sends the shards of each update to its home, and the shards of the orthogonal matrix back, with one
+all-to-all per direction along tp, inside a node, and one along dp, on its rail.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from parallel3d.parameters.copies import CopyGroups
 from parallel3d.parameters.segments import ParameterSpan, Segment
 from parallel3d.parameters.spec import ParameterSpec, ShardSpec
 
-# coefficients of the quintic polynomial (Jordan et al. 2024)
+# Coefficients of the quintic polynomial of an iteration (Jordan et al. 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 SMALLEST_NORM = 1e-7  # smallest divisor of an update, as in torch.optim.Muon
@@ -36,8 +37,8 @@ def is_hidden_shard(shard: ShardSpec) -> bool:
 def newton_schulz(update: Tensor) -> Tensor:
     """Returns the matrix (m, n) with its singular values moved to about 1 (0.68 to 1.14).
 
-    Values that are tiny compared to the largest one stay smaller. Computes in the matrix's own
-    dtype.
+    Singular values that are tiny compared with the largest one stay smaller. All iterations compute
+    in the dtype of the matrix.
     """
     a, b, c = COEFFICIENTS
     tall = update.shape[0] > update.shape[1]
@@ -50,9 +51,10 @@ def newton_schulz(update: Tensor) -> Tensor:
 
 
 def scale(shape: tuple[int, ...], mode: str) -> float:
-    """Returns the factor of an orthogonal update; `mode` has torch.optim.Muon's names.
+    """Returns the factor of an orthogonal update of this shape.
 
-    match_rms_adamw (Liu et al. 2025 §2.2) makes steps as large as AdamW's usually are.
+    `mode` is `optim.muon_scale`, whose values have the names of torch.optim.Muon. match_rms_adamw
+    (Liu et al. 2025 §2.2) makes steps as large as AdamW's usually are.
     """
     rows, columns = shape
     if mode == "original":
@@ -86,7 +88,7 @@ class HiddenMatrix:
 
 
 class MatrixRange(NamedTuple):
-    """Elements [first, end) of a rank's flattened shard of a matrix."""
+    """Elements [first, end) of a rank's flattened shard of the matrix with this name."""
 
     matrix: str
     first: int
@@ -96,7 +98,10 @@ class MatrixRange(NamedTuple):
 def ranges_of(
     spans: Iterable[ParameterSpan],
 ) -> list[tuple[MatrixRange, int, ParameterSpec, ShardSpec]]:
-    """Returns the ranges of hidden matrices in these spans, with their first element there."""
+    """Returns the ranges of hidden matrices in these spans, each with its place and its specs.
+
+    The place of a range is the index of its first element in the concatenated spans.
+    """
     found = []
     offset = 0
     for span in spans:
@@ -111,9 +116,11 @@ class Muon:
     """Makes the updates of a stage's hidden matrices orthogonal, each on its home rank.
 
     Args:
-        spans: by dp rank, the spans that it steps, in order (`BucketedDataParallel.spans_of`).
+        spans: for each rank of dp, the spans that it steps, in order
+            (`BucketedDataParallel.spans_of`).
+        mode: `optim.muon_scale`.
         dtype: the dtype in which matrices are sent and made orthogonal.
-        tp, dp: this rank's groups. Ranks of dp may hold the same elements with equal bits.
+        tp, dp: this rank's groups. Several ranks of dp may hold the same elements with equal bits.
     """
 
     def __init__(
@@ -142,7 +149,7 @@ class Muon:
         for index, held in enumerate(self.pieces):
             for piece in held:
                 self.holders.setdefault(piece, []).append(index)
-        # If each dp rank holds everything, nothing is sent along dp before Newton-Schulz.
+        # If every dp rank holds all elements, none are sent along dp before Newton-Schulz.
         self.gathers = any(len(each) < dp.size for each in self.holders.values())
 
     def takes(self, shard: ShardSpec) -> bool:
@@ -151,9 +158,9 @@ class Muon:
         return is_hidden_shard(shard)
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
-        """Replaces the updates that the gradients of these segments hold by scaled orthogonal ones.
+        """Replaces the updates in the gradients of these segments by scaled orthogonal ones.
 
-        Collective over tp and dp, even for a rank without a segment of hidden matrices.
+        This is collective over tp and dp, so a rank without hidden matrices must call it too.
         """
         views: dict[MatrixRange, Tensor] = {}
         for segment in segments:
@@ -165,7 +172,8 @@ class Muon:
         self._scatter_over_dp(self.scatter_over_tp(whole), views)
 
     def _gather_over_dp(self, views: dict[MatrixRange, Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's shards, flat, of the matrices whose home has its index along dp."""
+        """Returns this rank's flat shards of the matrices whose home has the same index along
+        dp."""
 
         def moved(source: int, target: int) -> dict[MatrixRange, int]:
             found = {}
@@ -190,7 +198,8 @@ class Muon:
         return shards
 
     def _at_home(self, tp_index: int) -> dict[str, int]:
-        """Returns the elements of a shard of each matrix whose home has these indices."""
+        """Returns, for each matrix with its home at `tp_index` and this rank's index along dp, the
+        number of elements of a shard."""
         return {
             name: math.prod(matrix.local)
             for name, matrix in self.matrices.items()
@@ -211,7 +220,10 @@ class Muon:
         return {name: torch.cat(t, self.matrices[name].axis) for name, t in found.items()}
 
     def scatter_over_tp(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's shards, flat, of the matrices whose home has its index along dp."""
+        """Returns this rank's flat shards of the matrices whose home has the same index along dp.
+
+        `whole` are the matrices whose home is this rank.
+        """
 
         def shard(name: str, target: int) -> Tensor:
             matrix = self.matrices[name]
@@ -233,7 +245,9 @@ class Muon:
 
 
 class MuonByKind:
-    """Makes the updates of experts over their own ranks, and of other matrices over theirs.
+    """Makes the updates of experts, and of all other matrices, with a `Muon` for each of the two.
+
+    The two are sharded over different ranks.
 
     Args:
         experts: updates the matrices of experts, which are whole on every rank of edp.
@@ -249,7 +263,7 @@ class MuonByKind:
         return is_hidden_shard(shard)
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
-        """Replaces the gradients of these segments like `Muon.orthogonalize`; collective."""
+        """Replaces the updates in these segments' gradients, like `Muon.orthogonalize`."""
         given = list(segments)
         for is_expert, muon in self.parts.items():
             muon.orthogonalize([s for s in given if s.spec.is_expert is is_expert])
@@ -264,12 +278,13 @@ def _exchange(
     empty: Tensor,
     group: Group,
 ) -> list[tuple[Name, Tensor]]:
-    """Sends some tensors to each rank of a group; returns the received ones, flat, with names.
+    """Sends tensors to each rank of a group; returns the names and flat values of those received.
 
     Args:
-        moved: (source, target) → names and numbers of elements of the tensors to send.
-        tensor_of: (name, target) → the tensor that this rank sends.
-        empty: an empty tensor of the dtype in which they are sent.
+        moved: maps (source, target) to the names of the tensors to send and their numbers of
+            elements.
+        tensor_of: maps (name, target) to the tensor that this rank sends.
+        empty: an empty tensor of the dtype in which tensors are sent.
     """
     ranks = range(group.size)
     sent = [moved(group.index, target) for target in ranks]

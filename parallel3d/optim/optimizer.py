@@ -27,17 +27,18 @@ from parallel3d.private_names import (
 if TYPE_CHECKING:
     from parallel3d.optim.keys import OptimConfig, Treatment
 
-EMA = "ema"  # kind of state: the average of the masters, in their dtype
+EMA = "ema"  # name of the state that averages the master weights, in their dtype
 NORM_PIECE = 1 << 15  # number of elements whose squares a CPU adds in the gradients' own dtype
 
 
 @dataclass
 class FlatGroup:
-    """Segments with equal treatment, and their optimizer state. Frozen tensors that share a
-    parameter with trained ones are groups without a state.
+    """Segments that are treated alike, and their optimizer state.
 
-    `state` holds AdamW's two moments, or the momentum of SGD or Muon, and with `optim.ema_decay`
-    the average of the weights; `steps` is the kernels' own step count, a scalar per segment.
+    `state` holds, by name, AdamW's two moments or the momentum of SGD or Muon, and with
+    `optim.ema_decay` the average of the weights. `steps` are the step counts that the fused kernels
+    read, a scalar per segment. Frozen tensors that share a parameter with trained ones form groups
+    without a state.
     """
 
     treated: Treatment
@@ -55,7 +56,7 @@ class FlatGroup:
         names: tuple[str, ...],
         dtype: torch.dtype | None,
     ) -> FlatGroup:
-        """Makes states of zeros in `dtype` (None: the masters' dtype)."""
+        """Creates a group whose states are zeros in `dtype` (None: the dtype of the masters)."""
         masters = [s.master for s in segments]
         state = {name: [torch.zeros_like(m, dtype=dtype) for m in masters] for name in names}
         steps = [torch.zeros((), dtype=torch.float32, device=m.device) for m in masters]
@@ -89,12 +90,12 @@ class Optimizer:
     second to every rank's start.
 
     Args:
-        muon: for `optim.name=muon`: updates the matrices that it takes; AdamW updates the other
-            parameters.
+        muon: with `optim.name=muon`, makes the updates of the matrices that it takes, and AdamW
+            updates all other parameters; None for another optimizer.
 
     Attributes:
         segments: the trained segments.
-        updates: number of steps so far, without skipped ones.
+        updates: number of steps so far; skipped steps do not count.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Optimizer:
                 if members:
                     self.groups.append(FlatGroup.of(treated, decay, members, states, dtype))
         self.trained = [group for group in self.groups if not group.treated.frozen]
-        # Rounding pieces, by segment.
+        # The pieces in which bf16 states are rounded, by the `id` of their segment.
         rounded = [s for group in self.groups for s in group.segments if dtype and group.state]
         self.pieces = {id(s): pieces_of(s, seed) for s in rounded}
         self.updates = 0
@@ -138,10 +139,11 @@ class Optimizer:
 
     @torch.no_grad()
     def squared_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
-        """Returns this rank's share of the squared gradient norm, each parameter once, float64.
+        """Returns this rank's share of the squared gradient norm, a scalar in float64.
 
-        It is not finite if any gradient here is not, even one that another rank counts, or if the
-        squares overflow in `summed_in` (None: fp32, or fp64 for fp64 gradients).
+        Only one of the ranks that hold a parameter counts it. The share is not finite if any
+        gradient on this rank is not, even one that another rank counts, or if the squares overflow
+        in `summed_in` (None: fp32, or fp64 for fp64 gradients).
         """
         counted: list[Tensor] = []
         rest: list[Tensor] = []
@@ -153,13 +155,13 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float, grad_norm: float, loss_scale: float = 1.0) -> None:
-        """Unscales and clips by the global norm, then updates the masters.
+        """Unscales the gradients and clips them by their global norm, then updates the masters.
 
         The clip factor is min(1, clip_grad / (norm + 1e-6)), as in torch.nn.utils.
 
         Args:
-            grad_norm: the norm without the loss scale.
-            loss_scale: factor that the gradients still carry.
+            grad_norm: the global norm of the unscaled gradients.
+            loss_scale: the factor by which the given gradients are still scaled.
         """
         factor = 1.0 / loss_scale
         if self.optim.clip_grad > 0:
@@ -187,8 +189,10 @@ class Optimizer:
         self.updates += 1
 
     def _rounded_pieces(self, group: FlatGroup) -> Iterator[FlatGroup]:
-        """Yields a group piece by piece, with states in the masters' dtype, which it rounds
-        afterwards."""
+        """Yields a group piece by piece, with states converted to the masters' dtype.
+
+        When the caller has stepped a piece, its states are rounded and stored.
+        """
         for i, segment in enumerate(group.segments):
             stored = {name: s[i] for name, s in group.state.items() if name != EMA}
             for piece in self.pieces[id(segment)]:
@@ -199,21 +203,24 @@ class Optimizer:
                 yield replace(group, segments=[inside], state=state, steps=[group.steps[i]])
                 bits = piece.random_bits(self.updates)
                 for half, name in enumerate(stored):
-                    # Removed, as the caller still has the dict when the next piece is made.
+                    # The caller holds this dict until the next piece is made, so the state is
+                    # removed from it to free its memory.
                     store_rounded(stored[name][here], state.pop(name)[0], bits, half)
                 del bits
 
     @torch.no_grad()
     def start_ema(self) -> None:
-        """With `optim.ema_decay`, starts the average of the weights at the weights; frozen weights
-        are their own average."""
+        """Sets the average of the weights to the weights, if `optim.ema_decay` asks for an average.
+
+        Frozen weights need none, because they are their own average.
+        """
         if self.optim.ema_decay is not None:
             for group in self.trained:
                 group.state[EMA] = [master.clone() for master in group.masters]
 
     @torch.no_grad()
     def swap_ema(self) -> None:
-        """Exchanges the masters and their average, bit by bit."""
+        """Exchanges the master weights and their average without changing a bit of either."""
         for group in self.trained:
             for master, average in zip(group.masters, group.state[EMA], strict=True):
                 weights = master.clone()
@@ -221,15 +228,16 @@ class Optimizer:
                 average.copy_(weights)
 
     def _divisor(self, factor: float) -> Tensor | None:
-        """Returns 1 / factor for the kernels to divide by; None: multiply the gradients first.
+        """Returns 1 / factor, if the kernels can divide the gradients by it, else None.
 
-        Accelerators divide in the kernel, which saves one read and write of each gradient. CPUs
-        multiply first, and so does fp64, because the kernels read fp32.
+        On accelerators the kernels divide, which saves one read and write of each gradient. On CPUs
+        the caller multiplies the gradients by `factor` first. It does so for fp64 gradients too,
+        because the kernels read the divisor as fp32.
         """
         fp32 = all(s.grad.dtype == torch.float32 for s in self.segments)
         if not (self.segments and fp32 and is_accelerator(self.device)):
             return None
-        # Filled by a kernel: copying a number from the host would block it.
+        # A kernel fills the tensor, because copying a number to the device would block the host.
         return torch.full((), 1.0 / factor, dtype=torch.float32, device=self.device)
 
     def restore(self, updates: int) -> None:
@@ -275,7 +283,8 @@ class Optimizer:
         )
 
     def _nesterov(self, group: FlatGroup, divisor: Tensor | None) -> None:
-        """Updates Muon's momentum; the updates, not orthogonal yet, take the gradients' memory."""
+        """Updates Muon's momentum, and replaces the gradients by updates that are not orthogonal
+        yet."""
         beta = self.optim.momentum
         if divisor is not None:
             foreach_div_(group.grads, divisor)
@@ -295,7 +304,7 @@ class Optimizer:
 def _split(
     segments: list[Segment], kind_of: Callable[[ShardSpec], Kind]
 ) -> dict[Kind, list[Segment]]:
-    """Returns the segments by kind, cut where it changes."""
+    """Returns the segments by kind; segments are cut where the kind of their shards changes."""
     found: dict[Kind, list[Segment]] = {}
     for segment in segments:
         for kind, run in segment.by_kind(kind_of):
@@ -304,7 +313,7 @@ def _split(
 
 
 def trained_spans(spans: list[ParameterSpan], optim: OptimConfig) -> list[ParameterSpan]:
-    """Returns the spans without frozen tensors."""
+    """Returns the spans, with frozen tensors cut out."""
     if not optim.freeze:
         return spans
 
@@ -322,11 +331,11 @@ def norm_share(
     norm_type: float = 2.0,
     summed_in: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns Σ |g|^p over the flat gradients that this rank counts (inf: max |g|), float64.
+    """Returns Σ |g|^norm_type, or max |g| for inf, over the gradients in `counted`, in float64.
 
-    It is not finite if any gradient here is not, even in `rest`, which another rank counts.
+    The result is not finite if any gradient is not, even one in `rest`, which another rank counts.
     """
-    # 0 · inf and 0 · NaN are NaN
+    # 0 · inf and 0 · NaN are NaN, so `rest` changes the result only if it is not finite.
     own, others = (sum_of_powers(grads, device, norm_type, summed_in) for grads in (counted, rest))
     return own + 0.0 * others
 
@@ -337,9 +346,10 @@ def sum_of_powers(
     norm_type: float = 2.0,
     summed_in: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns Σ |g|^norm_type, or max |g| for inf, float64; half precision is summed in fp32.
+    """Returns Σ |g|^norm_type, or max |g| for inf, over these gradients, a scalar in float64.
 
-    `summed_in`: dtype of the sums inside a gradient, instead of fp32 or the gradient's own.
+    `summed_in`: dtype of the sums inside a gradient; None: fp32 for half precision, else the
+    gradient's own dtype.
     """
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -356,18 +366,22 @@ def sum_of_powers(
     return all_norms.amax() if math.isinf(norm_type) else all_norms.pow(norm_type).sum()
 
 
-# The learning rate of each step
+# The learning rate of each step.
 
 
 def learning_rate(optim: OptimConfig, train_steps: int, step: float) -> float:
-    """Returns the learning rate of `step`, counted from 1; a fraction if a run was resumed with
-    another batch size (`Length.place`).
+    """Returns the learning rate of `step`, counted from 1.
 
-    Linear warm-up reaches `lr` at the last warm-up step. Then: constant; linear or cosine
-    (Loshchilov and Hutter 2016) down to `min_lr` at `lr_decay_steps`; inverse-square-root:
-    lr · √(warm-up steps / step), not below `min_lr`; or wsd (Hu et al. 2024, MiniCPM §4.1):
-    constant, then `wsd_decay_style` over the last `wsd_decay_steps`, or `wsd_decay_fraction`, of
-    the decay steps. `min_lr` after that.
+    The step is a fraction if a run was resumed with another batch size (`Length.place`). A linear
+    warm-up reaches `lr` at its last step. After it, `optim.lr_decay_style` decides:
+
+    * constant: the rate stays at `lr`;
+    * linear or cosine (Loshchilov and Hutter 2016): it falls to `min_lr` at `lr_decay_steps`;
+    * inverse-square-root: it is lr · √(warm-up steps / step), but not below `min_lr`;
+    * wsd (Hu et al. 2024, MiniCPM §4.1): it stays at `lr`, then falls in `wsd_decay_style` over the
+      last `wsd_decay_steps`, or `wsd_decay_fraction`, of the decay steps.
+
+    From `lr_decay_steps` on, all styles but constant have `min_lr`.
     """
     end = optim.lr_decay_steps or train_steps
     warmup = optim.lr_warmup_steps or round(optim.lr_warmup_fraction * end)

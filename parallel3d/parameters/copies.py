@@ -1,5 +1,4 @@
-"""Finds the ranks that hold a run of elements with equal bits, and whether this rank is the first
-of them.
+"""Finds the ranks that hold the same elements with equal bits, and whether this rank is the first.
 
 Norms, checkpoints, gathering, the check for drift, Muon and the noise scale all use this module;
 only `copy_groups` distinguishes kinds of parameters.
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Copies:
-    """The ranks that hold a run of elements with equal bits: this rank's index, and their count."""
+    """This rank's index among the ranks that hold a run of elements with equal bits, and their
+    count."""
 
     index: int
     count: int
@@ -36,10 +36,11 @@ class CopyGroups:
     """This rank's groups over which a parameter, or the part of it that a rank steps, has copies.
 
     Attributes:
-        data: the ranks over which its gradients are summed; for a part that is stepped, the ranks
-            among them that also step it.
-        tp: the tensor-parallel ranks, which hold it whole (`ParameterSpec.replicated`) or, in
-            consecutive runs, the same shard (`ShardSpec.tp_replicas`).
+        data: the ranks over which the gradients of a parameter are summed; for a part that a rank
+            steps, only the ranks among them that step it too.
+        tp: the tensor-parallel ranks. All of them hold the same values
+            (`ParameterSpec.replicated`), or consecutive ones hold the same shard
+            (`ShardSpec.tp_replicas`).
         stages: the first and the last stage for a table that both hold; else this rank alone.
     """
 
@@ -52,7 +53,7 @@ class CopyGroups:
         return self.tp.size if spec.replicated else shard.tp_replicas
 
     def of(self, spec: ParameterSpec, shard: ShardSpec) -> Copies:
-        """Returns the copies of a shard; copies of padding count like any shard's."""
+        """Returns the copies of a shard; padding (`NO_SHARD`) is treated like any shard."""
         near = self.over_tp(spec, shard)
         index = self.data.index * near + self.tp.index % near
         count = self.data.size * near
@@ -61,16 +62,16 @@ class CopyGroups:
     def runs(
         self, spec: ParameterSpec, start: int, numel: int
     ) -> Iterator[tuple[Copies, int, int]]:
-        """Yields (copies, first, end), counted from `start`, for runs of elements with equal
-        copies.
+        """Yields (copies, first, end) for each run of elements with equal copies.
 
-        Together they are elements [start, start + numel) of the flattened local parameter.
+        `first` and `end` are counted from `start`. Together the runs are elements [start, start +
+        numel) of the flattened local parameter.
         """
         return spec.by_kind(lambda shard: self.of(spec, shard), start, numel)
 
     def of_whole(self, spec: ParameterSpec) -> list[Group]:
-        """Returns the groups all of whose ranks hold all of the local parameter."""
-        # A rank with nothing but padding knows of no shard, but the others hold some.
+        """Returns the groups in which every rank holds the whole local parameter."""
+        # A rank that holds only padding has no shards, but other ranks of its group have some.
         is_whole = spec.replicated or bool(spec.shards)
         is_whole &= all(self.over_tp(spec, shard) == self.tp.size for shard in spec.shards)
         return [self.data, *([self.tp] if is_whole else []), self.stages]

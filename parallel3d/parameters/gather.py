@@ -28,8 +28,8 @@ def owned_shards(
 ) -> list[tuple[ShardSpec, Tensor]]:
     """Returns the shards that this rank owns; each shard of the model has exactly one owner.
 
-    The owner is the first rank that holds a copy. Collective over dp if parameters are sharded over
-    it.
+    The owner is the first rank that holds a copy. If FSDP2 shards the parameters, this is
+    collective over dp.
     """
     shards: list[tuple[ShardSpec, Tensor]] = []
     for parameter in parameters:
@@ -60,11 +60,12 @@ def gather_shards(
 def _gather(
     shards: list[tuple[ShardSpec, Tensor]], device: torch.device, groups: ProcessGroups
 ) -> list[tuple[int, ShardSpec, Tensor]]:
-    """Sends specs and dtypes as JSON, then the values as bytes, rank by rank.
+    """Returns (rank, shard, CPU tensor) of all ranks' shards on rank 0, [] elsewhere; collective.
 
-    NCCL only sends device memory, so rank 0's device holds one message at a time.
+    Ranks send specs and dtypes as JSON, then the values as bytes, one rank after another. NCCL only
+    sends device memory, so rank 0's device holds one message at a time.
     """
-    # Not `dataclasses.astuple`, which makes deep copies.
+    # `dataclasses.astuple` would make deep copies.
     facts = [[[getattr(spec, f) for f in FIELDS], str(values.dtype)] for spec, values in shards]
     by_rank = all_gather_json(facts, groups.world.handle, device)
     if groups.rank > 0:
@@ -98,7 +99,7 @@ def _shard_spec(values: Sequence[Any]) -> ShardSpec:
 def gather_parameters(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
 ) -> dict[str, Tensor]:
-    """Returns full name → full, unpadded CPU tensor on rank 0, an empty dict elsewhere; collective.
+    """Returns full, unpadded CPU tensors by name on rank 0, an empty dict elsewhere; collective.
 
     Raises:
         RuntimeError: the shards do not cover a tensor exactly once.

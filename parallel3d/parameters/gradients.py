@@ -24,8 +24,8 @@ def add_weight_gradient(
 ) -> Tensor | None:
     """Adds the gradient gradᵀ·x of a linear weight to its bucket, or returns it.
 
-    With a `main_grad` the GEMM accumulates there and autograd gets None. A deferred weight gradient
-    is added later, to the bucket or to `.grad`.
+    If the weight has a `main_grad`, the GEMM adds to it and the result, for autograd, is None. A
+    deferred weight gradient is added later, to the bucket or to `.grad`.
 
     Args:
         weight: (out, in).
@@ -50,7 +50,7 @@ def add_or_defer(
 
     Args:
         computed: returns the gradient.
-        add_to: adds it to a bucket's view, of the weight's shape.
+        add_to: adds the gradient to its argument, the part of a bucket with the weight's shape.
     """
     state, queue = state_of(weight), deferred_queue(weight)
     main_grad = state.main_grad
@@ -74,11 +74,12 @@ def add_or_defer(
 
 
 def add_matmul(out: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Adds the matmul gradᵀ·x (out, in), of (tokens, out) and (tokens, in), to a wider `out`.
+    """Adds the product gradᵀ·x to `out`, whose dtype is the same or wider.
 
-    Nothing is rounded if the device's GEMM accumulates half precision into fp32, nor for fp16 on a
-    CPU, which is converted to fp32. Otherwise the result is rounded to the dtype of its factors
-    before it is added: to 8 bits in bf16, and to infinity beyond 65,504 in fp16.
+    Shapes: `out` (out, in), `grad` (tokens, out), `x` (tokens, in). The product is not rounded if
+    the device's GEMM accumulates half precision into fp32, nor for fp16 on a CPU, where the factors
+    are converted to fp32. Otherwise it is rounded to the dtype of its factors before it is added:
+    to 8 bits in bf16, and to infinity beyond 65,504 in fp16.
     """
     if out.dtype == grad.dtype:
         out.addmm_(grad.t(), x)
@@ -94,7 +95,7 @@ def add_matmul(out: Tensor, grad: Tensor, x: Tensor) -> None:
 def supports_wide_addmm(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Returns whether a GEMM of `narrow` matrices on `device` can add to a `wide` one.
 
-    PyTorch supports it since 2.10, but not on every device, so it is tried once.
+    PyTorch supports this since 2.10, but not on every device, so the GEMM is tried once.
     """
     if not accelerator.is_accelerator(device):
         return False
@@ -102,7 +103,7 @@ def supports_wide_addmm(device: torch.device, narrow: torch.dtype, wide: torch.d
     out = torch.zeros(16, 16, dtype=wide, device=device)
     try:
         torch.addmm(out, factor, factor, out_dtype=wide, out=out)
-    except (RuntimeError, TypeError):  # no kernel for the types or the device; no such argument
+    except (RuntimeError, TypeError):  # there is no such kernel, or no argument `out_dtype`
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Initial values of parameters, independent of the layout."""
+"""Creates parameters with initial values that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Initializer:
     et al. 2011) keyed by (seed, name, tile), on `drawing_threads` threads, in bands of at most
     `BAND` elements that bound the extra memory.
 
-    With `deferred`, parameters have their shape and dtype but one element of memory, and the
-    data-parallel engine asks for `values` or `fill_rows`, one parameter at a time.
+    With `deferred`, parameters have their shape and dtype but only one element of memory. The
+    data-parallel engine later calls `values` or `fill_rows`, for one parameter at a time.
     """
 
     seed: int
@@ -72,11 +72,11 @@ class Initializer:
             out.fill_(shard.fill)
             return
         row0, (rows, cols) = shard.start[0], shard.shape
-        # number of rows of a band, which has whole tiles
+        # A band has this number of rows, which are those of whole tiles.
         height = max(1, BAND // (TILE * cols)) * TILE
         for i in range(row0 // TILE * TILE, row0 + rows, height):
             top, bottom = max(row0, i), min(row0 + rows, i + height)
-            # One copy per band: on a GPU each is a transfer that blocks the host.
+            # A whole band is copied at once, because each copy to a GPU blocks the host.
             out[top - row0 : bottom - row0] = torch.from_numpy(self._band(shard, top, bottom))
 
     def _band(self, shard: ShardSpec, top: int, bottom: int) -> np.ndarray:
@@ -108,7 +108,7 @@ class Initializer:
     def _tile(self, name: str, i: int, j: int, rows: int = TILE) -> np.ndarray:
         """Returns the first rows of a tile of standard normal values, float32 for all dtypes.
 
-        Rows are drawn in order, so their number changes no value.
+        Rows are drawn in order, so `rows` changes no value.
         """
         digest = hashlib.blake2b(f"{self.seed}/{name}/{i}/{j}".encode(), digest_size=16).digest()
         key = np.frombuffer(digest, dtype=np.uint64)
@@ -119,8 +119,9 @@ class Initializer:
 def drawing_threads(device: torch.device) -> int:
     """Returns the number of threads on which a rank on `device` draws its parameters.
 
-    This is torch's number; on an accelerator at least the rank's share of the host's cores, because
-    torchrun sets OMP_NUM_THREADS=1 and one thread takes minutes for an 8B model.
+    This is torch's number of threads. On an accelerator it is at least the rank's share of the
+    host's cores, because torchrun sets OMP_NUM_THREADS=1 and one thread takes minutes for an 8B
+    model.
     """
     threads = torch.get_num_threads()
     if not accelerator.is_accelerator(device) or "LOCAL_WORLD_SIZE" not in os.environ:

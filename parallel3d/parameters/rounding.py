@@ -1,13 +1,14 @@
 """Stochastic rounding of optimizer states to bf16, the same for every layout.
 
-16 random bits are added to the bits of an fp32 value, and the low 16 are cut off: it becomes its
-upper neighbour in bf16 with a probability proportional to its distance from the lower one. So the
-mean of many roundings is the value, and a moment that grows by less than half a step of bf16 still
-grows. Values that bf16 can represent stay unchanged.
+16 random bits are added to the bits of an fp32 value, and the low 16 bits of the sum are cut off.
+So the value becomes its upper neighbour in bf16 with a probability proportional to its distance
+from the lower one. The mean of many roundings is the value itself, and a moment that grows by less
+than half a step of bf16 still grows. Values that bf16 can represent stay unchanged.
 
-The random bits are a hash (`device/hashing.py`) of seed, update, name of the full tensor, row and
-column, with the row's number, modulo 2⁶⁴, site + A · update + B · row. An optimizer's first state
-takes the low half of its 32 bits, its second state the high half.
+The random bits are a hash (`device/hashing.py`) of the column and the row's key, which is
+site + A · update + B · row, modulo 2⁶⁴. The site is a hash of the seed and the name of the full
+tensor. The hash has 32 bits: an optimizer's first state takes the low half, its second state the
+high half.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Piece:
     """Elements [start, end) of a segment, with the chunks of full tensors that they hold.
 
     Attributes:
-        places: by chunk, its first element, counted from `start`, rows and columns; other elements
-            are padding.
-        numbers: int64 (chunks, 3), site + B · first row, first column, and B: as a constant,
-            TorchInductor would multiply row numbers by it in 32 bits.
+        places: for each chunk, its first element, counted from `start`, and its numbers of rows and
+            columns. Elements outside of all chunks are padding.
+        numbers: int64 (chunks, 3): for each chunk site + B · first row, the first column, and B. B
+            is in the tensor, because TorchInductor would multiply by a constant in 32 bits.
     """
 
     start: int
@@ -46,11 +47,13 @@ class Piece:
     numbers: Tensor
 
     def random_bits(self, update: int) -> Tensor:
-        """Returns 32 random bits for each element, int32; arbitrary bits for padding, whose zeros
-        stay zeros."""
+        """Returns 32 random bits, an int32, for each element.
+
+        Padding gets arbitrary bits, which leave its zeros unchanged.
+        """
         device = self.numbers.device
         bits = torch.empty(self.end - self.start, dtype=torch.int32, device=device)
-        # Filled by a kernel: copying a number from the host would block it.
+        # A kernel fills the tensor, because copying a number to the device would block the host.
         shift = torch.full((), signed(SAMPLE * update % (1 << 64), 64), device=device)
         for (at, rows, columns), number in zip(self.places, self.numbers, strict=True):
             _fill(bits[at : at + rows * columns].view(rows, columns), number, shift)
@@ -61,7 +64,7 @@ def pieces_of(segment: Segment, seed: int) -> list[Piece]:
     """Cuts a segment into pieces of about `AT_ONCE` elements, at rows of full tensors."""
     device = segment.master.device
     most = AT_ONCE_ON_ACCELERATOR if is_accelerator(device) else AT_ONCE
-    chunks: list[list[tuple[int, int, Chunk]]] = [[]]  # for each piece: first element, site, chunk
+    chunks: list[list[tuple[int, int, Chunk]]] = [[]]  # by piece: (first element, site, chunk)
     offset = 0
     for span in segment.spans:
         for shard, chunk, at in chunks_of_range(span.spec, span.start, span.numel):
@@ -88,7 +91,10 @@ def pieces_of(segment: Segment, seed: int) -> list[Piece]:
 
 
 def _cut(chunk: Chunk, most: int) -> list[tuple[Chunk, int]]:
-    """Cuts a chunk along its first dimension, with the first element of each part."""
+    """Cuts a chunk along its first dimension into parts of about `most` elements.
+
+    It returns each part with the index of its first element in the flattened chunk.
+    """
     width = chunk.elements // chunk.sizes[0]
     step = max(1, most // width)
     return [
@@ -113,8 +119,9 @@ def _fill(out: Tensor, number: Tensor, shift: Tensor) -> None:
 
 @fused
 def store_rounded(out: Tensor, values: Tensor, bits: Tensor, half: int) -> None:
-    """Rounds `values` into `out`, bf16, by a half (0: the low one) of each element's `bits`.
+    """Rounds `values` stochastically to bf16 and writes them to `out`.
 
+    The random bits are the low half of each element's `bits` if `half` is 0, else the high half.
     Values in fp64 are first rounded to the nearest fp32.
     """
     some = bits if half == 0 else bits >> 16

@@ -17,7 +17,7 @@ from parallel3d.parameters.spec import Kind, ParameterSpec, ShardSpec
 
 
 class ParameterSpan(NamedTuple):
-    """Holds elements [start, start + numel) of a flattened local parameter, inside a segment."""
+    """Elements [start, start + numel) of a flattened local parameter, as part of a segment."""
 
     name: str
     spec: ParameterSpec
@@ -25,24 +25,28 @@ class ParameterSpan(NamedTuple):
     numel: int
 
     def by_kind(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, ParameterSpan]]:
-        """Yields the span in runs of shards of one kind: one parameter may hold q, k and v."""
+        """Yields the kind and the span of each run of shards of one kind.
+
+        A span of a parameter that holds q, k and v may have several runs.
+        """
         for kind, first, end in self.spec.by_kind(kind_of, self.start, self.numel):
             yield kind, self._replace(start=self.start + first, numel=end - first)
 
     def by_copies(self, groups: CopyGroups) -> Iterator[tuple[Copies, ParameterSpan]]:
-        """Yields the span in runs with equal copies."""
+        """Yields the copies and the span of each run of elements with equal copies."""
         return self.by_kind(partial(groups.of, self.spec))
 
 
 @dataclass
 class Segment:
-    """A flat shard of parameters with equal optimizer settings, the part that this rank steps.
+    """The part that this rank steps of some parameters with equal optimizer settings.
 
     Attributes:
-        param: flat, in the compute dtype.
-        grad: flat, fp32 or better.
+        param: the flat parameters, in the compute dtype.
+        grad: their flat gradients, fp32 or better.
         master: flat tensor that the optimizer steps: `param` itself if that is fp32 or better.
-        groups: the groups over which its elements, as they are stepped, have copies.
+        spans: the parts of parameters of which the three tensors consist, in order.
+        groups: this rank's groups in which other ranks step the same elements.
     """
 
     param: Tensor
@@ -53,13 +57,17 @@ class Segment:
 
     @property
     def spec(self) -> ParameterSpec:
-        """The spec of its first parameter; weight decay, replication and tying are the same for
-        all."""
+        """The spec of its first parameter.
+
+        All of its parameters are equal in weight decay, replication, tying and `is_expert`.
+        """
         return self.spans[0].spec
 
     def by_kind(self, kind_of: Callable[[ShardSpec], Kind]) -> Iterator[tuple[Kind, Segment]]:
-        """Yields the segment in runs of one kind, as views; as a whole if there is only one
-        kind."""
+        """Yields the kind and the segment, as views, of each run of shards of one kind.
+
+        If there is only one run, this segment itself is yielded.
+        """
         apart = [pair for span in self.spans for pair in span.by_kind(kind_of)]
         runs = [(kind, [span for _, span in run]) for kind, run in groupby(apart, itemgetter(0))]
         if len(runs) == 1:
@@ -73,14 +81,14 @@ class Segment:
             yield kind, replace(self, param=param, grad=grad, master=master, spans=spans)
 
     def by_copies(self) -> Iterator[tuple[Copies, Segment]]:
-        """Yields the segment in runs with equal copies."""
+        """Yields the copies and the segment of each run of elements with equal copies."""
         return self.by_kind(partial(self.groups.of, self.spec))
 
 
 class Constant(NamedTuple):
-    """Elements of a frozen parameter, flat and in the compute dtype, which nothing steps.
+    """Elements of a frozen parameter, flat and in the compute dtype, which no optimizer steps.
 
-    `groups`: the groups over which they have copies.
+    `groups`: this rank's groups in which other ranks hold the same elements.
     """
 
     param: Tensor
@@ -90,7 +98,7 @@ class Constant(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Locates a part of a full tensor: its first index and its sizes, per dimension."""
+    """A part of a full tensor, given by its first index and its size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -111,7 +119,11 @@ class Chunk:
         return Chunk(first, sizes) if min(sizes) > 0 else None
 
     def of(self, values: Tensor, start: tuple[int, ...] | None = None) -> Tensor:
-        """Returns the view of this chunk in `values`, whose first element has the index `start`."""
+        """Returns the view of this chunk in `values`.
+
+        `start`: index of the first element of `values` in the full tensor; None: `values` begin
+        where the full tensor begins.
+        """
         start = (0,) * len(self.offsets) if start is None else start
         places = zip(self.offsets, self.ends, start, strict=True)
         return values[tuple(slice(first - s, end - s) for first, end, s in places)]
@@ -122,12 +134,12 @@ def chunks_of_range(
 ) -> Iterator[tuple[ShardSpec, Chunk, int]]:
     """Yields the chunks in elements [start, start + count) of the flattened local parameter.
 
-    A bucket's shard may begin in the middle of a row, so a range of a matrix is at most three
-    chunks: the rest of a row, whole rows, the beginning of a row.
+    It yields (shard, chunk, first element of the chunk, counted from `start`). A bucket's shard may
+    begin in the middle of a row, so a range of a matrix is at most three chunks: the rest of a row,
+    whole rows, and the beginning of a row. Elements outside of all shards are padding.
 
-    Each is (shard, chunk, first element of the chunk, counted from `start`). Elements outside of
-    all shards are padding. Raises ValueError for tensors of more than two dimensions and for shards
-    that are not whole rows of the local parameter.
+    Raises ValueError for tensors of more than two dimensions and for shards that are not whole rows
+    of the local parameter.
     """
     width = math.prod(spec.shape[1:])
     for shard in spec.shards:
@@ -139,7 +151,10 @@ def chunks_of_range(
 
 
 def _rectangles(shard: ShardSpec, low: int, high: int) -> Iterator[tuple[Chunk, int]]:
-    """Yields elements [low, high) of a shard as chunks of the full tensor, with first elements."""
+    """Yields elements [low, high) of a shard as chunks of the full tensor.
+
+    Each chunk comes with the index of its first element in the flattened shard.
+    """
     if len(shard.shape) == 1:
         yield Chunk((shard.start[0] + low,), (high - low,)), low
         return

@@ -1,5 +1,4 @@
-"""Lists the parameters that a rank steps as runs of elements with optimizer state, for
-checkpoints."""
+"""Lists, for checkpoints, the elements that a rank steps and their optimizer state, as slices."""
 
 from __future__ import annotations
 
@@ -27,9 +26,10 @@ class ParameterSlice:
 
     Attributes:
         start: first element of the slice in the flattened local parameter.
-        values: flat live views of equal length, fp32 or better: "parameter" (the master) and the
-            optimizer's "exp_avg" and "exp_avg_sq", or "momentum" (or bf16), and "ema"; or only
-            "state" (`state_slice`). A frozen parameter only has "parameter", in the compute dtype.
+        values: flat live views of equal length, by name. A trained parameter has "parameter" (its
+            master weights), the optimizer's states ("exp_avg" and "exp_avg_sq", or "momentum", in
+            the masters' dtype or bf16), and "ema" if there is an average. A frozen parameter has
+            only "parameter", in the compute dtype. A `state_slice` has only "state".
     """
 
     name: str
@@ -42,7 +42,8 @@ class ParameterSlice:
 def state_slice(name: str, values: Tensor, groups: ProcessGroups) -> ParameterSlice:
     """Returns a slice of a tensor that training keeps but does not step.
 
-    `name`: its full name. `values`: flat, live, and equal on all ranks of a pipeline stage.
+    `name` is the full name of the tensor. `values` are flat, live, and equal on all ranks of a
+    pipeline stage.
     """
     shape = tuple(values.shape)
     shard = ShardSpec(name, shape, (0,), shape)
@@ -60,7 +61,10 @@ def constant_slices(constants: Iterable[Constant]) -> Iterator[ParameterSlice]:
 
 
 def with_averages(slices: Iterable[ParameterSlice]) -> list[ParameterSlice]:
-    """Returns the slices, with the averages of frozen parameters, which are the parameters."""
+    """Returns the slices, in which every parameter has an average.
+
+    The average of a frozen parameter is the parameter itself.
+    """
     found = []
     for part in slices:
         if PARAMETER in part.values and EMA not in part.values:
@@ -70,7 +74,7 @@ def with_averages(slices: Iterable[ParameterSlice]) -> list[ParameterSlice]:
 
 
 def parameter_slices(groups: Iterable[FlatGroup]) -> list[ParameterSlice]:
-    """Returns slices of everything that this rank steps, given its optimizer's groups."""
+    """Returns slices of all elements in the groups of this rank's optimizer."""
     found: list[ParameterSlice] = []
     for group in groups:
         for i, segment in enumerate(group.segments):

@@ -1,8 +1,8 @@
-"""Specs of local parameters: which shards of full tensors they hold.
+"""Specs of local parameters, which list the shards of full tensors that they hold.
 
-A spec lists the shards of *full* matrices that a local parameter holds: q, k and v apart, gate and
-up apart, the vocabulary without its padding. Initialisation, gathering, comparison and resharding
-read only this description, so a layout changes nothing but the place of the numbers.
+Full tensors do not depend on the layout: q, k and v are separate, gate and up too, and the
+vocabulary has no padding. Initialisation, gathering, comparison and resharding read only the specs,
+so a layout changes nothing but the place of the numbers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class ShardSpec:
         name: name of the full tensor, such as `layers.3.attention.q.weight`.
         start: first row (and column) of the shard in the full tensor.
         row: first row of the shard in the local parameter.
-        std: standard deviation of the initial values around 0; 0 for the constant `fill`.
-        tp_replicas: consecutive tp ranks that hold this same shard: key-value heads if there are
-            fewer than ranks, or norms of heads. Each rank only has the gradient of its own query
-            heads, so the gradients are summed.
+        std: standard deviation of the initial values around 0; 0: all values are `fill`.
+        tp_replicas: number of consecutive tp ranks that hold this same shard. It is above 1 for
+            norms of heads, and for key-value heads if there are fewer of them than ranks. Each rank
+            has only the gradient of its own query heads, so these ranks sum their gradients.
     """
 
     name: str
@@ -66,14 +66,14 @@ class ParameterSpec:
     """Maps a local parameter to full tensors.
 
     Attributes:
-        shape: local shape, vocabulary padding included.
-        shards: the shards it holds; rows outside of them are padding and stay zero.
-        replicated: every tp rank holds the same values. Under sequence parallelism its gradient is
-            a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2).
-        tied: the first and the last stage of a pipeline each hold a copy; true of the word
-            embedding.
-        is_expert: it holds experts of this rank, whose gradients are summed over edp only.
-        uses: reads per forward pass: 2 for a tied table on a single stage.
+        shape: local shape, including the padding of the vocabulary.
+        shards: the shards that it holds; rows outside of them are padding and stay zero.
+        replicated: whether every tp rank holds the same values. Under sequence parallelism its
+            gradient is a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2).
+        tied: whether it is a word embedding of which the first and the last stage of a pipeline
+            each hold a copy.
+        is_expert: whether it holds experts, whose gradients are summed over edp only.
+        uses: how often a forward pass reads it: twice if it is a tied table on a single stage.
     """
 
     shape: tuple[int, ...]
@@ -86,10 +86,10 @@ class ParameterSpec:
     def by_kind(
         self, kind_of: Callable[[ShardSpec], Kind], start: int, numel: int
     ) -> Iterator[tuple[Kind, int, int]]:
-        """Yields (kind, first, end), counted from `start`, of runs of shards of one kind.
+        """Yields (kind, first, end) for each run of shards of one kind.
 
-        Together they are elements [start, start + numel) of the flattened local parameter. Padding
-        belongs to the shard before it.
+        `first` and `end` are counted from `start`. Together the runs are elements [start, start +
+        numel) of the flattened local parameter. Padding belongs to the shard before it.
         """
         width = math.prod(self.shape[1:])
         rows = [(kind_of(shard), shard.row) for shard in self.shards or (NO_SHARD,)]
@@ -118,5 +118,5 @@ class ParameterSpec:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: not to biases and norms."""
+        """Whether weight decay applies to it, as to all parameters but biases and norms."""
         return len(self.shape) > 1

@@ -1,4 +1,4 @@
-"""The state that parallel training keeps about a parameter: the one attribute on a tensor."""
+"""The state that parallel training keeps about a parameter, in one attribute of the tensor."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class ParameterState:
 
     Attributes:
         spec: the shards of full tensors that it holds; None for a parameter of a user's module.
-        tp: the group of the tensor-parallel layer of `import parallel3d` that it belongs to.
-        pp: the group of the `Pipeline` that it belongs to, whose other ranks do not hold it.
-        main_grad: view of a gradient bucket, to which its gradients are added; None: they go to
-            `.grad`.
+        tp: the group of the tensor-parallel layer to which it belongs, in a user's module.
+        pp: the group of the `Pipeline` to which it belongs, whose other ranks do not hold it.
+        main_grad: view of a gradient bucket to which its gradients are added; None: they are added
+            to `.grad`.
         additions: number of additions to `main_grad` that make one gradient.
         added: number of additions since the last complete gradient.
         register_grad_ready: notifies the reducer of a gradient that was added to `main_grad`.
@@ -76,7 +76,7 @@ class ParameterState:
 def state_of(parameter: Tensor) -> ParameterState:
     """Returns the parameter's state: the only attribute that this package adds to a tensor."""
     state = getattr(parameter, "parallel_state", None)
-    # It is missing, or the placeholder of a parameter from a file.
+    # A new tensor has no such attribute, and a parameter from a file has the empty placeholder.
     if not isinstance(state, ParameterState):
         state = ParameterState()
         parameter.parallel_state = state  # type: ignore[attr-defined]
