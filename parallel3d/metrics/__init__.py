@@ -1,5 +1,5 @@
-"""Metrics of a run: metrics.jsonl, progress, W&B, MFU, breakdown of a step's time.
+"""Records the metrics of a run in metrics.jsonl, on the screen, in TensorBoard and in W&B.
 
-Only rank 0 creates a `recorder.Recorder`; nothing here communicates but `breakdown`. Importing the
-package imports neither torch nor wandb.
+Only rank 0 creates a `recorder.Recorder`, and nothing here communicates between ranks. Importing
+the package imports neither torch nor wandb.
 """

@@ -17,8 +17,10 @@ WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
 
 
 def check_loggers(logger: LoggerConfig, environ: Mapping[str, str]) -> None:
-    """Raises UserError if a logger's package is missing on this host, which has rank 0, or if
-    WANDB_MODE has a value that W&B does not know."""
+    """Raises UserError if the package tensorboard is needed and missing, or WANDB_MODE is unknown.
+
+    It is called on the host of rank 0, the only rank that logs.
+    """
     mode = environ.get("WANDB_MODE")
     if "wandb" in logger.names and logger.mode == "auto" and mode and mode not in WANDB_MODES:
         raise UserError(

@@ -1,21 +1,32 @@
 """Reads and writes `metrics.jsonl`: one JSON object per line, each flushed to survive a kill.
 
-A step's line: `step loss grad_norm lr tokens tokens_per_s mfu step_time_s`, where `tokens` counts
-all tokens of the run so far (an x axis that survives a change of batch size); `times`, rank 0's
-seconds by kind (`comm.step_timer`; on an accelerator only in some lines, for the step before);
-`memory`, on an accelerator rank 0's peak bytes so far (`metrics.peak`); `skipped: true` if
-gradients were not finite or, with a null `loss`, if the global batch had no token to learn;
-`profiled: true` under `profile.steps`; `loss_scale` with fp16; `noise`, with `train.noise_scale`,
-the `scale` in sequences, and the step's `trace` and `signal` (`data_parallel.noise_scale`);
-`imbalance` with context parallelism: the excess of attention work on the slowest rank of rank 0's
-group over the mean, as a fraction; `experts` with experts, each by layer: the `load` (tokens of the
-fullest expert over the mean), `unused` experts, the `entropy` of scores in nats, `z`, the range of
-the `bias`, and the auxiliary loss `aux` if it is used.
+The line of a step has the entries `step`, `loss`, `grad_norm`, `lr`, `tokens`, `tokens_per_s`,
+`mfu` and `step_time_s`. `tokens` counts all tokens of the run so far, which makes an x axis that
+survives a change of the batch size. A line may also have these entries:
 
-An evaluation's line: `step eval_loss tokens`, with a null loss if there is no token to predict;
-`eval_losses`: part of a blend → loss; `valid`: set of `data.valid` → the figures of `Score.row`. A
-blend also has lines `step tokens parts`: part → the `tokens` read of it so far and its `epochs`;
-with experts there are lines `step tokens expert_counts`: layer → tokens of each expert in the step.
+- `times`: rank 0's seconds by kind (`comm.step_timer`). On an accelerator, only some lines have it,
+  and it describes the step before.
+- `memory`: rank 0's peak bytes so far, on an accelerator (`metrics.peak`).
+- `skipped: true`: the gradients were not finite, or, if `loss` is null, the global batch had no
+  token to learn.
+- `profiled: true`: the step was profiled (`profile.steps`).
+- `loss_scale`: the loss scale, with fp16.
+- `noise`: with `train.noise_scale`, the `scale` in sequences, and the step's `trace` and `signal`
+  (`data_parallel.noise_scale`).
+- `imbalance`: with context parallelism, the excess of attention work on the slowest rank of rank
+  0's group over the group's mean, as a fraction.
+- `experts`: in a mixture of experts, figures by layer: `load` (tokens of the fullest expert over
+  the mean), `unused` experts, the `entropy` of the scores in nats, `z`, the range of the `bias`,
+  and the auxiliary loss `aux` if it is used.
+
+The line of an evaluation has `step`, `eval_loss` (null if there is no token to predict) and
+`tokens`. `eval_losses` maps the parts of a blend to their losses, and `valid` maps the sets of
+`data.valid` to the figures of `Score.row`.
+
+A blend also has lines with `step`, `tokens` and `parts`, which maps each part to its `tokens` read
+so far and its `epochs`. A mixture of experts also has lines with `step`, `tokens` and
+`expert_counts`, which maps each layer to the tokens of each expert in the step.
+
 JSON has no NaN: a value that is not finite is null, and the line then has `"nonfinite": {"loss":
 "nan"}` (or "inf", "-inf").
 """
@@ -41,9 +52,9 @@ STEP = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "ste
 
 
 def throughput(tokens: Sequence[float], seconds: Sequence[float]) -> dict[str, float | None]:
-    """Returns the mean and median of the steps' tokens per second; None without steps.
+    """Returns the mean and median throughput in tokens per second; both are None without steps.
 
-    The first `WARMUP_STEPS` are left out if there are more.
+    The first `WARMUP_STEPS` steps do not count if there are more steps.
     """
     excluded = WARMUP_STEPS if len(seconds) > WARMUP_STEPS else 0
     tokens, seconds = tokens[excluded:], seconds[excluded:]
@@ -74,7 +85,7 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value(row: Mapping[str, Any], key: str) -> float | None:
-    """Returns an entry of a `finite` row, with NaN and infinities restored. Raises KeyError."""
+    """Returns a number of a `finite` row, with NaN and infinities restored. May raise KeyError."""
     found = row.get("nonfinite", {}).get(key, row[key])
     return None if found is None else float(found)
 
@@ -82,13 +93,13 @@ def value(row: Mapping[str, Any], key: str) -> float | None:
 class MetricsFile:
     """Appends lines to a `metrics.jsonl`; on resume, first drops the steps that will run again.
 
-    It drops lines of `first_step` and later, and a last line torn by a crash; the previous file is
-    kept as `metrics.jsonl.1`, `.2`, … Damaged lines are dropped and logged, too. The number of
-    steps without a line, lost when a run died, is also logged.
+    It drops lines of `first_step` and later, damaged lines, and a last line that a crash cut off,
+    and keeps the previous file as `metrics.jsonl.1`, `.2`, … It logs how many lines were damaged,
+    and how many steps have no line because a run died before writing it.
 
-    If a line cannot be written, as on a full disk, this is logged once and the line is kept for the
-    next try; no line is ever torn. Lines that still wait (`waiting`) are saved in a checkpoint and
-    come back as `waited`, so that a resumed run has the lines of all earlier steps.
+    If a line cannot be written, for example because the disk is full, it logs this once and keeps
+    the line for the next try. Lines that still wait (`waiting`) are saved in a checkpoint and come
+    back as `waited`, so that a resumed run has the lines of all earlier steps.
     """
 
     def __init__(
@@ -100,9 +111,10 @@ class MetricsFile:
         waited: Sequence[str] = (),
         dropped: Callable[[dict[str, Any]], None] = lambda row: None,
     ) -> None:
-        """Opens the file. Raises OSError.
+        """Opens the file, and drops lines of steps that will run again. Raises OSError.
 
-        `seen` gets each line that stays, in order, and `dropped` each whole line that does not.
+        `seen` is called with each line that stays, in order, and `dropped` with each undamaged line
+        that is dropped. `say` logs a sentence.
         """
         self.path = path
         self._say = say
@@ -119,12 +131,12 @@ class MetricsFile:
         self._try(self._drain)
 
     def flush(self) -> None:
-        """Flushes to the disk itself, so that the lines survive a power cut."""
+        """Forces the lines to disk (fsync), so that they survive a power cut."""
         self._try(self._drain)
         self._try(lambda: os.fsync(self._file.fileno()))
 
     def close(self) -> None:
-        """Flushes to the disk itself and closes; may be called twice."""
+        """Forces the lines to disk and closes the file; a second call does nothing."""
         if self._file.closed:
             return
         self.flush()
@@ -137,7 +149,7 @@ class MetricsFile:
         while self.waiting:
             line = self.waiting[0].encode()
             if os.fstat(descriptor).st_size != self._size:
-                os.ftruncate(descriptor, self._size)  # a failed write may have left a part
+                os.ftruncate(descriptor, self._size)  # a failed write may have left part of a line
             write_all(descriptor, memoryview(line))
             self._size += len(line)
             del self.waiting[0]
@@ -161,26 +173,26 @@ class MetricsFile:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a metrics file one by one, without torn and damaged lines."""
+    """Yields the rows of a metrics file, without incomplete and damaged lines."""
     with path.open("rb") as file:
         yield from filter(None, map(_row, file))
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Appends a line to a file that is seldom written, such as starts.jsonl. Raises OSError."""
+    """Appends a line to a file that is rarely written, such as starts.jsonl. Raises OSError."""
     line = json.dumps(finite(row), allow_nan=False) + "\n"
     with os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
         file.write(line.encode())
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replaces the file `path` by `content`, as JSON, atomically."""
+    """Atomically replaces the file `path` by `content` as JSON."""
     text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
     replace_durably(path, f"{text}\n".encode())
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Returns the row in a line; None if it is torn or damaged."""
+    """Returns the row in a line, or None if the line is incomplete or damaged."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -191,9 +203,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _row_before(line: bytes, first_step: int) -> dict[str, Any] | None:
-    """Returns the row in a line that stays when a start begins with `first_step`."""
+    """Returns the row in a line that a start from `first_step` keeps, or None for other lines."""
     row = _row(line)
-    # A first start repeats an evaluation at step 0, too.
+    # A start from step 1 keeps no line: it also repeats an evaluation at step 0.
     return row if row is not None and first_step > 1 and row["step"] < first_step else None
 
 
@@ -205,9 +217,10 @@ def _keep_before(
     waited: Sequence[str],
     dropped: Callable[[dict[str, Any]], None],
 ) -> list[str]:
-    """Drops the lines from `first_step` on; keeps a copy of the old file if there were any.
+    """Drops the lines of `first_step` and later, and damaged ones, from the file.
 
-    Returns the lines of `waited` that the file lacks, the last ones before the checkpoint.
+    If it drops any, it keeps a copy of the old file. Returns the lines of `waited` that the file
+    lacks: the last ones before the checkpoint.
     """
     late = list(waited)
     try:
@@ -254,7 +267,7 @@ def _keep_before(
 def _replace_by(path: Path, lines: Iterable[bytes]) -> Path:
     """Replaces the file at `path` by one with these lines; returns the path of the old copy.
 
-    If this is interrupted, even by a power cut, `path` is either the old file or the new one.
+    After an interruption, even a power cut, `path` is either the old file or the new one.
     """
     number = 1
     while (old := path.with_name(f"{path.name}.{number}")).exists():
@@ -277,12 +290,12 @@ def _replace_by(path: Path, lines: Iterable[bytes]) -> Path:
 
 
 class Score(NamedTuple):
-    """The score of a validation set.
+    """Score of a validation set.
 
     Attributes:
-        nats: sum of the cross-entropies.
+        nats: sum of the tokens' cross-entropies.
         tokens: number of tokens with a loss.
-        bytes: number of bytes of their text; None if the tokenizer is unknown.
+        bytes: number of bytes of these tokens' text; None if the tokenizer is unknown.
     """
 
     nats: float
@@ -291,7 +304,7 @@ class Score(NamedTuple):
 
     @property
     def loss(self) -> float | None:
-        """Nats per token; None without a token to predict."""
+        """Returns the loss in nats per token, or None without a token to predict."""
         return self.nats / self.tokens if self.tokens else None
 
     @property

@@ -1,4 +1,4 @@
-"""Keys of the loggers."""
+"""Declares the keys of the section `logger`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel3d.config.values import (
 
 @dataclass
 class LoggerConfig:
-    """Loggers that get the metrics in addition to `metrics.jsonl`: `logger=wandb`,
+    """Loggers that get the metrics in addition to `metrics.jsonl`, such as `logger=wandb` or
     `logger=[wandb,tensorboard]`."""
 
     RESUME: ClassVar[str] = FREE
@@ -42,5 +42,5 @@ class LoggerConfig:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The loggers that `name` asks for."""
+        """Returns the loggers that `name` selects, without `none`."""
         return tuple(word for word in dict.fromkeys(words_of(self.name)) if word != "none")

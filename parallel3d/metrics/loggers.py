@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from wandb import Run
 
 
-# Sections of a logger's page. `step` and `tokens` have none: they are the x axes.
+# Names of the figures in TensorBoard and W&B, which group them by the part before the slash.
+# `step` and `tokens` keep their names: they are the x axes.
 NAMES = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -41,14 +42,14 @@ NAMES = {
     "goodput": "speed/goodput",
     "eval_loss": "eval/loss",
 }
-# Entries with parts → the prefix of the parts' names.
+# Entries that hold several figures, with the prefix of the figures' names.
 _PARTS = {"times": "time/", "memory": "memory/", "noise": "noise/", "eval_losses": "eval/loss of "}
 
 
 def figures_of(line: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> dict[str, float]:
-    """Returns logger's name → figure for the figures of a line that are not null.
+    """Returns the figures of a line that are not null, by their names in a logger.
 
-    NaN and infinities are restored.
+    NaN and infinities are restored. Figures that `names` lacks keep their own names.
     """
     found: dict[str, float] = {}
     for key, entry in line.items():
@@ -63,7 +64,7 @@ def figures_of(line: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> dic
 
 
 FOLDER = "tensorboard"
-FLUSH_S = 30  # maximum seconds until a line is on the page
+FLUSH_S = 30  # maximum seconds until TensorBoard can show a line
 
 
 def show_command(folder: Path) -> str:
@@ -71,12 +72,12 @@ def show_command(folder: Path) -> str:
 
 
 class TensorBoardLogger:
-    """Writes the event files of one start; the first OSError is logged by `say` and disables it.
+    """Writes the event files of one start; an OSError is passed to `say` and ends the logging.
 
     All starts of a run make one curve: a start marks its first step (`purge_step`), and TensorBoard
-    drops the rows of earlier files from there on. Rows logged before a checkpoint are flushed
-    before it is written, so a kill loses no step. If the folder is empty, a start first writes all
-    earlier lines of metrics.jsonl.
+    drops the rows of earlier files from that step on. Rows are flushed before a checkpoint is
+    written, so that a resumed run has the rows of all earlier steps. If the folder has no event
+    file, a start first writes all earlier lines of metrics.jsonl.
     """
 
     label = "TensorBoard"
@@ -89,8 +90,16 @@ class TensorBoardLogger:
         say: Callable[[str], None],
         earlier: Iterable[Mapping[str, Any]],
     ) -> None:
-        """`config` is shown as text; `earlier`: rows of metrics.jsonl from earlier sessions."""
-        # imported here because the package is optional
+        """Opens the event file.
+
+        Args:
+            config: the configuration, which TensorBoard shows as text.
+            run_dir: the run's folder.
+            first_step: the first step of this start.
+            say: logs a sentence.
+            earlier: rows of metrics.jsonl from earlier sessions.
+        """
+        # imported here because tensorboard is optional
         from torch.utils.tensorboard import SummaryWriter
 
         self._say = say
@@ -148,24 +157,25 @@ class TensorBoardLogger:
             )
 
 
-# W&B. All sessions of a run make one W&B run without repeated steps (`wandb_ledger`): a session
-# first adds the rows of metrics.jsonl that W&B lacks, then logs new ones.
+# W&B: all sessions of a run make one W&B run without repeated steps (`wandb_ledger`). A session
+# first adds the rows of metrics.jsonl that W&B lacks, and then logs new ones.
 #
-# W&B's own `resume` and explicit steps cannot replace this, since W&B ignores `resume` offline:
-# rows lost by a killed session stay lost, or if all rows are logged again, the others are in the
-# files twice (`test_wandbs_own_resume_and_steps_do_not_keep_rows_whole`). Its `resume_from` and
-# `fork_from` need a server that has all rows.
+# W&B's own `resume` and explicit steps cannot replace this, since W&B ignores `resume` offline. The
+# rows that a killed session lost would stay lost; and if all rows were logged again, those that
+# were not lost would be in the files twice
+# (`test_wandbs_own_resume_and_steps_do_not_keep_rows_whole`). W&B's `resume_from` and `fork_from`
+# need a server that has all rows.
 
 
 TRUE = ("true", "1", "yes", "on")
-ONLINE_TIMEOUT_S = 30  # the run then continues offline; W&B's default blocks a job for 90 s
+ONLINE_TIMEOUT_S = 30  # then W&B goes offline; its default of 90 s is long
 
 
 def has_credentials() -> bool:
-    """Returns whether W&B has a key: in the environment or, for its host, in the netrc file."""
+    """Returns whether W&B finds an API key, in the environment or in the netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    import wandb  # 0.5 s, only with logger=wandb
+    import wandb  # takes 0.5 s, so only logger=wandb imports it
     from requests.utils import get_netrc_auth  # W&B uses requests, which reads the netrc file
 
     urls = (os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url, "https://api.wandb.ai")
@@ -173,9 +183,11 @@ def has_credentials() -> bool:
 
 
 def resolve_mode(mode: str) -> str:
-    """Resolves `auto`: WANDB_MODE (also "disabled"), else online with a key, else offline.
+    """Returns the mode of W&B ("online", "offline" or "disabled") for a value of `logger.mode`.
 
-    WANDB_DISABLED, dropped by W&B itself but still obeyed by other programs, means "disabled".
+    "auto" follows WANDB_MODE if it is "offline", "dryrun" or "disabled"; else it means "online" if
+    there is an API key, and "offline" if there is none. WANDB_DISABLED also disables W&B: W&B
+    itself no longer reads it, but other programs do.
     """
     if mode != "auto":
         return mode
@@ -188,7 +200,7 @@ def resolve_mode(mode: str) -> str:
 
 
 def sync_command(folder: Path) -> str:
-    """Returns the command that uploads a run, given its newest offline folder.
+    """Returns the command that uploads a run's offline sessions; `folder` is the newest.
 
     If the run's folder is a copy of another run's, that run's sessions are left out.
     """
@@ -200,7 +212,7 @@ def sync_command(folder: Path) -> str:
 
 
 class WandbLogger:
-    """One W&B run; its first error is logged by `say` and disables all further calls."""
+    """Logs to one W&B run; an error of W&B is passed to `say` and ends the logging."""
 
     label = "W&B"
 
@@ -217,17 +229,21 @@ class WandbLogger:
         """Opens a session of W&B.
 
         Args:
-            code: versions of the code.
+            config: the run's configuration.
+            run_dir: the run's folder.
+            first_step: the first step of this start.
+            code: versions of the code (`provenance`).
+            say: logs a sentence.
             earlier: rows of metrics.jsonl from earlier sessions.
-            changed: keys differ from the keys of the checkpoint.
+            changed: whether keys that affect steps differ from the checkpoint's.
         """
         self._config = config
         self._run_dir = run_dir
         self._code = code
         self._first_step = first_step
         self._say = say
-        self._last: Row | None = None  # the last row that W&B has
-        self._ledger: Ledger | None = None  # ledger of the open session
+        self._last: Row | None = None  # the last row that was sent to W&B
+        self._ledger: Ledger | None = None  # None without an open session
         self.mode = resolve_mode(config.logger.mode)
         why = ""
         if self.mode == "offline" and config.logger.mode == "auto" and not has_credentials():
@@ -235,7 +251,7 @@ class WandbLogger:
         self._run: Run | None = None
         self.folder: Path | None = None
         self.url: str | None = None
-        if self.mode == "online":  # this may take a while, and the screen is still empty
+        if self.mode == "online":  # this may take a while
             self._say(f"connecting to W&B, for at most {ONLINE_TIMEOUT_S} s")
         if self.mode == "disabled":
             return
@@ -254,7 +270,7 @@ class WandbLogger:
         if self._run is None and self.mode == "online":
             self.mode = "offline"
             why = ", as it could not be reached"
-            self._guard(_forget)  # W&B still holds the id that it could not open
+            self._guard(_forget)  # W&B would otherwise keep the id that it could not open
             self._guard(lambda: self._open(found))
         self._guard(lambda: self._catch_up(earlier))
         if self._run is not None:
@@ -271,18 +287,18 @@ class WandbLogger:
             self._guard(lambda: run.log(row))
 
     def flush(self) -> None:
-        """Records the last sent row, so that a resumed run can add the rows that W&B lacks."""
+        """Records the last sent row, from which a resumed run tells which rows W&B lacks."""
         if (ledger := self._ledger) is not None and self._run is not None:
             self._guard(lambda: ledger.sent(self._last))
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Attaches the summary without paths and closes the run; waits for W&B if online."""
+        """Sends the summary without local parts, and closes the run; online, it waits for W&B."""
         run, self._run = self._run, None
         if run is None:
             return
 
         def close() -> None:
-            local = ("paths", "wandb", "breakdown", "memory")  # paths, and tables by rank
+            local = ("paths", "wandb", "breakdown", "memory")  # paths, and tables of ranks
             run.summary.update({k: v for k, v in summary.items() if k not in local})
             run.finish(exit_code=exit_code)
             if self._ledger is not None:
@@ -291,7 +307,7 @@ class WandbLogger:
         self._guard(close)
 
     def shown(self) -> str:
-        """Returns the run's address, or the reason for having none, for the header."""
+        """Returns the text for the header: the run's address, or the reason why it has none."""
         if self.mode == "disabled":
             by_mode = os.environ.get("WANDB_MODE") == "disabled"
             return f"disabled by {'WANDB_MODE' if by_mode else 'WANDB_DISABLED'}"
@@ -304,14 +320,14 @@ class WandbLogger:
         return {"mode": self.mode, "url": self.url, "folder": folder}
 
     def _open(self, beginning: Beginning) -> None:
-        """Opens a session, under a new id if the server has rows that contradict this start.
+        """Opens a session; uses a new id if the server has rows that contradict this start.
 
-        The server reports its rows only when a session is open.
+        The server reports its last row only after a session was opened.
         """
         run = self._init(beginning.id)
         self._last = beginning.last
         if run.resumed and (step := run.summary.get("step")) is not None:
-            # The server knows its last step, but not whether the evaluation after it arrived.
+            # The server tells its last step, but not whether that step's evaluation arrived.
             there = Row(int(step), evaluation=True)
             if beginning.changed and there.step >= self._first_step:
                 run.finish()
@@ -351,9 +367,9 @@ class WandbLogger:
                 silent=True,
                 console="off",
                 disable_code=True,
-                disable_git=True,  # the config has the commit, without the remote's address
+                disable_git=True,  # the config has the commit; W&B would add the remote
                 init_timeout=ONLINE_TIMEOUT_S,
-                # true also disables the next two
+                # True would also disable the next two
                 x_disable_machine_info=not config.logger.system_metrics,
                 x_disable_meta=True,
                 x_disable_stats=not config.logger.system_metrics,
@@ -365,7 +381,7 @@ class WandbLogger:
         return run
 
     def _catch_up(self, earlier: Iterable[Mapping[str, Any]]) -> None:
-        """Adds rows of earlier sessions that W&B lacks."""
+        """Logs the rows of earlier sessions that W&B lacks."""
         for line in earlier if self._run is not None else ():
             self.log(line)
 
@@ -374,8 +390,9 @@ class WandbLogger:
         try:
             action()
         except Exception as error:
-            # Caught are errors of W&B's modules, of its background process, which may fail to
-            # start or die, and of pydantic about WANDB_… variables. Any other error is a bug.
+            # Three kinds of errors are caught: those of W&B's modules, those of its background
+            # process, which may die or fail to start, and pydantic's about WANDB_… variables. Any
+            # other error is a bug.
             package = type(error).__module__.partition(".")[0]
             if not isinstance(error, OSError) and package not in ("wandb", "pydantic_core"):
                 raise
@@ -390,7 +407,7 @@ class WandbLogger:
 
 
 def _forget() -> None:
-    """Stops W&B's background process, which still holds a half-opened run."""
+    """Stops W&B's background process, which still holds a run that could not be opened."""
     import wandb
 
     wandb.teardown()

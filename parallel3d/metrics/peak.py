@@ -16,9 +16,9 @@ from parallel3d.text import count
 
 
 def peak_memory(device: torch.device) -> dict[str, int] | None:
-    """Returns this rank's peak bytes since its process began, without synchronisation.
+    """Returns this rank's peak memory in bytes since its process began, without synchronizing.
 
-    "allocated" counts tensors; "reserved" counts the allocator's memory, including gaps. Returns
+    "allocated" counts tensors; "reserved" counts all memory that the allocator holds. Returns
     None on the CPU.
     """
     if not accelerator.is_accelerator(device):
@@ -30,20 +30,21 @@ def peak_memory(device: torch.device) -> dict[str, int] | None:
     }
 
 
-# Peak FLOP/s: given by the user, from a datasheet, or measured if the table lacks the device
+# Peak FLOP/s. They are given by the user, come from a datasheet, or are measured if no datasheet
+# is known for the device.
 
 TERA = 1e12
-# The measurement is short: on a shared machine, two starts may differ by a factor.
+# The measurement is so short that two starts on a shared machine may differ several-fold.
 MEASURED = "roughly measured"
-# seconds for all timed matmuls together; the barrier at the start waits for it
+# Seconds for all timed matmuls together. They are few, as the other ranks wait meanwhile.
 MEASURE_BUDGET_S = 0.1
 
-_TORCH_TYPES = COMPUTE | {"fp8": torch.bfloat16}  # a plain matmul takes no fp8
+_TORCH_TYPES = COMPUTE | {"fp8": torch.bfloat16}  # torch.matmul does not support fp8
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Highest FLOP/s of one device, or on CPUs of one rank's share of its machine."""
+    """Peak FLOP/s of one device, or on CPUs of one rank's share of the machine."""
 
     flops: float
     source: str
@@ -58,12 +59,13 @@ def device_peak_flops(
 ) -> Peak:
     """Returns the peak of one rank's device in `dtype_name` (fp64, fp32, tf32, bf16, fp16 or fp8).
 
-    The value is `override_tflops` (`launch.peak_tflops`), or else the datasheet's, or else is
-    measured: call this on one rank per machine while the others wait, as they would disturb it.
+    The value is `override_tflops` (`launch.peak_tflops`) if it is given, else the datasheet's. If
+    the datasheets lack the device, the peak is measured. Call this on one rank per machine while
+    the others wait, since they would disturb the measurement.
 
     CPU ranks of a machine share its cores. With `t` threads per rank and `c` cores, a rank's peak
-    is the measured peak × min(1, c / (t × local_ranks)), so the ranks' peaks never add up to more
-    than the machine's. MFU is model FLOP/s / (world size × this).
+    is the measured peak × min(1, c / (t × local_ranks)), so that the peaks of all ranks never add
+    up to more than the machine's. MFU is the model's FLOP/s / (world size × this peak).
     """
     if override_tflops is not None:
         return Peak(override_tflops * TERA, "launch.peak_tflops")
@@ -89,9 +91,9 @@ def device_peak_flops(
 def datasheet_peak(
     device_name: str, dtype_name: str, units: int = 0, memory: int = 0
 ) -> Peak | None:
-    """Returns the vendor's peak for dense products; None if the table lacks device or type.
+    """Returns the vendor's peak for dense matmuls, or None if the table lacks device or dtype.
 
-    `units` and `memory` are passed to `find_device`, which tells slices of a GPU by them.
+    `units` and `memory` are passed to `find_device`, which needs them to recognize slices of a GPU.
     """
     device = find_device(device_name, units, memory)
     if device is None or dtype_name not in device.peak:
@@ -100,9 +102,10 @@ def datasheet_peak(
 
 
 def _measure(device: torch.device, dtype_name: str, most: int) -> tuple[float, int]:
-    """Returns the FLOP/s of a square GEMM, the fastest within the time budget, and its size.
+    """Returns the FLOP/s of a square GEMM in its fastest run within the time budget, and its size.
 
-    The size is the least power of two, from 1024 to `most`, that keeps an accelerator busy.
+    The size is the smallest power of two, from 1024 to `most`, whose GEMM takes long enough to
+    keep an accelerator busy.
     """
     allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # only CUDA uses tf32
     torch.backends.cuda.matmul.allow_tf32 = dtype_name == "tf32"
@@ -123,13 +126,13 @@ def _measure(device: torch.device, dtype_name: str, most: int) -> tuple[float, i
 
 
 def _operand(device: torch.device, dtype_name: str, size: int) -> torch.Tensor:
-    # a generator of its own leaves the run's random numbers alone
+    # a separate generator, so that the run draws the same random numbers as without this
     generator = torch.Generator().manual_seed(0)
     return torch.randn(size, size, generator=generator).to(device, _TORCH_TYPES[dtype_name])
 
 
 def _time(a: torch.Tensor) -> float:
-    """Returns the seconds of one a @ a; waits for the device before and after."""
+    """Returns the seconds that one a @ a takes; waits for the device before and after it."""
     accelerator.synchronize(a.device)
     start = time.perf_counter()
     matmul(a, a)

@@ -1,4 +1,4 @@
-"""Versions, git commit and host of a run."""
+"""Finds the versions, the git commit and the host of a run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ GIT_TIMEOUT_S = 5.0
 
 
 def provenance() -> dict[str, str | None]:
-    """Identifies a run's code, without a path, user name or remote address."""
+    """Returns the versions, commit and host of a run, without paths, user names or addresses."""
     return {
-        "parallel3d": version_of("parallel3d"),  # None from a checkout by PYTHONPATH
+        "parallel3d": version_of("parallel3d"),  # None if a checkout is used by PYTHONPATH
         "git_commit": git_commit(Path(__file__).resolve()),
         "torch": version_of("torch"),
         "hostname": socket.gethostname(),
@@ -21,10 +21,10 @@ def provenance() -> dict[str, str | None]:
 
 
 def git_commit(file: Path) -> str | None:
-    """Returns the commit of the checkout that tracks `file`, "-dirty" if tracked files changed.
+    """Returns the commit of the checkout that tracks `file`, with "-dirty" if files were changed.
 
-    None without git, outside a checkout, or if `file` is not tracked: a package installed into a
-    virtual environment inside another repository must not claim that repository's commit.
+    Returns None without git, outside a checkout, or if `file` is not tracked: a package that is
+    installed inside another repository must not report that repository's commit.
     """
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None

@@ -1,4 +1,4 @@
-"""Recorder: the trainer's only output, to metrics.jsonl, the screen, loggers and summary.json."""
+"""Records a run in metrics.jsonl, on the screen, in the loggers and in summary.json."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def evaluation_row(
     of_parts: Mapping[str, float | None],
     of_sets: Mapping[str, Score],
 ) -> dict[str, Any]:
-    """Returns an evaluation's line without `tokens`."""
+    """Returns an evaluation's line of metrics.jsonl, without the entry `tokens`."""
     row: dict[str, Any] = {"step": step, "eval_loss": eval_loss}
     if of_parts:
         row["eval_losses"] = finite(of_parts)
@@ -67,26 +67,28 @@ def layout_row(layout: Layout) -> dict[str, int]:
 
 @dataclass
 class Recorder:
-    """Records one run. Only world rank 0 creates a recorder; it does not communicate.
+    """Records one run. Only rank 0 creates a recorder, which does not communicate with others.
 
         with Recorder(config, run_dir, flops_per_token, peak) as recorder:
             recorder.start({"data": "…", "device": "…"})
             recorder.step(...)            # every optimizer step
-            recorder.evaluation(...)      # some of them
-            recorder.finish()             # done by the end of the block, too
+            recorder.evaluation(...)      # after some of them
+            recorder.finish()             # if omitted, the end of the block calls it
 
-    An exception closes every file and logger, with status "failed" ("interrupted" for
-    Ctrl-C), and propagates.
+    An exception closes every file and logger with the status "failed" ("interrupted" for Ctrl-C),
+    and propagates.
 
     Attributes:
-        run_dir: must exist.
-        peak: peak of one device (`peak.device_peak_flops`).
-        first_step: if > 1, earlier lines of metrics.jsonl stay and count in the summary.
-        length: length of a resumed run; None: the configuration's.
-        changed: keys that affect steps differ from the checkpoint's.
-        config_file: name of this start's configuration in `run_dir`.
-        begun: Unix time at which this process began; None: now.
-        clock: returns the present Unix time.
+        run_dir: the run's folder, which must exist.
+        flops_per_token: FLOPs of the model per trained token.
+        peak: peak FLOP/s of one device (`peak.device_peak_flops`).
+        first_step: first step of this start; the lines of earlier steps in metrics.jsonl stay and
+            count in the summary.
+        length: length of a resumed run; None stands for the configuration's.
+        changed: whether keys that affect steps differ from the checkpoint's.
+        config_file: name of this start's configuration in `run_dir`; None without one.
+        begun: Unix time at which this process began; None stands for the time of `start`.
+        clock: function that returns the current Unix time.
     """
 
     config: Config
@@ -102,9 +104,9 @@ class Recorder:
     console: Console = field(default_factory=screen.make_console)
     _resources: ExitStack = field(default_factory=ExitStack)
     _loggers: list[TensorBoardLogger | WandbLogger] = field(default_factory=list)
-    _last: Mapping[str, Any] = field(default_factory=dict)  # the line of the last step
-    _evaluations: list[tuple[int, float | None]] = field(default_factory=list)  # steps, losses
-    _valid: dict[str, dict[str, Any]] = field(default_factory=dict)  # last figures of each set
+    _last: Mapping[str, Any] = field(default_factory=dict)  # the last step's line
+    _evaluations: list[tuple[int, float | None]] = field(default_factory=list)  # (step, loss)
+    _valid: dict[str, dict[str, Any]] = field(default_factory=dict)  # last scores by set
     _skipped: int = 0
     _unlearned: int = 0
     _said_unlearned: bool = False
@@ -119,12 +121,12 @@ class Recorder:
     _summary: dict[str, Any] | None = None
 
     def start(self, facts: Mapping[str, str], waited: Sequence[str] = ()) -> None:
-        """Opens everything and prints the header.
+        """Opens the files and loggers, and prints the header.
 
-        `facts` are lines of the header, label → text, which replace or follow the configuration's
-        ("model", "layout", "batch", "data", "precision", "device", "peak per rank").
-
-        `waited`: `waiting` lines of the preceding start, from its checkpoint.
+        Args:
+            facts: lines of the header, text by label. They replace the configuration's lines with
+                the same label (`screen.header_facts`), or follow them.
+            waited: lines that still waited to be written at the checkpoint (`waiting`).
         """
         config, run_dir = self.config, self.run_dir
         self._code = provenance()
@@ -176,8 +178,8 @@ class Recorder:
             self.console, config.train, self.first_step, self._length.last_step
         )
         self._resources.enter_context(self._progress)
-        # This comes last: a failure above leaves nothing to summarise, and connecting to W&B does
-        # not count as training.
+        # This comes last: after a failure above there is nothing to summarize, and connecting to
+        # W&B does not count as training.
         self._started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._start_time = time.perf_counter()
         self._write(STARTS, self._add_start)
@@ -198,13 +200,17 @@ class Recorder:
         """Records optimizer step `step`, counted from 1.
 
         Args:
-            loss: nats per token; None if there was no token to learn.
-            grad_norm: norm before clipping.
-            tokens: all tokens that the step computed (global batch × sequence length), including
-                masked ones, as throughput and MFU measure work; metrics.jsonl has their sum so far.
-            times: kind → seconds (`comm.step_timer`).
-            imbalance: imbalance of attention over cp.
-            more: other entries of the line; None and False are left out.
+            step: number of the step.
+            loss: loss in nats per token; None if there was no token to learn.
+            grad_norm: norm of the gradients before clipping.
+            lr: learning rate of the step.
+            tokens: number of tokens that the step computed (global batch × sequence length). It
+                includes masked ones, as throughput and MFU measure work. metrics.jsonl has the
+                sum over all steps so far.
+            step_time_s: seconds that the step took.
+            times: seconds by kind (`comm.step_timer`); None if they were not measured.
+            imbalance: imbalance of attention over the context-parallel ranks; None without cp.
+            more: other entries of the line; those that are None or False are left out.
         """
         self._tokens += tokens
         rate = tokens / step_time_s
@@ -241,8 +247,14 @@ class Recorder:
         of_parts: Mapping[str, float | None] = {},
         of_sets: Mapping[str, Score] = {},
     ) -> None:
-        """Records held-out losses (nats per token; None without tokens) and the scores of
-        validation sets after `step` steps."""
+        """Records an evaluation after `step` steps.
+
+        Args:
+            step: number of steps done.
+            eval_loss: held-out loss in nats per token; None without a token to predict.
+            of_parts: held-out losses by part of a blend.
+            of_sets: scores by validation set.
+        """
         row = evaluation_row(step, eval_loss, of_parts, of_sets) | {"tokens": self._tokens}
         self._count(row)
         self._log(row)
@@ -254,12 +266,12 @@ class Recorder:
         self._metrics.write({"step": step, "tokens": self._tokens, "parts": parts})
 
     def expert_counts(self, step: int, counts: Mapping[int, Sequence[int]]) -> None:
-        """Records the tokens of each expert in a step, by layer."""
+        """Records how many tokens each expert got in a step, by layer."""
         by_layer = {str(layer): list(each) for layer, each in counts.items()}
         self._metrics.write({"step": step, "tokens": self._tokens, COUNTS: by_layer})
 
     def spent(self, part: str, seconds: float) -> None:
-        """Records wall time of "evaluation" or "checkpoint", between steps."""
+        """Records seconds that were spent between steps on "evaluation" or "checkpoint"."""
         self._account.spent(part, seconds)
 
     def rolled_back(self, step: int) -> None:
@@ -267,7 +279,7 @@ class Recorder:
         self._account.rolled_back(step)
 
     def waiting(self) -> tuple[str, ...]:
-        """Flushes metrics.jsonl to the disk; returns the lines that a checkpoint must carry."""
+        """Forces metrics.jsonl to disk, and returns the lines that a checkpoint must contain."""
         self._metrics.flush()
         self._write(STARTS, self._add_account)
         for logger in self._loggers:
@@ -277,15 +289,15 @@ class Recorder:
     def breakdown(
         self, ranks: Sequence[dict[str, Any]], memory: Sequence[dict[str, int]] = ()
     ) -> None:
-        """Takes `Trainer.step_times` and the peak memory of all ranks, for summary and panel."""
+        """Keeps all ranks' `Trainer.step_times` and peak memory for the summary and the panel."""
         self._ranks = ranks
         self._memory = memory
 
     def finish(self, status: str = "finished") -> dict[str, Any]:
         """Closes everything, writes summary.json, prints the closing panel; returns the summary.
 
-        `status` is "finished" or tells why the run ended: "failed", "interrupted", "stopped". A
-        second call returns the same summary. Raises RuntimeError before `start`.
+        `status` is "finished", or tells why the run ended early: "failed", "interrupted" or
+        "stopped". A second call returns the same summary. Raises RuntimeError before `start`.
         """
         if self._started_at is None:
             raise RuntimeError("finish() before start()")
@@ -293,7 +305,7 @@ class Recorder:
             return self._summary
         self._summary = summary = self._summarise(status)
         self._write(STARTS, self._add_account)
-        with ExitStack() as closing:  # closes in reverse order; a failure does not stop the rest
+        with ExitStack() as closing:  # runs in reverse order; an error does not stop the rest
             exit_code = 0 if status in ("finished", "stopped") else 1
             for logger in reversed(self._loggers):
                 closing.callback(logger.finish, summary, exit_code)
@@ -329,13 +341,13 @@ class Recorder:
             logger.log(line)
 
     def _recall(self, row: dict[str, Any]) -> None:
-        """Restores evaluations and counts from a line of an earlier session."""
+        """Counts a line of an earlier start, so that the summary covers the whole run."""
         if is_whole(row):
             self._count(row)
             self._account.kept(row)
 
     def _count(self, row: Mapping[str, Any]) -> None:
-        """Counts the line of a step or evaluation for the summary."""
+        """Takes the line of a step or an evaluation into the summary."""
         if "eval_loss" in row:
             self._evaluations.append((row["step"], value(row, "eval_loss")))
             self._valid = row.get("valid", {})
@@ -370,9 +382,9 @@ class Recorder:
         screen.print_styled(self.console, text, style="yellow")
 
     def _summarise(self, status: str) -> dict[str, Any]:
-        """Returns the content of summary.json: losses in nats per token, seconds, fractions.
+        """Returns the content of summary.json: losses in nats per token, times in seconds.
 
-        A number that is not finite is null and listed under `nonfinite`, like in metrics.jsonl.
+        A number that is not finite is null and listed under `nonfinite`, as in metrics.jsonl.
         """
         config, last = self.config, self._last
         goodput = self._account.goodput(self.clock())
@@ -430,7 +442,7 @@ class Recorder:
         return {"unit": unit, "ranks": ranks} if ranks else None
 
     def _held_out(self) -> dict[str, float | None]:
-        """Returns the last and the best held-out loss, in nats per token, and their steps."""
+        """Returns the last and the best held-out loss in nats per token, with their steps."""
         step, loss = self._evaluations[-1] if self._evaluations else (None, None)
         usable = [(n, at) for at, n in self._evaluations if n is not None and math.isfinite(n)]
         best, best_step = min(usable, default=(None, None))
@@ -444,7 +456,7 @@ class Recorder:
 
     def _paths(self) -> dict[str, str]:
         files = ["metrics.jsonl", "config.yaml", "summary.json"]
-        # These come with schedule.timeline, profile.steps and logger=tensorboard.
+        # schedule.timeline, profile.steps and logger=tensorboard create these.
         others = ("timeline.svg", "profile", TENSORBOARD)
         files += [name for name in others if (self.run_dir / name).exists()]
         paths = {name.split(".")[0]: str(self.run_dir / name) for name in files}

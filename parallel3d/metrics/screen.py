@@ -27,10 +27,10 @@ from parallel3d.metrics.peak import Peak
 from parallel3d.metrics.starts import PARTS
 from parallel3d.text import aligned, duration, loss_words, percent, si, three_digits
 
-REFRESH_PER_SECOND = 4  # redraws per second, which a thread of the training process pays for
-RATE_PERIOD_S = 600.0  # the remaining time is estimated from the steps of this period
+REFRESH_PER_SECOND = 4  # redraws per second; low, as they take time from the training process
+RATE_PERIOD_S = 600.0  # seconds of steps from which the remaining time is estimated
 MAX_WIDTH = 100  # wider lines and panels are hard to read
-MOST_PARTS = 4  # maximum number of a blend's parts in an evaluation's line; metrics.jsonl has all
+MOST_PARTS = 4  # maximum number of a blend's parts on an evaluation's line; metrics.jsonl has all
 LABEL_WIDTH = 14
 MAX_TABLE_RANKS = 8
 NAMES_OF_PARTS = {part: part.replace("_", "-") for part in PARTS} | {"between": "between starts"}
@@ -38,20 +38,20 @@ SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "optim"}
 
 
 def make_console() -> Console:
-    """Returns a console on stdout, styled only on a terminal, even with FORCE_COLOR."""
+    """Returns a console on stdout; only a terminal gets styles, even if FORCE_COLOR is set."""
     return Console(force_terminal=sys.stdout.isatty(), highlight=False)
 
 
 def print_styled(console: Console, text: str, style: str = "") -> None:
-    """Prints `text` as one unbroken line."""
+    """Prints `text` without wrapping its lines."""
     console.print(Text(text, style=style), soft_wrap=True)
 
 
 class Progress:
-    """Two live lines on a capable terminal (`train.progress`); plain lines elsewhere.
+    """Shows the progress: two live lines on a terminal (`train.progress`), else plain lines.
 
-    Plain lines are printed for the first, the last, every `train.log_every`-th and every skipped
-    step.
+    A plain line is printed for the first and the last step, for every `train.log_every`-th step and
+    for every step that is skipped because its gradients are not finite.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Progress:
             self._live.stop()
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """Shows a step's line of metrics.jsonl."""
+        """Shows a step; `row` is its line of metrics.jsonl."""
         self._row, step, skipped = row, row["step"], row.get("skipped", False)
         self._skipped += skipped
         self._advance(step)
@@ -108,14 +108,14 @@ class Progress:
             print_styled(self._console, "  ".join(words))
 
     def _advance(self, step: int) -> None:
-        share = math.floor(100 * step / self._last_step)  # 299 of 300 is 99 %
+        share = math.floor(100 * step / self._last_step)  # rounded down: 299 of 300 is 99 %
         self._bar.update(self._task, completed=step, description=self._step(step), share=share)
 
     def _step(self, step: int) -> str:
         return f"step {step:{len(str(self._last_step))}d}/{self._last_step}"
 
     def render(self) -> RenderableType:
-        """Returns step, bar and time above the step's figures."""
+        """Returns the two live lines: step, bar and time, above the figures of the last step."""
         row, words = self._row, ["first step …"]
         if row is not None:
             words = [" ".join(word.split()) for word in _step_figures(row)]
@@ -136,14 +136,14 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
         f"MFU {percent(row['mfu']):>6}",
     ]
     found += [f"scale {row['loss_scale']:g}"] if "loss_scale" in row else []
-    if "experts" in row:  # figures of the worst layer
+    if "experts" in row:  # the layer with the highest load
         found.append(f"load {max(row['experts']['load'].values()):.2f}")
     noise = row.get("noise", {}).get("scale")
     return found if noise is None else [*found, f"noise {noise:.3g}"]
 
 
 def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
-    """Returns the header's rows from the configuration, label → text."""
+    """Returns the header's lines about the configuration, text by label."""
     model, optim = config.model, config.optim
     dp, world_size = config.dp or 1, config.world_size
     microbatches = config.global_batch_size // (config.micro_batch_size * dp)
@@ -174,16 +174,19 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
 
 
 def _parameters(model: ModelConfig) -> str:
-    """Returns the parameters in words; of a mixture of experts, also those that a token uses."""
+    """Returns the number of parameters in words, and how many a token uses if these are fewer."""
     total, active = parameter_count(model), active_parameter_count(model)
     used = f" ({si(active).strip()} active)" if active < total else ""
     return f"{si(total)} parameters{used}"
 
 
 def length_words(seq_length: int, length: Length, windows: int | None = None) -> str:
-    """Returns the length of the run in steps and tokens, and epochs of `windows` samples."""
+    """Returns the length of a run in steps, tokens and, unless `windows` is None, epochs.
+
+    An epoch has `windows` samples.
+    """
     samples = length.samples
-    tokens = si(samples * seq_length).rstrip()  # without a prefix the text ends with a blank
+    tokens = si(samples * seq_length).rstrip()  # without an SI prefix, the text ends with a space
     text = f"{length.last_step:,} steps · {tokens} tokens"
     return text if windows is None else f"{text} · {samples / windows:.3g} epochs"
 
@@ -193,7 +196,7 @@ def print_header(console: Console, title: str, facts: Mapping[str, str]) -> None
 
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
-    """Prints the closing panel with the figures of `summary`, and the paths below it."""
+    """Prints the closing panel with the figures of `summary`, and below it the paths."""
     outer = Table.grid(expand=True)
     width = min(MAX_WIDTH, console.width) - 4
     outer.add_row(_table(_figures(summary)))
@@ -202,7 +205,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         outer.add_row(Text(line, no_wrap=True))
     title = f"{summary['run']} · {summary['status']} after {steps}"
     _panel(console, title, outer, "green" if summary["status"] == "finished" else "yellow")
-    for label, text in _places(summary).items():  # outside the frame, where it is easy to copy
+    for label, text in _places(summary).items():  # outside the frame, so that it is easy to copy
         print_styled(console, f"  {label:{LABEL_WIDTH}} {text}")
 
 
@@ -250,7 +253,7 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def goodput_words(spent: Mapping[str, Any]) -> str:
-    """Describes the share of the wall time spent on progress, and how the rest was spent."""
+    """Returns the goodput in words, and the times of the activities that made no progress."""
     starts = spent["starts"]
     text = f"{percent(spent['value'])} of {duration(spent['wall_s'])}"
     text += f" in {starts:,} starts" if starts > 1 else ""
@@ -273,7 +276,10 @@ def _places(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _breakdown(summary: Mapping[str, Any], width: int) -> list[str]:
-    """Returns a table of a step's milliseconds by kind: a row per rank, or least, mean and most."""
+    """Returns a table of a step's time by kind in ms: one row per rank, or minimum, mean, maximum.
+
+    It is empty if the times were not measured.
+    """
     if summary["breakdown"] is None:
         return []
     ranks = summary["breakdown"]["ranks"]
@@ -323,8 +329,8 @@ def _panel(console: Console, title: str, content: Table, style: str) -> None:
 def evaluation_lines(reads_bytes: bool, steps: int, row: Mapping[str, Any]) -> list[str]:
     """Returns the lines of an evaluation in a run of `steps` steps.
 
-    There is one for the held-out loss, with some parts of a blend, and one for each validation set.
-    `reads_bytes`: each token is a byte.
+    There is one line for the held-out loss, with the losses of some parts of a blend, and one for
+    each validation set. `reads_bytes` tells whether each token is a byte.
     """
     loss = value(row, "eval_loss")
     begin = f"eval {row['step']:{len(str(steps))}d}/{steps}  "
@@ -340,7 +346,7 @@ def evaluation_lines(reads_bytes: bool, steps: int, row: Mapping[str, Any]) -> l
 
 
 def _score_words(row: Mapping[str, Any]) -> str:
-    """Returns the figures of a validation set."""
+    """Returns the figures of a validation set in words."""
     text = f"loss {loss_words(value(row, 'loss'))}"
     if (perplexity := value(row, "perplexity")) is not None:
         text += f" · perplexity {perplexity:.5g}"
@@ -350,5 +356,5 @@ def _score_words(row: Mapping[str, Any]) -> str:
 
 
 def bits_per_byte(eval_loss: float | None, reads_bytes: bool) -> float | None:
-    """Converts nats per token to bits per byte; None unless each token is a byte."""
+    """Converts nats per token to bits per byte; returns None unless each token is a byte."""
     return eval_loss / math.log(2) if reads_bytes and eval_loss is not None else None

@@ -1,12 +1,16 @@
-"""Keeps `starts.jsonl`, with the beginning and the activities of each start of a run; goodput.
+"""Writes `starts.jsonl`, which has the times of each start of a run, and computes the goodput.
 
-Each start that reached its first step has a line: `first_step last_step started host layout config`
-(the name of its configuration), the Unix times `begun` (of rank 0's process) and `at` (of the first
-step), `lost_s`, the seconds of earlier starts' steps that this start repeats, and `between_s`, the
-seconds since the last sign of the preceding start. At each checkpoint and at the end, a line with
-the start's sums so far follows: `account` (the Unix time), `step`, `evaluation_s`, `checkpoint_s`,
-`skipped_s` of steps that changed nothing, and `rolled_back_s`. Starts of older versions lack these
-lines.
+Each start that reached its first step has a line with `first_step`, `last_step`, `started`, `host`,
+`layout`, `config` (the name of its configuration), and these times:
+
+- `begun`: Unix time at which the process of rank 0 began.
+- `at`: Unix time of the first step.
+- `lost_s`: seconds of the steps of earlier starts that this start repeats.
+- `between_s`: seconds since the last sign of life of the preceding start.
+
+At each checkpoint and at the end, the start adds a line with `account` (the Unix time), `step`, and
+its sums so far: `evaluation_s`, `checkpoint_s`, `skipped_s` (of steps that changed nothing) and
+`rolled_back_s` (of steps that were rolled back). Older versions did not write these lines.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STARTS = "starts.jsonl"
-# an incomplete line raises one of these
+# a damaged line raises one of these
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
 # seconds of one start, by activity
 SUMS = ("evaluation_s", "checkpoint_s", "skipped_s", "rolled_back_s")
@@ -29,18 +33,19 @@ PARTS = ("steps", "lost", "start_up", "evaluation", "checkpoint", "between", "ot
 
 
 class Goodput(NamedTuple):
-    """The wall time of a run over all its starts, in seconds by activity.
+    """Wall time of a run over all its starts, in seconds by activity.
 
-    Activity `steps` includes only steps that are in metrics.jsonl and were not skipped.
+    The activity `steps` counts only steps that are in metrics.jsonl, and that were neither skipped
+    nor rolled back.
     """
 
     starts: int
     wall_s: float
-    seconds: Mapping[str, float]  # seconds by PARTS
+    seconds: Mapping[str, float]  # by activity, as in PARTS
 
     @property
     def value(self) -> float | None:
-        """The share of the time that brought progress; None for no time."""
+        """Returns the share of the wall time that made progress, or None if no time has passed."""
         return self.seconds["steps"] / self.wall_s if self.wall_s > 0 else None
 
     def row(self) -> dict[str, Any]:
@@ -53,20 +58,20 @@ class Goodput(NamedTuple):
 
 @dataclass
 class Start:
-    """One start, as recorded by its lines in `starts.jsonl`."""
+    """One start, as its lines in `starts.jsonl` describe it."""
 
     line: Mapping[str, Any]  # the first line of the start
     begun: float
     at: float  # Unix time of its first step
     lost_s: float = 0.0
     between_s: float = 0.0
-    account: float = 0.0  # Unix time of its last line; `step` is the step at that time
+    account: float = 0.0  # Unix time of its last line; `step` is its last step then
     step: int = 0
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
 
 
 def starts_of(path: Path) -> list[Start]:
-    """Returns the starts in a file, oldest first; lines torn by a crash are left out."""
+    """Returns the starts in a file, oldest first; damaged lines are left out."""
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
     except OSError:
@@ -95,11 +100,12 @@ def _start(row: Mapping[str, Any]) -> Start:
 
 
 def goodput(starts: list[Start], steps_s: float, now: float | None = None) -> Goodput | None:
-    """Returns the goodput of a run; None without a start.
+    """Returns the goodput of a run, or None if it has no start.
 
     Args:
+        starts: the starts of the run, oldest first.
         steps_s: seconds of the steps in metrics.jsonl that were not skipped.
-        now: Unix time of the end; None: the time of the run's last line.
+        now: Unix time at which the run ended; None stands for the time of its last line.
     """
     if not starts:
         return None
@@ -120,7 +126,7 @@ def goodput(starts: list[Start], steps_s: float, now: float | None = None) -> Go
 
 
 def seconds_of(row: Mapping[str, Any]) -> float:
-    """Returns the seconds of a step's line; 0 for a step that changed nothing."""
+    """Returns the seconds of a step by its line, or 0 for other lines and skipped steps."""
     seconds = row.get("step_time_s")
     is_time = isinstance(seconds, (int, float)) and not row.get("skipped")
     return float(seconds or 0.0) if is_time else 0.0
@@ -130,20 +136,21 @@ class Account:
     """Accounts for the wall-clock seconds of one start, on rank 0.
 
     Args:
-        earlier: the preceding starts.
+        earlier: the preceding starts, oldest first.
         begun: Unix time at which the process of rank 0 began.
     """
 
     def __init__(self, earlier: list[Start], begun: float) -> None:
         self._earlier = earlier
         self._begun = begun
-        # Seconds of earlier starts' steps: kept, repeated, and after the last account.
+        # Seconds of earlier starts' steps: those that stay, those that this start repeats, and
+        # those after the last `account` line.
         self._kept_s = 0.0
         self._again_s = 0.0
         self._late_s = 0.0
-        self._before = 0  # steps before this start
-        self._step = 0  # the last step
-        # seconds of each step; 0 for steps that do not count
+        self._before = 0  # number of steps before this start
+        self._step = 0  # number of the last step
+        # seconds of each step of this start; 0 for skipped and rolled-back steps
         self._seconds: array[float] = array("d")
         self._steps_s = 0.0
         self._sums = dict.fromkeys(SUMS, 0.0)
@@ -157,11 +164,11 @@ class Account:
         """Adds a step of an earlier start that this start repeats."""
         self._again_s += seconds_of(row)
         if self._earlier and row["step"] > self._earlier[-1].step:
-            # It came after the start's last account.
+            # The start's last `account` line is older than this step.
             self._late_s += float(row.get("step_time_s") or 0.0)
 
     def begin(self, now: float, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Begins the first step; returns `line` of `starts.jsonl` with the times."""
+        """Marks the start of the first step; returns `line` of `starts.jsonl` with the times."""
         between = 0.0
         if self._earlier:
             heard_of = self._earlier[-1].account + self._late_s
@@ -174,7 +181,7 @@ class Account:
         return whole
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Adds a step of this start by its line."""
+        """Adds a step of this start; `row` is its line in metrics.jsonl."""
         seconds = float(row["step_time_s"])
         skipped = bool(row.get("skipped"))
         if skipped:
@@ -184,7 +191,7 @@ class Account:
         self._step = row["step"]
 
     def spent(self, part: str, seconds: float) -> None:
-        """Adds seconds of "evaluation" or "checkpoint"."""
+        """Adds seconds that were spent on `part`: "evaluation" or "checkpoint"."""
         self._sums[f"{part}_s"] += seconds
 
     def rolled_back(self, step: int) -> None:
@@ -194,12 +201,12 @@ class Account:
         self._seconds[first:] = array("d", [0.0] * (len(self._seconds) - first))
 
     def line(self, now: float) -> dict[str, Any]:
-        """Returns the line of `starts.jsonl` with the sums so far."""
+        """Returns the `account` line of `starts.jsonl`, with the sums so far."""
         sums = {name: round(seconds, 3) for name, seconds in self._sums.items()}
         return {"account": round(now, 3), "step": self._step, **sums}
 
     def goodput(self, now: float) -> Goodput | None:
-        """Returns the goodput of all starts up to now; None before the first step."""
+        """Returns the goodput of all starts up to now, or None before this start's first step."""
         if self._start is None:
             return None
         own = dataclasses.replace(self._start, sums=self._sums)

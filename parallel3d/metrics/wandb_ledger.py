@@ -1,13 +1,13 @@
-"""Records a run's state in W&B: its id there, the sessions that sent rows, and their last rows.
+"""Records which rows of a run W&B has: the run's id there, its sessions, and their last rows.
 
-All starts of a run make one W&B run without repeated steps. A resumed start repeats steps after the
-checkpoint, which W&B may already have, and W&B may lack rows lost when the run was killed. So every
-session writes lines into the run's folder (LEDGER): before its first row, at each checkpoint, and
-when W&B has confirmed the last row. Only for a killed session it is unknown which rows reached
-W&B's file, which is then read by W&B's own tool.
+All starts of a run make one W&B run without repeated steps. A resumed start repeats the steps after
+the checkpoint, which W&B may already have; and W&B may lack rows that were lost when the run was
+killed. So every session writes lines into a file in the run's folder (LEDGER): before its first
+row, at each checkpoint, and when W&B has confirmed the last row. If a session was killed, the
+ledger does not tell which rows reached W&B's file, and W&B's own tool is used to read that file.
 
-W&B takes no row back. If its rows contradict the resumed run because keys changed, or if it is
-unknown which rows it has, the run continues there under a new id.
+W&B cannot delete rows. If its rows contradict the resumed run because keys changed, or if nobody
+can tell which rows it has, the run continues in W&B under a new id.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from parallel3d.metrics.jsonl import append_line
 
 ID_FILE = "wandb-id"
 LEDGER = "wandb.jsonl"
-# Name of a session's folder; an id may contain dashes.
+# Matches the name of a session's folder; an id may contain dashes.
 _FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
-# Types of records that W&B's tool shows (0.31). If it shows no row and other types than these, its
-# output has a format that this reader does not know.
+# Types of records that W&B's tool shows (0.31). If it shows no row but a type that is not listed
+# here, its output has a format that this reader does not know.
 _TYPES = frozenset(
     (
         *("run", "history", "summary", "exit", "metric", "stats", "config", "files", "header"),
@@ -43,15 +43,15 @@ _TYPES = frozenset(
         *("alert", "artifact", "use_artifact", "link_artifact", "preempting", "tbrecord"),
     )
 )
-_HEADER_BYTES = 64  # bytes; a file without records is shorter
+_HEADER_BYTES = 64  # bytes; a file without records is not longer
 
 
 class UnknownRows(Exception):
-    """The rows that W&B has are unknown; the message is a clause that tells why."""
+    """Raised when it is unknown which rows W&B has; the message is a clause that tells why."""
 
 
 class Row(NamedTuple):
-    """Place of a logged row in the order of rows; a step's evaluation follows the step."""
+    """Position of a logged row in the order of rows; the evaluation after a step follows it."""
 
     step: int
     evaluation: bool
@@ -59,15 +59,15 @@ class Row(NamedTuple):
 
 @dataclass
 class Session:
-    """One session of W&B, as recorded in the ledger.
+    """One session of W&B, as the ledger describes it.
 
     Attributes:
         id: the run's id in W&B.
-        home: the run's folder at the time, absolute.
-        folder: the session's folder in `wandb/`.
-        keys: the decisive keys with their given values.
-        last: the last row recorded as sent.
-        closed: W&B has confirmed all rows.
+        home: absolute path of the run's folder when the session began.
+        folder: name of the session's folder in `wandb/`.
+        keys: the keys that determine the results of steps, with their values (`decisive`).
+        last: the last row that was recorded as sent; None if none was.
+        closed: whether W&B has confirmed all rows.
     """
 
     id: str
@@ -79,7 +79,7 @@ class Session:
 
 
 def sessions_of(run_dir: Path) -> list[Session]:
-    """Returns the sessions of the ledger, oldest first; lines torn by a crash are left out."""
+    """Returns the sessions of the ledger, oldest first; damaged lines are left out."""
     try:
         lines = (run_dir / LEDGER).read_text("utf-8", "replace").splitlines()
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def sessions_of(run_dir: Path) -> list[Session]:
 
 
 class Ledger:
-    """Writes the lines of this session. Every method raises OSError."""
+    """Writes this session's lines into the ledger. Every method may raise OSError."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LEDGER
@@ -109,17 +109,17 @@ class Ledger:
         self._number = len(sessions_of(run_dir)) + 1
 
     def begin(self, id: str, folder: str, first_step: int, keys: Mapping[str, str]) -> None:
-        """Records the session before its first row.
+        """Records the session; call it before the first row.
 
-        `folder` is its name in `wandb/`; `keys` are the keys that determine the figures of the
-        steps (`identity.decisive`).
+        `folder` is the name of its folder in `wandb/`; `keys` are the keys that determine the
+        results of steps (`identity.decisive`).
         """
         row = {"session": self._number, "id": id, "home": self._home, "folder": folder}
         row |= {"first_step": first_step, "checkpoint": first_step - 1}
         append_line(self._path, row | {"keys": keys})
 
     def sent(self, last: Row | None, *, closed: bool = False) -> None:
-        """Records the last sent row, and whether W&B has confirmed it."""
+        """Records the last row that was sent, and whether W&B has confirmed it."""
         row: dict[str, Any] = {"session": self._number}
         if last is not None:
             row |= {"last_step": last.step, "evaluation": last.evaluation}
@@ -128,12 +128,12 @@ class Ledger:
 
 
 class Beginning(NamedTuple):
-    """The beginning of a session.
+    """State of the run in W&B when a session begins.
 
     Attributes:
         id: the run's id in W&B.
-        last: the run's last row in W&B.
-        changed: rows from `first_step` on, if W&B has any, contradict this start.
+        last: the last row that W&B has; None without one.
+        changed: whether the rows that W&B may have from `first_step` on contradict this start.
         lines: sentences for the user.
     """
 
@@ -152,8 +152,8 @@ def begin(
 ) -> Beginning:
     """Chooses the id under which a start from `first_step` continues in W&B; saves it in ID_FILE.
 
-    `keys` are described at `Ledger.begin`. `changed`: some differ from the checkpoint's; used only
-    if the ledger does not tell.
+    `keys` are described at `Ledger.begin`. `changed` tells whether some of them differ from the
+    checkpoint's; it is used only if the ledger has no session of this id.
 
     Raises OSError.
     """
@@ -166,7 +166,7 @@ def begin(
         return _anew(run_dir, line)
     sessions = [session for session in sessions_of(run_dir) if session.id == kept]
     if sessions:
-        # A key of a later version had its default.
+        # A key that the session's version lacked counts as having its default then.
         was = decisive(Config()) | dict(sessions[-1].keys)
         changed = any(was[key] != value for key, value in keys.items())
     try:
@@ -179,7 +179,7 @@ def begin(
 
 
 def replaced(run_dir: Path, kept: str, first_step: int, last_step: int) -> Beginning:
-    """Begins under a new id, since W&B's rows from `first_step` on are from other keys."""
+    """Begins under a new id, because W&B's rows from `first_step` on have other keys."""
     steps = f"steps {first_step:,} to {last_step:,}"
     if first_step == last_step:
         steps = f"step {first_step:,}"
@@ -194,7 +194,7 @@ def _anew(run_dir: Path, why: str) -> Beginning:
 
 
 def kept_id(run_dir: Path) -> str | None:
-    """Returns the run's id in W&B; None before its first session. Raises OSError."""
+    """Returns the run's id in W&B, or None before its first session. May raise OSError."""
     try:
         return (run_dir / ID_FILE).read_text("utf-8", "replace").strip() or None
     except FileNotFoundError:
@@ -207,10 +207,11 @@ def _keep(run_dir: Path, made: str) -> str:
 
 
 def _first_id(run_dir: Path, environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """Returns the id of a run that begins, and lines for the log.
+    """Returns the id of a new run, and sentences for the user.
 
-    WANDB_RUN_ID is used only if a sweep's agent has set it. Set in a shell, it would join all runs
-    started there into one in W&B. The run's name would not be unique in the project.
+    WANDB_RUN_ID is used only if a sweep's agent has set it: if it is set in a shell, it would make
+    all runs that are started there one run in W&B. The run's name is no id either, since it need
+    not be unique in the W&B project.
     """
     given, made = environ.get("WANDB_RUN_ID"), secrets.token_hex(8)
     if not given:
@@ -225,7 +226,7 @@ def _first_id(run_dir: Path, environ: Mapping[str, str]) -> tuple[str, tuple[str
 
 
 def _beside(run_dir: Path, id: str) -> Path | None:
-    """Returns the folder of another run of `runs_dir` with this id in W&B."""
+    """Returns the folder of another run beside this one that has this id in W&B, or None."""
     for file in sorted(run_dir.absolute().parent.glob(f"*/{ID_FILE}")):
         if kept_id(file.parent) == id and not file.parent.samefile(run_dir):
             return file.parent
@@ -235,9 +236,9 @@ def _beside(run_dir: Path, id: str) -> Path | None:
 def _copied_from(run_dir: Path, kept: str) -> Path | None:
     """Returns the folder from which `run_dir` was copied; None if it is not a copy.
 
-    That is the folder in the ledger, if it still has the same id; without a ledger, the folder with
-    the run's name. A folder that was moved leaves none behind; then any other run with its id
-    counts.
+    The original is the folder that the ledger names, or without a ledger the folder with the run's
+    name, if that folder has the same id. If the original was moved, it is any other run in the
+    parent folder that has the same id.
     """
     sessions = sessions_of(run_dir)
     home = Path(sessions[-1].home) if sessions else _home_by_name(run_dir)
@@ -253,15 +254,15 @@ def _home_by_name(run_dir: Path) -> Path | None:
     try:
         tree: Any = read_yaml(run_dir / "config.yaml")
     except (OSError, UnicodeDecodeError, YAMLError):
-        return None  # without its configuration, a run has no name
+        return None  # without its configuration, the run's name is unknown
     name = tree.get("run") if isinstance(tree, Mapping) else None
     return None if name is None else run_dir.absolute().parent / str(name)
 
 
 def last_row(run_dir: Path, id: str, sessions: list[Session]) -> Row | None:
-    """Returns the last row that W&B has of its run `id`; None without one.
+    """Returns the last row that W&B has of its run `id`, or None if it has no row.
 
-    Raises UnknownRows, and OSError if W&B's tool cannot be started.
+    Raises UnknownRows if nobody can tell, and OSError if W&B's tool cannot be started.
     """
     for session in reversed(sessions):
         if not session.closed:
@@ -282,7 +283,7 @@ def last_row(run_dir: Path, id: str, sessions: list[Session]) -> Row | None:
 
 
 def _row_in(folder: Path) -> Row | None:
-    """Returns the last row in the file of a session that may have been killed."""
+    """Returns the last row in W&B's file of a session that may have been killed, or None."""
     files = [*folder.glob("run-*.wandb")]
     if len(files) != 1:
         raise UnknownRows(f"{folder} has {len(files)} files of W&B instead of one")
@@ -290,7 +291,7 @@ def _row_in(folder: Path) -> Row | None:
 
 
 def _tool(path: Path) -> Iterator[bytes]:
-    """Yields the lines of W&B's own reader of its files. Raises OSError, UnknownRows."""
+    """Yields the output of W&B's own reader of its files. Raises OSError or UnknownRows."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as tool:
         assert tool.stdout is not None and tool.stderr is not None
@@ -302,10 +303,10 @@ def _tool(path: Path) -> Iterator[bytes]:
 
 
 def read_rows(path: Path, inspect: Callable[[Path], Iterator[bytes]]) -> Row | None:
-    """Returns the last row in a file of W&B; None for one in which no row arrived.
+    """Returns the last row in a file of W&B, or None if no row was written to it.
 
-    `inspect` gives its records, one of JSON a line. Raises UnknownRows for an output that this
-    does not know: that never means that there are no rows.
+    `inspect` yields the file's records as lines of JSON. Raises UnknownRows if they have an unknown
+    format, since the file may still contain rows.
     """
     row, strange, records = None, "", 0
     for line in inspect(path):
@@ -330,14 +331,16 @@ def read_rows(path: Path, inspect: Callable[[Path], Iterator[bytes]]) -> Row | N
 
 
 def own_ids(run_dir: Path) -> tuple[list[str], bool]:
-    """Returns the ids that a run had in this folder, and whether the folder has another run's too,
-    as a copy has."""
+    """Returns the ids that a run had in this folder, and whether the folder is a copy.
+
+    A copy also has sessions of the original, with other ids.
+    """
     home, sessions = run_dir.absolute(), sessions_of(run_dir)
     own = list(dict.fromkeys(session.id for session in sessions if Path(session.home) == home))
     return own, any(session.id not in own for session in sessions)
 
 
 def name_of_id(run_dir: Path, id: str) -> str:
-    """Returns the name in W&B of a run's session under `id`: `run`, `run-2` under a second one."""
+    """Returns the name of a run in W&B under `id`: `run`, or `run-2` under its second id."""
     number = len(dict.fromkeys([*own_ids(run_dir)[0], id]))
     return run_dir.name if number == 1 else f"{run_dir.name}-{number}"
