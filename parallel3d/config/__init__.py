@@ -1,1 +1,1 @@
-"""The configuration of a run: schema, fields, overrides and every check. No torch."""
+"""Defines, reads and checks the configuration of a run, without importing torch."""

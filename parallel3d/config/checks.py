@@ -1,7 +1,7 @@
-"""Checks a whole configuration: one sentence for an error, before any process group.
+"""Checks a whole configuration, and refuses an invalid one in one sentence.
 
-Library callers who build a `Config` get the same checks. They need no torch, so that they take
-milliseconds.
+The checks run before any process group exists. They also apply to a `Config` that a library caller
+builds. They do not import torch, so they take only milliseconds.
 """
 
 from __future__ import annotations
@@ -59,21 +59,24 @@ def check_config(
     own_samples: bool = False,
     may_resume: bool = False,
 ) -> AnyConfig:
-    """Checks a whole configuration and returns it with derived values filled in.
+    """Checks a whole configuration and returns a copy with derived values filled in.
 
-    It fills in `dp` (from `world_size`; 1 where that is None), `model.num_query_groups`,
+    The derived values are `dp` (from `world_size`; 1 if both are None), `model.num_query_groups`,
     `model.ffn_hidden_size`, `model.max_position_embeddings`, `data.valid_fraction`, and
-    `train.steps` unless tokens or epochs are given; a list of `recompute` becomes text. The
-    argument is not changed; a checked configuration passes unchanged.
+    `train.steps` unless tokens or epochs are given. A list in `recompute` becomes text. A
+    configuration that was returned by this function passes unchanged.
 
     Args:
         config: the configuration.
-        world_size: number of ranks, if it is known.
-        own_samples: the caller has samples of its own, so `data` is not checked.
-        may_resume: the run may resume after another global batch, so the steps that follow from
-            `train.tokens` are not known yet; the caller calls `check_schedule_of_rate` later.
+        world_size: number of ranks; None if it is not known.
+        own_samples: whether the caller provides the samples, so that `data` is not checked.
+        may_resume: whether the run may resume a checkpoint of another global batch. The number of
+            steps that follows from `train.tokens` is then not known yet, and the caller calls
+            `check_schedule_of_rate` later.
 
-    Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
+    Raises:
+        UserError: the configuration is invalid. The sentence has the key, its value, the allowed
+            values and the nearest one.
     """
     if not isinstance(config, Config):
         kind = type(config).__name__
@@ -133,7 +136,7 @@ def check_config(
 
 
 def with_derived_keys(config: AnyConfig) -> AnyConfig:
-    """Returns the configuration with null keys filled in that follow from other keys."""
+    """Returns the configuration with the null keys filled in whose values follow from others."""
     model, train = config.model, config.train
     values = {
         "model.num_query_groups": model.kv_heads,
@@ -147,10 +150,11 @@ def with_derived_keys(config: AnyConfig) -> AnyConfig:
 
 
 def single_process(config: AnyConfig) -> AnyConfig:
-    """Returns the config of the same training on one rank, with micro-batches for replicas.
+    """Returns the configuration of the same training on one rank.
 
-    It drops the numbers of layers per stage that recompute or offload, which save memory and do not
-    change results. Raises UserError if one process cannot train it.
+    More micro-batches replace the data-parallel replicas. The numbers of recomputed and offloaded
+    layers of each stage are dropped, since they only save memory. Raises UserError if one process
+    cannot train the model.
     """
     one = dict.fromkeys(("tp", "pp", "dp", "cp", "vpp", "ep"), 1)
     of_stages = dict.fromkeys(("recompute_layers", "offload_layers"))
@@ -159,7 +163,7 @@ def single_process(config: AnyConfig) -> AnyConfig:
 
 
 def check_plain(config: Config) -> None:
-    """Raises UserError for text that config.yaml would read as a reference."""
+    """Raises UserError for text that a reader of config.yaml would take for a reference."""
     for key, value in values_of(config).items():
         is_text_free = value is None or isinstance(value, (bool, int, float))
         if not is_text_free and "${" in json.dumps(value):

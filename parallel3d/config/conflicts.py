@@ -1,7 +1,7 @@
-"""Rows that say which settings exclude each other, and the sentence that refuses both.
+"""Declares which settings exclude each other, and words the sentence that refuses them.
 
-A row is declared in `keys.py`, next to its keys. The check of a configuration, the page of
-refusals, the fuzzer's pairs and a test of every row read the same rows.
+A conflict is declared in `keys.py`, next to its keys. The check of a configuration, the page of
+refusals, the fuzzer and a test of every conflict read the same declarations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Is:
-    """Condition that holds for each of these values."""
+    """Condition that holds if the key has one of these values."""
 
     values: tuple[Any, ...]
 
@@ -31,7 +31,7 @@ class Is:
 
 @dataclass(frozen=True)
 class Other:
-    """Condition that holds for every value but these."""
+    """Condition that holds if the key has none of these values."""
 
     values: tuple[Any, ...]
 
@@ -42,13 +42,13 @@ class Other:
         return value not in self.values
 
     def example(self, usual: Any, tried: Sequence[Any]) -> Any:
-        """Returns a value for which the condition holds, one of `tried` or else the default."""
+        """Returns a value for which the condition holds: one of `tried`, or else the usual one."""
         return next(value for value in (*tried, usual) if self(value))
 
 
 @dataclass(frozen=True)
 class Where:
-    """Condition that holds for the values that pass `test`; `such` is one of them."""
+    """Condition that holds if the value passes `test`; `such` is an example of such a value."""
 
     test: Callable[[Any], bool]
     such: Any
@@ -66,12 +66,13 @@ Condition = Is | Other | Where
 
 @dataclass(frozen=True)
 class Conflict:
-    """Settings that are refused together.
+    """Settings that are refused if they occur together.
 
     Attributes:
-        settings: a condition for each key. The conflict exists where all of them hold.
-        because: why, as the beginning of a sentence; `{zero}` stands for the key with its value.
-        nearest: settings that each end the conflict alone, the nearest first.
+        settings: a condition for each key. The conflict exists if all conditions hold.
+        because: the reason, as the beginning of a sentence. In it, `{zero}` stands for the key
+            `zero` with its value.
+        nearest: changes of one key that each resolve the conflict, the nearest first.
     """
 
     settings: Mapping[str, Condition]
@@ -79,17 +80,17 @@ class Conflict:
     nearest: tuple[tuple[str, Any], ...]
 
     def holds(self, value: Callable[[str], Any]) -> bool:
-        """Returns whether a configuration has the conflict; `value` returns a key's value."""
+        """Returns whether a configuration has the conflict; `value` maps a key to its value."""
         return all(condition(value(key)) for key, condition in self.settings.items())
 
     def sentence(self, value: Callable[[str], Any], spell: Callable[[str, Any], str]) -> str:
-        """Returns the sentence that refuses a configuration; `spell` returns `key=value`."""
+        """Returns the sentence that refuses a configuration; `spell` formats a key's value."""
         why = re.sub(r"\{([\w.]+)\}", lambda m: spell(m[1], value(m[1])), self.because)
         return f"{why}; the nearest is {', or '.join(spell(*each) for each in self.nearest)}."
 
 
 def exclusive(*keys: str, unset: Any = None) -> tuple[Conflict, ...]:
-    """Returns the conflicts of mutually exclusive keys."""
+    """Returns a conflict for each pair of mutually exclusive keys; `unset` is their default."""
     given = Other(unset, None)
     return tuple(
         Conflict(

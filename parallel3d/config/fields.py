@@ -1,4 +1,4 @@
-"""Lists all keys with types and ranges from the dataclasses, and checks one key at a time."""
+"""Lists the keys with their types and ranges, as the dataclasses declare them; checks values."""
 
 from __future__ import annotations
 
@@ -28,26 +28,28 @@ class Key:
 
     name: str
     default: Any
-    kind: type  # int, float, bool, str, list, or dict for values in braces
-    item: type | None  # type of a list's elements
+    kind: type  # int, float, bool, str, list, or dict for names and values in braces
+    item: type | None  # type of a list's elements; None for other kinds
     optional: bool
     meta: dict[str, Any]
 
     @property
     def holds(self) -> Any:
-        """The finer type: `Path` for text that is a path, the types of names and values for values
-        in braces."""
+        """Returns the finer type: `Path` for text that is a path; for values in braces the types
+        of names and values; None for other keys."""
         return self.meta["holds"]
 
     @property
     def resume(self) -> str:
-        """FREE, LAYOUT, REPORTED or REFUSED: the effect of a change on a run that resumes."""
+        """Returns the effect of a change on a resumed run: FREE, LAYOUT, REPORTED or REFUSED."""
         return str(self.meta["resume"])
 
     @property
     def tried(self) -> tuple[Any, ...]:
-        """Values other than the default: the declared ones to try, or else the other choices, or
-        the other of true and false."""
+        """Returns values other than the default, for tests.
+
+        These are the declared ones, or else the other choices, or the other truth value.
+        """
         if self.meta["tried"]:
             return tuple(self.meta["tried"])
         others = self.meta["choices"] or ((not self.default,) if self.kind is bool else ())
@@ -55,22 +57,22 @@ class Key:
 
     @property
     def leaf(self) -> str:
-        """The name without its section."""
+        """Returns the name without its section."""
         return self.name.rpartition(".")[2]
 
 
-# Keys of earlier versions, by their new names.
+# New names of keys that were renamed, by their old names.
 RENAMED = {"trace": "schedule.timeline"}
 
-# Values of earlier versions, by key and value, with their new names.
+# New names of values that were renamed, by key and old value.
 RENAMED_VALUES = {("device", "pretend"): "simulated"}
 
-# Removed values, by key and value, with the nearest ones of today.
+# Replacements for removed values, by key and old value.
 REMOVED_VALUES = {("ddp.comm_hook", "powersgd"): "bf16"}
 
 
 class Removed(NamedTuple):
-    """A removed key: advice on what to use instead, and the value at which it did nothing."""
+    """Removed key: advice on a replacement, and the default, with which the key did nothing."""
 
     instead: str
     default: Any = None
@@ -99,7 +101,7 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, int) and not fits_64_bits(value):
-        return f"{value:#x}"  # Python refuses to print long ones in decimals
+        return f"{value:#x}"  # Python refuses to print very long ones in decimal
     if isinstance(value, (list, tuple)):
         return f"[{','.join(show(v) for v in value)}]"
     if isinstance(value, dict):
@@ -111,23 +113,23 @@ def show(value: Any) -> str:
 
 
 def fits_64_bits(number: int) -> bool:
-    """Returns whether torch and files can hold a number."""
+    """Returns whether a number fits into 64 bits, the limit of torch and of checkpoints."""
     return -(2**63) <= number < 2**63
 
 
 def spell(name: str, value: Any) -> str:
-    """Returns `key=value` as on the command line; presets by their group, `precision=fp16`."""
+    """Returns `key=value` as on the command line; presets by their group, as `precision=fp16`."""
     return f"{typed_name(name)}={show(value)}"
 
 
 def typed_name(name: str) -> str:
-    """Returns a key's name on the command line: for presets the group, else the key."""
+    """Returns the name of a key on the command line: a preset's group, or the key itself."""
     key = all_keys().get(name)
     return name.removesuffix(".name") if key and key.meta["choices"] else name
 
 
 def all_keys(schema: type[Config] = Config) -> dict[str, Key]:
-    """Returns all keys of a run, or of subcommands, by their dotted names, in their order."""
+    """Returns all keys of a schema by their dotted names, in the order of declaration."""
     found: dict[str, Key] = _all_keys(typing.cast(Any, schema))
     return found
 
@@ -145,12 +147,12 @@ def _keys_of(section: str, cls: type) -> Iterator[Key]:
         hint = hints[f.name]
         if dataclasses.is_dataclass(hint):
             continue
-        # Hydra accepts a new mapping only for keys of any type, so keys with braces are Any.
+        # Hydra accepts new names in braces only for keys of any type, so these are typed Any.
         braces = str if f.metadata["list_of"] else dict | None
         hint = braces if hint is Any else hint
         arms = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
         kind = arms[0]
-        # A class that declares keys may give metadata for all of them at once.
+        # A class may set metadata for all keys that it declares.
         owner = vars(next(c for c in cls.__mro__ if f.name in vars(c).get("__annotations__", ())))
         meta = dict(f.metadata)
         meta["resume"] = meta["resume"] or owner.get("RESUME", REPORTED)
@@ -167,12 +169,12 @@ def _keys_of(section: str, cls: type) -> Iterator[Key]:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Returns the value of every key, by dotted name."""
+    """Returns the values of all keys by their dotted names."""
     return {name: attrgetter(name)(config) for name in all_keys(type(config))}
 
 
 def with_values(config: AnyConfig, values: Mapping[str, Any]) -> AnyConfig:
-    """Returns the configuration with these values, by dotted name."""
+    """Returns a copy of the configuration with new values, which are given by dotted names."""
     changed: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
     for section in sections_of(type(config)):
         inside = {n.partition(".")[2]: v for n, v in values.items() if n.startswith(f"{section}.")}
@@ -182,8 +184,10 @@ def with_values(config: AnyConfig, values: Mapping[str, Any]) -> AnyConfig:
 
 
 class MegatronFlags(NamedTuple):
-    """The flags of Megatron-LM with a key's meaning, and the difference in meaning, if there is
-    one."""
+    """Flags of Megatron-LM that mean the same as a key, and how their meaning differs.
+
+    `differs` is None if it does not.
+    """
 
     flags: tuple[str, ...] = ()
     differs: str | None = None
@@ -191,8 +195,8 @@ class MegatronFlags(NamedTuple):
 
 @functools.cache
 def megatron_flags() -> dict[str, MegatronFlags]:
-    """Returns the flags of Megatron-LM by key, as `megatron.yaml` has them."""
-    import yaml  # imported here, because a script that only has PyTorch may lack PyYAML
+    """Returns the flags of Megatron-LM by key, as `megatron.yaml` lists them."""
+    import yaml  # imported here, because a script's environment may lack PyYAML
 
     rows = yaml.safe_load(Path(__file__).with_name("megatron.yaml").read_text(encoding="utf-8"))
     return {
@@ -201,10 +205,10 @@ def megatron_flags() -> dict[str, MegatronFlags]:
 
 
 def nearest_key(given: str, schema: type[Config] = Config) -> str | None:
-    """Returns the key that `given` most likely means; None if nothing is close.
+    """Returns the key that `given` most likely means, or None if nothing is close.
 
-    Tries the key itself, Megatron-LM's flags, the last names of keys, and similar spellings. Dashes
-    count as underscores; leading ones are ignored.
+    It tries the names of keys, Megatron-LM's flags, names of keys without their section, and then
+    similar spellings of all of these. Dashes count as underscores; leading ones are ignored.
     """
     given = given.lstrip("-+~").replace("-", "_").lower()
     keys = all_keys(schema)
@@ -226,7 +230,7 @@ def nearest_key(given: str, schema: type[Config] = Config) -> str | None:
 
 
 def unknown_key(given: str, value: Any = None, schema: type[Config] = Config) -> str:
-    """Returns the sentence for a key that does not exist, with the nearest one."""
+    """Returns the sentence that refuses an unknown key and names the nearest one."""
     typed = given if value is None else f"{given}={show(value)}"
     if given in RENAMED:
         return f"{typed}: {given} is now {RENAMED[given]}."
@@ -251,7 +255,7 @@ NOUNS[dict] = "names and values in braces"
 
 
 def allowed(key: Key) -> str:
-    """Returns the allowed values of a key: "a whole number of at least 1"."""
+    """Returns the allowed values of a key in words, such as "a whole number of at least 1"."""
     choices = key.meta.get("choices")
     if choices:
         text, items = f"one of {', '.join(choices)}", key.meta["list_of"]
@@ -274,7 +278,7 @@ def _has_type(value: Any, kind: type) -> bool:
 
 
 def _nearest_to(key: Key, value: Any) -> Any:
-    """Returns `value` if it is allowed, else the nearest allowed value or the default."""
+    """Returns `value` itself if it is allowed, else the nearest allowed value or the default."""
     meta, choices = key.meta, key.meta["choices"]
     if words := meta["list_of"]:
         return _nearest_words(key, value, lambda w: _is_rank(w) if words is RANKS else w in words)
@@ -298,7 +302,7 @@ def _nearest_to(key: Key, value: Any) -> Any:
 
 
 def _nearest_words(key: Key, value: Any, fits: Callable[[Any], bool]) -> Any:
-    """Returns `value` if it is a choice or a list of words that fit, else the nearest."""
+    """Returns `value` itself if it is a choice or a list of words that fit, else the nearest."""
     choices, words = key.meta["choices"], (*key.meta["choices"], *key.meta["list_of"])
     if isinstance(value, str):
         given = words_of(value)
@@ -317,7 +321,7 @@ def _is_rank(value: Any) -> bool:
 
 
 def check_value(name: str, value: Any, schema: type[Config] = Config) -> None:
-    """Raises UserError for a value of key `name` of the wrong type, choice or range."""
+    """Raises UserError if the key `name` cannot have this value."""
     key = all_keys(schema)[name]
     if value is None and key.optional:
         return
@@ -343,7 +347,7 @@ def check_value(name: str, value: Any, schema: type[Config] = Config) -> None:
 
 
 def check_fields(config: Config) -> None:
-    """Checks each key alone: it exists, and has its type and range; raises UserError."""
+    """Raises UserError for an unknown key, and for a key whose type or range is wrong."""
     schema = type(config)
     for section, cls in ({"": schema} | sections_of(schema)).items():
         found = getattr(config, section) if section else config
@@ -369,7 +373,7 @@ def check_at_most(name: str, value: float, limit: str, most: float) -> None:
 
 
 def check_conflicts(rows: Iterable[Conflict], value: Callable[[str], Any]) -> None:
-    """Raises UserError for the first row that holds; `value` returns a key's value."""
+    """Raises UserError for the first conflict that exists; `value` maps a key to its value."""
     for row in rows:
         if row.holds(value):
             raise UserError(row.sentence(value, spell))

@@ -1,9 +1,9 @@
 """Decides which keys may change when a run resumes.
 
-Free keys change nothing but rounding: where and how a run computes (layout, schedule, launcher,
-logger). Reported keys change the next steps (learning rate, batch, length, precision). Refused keys
-define the weights and the order of samples (model, data, seed, optimizer): another value needs
-another run name.
+Free keys affect only rounding: they determine where and how a run computes (layout, schedule,
+launcher, logger). Reported keys change the next steps (learning rate, batch, length, precision).
+Refused keys define the weights and the order of samples (model, data, seed, optimizer), and a run
+with another value needs another name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parallel3d.config.values import FREE, LAYOUT, REFUSED, REPORTED
 
 
 class ConfigChange(NamedTuple):
-    """A key with its values in the checkpoint and now."""
+    """Key whose value now differs from its value in the checkpoint."""
 
     key: str
     there: Any
@@ -28,9 +28,9 @@ class ConfigChange(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The class of the change: "free", "reported" or "refused".
+        """Returns the class of the change: "free", "reported" or "refused".
 
-        Momentum may change, but neither from nor to 0, where the optimizer has no state for it.
+        Momentum may change, but neither from nor to 0: at 0 the optimizer has no state for it.
         """
         if self.key == "optim.momentum" and bool(self.there) == bool(self.here):
             return REPORTED
@@ -38,7 +38,7 @@ class ConfigChange(NamedTuple):
 
     @property
     def is_layout(self) -> bool:
-        """Whether the key is part of the layout."""
+        """Returns whether the key is part of the layout."""
         return all_keys()[self.key].resume == LAYOUT
 
     def __str__(self) -> str:
@@ -46,11 +46,11 @@ class ConfigChange(NamedTuple):
 
 
 def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
-    """Returns every key whose value differs between a checkpoint and `here`.
+    """Returns the keys whose values differ between a checkpoint and `here`.
 
-    `there`: the checkpoint's configuration as nested dicts. A key that it lacks, as it was added
-    later, has its default there; a null key of the model counts as its effective value. Data and
-    seed are not compared for `train.eval_only`, which reads no training samples.
+    `there` is the checkpoint's configuration as nested dicts. A key that it lacks counts as having
+    its default, since the key was added later; a null key of the model counts as its effective
+    value. With `train.eval_only`, data and seed are not compared, since no training sample is read.
     """
     old = _in_effect(values_of(Config()) | flat(there), here.model)
     new = _of_run(here)
@@ -61,9 +61,9 @@ def changes(there: Mapping[str, Any], here: Config) -> list[ConfigChange]:
 
 
 def _in_effect(values: dict[str, Any], here: ModelConfig) -> dict[str, Any]:
-    """Fills null model keys with their effective values in the model `here`.
+    """Fills in null keys of the model with the values that they have in the model `here`.
 
-    Where the keys from which they follow differ, these are reported as changes themselves.
+    If the keys from which these values follow differ, the change of those keys is reported.
     """
     nulls: dict[str, Any] = dict.fromkeys(here.in_effect)
     held = dataclasses.replace(here, **nulls).in_effect
@@ -72,13 +72,13 @@ def _in_effect(values: dict[str, Any], here: ModelConfig) -> dict[str, Any]:
 
 
 def _of_run(config: Config) -> dict[str, Any]:
-    """Returns the effective values of a run's keys, without options of subcommands."""
+    """Returns the effective values of a run's keys, without the options of subcommands."""
     values = {name: attrgetter(name)(config) for name in all_keys()}
     return _in_effect(values, config.model)
 
 
 def of_all_ranks(config: Config) -> dict[str, Any]:
-    """Returns the keys that must be equal on all ranks; paths may differ between hosts."""
+    """Returns the keys that must be equal on all ranks, with their values."""
     keys = all_keys()
     return {
         name: value
@@ -99,14 +99,13 @@ def decisive(config: Config) -> dict[str, str]:
 
 
 def first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> ConfigChange | None:
-    """Returns the first key with another value; `theirs` came as JSON."""
+    """Returns the first key whose values differ, or None; `theirs` was read from JSON."""
     both = ((key, value, ours.get(key)) for key, value in theirs.items())
     return next((ConfigChange(*each) for each in both if not same(*each[1:])), None)
 
 
 def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
-    """Returns the sentence that refuses to resume, with the changed keys; None if none is
-    refused."""
+    """Returns the sentence that refuses to resume, or None if no change is refused."""
     bad = [change for change in found if change.kind == REFUSED]
     if not bad:
         return None
@@ -118,12 +117,12 @@ def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Compares values as JSON keeps them: tuples as lists, keys as text."""
+    """Returns whether two values are equal as JSON: tuples count as lists, names as text."""
     return bool(json.loads(json.dumps(a)) == json.loads(json.dumps(b)))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dicts by dotted names; values in braces stay whole."""
+    """Flattens nested dicts to dotted names; a key's value in braces stays whole."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         key = all_keys().get(f"{prefix}{name}")

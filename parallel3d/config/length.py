@@ -1,9 +1,10 @@
-"""The length of a run that may have begun with another global batch.
+"""Computes the length of a run, which may have begun with another global batch.
 
-`train.steps` counts optimizer steps. `train.tokens` and `train.epochs` give a number of samples: a
-run that resumes with another global batch does the steps that its remaining samples need. Its
-learning-rate schedule then follows the samples too, in units of the steps with which it began: the
-rate never jumps, a decay does not start twice, and the last step has the final value.
+`train.steps` counts optimizer steps. `train.tokens` and `train.epochs` determine a number of
+samples, and a run that resumes with another global batch takes as many steps as its remaining
+samples need. Its learning-rate schedule then follows the samples too, but it still counts in the
+steps with which the run began. So the rate never jumps, a decay does not start twice, and the last
+step has the final rate.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from parallel3d.config.values import BatchSizes
 
 @dataclass(frozen=True)
 class Length:
-    """The last step of a run, and the position of each step in its learning-rate schedule.
+    """Last step of a run, and the position of each step in its learning-rate schedule.
 
     Attributes:
-        last_step: the last step, counted over all starts.
-        sizes: global batches of this start, from its first step on.
-        clock: global batches that define the steps in which keys of the schedule count.
-        budget: number of samples to read; None where `train.steps` gives the length.
+        last_step: number of the last step, counted over all starts.
+        sizes: global batches from this start's first step on.
+        clock: global batches of the steps in which the learning-rate schedule counts.
+        budget: number of samples to read; None if `train.steps` gives the length.
     """
 
     last_step: int
@@ -36,9 +37,10 @@ class Length:
     def of_run(
         cls, config: Config, steps: int = 0, samples: int = 0, clock: BatchSizes | None = None
     ) -> Length:
-        """Returns the length of a run that has done `steps` steps of `samples` samples.
+        """Returns the length of a run that has taken `steps` steps and read `samples` samples.
 
-        `clock`: the clock in the run's checkpoint (`clock_of`); None: this configuration's batches.
+        `clock` is the clock in the run's checkpoint (`clock_of`); None stands for the batches of
+        this configuration.
         """
         sizes = config.batch_sizes.after(steps, samples)
         if config.budget is None:
@@ -47,20 +49,22 @@ class Length:
 
     @property
     def samples(self) -> int:
-        """Samples that all steps read together."""
+        """Returns the number of samples that all steps read together."""
         return self.sizes.samples(self.last_step)
 
     @property
     def end(self) -> int:
-        """Length of the learning-rate schedule in its steps: the position of the last step."""
+        """Returns the length of the learning-rate schedule, which is the last step's position."""
         return self.last_step if self.budget is None else self.clock.steps(self.budget)
 
     def place(self, step: int) -> float:
-        """Returns the position of `step`, which is not before this start, in the rate's
-        schedule."""
+        """Returns the position of `step` in the learning-rate schedule.
+
+        The step must not be earlier than this start.
+        """
         if self.budget is None:
             return step
-        if step >= self.last_step:  # it may read more than the budget, by less than a step
+        if step >= self.last_step:  # it may read a few samples more than the budget
             return self.end
         return self.clock.place(self.sizes.samples(step))
 
@@ -74,9 +78,10 @@ class Length:
 def clock_of(progress: Mapping[str, Any], there: Mapping[str, Any]) -> BatchSizes | None:
     """Returns the clock of a checkpoint with this `progress` and the configuration `there`.
 
-    A checkpoint of an older version has no clock. Its steps then count in its own batches: from
-    step 0 if these explain its number of samples, else from the checkpoint on. Returns None at step
-    0. Raises ValueError, TypeError, KeyError and AttributeError for invalid values.
+    Checkpoints of older versions have no clock. The clock then has the batches of their
+    configuration: from step 0 on if these explain the number of samples read, else from the
+    checkpoint on. Returns None at step 0, or if no batch is known. Raises ValueError, TypeError,
+    KeyError or AttributeError for invalid values.
     """
     steps, samples = int(progress["steps"]), int(progress["consumed_samples"])
     if not steps:

@@ -1,4 +1,4 @@
-"""Parses settings for NCCL: kinds of groups, fields of ncclConfig_t, variables."""
+"""Parses settings for NCCL: fields of ncclConfig_t by kind of group, and variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NCCL_LIMITS = {"min_ctas": (1, 32), "max_ctas": (1, 32), "cga_cluster_size": (0,
 
 
 def parse_nccl_settings(settings: list[str]) -> list[tuple[str, str, int]]:
-    """Returns (kind of group, field of ncclConfig_t, value) of items such as `dp.max_ctas:8`.
+    """Returns (kind of group, field of ncclConfig_t, value) for items such as `dp.max_ctas:8`.
 
     Raises UserError for other text.
     """
@@ -38,9 +38,10 @@ def parse_nccl_settings(settings: list[str]) -> list[tuple[str, str, int]]:
 
 
 def parse_nccl_env(settings: list[str]) -> dict[str, str]:
-    """Returns values by variable, from items such as `NCCL_CROSS_NIC:0`; values may have colons.
+    """Returns values by variable for items such as `NCCL_CROSS_NIC:0`; values may have colons.
 
-    Also accepts torch's TORCH_NCCL_…, TORCH_FR_… and TORCH_DIST_…. Raises UserError for other text.
+    It also accepts torch's variables TORCH_NCCL_…, TORCH_FR_… and TORCH_DIST_…. Raises UserError
+    for other text.
     """
     variables = {}
     for item in settings:

@@ -1,7 +1,8 @@
-"""Reads the overrides of a command line: checks each before Hydra composes them, and composes.
+"""Reads the overrides of a command line: checks each of them, and then composes them with Hydra.
 
-A mistake is thus one sentence with the key, its value, what is allowed and the nearest choice. A
-mistake in a user's file shows only when Hydra composes it, and is reported in Hydra's words.
+So a mistake in an override is reported in one sentence with the key, its value, the allowed values
+and the nearest one. A mistake in a user's file is found only when Hydra composes it, and is
+reported with Hydra's message.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from parallel3d.config.words import as_typed, braces, check_twice, option, quote
 from parallel3d.errors import UserError, nearest_hint, readable
 from parallel3d.private_names import HydraFiles, hydra_sources
 
-VERSION = "1.3"  # selects the defaults of this version of Hydra
+VERSION = "1.3"  # Hydra's `version_base`: its defaults are those of this version
 
 
 def compose(
@@ -50,12 +51,14 @@ def compose(
     """Returns the checked configuration that `parallel3d train` has with the same overrides.
 
     Args:
-        overrides: as on the command line: "tp=2", "model=llama_tiny", "train.steps=100".
-        world_size: number of ranks, from which `dp` follows; None: the ranks of the layout, with
-            one replica unless `dp` is given.
-        schema: `Config` for a run, or `CommandConfig` with the options of subcommands.
+        overrides: words as on the command line: "tp=2", "model=llama_tiny", "train.steps=100".
+        world_size: number of ranks, from which `dp` follows; None stands for the ranks of the
+            layout, with one replica unless `dp` is given.
+        schema: `Config` for a run, or `CommandConfig`, which adds the options of subcommands.
 
-    Raises UserError: one sentence with the key, its value, what is allowed and the nearest choice.
+    Raises:
+        UserError: an override is invalid. The sentence has the key, its value, the allowed values
+            and the nearest one.
     """
     config = composed(overrides, schema)
     check_filled(config, overrides)
@@ -63,28 +66,29 @@ def compose(
 
 
 def composed(overrides: Sequence[str], schema: type[Config] = Config) -> Config:
-    """Composes a run's configuration without checking it as a whole; raises UserError."""
+    """Composes a configuration without checking it as a whole. Raises UserError."""
     kept = check_overrides(overrides, schema=schema)
     try:
         config = config_of(compose_tree(kept, schema=schema))
-    except Exception as error:  # Hydra passes on errors of Python's conversions too
+    except Exception as error:  # Hydra also passes on errors of Python's conversions
         raise composing_error(error, overrides, schema) from None
     return typed_alternatives(config, overrides)
 
 
 def config_of(tree: DictConfig) -> Config:
-    """Returns a composed tree as a configuration, with text exactly as it was written.
+    """Converts a composed tree to a configuration, with text exactly as it was written.
 
-    Raises the errors of OmegaConf for values of other types, and UserError for text with a null.
+    Raises OmegaConf's errors for values of a wrong type, and UserError for text with a reference
+    that has no value.
     """
     config = OmegaConf.to_object(tree)
-    assert isinstance(config, Config)  # the schema's class, or a subcommand's
+    assert isinstance(config, Config)  # it has the class of the registered schema
     keys = all_keys(type(config))
     written = flat(typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False)))
     for name, text in written.items():
         if isinstance(text, str) and "${" in text and name in keys:
             found = attrgetter(name)(config)
-            # OmegaConf would put the word None in place of a reference without a value.
+            # OmegaConf replaces a reference without a value by the word None.
             if isinstance(found, str) and found.count("None") > text.count("None"):
                 raise UserError(
                     f"{name}={text}: the reference ${{…}} has no value, and the text would be "
@@ -98,21 +102,21 @@ def config_of(tree: DictConfig) -> Config:
 def compose_tree(
     overrides: Sequence[str], with_hydra: bool = False, schema: type[Config] = Config
 ) -> DictConfig:
-    """Composes the overrides; `with_hydra` adds Hydra's own keys."""
+    """Composes the overrides to a tree; `with_hydra` adds Hydra's own keys."""
     register(schema)
     with hydra.initialize_config_dir(str(conf_dir()), version_base=VERSION):
         return hydra.compose("config", list(overrides), return_hydra_config=with_hydra)
 
 
 class FileConfigSource(HydraFiles):
-    """Reads a user's YAML files for Hydra by `read_yaml`, which keeps text as it is written.
+    """Makes Hydra read a user's YAML files by `read_yaml`, which keeps text as it is written.
 
-    It has the name of Hydra's own class, because a job of the submitit launcher gets this process's
-    table of sources, registers Hydra's again, and would refuse a class of another name.
+    It has the same name as Hydra's own class: a job of the submitit launcher gets this process's
+    table of sources, registers Hydra's class again, and would refuse one with another name.
     """
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Returns a file's keys; `config_path` is a path such as "data/web"."""
+        """Returns the keys of a file; `config_path` is a path such as "data/web"."""
         found = super().load_config(config_path)
         group = config_path.rpartition("/")[0].replace("/", ".")
         if Path(self.path) == conf_dir() or group.partition(".")[0] == "hydra":
@@ -121,14 +125,14 @@ class FileConfigSource(HydraFiles):
         path = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
         tree = read_yaml(path, "" if package == "_global_" else package)
         if isinstance(tree, dict):
-            if "hydra" in tree:  # Hydra's untyped keys need real truth values and numbers
+            if "hydra" in tree:  # Hydra's own keys have no types, so text would stay text
                 tree["hydra"] = found.config["hydra"]
             found.config = OmegaConf.create(tree)
         return found
 
 
 def register(schema: type[Config] = Config) -> None:
-    """Registers a schema, and the reader of files, with Hydra; may be called repeatedly."""
+    """Registers a schema and `FileConfigSource` with Hydra; may be called repeatedly."""
     register_schema(schema)
     Plugins.instance()  # registers Hydra's own reader, which the next line replaces
     hydra_sources.instance().types[FileConfigSource.scheme()] = FileConfigSource
@@ -137,21 +141,21 @@ def register(schema: type[Config] = Config) -> None:
 def presets(group: str, own: Path | None = None) -> list[str]:
     """Returns the options of a config group: the files of `conf/<group>/`, sorted.
 
-    `own`: the folder of --config-dir, whose options are listed too.
+    `own` is the folder of --config-dir, whose options are listed too; None without one.
     """
     folders = [folder / group for folder in (conf_dir(), own) if folder is not None]
     return sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
 
 
 def groups() -> list[str]:
-    """Returns the config groups: the folders of `conf/`, sorted."""
+    """Returns the names of the config groups: the folders of `conf/`, sorted."""
     return sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
 
 
 def typed_alternatives(config: AnyConfig, overrides: Sequence[str]) -> AnyConfig:
-    """Resets an experiment's values of keys whose alternative is given on the command line.
+    """Resets the keys that a key on the command line excludes, which an experiment may have set.
 
-    `experiment=llama_1b_sft train.steps=20` has 20 steps, although the file sets two epochs.
+    `experiment=llama_1b_sft train.steps=20` trains 20 steps, although the file sets two epochs.
     """
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     for keys in ALTERNATIVES:
@@ -161,15 +165,15 @@ def typed_alternatives(config: AnyConfig, overrides: Sequence[str]) -> AnyConfig
 
 
 def check_filled(config: Config, overrides: Sequence[str], own: Path | None = None) -> None:
-    """Raises UserError for keys that the experiment leaves open, `key: ???`, and that nothing sets.
+    """Raises UserError if nothing sets a key that the experiment leaves open by `key: ???`.
 
-    Hydra lets a default take the place of `???`, and every key here has a default. Keys of a group
-    that the command line chooses do not count: data=blend has no data.path.
+    Hydra itself would replace `???` by the default, and every key has one. Keys of a group are not
+    required if the command line selects a preset of the group: data=blend needs no data.path.
 
     Args:
         config: the configuration composed from the overrides.
         overrides: the words of the command line.
-        own: the folder of --config-dir, whose experiments come first.
+        own: the folder of --config-dir, whose experiments come first; None without one.
     """
     typed = {override.partition("=")[0].lstrip("+"): override for override in overrides}
     keys = all_keys()
@@ -192,7 +196,7 @@ def left_open(experiment: str | None, own: Path | None = None) -> list[str]:
 
 
 def experiment_files(experiment: str | None, own: Path | None = None) -> list[DictConfig]:
-    """Returns the content of an experiment's file, and of the files that its defaults name."""
+    """Returns the contents of an experiment's file and of the files in its `defaults`."""
     folders = [folder for folder in (own, conf_dir()) if folder is not None]
     paths = [folder / "experiment" / f"{experiment}.yaml" for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
@@ -215,14 +219,14 @@ def check_overrides(
 ) -> list[str]:
     """Returns the overrides, with text in quotes where Hydra's grammar needs them.
 
-    Raises UserError for the first that is not KEY=VALUE of a key, a section or a group, and for
-    two that give the same key. Overrides of Hydra's own keys pass unchanged; values are checked
-    after composing.
+    Raises UserError for the first override that is not KEY=VALUE for a key, a section or a group,
+    and for two overrides of the same key. Overrides of Hydra's own keys pass unchanged. Values are
+    checked after composing.
 
     Args:
         words: the words of the command line.
-        own: the folder of --config-dir.
-        sweeps: whether a key may have several values, with a run for each.
+        own: the folder of --config-dir; None without one.
+        sweeps: whether a key may have several values, each of which gets a run.
         schema: the schema whose keys are allowed.
     """
     check_twice(words)
@@ -230,7 +234,7 @@ def check_overrides(
 
 
 def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: bool) -> str:
-    """Returns one override, checked and quoted for `check_overrides`. Raises UserError."""
+    """Checks and quotes one override for `check_overrides`. Raises UserError."""
     bare, is_set, value = word.partition("=")
     keys, sections = all_keys(schema), sections_of(schema)
     key = keys.get(bare.lstrip("+"))
@@ -243,7 +247,7 @@ def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: b
         if is_set and is_ours and has_text:
             kept = as_typed(word, key)
         parsed = OverridesParser.create().parse_override(kept)
-    except (HydraException, ValueError) as error:  # ValueError: more digits than Python reads
+    except (HydraException, ValueError) as error:  # ValueError: too many digits for Python
         if isinstance(error, UserError):
             raise
         parsed = None
@@ -287,9 +291,9 @@ def _may_be_list(value: object) -> bool:
 
 
 def _is_of_another_form(value: str, key: Key) -> bool:
-    """Returns whether a value is a list or in braces although the key takes neither.
+    """Returns whether a value is a list or in braces although the key does not take that.
 
-    This needs no parser, which takes seconds for a list of thousands of values.
+    It uses no parser, which would take seconds for a list of thousands of values.
     """
     is_list, is_braces = (value[:1] + value[-1:] == pair for pair in ("[]", "{}"))
     takes_list = key.item is not None or key.meta["list_of"]
@@ -305,7 +309,7 @@ def _not_allowed(typed: str, key: Key) -> str:
 
 
 def _not_read(word: str, schema: type[Config]) -> str:
-    """Returns the sentence for a word that Hydra cannot read as KEY=VALUE."""
+    """Returns the sentence that refuses a word that Hydra cannot read as KEY=VALUE."""
     left, equals, value = (part.strip() for part in word.partition("="))
     if left.startswith("-"):
         return unknown_key(left, value or None, schema)
@@ -343,10 +347,11 @@ def _wrong_preset(group: str, option: str, known: Sequence[str], word: str | Non
 def composing_error(
     error: BaseException, overrides: Sequence[str] = (), schema: type[Config] = Config
 ) -> UserError:
-    """Returns a UserError for an error of Hydra or OmegaConf in checked overrides.
+    """Converts an error of Hydra or OmegaConf to a UserError.
 
-    Such an error is about a user's file or about the value of a `${…}`. The value is not repeated,
-    as it may be a secret of the environment.
+    As the overrides have been checked, the error is about a user's file or about the value of a
+    reference `${…}`. The sentence does not repeat that value, as it may be a secret from an
+    environment variable.
     """
     if isinstance(error, UserError):
         return error

@@ -1,4 +1,4 @@
-"""Expands `~` in paths, and refuses paths that mean nothing; addresses (`s3://…`) stay."""
+"""Expands `~` in paths, and refuses paths that cannot exist; addresses (`s3://…`) stay."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from parallel3d.errors import UserError
 def at_home(text: str) -> str:
     """Expands `~` and `~user` in a path, or in several paths joined by commas.
 
-    A shell does not expand them after a `=` or in YAML. A `~` that names no home is left as it is.
+    A shell does not expand them after a `=`, and nothing expands them in YAML. A `~` that stands
+    for no home folder is left as it is.
     """
     return ",".join(map(_at_home, text.split(",")))
 
 
 def _at_home(item: str) -> str:
     path = item.lstrip()
-    # Python takes an empty HOME for the root.
+    # With an empty HOME, Python would expand ~ to the root folder.
     if not path.startswith("~") or (path[1:2] in ("", "/") and os.environ.get("HOME") == ""):
         return item
     there = os.path.expanduser(path)
     return item[: len(item) - len(path)] + there if os.path.isabs(there) else item
 
 
-# Keys of corpora, which may lie at an address; commands with verbs have them by short names.
+# Keys of corpora, which may be at an address. `input` and `prefix` are arguments of commands.
 OF_ADDRESSES = ("data.path", "data.blend", "data.blend_stages", "data.valid", "input", "prefix")
 _ADDRESS = re.compile("[A-Za-z][A-Za-z0-9+.-]*://")
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")
@@ -37,9 +38,9 @@ _OR_ELSE = re.compile(r"(\$\{oc\.env:[^,{}'\"$]+,)\s*([^,{}'\"$]+?)\s*\}")
 
 
 def with_texts_of_variables(text: str) -> str:
-    """Returns text with the default of `${oc.env:NAME,DEFAULT}` in quotes.
+    """Returns text in which the default of each `${oc.env:NAME,DEFAULT}` is quoted.
 
-    Without quotes OmegaConf would read a default such as 1.10 as a number.
+    Without the quotes, OmegaConf would read a default such as 1.10 as a number.
     """
     mark = '"' if "'" in text else "'"
     return text if mark in text else _OR_ELSE.sub(rf"\1{mark}\2{mark}}}", text)
@@ -48,8 +49,10 @@ def with_texts_of_variables(text: str) -> str:
 def check_path(name: str, text: str) -> None:
     """Raises UserError for an empty path, an unknown home, an unexpanded variable, or an address.
 
+    Addresses are allowed for the keys in OF_ADDRESSES.
+
     Args:
-        name: the key, for the sentence.
+        name: name of the key.
         text: the path, as `at_home` returns it.
     """
     if not text.strip():
@@ -82,7 +85,7 @@ def check_path(name: str, text: str) -> None:
 
 
 def paths_in(value: Any, holds: Any) -> Iterator[str]:
-    """Yields the paths in a value of a key that holds them."""
+    """Yields the paths in a key's value; `holds` is the key's `Key.holds`."""
     if holds is Path and isinstance(value, str):
         yield value
     elif isinstance(value, Mapping) and typing.get_origin(holds) is dict:

@@ -1,8 +1,8 @@
-"""The configuration of a run: every feature's keys, composed.
+"""Composes the schema of a run's configuration from the keys of every feature.
 
-A section, and a key without one, is declared in `keys.py` of the feature's folder. Hydra composes
-`conf/` over these dataclasses, `docs/configuration.md` is generated from them, and `config.checks`
-checks a whole configuration. Nothing here needs torch, so that a bad key is refused at once.
+Each feature declares its keys in the `keys.py` of its folder. Hydra composes `conf/` over these
+dataclasses, `docs/configuration.md` is generated from them, and `config.checks` checks a whole
+configuration. Nothing here imports torch, so that a bad key is refused at once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 
-# A dataclass orders the fields of its bases from the last base to the first.
+# A dataclass takes the fields of its last base first, so the bases are listed in reverse.
 @dataclass
 class Config(
     PreflightKeys,
@@ -91,7 +91,7 @@ class Config(
     ExpertLayoutKeys,
     LayoutKeys,
 ):
-    """A whole run. Sizes of the dimensions: world size = tp × pp × cp × dp."""
+    """All keys of a run. Its world size is tp × pp × cp × dp."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -113,63 +113,63 @@ class Config(
 
     @property
     def replica_size(self) -> int:
-        """Ranks of one data-parallel replica."""
+        """Returns the number of ranks of one data-parallel replica."""
         return self.tp * self.cp * self.pp
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run; while dp is null, ranks of one replica."""
+        """Returns the number of ranks of the run, or of one replica while dp is null."""
         return self.replica_size * (self.dp or 1)
 
     @property
     def padded_seq_length(self) -> int:
-        """Tokens of a sample with the padding that context parallelism needs."""
+        """Returns the tokens of a sample with the padding that context parallelism needs."""
         return padded_length(self.model.seq_length, self.cp, self.rank_multiple)
 
     @property
     def local_seq_length(self) -> int:
-        """Tokens of a sample on each context-parallel rank, before tp splits them under sp."""
+        """Returns the tokens of a sample on a context-parallel rank, before sp splits them."""
         return self.padded_seq_length // self.cp
 
     @property
     def rank_multiple(self) -> int:
-        """Divisor of the tokens of a sample on a context-parallel rank."""
+        """Returns the number that must divide a sample's tokens on a context-parallel rank."""
         return self.tp * self.tensor_parallel.chunks if self.sp else 1
 
     @property
     def mlp_chunks(self) -> int:
-        """Chunks in which a recomputed MLP runs."""
+        """Returns the number of chunks in which a recomputed MLP runs."""
         most = self.mlp_chunk_tokens
         return 1 if most is None else -(-self.micro_batch_size * self.local_seq_length // most)
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of a data-parallel rank in a step. Raises ValueError while dp is null."""
+        """Returns a data-parallel rank's micro-batches per step; ValueError while dp is null."""
         return self.microbatches_of(self.global_batch_size)
 
     def microbatches_of(self, batch: int) -> int:
-        """Returns `num_microbatches` for a step of `batch` sequences. Raises ValueError too."""
+        """Returns `num_microbatches` for a step of `batch` sequences, with the same ValueError."""
         if self.dp is None:
             raise ValueError("dp is not known yet: call check_config first")
         return batch // (self.micro_batch_size * self.dp)
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """Global batches of a checked configuration, by the samples read before them."""
+        """Returns the global batch sizes of a checked configuration."""
         schedule = self.train.batch_schedule or {0: self.global_batch_size}
         return BatchSizes.of(schedule)
 
     @property
     def budget(self) -> int | None:
-        """Samples of `train.tokens`; None where another key gives the length."""
+        """Returns the samples of `train.tokens`, or None if another key gives the length."""
         tokens = self.train.tokens
         return None if tokens is None else -(-math.ceil(tokens) // self.model.seq_length)
 
     @property
     def train_steps(self) -> int:
-        """Steps of a new run; `Length` has the steps of a run that resumes.
+        """Returns the number of steps of a new run; `Length` has that of a resumed run.
 
-        Raises ValueError for `train.epochs`, which `loader.with_length` turns into steps.
+        Raises ValueError for `train.epochs`, which `loader.with_length` converts to steps.
         """
         if self.budget is not None:
             return self.batch_sizes.steps(self.budget)
@@ -178,9 +178,9 @@ class Config(
         return self.train.steps or DEFAULT_STEPS
 
 
-# Sections of subcommands, which config.yaml of earlier versions contains.
+# Sections of subcommands, which the config.yaml of earlier versions contains.
 OPTIONS = ("verify", "topology", "bench", "calibrate", "generate", "eval", "dryrun", "plan")
-# Settings that exclude each other, in the order in which they are checked.
+# Conflicts between settings, in the order in which they are checked.
 CONFLICTS = (
     *MODELS,
     *EXPERTS,
@@ -194,12 +194,12 @@ CONFLICTS = (
     *DATA_PARALLEL,
     *BLUEPRINT,
 )
-# Mutually exclusive keys: one given on the command line replaces a preset's.
+# Mutually exclusive keys: if the command line sets one, it resets those that a preset sets.
 ALTERNATIVES = (LENGTHS, WARM_UPS)
 
 
 def sections_of(schema: type[Config]) -> dict[str, type]:
-    """Returns the sections of a run's schema, or of subcommands', by name."""
+    """Returns the sections of a schema and their dataclasses, by name."""
     found: dict[str, type] = _sections_of(cast(Any, schema))
     return found
 
@@ -210,20 +210,22 @@ def _sections_of(schema: type[Config]) -> dict[str, type]:
 
 
 def register_schema(schema: type[Config] = Config) -> None:
-    """Registers a schema with Hydra as `schema`, the first of conf/config.yaml's defaults; may be
-    called repeatedly."""
-    from hydra.core.config_store import ConfigStore  # workers read a finished config without Hydra
+    """Registers a schema with Hydra under the name `schema`; may be called repeatedly.
+
+    `schema` is the first entry in the defaults of conf/config.yaml.
+    """
+    from hydra.core.config_store import ConfigStore  # imported here, as workers need no Hydra
     from omegaconf import OmegaConf
 
     store = ConfigStore.instance()
     there = store.repo.get("schema.yaml")
-    # Building the node takes a quarter of composing.
+    # Building the node takes a quarter of the time that composing takes.
     if there is None or OmegaConf.get_type(there.node) is not schema:
         store.store(name="schema", node=schema)
 
 
 def conf_dir() -> Path:
-    """Returns the folder of the Hydra groups: in the package, or next to it in a checkout."""
+    """Returns the folder `conf`, which is in the package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"

@@ -2,8 +2,8 @@
 
 YAML and Hydra read `1.10`, `0123`, `1:30`, `on` and `5e10423` as numbers or truth values. Here such
 a scalar becomes a number only if Python prints that number in the same way. Otherwise it stays
-text, which a text key keeps and a numeric key reads by Python's rules: 0123 is 123, 1:30 is no
-number.
+text. A text key keeps this text, and a numeric key converts it by Python's rules: 0123 becomes 123,
+and 1:30 is refused.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from parallel3d.config.values import RANKS
 from parallel3d.errors import UserError
 
 _YAML = "tag:yaml.org,2002:"
-_BASED = re.compile("[-+]?0[xb][0-9a-fA-F_]+")  # numbers to another base than ten
+_BASED = re.compile("[-+]?0[xb][0-9a-fA-F_]+")  # hexadecimal and binary numbers
 
 
 class _Loader(yaml.SafeLoader):
     """Reads YAML; a scalar stays text if its value would be printed differently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Returns values by their names, which stay text: 1, 1.0 and True are three names.
+        """Returns values by names, which stay text, so that 1, 1.0 and True are three names.
 
         Raises ConstructorError for a duplicate name.
         """
@@ -50,18 +50,18 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def spelled(self, node: yaml.ScalarNode) -> Any:
-        """Returns a number or truth value if it prints as it is written, else the text."""
+        """Returns a number or truth value if Python prints it as it is written, else the text."""
         kind = node.tag.removeprefix(_YAML)
         try:
             value = getattr(self, f"construct_yaml_{kind}")(node)
-        except ValueError:  # more digits than Python reads
+        except ValueError:  # too many digits for Python
             return node.value
         return value if str(value) == node.value else node.value
 
 
 for _kind in ("int", "float", "bool"):
     _Loader.add_constructor(f"{_YAML}{_kind}", _Loader.spelled)
-for _kind in ("timestamp", "value"):  # a date, and a lone "="
+for _kind in ("timestamp", "value"):  # dates, and a lone "="
     _Loader.add_constructor(f"{_YAML}{_kind}", _Loader.construct_scalar)
 
 
@@ -70,7 +70,7 @@ def read_yaml(path: Path, package: str = "") -> Any:
 
     Args:
         path: the file.
-        package: the dotted name of the section that its keys belong to; "": the top level.
+        package: dotted name of the section to which its keys belong; "" stands for the top level.
 
     Raises OSError, and yaml's errors.
     """
@@ -79,7 +79,7 @@ def read_yaml(path: Path, package: str = "") -> Any:
 
 
 def _in_place(value: Any, place: str) -> Any:
-    """Returns a value with `~` expanded in its paths, and hexadecimal and binary numbers read."""
+    """Returns a value with `~` in paths expanded, and hexadecimal and binary numbers converted."""
     key = all_keys().get(place)
     if isinstance(value, str):
         value = with_texts_of_variables(value)
@@ -98,7 +98,7 @@ def _in_place(value: Any, place: str) -> Any:
 
 
 def number_of(text: Any) -> Any:
-    """Returns the number or truth value that text spells by Python's rules, else the argument."""
+    """Converts text to the number or truth value that it spells; returns other values as given."""
     if not isinstance(text, str) or not text.isascii():
         return text
     if text.lower() in ("true", "false"):
@@ -106,7 +106,7 @@ def number_of(text: Any) -> Any:
     for kind in (int, float):
         try:
             return kind(text)
-        except ValueError:  # no number, or more digits than Python reads
+        except ValueError:  # no number, or too many digits for Python
             continue
     return text
 
@@ -114,8 +114,8 @@ def number_of(text: Any) -> Any:
 def with_text(config: AnyConfig) -> AnyConfig:
     """Returns the configuration with values in braces converted to their declared types.
 
-    OmegaConf knows no types for these; `holds` of a key declares them. `~` is expanded in paths.
-    Raises UserError for two names that are the same number.
+    OmegaConf has no types for these; `Key.holds` declares them. `~` is expanded in paths. Raises
+    UserError if two names in the same braces are the same number.
     """
     old, keys = values_of(config), all_keys(type(config))
     new = {name: _typed(value, keys[name].holds, name) for name, value in old.items()}
@@ -134,7 +134,7 @@ def _typed(value: Any, holds: Any, key: str) -> Any:
     if holds in (str, Path):
         text = str(value) if isinstance(value, (bool, int, float)) else value
         return at_home(text) if holds is Path and isinstance(text, str) else text
-    if not isinstance(value, Mapping):  # one word in place of the braces
+    if not isinstance(value, Mapping):  # one word in place of braces
         return value
     of_names, of_values = typing.get_args(holds)
     written: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""Declares keys, and handles values that a range or a choice cannot describe."""
+"""Provides `key`, which declares a key, and helpers for values that need more than a range."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-# Whether a resumed run may change a key. FREE and LAYOUT change nothing but rounding, and LAYOUT
-# is reported as a change of layout; REPORTED changes the next steps; REFUSED defines the weights or
-# the order of samples.
+# The effect of a key's change on a resumed run. FREE and LAYOUT keys change nothing but rounding,
+# and a LAYOUT key is reported as a change of layout. A REPORTED key changes the next steps. A
+# REFUSED key must not change, as it defines the weights or the order of samples.
 FREE, LAYOUT, REPORTED, REFUSED = "free", "layout", "reported", "refused"
 
 
@@ -31,24 +31,24 @@ def key(
     once: bool = False,
     tried: tuple[Any, ...] = (),
 ) -> Any:
-    """Declares a key with default, range and help.
+    """Declares a key with its default, range and help.
 
     `fields` enforces the limits.
 
     Args:
-        default: its value unless another is given.
-        help: a phrase for help texts and the page of all keys.
-        choices: the allowed words.
-        list_of: words that may be given in place of a choice, alone or several as a list or as
-            text; with RANKS, a list of numbers.
+        default: value of the key if none is given.
+        help: phrase for help texts and the page of all keys.
+        choices: the allowed words; None allows all.
+        list_of: words of which one or several may be given in place of a choice, as a list or as
+            text; with RANKS, numbers of ranks. None allows no list.
         holds: `Path` for text that is a path; for values in braces the types of names and values,
-            such as dict[str, float].
-        minimum, maximum: inclusive limits.
-        above, below: exclusive limits.
-        resume: whether a resumed run may change the key; None: as `RESUME` of its class says, or
-            else REPORTED.
-        alike: all ranks must have the same value, although it may change.
-        once: the key belongs to a single start, and a resumed run does not inherit it.
+            such as dict[str, float]; None for other keys.
+        minimum, maximum: inclusive limits; None for no limit.
+        above, below: exclusive limits; None for no limit.
+        resume: whether a resumed run may change the key (FREE, LAYOUT, REPORTED or REFUSED); None
+            stands for the `RESUME` of its class, or else for REPORTED.
+        alike: whether the value must be the same on all ranks, although it may change.
+        once: whether the key belongs to a single start, so that a resumed run does not inherit it.
         tried: values other than the default for the page of refusals, the fuzzer and tests.
     """
     meta = {
@@ -73,20 +73,20 @@ def key(
 # `attention_kernel`
 
 AUTO, FLASH, CUDNN, MATH = "auto", "flash", "cudnn", "math"
-# Flash attention of other packages: name in torch's registry, module that torch imports.
+# Flash attention of other packages: its name in torch's registry, and the module to import.
 PACKAGES = {"fa3": ("FA3", "flash_attn_interface"), "fa4": ("FA4", "flash_attn.cute")}
 KERNELS = (AUTO, FLASH, CUDNN, MATH, *PACKAGES)
 HALF_PRECISION = ("bf16", "fp16")
-# Kernels that need half precision on GPUs. (Flash attention on a CPU takes all types.)
+# Kernels that need half precision on GPUs. (On CPUs, flash attention takes all types.)
 NARROW = (FLASH, CUDNN, *PACKAGES)
 
 
 def in_other_precision(kernel: str) -> str:
-    """Returns the kernel for a run's computations in fp32 or fp64 (`verify`, `generate`)."""
+    """Returns the kernel for computing in fp32 or fp64, as `verify` and `generate` do."""
     return AUTO if kernel in NARROW else kernel
 
 
-# `recompute`: the parts of a layer that are recomputed in the backward (`models/recompute.py`)
+# `recompute` lists the parts of a layer that the backward recomputes (`models/recompute.py`).
 
 PARTS = ("norm", "activation", "attention", "mlp", "layer")
 WORDS: dict[str, tuple[str, ...]] = {"none": (), "selective": ("attention",), "full": ("layer",)}
@@ -94,24 +94,24 @@ _IMPLIED = {"mlp": ("activation",), "layer": PARTS[:-1]}
 
 
 def words_of(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the words of a list, of a word, or of text such as `[norm,mlp]`."""
+    """Returns the words in a list, a single word, or text such as `[norm,mlp]`."""
     if not isinstance(value, str):
         return tuple(value)
     return tuple(word.strip() for word in value.strip("[]").split(",") if word.strip())
 
 
 def padded_length(length: int, cp: int, multiple: int = 1) -> int:
-    """Returns the tokens of a sequence of `length` with the padding for cp ranks.
+    """Returns the length of a sequence with the padding that `cp` ranks need.
 
-    It is split into 2 · cp equal pieces, and each rank has a multiple of `multiple` tokens. With
-    cp=1 nothing is padded.
+    The padded sequence is split into 2 · cp equal pieces, and each rank gets a multiple of
+    `multiple` tokens. With cp=1 there is no padding.
     """
     step = 1 if cp == 1 else math.lcm(2 * cp, cp * multiple)
     return -(-length // step) * step
 
 
 def parts_of(recompute: str | Sequence[str]) -> frozenset[str]:
-    """Returns the named parts without those that others imply."""
+    """Returns the recomputed parts, without those that other parts include."""
     is_word = isinstance(recompute, str) and recompute in WORDS
     return _least(WORDS[str(recompute)] if is_word else words_of(recompute))
 
@@ -122,8 +122,10 @@ def _least(parts: tuple[str, ...]) -> frozenset[str]:
 
 
 def spelled(recompute: str | Sequence[str]) -> str:
-    """Returns `recompute` as text: a single word if one means the same, else its parts in PARTS'
-    order."""
+    """Returns `recompute` as text: a word such as "full" if one means the same, else its parts.
+
+    The parts are in the order of PARTS.
+    """
     least = tuple(sorted(parts_of(recompute), key=PARTS.index))
     return next((word for word, means in WORDS.items() if means == least), f"[{','.join(least)}]")
 
@@ -133,13 +135,14 @@ RANKS = ("ranks",)
 
 
 class BatchSizes(NamedTuple):
-    """The global batch of every step, as a function of the samples read before it.
+    """Global batch size of every step, as a function of the samples read before it.
 
     Attributes:
-        entries: (first, size) with growing `first`, which starts at 0: a step takes `size` if at
-            least `first` samples were read before it.
-        steps_before: steps done before these sizes apply, in a run that resumes with other sizes.
-        samples_before: samples read in those steps.
+        entries: pairs (first, size) with increasing `first`, beginning with 0. A step has the size
+            of the last pair whose `first` is at most the number of samples read before it.
+        steps_before: number of steps done before these sizes apply, in a run that resumed with
+            other sizes.
+        samples_before: number of samples read in those steps.
     """
 
     entries: tuple[tuple[int, int], ...]
@@ -151,21 +154,21 @@ class BatchSizes(NamedTuple):
         return [size for _, size in self.entries]
 
     def at(self, samples: int) -> int:
-        """Returns the size of the step before which `samples` were read."""
+        """Returns the size of the step that begins after `samples` samples were read."""
         return next(size for first, size in reversed(self.entries) if first <= samples)
 
     @classmethod
     def of(cls, schedule: Mapping[Any, int]) -> BatchSizes:
-        """Returns the sizes of a `train.batch_schedule`: by the samples read before them."""
-        # Keys are text in a manifest, and 1e9 is a float.
+        """Returns the sizes of a `train.batch_schedule`, which maps samples read to sizes."""
+        # The names are text in a manifest, and 1e9 is a float.
         return cls(tuple((int(Fraction(str(first))), size) for first, size in schedule.items()))
 
     def after(self, steps: int, samples: int) -> BatchSizes:
-        """Returns these sizes for a run that has done `steps` steps of `samples` samples."""
+        """Returns these sizes for a run that has taken `steps` steps and read `samples` samples."""
         return BatchSizes(self.entries, steps, samples)
 
     def steps(self, samples: int) -> int:
-        """Returns the least number of steps, with `steps_before`, that read `samples` or more."""
+        """Returns the least number of steps, from the run's start, that read at least `samples`."""
         steps, read = self.steps_before, self.samples_before
         for (_, size), end in self._until():
             last = samples if end is None else min(end, samples)
@@ -174,7 +177,7 @@ class BatchSizes(NamedTuple):
         return steps
 
     def samples(self, steps: int) -> int:
-        """Returns the samples that the first `steps` steps read; `steps` >= `steps_before`."""
+        """Returns how many samples the run's first `steps` steps read; at least `steps_before`."""
         steps, read = max(0, steps - self.steps_before), self.samples_before
         for (_, size), end in self._until():
             count = steps if end is None else min(steps, max(0, -(-(end - read) // size)))
@@ -182,9 +185,9 @@ class BatchSizes(NamedTuple):
         return read
 
     def place(self, samples: int) -> float:
-        """Returns the step at which `samples` samples are read, a fraction within a step.
+        """Returns the number of steps, as a fraction, after which `samples` samples are read.
 
-        `samples` is at least `samples_before`.
+        `samples` must be at least `samples_before`.
         """
         steps = self.steps(samples)
         over = self.samples(steps) - samples
@@ -193,16 +196,16 @@ class BatchSizes(NamedTuple):
         return steps - over / (self.samples(steps) - self.samples(steps - 1))
 
     def _until(self) -> list[tuple[tuple[int, int], int | None]]:
-        """Returns each entry with the number of samples at which the next one begins."""
+        """Returns each entry with the `first` of the next entry; None for the last entry."""
         after = [first for first, _ in self.entries[1:]]
         return list(zip(self.entries, [*after, None], strict=True))
 
 
 class Replicas(NamedTuple):
-    """The data-parallel ranks of a run.
+    """Data-parallel replicas of a run.
 
     Attributes:
-        micro_batch_size: sequences of a micro-batch.
+        micro_batch_size: number of sequences in a micro-batch.
         dp: number of data-parallel ranks.
     """
 
@@ -211,12 +214,12 @@ class Replicas(NamedTuple):
 
     @property
     def multiple(self) -> int:
-        """Divisor of every global batch."""
+        """Returns the number that must divide every global batch size."""
         return self.micro_batch_size * self.dp
 
 
 def number_of_tokens(typed: Any) -> int:
-    """Returns a number of tokens, written as 1000000000 or 1e9; -1 for other text."""
+    """Returns a number of tokens that is written as 1000000000 or 1e9, or -1 for other text."""
     try:
         number = Fraction(str(typed))
     except (ValueError, ZeroDivisionError):

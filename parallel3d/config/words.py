@@ -2,8 +2,8 @@
 
 Hydra reads `run=5e10423` as the number inf, `1.10` as 1.1 and the name in `{007:1}` as 7, and it
 refuses `~` and `ü` outside quotes. Here a word is parsed by Hydra's grammar, and the parts that
-Hydra would change are quoted. Names in braces cannot be quoted in that grammar, so values in braces
-become text, which `braces` reads afterwards.
+Hydra would change are put in quotes. The grammar does not allow quoted names in braces. If Hydra
+would change such a name, the braces as a whole become text, which `braces` parses afterwards.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from parallel3d.config.fields import Key
 from parallel3d.config.paths import at_home, check_path, with_texts_of_variables
 from parallel3d.errors import UserError
 
-# Words that Hydra leaves unchanged, which most are; they need no parser.
+# Matches values that Hydra leaves unchanged, as most are; they need no parser.
 _PLAIN = re.compile(r"(?!(?i:true|false|inf|nan)\Z)[A-Za-z_/][A-Za-z0-9_./-]*")
-# Characters that Hydra's grammar refuses outside quotes, although they have no meaning in it.
+# Matches characters that Hydra's grammar refuses outside quotes, though they mean nothing in it.
 _FOREIGN = re.compile(r"[^\w\s=,:()\[\]{}'\"\\/\-+.$%*@?|]|[^\x00-\x7f]|[\n\r\f\v]")
 _NUMBERS = (OverrideLexer.INT, OverrideLexer.FLOAT)
 _CASTS = ("int", "float", "bool")
@@ -39,7 +39,7 @@ _RANGES = ("range", "interval")
 
 
 class Edit(NamedTuple):
-    """New text for the characters `start` to `end` of a word."""
+    """Replacement of the characters from `start` to before `end` in a word."""
 
     start: int
     end: int
@@ -47,24 +47,25 @@ class Edit(NamedTuple):
 
 
 def in_quotes(text: str) -> str:
-    """Returns text in the quotes of Hydra's grammar."""
+    """Returns the text with quotes and escapes of Hydra's grammar."""
     return QuotedString(text, Quote.single).with_quotes()
 
 
 def quoted_twice(name: str, text: str) -> str:
-    """Returns an override for a shell, with its text in Hydra's quotes."""
+    """Returns an override with its text in Hydra's quotes, quoted once more for a shell."""
     return shlex.quote(f"{name}={QuotedString(text, Quote.double).with_quotes()}")
 
 
 def as_typed(word: str, key: Key | None = None) -> str:
-    """Returns an override in which everything that Hydra would change in its value is quoted.
+    """Returns an override with quotes around those parts of its value that Hydra would change.
 
     Args:
-        word: KEY=VALUE; the value is text, a list, braces, or several of these for a sweep.
-        key: the key; None: a group or a section.
+        word: KEY=VALUE, where the value is text, a list or in braces, or several of these for a
+            sweep.
+        key: the key; None for a group or a section.
 
-    Raises UserError for a duplicate name in braces, a number in place of text, and a path that
-    `check_path` refuses; HydraException for a word that Hydra cannot parse.
+    Raises UserError for a duplicate name in braces, a cast such as int(…) in place of text, and a
+    path that `check_path` refuses. Raises HydraException for a word that Hydra cannot parse.
     """
     word, start = with_texts_of_variables(word), word.index("=") + 1
     typed = word[start:]
@@ -74,7 +75,7 @@ def as_typed(word: str, key: Key | None = None) -> str:
     is_text = key is not None and key.kind is str and not key.meta["choices"]
     edits = [] if value is None else [*_edits(value, word, key)]
     is_plain = value is None or _is_plain(value)
-    if is_text and is_plain and typed != typed.strip(" \t"):  # Hydra drops blanks around the text
+    if is_text and is_plain and typed != typed.strip(" \t"):  # Hydra would drop spaces around it
         inside = "" if value is None else _text(_primitive(value), word)
         before = typed[: len(typed) - len(typed.lstrip(" \t"))]
         after = typed[len(typed.rstrip(" \t")) :] if inside else ""
@@ -95,7 +96,7 @@ def option(word: str) -> str:
 
 
 def braces(text: str) -> Any:
-    """Returns names and values of text in braces, all as text; or the text if it has no braces."""
+    """Parses text in braces to a dict of text by text; returns other text unchanged."""
     if not text.startswith("{"):
         return text
     word = f"x={text}"
@@ -108,7 +109,7 @@ def braces(text: str) -> Any:
 
 
 def check_twice(words: Sequence[str]) -> None:
-    """Raises UserError for a key or a group given twice; Hydra would take the last value."""
+    """Raises UserError for a key or group that is given twice; Hydra would take the last value."""
     seen: dict[str, str] = {}
     for word in words:
         typed, equals, _ = word.partition("=")
@@ -124,15 +125,15 @@ def check_twice(words: Sequence[str]) -> None:
 
 
 def _names(name: str, word: str) -> list[str]:
-    """Returns the keys that a word sets; several for a section in braces, `train={steps:1}`."""
+    """Returns the keys that a word sets; `train={steps:1,log_every:2}` sets two."""
     inside = braces(word.partition("=")[2]) if "." not in name else None
     return [f"{name}.{leaf}" for leaf in inside] if isinstance(inside, dict) else [name]
 
 
 def _parsed(word: str) -> OverrideParser.OverrideContext:
-    """Parses an override by Hydra's grammar, with foreign characters taken as letters.
+    """Parses an override by Hydra's grammar, in which foreign characters count as letters.
 
-    Positions in the tree are positions in `word`. Raises HydraException.
+    Positions in the parse tree are positions in `word`. Raises HydraException for a syntax error.
     """
     name, equals, value = word.partition("=")
     listener, stream = HydraErrorListener(), InputStream(name + equals + _FOREIGN.sub("x", value))
@@ -145,7 +146,7 @@ def _parsed(word: str) -> OverrideParser.OverrideContext:
 
 
 def _edits(ctx: Any, word: str, key: Key | None) -> Iterator[Edit]:
-    """Yields edits that quote everything that Hydra would change below a node."""
+    """Yields edits that quote everything below a node that Hydra would change."""
     if isinstance(ctx, OverrideParser.PrimitiveContext):
         if not _is_kept(ctx, word):
             start, end = _place(ctx)
@@ -170,13 +171,13 @@ def _edits(ctx: Any, word: str, key: Key | None) -> Iterator[Edit]:
                 if isinstance(child, OverrideParser.ElementContext) and not named:
                     yield from _edits(child, word, key)
                 named = isinstance(child, OverrideParser.ArgNameContext)
-    elif ctx.getChildCount():  # without children it is a token
+    elif ctx.getChildCount():  # a token has no children
         for child in ctx.getChildren():
             yield from _edits(child, word, key)
 
 
 def _path_edits(word: str, key: Key, value: Any, start: int, edits: list[Edit]) -> Iterator[Edit]:
-    """Yields edits of a path that expand `~`. Raises UserError for a path that is refused."""
+    """Yields `edits`, or one edit that expands `~` in a path. Raises UserError for a bad path."""
     if value is None and not edits:
         check_path(key.name, "")
     if value is None or not _is_plain(value, quoted=True):
@@ -193,7 +194,7 @@ def _path_edits(word: str, key: Key, value: Any, start: int, edits: list[Edit]) 
 
 
 def _inside(ctx: Any, word: str) -> Any:
-    """Returns the value of an element: text, None, a list, or a dict."""
+    """Returns the value of an element: text, None, a list or a dict."""
     if ctx.dictContainer():
         pairs = _pairs(ctx.dictContainer())
         return {_text(p.dictKey(), word): _inside(p.element(), word) for p in pairs}
@@ -209,7 +210,7 @@ def _pairs(ctx: OverrideParser.DictContainerContext) -> list[Any]:
 
 
 def _has_other_names(ctx: OverrideParser.DictContainerContext, word: str) -> bool:
-    """Returns whether Hydra would change a name in braces, or in braces inside them.
+    """Returns whether Hydra would change a name in these braces or in braces inside them.
 
     Raises UserError for a duplicate name.
     """
@@ -223,7 +224,7 @@ def _has_other_names(ctx: OverrideParser.DictContainerContext, word: str) -> boo
 
 
 def _tokens(ctx: Any) -> list[Any]:
-    """Returns the tokens of a primitive, without the blanks around it."""
+    """Returns the tokens of a primitive, without whitespace around it."""
     symbols = [child.symbol for child in ctx.getChildren()]
     while symbols and symbols[0].type == OverrideLexer.WS:
         symbols.pop(0)
@@ -248,7 +249,7 @@ def _text(ctx: Any, word: str) -> str:
 
 
 def _is_kept(ctx: Any, word: str, name: bool = False) -> bool:
-    """Returns whether Hydra and `str` give back the text as it is written."""
+    """Returns whether `str` of the value that Hydra reads is the text as it is written."""
     symbols = _tokens(ctx)
     if any(_FOREIGN.search(word, symbol.start, symbol.stop + 1) for symbol in symbols):
         return [symbol.type for symbol in symbols] == [OverrideLexer.QUOTED_VALUE]
@@ -257,7 +258,7 @@ def _is_kept(ctx: Any, word: str, name: bool = False) -> bool:
     kind, text = symbols[0].type, symbols[0].text
     if kind in _NUMBERS:
         number = int if kind == OverrideLexer.INT else float
-        # Python takes 1 and 1.0 for one name, and by default reads no more than 4300 digits.
+        # 1 and 1.0 are the same name in a dict, and Python reads at most 4300 digits by default.
         is_one = kind == OverrideLexer.INT or not name
         return is_one and len(text) < 4300 and str(number(text)) == text
     return kind != OverrideLexer.BOOL and not (name and kind == OverrideLexer.NULL)
@@ -272,7 +273,7 @@ def _primitive(value: Any) -> Any:
 
 
 def _is_plain(value: Any, quoted: bool = False) -> bool:
-    """Returns whether a value is one piece of text, in quotes only if `quoted`."""
+    """Returns whether a value is a single word; `quoted` allows quotes around it."""
     ctx = value.element() and value.element().primitive()
     if not ctx:
         return False
