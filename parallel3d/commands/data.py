@@ -1,4 +1,4 @@
-"""Runs `parallel3d data …`: makes corpora and tokenizers, shows and verifies corpora."""
+"""Runs `parallel3d data …`, which makes corpora and tokenizers, and shows and verifies corpora."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from parallel3d.host.quotas import available_cores
 from parallel3d.text import si
 
 DATA = "data"
-# smallest vocabulary of a trained tokenizer: 256 bytes and an end of text
+# Limits of the vocabulary of a trained tokenizer; the smallest has 256 bytes and an end of text.
 SMALLEST, LARGEST = 257, 1 << 24
-DAMAGED = 1  # the exit code
+DAMAGED = 1  # exit code for a damaged corpus
 READ = 1 << 20  # number of tokens, or lengths, that are read at a time
-SHOWN = 200  # number of characters of a document that are shown
-LINE_EVERY_S = 10
+SHOWN = 200  # maximum number of characters of a document that are shown
+LINE_EVERY_S = 10  # seconds between lines of progress without a terminal
 INPUT = {
     "input": "files, folders, globs or addresses that fsspec knows, joined by commas: jsonl, "
     "parquet, or text with one document per file, by ending and first bytes; "
@@ -121,7 +121,10 @@ def _run(name: str, given: Mapping[str, str], _: list[str]) -> int:
 
 
 def share(key: str, text: str) -> float:
-    """Returns a number from 0 to 1. Raises UserError for other text."""
+    """Returns the number from 0 to 1 that `text`, the value of `key`, gives.
+
+    Raises UserError for any other text.
+    """
     try:
         number = float(text)
     except ValueError:
@@ -139,9 +142,10 @@ def share(key: str, text: str) -> float:
 def byte_progress(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
     """Shows progress over `total` bytes: a bar on a terminal, else a line every LINE_EVERY_S.
 
-    Yields a function to call with the bytes done, earlier starts included, and a text to show.
+    `what` names the work. Yields a function to be called with the number of bytes done, which
+    includes those of earlier starts, and a text to show.
     """
-    # The imports are here because help needs neither.
+    # These slow imports are here because help needs neither.
     from rich.progress import Progress, TextColumn, TransferSpeedColumn
 
     from parallel3d.metrics.screen import make_console
@@ -179,7 +183,11 @@ def tokenize_corpus(
     bad: float,
     add_bos: bool,
 ) -> int:
-    """Makes or continues a corpus and prints a summary. Returns the exit code."""
+    """Makes or continues a corpus and prints a summary; returns the exit code, 0.
+
+    The arguments are those of `parallel3d data tokenize`; `kind` is its `format`, None if the names
+    of the files tell it. Raises UserError for invalid input.
+    """
     if not to.name or to.suffix in (".bin", ".idx"):
         raise UserError(
             f"to={shown(str(to))} must be a prefix; the nearest is to={to.stem or 'web'}"
@@ -213,8 +221,10 @@ def tokenize_corpus(
 
 
 def _of_tokenizer(to: Path, facts: CorpusFacts) -> list[str]:
-    """Returns sentences on the tokens that begin documents, and on differences from
-    transformers."""
+    """Returns notices about the tokenizer of a corpus; [] for bytes.
+
+    They are about its own doubts, differences from transformers, and tokens that begin a document.
+    """
     tokenizer = open_tokenizer(tokenizer_beside(to, facts), "tokenizer")
     if not isinstance(tokenizer, FileTokenizer):
         return []
@@ -240,9 +250,13 @@ def _so_far(done: JournalEntry) -> str:
 
 
 def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path) -> int:
-    """Trains a tokenizer and writes it, as a file or a folder. Returns the exit code."""
+    """Trains a tokenizer and writes it to a file or a folder; returns the exit code, 0.
+
+    The arguments are those of `parallel3d data train-tokenizer`; `kind` is its `format`, None if
+    the names of the files tell it. Raises UserError for invalid input.
+    """
     if os.path.lexists(to):
-        raise UserError(f"to={shown(str(to))} exists and is never overwritten: choose another")
+        raise UserError(f"to={shown(str(to))} exists and is never overwritten: choose another path")
     inputs, lines = take_inputs(given, kind)
     for sentence in lines:
         print_line(sentence)
@@ -259,7 +273,8 @@ def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path
         tokenizer.save(to)
     if tokenizer.vocab_size < vocab_size:
         print_line(
-            f"the text only suffices for {tokenizer.vocab_size:,} tokens of vocab_size={vocab_size}"
+            f"the text suffices for only {tokenizer.vocab_size:,} tokens, not for "
+            f"vocab_size={vocab_size}"
         )
     file = to if to.suffix == ".json" else to / TOKENIZER
     print(f"{file}: {tokenizer.vocab_size:,} tokens, from {count.size:,} bytes of text")
@@ -270,9 +285,10 @@ def train(given: str, kind: str | None, text_key: str, vocab_size: int, to: Path
 
 
 def show(prefix: str, given: str | None, documents: int) -> int:
-    """Prints the corpus at `prefix`; `given`: a tokenizer to use instead of the corpus's own.
+    """Prints facts about the corpus at `prefix` and its first documents, and verifies it.
 
-    Returns the exit code, 1 for a damaged corpus. Raises UserError for an invalid one.
+    `given` names a tokenizer to decode it; None: the one next to the corpus. Returns the exit code:
+    1 if the corpus is damaged, else 0. Raises UserError if it is no corpus.
     """
     corpus, facts = IndexedCorpus(prefix), facts_beside(prefix)
     tokenizer = _tokenizer(prefix, given, facts)
@@ -306,7 +322,10 @@ def _tokenizer(prefix: str, given: str | None, facts: CorpusFacts | None) -> Tok
 
 
 def statistics(corpus: IndexedCorpus) -> str:
-    """Returns a line on the documents' lengths; memory grows only with the number of lengths."""
+    """Returns a line on the lengths of the documents.
+
+    Its memory grows with the number of different lengths, not with the number of documents.
+    """
     found: Counter[int] = Counter()
     for first in range(0, corpus.documents, READ):
         begins = corpus.begins(first, min(first + READ, corpus.documents))
@@ -326,15 +345,18 @@ def statistics(corpus: IndexedCorpus) -> str:
 
 
 def _text(corpus: IndexedCorpus, tokenizer: Tokenizer, number: int) -> str:
-    """Returns the beginning of a document, on one line."""
+    """Returns the beginning of document `number` as text on one line."""
     begin, end = corpus.begins(number, number + 1).tolist()
-    # A character of real text is at most four tokens.
+    # A character has at most four tokens, because it has at most four bytes in UTF-8.
     text = tokenizer.decode(corpus.tokens[begin : min(end, begin + 4 * SHOWN)])
     return plain(text[:SHOWN]) + ("…" if len(text) > SHOWN else "")
 
 
 def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokenizer | None) -> int:
-    """Reads every token and prints whether the bytes are unchanged. Returns the exit code."""
+    """Reads every token and prints whether the bytes are unchanged.
+
+    Returns the exit code: DAMAGED if they have changed, else 0.
+    """
     digest, largest = hashlib.blake2b(digest_size=16), -1
     width = corpus.dtype.itemsize
     with byte_progress("prove", len(corpus) * width) as update:
@@ -352,8 +374,8 @@ def _proved(corpus: IndexedCorpus, facts: CorpusFacts | None, tokenizer: Tokeniz
         return DAMAGED
     if facts is None:
         print(
-            f"digest {made}: made elsewhere, so it cannot be verified; its largest token is "
-            f"{largest}"
+            f"digest {made}: the corpus was made elsewhere, so it cannot be verified; its largest "
+            f"token is {largest}"
         )
         return 0
     if (made, corpus.documents, len(corpus)) != (facts.digest, facts.documents, facts.tokens):

@@ -1,6 +1,7 @@
 """Starts a new run from the weights of another run or of a Hugging Face folder (`init_from`).
 
-The source gives the model and the tokenizer, so that neither must be given. Nothing is unpickled.
+The source determines the model and the tokenizer, so that neither need be given. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from parallel3d.comm.process_groups import ProcessGroups
     from parallel3d.trainer import Trainer
 
-# Keys of the model that may differ from the source; it determines all others.
+# Keys of the model that may differ from the source, which determines all other keys.
 MAY_DIFFER = (
     *("name", "seq_length", "vocab_multiple", "embedding", "parallel_output", "dropout"),
     *("init_std",),
@@ -55,14 +56,15 @@ class Source:
     """The source of a run's initial weights.
 
     Attributes:
-        name: `init_from` with the step of a run.
+        name: the value of `init_from`, with the step if it is a run.
         folder: the checkpoint's folder, or the Hugging Face folder.
-        model: keys of its model.
-        positions: the longest `seq_length` that it allows; None: any.
-        tokenizer: name or path of its tokenizer; None: bytes if `has_bytes`, else unknown.
+        model: the source's model.
+        positions: the largest `seq_length` that the source allows; None: any.
+        tokenizer: name or path of the source's tokenizer; None: the source has bytes as tokens if
+            `has_bytes`, else its tokenizer is unknown.
         manifest: the checkpoint's manifest; None for a Hugging Face folder.
         hf: the content of config.json in a Hugging Face folder; None for a checkpoint.
-        has_bytes: whether its tokens are bytes.
+        has_bytes: whether the source's tokens are bytes.
     """
 
     name: str
@@ -82,9 +84,10 @@ class Source:
 
 
 def find_source(init_from: str, runs_dir: Path) -> Source:
-    """Returns the source that a value of `init_from` names. Imports torch only for Hugging Face.
+    """Returns the source that a value of `init_from` names.
 
-    Raises UserError if it is missing or damaged, or its model is unknown to this parallel3d.
+    Torch is imported only for a Hugging Face folder. Raises UserError if the source is missing or
+    damaged, or if this version of parallel3d does not know its model.
     """
     name, at, digits = init_from.rpartition("@")
     is_step = bool(at and name) and digits.isascii() and digits.isdigit() and len(digits) < 19
@@ -100,7 +103,7 @@ def find_source(init_from: str, runs_dir: Path) -> Source:
         return _of_hugging_face(path, init_from)
     raise UserError(
         f"init_from={init_from} must be a run in runs_dir={runs_dir}, run@step, or the folder of a "
-        f"run, of a checkpoint or of Hugging Face{nearest_hint(name, run_names(runs_dir))}"
+        f"run, a checkpoint or a Hugging Face model{nearest_hint(name, run_names(runs_dir))}"
     )
 
 
@@ -112,7 +115,7 @@ def _of_run(run_dir: Path, step: int | None, name: str) -> Source:
         except UserError as error:
             if not folders:
                 raise
-            # A run that still trains removes old checkpoints, and has a newer one by now.
+            # A run that is still training may have removed this checkpoint after saving newer ones.
             raise UserError(
                 f"init_from={name}@{step}: {error}; checkpoint.keep of {run_dir.name} may have "
                 f"removed it, and init_from={name} takes the newest"
@@ -168,7 +171,7 @@ def _of_hugging_face(folder: Path, name: str) -> Source:
 
 @contextmanager
 def _as_init_from() -> Iterator[None]:
-    """Renames the key `from` in errors of an import to `init_from`."""
+    """Makes errors about the key `from`, which an import reports, name `init_from` instead."""
     try:
         yield
     except UserError as error:
@@ -176,7 +179,10 @@ def _as_init_from() -> Iterator[None]:
 
 
 def model_of(manifest: Manifest, where: str) -> ModelConfig:
-    """Returns a checkpoint's model. Raises UserError that begins with `where`."""
+    """Returns a checkpoint's model.
+
+    Raises UserError, which begins with `where`, if this version does not know the model.
+    """
     try:
         model = ModelConfig(**manifest.config["model"])
         check_fields(dataclasses.replace(Config(), model=model))
@@ -193,15 +199,23 @@ def model_from(
     where: str,
     positions: int | None,
 ) -> ModelConfig:
-    """Returns the source's model, with those keys of `wanted` that are given and may differ.
+    """Returns the source's model, changed by those given keys of `wanted` that may differ.
 
-    Raises UserError for a given key that contradicts the source, or for more than `positions`.
+    Args:
+        source: the source's model.
+        wanted: the configured model.
+        is_given: tells whether a key, such as model.seq_length, was given.
+        where: the source's name, for errors.
+        positions: the largest allowed seq_length; None: any.
+
+    Raises:
+        UserError: if a given key contradicts the source, or if seq_length exceeds `positions`.
     """
     filled = dataclasses.asdict(source) | source.in_effect
     learned = source.position_embedding == "learned"
     if not learned:  # RoPE has no table of positions
         del filled["max_position_embeddings"]
-    # A position table keeps its rows if samples get shorter.
+    # A table of learned positions keeps all of its rows even if seq_length becomes smaller.
     model = dataclasses.replace(
         source, max_position_embeddings=source.max_positions if learned else None
     )
@@ -228,8 +242,9 @@ def model_from(
 def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config, str]:
     """Returns `config` with the model and the tokenizer of `init_from`, and a line to log.
 
-    The newest step of a run is chosen once, here. Raises UserError for a source that is missing or
-    damaged, and for keys that contradict it.
+    `is_given` tells whether a key was given. If `init_from` names a run without a step, the result
+    names its newest step, so that all ranks load the same checkpoint. Raises UserError for a source
+    that is missing or damaged, and for keys that contradict it.
     """
     assert config.init_from is not None
     source = find_source(config.init_from, Path(config.runs_dir))
@@ -239,7 +254,7 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
         _check_optimizer(source.title, changes(_trained_with(source), config))
     data = config.data
     words = ""
-    if data.tokenizer is None:  # also for data=chat, which names no tokenizer
+    if data.tokenizer is None:  # data=chat, too, leaves the tokenizer to the source
         data = dataclasses.replace(data, tokenizer=source.tokenizer)
         words = "" if data.tokenizer is None else f", tokenizer {data.tokenizer}"
     elif source.tokenizer is not None or source.has_bytes:
@@ -253,7 +268,10 @@ def begun_from(config: Config, is_given: Callable[[str], bool]) -> tuple[Config,
 
 
 def _trained_with(source: Source) -> Mapping[str, Any]:
-    """Returns the configuration of the source. Raises UserError if it has no optimizer's state."""
+    """Returns the configuration with which the source was trained.
+
+    Raises UserError if the source has no optimizer state.
+    """
     if source.manifest is None or source.manifest.has_weights_alone:
         raise UserError(
             f"init_optimizer=true: {source.title} has no state of an optimizer; the nearest is "
@@ -263,7 +281,10 @@ def _trained_with(source: Source) -> Mapping[str, Any]:
 
 
 def _check_optimizer(title: str, found: Sequence[ConfigChange]) -> None:
-    """Raises UserError unless the source has the state of this optimizer."""
+    """Raises UserError unless the source has the state of the configured optimizer.
+
+    `title` names the source, and `found` has the keys whose values differ from the source's.
+    """
     for change in found:
         if change.key.startswith("optim.") and change.kind == "refused":
             there = spell(change.key, change.there)
@@ -274,11 +295,12 @@ def _check_optimizer(title: str, found: Sequence[ConfigChange]) -> None:
 
 
 def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
-    """Fills a trainer at step 0 with the weights of `init_from`; collective. Returns their source.
+    """Fills a trainer at step 0 with the weights of `init_from`; returns their source. Collective.
 
-    Each rank reads its own chunks, or from a Hugging Face folder the whole tensors of its stage.
-    Raises UserError on all ranks if the source is damaged or missing, TrainingFailure if a rank
-    cannot read it.
+    Each rank reads its own chunks of a checkpoint, or the whole tensors of its stages from a
+    Hugging Face folder. With `init_optimizer`, the state of the optimizer is read as well. Raises
+    UserError on all ranks if the source is damaged or missing, and TrainingFailure if a rank cannot
+    read it.
     """
     from parallel3d.checkpoint.checkpoints import without_frozen
     from parallel3d.checkpoint.storage import chunks_by_name, read_state
@@ -329,7 +351,7 @@ def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
 def _read_hugging_face(
     folder: Path, hf: HFFolder, model: ModelConfig, state: dict[str, TensorChunks]
 ) -> None:
-    """Fills the chunks of `state` from a Hugging Face folder. Raises UserError."""
+    """Fills the chunks of `state` from a Hugging Face folder. Raises UserError if it is invalid."""
     from parallel3d.checkpoint.hf.folder import tensors_of
 
     chunks_of = {name.partition("/")[2]: tensor.chunks for name, tensor in state.items()}

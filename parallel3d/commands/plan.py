@@ -1,7 +1,8 @@
 """Finds the ten best layouts of a model on a cluster, as a table and a page (`parallel3d plan`).
 
-Keys of a layout (LAYOUT) on the command line are fixed; all others are searched. Memory is a bound;
-dry runs replace it in the best `plan.confirm` rows, and only they need torch.
+Keys of a layout (LAYOUT) that the command line gives are fixed, and all others are searched. The
+memory of a layout is an upper bound; dry runs replace it in the best `plan.confirm` rows. Only dry
+runs need torch.
 """
 
 from __future__ import annotations
@@ -101,8 +102,11 @@ IN_LOG_S = 10.0  # seconds between progress messages; most searches end before t
 def progress(
     stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[str], None]:
-    """Returns a function that reports the progress of a long search on stderr, every IN_LOG_S."""
-    stream = sys.stderr if stream is None else stream  # stderr is None if it is closed
+    """Returns a function that reports the progress of a long search.
+
+    Every IN_LOG_S seconds it prints a line to `stream`, by default stderr.
+    """
+    stream = sys.stderr if stream is None else stream  # sys.stderr is None if it is closed
     last = clock()
 
     def tell(where: str) -> None:
@@ -116,21 +120,21 @@ def progress(
 
 ROWS = 10
 TIMED = (
-    "Kernels have the rates of parallel3d's kernels on one H100, the network has those of other "
-    "systems' published runs (docs/planner.md)."
+    "Kernels have the rates of parallel3d's kernels on one H100, and the network has the rates of "
+    "other systems' published runs (docs/planner.md)."
 )
 UNTIMED = (
-    "Prices come from datasheets and other systems' published runs: parallel3d was only timed on "
-    "an H100, 24 % faster than such a price (docs/planner.md)."
+    "Prices come from datasheets and other systems' published runs; parallel3d itself was timed "
+    "only on an H100, where it was 24 % faster than such a price (docs/planner.md)."
 )
 
 
-# columns of the table, and keys that the user may fix
+# names of the table's columns for a layout, which are also the keys that the user may fix
 LAYOUT = [f.name for f in fields(LayoutChoice)]
 FIGURES = ("step s", "range", "MFU %", "GiB", "by", "why")
 
 
-DRY_RUN, BOUND = "dry run", "bound"  # sources of the figure for a row's memory
+DRY_RUN, BOUND = "dry run", "bound"  # the two sources of the memory in a row
 
 
 @dataclass(frozen=True)
@@ -141,11 +145,11 @@ class Plan:
         config: the configuration.
         priced: the layouts with their prices.
         sizes: fields of `StepWork` that all layouts share.
-        gpus: number of GPUs or ranks.
-        reserve_gb: memory of a GPU that must stay free.
-        played: memory found by dry runs (`find_memory`): layout → index along pp → memory.
-        unplayed: reason why there were fewer dry runs than asked for.
-        load: rows of the experts of the fullest rank over the mean.
+        gpus: number of GPUs, or of ranks on a measured machine.
+        reserve_gb: memory of a GPU that must stay free, in 1e9 bytes.
+        played: facts about memory from dry runs (`find_memory`), by layout and index along pp.
+        unplayed: a sentence on why fewer dry runs than requested were made; "" if all were made.
+        load: tokens of the experts on the fullest rank, divided by the mean over ranks.
     """
 
     config: Config
@@ -159,7 +163,7 @@ class Plan:
 
     @cached_property
     def rows(self) -> list[int]:
-        """Layouts of the table, the best first."""
+        """The numbers of the layouts in the table, the best first."""
         return best(self.priced, ROWS)
 
     @property
@@ -180,22 +184,22 @@ class Plan:
 
     @property
     def columns(self) -> list[str]:
-        """The names of `LayoutChoice` in the table; ep only with experts."""
+        """The fields of `LayoutChoice` that the table shows; ep only if the model has experts."""
         return [name for name in LAYOUT if name != "ep" or self.config.model.num_experts]
 
     @property
     def head(self) -> list[str]:
-        """The first row of the table."""
+        """The headings of the table."""
         short = {"micro_batch_size": "mb"}
         return ["#", *(short.get(name, name) for name in self.columns), *FIGURES]
 
     @property
     def bounded(self) -> int:
-        """The number of layouts whose memory is known."""
+        """The number of layouts whose memory was calculated."""
         return len(self.priced.choices) - int(np.isnan(self.priced.memory).sum())
 
     def mfu(self, index: int) -> float:
-        """Returns a layout's model FLOPs utilisation in per cent."""
+        """Returns the model FLOPs utilization of a layout in per cent."""
         model = self.config.model
         tokens = self.config.global_batch_size * model.seq_length
         shares = trained_shares(model, self.config.optim)
@@ -204,10 +208,10 @@ class Plan:
         return 100 * useful / (seconds * self.gpus * self.sizes["peak"])
 
     def cells(self) -> list[list[str]]:
-        """Returns the table under `head`.
+        """Returns the rows of the table under `head`.
 
-        Seconds have the range for a GPU, network or engine outside the fit, because no published
-        run used parallel3d. A measured machine has no range.
+        The range of a time is that for a GPU, network or engine to which the model was not fitted,
+        because no published run used parallel3d. The times of a measured machine have no range.
         """
         spread = None if self.config.cluster.file else range_of_a_new_place()
         found = []
@@ -227,7 +231,7 @@ class Plan:
         return DRY_RUN if index in self.played else BOUND
 
     def caution(self) -> str:
-        """Returns a caveat about memory and times; empty if all is confirmed and measured."""
+        """Returns caveats about the memory and the times; "" if both are confirmed and measured."""
         file = self.config.cluster.file
         if file:
             said = scaled(read(file), file, self.config.model)
@@ -236,15 +240,14 @@ class Plan:
         return " ".join(filter(None, (self.unplayed, said)))
 
     def of_load(self, index: int) -> float:
-        """Returns the bytes that a layout's fullest GPU needs for more rows than the mean."""
+        """Returns the bytes that a load above 1 adds to the memory of a layout's fullest GPU."""
         choice, even = self.priced.choices[index], self.load == 1
         if even:
             return 0.0
         return memory_of(self.config, choice, self.load) - memory_of(self.config, choice)
 
     def loads(self) -> str:
-        """Returns the sentence on the load with which the first row fits; "" without several ranks
-        of experts."""
+        """Returns a sentence on the largest load with which the first row fits; "" with ep=1."""
         first = self.rows[0]
         choice, config = self.priced.choices[first], self.config
         if choice.ep == 1:
@@ -252,14 +255,14 @@ class Plan:
         room = float(self.sizes["memory_bytes"] - self.priced.memory[first]) + self.of_load(first)
         most = load_that_fits(config, choice, room)
         fits = f"up to a load of {most:.1f}" if math.isfinite(most) else "with any load"
-        priced = "" if self.load == 1 else f", and all rows are priced with {self.load:g}"
+        priced = "" if self.load == 1 else f", and all rows are priced with a load of {self.load:g}"
         return (
             f"The first fits {fits} (tokens of the fullest rank's experts over the mean; "
             f"plan.load){priced}."
         )
 
     def table(self) -> str:
-        """Returns the text for the terminal."""
+        """Returns the text for the terminal: a title, the table, notes and the best command."""
         config, priced = self.config, self.priced
         fit = f"{len(priced.order)} fit"
         if self.bounded < len(priced.choices):
@@ -284,7 +287,7 @@ class Plan:
 
 
 def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
-    """Returns a layout as overrides, without defaults."""
+    """Formats a layout as overrides, without keys that have their default; `sp` adds sp=true."""
     keys = ["tp", "pp", "dp", "micro_batch_size"]
     if choice.pp > 1:
         keys.append("schedule")
@@ -298,7 +301,7 @@ def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
 
 
 def _parameters(model: ModelConfig) -> str:
-    """Returns the numbers of parameters of a model with experts in brackets: all, and per token."""
+    """Formats the numbers of all and of active parameters in brackets; "" without experts."""
     if not model.num_experts:
         return ""
     counts = parameter_count(model), active_parameter_count(model)
@@ -308,37 +311,42 @@ def _parameters(model: ModelConfig) -> str:
 
 MADE_BY = "parallel3d plan"
 MARK = f"data-by='{MADE_BY}'"
-SHARES = (1 / 3, 0.4, 0.8 / 3)  # forward, input and weight gradient (schedule.costs)
-BOXES = 7900  # largest number of boxes in a pipeline's drawing, with their names
-MOST_RANKS = 16  # largest number of ranks in a pipeline's memory chart
-# Kinds of memory in bounds and dry runs; `reserve` is for the driver, NCCL and fragmentation.
+# Shares of compute in the forward pass, input gradients and weight gradients (schedule.costs).
+SHARES = (1 / 3, 0.4, 0.8 / 3)
+BOXES = 7900  # maximum number of boxes in the drawing of a pipeline
+MOST_RANKS = 16  # maximum number of ranks in the memory chart of a pipeline
+# Kinds of memory in bounds and dry runs; `reserve` is left to the driver, NCCL and fragmentation.
 HELD = (
     *("parameters", "gradients", "masters", "optimizer", "activations", "logits", "buffers"),
     *("temporary", "margin", "reserve"),
 )
 
-# Parts of the busiest GPU's compute, and of a step, by their names in `breakdown` and `StepTime`.
+# Descriptions of parts of the busiest GPU's compute (names of `breakdown`) and of a step (names of
+# `StepTime`).
 TIMES = {
-    "matmuls": "GEMMs of the layers, one in the forward and two in the backward",
-    "attention": "scores, softmax and values, forward and backward",
-    "element-wise": "norms, activations, residuals: bound by memory bandwidth",
-    "recomputed": "forwards that are repeated because their results were not kept",
+    "matmuls": "GEMMs of the layers, one in the forward pass and two in the backward pass",
+    "attention": "scores, softmax and values, in the forward and backward passes",
+    "element-wise": "norms, activations and residuals, which memory bandwidth bounds",
+    "recomputed": "forward passes that are repeated because their results were not kept",
     "exchange of tokens": "sending tokens to the experts of other ranks and back",
-    "tp collectives": "waits for the other GPUs of a layer that no GEMM hides",
-    "head and embedding": "logits, loss and table, if the busiest stage has them",
-    "launches": "the host, if it is slower than the GPU, and gathers of zero=3",
-    "compute": "the busiest GPU computes, with waits inside of its layers",
-    "bubble": "waiting for the pipeline to fill and to drain",
-    "messages": "sending hidden states to the next stage, as far as nothing hides it",
-    "gradients": "summing gradients over replicas, as far as the backward does not hide it",
+    "tp collectives": "waits for the other GPUs of a layer, if no GEMM hides them",
+    "head and embedding": "logits, loss and embedding table, if the busiest stage has them",
+    "launches": "waits for the host, if it is slower than the GPU, and all-gathers of zero=3",
+    "compute": "computation of the busiest GPU, with the waits inside its layers",
+    "bubble": "waits while the pipeline fills and drains",
+    "messages": "sending hidden states to other stages, as far as nothing hides it",
+    "gradients": "summing gradients over replicas, as far as no backward pass hides it",
     "optimizer": "the optimizer's pass over its state",
-    "fixed": "the fixed cost of a step",
+    "fixed": "a cost per step that depends on nothing else",
 }
 
 
 def write_page(plan: Plan, file: str, assumed: Sequence[str], said: str = "") -> None:
-    """Writes a single HTML page with `said` at the top. Raises UserError if it cannot be
-    written."""
+    """Writes the plan as one HTML page.
+
+    `assumed` has the assumed overrides, and `said` is a notice for the top of the page; "": none.
+    Raises UserError if the page cannot be written.
+    """
     title = escape(plan.title)
     priced = (
         "Times come from a model with constants fitted to published runs, memory from "
@@ -352,7 +360,7 @@ def write_page(plan: Plan, file: str, assumed: Sequence[str], said: str = "") ->
 
 
 def _sections(plan: Plan) -> Iterable[str]:
-    """Yields the best layout, the table, and the best layout's time, pipeline, memory and map."""
+    """Yields the sections: the best layout, the table, and the best layout's pictures."""
     config, priced, first = plan.config, plan.priced, plan.rows[0]
     made = configure(config, priced.choices[first])
     tokens, seconds = (
@@ -380,7 +388,7 @@ def _sections(plan: Plan) -> Iterable[str]:
         for row, i in zip(plan.cells(), plan.rows, strict=True)
     ]
     sizes = "tp, cp, pp and ep" if config.model.num_experts else "tp, cp and pp"
-    words = f"One row for each {sizes}; within half a per cent the simpler one is first. "
+    words = f"One row for each {sizes}; if two differ by less than 0.5 %, the simpler is first. "
     shown = bar_key(StepTime.__dataclass_fields__) + html_table((*plan.head, "time"), rows)
     yield section(f"The {len(rows)} best layouts", words + plan.caution(), shown)
     parts = _parts(priced, first)
@@ -424,7 +432,10 @@ def _pipeline(made: Config, parts: Mapping[str, float]) -> str:
 
 
 def _memory(plan: Plan, made: Config, used: float, memory: float) -> str:
-    """Returns the section on peak memory of the pipeline's ranks; `used`: GB of the fullest one."""
+    """Returns the section on the peak memory of the ranks along the pipeline.
+
+    `used` is the memory of the fullest GPU and `memory` is that of a GPU, both in GB.
+    """
     played = plan.played.get(plan.rows[0], {})
     stages: dict[int, tuple[dict[str, float], str, str]] = {}
     for index in range(made.pp):
@@ -444,25 +455,28 @@ def _memory(plan: Plan, made: Config, used: float, memory: float) -> str:
         parts = {kind: held[kind] / 1e9 for kind in shown}
         bar = stacked_bar(parts, 1.02 * max(memory, used), "GB", memory)
         rows.append([f"rank {index}", bar, f"{sum(parts.values()):.1f} GB", by, phase])
-    words = "Each bar is a rank at its fullest moment of a step. The red line is the GPU's memory, "
+    words = "Each bar shows a rank at its peak in a step. The red line is the memory of a GPU, "
     table = html_table(("along pp", "memory", "in all", "by", "peaks in"), rows)
     words = f"{words}{memory:.1f} GB."
     return section("Memory along the pipeline", words, bar_key(shown), table)
 
 
 def _parts(priced: Priced, index: int) -> dict[str, float]:
-    """Returns seconds of a step by part."""
+    """Returns the seconds of a layout's step by part."""
     parts = StepTime.__dataclass_fields__
     return {part: max(float(getattr(priced.time, part)[index]), 0.0) for part in parts}
 
 
-_MOST_NODES = 1 << 16  # largest cluster that is tried for a model that does not fit
-# the search ends if doubling the nodes leaves more than this share of a rank's memory
+_MOST_NODES = 1 << 16  # largest number of nodes that is tried for a model that does not fit
+# That search ends if twice as many nodes reduce the memory of a rank to no less than this share.
 _STILL = 0.98
 
 
 def plan(config: CommandConfig, typed: Sequence[str]) -> int:
-    """Prints the plan. Returns the exit code, 0. Raises UserError for an impossible request."""
+    """Prints the plan and writes its page, if requested; returns the exit code, 0.
+
+    `typed` has the overrides of the command line. Raises UserError for an impossible request.
+    """
     keys, own = chosen_keys(typed), with_own_gpus(config.cluster, os.environ, run_command)
     config = replace(config, cluster=own)
     check_free("plan.html", config.plan.html, MARK, MADE_BY)
@@ -495,9 +509,9 @@ def plan(config: CommandConfig, typed: Sequence[str]) -> int:
 
 
 def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:
-    """Returns a sentence if the batch was not given and is small for so many GPUs, else "".
+    """Returns a sentence if the batch size was not given and is small for so many GPUs, else "".
 
-    The proposed batch fills every pipeline of these GPUs, whatever its number of stages.
+    The proposed batch size fills pipelines of any number of stages on these GPUs.
     """
     batch, enough = config.global_batch_size, MICROBATCHES_PER_STAGE * gpus
     chosen = {"global_batch_size", "experiment"} & keys or batch != Config().global_batch_size
@@ -512,7 +526,10 @@ def untyped_batch(config: Config, keys: set[str], gpus: int) -> str:
 
 
 def held(config: Config, keys: set[str]) -> dict[str, Any]:
-    """Returns the values that the user fixed, by the names of `LayoutChoice`."""
+    """Returns the values of a layout that the user fixed, by their names in `LayoutChoice`.
+
+    `keys` are the keys that the command line gives.
+    """
     typed = keys | ({"schedule"} if "schedule.name" in keys else set())
     found = {name: getattr(config, name) for name in LAYOUT if name in typed}
     if "schedule" in found:
@@ -527,13 +544,20 @@ def searched(
     reserve_gb: float = DryrunConfig().reserve_gb,
     load: float = 1.0,
 ) -> Plan:
-    """Returns every layout of `ranks`, priced by the cluster's datasheet or its measured file.
+    """Returns all layouts of `ranks` ranks, priced by datasheets or by the cluster's measured file.
 
-    A layout fits if it leaves `reserve_gb` of a GPU free. The experts of the fullest rank have
-    `load` times the mean rows. A model with experts has several times as many layouts, so memory is
-    only calculated for the fastest.
+    A model with experts has several times as many layouts as another one, so that memory is
+    calculated only for the fastest of them.
 
-    Raises UserError for a cluster that cannot be priced, and if no layout is possible or fits.
+    Args:
+        config: the configuration.
+        fixed: the values that the user fixed.
+        ranks: number of GPUs or ranks.
+        reserve_gb: memory of a GPU that a layout must leave free, in 1e9 bytes.
+        load: tokens of the experts on the fullest rank, divided by the mean over ranks.
+
+    Raises:
+        UserError: if the cluster cannot be priced, or if no layout is possible or fits.
     """
     file, batch = config.cluster.file, config.global_batch_size
     check_model(config.model)
@@ -549,7 +573,7 @@ def searched(
             )
     sizes = sizes_of(config) if file is None else measured_sizes(config, machine, ranks)
     sizes["load"] = load
-    zeros = (0, 1, 2, 3) if file is None else (0, 1)  # stages 2 and 3 are only priced roughly
+    zeros = (0, 1, 2, 3) if file is None else (0, 1)  # a measured file prices zero > 1 too roughly
     choices = list(layouts(sizes, ranks, int(sizes["gpus_per_node"]), batch, fixed, zeros))
     if not choices:
         raise UserError(no_layout(config, ranks, fixed))
@@ -572,7 +596,10 @@ def searched(
 
 
 def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[LayoutChoice]:
-    """Returns the layouts whose cp fits the style and the model. Raises UserError if none does."""
+    """Returns the layouts whose cp suits the style of context parallelism and the model.
+
+    Raises UserError if none does.
+    """
     refused: dict[tuple[int, int], UserError] = {}
     for tp, cp in dict.fromkeys((c.tp, c.cp) for c in choices):
         try:
@@ -586,15 +613,15 @@ def of_the_style(config: Config, choices: Sequence[LayoutChoice]) -> list[Layout
     return found
 
 
-BEGIN_S = 60.0  # seconds after which no dry run begins
-NO_TORCH = "No dry run confirmed a row, because torch is missing; plan.confirm=0 asks for none."
+BEGIN_S = 60.0  # seconds after which no further dry run begins, unless plan.confirm is given
+NO_TORCH = "No dry run confirmed a row, because torch is missing; plan.confirm=0 requests none."
 
 
 def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
-    """Returns the plan with the memory of its best `rows` rows from dry runs.
+    """Returns the plan with the memory of its best `rows` rows replaced by that of dry runs.
 
-    If a row does not fit, or a run would refuse it, the next row takes its place. No dry run begins
-    after `seconds`. Raises UserError if no row is left.
+    If a row does not fit after all, or if a run would refuse it, the next row takes its place. No
+    dry run begins after `seconds` seconds. Raises UserError if no row is left.
     """
     if importlib.util.find_spec("torch") is None:
         return replace(found, unplayed=NO_TORCH)
@@ -630,10 +657,10 @@ def confirmed(found: Plan, rows: int, fixed: Fixed, seconds: float) -> Plan:
 
 
 def play(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
-    """Returns the memory of a layout's fullest ranks from a dry run, by index along pp.
+    """Returns facts about the memory of a layout's fullest ranks from dry runs, by index along pp.
 
-    It enables the simulated device in this process. Raises UserError for a layout that a run would
-    refuse.
+    This enables the simulated device in this process. Raises UserError for a layout that a run
+    would refuse.
     """
     from parallel3d.commands.dryrun.command import find_memory  # imports torch
 
@@ -648,7 +675,7 @@ def play(found: Plan, choice: LayoutChoice) -> dict[int, Mapping[str, Any]]:
 
 
 def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
-    """Raises UserError for fixed values that no layout of `ranks` ranks can have."""
+    """Raises UserError if no layout of `ranks` ranks can have the fixed values."""
     name, layers = fixed.get("schedule", "1f1b"), config.model.num_layers
     pp = int(fixed.get("pp", 1))
     if name not in NAMED_SCHEDULES:
@@ -692,7 +719,7 @@ def check_held(config: Config, fixed: Fixed, ranks: int) -> None:
 
 
 def no_layout(config: Config, gpus: int, fixed: Fixed) -> str:
-    """Returns the error message for a batch, or a node count, that no layout divides."""
+    """Returns the error message for a batch size that no layout of these GPUs can divide."""
     batch = config.global_batch_size
     model = math.prod(int(fixed.get(key, 1)) for key in ("tp", "cp", "pp"))
     most = gpus // model
@@ -706,8 +733,10 @@ def no_layout(config: Config, gpus: int, fixed: Fixed) -> str:
 
 
 def fits_nowhere(found: Plan, fixed: Fixed) -> str:
-    """Returns the error message for a model that fits no layout: the missing memory, and the
-    nearest remedy."""
+    """Returns the error message for a model that fits no layout.
+
+    It names the missing memory and the nearest remedy.
+    """
     config, memory = found.config, float(found.sizes["memory_bytes"])
     least = int(np.nanargmin(found.priced.memory))
     choice, needed = found.priced.choices[least], float(found.priced.memory[least])
@@ -727,8 +756,11 @@ def fits_nowhere(found: Plan, fixed: Fixed) -> str:
 
 
 def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str:
-    """Returns the end of that message: a number of nodes, doubled until a layout that saves memory
-    fits. `needed`: bytes of the best layout of `nodes`."""
+    """Returns the end of the message of `fits_nowhere`: a number of nodes that suffices.
+
+    The nodes are doubled until a layout that saves memory fits. `needed` is the number of bytes per
+    GPU that the smallest layout on `nodes` nodes needs.
+    """
     config, sizes = found.config, found.sizes
     node, memory = config.cluster.gpus_per_node or 8, float(sizes["memory_bytes"])
     domain, reserve, tell = int(sizes["gpus_per_node"]), 1e9 * found.reserve_gb, progress()
@@ -749,14 +781,16 @@ def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str
             more = batch != config.global_batch_size
             return words + (f" global_batch_size={batch}" if more else "")
         needed = min(needed, least)
-        if needed > _STILL * before:  # everything is already sharded as far as possible
+        if needed > _STILL * before:  # more ranks cannot shard the memory much further
             break
     return f"none was found up to {nodes} nodes"
 
 
 def _fewer_layers(config: Config, choice: LayoutChoice, sizes: Mapping[str, float]) -> str:
-    """Returns the end of that message for a measured machine: the largest number of layers that
-    fits."""
+    """Returns the end of the message of `fits_nowhere` for a measured machine.
+
+    It names the largest number of layers that fits.
+    """
     machine, step = read(str(config.cluster.file)), choice.pp * choice.vpp
     for layers in range((config.model.num_layers - 1) // step * step, 0, -step):
         smaller = replace(config, model=replace(config.model, num_layers=layers))

@@ -1,4 +1,4 @@
-"""Lists and copies the package's experiments and scripts (`parallel3d recipes`, `init slurm`)."""
+"""Lists, shows and copies recipes, and copies scripts (`parallel3d recipes`, `init slurm`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ VERBS = {
         paths=("to",),
     ),
 }
-# launch/local.sh, setup.sh and test.sh are left out: they install a checkout.
+# launch/local.sh, setup.sh and test.sh are not copied, because they are for a checkout.
 SCRIPTS = ("slurm/train.sbatch", "slurm/sweep.sbatch", "launch/torchrun.sh")
 INIT_VERBS = {
     "slurm": Verb(
@@ -61,7 +61,7 @@ INIT_VERBS = {
 
 
 def recipes(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d recipes …` line. Returns its exit code. Raises UserError."""
+    """Runs one `parallel3d recipes …` line; returns its exit code. Raises UserError."""
     return run_verb(RECIPES, VERBS, arguments or ["list"], _recipes)
 
 
@@ -87,12 +87,12 @@ def _recipes(verb: str, given: Mapping[str, str], _: list[str]) -> int:
 
 
 def recipe(name: str) -> Config:
-    """Returns the checked configuration of a recipe, without its data."""
+    """Returns the configuration of a recipe, checked without its data."""
     return check_config(composed([f"{GROUP}={name}"]), own_samples=True)
 
 
 def row(name: str) -> tuple[str, ...]:
-    """Returns the cells of a recipe under HEAD."""
+    """Returns the cells of a recipe in the table, in the order of HEAD."""
     config = recipe(name)
     sizes = {key: getattr(config, key) for key in ("tp", "cp", "pp", "vpp", "dp")}
     layout = [f"{key}={size}" for key, size in sizes.items() if size > 1]
@@ -105,13 +105,13 @@ def row(name: str) -> tuple[str, ...]:
 
 
 def table() -> list[str]:
-    """Returns the lines of the list."""
+    """Returns the lines that `parallel3d recipes` prints."""
     last = f"parallel3d train {GROUP}=NAME starts one, parallel3d {RECIPES} copy NAME copies one."
     return [*aligned([HEAD, *map(row, presets(GROUP))], "<<<<><"), "", last]
 
 
 def init(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d init …` line. Returns its exit code. Raises UserError."""
+    """Runs one `parallel3d init …` line; returns its exit code. Raises UserError."""
     return run_verb(INIT, INIT_VERBS, arguments, _init)
 
 
@@ -136,8 +136,8 @@ def write_new(command: str, files: Mapping[Path, bytes]) -> None:
         )
     for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Files are executable as in the checkout: sbatch reads its scripts, a shell runs
-        # torchrun.sh. O_EXCL refuses a file or link that somebody has created since the check.
+        # As in the checkout, torchrun.sh is executable, whereas sbatch only reads its scripts.
+        # O_EXCL refuses a file or link that somebody has created since the check.
         mode = 0o777 if path.suffix == ".sh" else 0o666
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)

@@ -111,8 +111,8 @@ def choose_style(config: Config, worker: Worker) -> Config:
         seconds = style_seconds(config)
         waits = ", ".join(f"{style} {1e3 * s:.3g} ms" for style, s in seconds.items())
         print_line(
-            f"context_parallel.style=auto: {chosen.context_parallel.style}; a layer waits {waits} "
-            "a micro-batch"
+            f"context_parallel.style=auto: {chosen.context_parallel.style}; the waits per "
+            f"layer and micro-batch are {waits}"
         )
     return chosen
 

@@ -315,7 +315,7 @@ def _undecided(step: int, found: Flips) -> str | None:
     layer, sample, position, margin = found.first
     return (
         f"after step {step}, layer {layer} chooses other experts for token {position} of sample "
-        f"{sample}, as two scores are only {margin:.1e} apart; another seed= decides"
+        f"{sample}, as two scores are only {margin:.1e} apart; verify with another seed="
     )
 
 

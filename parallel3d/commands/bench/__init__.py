@@ -1,1 +1,1 @@
-"""`parallel3d bench` and the preflight check: measure collectives and find slow wires."""
+"""Implements `parallel3d bench` and the preflight check, which find slow ranks and wires."""

@@ -1,4 +1,4 @@
-"""Checks of `bench comm` before its ranks start. No torch."""
+"""Checks the keys of `parallel3d bench comm` before its ranks start, without torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from parallel3d.run.checks import check_run_name
 
 
 def check_communication(config: CommandConfig, world_size: int | None) -> CommandConfig:
-    """Checks what `bench comm` needs: at least two ranks that add up, and sizes to measure.
+    """Returns `config` with `dp`, after checking what `bench comm` needs.
 
-    Returns the configuration with `dp`. Neither data nor model is checked.
+    This is a layout of at least two ranks, sizes to measure, and a file that can be written; the
+    data and the model are not checked. `world_size` is the number of ranks that a launcher started;
+    None without a launcher. Raises
+    UserError if a check fails.
     """
     check_fields(config)
     check_plain(config)

@@ -1,8 +1,9 @@
-"""`parallel3d bench comm`: times every collective in every group of the user's layout.
+"""Times every collective in every group of the user's layout (`parallel3d bench comm`).
 
-Like nccl-tests for one group: time, algorithm bandwidth and bus bandwidth (busbw) over message
-sizes, with the price of the cluster's model, for the groups of a dimension one at a time and all at
-once. A probe of pairs names slow ranks and wires. Needs no data and no model.
+For several message sizes it reports the time, the algorithm bandwidth and the bus bandwidth (busbw)
+as nccl-tests does, and the price by the model of the cluster. The groups of a dimension are
+measured one at a time and all at once. A probe of pairs names slow ranks and wires. No data and no
+model are needed.
 """
 
 from __future__ import annotations
@@ -44,21 +45,22 @@ from parallel3d.metrics.jsonl import write_json
 from parallel3d.run.directory import CONFIG_FILE
 from parallel3d.run.launch import Worker
 
-PIPED = 120  # width without a terminal
-FULL = 116  # width of the full table; narrower tables only have bus bandwidths
+PIPED = 120  # number of columns without a terminal
+FULL = 116  # number of columns of the full table; a narrower one has only bus bandwidths
 SHORT = {"shared memory": "shared"}
 
 
 def make_console() -> Console:
-    """Returns a console of the terminal's width; without a terminal, it is wide enough for the
-    tables."""
+    """Returns a console as wide as the terminal or, without one, wide enough for full tables."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPED)
 
 
 def table(dim: str, rows: list[dict], width: int) -> Table:
-    """Returns the table of one dimension, both modes of an operation side by side, with the columns
-    that fit; the JSON file has all of them."""
+    """Returns the table of one dimension with the columns that fit into `width`.
+
+    Both modes of an operation are side by side. The JSON file has all columns.
+    """
     count, measured = rows[0]["groups_of_the_dimension"], rows[0]["groups_measured"]
     groups = f"{count} group{'s' if count > 1 else ''} of {rows[0]['ranks_of_a_group']}"
     some = f", {measured} of them alone" if measured < count else ""
@@ -90,7 +92,7 @@ def table(dim: str, rows: list[dict], width: int) -> Table:
 
 
 def side_by_side(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
-    """Groups rows: (op, reduction, training's path, size) → mode → row."""
+    """Groups rows by (op, reduction, training_path, size), and within a group by mode."""
     found: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         key = (row["op"], row["reduction"], row["training_path"], row["size"])
@@ -99,7 +101,7 @@ def side_by_side(rows: Iterable[dict]) -> dict[tuple, dict[str, dict]]:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds with three digits and a unit: `12.3 ms`."""
+    """Formats a time with three digits and a unit, such as `12.3 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -107,7 +109,7 @@ def duration(seconds: float) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Formats whole MiB as `4 MiB`, other sizes in bytes with thousands separators."""
+    """Formats a size in whole GiB, MiB or KiB, such as `4 MiB`, or else in bytes; "" for zero."""
     if nbytes == 0:
         return ""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
@@ -117,9 +119,10 @@ def size(nbytes: int) -> str:
 
 
 def bench_comm(config: CommandConfig, worker: Worker) -> int:
-    """Measures, prints and writes `bench.json`; collective. Returns 0, even if something is slow.
+    """Measures, prints the results and writes `bench.json`; collective.
 
-    Raises WrongResult if a collective gives a wrong number.
+    Returns the exit code, which is 0 even if something is slow. Raises WrongResult if a collective
+    gives a wrong number.
     """
     console = make_console() if worker.rank == 0 else None
     device = torch.device(worker.device)
@@ -166,14 +169,14 @@ def bench_comm(config: CommandConfig, worker: Worker) -> int:
 
 
 def _seconds_since_start(worker: Worker) -> float:
-    """Returns seconds since the command line was accepted, as the budget counts."""
+    """Returns the seconds since the command line was accepted, from which the budget counts."""
     accepted = worker.run_dir / CONFIG_FILE
     return max(0.0, time.time() - accepted.stat().st_mtime) if accepted.exists() else 0.0
 
 
 @contextmanager
 def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
-    """Yields a function that sets this rank's phase, and shows a bar on rank 0's terminal."""
+    """Yields a function that sets this rank's phase and, on rank 0's terminal, moves a bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     shown = console is not None and console.is_terminal
     with Bar(*columns, console=console, transient=True, disable=not shown) as bar:
@@ -186,16 +189,19 @@ def _progress(console: Console | None, worker: Worker) -> Iterator[Progress]:
         yield tell
 
 
-# Upper bound for every link of the natural logarithms of its µs and of its ns per byte.
+# Upper bound of the natural logarithms of a fitted link's latency in µs and of its ns per byte.
 LIMIT = 30.0
-# The fit uses collectives whose cost is a·α + b/B with a and b independent of the link; training
-# sends nearly all of its bytes by them.
+# The fit uses only these collectives. Their price is a·α + b/B, where a and b do not depend on the
+# link, and training sends nearly all of its bytes by them.
 FITTED = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 
 
 @dataclass(frozen=True)
 class MeasuredOperation:
-    """One measured operation on n ranks, with `nbytes` as nccl-tests counts them."""
+    """One measured operation on `n` ranks.
+
+    `nbytes` is its size as nccl-tests counts it.
+    """
 
     op: str
     n: int
@@ -208,15 +214,24 @@ class MeasuredOperation:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted link, whose prices of half of the samples are within a factor of
-    `typical_factor`."""
+    """A link that was fitted to measurements.
+
+    Attributes:
+        link: the fitted link.
+        samples: the number of measurements.
+        typical_factor: the median, over the samples, of the factor between price and measurement,
+            at least 1.
+    """
 
     link: Link
     samples: int
     typical_factor: float
 
     def overrides(self, kind: LinkClass, rail_gb_per_s: float) -> dict[str, float]:
-        """Returns the link as keys of `cluster`, the spine's bandwidth as an oversubscription."""
+        """Returns the link as keys of `cluster`; the spine's bandwidth becomes an oversubscription.
+
+        `kind` is the class of the link, and `rail_gb_per_s` is the bandwidth of a rail.
+        """
         speed, latency = _round(self.link.gb_per_s), _round(self.link.latency_us)
         if kind is not LinkClass.SPINE:
             return {
@@ -230,21 +245,20 @@ class Fit:
 
 
 def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
-    """Returns the link that minimises the factors between price and measurement; None without two
-    sizes.
+    """Returns the link that minimizes the squared logarithms of price over measured time.
 
-    Factors treat prices that are too high and too low alike, for all message sizes; relative
-    differences would favour low prices. If larger messages take no longer, the bandwidth comes out
-    as very high.
+    A logarithm treats prices that are too high and too low alike, at all message sizes, whereas
+    relative differences would favour low prices. If larger messages take no longer, the fitted
+    bandwidth is very high. Returns None if there are fewer than two message sizes.
     """
     samples = [s for s in samples if s.op in FITTED and s.nbytes > 0]
     if len({s.nbytes for s in samples}) < 2:
         return None
-    # Seconds per microsecond of latency, and per nanosecond per byte (1 / (GB/s)).
+    # Each sample has its seconds per µs of latency, and its seconds per (ns per byte) of slowness.
     each = np.array([[s.price(Link(1e30, 1.0)), s.price(Link(1.0, 0.0))] for s in samples])
     seconds = np.array([s.seconds for s in samples])
     found = np.log((seconds[:, None] / each).min(axis=0))
-    for _ in range(200):  # Gauss-Newton on the logarithms of both, with short steps
+    for _ in range(200):  # the method is Gauss-Newton on both logarithms, with limited steps
         priced = each @ np.exp(found)
         slopes = each * np.exp(found) / priced[:, None]
         step = np.linalg.lstsq(slopes, np.log(seconds / priced), rcond=1e-6)[0]
@@ -256,12 +270,16 @@ def fit(samples: Sequence[MeasuredOperation]) -> Fit | None:
 
 
 def _round(value: float) -> float:
-    """Rounds to three digits."""
+    """Returns the value rounded to three significant digits."""
     return float(f"{value:.3g}")
 
 
 def fits(results: list[dict]) -> dict[str, Fit]:
-    """Fits each link class by the collectives of training, on its path and with all groups busy."""
+    """Returns a fit for each link class, by its name, from the collectives that training calls.
+
+    If a dimension has several groups, only rows in which all of them work at once count. A row on
+    training's own path replaces that of the backend.
+    """
     samples: dict[str, dict[tuple, MeasuredOperation]] = {}
     for row in results:
         several = row["groups_of_the_dimension"] > 1
@@ -288,7 +306,17 @@ def report(
     seconds: float,
     rail_gb_per_s: float,
 ) -> dict[str, Any]:
-    """Returns the content of bench.json."""
+    """Returns the content of bench.json.
+
+    Args:
+        where: the rank mapping and the hosts.
+        results: the rows.
+        left_out: the reasons why dimensions or reductions were not measured.
+        findings: the slow ranks and pairs.
+        pairs: the seconds of each pair by message size.
+        seconds: the duration of the command.
+        rail_gb_per_s: the bandwidth of a rail.
+    """
     layout = where.placement.layout
     return {
         "layout": {name: layout.size(name) for name in ("tp", "pp", "dp", "cp")},
@@ -314,13 +342,16 @@ def report(
 def conclusions(
     facts: dict[str, Any], where: Where, findings: list[Finding], outlier: float
 ) -> list[str]:
-    """Returns the conclusions of a report, one sentence per line."""
+    """Returns the conclusions of a report (`facts`) as lines of text.
+
+    `outlier` is the multiple of the median above which a time counts as slow.
+    """
     lines, pairs = [finding.sentence(where) for finding in findings], len(facts["pairs"])
     if pairs == 1:
-        lines.append("One pair of ranks: nothing to compare it with, so nothing is called slow.")
+        lines.append("There is only one pair of ranks, so that nothing can be compared.")
     elif not findings:
         lines.append(
-            f"No rank and none of {pairs} pairs is slower than {outlier:g} times the median."
+            f"No rank and none of the {pairs} pairs takes more than {outlier:g} times the median."
         )
     lines += [f"{what} is not measured: {why}." for what, why in facts["not_measured"].items()]
     for fitted in facts["fitted"].values():

@@ -1,7 +1,7 @@
 """Measures the rows of `bench comm`: collectives with known results, in the groups of a layout.
 
-Member m of a group of n holds `pattern(m)`: small whole numbers, so that sums are exact in fp32,
-with a prime period, so that a misplaced shard is noticed.
+The input of member m of a group is `pattern(m)`. It consists of small whole numbers, so that sums
+are exact in fp32, and repeats with a prime period, so that a misplaced shard is noticed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from parallel3d.run.launch import Worker
 from parallel3d.schedules.actions import Action, Kind
 from parallel3d.schedules.orders import StageAssignment
 
-# Share of the time budget; the probe of pairs and the end of the command take the rest.
+# Share of the time budget that the rows may use; the probe of pairs and the report need the rest.
 MEASURING_SHARE = 0.75
 
 
@@ -45,7 +45,10 @@ def timed_calls(
     warmup: int,
     calls: int,
 ) -> list[float]:
-    """Returns the seconds of `calls` calls on this rank, each after a barrier."""
+    """Returns the seconds of `calls` calls of `run` on this rank, after `warmup` other calls.
+
+    A barrier precedes each call.
+    """
     seconds = []
     for number in range(warmup + calls):
         barrier()
@@ -59,25 +62,30 @@ def timed_calls(
 
 
 def slowest_rank(by_rank: Sequence[Sequence[float]]) -> float:
-    """Returns the median over calls of each call's slowest rank: [rank][call] → seconds."""
+    """Returns the median over calls of the time of each call at its slowest rank.
+
+    `by_rank` has, for each rank, the seconds of each call.
+    """
     return statistics.median(max(call) for call in zip(*by_rank, strict=True))
 
 
 @dataclass
 class CallCounts:
-    """Divides a time budget among rows: each gets a number of calls, at least one of them timed."""
+    """Divides a time budget among rows, each of which has at least one timed call."""
 
     estimates: Sequence[float]  # seconds of one call of each row
     seconds: float  # time left for all rows
     warmup: int  # warm-up calls of every row, if time allows
     calls: int  # timed calls of every row, if time allows
-    row: int = 0
-    spent: float = 0.0
-    cut: int = 0  # number of rows with fewer calls
+    row: int = 0  # number of rows that are done
+    spent: float = 0.0  # seconds that they took
+    cut: int = 0  # number of rows with fewer calls than asked for
 
     def next(self) -> tuple[int, int]:
-        """Returns the numbers of (warm-up, timed) calls of the next row, which every remaining row
-        could have."""
+        """Returns the numbers of warm-up calls and of timed calls of the next row.
+
+        The time left would suffice for the same numbers in every remaining row.
+        """
         ahead, full = sum(self.estimates[self.row :]), self.warmup + self.calls
         affordable = (self.seconds - self.spent) / max(ahead, 1e-9)
         if affordable >= full:
@@ -98,36 +106,40 @@ ITEM = 4  # bytes of an fp32 number
 REDUCTIONS = {name: getattr(dist.ReduceOp, name.upper()) for name in ("sum", "avg", "max", "min")}
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 PLAIN = ("all_gather", "broadcast", "scatter", "gather", "all_to_all", "send_recv", "barrier")
-# Training's own path sends activations and gradients, and its reductions are sums.
+# Collectives by which training sends activations and gradients; its reductions are sums.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 TRAINING = dict.fromkeys(("tp", "cp", "dp", "dp_cp"), COLLECTIVES) | {"pp": ("send_recv",)}
 
 
 class WrongResult(RuntimeError):
-    """Raised if a collective's result is not the expected one."""
+    """The error that a collective has given a wrong result."""
 
 
 class BenchOperation(NamedTuple):
-    """A collective, and whether the backend or training's own path runs it."""
+    """A collective operation, and the path on which it runs."""
 
     name: str  # one of `network.OPERATIONS`
-    reduction: str | None = None  # sum, avg, max, min
-    own: bool = False  # uses training's own path for CPU ranks (shared memory), not the backend
+    reduction: str | None = None  # sum, avg, max or min; None: it does not reduce
+    own: bool = False  # true: on training's own path (shared memory of CPU ranks); false: backend
 
     @property
     def label(self) -> str:
-        """Formats `all-reduce sum`, `send/receive`."""
+        """The operation in words, such as `all-reduce sum` or `send/receive`."""
         name = "send/receive" if self.name == "send_recv" else self.name.replace("_", "-")
         return f"{name} {self.reduction}" if self.reduction else name
 
 
 def is_trainings(dim: str, name: str, reduction: str | None) -> bool:
-    """Returns whether training calls this in the groups of `dim`."""
+    """Returns whether training calls the collective `name` in the groups of `dim`."""
     return reduction in ("sum", None) and name in TRAINING.get(dim, ())
 
 
 def operations(dim: str) -> list[BenchOperation]:
-    """Returns all operations: one for each kind of reduction, and training's own paths."""
+    """Returns the operations to measure in the groups of `dim`.
+
+    A reducing collective is measured with every reduction. The collectives that training calls are
+    also measured on training's own path.
+    """
     return [
         BenchOperation(name, reduction, own)
         for name in (*REDUCING, *PLAIN)
@@ -138,15 +150,15 @@ def operations(dim: str) -> list[BenchOperation]:
 
 @dataclass(frozen=True)
 class Site:
-    """A group of this rank, its device, and the transport of its messages."""
+    """A group of this rank, this rank's device, and the transport of messages."""
 
     group: Group
     device: torch.device
-    boxes: SharedP2P | None = None  # the pipeline's shared memory
-    chain: bool = False  # send/receive goes from stage to stage, not around a ring
+    boxes: SharedP2P | None = None  # the pipeline's shared memory; None: it is not used
+    chain: bool = False  # whether messages go from stage to stage, instead of around a ring
 
     def close(self) -> None:
-        """Frees the pipeline's shared memory."""
+        """Frees the pipeline's shared memory, if it is used."""
         if self.boxes is not None:
             self.boxes.memory.close()
 
@@ -156,12 +168,15 @@ class Site:
         return "gloo" if name == GLOO_ON else name
 
     def whole_bytes(self, size: int) -> int:
-        """Returns `size` in bytes, rounded down to equal shards of whole numbers."""
+        """Returns `size` rounded down to a multiple of one fp32 number per rank, and at least that."""
         unit = ITEM * self.group.size
         return max(unit, size // unit * unit)
 
     def path(self, operation: BenchOperation, size: int) -> str:
-        """Returns the name of the transport: the backend, or training's own path."""
+        """Returns the name of the transport that an operation uses for `size` bytes.
+
+        It is the backend or, on training's own path, `mailbox` or `shared memory`.
+        """
         if not operation.own or accelerator.is_accelerator(self.device):
             return self.backend
         if operation.name == "send_recv":
@@ -172,17 +187,23 @@ class Site:
 
 @dataclass
 class Call:
-    """One operation on its buffers. `expected` is the required result of the first `run`: its
-    return value or, if it returns no tensor, the content of `result`; None: this rank has nothing
-    to check."""
+    """One operation on its buffers.
+
+    Attributes:
+        run: runs the operation.
+        result: the buffer with the result, if `run` returns no tensor.
+        expected: the required result of the first `run`; None: this rank has nothing to check.
+    """
 
     run: Callable[[], object]
     result: Tensor | None = None
     expected: Tensor | None = None
 
     def check(self, what: str) -> None:
-        """Runs for the first time and compares. Raises WrongResult with `what` and the first wrong
-        number."""
+        """Runs the operation for the first time and compares its result.
+
+        Raises WrongResult with `what`, the name of the operation, and the first wrong number.
+        """
         returned = self.run()
         got = returned if isinstance(returned, Tensor) else self.result
         if got is None or self.expected is None:
@@ -198,19 +219,19 @@ class Call:
 
 
 def pattern(member: int, count: int, start: int = 0) -> Tensor:
-    """Returns (count,) fp32: the input of `member` from number `start` on."""
+    """Returns `count` fp32 numbers of the input of `member`, from number `start` on."""
     ramp, begin = torch.arange(1.0, PERIOD + 1), start % PERIOD
     return ramp.repeat((begin + count) // PERIOD + 1)[begin : begin + count] * (member + 1)
 
 
 def reduced(reduction: str, n: int, count: int, start: int = 0) -> Tensor:
-    """Returns (count,) fp32: the reduction of `pattern` over n members."""
+    """Returns `count` fp32 numbers of the reduction of `pattern` over `n` members."""
     factor = {"sum": n * (n + 1) / 2, "avg": (n + 1) / 2, "max": n, "min": 1}[reduction]
     return pattern(0, count, start) * factor
 
 
 def prepare(operation: BenchOperation, site: Site, size: int) -> Call:
-    """Prepares the operation on buffers of `size` bytes (the whole buffer, as in nccl-tests)."""
+    """Prepares an operation, whose whole buffer has `size` bytes as in nccl-tests."""
     group, device, name, own = site.group, site.device, operation.name, operation.own
     n, me, handle, root = group.size, group.index, group.handle, group.ranks[0]
     count = site.whole_bytes(size) // ITEM
@@ -252,13 +273,16 @@ def prepare(operation: BenchOperation, site: Site, size: int) -> Call:
 
 
 def _since_2_13(name: str) -> Callable[..., object]:
-    """Returns torch's collective on one tensor under the name that it has in this version."""
+    """Returns torch's collective on single tensors, which has another name since version 2.13."""
     before = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
     return getattr(dist, f"{name}_single", None) or getattr(dist, before[name])
 
 
 def send_receive(sent: Tensor, to: int, received: Tensor, source: int, group: Group) -> None:
-    """Sends a message to one world rank of the group while receiving one from another."""
+    """Sends a message to the rank `to` while receiving one from the rank `source`.
+
+    Both are world ranks in `group`.
+    """
     send = dist.P2POp(dist.isend, sent, to, group.handle)
     receive = dist.P2POp(dist.irecv, received, source, group.handle)
     for work in dist.batch_isend_irecv([send, receive]):
@@ -266,9 +290,10 @@ def send_receive(sent: Tensor, to: int, received: Tensor, source: int, group: Gr
 
 
 def _messages(operation: BenchOperation, site: Site, count: int) -> Call:
-    """Prepares a message from every member to the next, all at once.
+    """Prepares messages of `count` numbers from every member to the next, all at once.
 
-    Along a pipeline the last stage only receives, and messages are posted as by the executor.
+    Around a ring the last member sends to the first. Along a pipeline it only receives, and
+    messages are posted as the executor posts them.
     """
     group, device = site.group, site.device
     n, me = group.size, group.index
@@ -298,10 +323,10 @@ class Where:
 
     @classmethod
     def find(cls, settings: ClusterConfig, worker: Worker, layout: Layout) -> Where:
-        """Gathers all hosts; collective over the world.
+        """Returns the rank mapping and the gathered host names; collective over the world.
 
-        If the worker has no rank mapping, ranks are in order on the configured cluster. Raises
-        UserError if the cluster has too few GPUs.
+        If the worker has no rank mapping, ranks are placed in order on the configured cluster.
+        Raises UserError if the cluster has too few GPUs.
         """
         placement = worker.placement
         if placement is None:
@@ -317,15 +342,19 @@ class Where:
         return LinkClass(int(self.placement.cluster.link_class(slots[a], slots[b])))
 
     def slowest_link(self, ranks: Sequence[int], chain: bool) -> tuple[LinkClass, Link | None]:
-        """Returns the worst link between neighbours of a ring or chain; None if a pair has no
-        wire."""
+        """Returns the slowest link between neighbours of a ring or chain, after its class.
+
+        The link is None if no wire connects the neighbours.
+        """
         ends = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
         worst = max(self.link_class(a, b) for a, b in (ends[:-1] if chain else ends))
         return worst, None if worst is LinkClass.NONE else self.placement.cluster.link(worst)
 
     def name(self, rank: int) -> str:
-        """Formats `rank 5 (pp 1, dp 0, tp 1) on web12 GPU 5, rail 5`, with the host in front if the
-        cluster has another name for the node."""
+        """Describes a rank, such as `rank 5 (pp 1, dp 0, tp 1) on web12 GPU 5, rail 5`.
+
+        The host name precedes the GPU if the cluster has another name for the node.
+        """
         place, facts, host = self.placement.layout.named(rank), self.facts(rank), self.hosts[rank]
         gpu = str(facts["gpu"])
         if gpu.split(" GPU ")[0].split(".")[0] != host.split(".")[0]:
@@ -333,7 +362,7 @@ class Where:
         return f"rank {rank} ({place}) on {gpu}, rail {facts['rail']}"
 
     def facts(self, rank: int) -> dict[str, object]:
-        """Returns plain data for JSON."""
+        """Returns plain data about a rank for JSON."""
         cluster, slot = self.placement.cluster, int(self.placement.slots[rank])
         return {
             "rank": rank,
@@ -345,14 +374,18 @@ class Where:
 
 
 ALONE, TOGETHER = "alone", "together"
-MOST_ALONE = 16  # maximum number of groups of a dimension that are measured alone, evenly spread
+MOST_ALONE = 16  # maximum number of groups of a dimension that are measured alone; evenly spread
 WORLD = "world"
 
 
 class BenchRow(NamedTuple):
     """One operation at one size in the groups of one dimension.
 
-    mode: `alone`, one group at a time while the others wait, or `together`, all at once.
+    Attributes:
+        dim: the dimension, or WORLD.
+        operation: the operation.
+        size: the size of the buffer in bytes; 0 for a barrier.
+        mode: ALONE, if the groups work one after another, or TOGETHER, if they work at once.
     """
 
     dim: str
@@ -362,13 +395,13 @@ class BenchRow(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Formats `dp all-reduce sum, 4096 bytes, together`."""
+        """The row in words, such as `dp all-reduce sum, 4096 bytes, together`."""
         size = f", {self.size} bytes" if self.size else ""
         own = ", training's way" if self.operation.own else ""
         return f"{self.dim} {self.operation.label}{size}{own}, {self.mode}"
 
     def facts(self) -> dict[str, Any]:
-        """Returns the identity of the row for JSON."""
+        """Returns the fields that identify the row in JSON."""
         name, reduction, own = self.operation
         named = {"dim": self.dim, "op": name, "reduction": reduction, "training_path": own}
         return named | {"size": self.size, "mode": self.mode}
@@ -379,7 +412,7 @@ def groups_of(layout: Layout, dim: str) -> list[list[int]]:
 
 
 def dimensions(layout: Layout) -> tuple[list[str], dict[str, str]]:
-    """Returns (dimensions to measure, dimension → reason why it is left out)."""
+    """Returns the dimensions to measure, and the reasons by dimension why others are left out."""
     data = ("cp", "dp_cp") if layout.cp > 1 else ("dp",)
     left_out = {dim: f"{dim}=1: no groups" for dim in ("tp", "dp", "pp") if layout.size(dim) == 1}
     if layout.cp > 1 == layout.dp:
@@ -394,7 +427,10 @@ def dimensions(layout: Layout) -> tuple[list[str], dict[str, str]]:
 
 
 def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> dict[str, Site]:
-    """Returns this rank's group of each dimension; collective, as stages may share memory."""
+    """Returns this rank's site in each dimension.
+
+    The call is collective, because stages may open shared memory.
+    """
     found = {}
     for dim in dimensions(groups.layout)[0]:
         group, boxes = getattr(groups, dim), None
@@ -407,10 +443,10 @@ def sites(groups: ProcessGroups, device: torch.device, launch: LaunchConfig) -> 
 def all_rows(
     mine: dict[str, Site], sizes: Sequence[int], layout: Layout
 ) -> tuple[list[BenchRow], dict[str, str]]:
-    """Returns (all rows, reasons for dimensions and reductions without rows), equal on every rank;
-    collective over the world.
+    """Returns all rows, and the reasons why dimensions or reductions have none.
 
-    Training's path is a row if any rank has one that is not the backend's.
+    The call is collective over the world, and the result is equal on every rank. Training's own
+    path has a row only if it differs from the backend on some rank.
     """
     left_out = dimensions(layout)[1]
     if why := _why_no_average(next(iter(mine.values()))):
@@ -435,10 +471,10 @@ def all_rows(
 
 
 def _why_no_average(site: Site) -> str | None:
-    """Returns why the backend cannot average (gloo before torch 2.13), or None if it can."""
+    """Returns why the backend cannot average, like gloo before torch 2.13; None if it can."""
     try:
         dist.all_reduce(torch.ones(1, device=site.device), REDUCTIONS["avg"], site.group.handle)
-    except (RuntimeError, ValueError) as error:  # refused before anything is sent
+    except (RuntimeError, ValueError) as error:  # every rank raises it before anything is sent
         if "AVG" not in str(error):
             raise
         return f"{site.backend} of torch {torch.__version__} has no AVG"
@@ -446,7 +482,7 @@ def _why_no_average(site: Site) -> str | None:
 
 
 def turns(layout: Layout, row: BenchRow) -> list[list[int]]:
-    """Returns, for each turn, the numbers of the groups that work at the same time."""
+    """Returns, for each turn of a row, the numbers of the groups that work at the same time."""
     count = len(groups_of(layout, row.dim))
     if row.mode == TOGETHER:
         return [list(range(count))]
@@ -454,17 +490,24 @@ def turns(layout: Layout, row: BenchRow) -> list[list[int]]:
     return [[turn * count // taken] for turn in range(taken)]
 
 
-# path, and seconds of each call; None: not measured on this rank
+# The path and the seconds of each call on one rank; None: the rank was not measured.
 Timing = tuple[str, list[float]] | None
 
 
 def result(
     row: BenchRow, calls: int, by_rank: Sequence[Timing], site: Site, where: Where
 ) -> dict[str, Any]:
-    """Returns the row for JSON.
+    """Returns a measured row for JSON.
 
-    Seconds are the median over calls of the slowest rank, in the slowest group. Bytes and
-    bandwidths (busbw: bus_gb_per_s, 1e9 B/s) are nccl-tests'.
+    `seconds` is the median over calls of the time at the slowest rank, in the slowest group. Bytes
+    and bandwidths in 1e9 B/s are defined as in nccl-tests, whose busbw is `bus_gb_per_s`.
+
+    Args:
+        row: the row.
+        calls: number of timed calls.
+        by_rank: the timing of every rank.
+        site: this rank's site in the dimension of the row.
+        where: the rank mapping and the hosts.
     """
     groups = groups_of(where.placement.layout, row.dim)
     nbytes = site.whole_bytes(row.size) if row.size else 0
@@ -505,21 +548,22 @@ def result(
     }
 
 
-Progress = Callable[[str, int, int], None]  # (description, rows done, number of rows)
+# A function that is told what is being done, how many units of work are done, and their number.
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass
 class Measurement:
-    """Measures all rows on one rank: checks, then times within a budget; methods are collective."""
+    """Checks and times all rows within a time budget; all methods are collective."""
 
     rows: list[BenchRow]  # equal on every rank
-    sites: dict[str, Site]  # the groups of this rank
+    sites: dict[str, Site]  # the sites of this rank by dimension
     where: Where
-    warmup: int  # warm-up calls of each row
-    calls: int  # timed calls of each row, as far as `budget_s` allows
-    budget_s: float
+    warmup: int  # warm-up calls of each row, if `budget_s` allows them
+    calls: int  # timed calls of each row, if `budget_s` allows them
+    budget_s: float  # seconds for all rows
     progress: Progress = lambda row, done, of: None
-    rows_cut: int = 0
+    rows_cut: int = 0  # number of rows with fewer calls; known after `results`
 
     def __post_init__(self) -> None:
         self.ends = time.perf_counter() + self.budget_s
@@ -527,7 +571,7 @@ class Measurement:
         self.device = next(iter(self.sites.values())).device
 
     def results(self) -> Iterator[tuple[str, list[dict]]]:
-        """Yields (dimension, its rows for JSON); only rank 0 has rows.
+        """Measures and yields each dimension with its rows for JSON, which only rank 0 has.
 
         Raises WrongResult on a rank that finds a wrong number.
         """
@@ -548,9 +592,10 @@ class Measurement:
         self.rows_cut = plan.cut
 
     def _plan(self) -> CallCounts:
-        """Calls every operation once, all groups together, to connect and to estimate seconds.
+        """Calls every operation once, to connect the groups and to plan the numbers of calls.
 
-        The time of a row whose groups take turns is multiplied by the number of turns.
+        All groups work at once here. If the groups of a row take turns, the measured time is
+        multiplied by the number of turns.
         """
         first: dict[tuple, float] = {}
         for number, row in enumerate(self.rows):
@@ -568,7 +613,7 @@ class Measurement:
         return CallCounts(estimates, self.ends - time.perf_counter(), self.warmup, self.calls)
 
     def _agreed(self, plan: CallCounts) -> tuple[int, int]:
-        """Returns rank 0's numbers of calls for the next row, on every rank."""
+        """Returns, on every rank, rank 0's numbers of calls for the next row: warm-up and timed."""
         calls = torch.tensor(plan.next(), device=self.device)
         dist.broadcast(calls, 0)
         warmup, timed = calls.tolist()

@@ -1,12 +1,14 @@
 """Probes pairs and groups to find slow ranks and wires, for `bench comm` and `preflight=true`.
 
-Pairs exchange messages, each pair alone. A rank is slow if its fastest pair is slower than
-`outlier` times the median rank's; a pair is slow if it is slower than `outlier` times the median
-pair while its ranks are not. Times are compared within a link class.
+Pairs of ranks exchange messages without disturbing each other. A rank is slow if its fastest pair
+takes more than `outlier` times as long as that of the median rank. A pair is slow if it takes more
+than `outlier` times as long as the median pair, although neither of its ranks is slow. Times are
+compared within a link class.
 
-Preflight probes every wire of a run before its first step: the pairs, then all groups of a
-dimension at once with the operations of training, all-reduces for tp and dp, messages between
-stages for pp. Slow wires are logged, a line each, and written to preflight.json; the run continues.
+Preflight probes every wire of a run before its first step. First it probes the pairs, then all
+groups of a dimension at once with an operation of training: messages between stages for pp, and
+all-reduces for other dimensions. It logs a line for each slow wire and writes preflight.json; the
+run continues.
 """
 
 from __future__ import annotations
@@ -47,29 +49,33 @@ from parallel3d.text import shortened
 ROUNDS = 3  # number of passes over all pairs
 PINGS = 5  # number of exchanges of a pair in one round
 PAUSES_S = (0.2, 0.4, 0.8)  # pauses before the measurements that confirm a finding
-ALL_PAIRS = 8  # largest group whose pairs are all probed; in larger ones only neighbours
-GROUP_BYTES = 1 << 20  # size of the groups' operations
-GROUP_CALLS = 5
+ALL_PAIRS = 8  # largest group in which all pairs are probed, not only neighbours in the ring
+GROUP_BYTES = 1 << 20  # size in bytes of an operation of a group
+GROUP_CALLS = 5  # number of its timed calls
 
 Pair = tuple[int, int]
 Seconds = npt.NDArray[np.float64]
 
 
 def sizes_of(device: torch.device) -> tuple[int, ...]:
-    """Returns the sizes of messages in bytes: one for latency, one for bandwidth."""
+    """Returns two sizes of messages in bytes: the first shows latency, the second bandwidth."""
     return (4096, 32 << 20) if accelerator.is_accelerator(device) else (4096, 1 << 20)
 
 
 def floor_of(device: torch.device) -> float:
-    """Returns the seconds below which a difference is noise of the operating system."""
+    """Returns the seconds below which a difference between times is only noise of the system."""
     return 5e-6 if accelerator.is_accelerator(device) else 1e-3
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A slow rank (one entry in `ranks`) or pair (two).
+    """A slow rank or a slow pair of ranks.
 
-    seconds, median_s: time of its exchange of `nbytes`, and the median of the others.
+    Attributes:
+        ranks: the slow rank, or both ranks of the pair.
+        nbytes: the size of the exchanged messages.
+        seconds: the time of the exchange.
+        median_s: the median time over the ranks or pairs of its link class.
     """
 
     ranks: tuple[int, ...]
@@ -85,7 +91,7 @@ class Finding:
         return self.seconds > max(outlier * self.median_s, self.median_s + floor_s)
 
     def sentence(self, where: Where) -> str:
-        """Describes the finding by rank, coordinates, host, GPU, rail and groups."""
+        """Describes the finding: its ranks, where they are, and its times."""
         slower = (
             f"{self.times:.1f} times the median, {self.seconds * 1e3:.3g} against "
             f"{self.median_s * 1e3:.3g} ms for {self.nbytes:,} bytes"
@@ -120,11 +126,19 @@ def findings_in(
     outlier: float,
     floor_s: float,
 ) -> list[Finding]:
-    """Returns the slow ranks, and the slow pairs of other ranks, given times (sizes, pairs).
+    """Returns the slow ranks, and the slow pairs among the other ranks.
 
-    A rank is slow if its fastest pair is slow in every link class (`classes`, of each pair); if it
-    is slow in one class only, it has a slow wire, which is found as a pair. Fewer than three ranks
-    or pairs have no meaningful median.
+    A rank is slow if its fastest pair is slow in every link class. If it is slow in one class only,
+    one of its wires is slow, which is found as a pair. Fewer than three ranks or pairs of a class
+    are not judged, because their median means nothing.
+
+    Args:
+        times: (sizes, pairs) the seconds of each exchange.
+        pairs: the pairs of ranks.
+        classes: (pairs,) the link class of each pair.
+        sizes: the sizes of the messages in bytes.
+        outlier: the multiple of the median above which a time is slow.
+        floor_s: a time up to this many seconds above the median is not slow.
     """
     found: dict[tuple[int, ...], Finding] = {}
     ends = np.array(pairs).reshape(-1, 2)
@@ -155,8 +169,11 @@ def findings_in(
 
 
 def pairs_to_probe(layout: Layout) -> list[Pair]:
-    """Returns all pairs in groups of up to ALL_PAIRS ranks, and the ring neighbours in larger
-    groups and the world."""
+    """Returns the pairs to probe, sorted.
+
+    These are all pairs in groups of up to ALL_PAIRS ranks, and the ring neighbours in larger groups
+    and in the world.
+    """
     found = set(_ring(list(range(layout.world_size))))
     for dim in DIMENSIONS:
         for ranks in layout.groups(dim):
@@ -171,10 +188,10 @@ def _ring(ranks: list[int]) -> list[Pair]:
 
 
 def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]:
-    """Returns rounds of pairs that do not disturb each other.
+    """Divides the pairs into rounds, so that those of one round do not disturb each other.
 
-    `share` returns the resource that a rank occupies exclusively: on CPUs its host's cores, else
-    only itself.
+    `share` returns the resource that a rank needs exclusively: on CPUs the cores of its host, on
+    GPUs only the rank itself.
     """
     waiting, rounds = pairs, []
     while waiting:
@@ -193,11 +210,11 @@ def turns(pairs: list[Pair], share: Callable[[int], object]) -> list[list[Pair]]
 
 
 def confirmed(measure: Callable[[], Seconds], judge: Callable[[Seconds], list]) -> Seconds:
-    """Returns the minimum of measurements, repeated after pauses as long as `judge` finds something
-    slow.
+    """Returns the elementwise minimum of measurements.
 
-    The repetition rules out a machine that was briefly busy. Times are equal on every rank, and so
-    are the findings.
+    As long as `judge` finds something slow in it, the measurement is repeated after a pause, at
+    most once for each of PAUSES_S; a machine that was only briefly busy is thus not reported. The
+    times must be equal on every rank, so that all ranks repeat together.
     """
     fastest = measure()
     for pause in PAUSES_S:
@@ -211,11 +228,15 @@ def confirmed(measure: Callable[[], Seconds], judge: Callable[[Seconds], list]) 
 def probe(
     where: Where, groups: ProcessGroups, device: torch.device, outlier: float
 ) -> tuple[list[Finding], dict[Pair, list[float]]]:
-    """Returns (findings, seconds of each pair by size) on every rank; collective over the world.
+    """Probes all pairs; collective over the world.
+
+    Returns, on every rank, the findings, and the seconds of each pair for both message sizes.
 
     Args:
-        groups: the groups of the run; its own communicators are probed.
-        outlier: multiple of the median that counts as slow.
+        where: the rank mapping and the hosts.
+        groups: the groups of the run, whose communicators are probed.
+        device: this rank's device.
+        outlier: the multiple of the median above which a time is slow.
     """
     pairs = pairs_to_probe(where.placement.layout)
     classes = np.array([where.link_class(a, b) for a, b in pairs])
@@ -233,7 +254,10 @@ def probe(
 def _rounds(
     pairs: list[Pair], order: list[list[Pair]], groups: ProcessGroups, device: torch.device
 ) -> Seconds:
-    """Returns (sizes, pairs): the fastest exchange at its slower end; equal on every rank."""
+    """Returns the seconds of the fastest exchange of each pair, (sizes, pairs), on every rank.
+
+    The slower rank of the pair counts. `order` has the rounds of pairs (`turns`).
+    """
     rank, sizes = dist.get_rank(), sizes_of(device)
     number = {pair: i for i, pair in enumerate(pairs)}
     buffers = [[torch.zeros(size // 4, device=device) for _ in range(2)] for size in sizes]
@@ -256,22 +280,30 @@ def _rounds(
 
 
 def _group_with(peer: int, groups: ProcessGroups) -> Group:
-    """Returns the smallest group of this rank and `peer`, which may have its own wires."""
+    """Returns the smallest group of this rank and `peer`, whose communicator is to be probed."""
     dims = (groups.tp, groups.cp, groups.dp, groups.pp, groups.world)
     return next(g for g in dims if g.size > 1 and peer in g.ranks)
 
 
 @dataclass(frozen=True)
 class GroupTime:
-    """The time of the fastest of several calls in one group, at its slowest rank, and the model's
-    price."""
+    """The time of an operation in one group, and its price.
+
+    Attributes:
+        dim: the dimension of the group.
+        ranks: the ranks of the group.
+        operation: the operation.
+        nbytes: its size.
+        seconds: the time of the fastest call at the slowest rank.
+        priced_s: the price by the model of the cluster; None: the group uses no wire.
+    """
 
     dim: str
     ranks: tuple[int, ...]
     operation: BenchOperation
     nbytes: int
     seconds: float
-    priced_s: float | None  # None: no wire leads through the group
+    priced_s: float | None
 
     @property
     def times_the_price(self) -> float | None:
@@ -290,12 +322,12 @@ class GroupTime:
         }
 
     def sentence(self, times: float, where: Where) -> str:
-        """Describes the group, slow by a factor of `times`, and where its ranks sit."""
+        """Describes a group that is slow by a factor of `times`, and where its ranks are."""
         ranks = self.ranks if len(self.ranks) <= 8 else (self.ranks[0], self.ranks[-1])
         return (
             f"slow group: {self.dim} group {shortened(self.ranks)}: {self.operation.label} of "
-            f"{self.nbytes:,} bytes takes {self.seconds * 1e3:.3g} ms, {times:.1f} times what its "
-            f"price and the other {self.dim} groups suggest; "
+            f"{self.nbytes:,} bytes takes {self.seconds * 1e3:.3g} ms, {times:.1f} times as long "
+            f"as its price and the other {self.dim} groups suggest; "
             + "; ".join(where.name(rank) for rank in ranks)
         )
 
@@ -308,9 +340,10 @@ def preflight(
     launch: LaunchConfig,
     outlier: float,
 ) -> None:
-    """Probes, logs slow wires on rank 0 and writes preflight.json; collective over the world.
+    """Probes pairs and groups; rank 0 logs slow wires and writes preflight.json.
 
-    `outlier`: multiple of the median that counts as slow.
+    The call is collective over the world. `outlier` is the multiple of the median above which a
+    time is slow, and `log` receives the lines.
     """
     if groups.layout.world_size == 1:
         return
@@ -345,7 +378,7 @@ def preflight(
 def _probe_groups(
     groups: ProcessGroups, where: Where, device: torch.device, launch: LaunchConfig, outlier: float
 ) -> tuple[list[GroupTime], list[tuple[GroupTime, float]]]:
-    """Returns (times of every group, the slow groups) on every rank."""
+    """Returns, on every rank, the times of all groups, and the slow groups with their factors."""
     mine = {dim: site for dim, site in sites(groups, device, launch).items() if dim != WORLD}
 
     def timed(fastest: Seconds) -> list[GroupTime]:
@@ -373,15 +406,17 @@ def _probe_groups(
 
 
 def work_of(dim: str) -> BenchOperation:
-    """Returns the operation of training in the groups of `dim`, by its own path."""
+    """Returns the operation, on training's own path, by which groups of `dim` are probed."""
     if dim == "pp":
         return BenchOperation("send_recv", own=True)
     return BenchOperation("all_reduce", "sum", own=True)
 
 
 def _fastest(site: Site, dim: str, layout: Layout) -> Seconds:
-    """Returns (groups,): seconds of the fastest of some calls at each group's slowest rank, with
-    all groups of the dimension at once; equal on every rank."""
+    """Returns the seconds of the fastest call in each group, (groups,), on every rank.
+
+    All groups of the dimension work at once. The slowest rank of a group counts.
+    """
     groups = layout.groups(dim)
     call = prepare(work_of(dim), site, GROUP_BYTES)
     seconds = timed_calls(call.run, dist.barrier, site.device, 1, GROUP_CALLS)
@@ -393,10 +428,11 @@ def _fastest(site: Site, dim: str, layout: Layout) -> Seconds:
 
 
 def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[tuple[GroupTime, float]]:
-    """Returns the slow groups, with the factor by which each is slow.
+    """Returns the slow groups and the factor by which each of them is slow.
 
-    Within a dimension, the ratio of time to price is compared with the median ratio; a group is
-    slow above `outlier` times the median. Fewer than three groups have no meaningful median.
+    A group is slow if its ratio of time to price is above `outlier` times the median ratio of its
+    dimension, by more than `floor_s` seconds. Dimensions with fewer than three groups are not
+    judged, because their median means nothing.
     """
     found = []
     for usual, priced in _by_dim(groups):
@@ -408,7 +444,7 @@ def judge(groups: list[GroupTime], outlier: float, floor_s: float) -> list[tuple
 
 
 def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
-    """Returns a line for each dimension whose median group is much slower than its price."""
+    """Returns a line for each dimension whose median group exceeds `outlier` times its price."""
     return [
         f"{priced[0][0].dim} groups: {priced[0][0].operation.label} of {priced[0][0].nbytes:,} "
         f"bytes takes {usual:.1f} times its price in the median group: the cluster's speeds or the "
@@ -419,8 +455,7 @@ def off_the_price(groups: list[GroupTime], outlier: float) -> list[str]:
 
 
 def _by_dim(groups: list[GroupTime]) -> Iterator[tuple[float, list[tuple[GroupTime, float]]]]:
-    """Yields, for each dimension, the median ratio of time to price, and the groups that have a
-    price."""
+    """Yields, for each dimension, the median ratio of time to price, and its priced groups."""
     for dim in dict.fromkeys(group.dim for group in groups):
         priced = [(g, g.priced_s) for g in groups if g.dim == dim and g.priced_s]
         if priced:

@@ -1,7 +1,7 @@
 """Runs `parallel3d checkpoint ls|verify|export|import|branch|average|diff key=value …`.
 
-It needs no Hydra, as a verb has few keys and only `import` takes the configuration. It imports no
-torch, so that `ls` and every refusal answer at once.
+The module does not use Hydra, because a verb has few keys, and only `import` takes keys of the
+configuration. It does not import torch, so that `ls` and every refusal answer at once.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _run(name: str, given: Mapping[str, str], overrides: list[str]) -> int:
 
 
 def _steps(given: Mapping[str, str]) -> list[int] | None:
-    """Returns the distinct steps of steps=[…], ascending."""
+    """Returns the distinct steps of steps=[…], ascending; None if they are not given."""
     if "steps" not in given:
         return None
     words = given["steps"].removeprefix("[").removesuffix("]").split(",")

@@ -1,4 +1,4 @@
-"""Runs `parallel3d checkpoint verify` and `diff`."""
+"""Implements `parallel3d checkpoint verify` and `parallel3d checkpoint diff`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ SHOWN = 20  # maximum number of differing tensors that are printed
 
 
 def verify(runs_dir: Path, run: str, step: int | None) -> int:
-    """Verifies a run's checkpoints, or one. Returns 1 if one is damaged or unreadable, else 0."""
+    """Verifies all checkpoints of a run, or only that of `step`.
+
+    Returns 1 if one of them is damaged or unreadable, else 0. Raises UserError if there is none.
+    """
     if step is None:
         folders = list_checkpoints(listing.find_run(runs_dir, run))
         if not folders:
@@ -49,7 +52,11 @@ def verify(runs_dir: Path, run: str, step: int | None) -> int:
 
 
 class Difference(NamedTuple):
-    """Differences between two tensors; `relative` is divided by the largest magnitude in either."""
+    """The differences between two tensors of one name.
+
+    `absolute` is the largest difference; `relative` is the same, divided by the largest magnitude
+    in either tensor.
+    """
 
     name: str
     absolute: float
@@ -63,13 +70,17 @@ class Difference(NamedTuple):
 
 
 def diff(runs_dir: Path, a: str, b: str) -> int:
-    """Compares tensors and progress of two checkpoints. Returns 0 if they are equal, else 1."""
+    """Compares the tensors and the progress of two checkpoints.
+
+    `a` and `b` are names of runs, or run@step. Returns 0 if both are equal, else 1.
+    Raises UserError if a checkpoint is missing or damaged.
+    """
     folders = [listing.folder_of(runs_dir, a), listing.folder_of(runs_dir, b)]
     titles = [listing.title(folder) for folder in folders]
     print(f"a: {titles[0]}\nb: {titles[1]}")
     unmatched: list[str] = []
     compared: list[Difference] = []
-    for kind in KINDS:  # one by one, so that two checkpoints need not fit into memory
+    for kind in KINDS:  # one kind at a time, so that two whole checkpoints need not fit into memory
         left, right = (_read(folder, kind) for folder in folders)
         for name in left | right:
             if name not in right or name not in left:
@@ -105,7 +116,7 @@ def _read(folder: Path, kind: str) -> dict[str, Tensor]:
 
 def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
     a, b = a.double(), b.double()
-    # NaN equals itself here, because the question is whether the same values were saved.
+    # Two NaN count as equal here, because the question is whether the same values were saved.
     unequal = (a != b) & ~(a.isnan() & b.isnan())
     gap = (a - b).abs()[unequal]
     largest = float(gap.max()) if gap.numel() else 0.0
@@ -115,7 +126,7 @@ def _difference(name: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def _print_table(differing: list[Difference]) -> None:
-    """Prints parameters first, each kind by descending relative difference."""
+    """Prints the differing tensors by kind, each kind by descending relative difference."""
     order = sorted(differing, key=lambda d: (KINDS.index(d.kind), -d.relative, d.name))
     rows = [
         {
@@ -138,7 +149,10 @@ def _print_rest(found: Sequence[object]) -> None:
 
 
 def _print_differences(what: str, a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Prints the keys that differ; returns whether there are none."""
+    """Prints the keys whose values differ; returns whether there are none.
+
+    `what` names the two mappings.
+    """
     keys = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
     for key in keys:
         print(plain(f"{what}: {key} is {a.get(key)} in a, {b.get(key)} in b"))

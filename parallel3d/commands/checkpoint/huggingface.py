@@ -1,4 +1,4 @@
-"""Runs `parallel3d checkpoint export` and `import`, between a run and a Hugging Face folder."""
+"""Implements `parallel3d checkpoint export` and `import`, which convert Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -62,12 +62,15 @@ from parallel3d.versions import TRIED, newer, parts
 
 BYTES = "its tokens are bytes, and token 256 ends texts"
 NO_TOKENIZER = "without a tokenizer, like the folder that it was imported from"
-LARGEST_KEPT = 1 << 20  # bytes
-OWNER = "tokenizer"  # key of its digest in `KEPT_FILE`
+LARGEST_KEPT = 1 << 20  # maximum size of `KEPT_FILE` in bytes
+OWNER = "tokenizer"  # key in `KEPT_FILE` of the digest of the tokenizer
 
 
 def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
-    """Returns a run's tokenizer; None if it was imported without one. Raises UserError."""
+    """Returns a run's tokenizer; None if the run was imported without one.
+
+    Raises UserError if the tokenizer cannot be read.
+    """
     configured: Any = manifest.config.get("data", {}).get("tokenizer")
     configured = configured if isinstance(configured, str) else None
     found = tokenizer_of(DataConfig(tokenizer=configured), run_dir)
@@ -79,15 +82,21 @@ def tokenizer_to_export(manifest: Manifest, run_dir: Path) -> Tokenizer | None:
 def write_kept(
     run_dir: Path, kept: Mapping[str, Any], tokenizer: Tokenizer | None, *, own: bool
 ) -> None:
-    """Writes `kept_keys` into the run's folder. `own`: the run has the Hugging Face folder's
-    tokenizer, or none."""
+    """Writes `kept`, the result of `kept_keys`, into the run's folder.
+
+    If `own` is true, the run has the tokenizer of the Hugging Face folder, or none like the folder;
+    its digest is then written as well.
+    """
     about = {OWNER: None if tokenizer is None else tokenizer.digest} if own else {}
     write_durably(run_dir / KEPT_FILE, f"{json.dumps({**kept, **about}, indent=2)}\n".encode())
 
 
 def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Reads the result of `write_kept`; special tokens only if they belong to this tokenizer.
-    Raises UserError."""
+    """Returns the keys that `write_kept` wrote.
+
+    Keys of special tokens are left out unless they belong to `tokenizer`. Raises UserError if the
+    file is damaged.
+    """
     content = _read_kept(run_dir)
     kept = kept_keys(content)
     same = OWNER in content and content[OWNER] == (None if tokenizer is None else tokenizer.digest)
@@ -95,7 +104,10 @@ def read_kept(run_dir: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def keep_keys(source: Source, data: DataConfig, vocab_size: int, run_dir: Path) -> None:
-    """Writes the `kept_keys` of the source that a run has begun from (`init_from`); on rank 0."""
+    """Keeps the source's `kept_keys` and other files in a run that begins from it (`init_from`).
+
+    Only rank 0 calls it. `data` and `vocab_size` are those of the run.
+    """
     old = source.folder.absolute().parents[1]
     there = old / KEPT_FILE
     if source.hf is not None:
@@ -115,8 +127,11 @@ def _read_kept(run_dir: Path) -> dict[str, Any]:
 
 
 def tokenizer_to_import(folder: Path, given: str | None, vocab_size: int) -> Tokenizer | None:
-    """Returns the `given` tokenizer, else the folder's, else None. Raises UserError unless it fits
-    a vocabulary of `vocab_size`."""
+    """Returns the tokenizer of an import: that named `given`, else the folder's; None without one.
+
+    Raises UserError if it does not fit a vocabulary of `vocab_size` tokens, or if the given
+    tokenizer gives a token another number than the folder's.
+    """
     found: Tokenizer
     if given is not None:
         found = open_tokenizer(given)
@@ -133,7 +148,10 @@ def tokenizer_to_import(folder: Path, given: str | None, vocab_size: int) -> Tok
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer | None:
-    """Returns the tokenizer in a Hugging Face folder. Raises UserError."""
+    """Returns the tokenizer in a Hugging Face folder; None without one.
+
+    Raises UserError if it cannot be read.
+    """
     if not (folder / TOKENIZER).is_file():
         return None
     read = FileTokenizer.read(str(folder), folder / TOKENIZER, "from")
@@ -152,19 +170,19 @@ def describe_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> str:
 
 
 TRANSFORMERS = "transformers"
-LONGEST = 256  # tokens
-# Tolerance, relative to the largest logit. Two implementations of a model differ by some 1e-6 in
-# fp32, and the two most similar models (gelu and its tanh approximation) by some 1e-3.
+LONGEST = 256  # maximum number of tokens whose logits are compared
+# Tolerance relative to the largest logit. In fp32 two implementations of one model differ by about
+# 1e-6, and the two most similar models (with gelu and its tanh approximation) by about 1e-3.
 TOLERANCE = 1e-4
 
 
 def why_not(model: ModelConfig) -> str | None:
-    """Returns why an import cannot be verified on this machine; None if it can."""
+    """Returns why an import cannot be compared with transformers here; None if it can."""
     try:
         found = version(TRANSFORMERS)
     except PackageNotFoundError:
         return "transformers is not installed (pip install transformers)"
-    # Versions before 5 drop a tied head that differs, and read other keys.
+    # Versions before 5 drop the head if config.json ties it, and read other keys.
     oldest = TRIED[TRANSFORMERS].oldest
     if oldest is not None and parts(found) < parts(oldest):
         return f"transformers {found} is older than {oldest}"
@@ -181,7 +199,7 @@ def some_tokens(model: ModelConfig) -> Tensor:
 
 
 def blank_model(model: ModelConfig, dtype: torch.dtype = torch.float32) -> Stage:
-    """Returns the whole model on one rank, all zero, for the positions of the comparison."""
+    """Returns the whole model as one stage, with zero weights, for up to LONGEST positions."""
     model = dataclasses.replace(model, seq_length=min(LONGEST, model.seq_length), dropout=0.0)
     context = BuildContext(Blank(0, dtype, torch.device("cpu")), SINGLE, sp=False)
     return Stage(model, range(model.num_layers), True, True, context)
@@ -198,8 +216,11 @@ def our_logits(stage: Stage, model: ModelConfig, tokens: Tensor) -> Tensor:
 
 
 def their_logits(folder: Path, tokens: Tensor, *, wrapped: bool = False) -> Tensor:
-    """Returns the logits (b, s, vocab_size) of transformers' model. Raises UserError if it
-    fails."""
+    """Returns the logits (b, s, vocab_size) that transformers computes for `tokens`.
+
+    `wrapped` tells that the folder has a vision model, whose text part is used. Raises UserError if
+    transformers fails.
+    """
     import transformers
 
     transformers.utils.logging.set_verbosity(transformers.utils.logging.CRITICAL)
@@ -214,7 +235,7 @@ def their_logits(folder: Path, tokens: Tensor, *, wrapped: bool = False) -> Tens
                 folder,
                 dtype=torch.float32,
                 attn_implementation="eager",
-                use_safetensors=True,  # nothing is unpickled
+                use_safetensors=True,  # so that nothing is unpickled
                 trust_remote_code=False,
                 local_files_only=True,
             )
@@ -231,7 +252,10 @@ def their_logits(folder: Path, tokens: Tensor, *, wrapped: bool = False) -> Tens
 
 
 def compare(folder: Path, ours: Tensor, theirs: Tensor) -> str:
-    """Returns how close the logits are. Raises UserError if they differ by more than rounding."""
+    """Returns a sentence on how close the logits are.
+
+    Raises UserError if they differ by more than rounding.
+    """
     difference = float((ours.float() - theirs).abs().max())
     largest = float(theirs.abs().max())
     count, name = theirs.shape[:-1].numel(), f"transformers {version(TRANSFORMERS)}"
@@ -259,12 +283,15 @@ def export_run(
     """Writes a checkpoint's model as a Hugging Face folder. Returns the exit code, 0.
 
     Args:
-        step: None for the newest.
-        dtype: None for the checkpoint's own, fp32 or fp64.
-        weights: one of `KINDS`.
+        runs_dir: the folder of all runs.
+        run: the run with the checkpoint.
+        to: the folder to create.
+        step: the step of the checkpoint; None: the newest.
+        dtype: the type of the written weights; None: that of the checkpoint, fp32 or fp64.
+        weights: a key of `KINDS`: model, or ema for the average of the weights.
 
     Raises:
-        UserError: no such checkpoint, a damaged one, or a model that no format can express.
+        UserError: if the checkpoint is missing or damaged, or if no format can express its model.
     """
     folder = find_checkpoint(runs_dir, run, step)
     where = title(folder)
@@ -326,17 +353,22 @@ def _beside(tokenizer: Tokenizer | None) -> dict[str, bytes]:
 def import_run(
     folder: Path, run: str, runs_dir: Path, overrides: list[str], prove: bool | None = None
 ) -> int:
-    """Makes a run with a Hugging Face folder's weights as its checkpoint of step 0; returns 0.
+    """Makes a run whose checkpoint of step 0 has the weights of a Hugging Face folder; returns 0.
 
-    The optimizer's state is zero, as before a first step. Everything is checked before the run's
-    folder is made; a later failure removes it again.
+    The optimizer state is zero, as before a first step. All names, shapes and types are checked
+    before the run's folder is made; a later failure removes this folder again.
 
     Args:
-        prove: compare the run's logits with transformers'; None: if this machine can.
+        folder: the Hugging Face folder.
+        run: the new run's name.
+        runs_dir: the folder of all runs.
+        overrides: keys of the new run's configuration.
+        prove: whether to compare the logits of the run with those of transformers; None: only if
+            that is possible on this machine.
 
     Raises:
-        UserError: a folder that is incomplete or that our model cannot express, an override that
-            contradicts it, a name that is taken, or a comparison that fails or is impossible.
+        UserError: if the folder is incomplete or has an unknown model, if an override contradicts
+            it, if the name is taken, or if the comparison fails or is requested but impossible.
     """
     source = read_hf_config(folder)
     config = _configuration(folder, run, runs_dir, source.keys, overrides)
@@ -348,7 +380,7 @@ def import_run(
     tensors = tensors_of(
         folder, config.model, source.kind, dtype=dtype, mtp=source.mtp, wrapped=source.wrapped
     )
-    first = next(tensors)  # every name, shape and type has been checked
+    first = next(tensors)  # the first one comes after all names, shapes and types were checked
     with new_run(config) as run_dir:
         if isinstance(tokenizer, FileTokenizer):
             roles = Roles(tuple(tokenizer.prefix), tuple(sorted(tokenizer.ends)))
@@ -380,7 +412,7 @@ def _prove(
     if sentence := newer((TRANSFORMERS,)):
         print_line(sentence)
     tokens = some_tokens(model)
-    # transformers' model is freed before ours is made
+    # The model of transformers is freed before ours is made, so that only one is in memory.
     theirs = their_logits(folder, tokens, wrapped=source.wrapped)
     stage = blank_model(model, dtype)
     read_state(run_dir / CHECKPOINTS / step_folder(0), state_of(stage))

@@ -1,4 +1,4 @@
-"""Runs `parallel3d checkpoint ls`: reads names, sizes and manifests, without torch."""
+"""Finds runs and checkpoints, and lists them (`parallel3d checkpoint ls`), without torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def find_run(runs_dir: Path, run: str) -> Path:
 
 
 def find_checkpoint(runs_dir: Path, run: str, step: int | None) -> Path:
-    """Returns a run's checkpoint, by default the newest. Raises UserError with the nearest step."""
+    """Returns the folder of a run's checkpoint at `step`; None: the newest.
+
+    Raises UserError, with the nearest step, if there is none.
+    """
     run_dir = find_run(runs_dir, run)
     folders = list_checkpoints(run_dir)
     if not folders:
@@ -63,7 +66,10 @@ def find_checkpoint(runs_dir: Path, run: str, step: int | None) -> Path:
 
 
 def folder_of(runs_dir: Path, word: str) -> Path:
-    """Returns the checkpoint that `run`, or `run@step`, names. Raises UserError."""
+    """Returns the folder of the checkpoint that `word` names: run, or run@step.
+
+    Raises UserError if there is none.
+    """
     run, at, step = word.rpartition("@")
     if not at:
         return find_checkpoint(runs_dir, word, None)
@@ -73,7 +79,7 @@ def folder_of(runs_dir: Path, word: str) -> Path:
 
 
 def check_ema(folder: Path, key: str) -> None:
-    """Raises UserError about `key` if a checkpoint has no average of the weights."""
+    """Raises UserError about `key`=ema if a checkpoint has no average of the weights."""
     with damage_refused(title(folder)):
         if not read_manifest(folder).has_ema:
             raise UserError(
@@ -87,7 +93,10 @@ def title(folder: Path) -> str:
 
 
 def list_runs(runs_dir: Path, run: str | None) -> int:
-    """Prints a row for each checkpoint, damaged ones included. Returns the exit code."""
+    """Prints a row for each checkpoint of a run (None: of all runs), even if it is damaged.
+
+    Returns the exit code, 0. Raises UserError if there is no such run.
+    """
     runs = [find_run(runs_dir, run)] if run else [runs_dir / name for name in run_names(runs_dir)]
     rows = [row for run_dir in runs for row in _rows(run_dir)]
     if not rows:
@@ -115,7 +124,7 @@ def _rows(run_dir: Path) -> Iterator[dict[str, str]]:
 
 
 def _row(run: str, folder: Path) -> dict[str, str]:
-    """Returns a row with age and size, which are left out if the folder cannot be read."""
+    """Returns a row with the age and the size of a folder, both empty if it cannot be read."""
     row = dict.fromkeys(HEADINGS, "") | {"run": run}
     try:
         row["size"] = f"{si(sum(path.stat().st_size for path in folder.iterdir()))}B"
@@ -126,7 +135,10 @@ def _row(run: str, folder: Path) -> dict[str, str]:
 
 
 def read_with_config(folder: Path) -> tuple[Manifest, Config]:
-    """Returns a checkpoint's manifest and its configuration. Raises UserError."""
+    """Returns a checkpoint's manifest and its configuration.
+
+    Raises UserError if one of them is damaged or cannot be read.
+    """
     with damage_refused(title(folder), "; parallel3d checkpoint ls shows the others"):
         manifest = read_manifest(folder)
     try:
@@ -137,14 +149,17 @@ def read_with_config(folder: Path) -> tuple[Manifest, Config]:
 
 
 def condition(problem: Exception) -> str:
-    """Returns `damaged: …`, or `unreadable: …`, which may be temporary."""
+    """Describes the problem of a checkpoint: `damaged: …`, or `unreadable: …`, which may pass."""
     word = "damaged" if isinstance(problem, DamagedCheckpoint) else "unreadable"
     return f"{word}: {problem}"
 
 
 @contextmanager
 def damage_refused(what: str, advice: str = "") -> Iterator[None]:
-    """Turns errors of a damaged or unreadable checkpoint into a UserError about `what`."""
+    """Turns errors of a damaged or unreadable checkpoint into a UserError.
+
+    `what` names the checkpoint, and `advice` ends the message.
+    """
     try:
         yield
     except (DamagedCheckpoint, UnreadableCheckpoint) as problem:
@@ -152,8 +167,10 @@ def damage_refused(what: str, advice: str = "") -> Iterator[None]:
 
 
 def layout(config: Mapping[str, Any]) -> str:
-    """Returns `tp=2 pp=2 dp=1 zero=1`, without values of an untrusted manifest that are not
-    numbers."""
+    """Formats the layout in a manifest's configuration, such as `tp=2 pp=2 dp=1 zero=1`.
+
+    Values that are not whole numbers are left out, because a manifest is not trusted.
+    """
     sizes = {key: config.get(key) for key in ("tp", "pp", "cp", "dp", "vpp", "zero")}
     neutral = {"cp": 1, "vpp": 1, "zero": 0}
     shown = {k: v for k, v in sizes.items() if type(v) is int and neutral.get(k) != v}
@@ -161,14 +178,14 @@ def layout(config: Mapping[str, Any]) -> str:
 
 
 def _losses(path: Path) -> dict[int, str]:
-    """Returns the training losses in metrics.jsonl by step; the last one of repeated steps."""
+    """Returns the training losses in metrics.jsonl by step; of a repeated step, the last loss."""
     found: dict[int, str] = {}
     try:
         lines = path.read_bytes().splitlines() if path.is_file() else []
     except OSError as error:
         _log_unreadable(path, error)
         return {}
-    for line in lines:  # other lines are a header, an evaluation, or torn
+    for line in lines:  # lines without a training loss, and torn lines, are skipped
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(line)
             found[record["step"]] = f"{record['loss']:.4f}"
@@ -180,6 +197,6 @@ def _log_unreadable(path: Path, error: OSError) -> None:
 
 
 def table(headings: Sequence[str], rows: list[dict[str, str]], right: Sequence[str]) -> str:
-    """Aligns rows under their headings; columns in `right` are right-aligned."""
+    """Formats rows under their headings; the columns in `right` are right-aligned."""
     cells = [list(headings), *([plain(row[h]) for h in headings] for row in rows)]
     return "\n".join(aligned(cells, ["<>"[heading in right] for heading in headings]))

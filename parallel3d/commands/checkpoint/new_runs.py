@@ -2,7 +2,8 @@
 
 The mean of the weights at the last steps is often better than the last weights (Izmailov et al.
 2018, arXiv:1803.05407). It is computed in fp64, a few tensors at a time, so that memory does not
-grow with the model. Checkpoints of any layouts can be combined, as all hold full tensors.
+grow with the model. Checkpoints of different layouts can be combined, because full tensors are
+read from each of them.
 """
 
 from __future__ import annotations
@@ -57,15 +58,16 @@ from parallel3d.run.checks import check_run_name
 from parallel3d.run.directory import KEPT_FILE, KEPT_FOLDER, check_run, filled_directory
 
 METRICS = "metrics.jsonl"
-USUAL_SHARE = 0.1  # length of the proposed cooldown, as a share of the steps so far
+USUAL_SHARE = 0.1  # length of the proposed cooldown as a fraction of the steps so far
 AT_ONCE = 1 << 25  # maximum number of elements of full tensors in memory at a time
 
 
 @contextmanager
 def new_run(config: Config) -> Iterator[Path]:
-    """Makes the folder of a run, for a block that writes files into it; see `filled_directory`.
+    """Makes a run's folder, which appears after the block has written its files into it.
 
-    Raises OSError, and UserError for a name that is taken or invalid.
+    Yields a temporary folder; see `filled_directory`. Raises OSError, and UserError if the name of
+    the run is taken or invalid.
     """
     check_run_name(config.run, config.runs_dir)
     check_run(config)
@@ -76,11 +78,11 @@ def new_run(config: Config) -> Iterator[Path]:
 
 
 def branch(runs_dir: Path, source: str, run: str) -> int:
-    """Makes a run that resumes from another run's checkpoint; returns 0. The other run is
-    unchanged.
+    """Makes a run that resumes from a checkpoint of another run; returns the exit code, 0.
 
-    The new run has the checkpoint with its step, position in the data and optimizer's state, the
-    configuration of that step, the tokenizer, and the metrics up to there.
+    The new run has the checkpoint with its step, its position in the data and its optimizer state,
+    the configuration of the checkpoint, the tokenizer, and the metrics up to its step. The other
+    run is not changed.
 
     Args:
         runs_dir: the folder of all runs.
@@ -88,7 +90,7 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
         run: the new run's name.
 
     Raises:
-        UserError: no such checkpoint, a damaged one, or a name that is taken or invalid.
+        UserError: if the checkpoint is missing or damaged, or if the name is taken or invalid.
     """
     folder = folder_of(runs_dir, source)
     old = folder.parents[1]
@@ -116,15 +118,17 @@ def branch(runs_dir: Path, source: str, run: str) -> int:
 
 
 def _with_tokenizer(data: DataConfig, old: Path, new: Path) -> DataConfig:
-    """Returns the `data` section of the run in `old` for `new`, which has a copy of its
-    tokenizer."""
+    """Returns the `data` section for the run in `new`.
+
+    If the run in `old` has its own tokenizer, the section names its copy in `new`.
+    """
     if not (old / FOLDER).is_dir():
         return data
     return dataclasses.replace(data, tokenizer=str(new / FOLDER))
 
 
 def _copy_tokenizer(old: Path, new: Path) -> None:
-    """Copies a run's tokenizer and the keys that an import kept. Raises OSError."""
+    """Copies a run's own tokenizer and what an import kept, if there are any. Raises OSError."""
     if (old / FOLDER).is_dir():
         shutil.copytree(old / FOLDER, new / FOLDER)
     if (old / KEPT_FILE).is_file():
@@ -134,7 +138,10 @@ def _copy_tokenizer(old: Path, new: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Links a file of a checkpoint, which never changes; copies it where links are refused."""
+    """Links a file, which is safe because those of a checkpoint never change.
+
+    The file is copied if the file system refuses links.
+    """
     try:
         os.link(source, target)
     except OSError:
@@ -142,19 +149,21 @@ def _link(source: str, target: str) -> None:
 
 
 def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None, to: str) -> int:
-    """Makes the run `to` from the mean of checkpoints of `run`, which is not changed; returns 0.
+    """Makes the run `to` from the mean of checkpoints of `run`; returns the exit code, 0.
 
-    Its optimizer's state is zero, as before a first step. A failure removes the new run.
+    The optimizer state of the new run is zero, as before a first step. A failure removes the new
+    run. `run` is not changed.
 
     Args:
         runs_dir: the folder of all runs.
         run: the run with the checkpoints.
-        last: number of newest checkpoints; None: `steps` selects them.
-        steps: steps of the checkpoints.
+        last: number of newest checkpoints; None: `steps` selects the checkpoints.
+        steps: steps of the checkpoints; None: `last` selects them.
         to: the new run's name.
 
     Raises:
-        UserError: too few checkpoints, a damaged one, or a name that is taken or invalid.
+        UserError: if there are too few checkpoints, if one is damaged, or if the name is taken or
+            invalid.
     """
     old, folders = find_run(runs_dir, run), _chosen(runs_dir, run, last, steps)
     _, config = read_with_config(folders[-1])
@@ -169,7 +178,10 @@ def average(runs_dir: Path, run: str, last: int | None, steps: list[int] | None,
 
 
 def _chosen(runs_dir: Path, run: str, last: int | None, steps: list[int] | None) -> list[Path]:
-    """Returns folders of checkpoints by ascending step."""
+    """Returns the folders of the selected checkpoints by ascending step.
+
+    Raises UserError if one is missing.
+    """
     if steps is not None:
         return [find_checkpoint(runs_dir, run, step) for step in steps]
     newest = find_checkpoint(runs_dir, run, None)
@@ -184,7 +196,10 @@ def _chosen(runs_dir: Path, run: str, last: int | None, steps: list[int] | None)
 
 
 def _means(folders: list[Path], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and mean of each full parameter, and of each state that is not stepped."""
+    """Yields the name and the mean of each parameter, and of each state without an optimizer.
+
+    Such a state is the bias of a router.
+    """
     with damage_refused(title(folders[0])):
         found = stored_shapes(folders[0])
     kept = (f"{PARAMETER}/", f"{STATE}/")
@@ -219,8 +234,10 @@ def _some_at_a_time(tensors: Iterable[tuple[str, Tensor]], states: Set[str]) -> 
 
 
 def save_first(config: Config, run_dir: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes a checkpoint of step 0 with weights only, from full tensors by name. Raises
-    OSError."""
+    """Writes a checkpoint of step 0 that has only weights. Raises OSError.
+
+    `tensors` yields the names and the full tensors.
+    """
     folder = run_dir / CHECKPOINTS / step_folder(0)
     for made in (folder.parent, folder):
         made.mkdir(mode=0o700)

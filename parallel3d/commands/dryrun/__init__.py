@@ -1,1 +1,1 @@
-"""`parallel3d dryrun`: runs one rank of any layout without its peers, its GPU or tensor values."""
+"""Implements `parallel3d dryrun`, which runs a rank without its peers, a GPU or tensor values."""

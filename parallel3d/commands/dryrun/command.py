@@ -1,7 +1,7 @@
 """Reports memory, kernels and traffic of a step without a GPU (`parallel3d dryrun`).
 
-The trainer runs on tensors without values, as one rank of a world without its other ranks, and its
-allocations, launches and collectives are counted.
+The trainer runs as one rank of a world whose other ranks do not exist, with tensors that have no
+values. Its allocations, kernel launches and collectives are counted.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ ASSUMED_CLUSTER = "dgx_h100"
 
 
 def dryrun(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
-    """Prints the report and writes the file asked for. Returns the exit code, 0.
+    """Prints the report and writes the requested file; returns the exit code, 0.
 
-    `typed`: the overrides, which are the user's choices; with None all keys count as chosen. Raises
-    UserError for an impossible configuration.
+    `typed` has the overrides of the command line, whose keys count as the user's choices; if it is
+    None, the cluster counts as chosen. Raises UserError for an impossible configuration.
     """
     wanted, options = config.dryrun.json, config.dryrun
     check_free("dryrun.json", wanted, f'"made_by": "{MADE_BY}"', MADE_BY)
@@ -63,8 +63,11 @@ def dryrun(config: CommandConfig, typed: Sequence[str] | None = None) -> int:
 def assumed_cluster(
     own: ClusterConfig, typed: Sequence[str] | None
 ) -> tuple[ClusterConfig, list[str]]:
-    """Returns a cluster of GPUs instead of `own` if the user chose none, and that choice as an
-    override."""
+    """Returns the cluster to use, and the overrides that were assumed for it.
+
+    ASSUMED_CLUSTER replaces `own` if `own` has no known GPU and the user chose no cluster; `typed`
+    has the overrides of the command line (None: the cluster counts as chosen).
+    """
     keys = {"cluster"} if typed is None else chosen_keys(typed)
     chosen = any(k in ("cluster", "experiment") or k.startswith("cluster.") for k in keys)
     if chosen or own.gpu is not None:
@@ -75,9 +78,10 @@ def assumed_cluster(
 def find_facts(
     config: Config, rank: int | None = None, reserve_gb: float = DryrunConfig().reserve_gb
 ) -> Facts:
-    """Returns `facts_of` one rank, or of ranks of the first, a middle and the last stage.
+    """Returns `facts_of` a rank or, if `rank` is None, of the ranks that `_ranks` chooses.
 
-    `reserve_gb`: memory that must stay free. Raises UserError for an impossible configuration.
+    `reserve_gb` is the memory of a GPU that must stay free, in 1e9 bytes. Raises UserError for an
+    impossible configuration.
     """
     config, placement = _settled(config)
     ranks = _ranks(layout_of(config), rank)
@@ -87,7 +91,7 @@ def find_facts(
 
 
 def find_memory(config: Config, stage: int) -> Facts:
-    """Returns facts about memory only, of the first rank with index `stage` along pp.
+    """Returns only the facts about memory, for the first rank whose index along pp is `stage`.
 
     Raises UserError for an impossible configuration.
     """
@@ -100,8 +104,10 @@ def find_memory(config: Config, stage: int) -> Facts:
 
 
 def _settled(config: Config) -> tuple[Config, RankMapping | None]:
-    """Checks a configuration, and resolves the style of context parallelism and, where groups of dp
-    depend on it, the rank mapping."""
+    """Returns the checked configuration, and the rank mapping if groups of dp depend on it.
+
+    A context_parallel.style of auto is replaced by a style.
+    """
     config = check_config(config, own_samples=True)
     # The number of steps in an epoch is unknown without data, and a dry run needs only two steps.
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=None))
@@ -114,7 +120,10 @@ def _settled(config: Config) -> tuple[Config, RankMapping | None]:
 
 
 def _ranks(layout: Layout, rank: int | None) -> list[int]:
-    """Returns the requested rank, or the first ranks of the first, a middle and the last stage."""
+    """Returns the requested rank, or the first rank of the first, a middle and the last stage.
+
+    Raises UserError if the layout has no such rank.
+    """
     world, pp = layout.world_size, layout.pp
     if rank is None:
         first_pipeline = layout.groups("pp")[0]
@@ -148,7 +157,7 @@ def _ms(seconds: float) -> str:
 
 
 def print_report(facts: Facts, stream: TextIO) -> None:
-    """Prints the verdict, a row per rank, then memory, time and traffic of the fullest rank."""
+    """Prints the verdict, a row for each rank, and the memory, time and traffic of the fullest."""
     width = None if stream.isatty() else WIDTH
     console = Console(file=stream, width=width, highlight=False, legacy_windows=False)
     for line in _heading(facts):
@@ -219,11 +228,11 @@ def _notes(facts: Facts) -> Iterator[str]:
         yield f"The host waits for the GPU {count:.0f} {times} a step: {where}"
     else:
         yield "The host never waits for the GPU"
-    yield "Times assume shares of the datasheet's peaks, and communication hidden: docs/dryrun.md"
+    yield "Times assume shares of the datasheet's peaks and hidden communication (docs/dryrun.md)"
 
 
 def _tables(facts: Facts) -> Iterator[tuple[str, Row, list[Row]]]:
-    """Yields (title, head, rows) of every table."""
+    """Yields the title, the headings and the rows of every table."""
     rows: list[Row]
     if len(facts["rows"]) > 1:
         rows = [

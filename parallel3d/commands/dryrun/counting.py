@@ -1,6 +1,6 @@
-"""Runs one rank without its peers, on a device whose tensors have no values, and counts the memory
-by kind, kernels, FLOPs, collectives and host waits of a step.
+"""Runs a step of one rank without its peers, on a device whose tensors have no values.
 
+The step's memory is counted by kind, and so are its kernels, FLOPs, collectives and host waits.
 With `compile=true` the blocks run in eager mode, because TorchInductor needs the GPU for which it
 compiles.
 """
@@ -50,22 +50,23 @@ from parallel3d.simulated_device.machine import Kernel, Observer, SimulatedMachi
 from parallel3d.simulated_device.nccl import BACKEND
 from parallel3d.trainer import Trainer
 
-# Achievable fractions of datasheets, assumed to be the same for all GPUs: the kernels of a training
-# step of llama_1b on one H100, micro-batch 8, in bf16 (docs/gpu.md), where power bounds the clock.
+# Achievable fractions of the peaks in datasheets, which are assumed to be the same for all GPUs.
+# They were measured in a training step of llama_1b on one H100 with micro-batches of 8 in bf16
+# (docs/gpu.md), in which the power limit bounds the clock.
 _H100 = DEVICES["h100"]
 SHARES = {
-    # a square GEMM of size 8192 reaches 795 TFLOP/s by itself
+    # A single square GEMM of size 8192 reaches 795 TFLOP/s outside a step.
     "gemm_layers": 757 / _H100.peak["bf16"],
     "gemm_head": 771 / _H100.peak["bf16"],
     "optimizer": 757 / _H100.peak["bf16"],  # Muon's products have the sizes of the layers' GEMMs
 }
-# Causal attention by cuDNN, forward and backward, counting computed FLOPs. By itself it reaches 399
-# TFLOP/s with heads of 64 dimensions and 507 with 128; a training step reaches the same fraction of
-# both.
+# Rates of causal attention by cuDNN, forward and backward, by the FLOPs that it computes. Outside a
+# step it reaches 399 TFLOP/s with heads of 64 dimensions and 507 with 128. In the step, whose heads
+# have 64, it reaches 333; the same fraction is assumed for wider heads.
 NARROW = 64
 ATTENTION_NARROW = 333 / _H100.peak["bf16"]  # heads of up to 64 dimensions
 ATTENTION_WIDE = 333 * 507 / 399 / _H100.peak["bf16"]
-BANDWIDTH = 2500 / _H100.memory_gb_s  # element-wise kernels, all together
+BANDWIDTH = 2500 / _H100.memory_gb_s  # mean of all element-wise kernels
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,11 @@ class Gpu:
     """One GPU of the cluster.
 
     Attributes:
-        peak: FLOP/s in the run's compute type, for MFU.
-        peaks: FLOP/s by type (`metrics.peak`'s names).
-        bandwidth: B/s of its memory.
-        memory: bytes of its memory.
+        name: the name of the GPU in `cluster.gpu`.
+        peak: the peak FLOP/s in the run's compute type, for MFU.
+        peaks: the peak FLOP/s by type, with the names of `metrics.peak`.
+        bandwidth: the bandwidth of its memory in B/s.
+        memory: the size of its memory in bytes.
     """
 
     name: str
@@ -86,7 +88,15 @@ class Gpu:
     memory: float
 
     def seconds(self, kind: str, flops: float, nbytes: float, dtype: str, head_dim: int) -> float:
-        """Returns seconds of a kernel; `kind`: gemm_layers, gemm_head, attention or another."""
+        """Returns the seconds of a kernel: the longer of its memory traffic and its compute.
+
+        Args:
+            kind: a part of the step, one of PARTS.
+            flops: FLOPs of the kernel.
+            nbytes: bytes that it reads and writes.
+            dtype: the type of its FLOPs; "": unknown, so that the run's type is assumed.
+            head_dim: width of attention's heads; 0 for other kernels.
+        """
         moving = nbytes / (self.bandwidth * BANDWIDTH)
         share = SHARES.get(kind, ATTENTION_NARROW if head_dim <= NARROW else ATTENTION_WIDE)
         return max(moving, flops / (self.peaks.get(dtype, self.peak.flops) * share))
@@ -96,8 +106,9 @@ def gpu_of(cluster: ClusterConfig, precision: str, own_tflops: float | None) -> 
     """Returns the cluster's GPU. Raises UserError if it is not configured or has no datasheet.
 
     Args:
+        cluster: the cluster.
         precision: the run's precision.
-        own_tflops: its dense peak there, in place of the datasheet's.
+        own_tflops: the GPU's dense peak in that precision; None: the datasheet's.
     """
     name, memory, bandwidth = cluster.gpu, cluster.gpu_memory_gb, cluster.gpu_memory_gb_per_s
     if name is None or memory is None or bandwidth is None:
@@ -128,15 +139,15 @@ KINDS = (
 )
 OF_KERNELS = ("launches", "bytes", "flops", "seconds")
 ATTENTION = {FLASH: 2, FLASH_BACKWARD: 5}  # GEMMs over the s × t scores (Dao et al. 2022)
-COLLECTIVES = {  # names of the simulated device → names of `bus_factor`
+COLLECTIVES = {  # from names of the simulated device to names of `bus_factor`
     **{op: op for op in ("broadcast", "all_gather", "reduce_scatter", "all_to_all", "barrier")},
-    # Only the sender counts bytes.
+    # A message counts only at its sender; a barrier has no bytes.
     **{"allreduce": "all_reduce", "send": "send_recv", "receive": "barrier"},
 }
 aten = torch.ops.aten
 _ALIKE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}
-# FLOPs of grouped products, in which every row belongs to a group, and of products with fp32
-# results.
+# FLOPs of operators that torch does not know: grouped products, in which each row is multiplied by
+# one matrix only, and products with fp32 results.
 PRODUCTS: dict[Any, Callable[..., float]] = {
     torch.ops.parallel3d.grouped_matmul: lambda ends, rows, matrices: (
         2.0 * rows.shape[0] * matrices.shape[1] * matrices.shape[2]
@@ -149,11 +160,15 @@ PRODUCTS: dict[Any, Callable[..., float]] = {
 
 
 class Counts(Counter[tuple[str, str]]):
-    """Counts of one rank and step.
+    """The counts of one step of one rank.
 
-    (one of `OF_KERNELS`, part of the step); ("sent", group): bytes that this rank sends; ("calls",
-    group): collectives and messages; ("waits", "why (file:line)"): waits of the host; ("copied",
-    one of `COPIES`): bytes of offloaded activations.
+    A key is a pair of a quantity and a name:
+
+    - one of `OF_KERNELS` and a part of the step;
+    - "sent" and a group: bytes that this rank sends;
+    - "calls" and a group: collectives and messages;
+    - "waits" and "why (file:line)": waits of the host;
+    - "copied" and one of `COPIES`: bytes of offloaded activations.
     """
 
     def of(self, what: str) -> dict[str, float]:
@@ -164,27 +179,31 @@ class Counts(Counter[tuple[str, str]]):
 
 
 def _keys_seen(queries: int, keys: int, causal: bool, window: int | None) -> float:
-    """Returns the mean number of keys with which a kernel computes per query.
+    """Returns the mean number of keys per query with which a kernel computes.
 
-    A causal kernel skips the blocks above the diagonal, which ends at the last key; with a window
-    it also skips those far below.
+    A causal kernel skips the keys after a query; the last query is at the position of the last key.
+    With a window it also skips the keys before the window. `window` is None without a window.
     """
     if window is None or window > keys:
         return keys - causal * queries / 2
-    # keys that the first queries' windows have before the sequence
+    # number of keys by which the first query's window extends beyond the start of the sequence
     lacking = max(0, window - 1 - (keys - queries))
     return window - lacking * (lacking + 1) / (2 * queries)
 
 
 class StepCounter(Observer):
-    """Counts while it is one of the machine's observers.
+    """Counts the events of a simulated machine that it observes.
 
     Args:
-        tf32: fp32 matmuls run in tf32.
+        machine: the simulated machine.
+        gpu: the GPU that prices the kernels.
+        tf32: whether fp32 matmuls run in tf32.
 
     Attributes:
         live: allocated bytes by kind.
-        peak, at_peak, peak_phase: since `start`.
+        peak: the largest sum of `live` since `start`.
+        at_peak: `live` at that peak.
+        peak_phase: the phase of the step at that peak.
     """
 
     def __init__(self, machine: SimulatedMachine, gpu: Gpu, tf32: bool) -> None:
@@ -192,7 +211,7 @@ class StepCounter(Observer):
         self.gpu = gpu
         other = "fp32" if tf32 else "tf32"  # fp32 and tf32 share a dtype
         self.dtypes = {dtype: name for name, dtype in COMPUTE.items() if name != other}
-        self.names: Mapping[Any, str] = {}  # process group → name
+        self.names: Mapping[Any, str] = {}  # the names of process groups
         self.counting = False
         self.building = True
         self.live = dict.fromkeys(KINDS, 0)
@@ -206,7 +225,7 @@ class StepCounter(Observer):
         self._compare()
 
     def start(self) -> None:
-        """Starts to count a step; the new peak begins at the live memory."""
+        """Starts to count a step; the peak starts again at the live memory."""
         self._reset()
         self.counting = True
 
@@ -229,13 +248,15 @@ class StepCounter(Observer):
         self._compare()
 
     def freed(self, block: StorageMemory) -> None:
-        if block in self.known:  # memory of an earlier trainer is left out
+        if block in self.known:  # memory of an earlier trainer was never counted here
             self.known.remove(block)
             self.live[block.label or "buffers"] -= block.nbytes
 
     def _label(self, tensors: Iterable[Tensor], kind: str, keep: Collection[str] = ()) -> None:
-        """Counts the memory of these tensors as `kind` from now on, unless its kind is in
-        `keep`."""
+        """Counts the memory of these tensors as `kind` from now on.
+
+        Memory whose kind is in `keep` stays as it is.
+        """
         for tensor in tensors:
             local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.numel() == 0:
@@ -248,11 +269,12 @@ class StepCounter(Observer):
                 block.label = kind
 
     def label_state(self, trainer: Trainer) -> None:
-        """Labels parameters, gradients, masters and optimizer state."""
+        """Labels the memory of parameters, gradients, master weights and optimizer state."""
         parameters = [p.detach() for p in trainer.parameters.values() if p.requires_grad]
         segments = trainer.data_parallel.segments
-        # In fp32 or better the optimizer steps the parameters themselves; FSDP2's shards are only
-        # read in the compute type. Frozen parameters have no masters.
+        # In fp32 or fp64 the optimizer steps the parameters themselves. In other types the shards
+        # of FSDP2 are the masters, and are gathered in the compute type. Frozen parameters have no
+        # masters.
         self._label((constant.param for constant in trainer.data_parallel.constants), "parameters")
         own = {p.dtype for p in parameters} != {trainer.dtype}
         self._label([*parameters, *(s.param for s in segments)], "masters" if own else "parameters")
@@ -268,7 +290,7 @@ class StepCounter(Observer):
         if not self.counting:
             return
         nbytes = kernel.nbytes
-        # copies run on a stream of their own
+        # Offloaded activations are copied on a stream of their own, beside the kernels.
         if kernel.name in COPIES and part_of_step() == OFFLOAD:
             self.counts["copied", kernel.name] += nbytes
             return
@@ -279,8 +301,10 @@ class StepCounter(Observer):
             self.counts[what, part] += number  # type: ignore[assignment]
 
     def _sort(self, kernel: Kernel) -> tuple[str, float, str, int]:
-        """Returns the part of the step, the FLOPs, their type, and the width of attention's
-        heads."""
+        """Returns a kernel's part of the step, its FLOPs, their type, and the width of its heads.
+
+        The type is "" if it is unknown, and the width is 0 for kernels other than attention.
+        """
         if kernel.name in COLLECTIVES and kernel.call is None:
             return COMMUNICATION, 0.0, "", 0
         if kernel.name in COPIES:
@@ -303,14 +327,14 @@ class StepCounter(Observer):
             return part, 0.0, "", 0
         flops = count(*args, **kwargs, out_val=out)
         first = next(a for a in args[::-1] if isinstance(a, Tensor))
-        # Muon has GEMMs, too.
+        # Muon's GEMMs belong to the optimizer.
         kind = {LOSS: "gemm_head", OPTIMIZER: OPTIMIZER}.get(part, "gemm_layers")
         return kind, flops, self.dtypes.get(first.dtype, ""), 0
 
     def collective(self, name: str, group: Any, tensor: Tensor) -> None:
         if self.counting:
             kind, size = self.names.get(group, group.description or "world"), group.size()
-            # `tensor` is an input, not a result
+            # `tensor` is the input, whereas `bus_factor` refers to the gathered result.
             whole = tensor.nbytes * (size if name == "all_gather" else 1)
             self.counts["sent", kind] += whole * bus_factor(COLLECTIVES.get(name, "barrier"), size)
             self.counts["calls", kind] += 1
@@ -320,10 +344,11 @@ class StepCounter(Observer):
             self.counts["waits", f"{why} ({caller()})"] += 1
 
 
-# The innermost frame of the call stack in one of these files tells where in the program a kernel is
-# launched or memory is allocated. Rows are (part of a file's path, function or None for any, part
-# of the step, kind of memory, phase). The first match counts; where it has None, the caller
-# decides. A backward of autograd has no frame of ours and belongs to the blocks.
+# These rows tell from the call stack to which part of the step a kernel belongs, and which kind of
+# memory is allocated. A row has a part of a file's path, a function (None: any), the part of the
+# step, the kind of memory, and the phase. For each frame, from the innermost one on, the first
+# matching row counts; if its entry is None, the next outer frame decides. A backward pass that
+# autograd runs has no frame in these files and belongs to the blocks.
 _LOSS, _DATA_PARALLEL = "/parallel3d/tensor_parallel/loss.py", "/parallel3d/data_parallel/"
 _EXECUTOR, _FSDP = "/parallel3d/pipeline/executor.py", "/torch/distributed/fsdp/"
 _FSDP_PARAM = f"{_FSDP}_fully_shard/_fsdp_param.py"
@@ -334,7 +359,7 @@ _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] 
     ("/parallel3d/tensor_parallel/mappings.py", None, None, "activations", None),
     ("/parallel3d/tensor_parallel/partial_gradients.py", None, OPTIMIZER, "buffers", "optimizer"),
     ("/parallel3d/tensor_parallel/", None, BLOCKS, "activations", None),
-    # results of matmuls that are added to gradients
+    # These files allocate results of matmuls that are added to gradients.
     ("/parallel3d/parameters/gradients.py", None, None, "buffers", None),
     ("/parallel3d/experts/gradients.py", None, BLOCKS, "buffers", None),
     ("/parallel3d/models/embedding_and_head.py", None, OTHER, "activations", None),
@@ -378,25 +403,33 @@ def _innermost(column: int) -> str | None:
 
 
 def part_of_step() -> str:
-    """Returns the part of the step: blocks, loss, optimizer, sharding (FSDP2's copies) or other."""
+    """Returns the part of the step that is running.
+
+    It is blocks, loss, optimizer, sharding (copies by FSDP2), offload or other.
+    """
     return _innermost(0) or BLOCKS
 
 
 def kind_of_memory() -> str:
-    """Returns the kind of memory: activations, logits, buffers, or FSDP2's parameters and
-    gradients."""
+    """Returns the kind of memory that is being allocated.
+
+    It is activations, logits or buffers, or with FSDP2 parameters or gradients.
+    """
     return _innermost(1) or "activations"
 
 
 def phase_of_step() -> str:
-    """Returns the phase in words."""
+    """Returns a description of the phase of the step that is running."""
     by_autograd = isinstance(threading.current_thread(), threading._DummyThread)
     apart = "backward" if by_autograd else "between forward and backward passes"
     return _innermost(2) or apart
 
 
 def caller() -> str:
-    """Returns file:line of the innermost frame of parallel3d outside of the simulated device."""
+    """Returns file:line of the innermost frame of parallel3d outside the simulated device.
+
+    Returns "?" if there is no such frame.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename.replace("\\", "/")
@@ -409,11 +442,11 @@ def caller() -> str:
     return "?"
 
 
-MORE = 1  # number of micro-batches after the pipeline is full; more do not change the peak
+MORE = 1  # number of micro-batches to run after the pipeline is full; more do not change the peak
 
 
 class Zeros:
-    """Samples of one repeated token, all unmasked."""
+    """A source whose samples all repeat token 0, without a mask."""
 
     masks = False
 
@@ -433,14 +466,16 @@ def dry_step(
     placement: RankMapping | None = None,
     memory_only: bool = False,
 ) -> dict[str, Any]:
-    """Builds the trainer of `rank`, and returns the facts of one step; an earlier step makes lazy
-    allocations.
+    """Builds the trainer of `rank` and returns the facts about one step.
+
+    A step before it makes allocations that happen only once.
 
     Args:
         config: a checked configuration.
+        rank: the rank to run.
         gpu: the GPU whose speeds price the kernels.
-        placement: the rank mapping, for two levels of dp.
-        memory_only: whether to return only the facts about memory, which takes at most half of the
+        placement: the rank mapping, if the groups of dp have two levels; else None.
+        memory_only: whether to return only the facts about memory, which takes at most half the
             time.
     """
     machine = enable(data="meta", checks_races=False)
@@ -453,12 +488,12 @@ def dry_step(
             groups = ProcessGroups.single()
             if is_made:
                 groups = ProcessGroups.of_run(config, TYPE, placement)
-            # The step has the last batch of a schedule.
+            # The step has the batch size with which a batch schedule ends.
             train = dataclasses.replace(config.train, batch_schedule=None)
             config = dataclasses.replace(config, train=train, compile=False)
             zeros = Zeros(config.model.seq_length)
             device = torch.device(TYPE, 0)
-            # A local variable would keep the trainer alive after its step.
+            # The trainer has no name here, so that it is freed after its step.
             return _step(Trainer(config, groups, device, train_source=zeros), counter, memory_only)
     finally:
         machine.observers.remove(counter)
@@ -469,8 +504,10 @@ def dry_step(
 
 @contextmanager
 def _world_of(rank: int, size: int) -> Iterator[bool]:
-    """Makes this process a rank of a world whose other ranks do not exist; yields False if the
-    world is one rank."""
+    """Makes this process rank `rank` of a world of `size` ranks, whose other ranks do not exist.
+
+    Yields whether torch.distributed was initialised, which a world of one rank does not need.
+    """
     device = torch.device(TYPE, 0)  # torch only knows the device's name once it is enabled
     accelerator.make_current(device)
     if size == 1:
@@ -485,8 +522,10 @@ def _world_of(rank: int, size: int) -> Iterator[bool]:
 
 
 def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str, Any]:
-    """Runs just enough micro-batches to fill the pipeline, and extrapolates to the others. Each of
-    these adds the difference between steps of two micro-batches and of one."""
+    """Counts a step with just enough micro-batches to fill the pipeline, and extrapolates.
+
+    Each further micro-batch adds the difference between a step of two micro-batches and one of one.
+    """
     blueprint, groups = trainer.blueprint, trainer.groups
     counter.machine.collect()
     start_peak, counter.building = counter.peak, False
@@ -531,17 +570,19 @@ def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str
 
 
 def names_of(groups: ProcessGroups) -> dict[Any, str]:
-    """Returns the names by which a run's communicators are counted; if several kinds share one, it
-    has the name of the last."""
+    """Returns the names by which a run's communicators are counted.
+
+    If several groups share a communicator, it has the name of the last of them in `kinds`.
+    """
     of_data = ("dp_cp", "dp", "dp_inner", "dp_outer")
     kinds = ("world", "embedding", "pp", *of_data, "cp", "tp", "edp", "ep")
     of_kinds = (getattr(groups, kind) for kind in kinds)
-    # Gradients that travel back are counted as pp, and dp_cp may be dp.
+    # Gradients that are sent to earlier stages count as pp. Without cp, dp_cp is the group dp.
     return {groups.pp_backward.handle: "pp"} | {group.handle: group.name for group in of_kinds}
 
 
 def _memory(trainer: Trainer, counter: StepCounter, start_peak: int) -> dict[str, Any]:
-    """Returns the rank, its stages, and its memory at the peak of the last step and after it."""
+    """Returns the rank, its stages, and its memory at the peak of the last step and after that."""
     counter.machine.collect()
     assignment, offload = trainer.schedule.assignment, trainer.executor.offload
     stage = trainer.groups.coordinates.pp
@@ -560,16 +601,21 @@ def _memory(trainer: Trainer, counter: StepCounter, start_peak: int) -> dict[str
 
 
 def _sending(blueprint: Blueprint, index: int) -> int:
-    """Returns the micro-batches after which as many sends are in flight as there may be: each holds
-    its tensor."""
+    """Returns the number of micro-batches after which the most sends are in flight on a rank.
+
+    A send keeps its tensor in memory until it has ended. `index` is the rank's index along pp.
+    """
     rank = PipelineRank(blueprint, index)
     each = rank.neighbours(1) + rank.neighbours(-1, with_backward=True)
     return -(-SENDS // each) if each else 0
 
 
 def _fewest(blueprint: Blueprint, index: int) -> int:
-    """Returns the smallest number of micro-batches with the same peaks of live activations,
-    deferred weight gradients and sends in flight on rank `index` as in the whole step."""
+    """Returns the smallest number of micro-batches that has the memory peaks of the whole step.
+
+    The peaks are those of live activations, deferred weight gradients and sends in flight on the
+    rank whose index along pp is `index`.
+    """
     count, name = blueprint.microbatches, blueprint.pipeline.name
     if name in ("gpipe", "auto", "file"):
         return count  # memory grows with each micro-batch, or the order depends on their number
@@ -580,7 +626,7 @@ def _fewest(blueprint: Blueprint, index: int) -> int:
         for action, seen in states_of(blueprint, index, microbatches).items():
             deferred = seen.deferred.sum(axis=1)
             waits = max(waits, deferred.max())
-            # FSDP2's gradients add to it from a chunk's first backward on.
+            # With FSDP2 a chunk also holds gradients from its first backward pass on.
             begun = map(tuple, seen.begun & (blueprint.data.zero > 1))
             for chunks, live in zip(begun, seen.live.sum(axis=1) + deferred, strict=True):
                 held[action, chunks] = max(held[action, chunks], live)

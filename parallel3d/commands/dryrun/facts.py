@@ -1,6 +1,7 @@
-"""Runs ranks of a configuration dry, and sums up the facts about a step.
+"""Makes dry runs of ranks of a configuration, and collects the facts about a step.
 
-It does not use the planner, whose bounds it verifies: its caller resolves keys that are auto.
+The module does not use the planner, because it verifies the planner's bounds; its caller therefore
+replaces the style `auto` of context parallelism.
 """
 
 from __future__ import annotations
@@ -37,16 +38,15 @@ Facts = dict[str, Any]
 def facts_of(
     config: Config, ranks: list[int], placement: RankMapping | None, reserve_gb: float
 ) -> Facts:
-    """Returns all facts about the rank with the highest peak memory, and a row of every rank that
-    ran.
+    """Returns all facts about the rank with the highest peak of memory, and a row for each rank.
 
-    It enables the simulated device in this process. Raises UserError for an unknown GPU.
+    This enables the simulated device in this process. Raises UserError for an unknown GPU.
 
     Args:
         config: a checked configuration, with a style of context parallelism other than auto.
         ranks: the ranks to run.
-        placement: the rank mapping, for two levels of dp.
-        reserve_gb: memory that must stay free.
+        placement: the rank mapping, if the groups of dp have two levels; else None.
+        reserve_gb: memory of a GPU that must stay free, in 1e9 bytes.
     """
     gpu = gpu_of(config.cluster, config.precision.name, config.launch.peak_tflops)
     layout = layout_of(config)
@@ -90,19 +90,21 @@ def facts_of(
 
 
 def step_seconds(row: Facts, times: float) -> float:
-    """Returns the seconds of a step in a pipeline of ranks like this one: compute and bubble.
+    """Returns the seconds of a step, with its bubble, if all ranks of the pipeline equal this one.
 
-    The optimizer and zeroing run once and do not repeat in the bubble. `times`: see `stretch`.
+    The optimizer and the zeroing of gradients run once per step, so that the bubble does not
+    stretch them. `times` is the result of `stretch`.
     """
     once = row["parts"]["optimizer"]["seconds"]
     return once + (row["seconds"] - once) * times
 
 
 def stretch(blueprint: Blueprint) -> float:
-    """Returns the time of a pipeline of equal ranks, divided by the compute of one.
+    """Returns the time of a pipeline of equal ranks, divided by the compute time of one rank.
 
-    The bubble of 1F1B and GPipe is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1); other
-    schedules are simulated with `schedule.costs`, average recomputation and no message latency.
+    The bubble of 1F1B and GPipe is pp - 1 micro-batches (Narayanan et al. 2021, §2.2.1). Other
+    schedules are simulated with `schedule.costs`, the mean recomputation of all stages, and
+    messages that take no time.
     """
     pipeline, count = blueprint.pipeline, blueprint.microbatches
     if pipeline.name in IN_ORDER:

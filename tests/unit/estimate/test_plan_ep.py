@@ -229,7 +229,7 @@ def test_a_given_load_costs_memory(found: Plan) -> None:
     for i in loaded.rows:
         even = float(found.priced.memory[by_choice[loaded.priced.choices[i]]])
         assert math.isnan(even) or loaded.priced.memory[i] > even
-    assert "all rows are priced with 2" in loaded.table()
+    assert "all rows are priced with a load of 2" in loaded.table()
     first = loaded.rows[0]
     choice = loaded.priced.choices[first]
     more = memory_of(QWEN, choice, 2.0) - memory_of(QWEN, choice)
