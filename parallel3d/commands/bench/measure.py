@@ -168,7 +168,7 @@ class Site:
         return "gloo" if name == GLOO_ON else name
 
     def whole_bytes(self, size: int) -> int:
-        """Returns `size` rounded down to a multiple of one fp32 number per rank, and at least that."""
+        """Returns `size` rounded down to whole fp32 numbers for every rank, at least one each."""
         unit = ITEM * self.group.size
         return max(unit, size // unit * unit)
 
