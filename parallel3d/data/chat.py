@@ -1,5 +1,4 @@
-"""Reads chat conversations: their tokens, made by a Hugging Face template, and the tokens to
-learn."""
+"""Turns chat conversations into tokens with a Hugging Face template, and marks those to learn."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ class Conversation(NamedTuple):
 
     Attributes:
         tokens: (n,) int64.
-        spoken: (n,) bool: the assistant's tokens with their end token.
+        spoken: (n,) bool, true for the assistant's tokens and those that end its turns.
         unread: keys of the row that nothing reads.
         drops_thoughts: whether the template leaves some thoughts out.
     """
@@ -91,7 +90,7 @@ class Reader:
         self._stand_ins: dict[str, str] = {}  # special token → a private character
 
     def read(self, row: Any) -> Conversation:
-        """Reads a row. Raises Refused with the reason."""
+        """Returns the conversation in a row. Raises Refused with the reason."""
         asked = read_row(row)
         template = self._template.of(asked.tools)
         unread = unread_of(asked, template.reads, template.takes)
@@ -164,8 +163,9 @@ class Reader:
     def _untagged(self, shown: Shown) -> list[Turn]:
         """Finds the learned turns by rendering the messages before each of them.
 
-        Some templates render a turn differently once it is not the last one, or drop its thoughts.
-        Then its place follows from the end of the previous message and the end of its own words.
+        Some templates render a turn differently, or drop its thoughts, once it is not the last one.
+        The place of such a turn follows from the end of the previous message and the end of the
+        turn's own words.
         """
         turns: list[Turn] = []
         for number, message in enumerate(shown.row.messages):
@@ -188,7 +188,7 @@ class Reader:
         return end
 
     def _check_speaks(self, shown: Shown, number: int, begin: int, end: int) -> None:
-        """Raises Refused for a turn in which only its end is spoken."""
+        """Raises Refused for a turn of which only the end would be learned."""
         text, at = "", begin
         for found in self._specials(shown.whole, shown.marks, begin):
             if found.start() >= end:
@@ -202,7 +202,10 @@ class Reader:
     def _until_its_end(
         self, made: Placed, within: npt.NDArray[np.bool_], until: str
     ) -> npt.NDArray[np.bool_]:
-        """Drops blanks after the last special token of a turn; `until`: the text up to its end."""
+        """Returns `within` without the blanks after the last special token of a turn.
+
+        `until` is the text up to the end of the turn.
+        """
         special = np.isin(made.tokens, list(self._tokenizer.special.values()))
         ends = np.flatnonzero(within & special)
         if not ends.size:
@@ -213,14 +216,17 @@ class Reader:
         return within & (np.arange(within.size) <= ends[-1])
 
     def _specials(self, whole: str, marks: Marks, at: int = 0) -> Iterator[re.Match[str]]:
-        """Finds, from `at` on, special tokens (groups `meant` and `spelled`, if spelled out) and
-        single marks."""
+        """Finds special tokens and single marks from `at` on.
+
+        A special token is in the group `spelled` if a message spells it out, and otherwise in
+        `meant`.
+        """
         begin, end, *_ = marks
         pattern = f"{begin}(?P<spelled>{self._special}){end}|(?P<meant>{self._special})"
         return re.compile(f"{pattern}|[{begin}{end}]").finditer(whole, at)
 
     def _encoded(self, whole: str, marks: Marks, held: set[str]) -> Placed:
-        """Encodes a whole conversation; places of tokens refer to `whole`."""
+        """Encodes a whole conversation; the places of tokens refer to `whole`."""
         plain = _without(whole, marks[:2])
         try:
             plain.encode()
@@ -243,8 +249,10 @@ class Reader:
         return made
 
     def _stood_in(self, whole: str, marks: Marks, held: set[str], every: bool) -> Placed:
-        """Encodes a conversation with a private character in place of each meant special token;
-        those that are spelled out stay text unless `every`."""
+        """Encodes a conversation with a private character in place of each meant special token.
+
+        Special tokens that a message spells out stay text, unless `every` is set.
+        """
         if held & set(self._stand_ins.values()):
             self._stand_ins = {}
         pieces: list[tuple[str, int]] = []  # texts to encode, and their positions in `whole`
@@ -268,14 +276,16 @@ class Reader:
         def source(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             return places + shifts[np.searchsorted(begins, places, "right") - 1]
 
-        # From the last character, because the next one may belong to another part.
+        # The end follows from the last character, because the next may belong to another part.
         last = np.maximum(made.ends - 1, made.begins)
         return Placed(made.tokens, source(made.begins), source(last) + 1)
 
 
 def _with_contents(rendering: Rendering) -> list[Message]:
-    """Returns the messages of a rendering; an empty content replaces a missing one if the template
-    fails without it."""
+    """Returns the messages of a rendering.
+
+    If the template fails on messages without a content, they get an empty one.
+    """
     try:
         rendering.text()
         return list(rendering.messages)
@@ -288,7 +298,7 @@ def _without(text: str, marks: Marks) -> str:
 
 
 def _unused(held: set[str], count: int) -> tuple[str, ...]:
-    """Returns private characters not in `held`. Raises Refused."""
+    """Returns `count` private characters that are not in `held`. Raises Refused."""
     found = tuple(islice((c for c in map(chr, PRIVATE) if c not in held), count))
     if len(found) < count:
         raise Refused("holds nearly all of Unicode's private characters")
@@ -329,7 +339,7 @@ class Chat(NamedTuple):
 
     @property
     def key(self) -> str:
-        """A digest of all inputs: the cache's name."""
+        """A digest of all inputs, which names the entry in the token cache."""
         made_of = cache_key(self.documents, self.tokenizer)
         return cache.digest_of(["chat", VERSION, made_of, self.template.texts, self.most_bad])
 
@@ -350,7 +360,7 @@ def find_chat(data: DataConfig) -> Chat:
 def learned(
     tokens: Tokens, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Returns, for each piece of marked tokens, whether a token after its first one is learned."""
+    """Returns, for each piece of marked tokens, whether any token after its first is learned."""
     begins, ends = starts + 1, starts + lengths
     spoken = np.zeros(starts.size, np.int64)  # number of learned tokens in each piece
     for first in range(0, len(tokens), LOOKED_AT):
@@ -369,7 +379,7 @@ def nothing_said(held_out: bool) -> UserError:
 
 
 class ChatSamples:
-    """Samples of marked tokens without the marks; the loss mask keeps the assistant's tokens."""
+    """Removes the marks from samples of marked tokens, and masks labels that are not marked."""
 
     masks = True
 
@@ -383,7 +393,7 @@ class ChatSamples:
         self._marked.will_read(i)
 
     def sample(self, i: int) -> Sample:
-        """Returns sample `i` >= 0; its mask is set if the next token is the assistant's."""
+        """Returns sample `i` >= 0, in which only labels of the assistant count."""
         sample = self._marked.sample(i)
         spoken = (sample.tokens & SPOKEN) != 0
         tokens = sample.tokens & TOKEN
@@ -391,7 +401,7 @@ class ChatSamples:
 
 
 def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
-    """Writes all conversations. Returns notes for the user about the rows, for the cache's facts.
+    """Writes all conversations; returns facts to keep: notes for the user about the rows.
 
     Raises UserError for a row that is not a conversation, or for too many of them.
     """
@@ -417,7 +427,7 @@ def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
 
 
 def _judge(chat: Chat, told: Told, least: int) -> None:
-    """Raises UserError if more than the allowed share of at least `least` rows is bad."""
+    """Raises UserError if too many rows are bad; a share counts from `least` rows on."""
     if not chat.most_bad and told.bad:
         raise UserError(
             f"data.path: {told.first}; fix or remove it, or give data.skip_bad_rows=0.01 to leave "
@@ -441,7 +451,7 @@ def _row_of(row: Any) -> Any:
 
 
 def _rows(documents: list[Document]) -> Iterator[tuple[str, Any]]:
-    """Yields each row with its location, like `inputs.rows`. Raises UserError."""
+    """Yields the location of each row, and the row as `inputs.rows` reads it. Raises UserError."""
     for document in documents:
         for number, row in rows(input_of(document, CHAT), LONGEST):
             yield f"{document.name}:{number}", row

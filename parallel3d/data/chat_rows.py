@@ -33,7 +33,7 @@ FUNCTIONS = "functions"
 DOCUMENTS = "documents"
 KWARGS = "chat_template_kwargs"
 FROM, VALUE = "from", "value"
-# Templates read the first one; transformers fills it from the others.
+# Templates read the first key; transformers fills it from the others.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 DETAILS = "reasoning_details"
 CALLS = "tool_calls"
@@ -62,7 +62,8 @@ ROLES = (SYSTEM, DEVELOPER, USER, ASSISTANT, TOOL, FUNCTION)
 LEARNED = ("weight", "train", "training", "loss")
 FLAGS: tuple[tuple[Any, bool], ...] = ((False, False), (True, True), (0, False), (1, True))
 
-# Keys that would change the shown or learned text, and are not read. Empty values count as missing.
+# Keys that are refused, because they would change the shown or learned text and are not read. Empty
+# values count as missing.
 _NOT_TEXT = "image images video videos audio audios"
 _LEARNING = (
     "weights loss_weight loss_scale loss_mask mask masked mask_loss trainable train_detail "
@@ -110,7 +111,8 @@ REFUSED_OF_MESSAGES = {
 }
 _NEVER_OF_MESSAGES = _each(_LEARNING, _LEARN_BY)  # refused even if a template reads them
 LABEL = "label"  # true or false: unpaired preferences
-# Keys that `chat_template_kwargs` must not hold: the row has them elsewhere, or they change tokens.
+# Keys that `chat_template_kwargs` must not hold, because a row has them elsewhere or because they
+# change tokens.
 _ARGUMENTS = (
     "messages conversation tools documents chat_template add_generation_prompt tokenize "
     "continue_final_message return_dict return_tensors return_assistant_tokens_mask padding "
@@ -133,12 +135,13 @@ class Row(NamedTuple):
     """A row in the form that a template gets.
 
     Attributes:
-        messages: role and, unless null, content: text, or parts of text.
+        messages: each has a role and, unless it is null, a content: text or a list of its parts.
         names: the name of each message in errors.
         learned: whether each message is learned if the assistant says it.
-        tools: objects.
-        more: further names for the template.
-        optional: keys of messages that are only read if the template does so.
+        tools: an object for each tool; None if the row has none.
+        documents: an object for each document; None if the row has none.
+        more: further variables for the template.
+        optional: keys of messages that have an effect only if the template reads them.
         unread: keys that nothing reads.
     """
 
@@ -156,8 +159,11 @@ class Row(NamedTuple):
 
 
 def parse(text: str | bytes) -> Any:
-    """Parses JSON text. Raises Refused, even for a key that occurs twice and for lists and objects
-    that are nested too deep."""
+    """Parses JSON text.
+
+    Raises Refused, even for a key that occurs twice and for lists and objects that are nested too
+    deep.
+    """
     try:
         content = json.loads(text, object_pairs_hook=_once)
     except Refused:
@@ -194,8 +200,11 @@ def _spelled(value: Any, kind: type, what: str) -> Any:
 
 
 def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
-    """Returns a list of objects, given as a list, as one object, or either as JSON text; each
-    object may be JSON text too. Returns None for null and empty text. Raises Refused."""
+    """Returns a list of objects; None for null and for empty text.
+
+    `value` is a list, one object, or the JSON text of either; each object in a list may be JSON
+    text, too. Raises Refused about `what`.
+    """
     if isinstance(value, str):
         if not value.strip():
             return None
@@ -215,7 +224,10 @@ def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
 
 
 def read_row(row: Any) -> Row:
-    """Reads a row. Raises Refused with the reason, after "a row" …"""
+    """Returns a row in the form that a template gets.
+
+    Raises Refused, whose message continues a sentence that begins with the row.
+    """
     if not isinstance(row, dict):
         raise Refused("is not an object")
     listed = [name for name in LISTS if row.get(name) is not None]
@@ -304,8 +316,10 @@ def _bare(key: str) -> str:
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
-    """Returns the tools of a row, as objects with a name; functions in the format of 2023 become
-    tools."""
+    """Returns the tools of a row, as objects with a name; None without any.
+
+    Functions in the format of 2023 become tools. Raises Refused.
+    """
     tools = _objects(row.get(TOOLS), TOOLS)
     functions = _objects(row.get(FUNCTIONS), FUNCTIONS)
     if tools and functions:
@@ -320,8 +334,10 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool whose parameters are an object, given as such or as JSON text. Raises
-    Refused."""
+    """Returns a tool whose parameters, an object or its JSON text, are an object.
+
+    Raises Refused.
+    """
     if FUNCTION in tool:
         return {**tool, FUNCTION: _with_schema(tool[FUNCTION])}
     given, what = dict(tool), f"parameters of the tool {plain(name_of(tool))}"
@@ -346,7 +362,7 @@ def name_of(called: Mapping[str, Any]) -> str:
 
 
 def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
-    """Returns the text that a row has for a first message of role system. Raises Refused."""
+    """Returns a row's text for a first message of role system; None without one. Raises Refused."""
     given = {key: row[key] for key in SYSTEMS if row.get(key) not in EMPTY}
     for key, text in given.items():
         if not isinstance(text, str):
@@ -368,7 +384,7 @@ def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
 
 
 def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[Message, bool]:
-    """Returns a message, and whether it is learned. Adds keys that only some templates read.
+    """Returns a message, and whether it is learned; adds keys to `optional`.
 
     Nulls count as missing, as in transformers. Raises Refused.
     """
@@ -432,7 +448,7 @@ def _speaker(given: Mapping[str, Any], number: int) -> str:
 
 
 def _flag(value: Any, key: str, of: str) -> bool | None:
-    """Returns the meaning of a flag; None without one. Raises Refused for other values."""
+    """Returns whether a flag is set; None if it is missing. Raises Refused for other values."""
     if value is None:
         return None
     for flag, learned in FLAGS:
@@ -447,7 +463,7 @@ def _short(value: Any) -> str:
 
 
 def _put_thoughts(given: dict[str, Any], number: int) -> None:
-    """Gives thoughts the names that templates read, like transformers. Raises Refused."""
+    """Writes thoughts under the keys that templates read, as in transformers. Raises Refused."""
     details = given.pop(DETAILS, None)
     if details not in EMPTY:
         parts = _objects(details, DETAILS) or []
@@ -472,8 +488,10 @@ def _put_thoughts(given: dict[str, Any], number: int) -> None:
 
 
 def _content(given: Mapping[str, Any], number: int) -> Any:
-    """Returns the content of a message, text or a list of parts of text, or None if it has none.
-    Raises Refused."""
+    """Returns the content of a message: text, or a list of its parts; None without a content.
+
+    Raises Refused.
+    """
     content, role = given.get("content"), given["role"]
     if isinstance(content, str):
         return content
@@ -509,7 +527,7 @@ def _part(part: Any, number: int) -> dict[str, Any]:
 
 
 def _put_calls(given: dict[str, Any], role: str, number: int) -> None:
-    """Writes the calls of a message as a list of objects. Raises Refused."""
+    """Rewrites the calls of a message, which may be JSON text, as objects. Raises Refused."""
     for key in (CALLS, CALL_OF_2023):
         if key in given and given[key] in EMPTY:
             del given[key]
@@ -565,8 +583,10 @@ def _floats(value: Any) -> Iterator[float]:
 
 
 def as_of_today(messages: Sequence[Message]) -> list[Message]:
-    """Converts messages in the format of 2023: calls become `tool_calls`, results get the role
-    tool."""
+    """Converts messages in the format of 2023.
+
+    Calls become `tool_calls`, and results get the role tool.
+    """
     if not any(CALL_OF_2023 in message for message in messages):
         return list(messages)
     return [_of_today(message) for message in messages]
@@ -583,14 +603,14 @@ def _of_today(message: Message) -> Message:
 
 
 class Told:
-    """Counts rows, skipped rows, and keys that nothing reads."""
+    """Counts rows, rows that are left out, and keys that nothing reads."""
 
     def __init__(self) -> None:
         self.rows = 0
         self.bad = 0
-        self.first = ""  # reason for the first skipped row
+        self.first = ""  # the first row that is left out, and the reason
         self._unread = Counter[str]()
-        self._thoughts = 0  # rows
+        self._thoughts = 0  # number of rows with thoughts that the template leaves out
 
     def count(self, unread: Iterable[str], dropped_thoughts: bool) -> None:
         self._unread.update(unread)
@@ -611,12 +631,11 @@ class Told:
         return found
 
 
-SHOWN = 12  # keys
+SHOWN = 12  # maximum number of keys in a sentence
 
 
 def keys_not_read(unread: Mapping[str, int]) -> list[str]:
-    """Returns a sentence on keys that nothing reads, with their numbers of rows; none without such
-    keys."""
+    """Returns a sentence on keys that nothing reads, with their numbers of rows; [] without any."""
     if not unread:
         return []
     many = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
@@ -635,8 +654,8 @@ Has = Callable[[str], bool]
 def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
     """Returns the keys of a row that nothing reads.
 
-    `reads` and `takes` tell whether a template has a key, and a variable. Raises Refused for a key
-    that would change the shown text.
+    `reads` tells whether the template reads a key, and `takes` whether it reads a variable. Raises
+    Refused for a key that would change the shown text.
     """
     found = row.unread | {f"{plain(key)} of {KWARGS}" for key in row.more if not takes(key)}
     for key in row.optional:
@@ -655,8 +674,10 @@ def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
 
 
 def _check_order(row: Row) -> None:
-    """Raises Refused for results of calls in another order than the calls: a template without ids
-    would show each as the result of another call."""
+    """Raises Refused for results of calls that are not in the order of the calls.
+
+    A template that shows no ids would show such a result as that of another call.
+    """
     calls: list[Any] = []
     last = -1
     for name, message in zip(row.names, row.messages, strict=True):

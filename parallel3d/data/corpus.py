@@ -1,4 +1,4 @@
-"""The text of a run: streams of tokens, trained on and held out, with packing plans."""
+"""Opens the text of a run as streams of tokens, to train on and held out, with packing plans."""
 
 from __future__ import annotations
 
@@ -86,27 +86,27 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LOOKED_AT = 1 << 22  # number of tokens that are read at a time
-_SENTENCES = 4  # number of a blend's parts whose notes are shown
-# number of sampled places of stream and index for a fingerprint, and of tokens at each
+_SENTENCES = 4  # number of notes on a blend's parts that are shown
+# numbers of sampled places of stream and index for a fingerprint, and of tokens at each place
 _PLACES, _RUN = 8, 512
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Packed documents; `train` and `valid` are disjoint, in this order; one of them may be empty.
+    """A text as a stream of tokens, split into `train` and then `valid`, of which one may be empty.
 
     Attributes:
         fingerprint: a digest of the stream, the same on any machine.
         vocab_size, eot: number of tokens, and the token that ends a text.
         tokenizer: the tokenizer's digest.
         tokenizer_name: location of the tokenizer, if known.
-        documents: the documents' beginnings; None: a document begins after each `eot`.
-        plans: packs of both parts; None for an empty part.
-        name: the prefix of a pair.
-        named: the corpus in the words of errors.
-        marked: tokens carry marks of the learned parts (`chat`).
-        told: sentences for the user about it.
-        taught: how its documents begin and end.
+        documents: tells where documents begin; None: a document begins after each `eot`.
+        plans: packing plans of `train` and `valid`, None for an empty part; None: no packing.
+        name: the prefix of a pair; "" for other texts.
+        named: the name of the corpus in errors.
+        marked: whether the tokens carry the marks of `chat`.
+        told: notes for the user about the corpus, one sentence each.
+        taught: the tokens that begin and end the documents.
         files: all open files.
     """
 
@@ -156,16 +156,20 @@ class Corpus:
         return self.valid if held_out else self.train
 
     def starts(self, held_out: bool) -> Starts | None:
-        """Returns the function that finds where documents start in a part, counted from its first
-        token."""
+        """Returns a function that finds where documents start in a part, counted from its start.
+
+        Returns None if a document begins after each `eot`.
+        """
         documents = self.documents
         if documents is None:
             return None
         return partial(_starts, documents, len(self.train) if held_out else 0)
 
     def begins(self, held_out: bool) -> npt.NDArray[np.int64]:
-        """Returns where the documents of a part start; the first start is 0, even inside a
-        document."""
+        """Returns where the documents of a part start.
+
+        The first start is 0, even if the part begins inside a document.
+        """
         tokens, starts = self.part(held_out), self.starts(held_out)
         found = [np.zeros(1, np.int64)]
         for first in range(0, len(tokens), _LOOKED_AT):
@@ -187,8 +191,11 @@ class Corpus:
     def samples(
         self, held_out: bool, seq_length: int, data: DataConfig, seed: int, name: str = ""
     ) -> DatasetOrder:
-        """Returns the samples of one part: to train on, shuffled, or held out, in order and up to
-        the last token. `name`: name of a part of a blend, which gets an order of its own."""
+        """Returns the samples of one part.
+
+        Samples to train on are shuffled; held-out samples are in order and reach the last token.
+        `name` is that of a blend's part, so that each part has an order of its own.
+        """
         tokens, shuffle = self.part(held_out), not held_out
         if self.plans is not None:
             plan = self.plans[held_out]
@@ -204,15 +211,18 @@ class Corpus:
 def _starts(pair: IndexedCorpus, first: int, begin: int, end: int) -> npt.NDArray[np.int64]:
     """Returns where documents start in a part that starts at token `first`.
 
-    It is not a closure, which could not be pickled.
+    This is a function of the module, because a closure could not be pickled.
     """
     return pair.starts(first + begin, first + end) - first
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Corpora of one tokenizer, ordered by fingerprint: independent of file names and of the order
-    in which they were given."""
+    """Several corpora that were made with the same tokenizer, mixed by weight.
+
+    They are in the order of their fingerprints, which does not depend on file names and on the
+    order in which the user gave them.
+    """
 
     corpora: tuple[Corpus, ...]
     stages: tuple[WeightPeriod, ...]
@@ -239,15 +249,17 @@ class Blend:
 
     @property
     def taught(self) -> Roles:
-        """Beginning and end of the documents of its corpora; of two beginnings, the one with tokens
-        counts."""
+        """The tokens that begin and end the corpora's documents.
+
+        The beginning is that of the first corpus that has one.
+        """
         parts = [corpus.taught for corpus in self.corpora]
         begin = next((roles.begin for roles in parts if roles.begin), ())
         return Roles(begin, tuple(sorted({end for roles in parts for end in roles.ends})))
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Returns notes for the user about its first corpora, one sentence each."""
+        """The first notes for the user about the corpora, one sentence each."""
         told = [sentence for corpus in self.corpora for sentence in corpus.told]
         if len(told) > _SENTENCES:
             told[_SENTENCES:] = [f"{len(told) - _SENTENCES:,} more notes concern its other parts"]
@@ -256,7 +268,7 @@ class Blend:
         if bare:
             told.append(
                 f"the documents of {len(bare):,} of {len(self.corpora):,} parts, such as "
-                f"{bare[0]}, lack the tokens with which others begin: tokenize all in the same way"
+                f"{bare[0]}, lack the tokens that begin those of other parts: tokenize all alike"
             )
         return tuple(told)
 
@@ -270,12 +282,12 @@ class Blend:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the corpora and weights of all stages."""
+        """A digest of the corpora and the weights of all stages."""
         return hashlib.blake2b(self.history.encode(), digest_size=16).hexdigest()
 
     @property
     def history(self) -> str:
-        """The first sample and a digest of each stage, in a manifest's format."""
+        """The first sample and a digest of each stage, as text for a checkpoint's manifest."""
         stages = []
         for stage in self.stages:
             facts = [[self.corpora[k].fingerprint, weight] for k, weight in stage.weights.items()]
@@ -306,7 +318,7 @@ class Blend:
 
 
 def history_until(history: str, samples: int) -> list[str]:
-    """Returns the stages of a `Blend.history` that contributed to the first `samples`."""
+    """Returns the stages of a `Blend.history` that gave some of the first `samples` samples."""
     stages = history.split()
     return [stage for stage in stages if int(stage.partition(":")[0]) < max(1, samples)]
 
@@ -321,9 +333,9 @@ def open_corpus(
 ) -> Corpus | Blend:
     """Opens the text that `data` describes; builds its token cache and plans if they are missing.
 
-    The last `data.held_out` of the tokens of each text are held out and, unless that is 0, at least
-    one sample of `seq_length` + 1 tokens. `vocab_size`: the model's, an upper limit of a pair's
-    tokens. Raises UserError.
+    The share `data.held_out` of each text is held out at its end; unless the share is 0, that is at
+    least one sample of `seq_length` + 1 tokens. `vocab_size` is the model's, which a pair's tokens
+    must not exceed; None: the limit is the tokenizer's. Raises UserError.
     """
     folder = cache.folder_of(data)
     if data.name in ("corpus", "blend"):
@@ -349,7 +361,7 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
         *(pair.tokens, held_out, tokenizer),
         fingerprint=files[0].digest,
         tokenizer_name=data.tokenizer or BYTE,
-        # A pair of bytes has blocks for documents.
+        # With byte tokens, the documents of the pair are blocks of a text.
         documents=None if isinstance(tokenizer, ByteTokenizer) else pair,
         taught=Roles(tuple(begin), ()),
         named=origin(data),
@@ -360,8 +372,8 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
 def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Document], list[str]]:
     """Returns the tokenizer and the documents of a text, and how its files were read.
 
-    Raises UserError, even for too few bytes; other tokens, and tokens of rows, are only counted
-    when they are made.
+    Raises UserError, even if plain files have too few bytes for byte tokens; all other tokens are
+    counted only when they are made.
     """
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
     documents, lines = take_documents(data)
@@ -373,8 +385,7 @@ def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Docum
 
 
 def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
-    """Opens the conversations of `data`, and tokenizes them into `folder` if they are not there
-    yet.
+    """Opens the conversations of `data`, after tokenizing them into `folder` if necessary.
 
     The last conversations, `data.valid_fraction` of the tokens and at least one, are held out.
     Raises UserError for a row that is not a conversation.
@@ -409,8 +420,8 @@ def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
 
 
 def _check_windows(corpus: Corpus, seq_length: int) -> None:
-    """Raises UserError if concatenated conversations give no training or no held-out sample, or
-    none with a learned token."""
+    """Raises UserError if the training or held-out conversations do not fill a sample, or if their
+    samples have no learned token."""
     for tokens, held_out in ((corpus.train, False), (corpus.valid, True)):
         if not len(tokens):
             continue
@@ -426,10 +437,11 @@ def _check_windows(corpus: Corpus, seq_length: int) -> None:
 
 
 def _held_out_tokens(tokens: int, data: DataConfig, seq_length: int, named: str) -> int:
-    """Returns how many tokens at the end are held out.
+    """Returns the number of tokens at the end of a text that are held out.
 
-    All are with `data.held_out`=1 (a validation set), and none with 0; otherwise that share, and at
-    least one sample. Raises UserError, about `named`, if a part has no sample.
+    All tokens are held out if `data.held_out` is 1, as for a validation set, and none if it is 0.
+    Otherwise that share is held out, and at least one sample. Raises UserError about `named` if a
+    part has no sample.
     """
     share, sample = data.held_out, seq_length + 1
     held_out = max(int(tokens * share), sample) if share else 0
@@ -458,8 +470,11 @@ def _open_pairs(
 ) -> Corpus | Blend:
     """Opens the pair of `data`, or the pairs of its blend, without plans.
 
-    `folder`: where blocks of remote files are kept. `limit`: the model's vocabulary, an upper limit
-        of tokens. Time and memory do not grow with the size of a pair. Raises UserError.
+    Time and memory do not grow with the size of a pair. Raises UserError.
+
+    Args:
+        folder: the cache folder, which keeps blocks of remote files.
+        limit: the size of the model's vocabulary; None: it is not known.
     """
     weights = blend_weights(data) if data.name == "blend" else []
     named = {
@@ -485,13 +500,13 @@ def _open_pairs(
     corpora.sort(key=lambda corpus: corpus.fingerprint)
     _check_alike(corpora)
     stages = (_stage(stage, corpora, seq_length) for stage in weights)
-    # If several begin at one sample, the last one counts.
+    # If several stages begin at one sample, the last of them counts.
     last = {stage.first: stage for stage in stages}
     return Blend(tuple(corpora), tuple(last.values()))
 
 
 def _stage(stage: Weights, corpora: Sequence[Corpus], seq_length: int) -> WeightPeriod:
-    """Returns a stage with whole weights, by the numbers of its corpora."""
+    """Returns a stage with whole weights by the indices of its corpora."""
     typed = stage.by_prefix
     members = [k for k, corpus in enumerate(corpora) if corpus.name in typed]
     exact = [typed[corpora[k].name] or Fraction(len(corpora[k].train)) for k in members]
@@ -570,7 +585,7 @@ def is_remote(prefix: str) -> bool:
 def _facts(
     data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, kept: CorpusFacts | None
 ) -> tuple[CorpusFacts, str | None]:
-    """Returns the facts about a pair, and the place of its tokenizer. Raises UserError."""
+    """Returns facts about a pair, and the place of its tokenizer if known. Raises UserError."""
     if kept is None:
         if tokenizer is None:
             raise UserError(
@@ -605,8 +620,10 @@ def _facts(
 def _watched(
     pair: IndexedCorpus, tokens: Tokens, text: str
 ) -> tuple[str, tuple[WatchedFile, WatchedFile]]:
-    """Returns a pair's fingerprint, and its files, whose marks were taken before it was
-    computed."""
+    """Returns a pair's fingerprint, and its files.
+
+    The files' marks are taken before the fingerprint is computed, so that no change goes unnoticed.
+    """
 
     fingerprint, index = "", pair.index
     remedy = (
@@ -632,7 +649,7 @@ def _watched(
 
 
 def _fingerprint(pair: IndexedCorpus, tokens: Tokens, text: str) -> str:
-    """Returns a digest of the sizes, the known digest of the text, and sampled places."""
+    """Returns a digest of a pair's sizes, of `text`, its known digest or "", and of samples."""
     digest = hashlib.blake2b(digest_size=16)
     sizes = [str(pair.dtype), len(pair), pair.documents, pair.sequences, text]
     digest.update(json.dumps(sizes).encode())
@@ -654,10 +671,10 @@ def check_data(
 ) -> list[str]:
     """Checks the inputs of `open_corpus`, as far as names, sizes and permissions tell.
 
-    It only reads the first bytes of text files, writes nothing and imports no torch: the launcher
-    calls it before workers start. Token counts are known for bytes and pairs only. Returns
-    sentences on how files of folders were read, and on parts of a blend that a run of `samples`
-    would repeat often. Raises UserError, even for a tokenizer that does not fit a model of
+    The launcher calls this function before workers start, so it reads only the first bytes of text
+    files, writes nothing and does not import torch. Only byte tokens and pairs are counted. Returns
+    sentences on how the files of folders are read, and on parts of a blend that a run of `samples`
+    samples would repeat often. Raises UserError, even for a tokenizer that does not fit a model of
     `vocab_size` tokens.
     """
     folder, limit = cache.folder_of(data), vocab_size or TOKEN
@@ -690,7 +707,7 @@ def check_data(
 
 
 def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
-    """Raises UserError if the model's vocabulary is smaller than tokenizer `name`'s, `needed`."""
+    """Raises UserError if the model's vocabulary is below `needed`, that of tokenizer `name`."""
     if needed > vocab_size:
         raise UserError(
             f"model.vocab_size={vocab_size} must be at least {needed} for the tokens of "
@@ -706,9 +723,10 @@ _REPEATS_WITHOUT_LOSS = 4
 def check_epochs(
     blend: Blend, windows: Sequence[int], samples: int, most: float | None
 ) -> list[str]:
-    """Returns warnings for parts that `samples` repeat often; `windows`: samples of an epoch.
+    """Returns warnings about parts that a run of `samples` samples would repeat often.
 
-    Raises UserError for a part that would be read more than `most` times.
+    `windows` has the number of samples in an epoch of each part. Raises UserError for a part that
+    would be read more than `most` times; None: there is no limit.
     """
     counts = StagedShares(blend.stages, len(blend.corpora)).counts(samples)
     warnings = []
@@ -732,7 +750,7 @@ def check_epochs(
 
 
 def _with_plans(corpus: Corpus, data: DataConfig, seq_length: int, folder: Path) -> Corpus:
-    """Returns the corpus with both plans from `folder`, built if missing. Raises UserError."""
+    """Returns the corpus with both packing plans; builds those missing. Raises UserError."""
     capacity = seq_length + 1
     fit = one_each if data.packing == "padded" else best_fit
     training, held_out = (
@@ -760,19 +778,21 @@ def _check_plans(corpus: Corpus, data: DataConfig, seq_length: int, folder: Path
 
 
 def _plan_key(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> str:
-    """Returns the name of a part's plan in the cache, a digest of all its inputs; "" for a part
-    without tokens, which has no plan."""
+    """Returns the name of a part's plan in the cache, which is a digest of the plan's inputs.
+
+    Returns "" for a part without tokens, which has no plan.
+    """
     part, first = corpus.part(held_out), len(corpus.train) if held_out else 0
     if not len(part):
         return ""
-    # Fingerprints only sample places of a pair, but a plan depends on all of it, so marks count
-    # too.
+    # A fingerprint only samples places of a pair, but a plan depends on all of it, so the files'
+    # marks count, too.
     stream = [corpus.fingerprint, marks_of(corpus.watched), first, len(part), corpus.marked]
     return cache.digest_of([PLAN_VERSION, stream, capacity, data.packing, data.cut_documents])
 
 
 def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> Pieces:
-    """Returns the pieces of a part's packs. Raises UserError."""
+    """Returns the pieces of a part that are to be packed. Raises UserError."""
     part, name = corpus.part(held_out), "held-out" if held_out else "training"
     pieces = pieces_of(corpus.begins(held_out), len(part), capacity)
     _check_lengths(pieces.cut, data, capacity, corpus.named)
@@ -795,7 +815,10 @@ def _pieces(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -> 
 
 
 def _check_lengths(documents: int, data: DataConfig, capacity: int, named: str) -> None:
-    """Raises UserError if `documents` documents are longer than a sample and must not be cut."""
+    """Raises UserError if documents are longer than a sample and must not be cut.
+
+    `documents` is the number of such documents.
+    """
     if documents and not data.cut_documents:
         has = f"{documents:,} documents" if documents > 1 else "a document"
         raise UserError(
@@ -809,7 +832,7 @@ def _check_lengths(documents: int, data: DataConfig, capacity: int, named: str) 
 
 
 def sets_of(data: DataConfig) -> dict[str, DataConfig]:
-    """Returns a `data` section for each validation set, all of it held out.
+    """Returns a `data` section for each validation set, whose text is all held out.
 
     A set is a pair, given by its prefix or the name of one of its files, or files: conversations
     under data=chat, text otherwise. Raises UserError for anything else.
@@ -826,7 +849,7 @@ def sets_of(data: DataConfig) -> dict[str, DataConfig]:
 
 
 def _prefix_of(path: str) -> str | None:
-    """Returns the prefix of the pair that a path names; None if it names none.
+    """Returns the prefix of the pair that a path names; None if the path names no pair.
 
     Raises UserError for an address of another file, and for a folder of pairs.
     """
@@ -857,7 +880,7 @@ def _prefix_of(path: str) -> str | None:
 
 
 def named_form(path: str) -> Form | None:
-    """Returns the format in the name of a file, if it is one that is read."""
+    """Returns the format that a file's name tells; None if it is unknown or not read."""
     try:
         return named(file_name(path))
     except NotTaken:
@@ -865,7 +888,7 @@ def named_form(path: str) -> Form | None:
 
 
 def check_sets(data: DataConfig, seq_length: int, vocab_size: int) -> list[str]:
-    """Checks all sets like `check_data`; returns its sentences. Raises UserError."""
+    """Checks all validation sets by `check_data`; returns its sentences. Raises UserError."""
     sentences = []
     for name, one in sets_of(data).items():
         with _naming(name):
@@ -877,7 +900,10 @@ def check_sets(data: DataConfig, seq_length: int, vocab_size: int) -> list[str]:
 def open_sets(
     data: DataConfig, training: Corpus | Blend, seq_length: int, vocab_size: int
 ) -> dict[str, Corpus]:
-    """Opens all sets, tokenized with the tokenizer of the `training` text. Raises UserError."""
+    """Opens all validation sets, which must have the tokenizer of the `training` text.
+
+    Raises UserError.
+    """
     sets = {}
     for name, one in sets_of(data).items():
         with _naming(name):
@@ -905,7 +931,7 @@ def open_sets(
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Adds the name of a validation set to its errors."""
+    """Adds the name of a validation set to errors inside a `with` block."""
     try:
         yield
     except UserError as error:

@@ -1,7 +1,7 @@
-"""Lists the formats of readable files, by ending and first bytes; refuses all others by name.
+"""Recognises the formats of files by ending and first bytes, and refuses unreadable ones by name.
 
 A file's ending states its content and its packing, and its first bytes must agree. All code that
-opens a file named by a user asks here: `data tokenize` and `data train-tokenizer`, data=text,
+opens a file named by a user checks it here: `data tokenize` and `data train-tokenizer`, data=text,
 data=chat, data.valid and `eval tasks=`.
 """
 
@@ -35,7 +35,8 @@ ROWS_ENDS: Final = {
     **dict.fromkeys((".parquet", ".pq"), PARQUET),
 }
 PROSE = (".txt", ".text")
-# Endings of code and markup: text whose names tell no split, and which next to rows describes them.
+# Endings of code and markup. Such files are text, but their names tell no split, and next to files
+# of rows they are taken for descriptions of the rows.
 CODE = _words(
     ".md .markdown .rst .tex .bib .org .adoc .html .htm .xhtml .xml .css .scss .less .js .mjs .cjs "
     ".ts .tsx .jsx .vue .py .pyi .pyx .c .h .cc .cpp .cxx .hpp .hh .hxx .cu .cuh .m .mm "
@@ -94,7 +95,7 @@ REFUSED: Final = _named(
     (".gpg .age .enc .pgp", "encrypted", "decrypt it"),
     (".torrent .url .webloc .lnk", "a pointer to a file", "give the file itself"),
 )
-# Files in a folder of text that are not text; if given by name, they are refused.
+# Endings of files that are left out of a folder of text, and refused if they are given by name.
 ASSETS: Final = _named(
     (
         ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .ico .heic .psd .wav .mp3 .flac .ogg .opus "
@@ -122,7 +123,8 @@ UNFINISHED: Final = _named(
     (".bak .old .orig .backup .save", "a copy of another state", "give the file itself"),
 )
 _LFS = b"version https://git-lfs.github.com/spec/"
-# Rows: offset, bytes there, their meaning, remedy. Readable packings and parquet are keys of NAMES.
+# Each row: an offset, the bytes there, their meaning and a remedy. The meaning of readable packings
+# and parquet is a key of NAMES.
 _MAGIC: Final = (
     (0, b"\x1f\x8b", ".gz", ""),
     (0, b"\x28\xb5\x2f\xfd", ".zst", ""),
@@ -198,11 +200,11 @@ BROKEN = 1000  # text may have at most one replaced character in this many
 
 
 class NotTaken(ValueError):
-    """Raised for a file that is not read; the message continues after its name, with a remedy."""
+    """Raised for a file that is not read; the message continues a sentence after its name."""
 
 
 class Form(NamedTuple):
-    """A file's format: one of KINDS, and its compression, "" or a value of PACKED."""
+    """A file's format: one of KINDS, and a compression, which is a value of PACKED or ""."""
 
     kind: str
     packed: str = ""
@@ -212,14 +214,14 @@ class Form(NamedTuple):
 
 
 class Door(NamedTuple):
-    """The place where a user named a file.
+    """A place where users name files, and its rules for reading them.
 
     Attributes:
-        key: the key.
-        other: words before an explicit kind (`format=`, or the command that has it).
-        kinds: kinds that are read there.
-        column: remedy for a column with another name.
-        remedy: remedy for other kinds.
+        key: the configuration key, for errors.
+        other: advice to give the kind explicitly; the kind follows these words.
+        kinds: the kinds that are read from there.
+        column: remedy for a text column with another name than "text"; "" for none.
+        remedy: remedy for a file of another kind.
     """
 
     key: str
@@ -240,7 +242,7 @@ TASKS = Door("tasks", "write it as ", (LINES, PARQUET), remedy="write one questi
 
 
 def file_name(address: str) -> str:
-    """Returns the last part of a path, or of an address's path without its query."""
+    """Returns the last part of a path, or of an address without its query."""
     scheme, there, rest = address.partition("://")
     if not there or scheme in ("file", "local"):
         return address.rstrip("/").rpartition("/")[2]
@@ -251,7 +253,7 @@ def file_name(address: str) -> str:
 
 
 def endings(name: str) -> tuple[str, str]:
-    """Returns the endings of a file's content and of its compression, both in lower case or ""."""
+    """Returns the endings for a file's content and compression, in lower case, or "" for none."""
     bare, end = os.path.splitext(name.strip())
     packed = PACKED.get(end.lower(), "")
     if not packed:
@@ -260,9 +262,9 @@ def endings(name: str) -> tuple[str, str]:
 
 
 def named(name: str, typed: str | None = None) -> Form | None:
-    """Returns the format in a name; None if it has no known ending.
+    """Returns the format that a file's name tells; None if it has no known ending.
 
-    `typed`: the kind that the user gave. Raises NotTaken.
+    `typed` is the kind that the user gave, or None. Raises NotTaken for a format that is not read.
     """
     end, packed = endings(name)
     if typed is not None:
@@ -285,7 +287,7 @@ def named(name: str, typed: str | None = None) -> Form | None:
 
 
 def _is_language(name: str, end: str) -> bool:
-    """Returns whether .br means Breton (train.br) and not a packing (rows.jsonl.br)."""
+    """Returns whether .br means Breton, as in train.br, and not brotli, as in rows.jsonl.br."""
     return end == ".br" and "." not in os.path.splitext(name)[0]
 
 
@@ -293,9 +295,9 @@ def _is_language(name: str, end: str) -> bool:
 
 
 def content_of(head: bytes) -> tuple[str, str] | None:
-    """Returns the meaning of first bytes that no text has, and a remedy; None for others.
+    """Returns the meaning of a file's first bytes, and a remedy; None if they may begin a text.
 
-    Readable packings and parquet are named by their keys in `NAMES`.
+    The meaning of readable packings and parquet is their key in `NAMES`, and their remedy is "".
     """
     for at, magic, what, remedy in _MAGIC:
         if head.startswith(magic, at) and (not _is_word(magic) or _is_binary(head)):
@@ -328,10 +330,10 @@ def encoding_of(head: bytes) -> str | None:
 def check_packing(
     name: str, form: Form, head: bytes, door: Door = INPUT, *, typed: bool = False
 ) -> None:
-    """Checks the first stored bytes of a file; `typed`: the user gave the kind.
+    """Checks that the first stored bytes of a file agree with its format.
 
-    Raises NotTaken if they are of another packing than in its name, or of a format that is not
-    read.
+    `typed` tells that the user gave the kind. Raises NotTaken for bytes of another packing, and of
+    a format that is not read.
     """
     found = content_of(head)
     if form.packed:
@@ -355,7 +357,7 @@ def check_packing(
     if found is not None and found[0] not in NAMES:
         raise NotTaken(f"is {found[0]} by its first bytes: {found[1]}")
     if form.kind == PARQUET and found is None:
-        by, remedy = ("your format", "leave that out") if typed else ("its name", "fix that")
+        by, remedy = ("your format", "leave it out") if typed else ("its name", "fix the name")
         raise NotTaken(
             f"is parquet by {by} but {_what(found, head)} by its first bytes: {remedy}, or fetch "
             "it again"
@@ -371,10 +373,10 @@ def check_content(
     typed: bool = False,
     web: bool = False,
 ) -> None:
-    """Checks the first bytes of a file's unpacked content.
+    """Checks that the first bytes of a file's unpacked content agree with its format.
 
-    `typed`: the user gave the kind. `web`: it comes from a web server. Raises NotTaken if they are
-    not of the expected kind.
+    `typed` tells that the user gave the kind, and `web` that a web server gave the file. Raises
+    NotTaken for bytes of another kind.
     """
     if form.packed:
         found = content_of(head)
@@ -402,7 +404,7 @@ def check_content(
             "is a dump of a wiki with all its markup: write the text of its pages as jsonl, one "
             f"page per row; for the markup on purpose: {door.other}text"
         )
-    # No code begins with two objects: such a .jl holds JSON lines, not Julia.
+    # No code begins with two JSON objects: a .jl that does holds JSON lines, not Julia.
     if are_rows(head) and (end not in CODE or b"\n{" in head):
         raise NotTaken(
             f"holds JSON lines by its first bytes, but is text by its name: name it "
@@ -416,7 +418,7 @@ def check_content(
 
 
 def _check_lines(head: bytes, door: Door) -> None:
-    """Raises NotTaken for content that is not JSON lines, not even lines with a bad row."""
+    """Raises NotTaken for a page of HTML, a JSON list, and a JSON object over several lines."""
     if _PAGE.match(head):
         raise NotTaken("is a page of HTML, perhaps a server's answer: fetch the file again")
     first, _, more = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
@@ -459,8 +461,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def is_list_or_rows(head: bytes) -> bool:
-    """Returns whether JSON is data: a list, or one object per line, not one object over several
-    lines."""
+    """Returns whether JSON is data, which is a list, or one object per line."""
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()
     return text.startswith(b"[") or are_rows(head)
 
@@ -492,15 +493,15 @@ def _nul(at: int) -> str:
 def text_of(content: bytes) -> tuple[str, int]:
     """Returns the text of a whole file, and the number of replaced characters.
 
-    It must be UTF-8, whose byte order mark is dropped, or UTF-16 or UTF-32 with one. Raises
-    NotTaken like `check_text`.
+    The file must be UTF-8, with or without a byte order mark, or UTF-16 or UTF-32 with such a mark,
+    which is dropped. Raises NotTaken as `check_text` does.
     """
     broken = check_text([content])
     return content.decode(encoding_of(content) or "utf-8-sig", "replace"), broken
 
 
 def check_text(blocks: Iterable[bytes]) -> int:
-    """Reads the bytes of a file; returns the number of replaced characters.
+    """Checks the bytes of a text file; returns the number of replaced characters.
 
     Raises NotTaken for NULs, for many control characters, and if more than one character in BROKEN
     is replaced.
@@ -544,11 +545,10 @@ def judged(
     typed: str | None = None,
     web: bool = False,
 ) -> Form:
-    """Returns the format of a file by its name and first bytes (None: by its name alone).
+    """Returns the format of a file by its name and first bytes, or by its name alone if None.
 
-    Without a known ending it is text. If the user gave the kind, the first bytes decide on the
-    packing.
-    Raises NotTaken.
+    A file without a known ending is text. If the user gave the kind `typed`, the first bytes decide
+    on the packing. Raises NotTaken for a file that is not read.
     """
     form = named(name, typed) or Form(TEXT, endings(name)[1])
     if head:
@@ -567,7 +567,7 @@ def judged(
 
 
 def check_kind(form: Form, door: Door) -> None:
-    """Raises NotTaken for a format that a door does not read."""
+    """Raises NotTaken for a kind that is not read from the place where the user named the file."""
     if form.kind not in door.kinds:
         kinds = " or ".join(door.kinds)
         raise NotTaken(f"is {form.kind}, but {door.key} takes {kinds} here: {door.remedy}")

@@ -1,9 +1,10 @@
 """Reads and writes Megatron indexed datasets: `<prefix>.bin` has the tokens, `<prefix>.idx` the
 starts of documents. The code calls the two files a pair.
 
-    .idx, little-endian: "MMIDIDX\0\0" | u64 version 1 | u8 type code | u64 sequences
-        | u64 documents + 1 | i32 length of each sequence, tokens | i64 byte in .bin of each
-        | i64 first sequence of each document, and the number of sequences
+    .idx, little-endian: "MMIDIDX\0\0" | u64 version 1 | u8 type code | u64 number of sequences
+        | u64 number of documents + 1 | i32 number of tokens of each sequence
+        | i64 first byte of each sequence in .bin
+        | i64 first sequence of each document, then the number of sequences
     .bin: the tokens of the sequences
 
 Source: Megatron-Core, core/datasets/indexed_dataset.py.
@@ -31,7 +32,7 @@ from parallel3d.files import flush_folder, no_link, parse_json, plain, read_boun
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-# Dtypes by Megatron's type code; only integers.
+# Numpy's dtypes by Megatron's type codes; codes of floats are left out.
 TYPES = {
     code: np.dtype(name)
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
@@ -45,7 +46,10 @@ _AROUND = 64  # number of documents that one step of a search reads
 
 
 def opened(path: str, named: str) -> FileIO:
-    """Opens the regular file at `path` to read, unbuffered. Raises UserError."""
+    """Opens the regular file at `path` to read, unbuffered; errors call the pair `named`.
+
+    Raises UserError.
+    """
     try:
         file = LocalFile(path, opener=_no_wait)
     except (FileNotFoundError, NotADirectoryError):
@@ -68,11 +72,11 @@ def _no_wait(path: str, flags: int) -> int:
 
 
 class IndexedCorpus:
-    """A pair as one stream of tokens in document order, read on demand, never resident.
+    """A pair as one stream of tokens in document order, which is read on demand.
 
-    It reads instead of mapping, like `Tokens`, because touched pages of a map would count as this
-    process's memory. It may be pickled: the other process opens the files again. `lengths`: tokens
-    of each sequence; a document has one or several sequences.
+    The files are not mapped into memory, because the pages of a map that were read would count as
+    this process's memory. A corpus may be pickled: the other process opens the files again.
+    `lengths` has the number of tokens of each sequence; a document has one or several sequences.
     """
 
     def __init__(
@@ -81,13 +85,15 @@ class IndexedCorpus:
         named: str | None = None,
         opened: Callable[[str, str], File] = opened,
     ) -> None:
-        """Opens the pair at `prefix`; errors call it `named`, such as `data.path=corpora/web`;
-        `opened` opens a file by its name.
+        """Opens the pair at `prefix`, and checks it in time and memory that do not grow with it.
 
-        Checks the header, the files' sizes, and all documents of a small index or some evenly
-        spaced ones of a larger one: time and memory do not grow with the pair. Raises UserError for
-        a file that is missing, cut short or not a pair of tokens, and for an index that does not
-        fit.
+        Checks the header, the files' sizes, and the documents: all of a small index, and some
+        evenly spaced ones of a larger one. Raises UserError for a file that is missing, cut short
+        or not of a pair of tokens, and for an index that does not fit the .bin.
+
+        Args:
+            named: the pair's name in errors, such as `data.path=corpora/web`; None: the prefix.
+            opened: opens a file, given its path and the pair's name in errors.
         """
         self.prefix = prefix = os.path.expanduser(os.fspath(prefix))
         self.named = named = named or prefix
@@ -120,13 +126,13 @@ class IndexedCorpus:
             raise self.damaged(f"its sequences end at byte {needed:,} of {size_of(file):,}")
 
     def __len__(self) -> int:
-        """Tokens of the whole stream."""
+        """Returns the number of tokens of the whole stream."""
         return self._count
 
     def starts(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Returns the tokens within `begin` … `end` - 1 at which a non-empty document begins.
+        """Returns the positions from `begin` up to `end` at which a non-empty document begins.
 
-        Raises UserError if the sequences there are not one after another.
+        Raises UserError if the sequences there do not follow one another.
         """
         first, begins = self._around(begin)
         while begins[-1] < end:
@@ -136,14 +142,15 @@ class IndexedCorpus:
         return np.unique(begins[slice(*begins.searchsorted((begin, end)))])
 
     def document_from(self, token: int) -> int:
-        """Returns the first document that begins at `token` or later; `documents` without one."""
+        """Returns the first document that begins at `token` or later; `documents` if none does."""
         first, begins = self._around(token)
         return first + int(begins.searchsorted(token))
 
     def begins(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Returns the token at which each of the documents `first` … `last` begins.
+        """Returns the position at which each of the documents `first` … `last` begins.
 
-        `documents` is the end. Raises UserError if their sequences are not one after another.
+        `last` may be the number of documents, whose position is the end of the stream. Raises
+        UserError if the sequences of the documents do not follow one another.
         """
         sequences = self._firsts[first : last + 1]
         begin, end = int(sequences[0]), int(sequences[-1])
@@ -169,10 +176,10 @@ class IndexedCorpus:
             self.begins(first, min(first + _AT_A_TIME, self.documents))
 
     def _around(self, token: int) -> tuple[int, npt.NDArray[np.int64]]:
-        """Returns a document and the starts of some documents from it on.
+        """Returns a document, and the starts of some documents from this one on.
 
-        Among them is the first start at `token` or later. It interpolates with the mean length, and
-        bisects every third step, because one document may be most of the text.
+        Among them is the first start at `token` or later. The search interpolates with the mean
+        length, and bisects in every third step, because one document may be most of the text.
         """
         low = 0
         high = self.documents
@@ -203,8 +210,10 @@ class IndexedCorpus:
 
 
 def _header(file: File, named: str) -> tuple[np.dtype, int, int]:
-    """Returns the dtype of the tokens, and the numbers of sequences and documents. Raises
-    UserError."""
+    """Returns the dtype of the tokens, and the numbers of sequences and documents.
+
+    Raises UserError.
+    """
     head = pread(file, HEADER.size, 0)
     if not head.startswith(MAGIC):
         raise UserError(f"{named} is not a Megatron indexed dataset: bad magic in {file.name}")
@@ -233,8 +242,10 @@ def _bytes_beyond(file: File, needed: int, named: str) -> int:
 
 
 def _runs(count: int) -> list[tuple[int, int]]:
-    """Returns start and end of evenly spaced runs of `count` items; a single run if there are
-    few."""
+    """Returns the begins and ends of evenly spaced runs among `count` items.
+
+    A single run has all items if they are few.
+    """
     if count <= _FEW:
         return [(0, count)]
     begins = [i * (count - _RUN) // (_SAMPLED - 1) for i in range(_SAMPLED)]
@@ -244,7 +255,7 @@ def _runs(count: int) -> list[tuple[int, int]]:
 # Writing
 
 
-_BLOCK = 1 << 20  # bytes written or read at a time, or numbers of an index
+_BLOCK = 1 << 20  # bytes, or numbers of an index, that are read or written at a time
 
 
 def token_type(vocab_size: int) -> np.dtype:
@@ -253,11 +264,10 @@ def token_type(vocab_size: int) -> np.dtype:
 
 
 class IndexedWriter:
-    """Writes a pair, document after document; `close` puts the whole pair in its place, even over
-    an older one.
+    """Writes a pair, document after document; `close` moves the complete pair into its place.
 
-    Memory does not grow, because lengths go to a temporary file. A `with` block that raises leaves
-    no files.
+    The pair replaces an older one. Memory does not grow with the pair, because lengths go to a
+    temporary file. A `with` block that raises leaves no files.
     """
 
     def __init__(
@@ -268,11 +278,14 @@ class IndexedWriter:
         documents: int = 0,
         tokens: int = 0,
     ) -> None:
-        """`partial`: prefix of the temporary files' names; the files of an earlier writer, with
-        `documents` and `tokens` flushed, are continued.
+        """Begins the pair at `prefix`, or continues an earlier writer's temporary files.
 
         Raises UserError for temporary files that are too short, and ValueError for a `dtype` that
         is not one of Megatron's integers (see `token_type`).
+
+        Args:
+            partial: prefix of the temporary files; None: a random one next to the pair.
+            documents, tokens: the numbers that the earlier writer flushed.
         """
         self.prefix = os.path.expanduser(os.fspath(prefix))
         self.dtype = np.dtype(dtype)
@@ -290,7 +303,7 @@ class IndexedWriter:
 
     @property
     def digest(self) -> str:
-        """blake2b-16 of the .bin so far, in hex."""
+        """The 16-byte blake2b digest of the .bin so far, in hex."""
         return self._digest.hexdigest()
 
     def add(self, tokens: npt.NDArray[np.integer]) -> None:
@@ -300,7 +313,7 @@ class IndexedWriter:
     def add_many(
         self, tokens: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer] | list[int]
     ) -> None:
-        """Adds documents of these lengths, whose tokens are in `tokens` one after another."""
+        """Adds documents of the given lengths, whose tokens follow one another in `tokens`."""
         lengths, limits = np.asarray(lengths), np.iinfo(self.dtype)
         if int(lengths.sum()) != tokens.size or (lengths.size and lengths.min() < 0):
             raise ValueError(f"lengths of {int(lengths.sum())} tokens for {tokens.size}")
@@ -381,7 +394,7 @@ def _blocks_of(path: str) -> Iterator[bytes]:
 
 
 def _begun(path: str, size: int) -> BinaryIO:
-    """Opens a private file, which must not be a link, to append to its first `size` bytes.
+    """Opens a private file, which must not be a link, to append after its first `size` bytes.
 
     Raises OSError, and UserError for a shorter file.
     """
@@ -404,8 +417,8 @@ class CorpusFacts(NamedTuple):
 
     Attributes:
         tokenizer: the tokenizer's digest; "byte" for bytes.
-        tokenizer_file: relative to the corpus; None for bytes.
-        digest: blake2b-16 of the .bin.
+        tokenizer_file: path of the tokenizer.json, relative to the corpus; None for bytes.
+        digest: the 16-byte blake2b digest of the .bin, in hex.
         begin: the tokens with which each document begins; empty if the corpus does not say.
     """
 
@@ -422,9 +435,10 @@ class CorpusFacts(NamedTuple):
 def facts_beside(
     prefix: str | os.PathLike[str], read: Callable[[str], bytes] | None = None
 ) -> CorpusFacts | None:
-    """Reads `<prefix>.json`; None without one, as with pairs of other programs. Raises UserError.
+    """Reads `<prefix>.json`; returns None if it is missing, as for pairs of other programs.
 
-    `read`: returns the content of a remote file by its name; raises OSError or ValueError.
+    `read` returns the content of a remote file by its name, and raises OSError or ValueError; None:
+    the file is local. Raises UserError.
     """
     path = f"{os.fspath(prefix)}.json"
     try:

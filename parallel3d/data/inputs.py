@@ -59,7 +59,7 @@ def file_system(address: str) -> tuple[AbstractFileSystem, str]:
     import fsspec  # imported here because it loads slowly
 
     if "://" not in address or address.startswith(LOCAL):
-        # Not with fsspec.core, which takes `::` in a local file's name for a chain of addresses.
+        # fsspec.core would take `::` in a local file's name for a chain of addresses.
         files = fsspec.filesystem("file")
         return files, path_in(files, address)
     return fsspec.core.url_to_fs(address)
@@ -67,10 +67,10 @@ def file_system(address: str) -> tuple[AbstractFileSystem, str]:
 
 @contextlib.contextmanager
 def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file; yields its unpacked content, and the file, whose position is the progress.
+    """Opens a file; yields its unpacked content, and the file itself, which tells the progress.
 
-    Raises UserError for first bytes that do not match the format in its name, and errors of the
-    file system.
+    Raises UserError if the first bytes do not match the format in the name, and errors of the file
+    system.
     """
     files, path = file_system(source.address)
     with files.open(path, "rb") as file:
@@ -99,7 +99,7 @@ def opened(source: Input) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def is_web(address: str) -> bool:
-    """Returns whether an address is a web server's, which may answer with a page."""
+    """Returns whether an address is on a web server, which may answer with a page of HTML."""
     return address.startswith(("http://", "https://"))
 
 
@@ -114,13 +114,13 @@ def not_taken(source: Input, error: NotTaken) -> UserError:
 SHOWN = 5  # maximum number of bad rows kept for the report
 EXCERPT = 60  # characters
 KEYS = 5  # maximum number of shown keys of a row that lacks its text
-# number of characters tokenized at a time: a tokenizer needs many times their memory
+# number of characters tokenized at a time, because a tokenizer needs many times their memory
 AT_ONCE = 256 << 10
 ROWS = 256  # rows of a parquet file in memory at a time
 
 
 class Found(NamedTuple):
-    """A document, and its location."""
+    """The text of a document, and where it was found."""
 
     where: str
     text: str
@@ -129,7 +129,7 @@ class Found(NamedTuple):
 def encoded(
     tokenizer: Tokenizer, documents: Iterable[Found]
 ) -> Iterator[tuple[Found, npt.NDArray[np.integer] | Unencodable]]:
-    """Yields documents with their tokens, or with the error of the tokenizer."""
+    """Yields each document with its tokens, or with the tokenizer's error."""
     for some in _batches(documents):
         try:
             yield from zip(some, tokenizer.encode_all([each.text for each in some]), strict=True)
@@ -159,7 +159,7 @@ def _batches(documents: Iterable[Found]) -> Iterator[list[Found]]:
 
 @dataclass
 class Count:
-    """Counts rows.
+    """Counts of rows and of texts.
 
     Attributes:
         empty: empty rows.
@@ -183,7 +183,7 @@ class Count:
         self.shown = [*self.shown, *other.shown][:SHOWN]
 
     def leave_out(self, where: str, why: str, row: bytes | str = "") -> None:
-        """Counts a bad row."""
+        """Counts a bad row, and describes it if it is one of the first."""
         self.bad += 1
         if len(self.shown) < SHOWN:
             text = row[: 4 * EXCERPT].decode("utf-8", "replace") if isinstance(row, bytes) else row
@@ -196,8 +196,10 @@ BAD = 0.01  # default of the largest share of rows without a document
 
 
 def judge(count: Count, least: int, most: float, limit: str, remedy: str) -> None:
-    """Raises UserError if more than the share `most` of at least `least` rows is bad; `limit` names
-    it."""
+    """Raises UserError if there are at least `least` rows and more than the share `most` is bad.
+
+    `limit` and `remedy` are the words of the error for this share and for a remedy.
+    """
     if count.rows >= least and count.bad > most * count.rows:
         raise UserError(
             f"{count.bad:,} of the first {count.rows:,} rows hold no document, more than {limit} "
@@ -268,7 +270,7 @@ def _of_lines(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
 
 
 def _is_twice(line: bytes, key: str) -> bool:
-    """Returns whether the object in a line has a key twice; json takes the last one."""
+    """Returns whether the object in a line has a key twice, of which json takes the last."""
     pairs = json.loads(line, object_pairs_hook=list)
     return [name for name, _ in pairs].count(key) > 1
 
@@ -332,7 +334,7 @@ def _too_large(source: Input, has: str) -> UserError:
 # Shards of inputs, in order and from any position on, so that a killed run can continue
 
 
-# maximum size in bytes, because a tokenizer holds a document in memory several times
+# maximum size in bytes; a tokenizer holds a document in memory several times
 LARGEST_DOCUMENT = 1 << 30
 SHARD_BYTES = 2 << 20  # bytes of text in a shard
 
@@ -353,9 +355,9 @@ class Shard(NamedTuple):
 
     Attributes:
         sources: one input, or several with one document each.
-        after: the position after it.
-        read: stored bytes of all inputs up to there.
-        content: whole lines.
+        after: the position after the shard.
+        read: stored bytes of all inputs up to that position.
+        content: whole lines; b"" for files that the process reads itself.
         at: number of the first line, or of the row group.
     """
 
@@ -411,7 +413,7 @@ def _lines(source: Input, place: Position, before: int, size: int) -> Iterator[S
 
 
 def whole_lines(source: Input, content: BinaryIO, size: int) -> bytes:
-    """Returns lines of at least `size` bytes; fewer only at the end. Raises UserError."""
+    """Returns whole lines of at least `size` bytes in all, or the rest. Raises UserError."""
     lines, held = [], 0
     while held < size and (line := content.readline(LARGEST_DOCUMENT + 1)):
         if len(line) > LARGEST_DOCUMENT:
@@ -431,9 +433,9 @@ def _skip(content: BinaryIO, count: int) -> None:
 
 
 class Row(NamedTuple):
-    """A row with its number (in jsonl, the line's).
+    """A row with its number, which in jsonl is that of its line.
 
-    `value`: the line's bytes in jsonl, a dict in parquet.
+    `value` is the bytes of the line in jsonl, and a dict in parquet.
     """
 
     number: int
@@ -443,8 +445,8 @@ class Row(NamedTuple):
 def rows(source: Input, longest: int) -> Iterator[Row]:
     """Yields the rows of jsonl, without blank lines, or parquet.
 
-    A line of more than `longest` bytes is cut after one byte more. Raises UserError for a file that
-    cannot be read.
+    A line of more than `longest` bytes is cut to `longest` + 1 bytes. Raises UserError for a
+    file that cannot be read.
     """
     if source.kind == PARQUET:
         with _parquet(source) as file:
@@ -466,7 +468,7 @@ def rows(source: Input, longest: int) -> Iterator[Row]:
 def without_nulls(value: Any) -> Any:
     """Returns a row of parquet without the keys that only other rows have.
 
-    In parquet all objects of a column have the same keys.
+    In parquet, all objects of a column have the same keys; null stands for a missing one.
     """
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
@@ -474,7 +476,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _check_flat(source: Input, schema: Any) -> None:
-    """Raises UserError for columns of parquet that change the keys of nested objects.
+    """Raises UserError for a parquet column of nested objects, to which parquet adds keys.
 
     Each object of a column has all keys of all rows, with null for missing ones. In flat objects a
     null and a missing key mean the same; deeper, as in arguments of a call, they do not.
@@ -501,7 +503,7 @@ def _check_flat(source: Input, schema: Any) -> None:
 
 @contextlib.contextmanager
 def _parquet(source: Input) -> Iterator[Any]:
-    """Opens a parquet file. Raises UserError, even if the module that reads it is missing."""
+    """Opens a parquet file. Raises UserError, also if pyarrow is not installed."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -513,8 +515,8 @@ def _parquet(source: Input) -> Iterator[Any]:
         yield pyarrow.parquet.ParquetFile(content)
 
 
-# Finds the files with fsspec, without opening them. Items keep their order, and files below an item
-# are sorted by name, so the same command makes the same corpus on any machine.
+# Inputs are found with fsspec. Items keep their order, and files below an item are sorted by name,
+# so the same command makes the same corpus on any machine.
 
 
 HOW = "give files, folders, globs or addresses, joined by commas"
@@ -522,15 +524,15 @@ HOW = "give files, folders, globs or addresses, joined by commas"
 
 @dataclass(frozen=True)
 class Input:
-    """A file.
+    """A file to read.
 
     Attributes:
-        address: its address for fsspec.
-        kind, packed: its format.
-        stamp: identifies its state: a time or an ETag, or "" without one.
+        address: the file's address for fsspec.
+        kind, packed: the formats of its content and of its compression.
+        stamp: the file's version, a time or an ETag; "" if neither is known.
         typed: whether the user gave the kind.
-        door: the key with which the user named it.
-        split: the split in its name in a folder.
+        door: the place where the user named the file.
+        split: the split that the name tells if the file is from a folder; "" for none.
     """
 
     address: str
@@ -544,7 +546,7 @@ class Input:
 
     @property
     def name(self) -> str:
-        """The last part of its address."""
+        """The last part of the address."""
         return file_name(self.address)
 
     @property
@@ -553,37 +555,38 @@ class Input:
 
     @property
     def label(self) -> str:
-        """Its format and split."""
+        """The words for the file's format and split."""
         return label_of(self.form, self.split)
 
     @property
     def key(self) -> str:
-        """The key under which errors name it."""
+        """The key under which errors name the file."""
         return self.door.key
 
     @property
     def shown(self) -> str:
-        """Its path or address, for errors."""
+        """The file's path or address, for errors."""
         return self.address.removeprefix(LOCAL)
 
 
 class Taken(NamedTuple):
-    """Files to read, each once, and `lines` on how those in folders and globs are read."""
+    """Files to read, each once, and sentences on how the files of folders and globs are read."""
 
     inputs: list[Input]
     lines: list[str]
 
 
 def find_inputs(given: str, kind: str | None = None) -> list[Input]:
-    """Returns the files of `input=…`, each once. `kind`: their kind; None: by their names.
+    """Returns the files of `input=…`, each once.
 
-    Raises UserError for an item that is missing, cannot be listed or read, or holds no files.
+    `kind` is the kind of all files; None: each file's name tells it. Raises UserError for an item
+    that is missing, cannot be listed or read, or holds no files.
     """
     return take_inputs(given, kind).inputs
 
 
 def take_inputs(given: str, kind: str | None = None) -> Taken:
-    """Returns the files of `find_inputs`, and a sentence on each folder and glob."""
+    """Returns the files of `find_inputs`, and sentences on how folders and globs are read."""
     items = items_of(given, f"input={show(given)}", HOW)
     found: dict[str, Input] = {}
     lines = []
@@ -607,7 +610,7 @@ def take_inputs(given: str, kind: str | None = None) -> Taken:
 
 @contextlib.contextmanager
 def of_input(address: str, key: str = "input") -> Iterator[None]:
-    """Turns failures inside into a UserError of one sentence."""
+    """Turns errors inside a `with` block into a UserError of one sentence."""
     try:
         yield
     except (UserError, KeyboardInterrupt, MemoryError):
@@ -618,7 +621,7 @@ def of_input(address: str, key: str = "input") -> Iterator[None]:
 
 
 def items_of(given: str, key: str, how: str) -> list[str]:
-    """Splits names at commas, unless there is such a file. Raises UserError."""
+    """Splits names at commas, unless one file has the whole name. Raises UserError."""
     is_one = "://" not in given and os.path.lexists(os.path.expanduser(given))
     items = [given] if is_one else [item.strip() for item in given.split(",")]
     if not all(items):
@@ -634,7 +637,7 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
         try:
             info = files.info(path)
         except FileNotFoundError:
-            # In a web address `?` begins a query.
+            # In a web address, `?` begins a query and is no wildcard.
             if not set("*[" if is_web(item) else "*?[") & set(path):
                 near = None if "://" in item else nearest_path(path)
                 hint = f"; the nearest is {near}" if near else f": {HOW}"
@@ -651,7 +654,7 @@ def _inputs_of(item: str, kind: str | None) -> tuple[list[Input], list[str]]:
         if not names:
             verb = "holds no files (hidden ones do not count)" if info else "matches no file"
             raise UserError(f"input={show(item)} {verb}: {HOW}")
-        # Elsewhere each look would cost a request: files are inspected when they are opened.
+        # On other hosts, each look would cost a request, so files are inspected when opened.
         heads = {
             inner: _head(files, below[name])
             if is_local(files) or not below[name].get("size")
@@ -716,7 +719,7 @@ def _globbed(files: AbstractFileSystem, pattern: str) -> dict[str, dict[str, Any
 
 def _files_below(files: AbstractFileSystem, folder: str) -> dict[str, dict[str, Any]]:
     """Returns all files below a folder. Raises OSError for a folder that cannot be listed."""
-    if not is_local(files):  # object stores list all at once
+    if not is_local(files):  # object stores list all files at once
         return files.find(folder, detail=True)
     found = {}
     waiting = [folder]
@@ -754,11 +757,11 @@ def _input(
     split: str = "",
 ) -> Input:
     name = info["name"]
-    if is_local(files):  # a listing has the time of the link, not of its file
+    if is_local(files):  # a listing would have the time of a link, not of its file
         stamp = str(os.stat(name).st_mtime)
     else:
         stamp = " ".join(f"{key}={value}" for key, value in version_of(info).items())
-    # A server that tells no size may have a file of any size.
+    # A file whose size the server does not tell must not count as empty.
     size = 1 if info.get("size") is None else int(info["size"])
     address = files.unstrip_protocol(name)
     return Input(address, *form, size, stamp, typed is not None, split=split)

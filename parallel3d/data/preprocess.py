@@ -1,8 +1,8 @@
 """Trains tokenizers, and tokenizes text into corpora by several processes.
 
 A killed run can be continued: `<to>.partial/` holds the tokens and lengths written so far, and
-journal.json records how much of them is flushed and the position in the inputs after that. A new
-start cuts off the rest.
+journal.json records how much of them is flushed, and the position in the inputs up to which they
+go. A new start cuts off all that was written after the last flush.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ from parallel3d.host.processes import die_with_parent
 # Bytes of tokens and seconds between flushes: a kill loses at most this much.
 FLUSH_BYTES, FLUSH_S = 64 << 20, 10
 JOURNAL = "journal.json"
-# Final name → name in the folder, renamed in this order: the index completes the pair.
+# The name of each file in the folder, by its final suffix. Files are renamed in this order: the
+# index is the last, because it completes the pair.
 PARTS = {
     ".tokenizer": "tokenizer",
     ".json": "facts.json",
@@ -73,13 +74,13 @@ PARTS = {
 
 @dataclass
 class JournalEntry:
-    """The flushed state.
+    """The progress of a corpus.
 
     Attributes:
         place: position in the inputs after the written documents.
-        read: bytes of the inputs before it.
-        by_label: documents of each format and split.
-        complete: all files are written and only need renaming.
+        read: bytes of the inputs before `place`.
+        by_label: number of documents of each format and split.
+        complete: whether all files are written and only need renaming.
     """
 
     place: Position = FIRST
@@ -92,7 +93,10 @@ class JournalEntry:
 
 
 class Journal:
-    """The files of a corpus in progress. `job` maps the names of its inputs to values."""
+    """The files of a corpus in progress.
+
+    `job` maps the names of all settings that determine the corpus to their values.
+    """
 
     def __init__(self, to: Path, job: dict[str, Any], dtype: np.dtype, flush_bytes: int) -> None:
         self.to = to
@@ -106,9 +110,10 @@ class Journal:
 
     @contextmanager
     def held(self) -> Iterator[Journal]:
-        """Locks and opens the files, cut to the flushed part.
+        """Locks the folder, and reads the progress of an earlier start.
 
-        Raises OSError, and UserError if another process or job has them or the corpus exists.
+        Raises OSError, and UserError if another process writes the files, if another job began
+        them, or if the corpus exists.
         """
         if not is_begun(self.to):
             check_free(self.to)
@@ -131,7 +136,7 @@ class Journal:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Opens the files to add documents."""
+        """Opens the files, cut to their flushed parts, to add documents."""
         self._writer = IndexedWriter(
             self.folder / "corpus",
             self.dtype,
@@ -145,7 +150,7 @@ class Journal:
             self._writer.leave()
 
     def add(self, made: Made, shard: Shard) -> None:
-        """Adds the documents of a shard; may flush. Raises OSError."""
+        """Adds the documents of a shard, and flushes if it is time to. Raises OSError."""
         self._writer.add_many(made.tokens, made.lengths)
         self.done.count.add(made.rows)
         label, by_label = shard.sources[0].label, self.done.by_label
@@ -166,7 +171,7 @@ class Journal:
         self._flushed_at = time.monotonic()
 
     def complete(self, tokenizer: Tokenizer, begin: Sequence[int] = ()) -> None:
-        """Writes index, facts and tokenizer; `begin`: the tokens that begin each document."""
+        """Writes index, facts and tokenizer; `begin` are the tokens that begin each document."""
         self.flush()
         self._writer.write_index()
         own, file = self.folder / PARTS[".tokenizer"], None
@@ -190,8 +195,10 @@ class Journal:
         self._write()
 
     def finish(self) -> CorpusFacts:
-        """Renames the complete corpus to its place, the index last. After an OSError, a new start
-        continues."""
+        """Renames the files of the complete corpus to their final places, the index last.
+
+        After an OSError, a new start continues here.
+        """
         for end, part in PARTS.items():
             if (self.folder / part).exists():
                 os.replace(self.folder / part, f"{self.to}{end}")
@@ -233,7 +240,7 @@ def folder_of(to: Path) -> Path:
 
 
 def is_begun(to: Path) -> bool:
-    """Returns whether an earlier start can be continued."""
+    """Returns whether an earlier start left a corpus that can be continued."""
     return (folder_of(to) / JOURNAL).exists()
 
 
@@ -247,7 +254,7 @@ def check_free(to: Path) -> None:
         )
 
 
-AHEAD = 3  # submitted shards per process while the first result is awaited
+AHEAD = 3  # number of shards submitted per process before the first result is awaited
 LOST = (
     "a worker process was killed, perhaps because memory ran out: run the command again to "
     "continue, with fewer workers= if memory is short"
@@ -257,9 +264,9 @@ LOST = (
 def in_order(
     shards: Iterator[Shard], work: Callable[[Shard], Made], workers: int
 ) -> Generator[tuple[Shard, Made], None, None]:
-    """Yields the results of the shards in order, computed by `workers` processes; 0: this one.
+    """Yields each shard with its result, in order; `workers` processes compute, or this one if 0.
 
-    Processes are spawned, as a lock held by a library's thread would stay locked after a fork.
+    Processes are spawned, because a lock held by a library's thread would stay locked after a fork.
     Raises the UserError of a task, or UserError if a process was killed.
     """
     if not workers:
@@ -270,7 +277,7 @@ def in_order(
     pending: deque[tuple[Shard, Future[Made]]] = deque()
     try:
         for each in shards:
-            # The task carries the content; only its place is kept here.
+            # The task holds the content, so only the place of the shard is kept here.
             pending.append((each._replace(content=b""), pool.submit(work, each)))
             if len(pending) > AHEAD * workers:
                 done, made = pending.popleft()
@@ -289,7 +296,7 @@ def in_order(
 
 
 def begin_worker(parent: int) -> None:
-    """Prepares a worker process, which ends with its parent and leaves signals to it."""
+    """Prepares a worker process, which ends with its parent and leaves Ctrl-C to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     if os.getppid() != parent:
@@ -310,11 +317,11 @@ def train_tokenizer(
     text_key: str,
     progress: Callable[[int, Count], None],
 ) -> tuple[bytes, Count]:
-    """Trains a tokenizer; returns its tokenizer.json, of at most `vocab_size` tokens, and the rows.
+    """Trains a tokenizer of at most `vocab_size` tokens; returns its tokenizer.json and the counts.
 
-    `progress` gets the bytes of the inputs read so far and the counts. The tokenizer puts END
-    before a prompt, since every text but the first follows one in training. Raises UserError for
-    inputs that cannot be read or hold no text.
+    `progress` gets the bytes of the inputs read so far and the counts of rows. The tokenizer puts
+    END before a prompt, since every text but the first follows an END in training. Raises UserError
+    for inputs that cannot be read or hold no text.
     """
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -380,7 +387,7 @@ class PreprocessJob:
 
 
 class Made(NamedTuple):
-    """The concatenated documents of a shard: tokens as the corpus stores them, lengths int32."""
+    """The documents of a shard: concatenated tokens, lengths, and counts of rows."""
 
     tokens: npt.NDArray[np.integer]
     lengths: npt.NDArray[np.int32]
@@ -430,7 +437,7 @@ def tokenize(
     tokenizer = open_tokenizer(job.tokenizer, "tokenizer")
     own = {"version": VERSION, "tokenizer": tokenizer.digest, "text_key": job.text_key}
     begin = tokenizer.bos if job.add_bos else []
-    if tokenizer.bos:  # otherwise documents do not depend on it
+    if tokenizer.bos:  # otherwise documents do not depend on add_bos
         own["add_bos"] = job.add_bos
     own["input"] = digest_of([[i.address, i.kind, i.size, i.stamp] for i in job.inputs])
     journal = Journal(job.to, own, token_type(tokenizer.vocab_size), job.flush_bytes)

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Tests contain broken text on purpose; some installations lack the other folders.
+# Folders to leave out: tests contain broken text on purpose, and some installations lack the rest.
 _NOT_STDLIB = frozenset(
     ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
 )
@@ -78,7 +78,7 @@ class Document(NamedTuple):
     Attributes:
         name: path relative to the folder or glob given by the user.
         kind, packed: format of the file and of its compression.
-        mark: encoding by the byte order mark; "" without one.
+        mark: the encoding that a byte order mark tells; "" without one.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Document(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its bytes are its text in UTF-8."""
+        """Whether the file's bytes are its text in UTF-8."""
         return self.kind == TEXT and not self.packed and not self.mark
 
     @classmethod
@@ -109,7 +109,7 @@ def origin(data: DataConfig) -> str:
 
 
 class Documents(NamedTuple):
-    """Documents in packing order, and lines that tell how files of folders and globs are read."""
+    """Documents in packing order, and lines on how the files of folders and globs are read."""
 
     documents: list[Document]
     lines: list[str]
@@ -124,7 +124,7 @@ def find_documents(data: DataConfig) -> list[Document]:
 
 
 def take_documents(data: DataConfig) -> Documents:
-    """Finds the documents of the source, and tells how files of folders and globs are read."""
+    """Returns the documents of the source, and lines on how folders and globs are read."""
     lines: list[str] = []
     if data.name == "stdlib":
         found = _stdlib_documents()
@@ -136,7 +136,7 @@ def take_documents(data: DataConfig) -> Documents:
 
 
 def door_of(data: DataConfig) -> Door:
-    """Returns the door (the reading rules) for the files of `data.path`."""
+    """Returns the rules by which the files of `data.path` are read."""
     return CHAT if data.name == "chat" else PATH
 
 
@@ -175,8 +175,10 @@ def _text_documents(path: str, door: Door, held_out: bool) -> tuple[list[Documen
 
 
 def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document], list[str]]:
-    """Returns the documents of one file, folder or glob of data.path, and lines that tell how the
-    files of a folder or glob are read."""
+    """Returns the documents of one file, folder or glob of data.path.
+
+    Returns also lines on how the files of a folder or glob are read.
+    """
     key, path = f"data.path={item}", os.path.expanduser(item)
     if re.match(r"\w+://", item) and not os.path.lexists(path):
         raise UserError(
@@ -235,7 +237,7 @@ def _head(document: Document, key: str) -> bytes:
 
 
 def _glob(pattern: str, key: str) -> list[tuple[str, str]]:
-    """Returns names and paths of matches; a matching folder stands for all files below it."""
+    """Returns the names and paths of matching files, and of all files below matching folders."""
     root = _fixed(pattern) or "."
     if "**" in pattern.split("/"):
         # Each folder is visited once, even with circular links, which glob would follow again.
@@ -268,7 +270,7 @@ def _matches(names: Sequence[str], parts: Sequence[str]) -> bool:
 
 
 def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> list[tuple[str, str]]:
-    """Returns relative name and path of every file below `root`, sorted; follows linked folders.
+    """Returns the relative name and the path of each file below `root`, sorted; follows links.
 
     Leaves out hidden files, and folders whose name `skip` accepts. Raises UserError about `key` for
     an unreadable folder, or leaves the folder out if `key` is None.
@@ -293,7 +295,7 @@ def _files_below(root: str, skip: Callable[[str], bool], key: str | None) -> lis
 
 
 def _documents(files: Iterable[tuple[str, str]], key: str) -> list[Document]:
-    """Returns the regular files that are not empty. Raises UserError."""
+    """Returns the regular files that are not empty, as documents. Raises UserError."""
     documents = []
     for name, path in files:
         try:
@@ -314,7 +316,7 @@ def _unreadable(key: str, path: str, reason: str | None) -> UserError:
 
 
 def _why_missing(path: str) -> str:
-    """Tells which part of a missing path is wrong, or names the nearest path."""
+    """Returns words on which part of a missing path is wrong, or on the nearest path."""
     wrong = os.path.abspath(path)
     while not os.path.isdir(os.path.dirname(wrong)):
         wrong = os.path.dirname(wrong)
@@ -332,7 +334,7 @@ _BLOCK = 4 << 20  # bytes
 
 
 class CachedPair(NamedTuple):
-    """A pair in the cache, its files .bin and .idx, and the facts given by its builder."""
+    """A pair in the token cache, with its files .bin and .idx and its builder's facts."""
 
     pair: IndexedCorpus
     files: tuple[WatchedFile, ...]
@@ -342,10 +344,10 @@ class CachedPair(NamedTuple):
 def cache_key(
     documents: Sequence[Document], tokenizer: Tokenizer, begin: Sequence[int] = ()
 ) -> str:
-    """Returns the name in the cache, which depends on each file's path, size, times and inode.
+    """Returns a text's name in the cache, which depends on each file's path, size, times and inode.
 
-    Paths are absolute, since container images with normalised times hold different text under the
-    same relative names; inodes and change times are included, since a copy cannot set them.
+    Absolute paths count, since container images with normalised times may hold different texts
+    under the same relative names. Inodes and change times count, since a copy cannot set them.
     """
     listing: list[Any] = [_VERSION, tokenizer.digest, *([list(begin)] if begin else [])]
     listing += [(os.path.realpath(d.path), *d._replace(path="")) for d in documents]
@@ -357,9 +359,9 @@ def cached_text(
 ) -> CachedPair:
     """Returns the tokens of `documents` from the cache in `folder`.
 
-    Each text follows `begin` and ends with an end-of-text token, which alone separates texts: with
-    byte tokens, the documents of the pair are blocks of a text. Raises UserError if the folder or
-    a document cannot be used.
+    Each text follows the tokens `begin` and ends with an end-of-text token. With byte tokens, only
+    these tokens separate texts, because the documents of the pair are blocks of a text. Raises
+    UserError if the folder or a document cannot be used.
     """
 
     def build(writer: IndexedWriter) -> dict[str, Any]:
@@ -397,8 +399,10 @@ def cached_pair(
     dtype: np.dtype,
     build: Callable[[IndexedWriter], dict[str, Any]],
 ) -> CachedPair:
-    """Returns the pair `key` in `folder`; `build` writes it if it is missing, and returns facts
-    that are kept with it."""
+    """Returns the pair `key` in `folder`, after building it if it is missing.
+
+    `build` writes the pair, and returns facts that are kept with it.
+    """
 
     def write(prefix: Path) -> dict[str, Any]:
         with IndexedWriter(prefix, dtype) as writer:
@@ -413,7 +417,7 @@ def cached_pair(
 
 
 def _judge(count: Count, least: int) -> None:
-    """Raises UserError if too many of at least `least` rows hold no text."""
+    """Raises UserError if there are at least `least` rows and too many of them hold no text."""
     remedy = f"fix or remove them; if the text is at another key, {PATH.column}"
     judge(count, least, BAD, f"{BAD:.0%}", remedy)
 
@@ -421,7 +425,7 @@ def _judge(count: Count, least: int) -> None:
 def _add_bytes(
     writer: IndexedWriter, documents: Sequence[Document], tokenizer: ByteTokenizer, count: Count
 ) -> None:
-    """Adds the bytes of documents, plain files block by block. Raises UserError."""
+    """Adds the bytes of documents; reads plain files block by block. Raises UserError."""
     broken = 0
     for document in documents:
         if not document.is_plain:
@@ -443,7 +447,7 @@ def _add_bytes(
 
 
 def _texts(documents: Iterable[Document], count: Count) -> Iterator[Found]:
-    """Yields the texts of documents or of their rows; counts those left out. Raises UserError."""
+    """Yields the texts of documents or of their rows; counts texts left out. Raises UserError."""
     for document in documents:
         if document.kind == TEXT and not document.packed:
             count.rows += 1
@@ -464,7 +468,7 @@ def _texts(documents: Iterable[Document], count: Count) -> Iterator[Found]:
 
 
 def input_of(document: Document, door: Door) -> Input:
-    """Returns a document as an input of its rows."""
+    """Returns a document as an input, whose rows can be read."""
     address = f"{LOCAL}{os.path.abspath(document.path)}"
     return Input(address, document.kind, document.packed, document.size, "", door=door)
 
@@ -490,8 +494,8 @@ def blocks_of(document: Document) -> Iterator[bytes]:
                 yield text
             status = os.fstat(file.fileno())
         finally:
-            # An error on closing does not concern the bytes read, and a failed caller could not
-            # catch it.
+            # An error on closing does not concern the bytes that were read, and would hide the
+            # error of a caller that failed.
             with contextlib.suppress(OSError):
                 file.close()
     except OSError as error:
@@ -503,7 +507,7 @@ def blocks_of(document: Document) -> Iterator[bytes]:
 
 
 def check_unchanged(document: Document, status: os.stat_result, complete: bool = True) -> None:
-    """Raises UserError for a document that was not read whole, or changed since it was listed."""
+    """Raises UserError for a document that was cut short, or changed since it was listed."""
     now = Document.of(document.name, document.path, status)
     if not complete or now[:6] != document[:6]:
         raise UserError(

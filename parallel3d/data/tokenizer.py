@@ -1,7 +1,7 @@
 """Tokenizers: bytes, and tokenizer.json files run by Hugging Face's `tokenizers`.
 
-A tokenizer.json defines tokens but not their roles; the files next to it name the end of a text, in
-three formats.
+A tokenizer.json defines tokens but not their roles; the files next to it name the token that ends a
+text, in three formats.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ USUAL_ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>"),
     *("<eod>", "<|eod|>", "<EOD>", "<｜end▁of▁sentence｜>"),
 )
-# Classes of transformers 5.23.0 that build a tokenizer from vocabulary and merges and ignore the
-# post-processor of tokenizer.json, which all other classes use.
+# Classes of transformers 5.23.0 that build a tokenizer from the vocabulary and merges of
+# tokenizer.json and ignore its post-processor, which all other classes use.
 WITHOUT_POST_PROCESSOR = ("GPTNeoXTokenizer",)
 
 
@@ -66,24 +66,27 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class ByteTokenizer:
-    """Token i < 256 is byte i; token 256 ends a document. It has `FileTokenizer`'s attributes."""
+    """A tokenizer of bytes: token i < 256 is byte i, and token 256 ends a document.
+
+    It has the attributes of `FileTokenizer`.
+    """
 
     def __init__(self) -> None:
         self.name = self.digest = BYTE
         self.vocab_size = 257
         self.eot = 256
         self.ends = frozenset((self.eot,))
-        # In training, a text follows the end of another; the files of an export do the same.
+        # In training, each text follows the end of another; so do prompts, even in an export.
         self.begin = self.prefix = [self.eot]
         self.bos: list[int] = []
 
     def decides(self) -> dict[str, Any]:
-        """Returns the parts of its tokenizer.json that determine a text's tokens."""
+        """Returns the parts of the exported tokenizer.json that determine a text's tokens."""
         own = json.loads(byte_tokenizer())
         return {key: own[key] for key in DECIDES}
 
     def vocabulary(self) -> dict[str, int]:
-        """Returns token → number, with the spelling of its `files`."""
+        """Returns the number of each token, by the token's spelling in `files`."""
         return _opened(byte_tokenizer()).get_vocab(with_added_tokens=True)
 
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -108,7 +111,7 @@ class ByteTokenizer:
         return tokens[tokens < self.eot].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def files(self) -> dict[str, bytes]:
-        """Returns file name → content of a tokenizer's folder that transformers can load."""
+        """Returns the contents of a tokenizer folder that transformers can load, by file name."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
         return {
             TOKENIZER: byte_tokenizer(),
@@ -117,9 +120,9 @@ class ByteTokenizer:
 
 
 def open_tokenizer(name: str, key: str = "data.tokenizer") -> ByteTokenizer | FileTokenizer:
-    """Opens the tokenizer "byte", a tokenizer.json, a folder with one, or one on the hub.
+    """Opens the tokenizer "byte", a tokenizer.json, a folder with one, or a tokenizer on the hub.
 
-    Errors name it by the configuration key `key`. Raises UserError.
+    `key` is the configuration key that errors name. Raises UserError.
     """
     path = Path(os.path.expanduser(name))
     if name == BYTE:
@@ -135,8 +138,10 @@ def open_tokenizer(name: str, key: str = "data.tokenizer") -> ByteTokenizer | Fi
 
 
 def nearest_path(path: str | Path) -> str | None:
-    """Returns the path in the same folder whose name is most similar to the name of `path`; None if
-    no name is similar, or if the folder cannot be listed."""
+    """Returns the path in the same folder whose name is most similar to the name of `path`.
+
+    Returns None if no name is similar, or if the folder cannot be listed.
+    """
     folder, name = os.path.split(path)
     try:
         close = nearest(name, os.listdir(folder or "."))
@@ -150,12 +155,12 @@ def nearest_path(path: str | Path) -> str | None:
 TOKENIZER = "tokenizer.json"
 LARGEST = 1 << 30  # bytes
 FEW = 1 << 16  # vocabulary sizes up to this fit 16 bits
-# these are not the fault of the text or the tokenizer
+# errors for which neither the text nor the tokenizer is to blame
 PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)
 
 
 class Unencodable(UserError):
-    """A text that the library cannot encode; `why` is the library's message in one line."""
+    """Raised for a text that the library cannot encode; `why` is the library's message."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(name, why)  # gets all arguments, so that pickling works
@@ -170,7 +175,7 @@ class Unencodable(UserError):
 
 
 class Placed(NamedTuple):
-    """Tokens of a text with the range [begin, end) of their characters; all int64 (n,)."""
+    """The tokens of a text, and the range [begin, end) of each one's characters; int64 (n,)."""
 
     tokens: npt.NDArray[np.int64]
     begins: npt.NDArray[np.int64]
@@ -186,17 +191,17 @@ class FileTokenizer:
         eot: token that ends a text; `eot_text` is its spelling.
         bos: tokens put before every text, as with Llama; empty if that is only `eot`, which
             already ends the preceding document.
-        prefix: tokens put before a prompt with text, by the post-processor; in a run's own
-            tokenizer these are the tokens that begin its documents.
+        prefix: tokens that the post-processor puts before a prompt with text; in a run's own
+            tokenizer, the tokens that begin the run's documents.
         begin: tokens put before any prompt, even an empty one: `prefix`, or else `eot`.
         ends: tokens that end a generation: `eot`, those listed in generation_config.json or else in
             config.json, and those learned in a run.
-        special: text → special token.
-        added: text → added token, special or not.
+        special: the special tokens by their texts.
+        added: the added tokens, special or not, by their texts.
         roles: roles learned in a run; None for a tokenizer from elsewhere.
-        folder: folder of the configuration files, if the tokenizer has one.
+        folder: folder of the configuration files; None if the tokenizer has none.
         beside: contents of these files by name.
-        digest: digest of the file and the end-of-text token.
+        digest: digest of the tokenizer.json and the end-of-text token.
     """
 
     def __init__(self, name: str, content: bytes, folder: Path | None, key: str) -> None:
@@ -209,7 +214,7 @@ class FileTokenizer:
             vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
             added = inner.get_added_tokens_decoder()
             own_prefix, self._suffix = _around(inner)
-            # Its only further effect would be to trim blanks from the places of tokens.
+            # From here on, the post-processor would only trim blanks from the places of tokens.
             inner.post_processor = None
         except BaseException as error:  # the library's panics are not Exceptions
             if isinstance(error, PASSED_ON):
@@ -259,7 +264,7 @@ class FileTokenizer:
 
     @classmethod
     def read(cls, name: str, path: Path, key: str) -> FileTokenizer:
-        """Reads a file; only one named tokenizer.json may have configuration files next to it."""
+        """Reads a tokenizer file, and the files next to it if its name is tokenizer.json."""
         try:
             content = read_bounded(path, LARGEST)
         except (FileNotFoundError, NotADirectoryError):
@@ -272,7 +277,7 @@ class FileTokenizer:
         return cls(name, content, path.parent if path.name == TOKENIZER else None, key)
 
     def role(self, name: str) -> str | None:
-        """Returns the token of a role such as eos_token, as the files of the folder define it.
+        """Returns the token of a role such as eos_token in the folder's files; None without one.
 
         special_tokens_map.json takes precedence over a tokenizer_config.json that does not list the
         added tokens, as in transformers. Raises UserError for a token that is not a string.
@@ -293,8 +298,11 @@ class FileTokenizer:
         return None
 
     def doubts(self) -> list[str]:
-        """Returns sentences about contradictions between files of the folder, and about tokens that
-        transformers puts around a prompt but parallel3d does not."""
+        """Returns sentences about doubtful points of the tokenizer.
+
+        They concern contradictions between the folder's files, differences from transformers, and
+        texts that the tokenizer does not represent faithfully.
+        """
         config, sentences = self.beside.get(TOKENIZER_CONFIG, {}), []
         both = (("add_bos_token", self._own_prefix), ("add_eos_token", self._suffix))
         for key, found in both:
@@ -304,13 +312,13 @@ class FileTokenizer:
                 puts = self.spelled(found) if found else "nothing"
                 sentences.append(
                     f"tokenizer {self.name}: {key}={str(said).lower()} in {TOKENIZER_CONFIG}, but "
-                    f"{TOKENIZER} puts {puts} {side} a text: the latter is used here; versions of "
-                    "transformers differ in which they use"
+                    f"{TOKENIZER} puts {puts} {side} a text: parallel3d does the latter; "
+                    "versions of transformers differ in this"
                 )
         if self._suffix:
             sentences.append(
                 f"tokenizer {self.name}: {TOKENIZER} puts {self.spelled(self._suffix)} after "
-                "every text: here documents end in their end of text, and prompts without it"
+                "every text: parallel3d ends documents with the end of text, and prompts without it"
             )
         if self.missing:
             shown = ", ".join(map(plain, self.missing[:5])) + (" …" if self.missing[5:] else "")
@@ -340,7 +348,7 @@ class FileTokenizer:
 
     @cached_property
     def missing(self) -> list[str]:
-        """Tokens named by files of its folder but missing from tokenizer.json."""
+        """The tokens that files of the folder name but tokenizer.json lacks."""
         named: list[Any] = list(self.beside.get(ADDED, {}))
         for file in (TOKENIZER_CONFIG, SPECIAL_MAP):
             for key, value in self.beside.get(file, {}).items():
@@ -354,7 +362,7 @@ class FileTokenizer:
         return sorted({text for text in texts if isinstance(text, str) and text not in known})
 
     def spelled(self, tokens: Iterable[int]) -> str:
-        """Spells tokens for a sentence: "<s> (1)"."""
+        """Returns tokens as words of a sentence, such as "<s> (1)"."""
         texts = ((token, self._inner.id_to_token(token)) for token in tokens)
         return " ".join(f"{plain(text or '?')} ({token})" for token, text in texts)
 
@@ -415,7 +423,7 @@ class FileTokenizer:
         return self.place(text.decode("utf-8", "replace")).tokens.tolist()
 
     def place(self, text: str) -> Placed:
-        """Returns the tokens of a text with their places; special tokens in it count as such.
+        """Returns the tokens of a text with their places; special tokens in the text count as such.
 
         Raises Unencodable.
         """
@@ -429,7 +437,7 @@ class FileTokenizer:
         """Returns the tokens of a text with their places; special tokens in it are plain text.
 
         Args:
-            stand_ins: special token → a character that stands for the token in `text`.
+            stand_ins: the character that stands for each meant special token in `text`.
         """
         if self._stand_ins.items() - stand_ins.items() or self._twin is None:
             self._twin = _opened(self._content)
@@ -476,7 +484,7 @@ class FileTokenizer:
 
     @contextmanager
     def _breaks_off(self) -> Iterator[None]:
-        """Turns the library's errors into Unencodable."""
+        """Turns the library's errors inside a `with` block into Unencodable."""
         try:
             yield
         except BaseException as error:  # the library's panics are not Exceptions
@@ -490,7 +498,7 @@ class FileTokenizer:
         return self._inner.decode(known, skip_special_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
-        """Returns token → number."""
+        """Returns the number of each token, by the token's spelling."""
         return self._inner.get_vocab(with_added_tokens=True)
 
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -504,7 +512,7 @@ class FileTokenizer:
                 len(text if letters else text.encode())
                 for text, letters in zip(spelled, is_letters, strict=True)
             ]
-        else:  # decoding may depend on the word before, so each token is decoded after one
+        else:  # decoding may depend on the word before, so each token is decoded after a word
             word = int(self.encode(b"a")[-1])
             pairs = [[word, token] for token in range(self.vocab_size)]
             texts = self._inner.decode_batch(pairs, skip_special_tokens=True)
@@ -516,7 +524,7 @@ class FileTokenizer:
         return sizes.astype(np.int64)
 
     def is_of_bytes(self) -> bool:
-        """Returns whether it encodes like `byte_tokenizer`."""
+        """Returns whether this tokenizer encodes like `byte_tokenizer`."""
         return self.decides() == ByteTokenizer().decides()
 
     def decides(self) -> dict[str, Any]:
@@ -525,12 +533,14 @@ class FileTokenizer:
         return {key: own.get(key) for key in DECIDES} if isinstance(own, dict) else {}
 
     def to_export(self) -> dict[str, bytes]:
-        """Returns `files` for other programs, where prompts then begin and generations end like
-        here."""
+        """Returns `files` for an export.
+
+        They make other programs begin prompts and end generations as parallel3d does.
+        """
         found = self.files()
-        if self.prefix != self._own_prefix:  # the documents of its run begin with nothing
+        if self.prefix != self._own_prefix:  # the run's documents begin without these tokens
             found[TOKENIZER] = _pretty(parse_json(self._content) | {"post_processor": None})
-            # Lm-evaluation-harness begins empty contexts with it.
+            # The lm-evaluation-harness begins an empty context with this token.
             bos = {"bos_token": self.eot_text}
             for name, more in ((TOKENIZER_CONFIG, {"add_bos_token": False}), (SPECIAL_MAP, {})):
                 if name in found:
@@ -543,7 +553,7 @@ class FileTokenizer:
         return found
 
     def all_ends(self, told: Any) -> int | list[int]:
-        """Returns the eos_token_id `told`, completed with the ends learned in a run."""
+        """Returns the eos_token_id `told`, or `eot` if None, with the ends learned in a run."""
         first = [self.eot] if told is None else told if isinstance(told, list) else [told]
         more = [] if self.roles is None else [n for n in self.roles.ends if n not in first]
         if more or told is None:
@@ -551,7 +561,7 @@ class FileTokenizer:
         return told
 
     def files(self) -> dict[str, bytes]:
-        """Returns file name → content of a tokenizer's folder that transformers can load, too."""
+        """Returns the contents of a tokenizer folder that transformers can load, by file name."""
         found = {TOKENIZER: self._content}
         folder, config = self.folder, dict(self.beside.get(TOKENIZER_CONFIG, {}))
         own = [] if folder is None else template_files(folder).values()
@@ -589,8 +599,8 @@ def _opened(content: bytes) -> Any:
 
 
 def _check_numbers(content: bytes, vocabulary: Mapping[str, int], where: str) -> None:
-    """Raises UserError if the library numbers an added token differently from the file, or if two
-    tokens have the same number."""
+    """Raises UserError for added tokens that the library numbers unlike the file, and for tokens
+    with the same number."""
     for added in json.loads(content).get("added_tokens") or ():
         number = vocabulary.get(added["content"])
         if number != added["id"]:
@@ -649,7 +659,7 @@ def read_json(folder: Path, name: str, key: str) -> dict[str, Any]:
 
 
 def template_files(folder: Path) -> dict[str, str]:
-    """Returns name → file of the chat templates in a tokenizer's folder."""
+    """Returns the files of chat templates in a tokenizer's folder, by the templates' names."""
     found = {"default": CHAT_TEMPLATE} if (folder / CHAT_TEMPLATE).is_file() else {}
     more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     return found | {path.stem: f"{MORE_TEMPLATES}/{path.name}" for path in more}
@@ -695,7 +705,7 @@ class Decoding:
         self._shown = 0  # number of tokens whose text was returned
 
     def begin(self, prompt: bytes) -> str:
-        """Returns the prompt's text; with byte tokens, without an incomplete last character."""
+        """Returns the prompt's text; with byte tokens, holds back an incomplete last character."""
         tokens = self._tokenizer.encode_prompt(prompt)
         if isinstance(self._tokenizer, ByteTokenizer):
             return "".join(map(self.add, tokens))
@@ -704,7 +714,7 @@ class Decoding:
         return prompt.decode("utf-8", "replace")
 
     def add(self, token: int) -> str:
-        """Returns the text that this token completes, perhaps none."""
+        """Returns the text that `token` completes, which may be empty."""
         self._tokens.append(token)
         text = self._new()
         if text.endswith("\ufffd") and len(self._tokens) - self._shown < HELD:
@@ -719,7 +729,7 @@ class Decoding:
         return text
 
     def _new(self) -> str:
-        """Returns the text not returned yet, as it is spelled after the preceding text."""
+        """Returns the text that was not returned yet, decoded after the tokens before it."""
         first = max(0, self._shown - CONTEXT)
         before = self._tokenizer.decode(self._tokens[first : self._shown])
         return self._tokenizer.decode(self._tokens[first:])[len(before) :]
@@ -749,7 +759,7 @@ NO_ROLES = Roles((), ())
 
 
 def read_roles(folder: Path, vocab_size: int, where: str) -> Roles | None:
-    """Reads ROLES of a run's tokenizer; None without it. Raises UserError."""
+    """Reads the file ROLES of a run's tokenizer; None if it is missing. Raises UserError."""
     content = read_json(folder, ROLES, where)
     if not content:
         return None
@@ -767,7 +777,7 @@ def read_roles(folder: Path, vocab_size: int, where: str) -> Roles | None:
 
 
 def begun(tokens: Sequence[int], begin: Sequence[int]) -> list[int]:
-    """Puts the tokens `begin` before a prompt's, unless the prompt already has them."""
+    """Puts the tokens `begin` before those of a prompt, unless it begins with them already."""
     given = list(tokens)
     return given if given[: len(begin)] == list(begin) else [*begin, *given]
 
@@ -815,8 +825,8 @@ def check_same_tokens(there: Tokenizer, here: Tokenizer, where: str) -> str | No
         raise UserError(
             f"data.tokenizer={show(here.name)} differs from the tokenizer of {where} in "
             f"{len(moved):,} of {len(known):,} tokens, such as {plain(first)}, which is "
-            f"{known[first]} there and {became} here; leave data.tokenizer out, as the "
-            "weights belong to the former"
+            f"{known[first]} there and {became} here; leave data.tokenizer out, because "
+            "the weights need their own tokenizer"
         )
     differs = []
     if more := len(given) - len(known):
@@ -908,7 +918,7 @@ DECIDES = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
 
 def byte_level(model: Any, words: bool) -> Any:
-    """Returns the library's tokenizer for a BPE over bytes; `words`: never merge across words."""
+    """Returns the library's tokenizer for a byte-level BPE; `words` forbids merges across words."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
 
     inner = Tokenizer(model)
@@ -933,8 +943,9 @@ def with_end(inner: Any) -> bytes:
 def byte_tokenizer() -> bytes:
     """Returns the tokenizer.json of 257 byte tokens, with an end-of-text before each text.
 
-    Token i < 256 is byte i. Nothing is merged; unprintable bytes have GPT-2's letters (A.
-    Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, its code).
+    Token i < 256 is byte i, and no tokens are merged. Unprintable bytes are spelled with letters as
+    in GPT-2's code (A. Radford et al., "Language Models are Unsupervised Multitask Learners",
+    2019).
     """
     from tokenizers import models
 
