@@ -1,4 +1,4 @@
-"""Actions of a pipeline rank, and the lists of actions that make a schedule and a program."""
+"""Actions of a pipeline rank, and the lists of actions that form schedules and programs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TypeAlias, final
 
 
 class Kind(StrEnum):
-    """Kinds of action: F, B, I and W compute, the others carry a result from rank to rank.
+    """Kinds of actions: F, B, I and W compute; the others send or receive a result.
 
-    B is a whole backward. I is its half that computes the gradient of the input, for which the
-    previous stage waits; W is the other half, the gradients of the weights, needed only at the end
-    of the step (Qi et al. 2023, arXiv:2401.10241). In each chunk a micro-batch has either one B, or
-    an I and, at any later time, a W.
+    F is a forward and B a whole backward. I is the half of a backward that computes the gradient of
+    the input, for which the previous stage waits. W is the other half, which computes the gradients
+    of the weights; they are needed only at the end of the step (Qi et al. 2023, arXiv:2401.10241).
+    In each chunk a micro-batch has either a B, or an I and, at any later time, a W.
 
-    "_F" messages are activations for the next stage; "_B" messages are gradients of activations,
-    computed by B or I, for the previous stage.
+    Messages of a kind "…_F" carry activations to the next stage. Those of a kind "…_B" carry
+    gradients of activations, which B or I computes, to the previous stage.
     """
 
     F = "F"
@@ -51,9 +51,11 @@ _ACTION = re.compile(r"(F|B|I|W|SF|RF|SB|RB)(\d+)(?:\.(\d+))?", re.ASCII)
 class Action:
     """One action of one rank for one micro-batch.
 
-    `chunk` is the model chunk of this rank, from 0 in the order of the forward. Each end of a
-    message names its own chunk: SF5 of rank 3's chunk 0 may be RF5.1 on rank 0.
-    `row` numbers kind and chunk together, so that tables are lists and need no hash.
+    Attributes:
+        microbatch: number of the micro-batch, from 0.
+        chunk: number of this rank's model chunk, from 0 in the order of the forward. Each end of a
+            message names its own chunk: SF5 on rank 3 may be RF5.1 on rank 0.
+        row: one number for kind and chunk together. It indexes lists, which need no hash.
 
     Raises ValueError for a number below 0.
     """
@@ -69,12 +71,12 @@ class Action:
         object.__setattr__(self, "row", row_of(self.kind, self.chunk))
 
     def __str__(self) -> str:
-        """Returns the compact form: "F0", "SB12"; or "F3.1" for a chunk other than the first."""
+        """Returns the compact form, such as "F0" or "SB12"; chunks after the first: "F3.1"."""
         return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Parses the compact form. Raises ValueError for anything else."""
+        """Returns the action of a compact form. Raises ValueError for any other text."""
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(
@@ -85,31 +87,31 @@ class Action:
 
 
 def row_of(kind: Kind, chunk: int) -> int:
-    """Returns `Action.row` of this kind and chunk."""
+    """Returns the `Action.row` that belongs to this kind and chunk."""
     return chunk * len(Kind) + _NUMBER[kind]
 
 
 @functools.lru_cache(maxsize=1 << 18)
 def action(kind: Kind, microbatch: int, chunk: int = 0) -> Action:
-    """Returns one shared object per action, so that large programs hold few objects."""
+    """Returns an action; equal actions share one object, so large programs need few objects."""
     return Action(kind, microbatch, chunk)
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def actions_of(kind: Kind, chunk: int, count: int) -> tuple[Action, ...]:
-    """Returns one kind of action of one chunk for the micro-batches 0 to `count` - 1."""
+    """Returns a chunk's actions of one kind for the micro-batches 0 to `count` - 1."""
     return tuple(action(kind, m, chunk) for m in range(count))
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def groups_of_one(kind: Kind, chunk: int, count: int) -> tuple[tuple[Action, ...], ...]:
-    """Returns the messages of `actions_of`, each a group of its own."""
+    """Returns the messages that `actions_of` returns, each in a group of its own."""
     return tuple((message,) for message in actions_of(kind, chunk, count))
 
 
 # orders[rank]: the compute actions of that rank, in order.
 ComputeSchedule: TypeAlias = list[list[Action]]
-# A group is posted as one batch: all of its sends and receives are in flight together.
+# Messages that are posted as one batch: all of its sends and receives are in flight together.
 CommGroup: TypeAlias = tuple[Action, ...]
 Step: TypeAlias = Action | CommGroup
 # program[rank]: the steps of that pipeline rank, in order.

@@ -1,7 +1,7 @@
 """Proves a pipeline program complete, ordered, paired and free of deadlock, or names its fault.
 
-The checker reads the program alone and needs no process. A program that passes cannot hang and
-cannot train on the wrong micro-batch if the transport keeps the order of messages between two
+The checker only reads the program; it starts no processes. A program that passes neither hangs nor
+trains on the wrong micro-batch, provided that the transport keeps the order of messages between two
 ranks, as NCCL and gloo do.
 """
 
@@ -21,18 +21,19 @@ def check(
     microbatches: int | None = None,
     assignment: StageAssignment | None = None,
 ) -> Walk:
-    """Proves `program` (program[rank] = steps of that rank) sound and returns its walk.
+    """Proves `program` sound and returns its walk; program[rank] holds the steps of that rank.
 
-    `microbatches` defaults to the highest number in the program + 1, `assignment` to one chunk a
-    rank.
+    `microbatches` defaults to the highest micro-batch number in the program + 1, `assignment` to
+    one chunk per rank.
 
-    Raises ScheduleError, naming rank and action, if the program is not
+    Raises ScheduleError, which names the rank and the action, unless the program is
 
-    - complete: an action is missing, doubled or of another rank;
-    - ordered: a backward precedes its forward, W its I, compute its receive, or a send its compute;
-    - paired: the n-th receive from a rank is not the n-th send of that rank;
-    - free of deadlock when every group of messages blocks until all of its counterparts are posted.
-      That is a transport without buffers, the worst case: buffering only removes waits.
+    - complete: no action is missing, occurs twice or belongs to another rank;
+    - ordered: no backward comes before its forward, no W before its I, no computation before the
+      receive of its input and no send before the computation of its result;
+    - paired: the n-th receive from a rank is the n-th send of that rank;
+    - free of deadlock, even if every group of messages blocks until all of its counterparts are
+      posted. This is the worst case, a transport without buffers: buffers only shorten waits.
     """
     assignment = assignment or StageAssignment(len(program) or 1)
     if len(program) not in (0, assignment.ranks):
@@ -42,7 +43,7 @@ def check(
     count = highest(program) + 1 if microbatches is None else microbatches
     found = None
     if 1 <= count <= min(map(len, program), default=0):
-        with suppress(IndexError):  # there is no such micro-batch or chunk
+        with suppress(IndexError):  # raised for a micro-batch or chunk that does not exist
             found = walk(program, assignment, blocks=True, count=count)
     if found is None or not found.complete or found.sent != found.received:
         raise ScheduleError(_fault(program, assignment, count, found))
@@ -69,10 +70,9 @@ def _fault(
 def fault_of_rank(
     steps: Sequence[Step], rank: int, assignment: StageAssignment, count: int
 ) -> str | None:
-    """Describes the first fault of one rank's actions, whatever the other ranks do; None if there
-    is none.
+    """Returns a description of the first fault of one rank's actions, or None.
 
-    Messages may be missing, as they are in compute orders.
+    The other ranks' actions do not matter. Messages may be missing, as in compute orders.
     """
     places: dict[Action, int] = {}
     for one in chain.from_iterable((s,) if isinstance(s, Action) else s for s in steps):
@@ -108,16 +108,17 @@ _COMPUTES = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 def _reader(message: Action, rank: int, assignment: StageAssignment) -> int | None:
+    """Returns the rank at the other end of a message, or None if the model ends there."""
     with suppress(ValueError):
         return peer_of(message, rank, assignment)
     return None
 
 
 def _mismatch(found: Walk, count: int) -> str | None:
-    """Describes where two ranks disagree on the order of their messages.
+    """Describes the first message on whose order its two ranks disagree, or returns None.
 
-    Messages match by position: with swapped receives an executor would compute on another
-    micro-batch's or chunk's data and train wrongly without an error.
+    Messages match by position. If two receives were swapped, the executor would compute with the
+    data of another micro-batch or chunk, and would train wrongly without an error.
     """
 
     def named(message: int) -> str:

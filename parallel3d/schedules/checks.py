@@ -1,4 +1,4 @@
-"""Checks of the pipeline schedule and its stages."""
+"""Checks the keys of the pipeline schedule and its stages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ from parallel3d.schedules.choose import check_search, wanted
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import NAMED_SCHEDULES, check_vpp, make
 
-MOST_STAGES = 256  # an even split of more stages is not proposed: it would fill the screen
+MOST_STAGES = 256  # for more stages no even split is proposed, because it would fill the screen
 
 
 class LayerCounts(NamedTuple):
-    """Numbers of layers from the keys: the model's, and the layers that each stage computes,
-    recomputes and offloads."""
+    """The keys of a run that count layers.
+
+    Attributes:
+        num_layers: `model.num_layers`.
+        layers_per_stage: the layers that each stage computes.
+        recompute: the key `recompute`.
+        recompute_layers: the layers that each stage recomputes.
+        offload_layers: the layers that each stage offloads.
+    """
 
     num_layers: int
     layers_per_stage: list[int] | None
@@ -36,10 +43,12 @@ class LayerCounts(NamedTuple):
 def check_schedule(
     keys: ScheduleConfig, layers: LayerCounts, *, pp: int, vpp: int, count: int
 ) -> None:
-    """Checks stages, search and file against the schedule of `count` micro-batches; raises
-    UserError."""
+    """Raises UserError unless the schedule's keys fit each other, the model and the pipeline.
+
+    `count` is the number of micro-batches of a step.
+    """
     check_work(keys.costs)
-    if keys.name == "auto":  # `PipelineSettings.schedule` later finds what fits the model
+    if keys.name == "auto":  # `PipelineSettings.schedule` later searches with the model
         check_search(pp, count, vpp, 1.0 if keys.memory is None else keys.memory)
         _check_layers(layers, 1)  # the number of stages is not known yet
         given = len(keys.layers_per_stage or ()) // pp
@@ -52,7 +61,7 @@ def check_schedule(
 
 
 def check_work(costs: list[float]) -> None:
-    """Raises UserError unless `schedule.costs` are three positive numbers."""
+    """Raises UserError unless `schedule.costs` consists of three positive numbers."""
     if len(costs) != 3 or not all(0 < cost < float("inf") for cost in costs):
         raise UserError(
             f"schedule.costs={show(costs)} must be three positive numbers: forward, gradient of "
@@ -61,7 +70,7 @@ def check_work(costs: list[float]) -> None:
 
 
 def _check_layers(layers: LayerCounts, stages: int) -> None:
-    """Checks `recompute_layers` and `offload_layers` against the stages; raises UserError."""
+    """Raises UserError unless `recompute_layers` and `offload_layers` fit the stages."""
     for key in ("recompute_layers", "offload_layers"):
         if (given := getattr(layers, key)) is not None:
             _check_counts(key, given, layers.num_layers, stages)
@@ -113,7 +122,10 @@ def _check_stages(counts: LayerCounts, assignment: StageAssignment) -> None:
 def check_schedule_of_batches(
     given: Mapping[Any, int], schedule: str, pp: int, vpp: int, replica: Replicas
 ) -> None:
-    """Raises UserError unless the pipeline's schedule takes each of these global batches."""
+    """Raises UserError unless the pipeline's schedule works with each of these global batches.
+
+    The values of `given` are the sizes of the global batches of `train.batch_schedule`.
+    """
     if schedule not in NAMED_SCHEDULES:
         raise UserError(
             f"train.batch_schedule={show(given)} changes the number of micro-batches, and "
@@ -124,7 +136,10 @@ def check_schedule_of_batches(
 
 
 def check_no_count(count: int | None, replica: Replicas) -> None:
-    """Raises UserError for `schedule.num_microbatches`, which only `parallel3d schedule` takes."""
+    """Raises UserError if `schedule.num_microbatches` is given.
+
+    Only `parallel3d schedule` reads this key.
+    """
     if count is not None:
         raise UserError(
             f"schedule.num_microbatches={count} must be null except in `parallel3d schedule`: "

@@ -1,4 +1,4 @@
-"""The schedule of a run: by name, from a file, or the fastest that a search finds."""
+"""Chooses a run's schedule: by its name, from a file, or the fastest that a search finds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel3d.schedules.schedule import LOOPED, NAMED_SCHEDULES, V_SHAPED, Sch
 from parallel3d.schedules.table import read_file
 from parallel3d.schedules.walk import RankWork, walk
 
-LARGEST = 300_000  # maximum of micro-batches × stages, which can be searched in a few seconds
+LARGEST = 300_000  # maximum of micro-batches × stages that can be searched in a few seconds
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class ScheduleChoice:
 
     Attributes:
         seconds: duration of one step.
-        overhead: `seconds` over the busiest rank's compute, - 1.
-        bubble: idle fraction of all ranks' time.
-        peak_live: peak of live activations as a fraction of 1F1B's.
-        why: a sentence for the log.
+        overhead: seconds / compute seconds of the busiest rank - 1.
+        bubble: idle fraction of the time of all ranks together.
+        peak_live: peak of live activations as a fraction of 1F1B's peak.
+        why: the reason for the choice, as a phrase for the log.
     """
 
     schedule: Schedule
@@ -45,10 +45,15 @@ def wanted(
     work: RankWork | None = None,
     memory: float = 1.0,
 ) -> Schedule:
-    """Returns the schedule `name`: a named one, "auto" (`choose`) or "file" (`read_file`).
+    """Returns the schedule `name`: one of NAMED_SCHEDULES, "auto" (see `choose`) or "file".
 
-    Raises UserError for an unknown name, an impossible number of chunks, or an unreadable or
-    unsound file.
+    Args:
+        file: the file of schedule "file" (see `read_file`).
+        work: costs for "auto"; None: forward, I and W take one second each.
+        memory: cap on activations for "auto", as a fraction of 1F1B's peak.
+
+    Raises UserError for an unknown name, a number of chunks that the schedule does not have, or a
+    file that is unreadable or unsound.
     """
     if name == "file":
         return read_file(file, ranks, microbatches, chunks if chunks > 1 else None)
@@ -66,9 +71,9 @@ def wanted(
 def chosen(
     ranks: int, microbatches: int, chunks: int, work: RankWork, memory: float
 ) -> ScheduleChoice:
-    """Checks and chooses.
+    """Returns the choice of schedule=auto, or raises UserError.
 
-    The result is cached, since a run asks several times and a search takes seconds.
+    The result is cached, because a run asks for it several times and a search takes seconds.
     """
     check_search(ranks, microbatches, chunks, memory)
     return choose(ranks, microbatches, chunks, work, memory)
@@ -115,8 +120,10 @@ def measure(schedule: Schedule, work: RankWork) -> ScheduleChoice:
 def measured_schedules(
     ranks: int, microbatches: int, chunks: int, work: RankWork
 ) -> list[ScheduleChoice]:
-    """Times all named schedules for which `work` has costs, with `chunks` chunks where a schedule
-    takes any number of them."""
+    """Times all named schedules for which `work` has costs.
+
+    Schedules that take any number of chunks get `chunks`.
+    """
     named = [
         make(name, ranks, microbatches, 2 if name in V_SHAPED else chunks if name in LOOPED else 1)
         for name in NAMED_SCHEDULES
@@ -135,10 +142,11 @@ def choose(
 ) -> ScheduleChoice:
     """Returns the fastest schedule that holds at most `memory` times 1F1B's peak of activations.
 
-    Tries all named schedules (`named`: their measurements, if already made) and greedy schedules
-    of up to `chunks` chunks per rank. Ties go to the lower peak, then to fewer chunks.
+    The search covers all named schedules and greedy schedules of up to `chunks` chunks per rank.
+    Ties go to the lower peak, then to fewer chunks. `named` holds measurements of the named
+    schedules; None measures them here.
 
-    Raises UserError if the cap is below one micro-batch.
+    Raises UserError if the cap is below one micro-batch or no schedule fits into it.
     """
     _check_memory(ranks, microbatches, memory)
     if named is None:

@@ -1,4 +1,4 @@
-"""Pictures of schedules, in text and SVG."""
+"""Draws schedules as text and as SVG."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _KINDS = {
     Kind.W: "weight gradient",
 }
 
-# Blue, orange and green also differ in lightness, for grey print and colour-blind readers. Later
-# chunks are drawn in shades towards the second colour.
+# Blue, orange and green also differ in lightness, for grey prints and colour-blind readers. The
+# first chunk has the first colour, the last chunk the second one, the others shades in between.
 _COLOURS = {
     Kind.F: ("#1f5a99", "#74a9dd"),
     Kind.B: ("#f2a33a", "#f8cd8d"),
@@ -30,16 +30,18 @@ _COLOURS = {
 _EMPTY = "#ffffff"
 _EDGE = "#d5dae0"
 _WAY = "#5c636a"
-_MOST_BOXES = 8000  # with more boxes, one path per colour and rank, without tooltips
-_MOST_WAYS = 1500  # with more messages no lines are drawn
+_MOST_BOXES = 8000  # more boxes are drawn as one path per colour and rank, without tooltips
+_MOST_WAYS = 1500  # more messages are not drawn at all
 
 
 def render_text(timeline: Timeline, width: int | None = None) -> str:
-    """Draws a fixed-width picture, one line per rank: `F3─` forward, `B3━━━` backward, `·` idle.
+    """Draws a picture for a fixed-width font, with one line per rank.
 
-    I and W are the halves of a split backward, `F3.1` belongs to chunk 1. Boxes are to scale, the
-    shortest as wide as its name. A picture wider than `width` columns has one letter for the
-    dominant kind in each column's time.
+    `F3─` is the forward of micro-batch 3, `B3━━━` its backward and `·` idle time. I and W are the
+    halves of a split backward, and `F3.1` belongs to chunk 1. Boxes are to scale; the scale is the
+    smallest at which every name fits into its box. If the picture would be wider than `width`
+    columns, each column instead has the letter of the kind that takes most of the column's time.
+    `width` None allows any width.
     """
     boxes = [span for spans in timeline.spans for span in spans]
     scale = max((len(str(s.action)) + 1) / (s.end - s.start) for s in boxes)
@@ -69,13 +71,16 @@ def _text_line(spans: Sequence[Span], scale: float, columns: int) -> str:
     line = [_IDLE] * columns
     for span in spans:
         start, end = _column(span.start, scale), _column(span.end, scale)
-        # The last column of a box stays blank, so that neighbours do not run together.
+        # The last column of a box stays blank, to separate it from the next box.
         line[start:end] = str(span.action).ljust(end - start - 1, _FILL[span.action.kind]) + " "
     return "".join(line)
 
 
 def _overview_line(spans: Sequence[Span], makespan: float, columns: int) -> str:
-    """Draws the whole step in `columns` letters: the kind that fills most of each column's time."""
+    """Draws the whole step in `columns` letters.
+
+    Each letter is the kind that takes most of the column's time.
+    """
     line = []
     step = makespan / columns
     first = 0
@@ -95,7 +100,7 @@ def _overview_line(spans: Sequence[Span], makespan: float, columns: int) -> str:
 
 
 def _kinds(timeline: Timeline) -> list[Kind]:
-    """Returns the kinds that occur, in the order of _KINDS."""
+    """Returns the kinds that occur in a timeline, in the order of _KINDS."""
     found = {span.action.kind for spans in timeline.spans for span in spans}
     return [kind for kind in _KINDS if kind in found]
 
@@ -112,11 +117,12 @@ def render_svg(
     hop: float = 0.0,
     unit: str = " s",
 ) -> str:
-    """Draws the classic pipeline diagram as a stand-alone SVG, about `width` pixels wide.
+    """Draws the usual pipeline diagram as a stand-alone SVG, about `width` pixels wide.
 
-    Boxes have their micro-batch's number where it fits and a tooltip with action and times, up to
-    _MOST_BOXES. The title ends with the bubble: the idle share of all ranks' time. Given
-    `assignment` and `hop`, lines show up to _MOST_WAYS messages.
+    A box has a tooltip with its action and times, and the number of its micro-batch if that fits;
+    diagrams of more than _MOST_BOXES boxes have neither. The title ends with the bubble, which is
+    the idle share of all ranks' time. With an `assignment` and a `hop` above 0 thin lines show the
+    messages, if there are at most _MOST_WAYS.
     """
     picture = TimelinePicture(Canvas(), timeline, width, timeline.makespan, unit)
     picture.draw(title)
@@ -126,7 +132,7 @@ def render_svg(
 
 
 class TimelinePicture:
-    """Draws one timeline below the contents of its canvas; the time axis ends at `until`."""
+    """Draws a timeline below the present contents of a canvas; its time axis ends at `until`."""
 
     def __init__(
         self, canvas: Canvas, timeline: Timeline, width: int, until: float, unit: str
@@ -191,8 +197,8 @@ class TimelinePicture:
             tip = f"{span.action}: {span.start:.6g}{unit} to {span.end:.6g}{unit}"
             edge = "#ffffff" if wide > 4 else ""
             self.canvas.rect(x, y, wide, self.row, self._shade(span), edge, tip=tip)
-            # A digit is about 0.6 em wide; the size fits the longest number, so that all have one
-            # size.
+            # A digit is about 0.6 em wide. The size fits the longest number, so that all numbers
+            # have the same size.
             size = min(15.0, 0.8 * self.row, (wide - 3) / (0.6 * digits))
             if size >= 9:
                 dark = kind == Kind.F and span.action.chunk * 2 < self.chunks
@@ -206,7 +212,7 @@ class TimelinePicture:
                 )
 
     def _draw_outlines(self, spans: Sequence[Span], y: float) -> None:
-        """Draws boxes without words as one path per colour, which takes a tenth of the bytes."""
+        """Draws boxes without text as one path per colour, which takes a tenth of the bytes."""
         paths: dict[str, list[str]] = defaultdict(list)
         for span in spans:
             wide = (span.end - span.start) * self.scale
@@ -216,7 +222,7 @@ class TimelinePicture:
             self.canvas.path("".join(outlines), colour, 0)
 
     def _shade(self, span: Span) -> str:
-        """Returns the colour of an action's kind, lighter from the first chunk to the last."""
+        """Returns the colour of an action: that of its kind, lighter the later its chunk."""
         share = span.action.chunk / (self.chunks - 1) if self.chunks > 1 else 0.0
         ends = _COLOURS[span.action.kind]
         first, last = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in ends)

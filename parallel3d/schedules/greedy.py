@@ -1,9 +1,10 @@
-"""A greedy list scheduler: a free rank starts the next ready action, under a cap on activations.
+"""Searches for schedules with a greedy list scheduler that has a cap on activations.
 
-Each rank has three queues, forwards, input gradients and weight gradients, in the order of a
-schedule that cannot deadlock. A free rank takes the head of one that is ready; weight gradients
-fill idle time. The base schedule decides which micro-batch and chunk comes next; the given costs
-and hops decide which kind comes next and how far forwards run ahead.
+Each rank has a queue of forwards, one of input gradients and one of weight gradients, each in the
+order of a base schedule that cannot deadlock. A rank that is free starts the head of a queue as
+soon as the head's input has arrived; weight gradients fill idle time. So the base schedule decides
+which micro-batch and chunk of a kind comes next, while the costs of computations and messages
+decide which kind comes next and how far the forwards run ahead.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from parallel3d.schedules.orders import StageAssignment, interleaved_zero_bubble
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.schedules.walk import Costs, RankWork
 
-WORK = 600_000  # maximum number of actions that the search schedules, in a few seconds
-SAME = 1e-9
+WORK = 600_000  # maximum number of actions that a search schedules; they take a few seconds
+SAME = 1e-9  # tolerance of a comparison with the cap on activations
 _LATER = 1e-9  # arrivals closer than this, in seconds, count as simultaneous
 
 
 def greedy_schedules(
     ranks: int, microbatches: int, chunks: int, work: RankWork, memory: float
 ) -> Iterator[Schedule]:
-    """Yields greedy schedules over interleaved orders, the most promising first, until WORK is
-    done: several numbers of chunks, sizes of groups and rules."""
-    # `chunks`, then a few smaller numbers; groups of `ranks`, and larger ones where memory allows,
-    # to hide slow hops.
+    """Yields greedy schedules over interleaved orders, the most promising first.
+
+    They differ in the number of chunks, the size of groups of micro-batches and the rules by which
+    a rank chooses its next action. The search ends when WORK actions have been scheduled.
+    """
+    # The numbers of chunks are `chunks` and a few smaller ones. Groups have `ranks` micro-batches,
+    # or more where memory allows, which hides slow hops.
     counts = sorted({chunks, *(n for n in (4, 3, 2, 1) if n <= chunks)}, reverse=True)
     groups = [ranks, *(round(ranks * part) for part in (1.125, 1.25, 1.375) if part <= memory)]
     groups = sorted({min(group, microbatches) for group in groups})
@@ -53,18 +57,21 @@ def greedy_schedules(
 
 
 class _Run:
-    """Schedules one step; queues are lists with the number of entries done.
+    """Schedules one step by simulating it.
 
-    It makes a program, while `walk` reads one: the next action of a rank depends on the inputs that
-    have arrived by then, so events are handled in order of time.
+    A queue is a list together with the number of its entries that are done. The next action of a
+    rank depends on the inputs that have arrived by then, so events are handled in order of time.
+    `walk` needs no such order, because it times a program that is already made.
 
     Args:
-        base: orders whose forwards, input gradients and weight gradients each keep their order.
-        caps: chunk-activations that each rank may hold; at least one micro-batch's.
-        wait_fraction: a weight gradient starts if the next forward or input gradient arrives later
-            than this fraction of its duration.
-        alternates: a forward goes first after an input gradient; otherwise input gradients always
-            do.
+        base: orders from which the queues are taken.
+        costs: seconds of every computation and message.
+        caps: for each rank, the chunk-activations that it may hold, at least those of one
+            micro-batch.
+        wait_fraction: a weight gradient starts if no forward or input gradient arrives within this
+            fraction of the weight gradient's duration.
+        alternates: whether a forward takes precedence after an input gradient. Otherwise input
+            gradients always take precedence.
     """
 
     def __init__(
@@ -95,7 +102,7 @@ class _Run:
         self.events = [(0.0, rank) for rank in range(assignment.ranks)]
 
     def orders_of_ranks(self) -> ComputeSchedule | None:
-        """Schedules all actions; returns None if the caps deadlock."""
+        """Returns the orders of all ranks, or None if the caps make the ranks deadlock."""
         while self.events:
             now, rank = heapq.heappop(self.events)
             if self.free[rank] <= now + _LATER:
@@ -106,8 +113,7 @@ class _Run:
         return self.done[rank][Kind.W] == len(self.inputs[rank])
 
     def decide(self, rank: int, now: float) -> None:
-        """Starts the rank's next action by the rule, or wakes the rank when its next input
-        arrives."""
+        """Starts a rank's next action, or wakes the rank again when its next input arrives."""
         if self.is_done(rank):
             return
         done = self.done[rank]
@@ -128,7 +134,7 @@ class _Run:
             heapq.heappush(self.events, (coming, rank))
 
     def _next(self, kind: Kind, rank: int) -> tuple[int, int]:
-        """Returns the (micro-batch, chunk) of the rank's next action of this kind."""
+        """Returns (micro-batch, chunk) of the rank's next action of this kind."""
         queue = self.forwards[rank] if kind == Kind.F else self.inputs[rank]
         return queue[self.done[rank][kind]]
 

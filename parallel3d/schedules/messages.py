@@ -1,4 +1,4 @@
-"""Adds messages to compute orders, and counts unread messages between two ranks."""
+"""Adds messages to compute orders, and counts the unread messages between two ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from parallel3d.schedules.actions import (
 from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.walk import Pair, highest, peer_of, walk
 
-# Limits of the executor; the planner's memory needs them too.
-# Sends that may be in flight before the rank waits for the oldest: it bounds their memory.
+# These limits of the executor also enter the planner's estimate of memory.
+# Number of sends in flight beyond which a rank waits for the oldest one, to bound their memory.
 SENDS = 8
-# Size of a slab for offloaded activations: a power of two, because PyTorch's allocator of pinned
-# memory rounds up to one.
+# Bytes of a slab for offloaded activations. They are a power of two, because PyTorch's allocator
+# of pinned memory rounds sizes up to powers of two.
 SLAB_BYTES = 16 << 20
-# Smaller tensors (statistics, norm weights) are not offloaded: a copy of 1 MiB takes some 20 µs
-# over PCIe 5.
+# Smaller tensors (statistics, norm weights) are not offloaded, because they would free too little:
+# a copy of 1 MiB already takes about 20 µs over PCIe 5.
 OFFLOADED_BYTES = 1 << 20
 
 
@@ -38,23 +38,25 @@ def add_communication(
     assignment: StageAssignment | None = None,
     count: int | None = None,
 ) -> PipelineProgram:
-    """Lowers compute orders to a program: one group of messages between consecutive actions.
+    """Turns compute orders into a program with at most one group of messages between two actions.
 
-    Messages of a group must be in flight together: in 1F1B's steady state a stage sends an
-    activation to the neighbour that sends it a gradient, and two blocking sends would deadlock once
-    messages outgrow the transport's buffer. Chunks of one rank exchange no messages; no group is
-    empty. A send stands right after its computation.
+    The messages of a group must be in flight together. In 1F1B's steady state a stage sends an
+    activation to the neighbour that sends it a gradient; two blocking sends would deadlock as soon
+    as messages are larger than the transport's buffer. Chunks of one rank exchange no messages, and
+    no group is empty. A send comes directly after its computation.
 
-    Without an `assignment` (one chunk per rank) a receive stands right before its reader, which is
-    correct for orders that read messages in the order of the sends. With an `assignment` a receive
-    stands at its arrival when every action takes one unit of time, so that any order that can run
-    at all also runs with messages: a message made at time t stands on both ranks before the first
-    action that starts at t or later. So all actions and messages fit into one order of time: ranks
-    that follow it never wait in a circle, and both ends have their messages in the same order.
+    Without an `assignment` each rank has one chunk, and a receive comes directly before the
+    computation that reads it. This is correct for orders that read messages in the order in which
+    they are sent. With an `assignment`, a receive is placed by the time at which its message is
+    made if all ranks' layers take equal time: a message made at time t comes on both ranks before
+    the first action that starts at t or later. Thus all actions and messages fit into one order of
+    time. Ranks that follow this order never wait in a circle, and both ends of a link have their
+    messages in the same order, so every order that can run also runs with its messages.
 
-    `count`: micro-batches; default: the highest number + 1.
-    Raises ScheduleError if an `assignment` is given and ranks wait in a circle; without one, the
-    checker finds the circle.
+    `count` is the number of micro-batches, by default the highest number in the orders + 1.
+
+    Raises ScheduleError if an `assignment` is given and ranks wait in a circle. Without an
+    assignment, the checker finds such a circle.
     """
     count = count or 1 + max(0, highest(compute))
     placed = assignment or StageAssignment(len(compute) or 1)
@@ -65,7 +67,7 @@ def add_communication(
             for order, mine in zip(compute, links, strict=False)
         ]
     timed = walk(compute, assignment, count=count).ended()
-    # By rank and sender: (arrival, receive) in order of time.
+    # rank → sender → (time, receive) of the messages, in order of time
     coming: list[dict[int, list[_Arrival]]] = [defaultdict(list) for _ in compute]
     for rank, (order, ended) in enumerate(zip(compute, timed.ends, strict=True)):
         targets = {
@@ -86,7 +88,13 @@ _Arrival: TypeAlias = tuple[float, Action]
 
 
 class _Links(NamedTuple):
-    """Messages of one rank by the `row` of their computation; `targets`: receiver and receives."""
+    """The messages of one rank; the keys are rows (`Action.row`) of the rank's computations.
+
+    Attributes:
+        sent: the sends of a computation's results, by micro-batch, each in a group of its own.
+        received: the receives of a computation's inputs, by micro-batch.
+        targets: the receiver of a computation's results, and its receives by micro-batch.
+    """
 
     sent: dict[int, tuple[CommGroup, ...]]
     received: dict[int, tuple[Action, ...]]
@@ -125,8 +133,10 @@ def _merged(
     arrivals: Iterable[_Arrival],
     sent: dict[int, tuple[CommGroup, ...]],
 ) -> list[Step]:
-    """Returns one rank's steps; simultaneous arrivals keep their order, in which lower peers come
-    first."""
+    """Returns the steps of one rank: its actions, its sends and the receives in `arrivals`.
+
+    Simultaneous arrivals keep their given order.
+    """
     in_time = sorted(arrivals, key=itemgetter(0))
     coming = iter([*in_time, _NEVER]).__next__
     time, message = coming()
@@ -147,17 +157,17 @@ _NEVER: _Arrival = float("inf"), Action(Kind.F, 0)
 
 
 def peak_unread(program: Sequence[Sequence[Step]], assignment: StageAssignment) -> dict[Pair, int]:
-    """Returns (sender, receiver) → the most messages that the receiver has asked for and not yet
-    read.
+    """Returns (sender, receiver) → the largest number of receives that are posted but not yet read.
 
-    This many slots per pair are enough for a transport in which the receiver frees all slots up to
-    a message when a computation reads it: a sound program whose groups have at most one send, in
-    first place, then never waits where it would not wait without buffers.
+    A transport needs no more slots per pair if its receiver frees all slots up to a message when a
+    computation reads this message. With so many slots a sound program never waits where it would
+    not wait without buffers, provided that each of its groups has at most one send, which comes
+    first.
     """
     peaks: dict[Pair, int] = {}
     for rank, steps in enumerate(program):
         asked, read = Counter[Pair](), Counter[Pair]()
-        # receive → its pair, and its position in the pair's list
+        # receive → (sender, receiver), and its number among the receives of this pair
         numbers: dict[Action, tuple[Pair, int]] = {}
         for step in steps:
             if isinstance(step, Action):

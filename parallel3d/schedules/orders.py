@@ -1,4 +1,4 @@
-"""Stage assignment (which rank holds which stage) and the compute orders of the named schedules."""
+"""Assigns stages to ranks, and makes the compute orders of the named schedules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SHAPES = ("loop", "v")
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Stage assignment: `chunks` stages on each of `ranks` ranks.
+    """An assignment of a model's stages to ranks: `chunks` stages on each of `ranks` ranks.
 
-    "loop": stage s is chunk s // p of rank s mod p (Narayanan et al. 2021). "v": every other pass
-    over the ranks runs backwards, so that with two chunks the first rank holds the first and the
-    last stage (Qi et al. 2023, section 6).
+    In the shape "loop" stage s is chunk s // p of rank s mod p on p ranks (Narayanan et al. 2021).
+    In the shape "v" every other pass over the ranks runs backwards, so that with two chunks the
+    first rank holds the first and the last stage (Qi et al. 2023, section 6).
 
     Raises ValueError for sizes below one.
     """
@@ -53,14 +53,20 @@ class StageAssignment:
         return tuple(self.place(stage) for stage in range(self.stages))
 
     def around(self, rank: int) -> list[tuple[int, _Place | None, _Place | None]]:
-        """Returns, by chunk of `rank`, its stage and the (rank, chunk) before and after it."""
+        """Returns for each chunk of `rank` its stage and its neighbours before and after it.
+
+        A neighbour is (rank, chunk), or None beyond the model.
+        """
         return [
             (self.stage(rank, c), self.neighbour(rank, c, -1), self.neighbour(rank, c, 1))
             for c in range(self.chunks)
         ]
 
     def neighbour(self, rank: int, chunk: int, offset: int) -> tuple[int, int] | None:
-        """Returns the (rank, chunk) `offset` (+1 or -1) stages further; None beyond the model."""
+        """Returns the (rank, chunk) of the next stage (offset +1) or the previous one (-1).
+
+        Returns None beyond the ends of the model.
+        """
         stage = self.stage(rank, chunk) + offset
         return self.places[stage] if 0 <= stage < self.stages else None
 
@@ -68,40 +74,43 @@ class StageAssignment:
 _Place = tuple[int, int]
 
 
-# Orders of the named schedules, without messages. GPipe: Huang et al. 2019 (arXiv:1811.06965). 1F1B
-# and interleaved: Narayanan et al. 2021, section 2.2 (arXiv:2104.04473); 1F1B first as
-# PipeDream-Flush (arXiv:2006.09503). ZB-H1, ZB-V: Qi et al. 2023, sections 2.2, 6
-# (arXiv:2401.10241).
+# Orders of the named schedules, without messages. Sources:
+# GPipe: Huang et al. 2019 (arXiv:1811.06965).
+# 1F1B: Narayanan et al. 2020 (arXiv:2006.09503), where it is called PipeDream-Flush.
+# Interleaved: Narayanan et al. 2021, section 2.2 (arXiv:2104.04473).
+# ZB-H1 and ZB-V: Qi et al. 2023, sections 2.2 and 6 (arXiv:2401.10241).
 
 
 def gpipe(ranks: int, microbatches: int) -> ComputeSchedule:
-    """Orders all forwards, then all backwards, both by micro-batch.
+    """Orders all forwards and then all backwards, both by micro-batch.
 
-    Backwards in reverse order would free no more memory. In this order gradients are summed as
-    under 1F1B and in a single process, so the sums are bit-identical. The last micro-batch's
-    backward, in which gradient reduction starts, is the last one on every rank.
+    Backwards in the reverse order would not free more memory. In this order the gradients of
+    micro-batches are added in the same order as under 1F1B and in a single process, so the sums are
+    bit-identical. On every rank the last backward is that of the last micro-batch, in which the
+    reduction of gradients starts.
     """
     order = [*actions_of(Kind.F, 0, microbatches), *actions_of(Kind.B, 0, microbatches)]
     return [order.copy() for _ in range(ranks)]
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> ComputeSchedule:
-    """Orders warm-up forwards, then one forward and one backward in turn, then the remaining
-    backwards.
+    """Orders warm-up forwards, then forwards and backwards in turn, then the remaining backwards.
 
-    A rank holds at most ranks - rank micro-batches, as many as keep it busy until its first
-    gradient.
+    A rank holds at most ranks - rank micro-batches, which keep it busy until its first gradient
+    arrives.
     """
     forwards, backwards = (actions_of(kind, 0, microbatches) for kind in (Kind.F, Kind.B))
     return [in_turn(forwards, backwards, warmup) for warmup in reversed(range(ranks))]
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
-    """1F1B over chunks: a group of micro-batches passes a chunk before any enters the next one.
+    """Orders 1F1B over several chunks per rank.
 
-    Groups have `ranks` micro-batches where that divides their number, else up to twice as many, as
-    even as possible; fewer micro-batches than ranks are allowed. The warm-up lasts until the first
-    group has reached the last stage and its gradient is back.
+    A group of micro-batches passes through a chunk before any of them enters the rank's next chunk.
+    The groups have `ranks` micro-batches each if that divides the number of micro-batches. Otherwise
+    they are as even as possible, with up to twice as many. Fewer micro-batches than ranks form one
+    group. The warm-up lasts until the first group has reached the last stage and its first gradient
+    has come back.
     """
     groups = _groups(ranks, microbatches)
     forwards, backwards = (_by_group(kind, groups, chunks) for kind in (Kind.F, Kind.B))
@@ -114,14 +123,13 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
 def interleaved_zero_bubble(
     ranks: int, chunks: int, microbatches: int, group: int | None = None
 ) -> ComputeSchedule:
-    """ZB-H1 over the chunks of `interleaved`, with a shorter warm-up and postponed weight
-    gradients.
+    """Orders ZB-H1, over any number of chunks per rank as in `interleaved`.
 
     Only the gradients of inputs have to travel back before a rank can continue, so the warm-up
-    counts a rank's distance from the last rank once, not twice. Rank r postpones its first r weight
-    gradients to the end, where they fill idle time; with groups of `ranks` micro-batches it holds
-    no more than 1F1B's first rank. Groups of `group` instead of `ranks` micro-batches hold more
-    activations and are faster where hops are slow.
+    counts a rank's distance from the last rank once instead of twice. Rank r postpones weight
+    gradients by r places, so that the last r of them fill idle time at the end. With groups of
+    `ranks` micro-batches a rank holds no more than 1F1B's first rank. Larger groups, given by
+    `group`, hold more activations and are faster where hops are slow; None means `ranks`.
     """
     groups = _groups(group or ranks, microbatches)
     forwards, inputs, weights = (
@@ -130,14 +138,14 @@ def interleaved_zero_bubble(
     orders = []
     for rank in range(ranks):
         warmup = min((chunks - 1) * groups[0] + ranks - 1 - rank, len(forwards))
-        # number of weight gradients that are postponed to the end
+        # Number of weight gradients that are still missing when the alternation begins.
         late = min(rank, len(forwards) - warmup)
         order = in_turn(forwards[: warmup + late], inputs[:late], warmup)
         order += chain.from_iterable(
             zip(forwards[warmup + late :], inputs[late:], weights, strict=False)
         )
-        # No forward is left. Input gradients follow; after the first `rank`, each with a weight
-        # gradient.
+        # No forward is left. The first `rank` input gradients have no weight gradient with them;
+        # each of the following ones has one.
         done = len(forwards) - warmup
         early = inputs[done:rank]
         order += early
@@ -148,9 +156,10 @@ def interleaved_zero_bubble(
 
 
 def zero_bubble_v(ranks: int, microbatches: int) -> ComputeSchedule:
-    """ZB-V: two chunks a rank, placed as a V; no idle time in the middle where F = I = W.
+    """Orders ZB-V: each rank has two chunks, and the stages form a V.
 
-    Fewer micro-batches than 2 ranks - 1 take the order of 2 ranks - 1, without the missing ones.
+    In the steady state no rank is idle if F, I and W take equal time. Fewer than 2 · ranks - 1
+    micro-batches take the order of 2 · ranks - 1 without the missing ones.
     """
     return [
         [step for step in _zbv_rank(ranks, rank, microbatches) if step.microbatch < microbatches]
@@ -159,8 +168,11 @@ def zero_bubble_v(ranks: int, microbatches: int) -> ComputeSchedule:
 
 
 def _zbv_rank(ranks: int, rank: int, microbatches: int) -> list[Action]:
-    """Returns the order of one rank: "F0" below is the next forward of chunk 0, and so on."""
-    # number of rounds beyond the shortest step
+    """Returns the order of one rank.
+
+    In its pattern "F0" stands for the next forward of chunk 0, and so on.
+    """
+    # Number of rounds beyond those of the shortest step.
     steady = max(2 * ranks - 1, microbatches) - (2 * ranks - 1)
     below = ranks - rank
     pattern = (
@@ -180,21 +192,27 @@ def _zbv_rank(ranks: int, rank: int, microbatches: int) -> list[Action]:
     }
     coming = {word: iter(of) for word, of in lines.items()}
     order = [next(coming[word]) for word in pattern]
-    # The remaining weight gradients, the later chunk first.
+    # The remaining weight gradients come last, those of the later chunk first.
     return order + list(coming["W1"]) + list(coming["W0"])
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:
-    """Returns the sizes of the groups that pass chunk by chunk: `ranks` each or a little more, the
-    largest first; a single group if there are fewer micro-batches than ranks."""
+    """Returns the sizes of the groups of micro-batches, the largest first.
+
+    Groups have `ranks` micro-batches or up to twice as many. There is a single group if there are
+    fewer micro-batches than ranks.
+    """
     count = max(1, microbatches // ranks)
     size, more = divmod(microbatches, count)
     return [size + 1] * more + [size] * (count - more)
 
 
 def _by_group(kind: Kind, groups: Sequence[int], chunks: int) -> list[Action]:
-    """Orders one kind of action: a group passes all chunks, upwards in F and else downwards, before
-    the next group does."""
+    """Orders the actions of one kind by group of micro-batches.
+
+    A group passes through all chunks before the next group starts: forwards from the first chunk to
+    the last, the other kinds from the last to the first.
+    """
     order: list[Action] = []
     first, count = 0, sum(groups)
     for size in groups:
@@ -205,7 +223,7 @@ def _by_group(kind: Kind, groups: Sequence[int], chunks: int) -> list[Action]:
 
 
 def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
-    """Orders `warmup` forwards, then a forward and a backward in turn, then the other backwards."""
+    """Orders `warmup` forwards, then forwards and backwards in turn, then the other backwards."""
     ahead, backs = min(warmup, len(forwards)), iter(backwards)
     order = list(forwards[:ahead])
     order += chain.from_iterable(zip(forwards[ahead:], backs, strict=False))

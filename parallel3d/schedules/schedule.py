@@ -1,4 +1,4 @@
-"""Schedules by name: compute orders, stage assignment and the program that an executor runs."""
+"""Makes the schedules that have names, and the programs with which an executor runs them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ ONE_CHUNK = ("gpipe", "1f1b", "zb_h1")
 LOOPED = ("interleaved", "interleaved_zb")
 V_SHAPED = ("zbv", "v_half")
 NAMED_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "v_half")
-# Schedules that read messages in the order of the sends: a receive stands right before its reader.
+# Schedules that read messages in the order in which they are sent, so that a receive may come
+# directly before the computation that reads it.
 IN_ORDER = ("gpipe", "1f1b")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Compute order of each rank, and the assignment of stages to ranks."""
+    """A pipeline schedule: each rank's compute order, and the assignment of stages to ranks."""
 
     name: str
     assignment: StageAssignment
@@ -33,11 +34,11 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether some backward is split into I and W."""
+        """Whether any backward is split into I and W."""
         return any(step.kind == Kind.I for order in self.orders for step in order)
 
     def with_whole_backwards(self) -> Schedule:
-        """Returns the same order with a B for each I, and no W."""
+        """Returns the same schedule with a B in place of each I, and without any W."""
         orders = [
             [
                 action(Kind.B, step.microbatch, step.chunk) if step.kind == Kind.I else step
@@ -49,18 +50,20 @@ class Schedule:
         return replace(self, orders=orders)
 
     def a_forward_ahead(self) -> Schedule:
-        """Returns the 1F1B order of one rank with each backward after the next forward: F0, F1, B0,
-        F2, B1 and so on."""
+        """Returns the schedule of one rank in which each backward follows the next forward.
+
+        Its order is F0, F1, B0, F2, B1 and so on.
+        """
         (order,) = self.orders
         forwards, backwards = ([s for s in order if s.kind == kind] for kind in (Kind.F, Kind.B))
         return replace(self, orders=[orders.in_turn(forwards, backwards, 1)])
 
     def program(self) -> PipelineProgram:
-        """Returns the orders with their messages. Raises ScheduleError if ranks deadlock."""
+        """Returns the orders with their messages. Raises ScheduleError if the ranks deadlock."""
         return self._with_messages(self.orders)
 
     def forwards(self) -> PipelineProgram:
-        """Returns the program of an evaluation: the forwards alone, in the same order."""
+        """Returns the program of an evaluation, which has only the forwards, in the same order."""
         return self._with_messages([[s for s in o if s.kind == Kind.F] for o in self.orders])
 
     def _with_messages(self, orders: ComputeSchedule) -> PipelineProgram:
@@ -69,12 +72,11 @@ class Schedule:
 
 
 def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Returns the schedule `name`, one of NAMED_SCHEDULES, on `ranks` ranks with `chunks` chunks
-    each.
+    """Returns the schedule `name` on `ranks` ranks with `chunks` chunks each.
 
     Raises:
-        UserError: an unknown name, or a number of chunks that the schedule does not have.
-        ValueError: fewer than one rank, chunk or micro-batch.
+        UserError: the name is not in NAMED_SCHEDULES, or the schedule cannot have so many chunks.
+        ValueError: there is fewer than one rank, chunk or micro-batch.
     """
     if microbatches < 1:
         raise ValueError(f"a schedule needs a micro-batch, not {microbatches=}")
@@ -103,7 +105,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def check_vpp(name: str, chunks: int) -> None:
-    """Raises UserError for a number of chunks that the schedule `name` does not have."""
+    """Raises UserError unless the schedule `name` can have so many chunks per rank."""
     if name in V_SHAPED and chunks != 2:
         raise UserError(
             f"schedule={name} lays two chunks of each rank out as a V, so vpp={chunks} must be 2; "
@@ -117,24 +119,29 @@ def check_vpp(name: str, chunks: int) -> None:
         )
 
 
-# V-Half (Qi et al. 2024, arXiv:2405.15362). With F = I = W a rank of two chunks computes six units
-# per micro-batch. If the six actions of one micro-batch start at times that differ modulo six on
-# every rank, the other micro-batches follow six units apart without idle time, and a rank holds a
-# chunk's activations for their lifetime / 6 micro-batches. On two and three ranks every such
-# pattern holds at least 3/4 and 2/3 of 1F1B's peak; a longer period, with idle units, reaches the
-# half.
-FULL = 6  # number of units between micro-batches without idle time
-HALF = 0.6  # the largest accepted peak, as a fraction of 1F1B's
-# Units from a stage to the next: forward down and up the V, backward down and up. Passes in
-# opposite directions would collide unless the sum of their paces shares a divisor with the period.
+# V-Half (Qi et al. 2024, arXiv:2405.15362). If F, I and W take one unit of time each, a rank of two
+# chunks computes for six units per micro-batch. If the six actions of one micro-batch start at
+# times that differ modulo six on every rank, the other micro-batches can follow at intervals of six
+# units without idle time. A rank then holds a chunk's activations of lifetime / 6 micro-batches. On
+# two and three ranks every such pattern holds at least 3/4 and 2/3 of 1F1B's peak; a longer period,
+# with idle units, comes down to about one half.
+FULL = 6  # units between two micro-batches if no rank is idle
+HALF = 0.6  # the largest peak that is accepted, as a fraction of 1F1B's
+# Units from one stage to the next, in the forward down and up the V and in the backward down and
+# up. Passes in opposite directions would collide unless the sum of their paces shares a divisor
+# with the period.
 PACES = ((1, 2, 1, 2), (2, 1, 2, 1), (1, 1, 1, 1), (4, 1, 1, 1), (3, 1, 1, 1))
-TRIED = 64  # number of the shortest patterns with a low peak whose step is timed
+TRIED = 64  # number of patterns that are timed: the shortest of those with a low peak
 _PASSES = ((Kind.F, 0), (Kind.F, 1), (Kind.I, 1), (Kind.I, 0), (Kind.W, 1), (Kind.W, 0))
 
 
 class _Pattern(NamedTuple):
-    """Starts of one micro-batch's actions by rank, in the order of _PASSES, and the period in units
-    after which the next micro-batch repeats them."""
+    """The times at which the actions of one micro-batch start, in units.
+
+    Attributes:
+        rows: for each rank, the start of each action in the order of _PASSES.
+        period: units after which the next micro-batch repeats the pattern.
+    """
 
     rows: tuple[tuple[int, ...], ...]
     period: int
@@ -145,7 +152,7 @@ class _Pattern(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The most chunk-activations that a rank holds in the steady state."""
+        """The largest number of chunk-activations that a rank holds in the steady state."""
         return max(
             sum(
                 (time - row[f]) // self.period - (time - row[w] - 1) // self.period
@@ -157,16 +164,16 @@ class _Pattern(NamedTuple):
 
 
 def v_half(ranks: int, microbatches: int) -> ComputeSchedule:
-    """V-Half: two chunks in a V and about half of 1F1B's activations.
+    """Returns the orders of V-Half: two chunks in a V, with about half of 1F1B's activations.
 
-    The bubble is about half of 1F1B's from four ranks on, but more than twice as large on two and
-    three.
+    From four ranks on the bubble is about half of 1F1B's. On two and three ranks it is more than
+    twice as large as 1F1B's.
     """
     return _orders(_pattern(ranks), microbatches)
 
 
 def _orders(pattern: _Pattern, microbatches: int) -> ComputeSchedule:
-    """Returns each rank's order when micro-batches start a period apart."""
+    """Returns each rank's order if one micro-batch starts per period."""
     return [
         [
             action(kind, m, chunk)
@@ -182,7 +189,10 @@ def _orders(pattern: _Pattern, microbatches: int) -> ComputeSchedule:
 
 @functools.lru_cache(maxsize=256)
 def _pattern(ranks: int) -> _Pattern:
-    """Returns the fastest pattern of the shortest period that holds at most HALF of 1F1B's peak."""
+    """Returns the fastest pattern that holds at most HALF of 1F1B's peak.
+
+    Only the shortest period that allows such a pattern is considered.
+    """
     most = max(2, int(HALF * 2 * ranks))  # a single micro-batch has two chunks
     found: list[tuple[int, int, _Pattern]] = []
     for period in count(FULL):
@@ -204,7 +214,10 @@ def _pattern(ranks: int) -> _Pattern:
 def _made(
     ranks: int, period: int, paces: tuple[int, ...], turns: tuple[int, ...]
 ) -> _Pattern | None:
-    """Returns the pattern of these paces and waits at the three turns; None if actions collide."""
+    """Returns the pattern with these paces and these waits at the three turns of the V.
+
+    Returns None if two actions collide on a rank.
+    """
     last = ranks - 1
     begin = [0]
     for pace, turn in zip(paces, turns, strict=False):

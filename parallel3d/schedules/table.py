@@ -1,7 +1,8 @@
-"""Schedules as CSV tables to edit by hand.
+"""Writes schedules as CSV tables and reads tables that may have been edited by hand.
 
-A cell of a table is stage, kind and micro-batch, as in torch.distributed.pipelining: `0F3`, `1I2`,
-`0W5`, `2B1`. Stages count through the model, so the table also gives the stage assignment.
+A cell consists of stage, kind and micro-batch, as in torch.distributed.pipelining: `0F3`, `1I2`,
+`0W5`, `2B1`. Stages are numbered through the whole model, so the table also determines the stage
+assignment.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LARGEST = 1 << 26  # maximum bytes of `schedule.file`, about six million actions
 
 
 def write_table(schedule: Schedule) -> str:
-    """Writes the orders as CSV: a row per rank, a cell per action."""
+    """Returns a schedule's orders as CSV text with a row per rank and a cell per action."""
     lines = []
     for rank, order in enumerate(schedule.orders):
         stages = [schedule.assignment.stage(rank, c) for c in range(schedule.assignment.chunks)]
@@ -34,7 +35,10 @@ def write_table(schedule: Schedule) -> str:
 
 
 def read_file(file: str | None, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
-    """Reads `read_table`'s table from a file; also raises UserError if it is unreadable."""
+    """Reads a table from a file and parses it with `read_table`.
+
+    Also raises UserError if `file` is None or cannot be read.
+    """
     if file is None:
         raise UserError(
             "schedule=file needs schedule.file=…, a table with one row of actions per rank; the "
@@ -57,13 +61,13 @@ def read_table(
     """Parses a table and proves its schedule sound. Empty cells and lines are ignored.
 
     Args:
-        text: a line for each rank, in order; cells as `write_table` writes them.
+        text: a line for each rank in order, with cells as `write_table` writes them.
         name: the file's name, for messages.
-        chunks: required stages per rank; None: as many as the table has.
+        chunks: the number of stages that each rank must have; None allows any number.
 
     Raises:
-        UserError: a malformed cell, another number of ranks, chunks or micro-batches, stages that
-            are neither in loops nor in a V, or a fault that the checker finds.
+        UserError: a cell is malformed, the number of ranks, chunks or micro-batches is another one,
+            the stages form neither loops nor a V, or the checker finds a fault.
     """
     key = f"schedule.file={name}"
     rows = [_cells(line, key, number) for number, line in enumerate(text.splitlines(), 1)]
@@ -86,7 +90,7 @@ def read_table(
 def check_orders(
     orders: ComputeSchedule, assignment: StageAssignment, microbatches: int, key: str
 ) -> None:
-    """Proves orders without messages sound; raises UserError with the place and the reason."""
+    """Proves orders without messages sound, or raises UserError with the place and the reason."""
     try:
         check(add_communication(orders, assignment, microbatches), microbatches, assignment)
     except (ScheduleError, IndexError) as error:
@@ -99,7 +103,10 @@ def check_orders(
 
 
 def _in_stages(sentence: str, assignment: StageAssignment) -> str:
-    """Rewrites the checker's actions (`F3.1` of the last named rank) as cells of the table."""
+    """Returns the checker's sentence with its actions written as cells of the table.
+
+    An action such as `F3.1` belongs to the rank that the sentence named last.
+    """
     rank = 0
 
     def spelled(found: re.Match[str]) -> str:
@@ -129,7 +136,10 @@ def _cells(line: str, key: str, number: int) -> list[Cell]:
 
 
 def _assignment(rows: Sequence[Sequence[Cell]], key: str) -> StageAssignment:
-    """Returns the loop or V that places every stage as the table does."""
+    """Returns the loop or V that assigns the stages to ranks in the same way as the table.
+
+    Raises UserError if neither does.
+    """
     held = [{stage for stage, _, _ in row} for row in rows]
     chunks = max(1, len(held[0]))
     loop, vee = (StageAssignment(len(rows), chunks, shape) for shape in SHAPES)

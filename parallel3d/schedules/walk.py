@@ -1,5 +1,4 @@
-"""Walks a pipeline program: the one loop that times it, finds its deadlocks and counts its live
-activations."""
+"""Walks through a pipeline program to time it, find deadlocks and count live activations."""
 
 from __future__ import annotations
 
@@ -11,15 +10,15 @@ from typing import NamedTuple, TypeAlias
 from parallel3d.schedules.actions import Action, Kind, Step, row_of
 from parallel3d.schedules.orders import StageAssignment
 
-_ENDED = 1 << 60  # more than any position that a run yields
+_ENDED = 1 << 60  # larger than any position that a rank's walk yields
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per micro-batch: each stage's forward and the two halves of its backward.
+    """Seconds per micro-batch of each stage's forward and of the two halves of its backward.
 
-    `hop`: latency of a message to another rank; messages overlap with compute and cost their sender
-    nothing, and chunks of one rank exchange none.
+    `hop` is the latency of a message to another rank. Messages overlap with computation and cost
+    their sender no time, and chunks of one rank exchange no messages.
     """
 
     forward: tuple[float, ...]
@@ -41,17 +40,17 @@ class Costs:
         return cls(f, i, w, hop)
 
 
-# By stage: (fraction of a rank's layers, extra forwards in its forward, extra forwards in its
-# backward, for recomputation), the last two in units of a rank's forward.
+# For each stage: (its layers as a fraction of a rank's layers, extra time in its forward, extra
+# time in its backward for recomputation). Both extra times are in units of a rank's forward.
 Weights: TypeAlias = Sequence[tuple[float, float, float]]
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """Seconds that a rank computes per micro-batch, over all its layers.
+    """Seconds that a rank computes per micro-batch for all of its layers.
 
-    The layers are spread evenly over chunks, or by `weights`, which returns None for stages that do
-    not exist.
+    `weights` spreads the layers over the stages of an assignment, or returns None if it has no
+    weights for that assignment. Without `weights` the layers are spread evenly over the chunks.
     """
 
     forward: float = 1.0
@@ -61,11 +60,11 @@ class RankWork:
     weights: Callable[[StageAssignment], Weights | None] | None = None
 
     def fits(self, assignment: StageAssignment) -> bool:
-        """Returns whether the model has costs for this stage assignment."""
+        """Returns whether costs are known for this stage assignment."""
         return self.weights is None or self.weights(assignment) is not None
 
     def costs(self, assignment: StageAssignment) -> Costs:
-        """Returns seconds by stage. Raises ValueError if `assignment` does not fit."""
+        """Returns the seconds of each stage. Raises ValueError if `assignment` does not fit."""
         if self.weights is None:
             return Costs.even(assignment, self.forward, self.input, self.weight, self.hop)
         weights = self.weights(assignment)
@@ -80,7 +79,7 @@ class RankWork:
 
 
 class ScheduleError(ValueError):
-    """Raised, with the place, for a program that would hang or not compute the model."""
+    """Raised for a program that would hang or would not compute the model; it names the place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of every rank, in order of time."""
+    """The spans of every rank, each rank's in order of time."""
 
     spans: tuple[tuple[Span, ...], ...]
 
@@ -105,13 +104,13 @@ class Timeline:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """Idle fraction of the makespan by rank (0 to 1)."""
+        """Idle fraction (0 to 1) of the makespan on each rank."""
         busy = (sum(span.end - span.start for span in spans) for spans in self.spans)
         return tuple(1 - seconds / self.makespan for seconds in busy)
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle fraction of all ranks' time together (0 to 1)."""
+        """Idle fraction (0 to 1) of the time of all ranks together."""
         return sum(self.bubble) / len(self.spans)
 
 
@@ -119,8 +118,13 @@ Pair: TypeAlias = tuple[int, int]  # (sender, receiver)
 
 
 class Wait(NamedTuple):
-    """A rank that waits for ever at `step`: for `message`, if the step is a group, and for rank
-    `peer`, or None if it lacks a computation of its own."""
+    """The place at which a rank waits for ever, and the reason.
+
+    Attributes:
+        step: the step that the rank cannot finish.
+        message: the message that it waits for if the step is a group, else None.
+        peer: the rank that it waits for; None if a computation of its own is missing.
+    """
 
     step: Step
     message: Action | None
@@ -129,15 +133,19 @@ class Wait(NamedTuple):
 
 @dataclass
 class Walk:
-    """The findings of a walk, by rank.
+    """The findings of a walk.
 
-    starts, ends: seconds of each compute action, in order; only of orders without messages.
-    peaks: the most chunk-activations (one micro-batch in one chunk) held at once, from the start of
-        F to the end of B or W. Qi et al. 2023 (table 1) count 34 units until I and 32 from there to
-        W; counting 34 throughout is a safe upper bound.
-    sent, received: names of the messages between two ranks, in order; the same at both ends.
-    waits: the ranks that wait for ever.
-    complete: whether each micro-batch has each action and message of every rank.
+    Attributes:
+        starts, ends: for each rank, the start and end of each compute action in seconds; filled
+            only for orders without messages.
+        peaks: for each rank, the largest number of chunk-activations (one micro-batch in one chunk)
+            that it holds at once, from the start of F to the end of B or W. Qi et al. 2023
+            (table 1) count 34 units until I and 32 units from then until W; a whole activation
+            until W is a safe upper bound.
+        sent, received: (sender, receiver) → the numbers of their messages in order. A message has
+            the same number at both ends.
+        waits: the ranks that wait for ever.
+        complete: whether each micro-batch has all actions and messages of every rank.
     """
 
     starts: list[list[float]]
@@ -155,18 +163,20 @@ class Walk:
 
     @property
     def messages(self) -> int:
-        """Messages sent by all ranks together."""
+        """Number of messages that all ranks together send."""
         return sum(map(len, self.sent.values()))
 
     def ended(self) -> Walk:
-        """Returns itself; raises ScheduleError if ranks wait for ever."""
+        """Returns this walk, or raises ScheduleError if ranks wait for ever."""
         if self.waits:
             raise ScheduleError(self.deadlock())
         return self
 
     def deadlock(self) -> str:
-        """Follows the waits from rank to rank, from the first waiting rank until a rank comes up
-        again."""
+        """Describes a deadlock by following the waits from rank to rank.
+
+        The path begins at the first waiting rank and ends when it comes to a rank again.
+        """
         path: list[int] = []
         rank: int | None = min(self.waits)
         while rank in self.waits and rank not in path:
@@ -200,17 +210,20 @@ def walk(
     blocks: bool = False,
     count: int | None = None,
 ) -> Walk:
-    """Walks every rank through its steps, each step as early as its rank and its inputs allow.
+    """Walks every rank through its steps, each as early as its rank and its inputs allow.
 
     Args:
         program: compute orders; with `blocks` also the groups of messages.
-        costs: default: each rank's layers take one second per F, I and W.
-        blocks: a group blocks until all of its counterparts are posted: a transport without
-            buffers, the worst case. Otherwise a message arrives by itself, a hop after it was made.
-        count: micro-batches; default: the highest number + 1.
+        costs: seconds of the computations and messages. By default the layers of a rank take one
+            second for each of F, I and W.
+        blocks: whether a group blocks until all of its counterparts are posted, as with a transport
+            without buffers, the worst case. Otherwise a message needs no group and arrives one hop
+            after its computation.
+        count: number of micro-batches, by default the highest number in the program + 1.
 
-    Raises ScheduleError for orders without an action, IndexError for an action of another rank or
-    beyond `count`; but not for ranks that wait for ever: see `Walk.waits` and `ended`.
+    Raises ScheduleError if a rank's order has no action, and IndexError for an action of another
+    rank or a micro-batch beyond `count`. Ranks that wait for ever raise no exception here: see
+    `Walk.waits` and `Walk.ended`.
     """
     if not blocks and not (program and all(program)):
         raise ScheduleError("the clock needs at least one stage and one action on every stage")
@@ -233,11 +246,12 @@ def walk(
 def time_orders(
     orders: Sequence[Sequence[Action]], assignment: StageAssignment, costs: Costs
 ) -> Timeline:
-    """Times every action as early as its rank's order and its input allow.
+    """Returns the timeline in which every action runs as early as its order and its input allow.
 
-    The input is the result of the previous stage (of the next one, for a backward), plus a hop if
-    that stage is on another rank. Raises ScheduleError if ranks wait in a circle or a rank has no
-    action.
+    The input of a forward is the result of the previous stage, that of a backward the result of the
+    next stage. It arrives one hop later if that stage is on another rank.
+
+    Raises ScheduleError if ranks wait in a circle or a rank has no action.
     """
     found = walk(orders, assignment, costs).ended()
     return Timeline(
@@ -249,7 +263,7 @@ def time_orders(
 
 
 def highest(program: Sequence[Sequence[Step]]) -> int:
-    """Returns the highest number of a micro-batch; -1 if there is none."""
+    """Returns the highest micro-batch number in a program, or -1 if it has no action."""
     return max(
         (
             one.microbatch
@@ -262,7 +276,7 @@ def highest(program: Sequence[Sequence[Step]]) -> int:
 
 
 def _advance(runs: Sequence[Iterator[int]]) -> list[int]:
-    """Advances the runs in turn until none can advance; returns their last places."""
+    """Advances the walks of the ranks in turn until none can advance; returns their last places."""
     places, order = [-1] * len(runs), list(range(len(runs)))
     before = -1
     while True:
@@ -272,26 +286,36 @@ def _advance(runs: Sequence[Iterator[int]]) -> list[int]:
         if after in (before, _ENDED * len(runs)):
             return places
         before = after
-        order.reverse()  # forwards go down the ranks, backwards up: alternate to need few rounds
+        order.reverse()  # few rounds suffice: forwards pass down the ranks, backwards up
 
 
-_Times: TypeAlias = list[float | None]  # by micro-batch, the time at which it was done or posted
+# For each micro-batch the time at which an action was done or posted; None before that.
+_Times: TypeAlias = list[float | None]
 
 
-# A computation: its input and the hop to it, the computation of its own rank that it needs, its
-# results (B makes I and W), seconds, and its change of the live activations.
+# A computation: the times of its input and the hop from there, the times of the computation of its
+# own rank that it needs, the times of its results (B has two: I and W), its seconds, and its change
+# of the number of live activations.
 _Compute: TypeAlias = tuple[_Times | None, float, _Times | None, _Times, _Times | None, float, int]
-# A message: the computation that makes it (None: a receive), itself, its counterpart, the flow, and
-# the name of the flow's first message.
+# A message: the times of the computation that makes it (None for a receive), its own times, the
+# times of its counterpart, the list of messages between the two ranks, and the number of the first
+# message of its kind.
 _Message: TypeAlias = tuple[_Times | None, _Times, _Times, list[int], int]
-# Stands for an action that the rank does not have: its list is empty, so that a look-up raises
-# IndexError.
+# These two stand for actions that a rank does not have: their lists are empty, so that a look-up
+# raises IndexError.
 _NO_COMPUTE: _Compute = (None, 0.0, None, [], None, 0.0, 0)
 _NO_MESSAGE: _Message = ([], [], [], [], 0)
 
 
 class _Walker:
-    """The state of a walk. `done`: (kind, stage) → times by micro-batch; B counts as I and W."""
+    """The state of a walk.
+
+    Attributes:
+        done: (kind, stage) → the time of each micro-batch; a B is noted as I and as W.
+        whole: number of whole backwards (B), each of which makes two results.
+        groups: number of groups of messages that have ended.
+        found: the findings so far.
+    """
 
     def __init__(
         self,
@@ -307,14 +331,14 @@ class _Walker:
         self.blocks = blocks
         self.count = count
         self.done = defaultdict[tuple[Kind, int], _Times](lambda: [None] * count)
-        self.whole = self.groups = 0  # B's, which count twice; groups of messages
+        self.whole = self.groups = 0
         ranks = assignment.ranks
         self.found = Walk(
             [[] for _ in range(ranks)], [[] for _ in range(ranks)], [0] * ranks, {}, {}
         )
 
     def rank(self, rank: int) -> Iterator[int]:
-        """Walks one rank; yields its place while it waits."""
+        """Walks one rank through its steps, and yields its place in them while it waits."""
         computes, messages = self.rules(rank)
         begin, end = self.found.starts[rank].append, self.found.ends[rank].append
         timed, now = not self.blocks, 0.0
@@ -361,8 +385,7 @@ class _Walker:
             self.groups += 1
 
     def rules(self, rank: int) -> tuple[list[_Compute], list[_Message]]:
-        """Returns the inputs and results of the rank's computations and messages, by
-        `Action.row`."""
+        """Returns the inputs and results of a rank's computations and messages by `Action.row`."""
         costs = self.costs
         found = self.found
         times = self.done
@@ -421,7 +444,10 @@ class _Walker:
 
 
 def peer_of(message: Action, rank: int, assignment: StageAssignment) -> int:
-    """Returns the rank at the other end of a message of `rank`; raises ValueError if none is."""
+    """Returns the rank at the other end of a message of `rank`.
+
+    Raises ValueError if the model has no stage there.
+    """
     offset = 1 if message.kind in (Kind.SEND_F, Kind.RECV_B) else -1
     place = assignment.neighbour(rank, message.chunk, offset)
     if place is None:
