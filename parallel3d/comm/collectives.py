@@ -1,8 +1,9 @@
-"""Collectives of the framework: one place for torch versions, backends, timing and logging.
+"""Runs collectives; differences of torch versions and backends, timing and logging are hidden here.
 
-The `*_async` and `*_bucket` functions return a handle; the result may be read after its `wait()`,
-which on NCCL orders streams and on gloo blocks the host. Several may be in flight on a group if all
-ranks start them, and wait for them, in the same order. A group of one communicates nothing.
+The `*_async` and `*_bucket` functions return a handle. The result may be read after the handle's
+`wait()`, which makes the current stream wait on NCCL and blocks the host on gloo. Several
+collectives of a group may be in flight if all ranks start them, and wait for them, in the same
+order. In a group of one rank nothing is communicated.
 """
 
 from __future__ import annotations
@@ -26,29 +27,37 @@ if TYPE_CHECKING:
 
 
 class Work(Protocol):
+    """The handle of an operation; after `wait` its result may be read."""
+
     def wait(self) -> object: ...
 
 
 class CompletedWork:
-    """Handle of a collective that had nothing to do."""
+    """The handle of an operation that has already ended."""
 
     def wait(self) -> None:
         return None
 
 
 def kind_of(group: Group) -> str:
-    """Returns the kind of time (`step_timer.KINDS`) that a group's communication counts as."""
+    """Returns the kind of time (see `step_timer.KINDS`) as which a group's communication counts."""
     return KIND_OF_GROUP.get(group.name, "model")
 
 
 @dataclass
 class Timed:
-    """Handle whose wait counts as communication."""
+    """A handle whose `wait` counts as communication.
+
+    Attributes:
+        work: the handle of the operation.
+        kind: the kind of time as which the wait counts.
+        name: the name of the wait in a profile; None without a profiler.
+    """
 
     work: Work
     timer: StepTimer
     kind: str
-    name: str | None  # in a profile
+    name: str | None
 
     def wait(self) -> None:
         self.timer.push(self.kind, self.name)
@@ -57,7 +66,7 @@ class Timed:
 
 
 def observed(name: str, tensor: Tensor, group: Group, start: Callable[[], Work]) -> Work:
-    """Starts a collective; logs it, and times its wait and, on the CPU, its start."""
+    """Starts a collective, logs it, and times its wait and, on a CPU, also its start."""
     if group.size == 1:
         return CompletedWork()
     timer = group.timer
@@ -71,7 +80,10 @@ def observed(name: str, tensor: Tensor, group: Group, start: Callable[[], Work])
 
 
 def _shared_memory(tensor: Tensor, group: Group) -> SharedCollectives | MirroredPeers | None:
-    """Returns what replaces the backend: memory that CPU ranks share, or a mirror; else None."""
+    """Returns the object that does a group's collectives in place of the backend, or None.
+
+    This is a mirror or the memory that CPU ranks share.
+    """
     if group.mirror is not None:
         return group.mirror
     return group.shared if tensor.device.type == "cpu" else None
@@ -81,7 +93,7 @@ def _shared_memory(tensor: Tensor, group: Group) -> SharedCollectives | Mirrored
 
 
 def all_reduce_async(tensor: Tensor, group: Group) -> Work:
-    """Starts the sum of a contiguous `tensor` over the group, in place."""
+    """Starts to sum a contiguous `tensor` over the group in place."""
 
     def start() -> Work:
         if (shared := _shared_memory(tensor, group)) is not None:
@@ -98,7 +110,10 @@ def all_reduce(tensor: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
-    """Sums a few numbers in place; time above the group's baseline latency counts as idle."""
+    """Sums a tensor of a few numbers over the group in place and returns it.
+
+    The time beyond the group's baseline latency counts as idle.
+    """
     timer = group.timer
     if timer is None or group.size == 1:
         return all_reduce(tensor, group)
@@ -113,17 +128,23 @@ def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
 
 
 def own_shard(tensor: Tensor, group: Group) -> Tensor:
-    """Returns this rank's shard, a view, of a flat tensor that divides evenly over the group."""
+    """Returns this rank's shard of a flat tensor, as a view.
+
+    The group's size must divide the tensor's length.
+    """
     return tensor.chunk(group.size)[group.index]
 
 
 def _begun(work: Any) -> Work:
-    """Returns the handle of a call with `async_op=True`; torch's annotations allow for None."""
+    """Returns `work` with the type `Work`.
+
+    The calls have `async_op=True` and return a handle, although torch's annotations allow None.
+    """
     return work
 
 
 def _gather(out: Tensor, own: Tensor, group: Group) -> Work:
-    """Starts an all-gather of `own`, which may be its part of `out`."""
+    """Starts an all-gather of `own`, which may be this rank's part of `out`."""
     if (shared := _shared_memory(own, group)) is not None:
         return shared.all_gather(own, out)
     if hasattr(dist, "all_gather_single"):  # its name since torch 2.13
@@ -141,17 +162,20 @@ def _scatter(out: Tensor, tensor: Tensor, group: Group) -> Work:
 
 
 def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
-    """Starts the sum of (size · n, ...) over the group; each rank gets its own `out` (n, ...)."""
+    """Starts to sum `tensor` (size · n, ...) over the group into `out` (n, ...), this rank's part."""
     return observed("reduce_scatter", tensor, group, lambda: _scatter(out, tensor, group))
 
 
 def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
-    """Starts the sum of a flat gradient bucket into this rank's shard; the rest is undefined."""
+    """Starts to sum a flat gradient bucket over the group into this rank's shard of it.
+
+    The rest of the bucket is undefined afterwards.
+    """
     return reduce_scatter_into(own_shard(tensor, group), tensor, group)
 
 
 def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts the sum of (size · n, ...) over the group; each rank keeps its own (n, ...)."""
+    """Starts to sum `tensor` (size · n, ...) over the group; returns this rank's part (n, ...)."""
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()
@@ -160,19 +184,20 @@ def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
+    """Does the same as `reduce_scatter_async`, but waits for the result."""
     out, work = reduce_scatter_async(tensor, group)
     work.wait()
     return out
 
 
 def all_gather_bucket(tensor: Tensor, group: Group) -> Work:
-    """Starts gathering a flat bucket in place; each rank holds its own shard."""
+    """Starts to gather a flat bucket in place; at first each rank has only its own shard."""
     own = own_shard(tensor, group)
     return observed("all_gather", tensor, group, lambda: _gather(tensor, own, group))
 
 
 def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts gathering (n, ...) of every rank into (size · n, ...), in rank order."""
+    """Starts to gather tensors (n, ...) of all ranks into one (size · n, ...), in rank order."""
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()
@@ -181,6 +206,7 @@ def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
+    """Does the same as `all_gather_async`, but waits for the result."""
     out, work = all_gather_async(tensor, group)
     work.wait()
     return out
@@ -190,7 +216,10 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
 
 
 def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts sending part j of (size · n, ...) to rank j; the result is in order of senders."""
+    """Starts to send part j of `tensor` (size · n, ...) to rank j.
+
+    The result consists of the received parts in the order of the senders.
+    """
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()
@@ -205,6 +234,7 @@ def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def all_to_all(tensor: Tensor, group: Group) -> Tensor:
+    """Does the same as `all_to_all_async`, but waits for the result."""
     out, work = all_to_all_async(tensor, group)
     work.wait()
     return out
@@ -213,12 +243,13 @@ def all_to_all(tensor: Tensor, group: Group) -> Tensor:
 def all_to_all_uneven_async(
     tensor: Tensor, group: Group, given: list[int], taken: list[int], most: int | None = None
 ) -> tuple[Tensor, Work]:
-    """Starts sending `given[j]` elements of a flat tensor to rank j, in order; the result has the
-    received ones.
+    """Starts to send `given[j]` consecutive elements of a flat tensor to each rank j.
 
-    `taken[i]` of them come from rank i, in order of senders. Ranks may call it without elements.
-    `most`: the largest number of elements that any rank sends, equal on all ranks. Shared memory is
-    used if so many fit into a slot.
+    The result has the received elements in the order of the senders, `taken[i]` of them from
+    rank i. A rank may send or receive no elements.
+
+    `most` is the largest number of elements that any rank sends; all ranks must give the same
+    number. Shared memory is used only if so many elements fit into a slot; None never uses it.
     """
     if group.size == 1:
         return tensor, CompletedWork()
@@ -239,6 +270,7 @@ def all_to_all_uneven_async(
 def all_to_all_uneven(
     tensor: Tensor, group: Group, given: list[int], taken: list[int], most: int | None = None
 ) -> Tensor:
+    """Does the same as `all_to_all_uneven_async`, but waits for the result."""
     out, work = all_to_all_uneven_async(tensor, group, given, taken, most)
     work.wait()
     return out
@@ -247,9 +279,10 @@ def all_to_all_uneven(
 def all_to_all_rows_async(
     x: Tensor, group: Group, given: Sequence[int], taken: Sequence[int], most: int
 ) -> tuple[Tensor, Work]:
-    """Starts sending `given[j]` rows of (sent, …) to rank j; the result is in order of senders.
+    """Starts to send `given[j]` consecutive rows of `x` (rows, …) to each rank j.
 
-    `most`: the largest number of rows that any rank sends.
+    The result has the received rows in the order of the senders, `taken[i]` of them from rank i.
+    `most` is the largest number of rows that any rank sends, equal on all ranks.
     """
     width = math.prod(x.shape[1:])
     sent, got = ([n * width for n in each] for each in (given, taken))
@@ -261,13 +294,14 @@ def all_to_all_rows_async(
 def all_to_all_rows(
     x: Tensor, group: Group, given: Sequence[int], taken: Sequence[int], most: int
 ) -> Tensor:
+    """Does the same as `all_to_all_rows_async`, but waits for the result."""
     out, work = all_to_all_rows_async(x, group, given, taken, most)
     work.wait()
     return out
 
 
 def _all_to_all(out: Tensor, tensor: Tensor, group: Group, *splits: list[int]) -> Work:
-    # The tensors travel as bytes: gloo knows fewer dtypes than PyTorch.
+    # The tensors travel as bytes, because gloo supports fewer dtypes than PyTorch.
     outs, given = out.view(torch.uint8), tensor.view(torch.uint8)
     taken_bytes, given_bytes = splits or (None, None)
     return _begun(
@@ -279,7 +313,7 @@ def _all_to_all(out: Tensor, tensor: Tensor, group: Group, *splits: list[int]) -
 
 @dataclass
 class Each:
-    """Handle of several operations, which keeps their tensors until they have ended."""
+    """The handle of several operations, which keeps their tensors alive until they have ended."""
 
     works: list[dist.Work]
     tensors: tuple[Tensor, ...]
@@ -290,7 +324,7 @@ class Each:
 
 
 def ring_shift_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts sending `tensor` to the next rank; the result is the previous rank's tensor."""
+    """Starts to send `tensor` to the next rank; the result is the previous rank's tensor."""
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()
@@ -311,16 +345,19 @@ def ring_shift_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def broadcast(tensor: Tensor, source: int, group: Group) -> Tensor:
-    """Broadcasts `tensor` of the group's member number `source`, in place."""
+    """Broadcasts `tensor` from the group's member number `source` in place, and returns it."""
     if group.size > 1:
         dist.broadcast(tensor, group.ranks[source], group=group.handle)
     return tensor
 
 
 def differs(numbers: Tensor, group: Group) -> bool:
-    """Returns whether any of these integers (n,) differs between ranks; the same on all of them."""
+    """Returns whether any of these integers (n,) differs between ranks.
+
+    All ranks get the same answer.
+    """
     if group.size == 1:
         return False
-    both = torch.stack((numbers, ~numbers))  # the largest, and the complement of the smallest
+    both = torch.stack((numbers, ~numbers))  # their maxima give the largest and the smallest number
     dist.all_reduce(both, dist.ReduceOp.MAX, group=group.handle)
     return bool((both[0] != ~both[1]).any())

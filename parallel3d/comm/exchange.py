@@ -1,7 +1,8 @@
-"""Exchange of small values between ranks as JSON: nothing that arrives from a rank is unpickled.
+"""Exchanges small values between ranks as JSON, so that nothing from another rank is unpickled.
 
-The JSON bytes travel as a uint8 tensor on the group's device (NCCL knows no other memory). Values
-come back in JSON's types: tuples become lists, keys strings. A handle of None is a group of one.
+The JSON bytes travel as a uint8 tensor on the group's device, because NCCL can use no other memory.
+Values come back in JSON's types: tuples become lists, and keys become strings. The handle None
+stands for a group of one rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from parallel3d.errors import UserError
 
 
 def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.device) -> list:
-    """Gathers a JSON value of every member, in the group's order; collective."""
+    """Gathers a JSON value from every member, in the group's order; collective."""
     encoded = _as_bytes(value)
     if handle is None:
         return [_value(encoded)]
@@ -37,7 +38,10 @@ def all_gather_json(value: Any, handle: dist.ProcessGroup | None, device: torch.
 def check_agreement(
     call: str, arguments: dict[str, Any], handle: dist.ProcessGroup | None, device: torch.device
 ) -> None:
-    """Raises the same UserError on every member if an argument of `call` differs; collective."""
+    """Raises the same UserError on every member if an argument of `call` differs between members.
+
+    The check is collective.
+    """
     mine = {key: repr(value) for key, value in arguments.items()}
     first, *others = all_gather_json(mine, handle, device)
     ranks = [0] if handle is None else dist.get_process_group_ranks(handle)
@@ -65,7 +69,11 @@ def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.d
 
 
 def messages(sizes: Sequence[int], most: int) -> Iterator[range]:
-    """Groups tensors of these sizes into messages of up to `most`; a larger one goes alone."""
+    """Groups consecutive tensors into messages, and yields the range of tensors in each message.
+
+    The sizes of a message's tensors add up to at most `most`; a larger tensor has a message of its
+    own.
+    """
     first, total = 0, 0
     for i, size in enumerate(sizes):
         if i > first and total + size > most:
@@ -77,12 +85,15 @@ def messages(sizes: Sequence[int], most: int) -> Iterator[range]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the dtype of this name, with or without "torch."."""
+    """Returns the dtype with this name, which may begin with "torch."."""
     return getattr(torch, name.removeprefix("torch."))
 
 
 def transfer(call: Callable, tensor: Tensor, peer: int, handle: dist.ProcessGroup) -> None:
-    """Sends or receives a tensor as a batch of one, which NCCL requires in larger groups."""
+    """Sends or receives a tensor with `call`, dist.isend or dist.irecv, and waits for the end.
+
+    The message is a batch of one, because NCCL requires batches in larger groups.
+    """
     for work in dist.batch_isend_irecv([dist.P2POp(call, tensor, peer, handle)]):
         work.wait()
 

@@ -1,4 +1,4 @@
-"""Ranks that communicate with each other, made here or by a user of torch.distributed."""
+"""Groups of ranks, which this package made or which a user made with torch.distributed."""
 
 from __future__ import annotations
 
@@ -22,36 +22,47 @@ EXTERNAL = "external"  # name of a group that this package did not make
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate along one dimension. `handle` is None for a group of one."""
+    """A group of ranks that communicate with each other.
+
+    Attributes:
+        index: this rank's index in `ranks`.
+        handle: the group of torch.distributed; None for a group of one rank.
+        shared: shared memory for the collectives of CPU ranks of one host, if there is any.
+        log: logs the operations, so that a hang can be diagnosed.
+        timer: times the collectives.
+        mirror: simulates the other ranks, to time one rank's share of a layer.
+    """
 
     name: str
     ranks: tuple[int, ...]
-    index: int  # this rank's index in `ranks`
+    index: int
     handle: dist.ProcessGroup | None
-    shared: SharedCollectives | None = field(default=None, compare=False)  # CPU ranks of one host
-    log: OperationLog | None = field(default=None, compare=False)  # read to diagnose a hang
-    timer: StepTimer | None = field(default=None, compare=False)  # times its collectives
-    mirror: MirroredPeers | None = field(default=None, compare=False)  # in place of the other ranks
+    shared: SharedCollectives | None = field(default=None, compare=False)
+    log: OperationLog | None = field(default=None, compare=False)
+    timer: StepTimer | None = field(default=None, compare=False)
+    mirror: MirroredPeers | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     def __deepcopy__(self, memo: dict) -> Group:
-        """Returns the group itself: the copy of a module communicates with the same ranks."""
+        """Returns the group itself, so that a module's copy communicates with the same ranks."""
         return self
 
 
-# The group of unsharded layers, built outside of any cluster.
+# The group of layers that are not sharded; it needs no torch.distributed.
 SINGLE = Group("single", (0,), 0, None)
 
 GroupLike = Group | dist.ProcessGroup | DeviceMesh | None
 
 
 def group_of(group: GroupLike) -> Group:
-    """Returns the `Group` of a process group, of a one-dimensional mesh, or of all ranks (None).
+    """Returns the `Group` that belongs to a process group, a one-dimensional mesh or None.
 
-    Raises UserError for something else, and if this rank is not in the group.
+    None stands for all ranks, or for this process alone if torch.distributed is not initialised.
+
+    Raises UserError if `group` is something else or does not contain this rank.
     """
     if isinstance(group, Group):
         return group
@@ -77,25 +88,29 @@ def group_of(group: GroupLike) -> Group:
     return Group(EXTERNAL, ranks, index, handle)
 
 
-# Typed access to the groups that are attached to a mesh, with their shared memory.
+# A mesh of this package has its groups attached, so that their shared memory is found through it.
 
 
 def set_groups_of_mesh(mesh: DeviceMesh, by_dim: dict[str, Group]) -> None:
+    """Attaches the groups of a mesh's dimensions to the mesh."""
     mesh.parallel3d_groups = by_dim  # type: ignore[attr-defined]
 
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
-    """Returns our group of a one-dimensional mesh; None if this package did not make the mesh."""
-    root = root_of_mesh(mesh)  # a slice knows the mesh that it was cut out of
+    """Returns the group that is attached to a one-dimensional mesh.
+
+    Returns None if this package did not make the mesh.
+    """
+    root = root_of_mesh(mesh)  # for a slice, the mesh from which it was sliced
     names = mesh.mesh_dim_names or ("",)
     by_dim: dict[str, Group] = getattr(root, "parallel3d_groups", {})
     return by_dim.get(names[0]) if len(names) == 1 else None
 
 
 def mesh_of_group(group: Group, device_type: str) -> DeviceMesh:
-    """Returns a one-dimensional mesh over a group of several ranks; not collective."""
+    """Returns a one-dimensional mesh over a group of several ranks. The call is not collective."""
     assert group.handle is not None
-    # PyTorch's caches, which outlive a group, confuse meshes with equal ranks and names, so the
-    # name includes the communicator's.
+    # PyTorch's caches outlive a group and confuse meshes with equal ranks and names. Therefore the
+    # name includes that of the communicator.
     name = f"{group.name}_{group.handle.group_name}"
     return DeviceMesh.from_group(group.handle, device_type, mesh_dim_names=(name,))

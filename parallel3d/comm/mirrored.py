@@ -1,7 +1,7 @@
-"""A group of one process that behaves like several, to measure one rank's share of a layer.
+"""Simulates a group of several ranks in one process, to time one rank's share of a layer.
 
-The peers hold what this rank holds, so a collective only copies: it has the shapes of a real group,
-and no time of a wire.
+All simulated ranks hold the same tensors as this rank, so a collective only copies: its result has
+the shape that it has in a real group, and no time is spent on a network.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Done:
-    """Handle of a collective that ended when it started."""
+    """The handle of a collective that ended before its call returned."""
 
     def wait(self) -> None:
         return None
@@ -22,7 +22,7 @@ class Done:
 
 @dataclass(frozen=True)
 class MirroredPeers:
-    """Does the collectives of rank 0 of a group of `size` ranks with equal tensors."""
+    """Performs the collectives of rank 0 in a group of `size` ranks with equal tensors."""
 
     size: int
 
@@ -52,10 +52,10 @@ class MirroredPeers:
     def all_to_all_uneven(
         self, tensor: Tensor, given: Sequence[int], out: Tensor, taken: Sequence[int]
     ) -> None:
-        """Receives what this rank sends to itself from each peer.
+        """Fills each peer's part of `out` with the bytes that this rank sends to itself.
 
-        On the way back each peer returns as much as it was sent. That differs from rank to rank,
-        and values do not matter for a time: the first bytes are repeated.
+        The parts may be longer, because the tokens that come back from a peer are as many as were
+        sent to it. Then bytes are repeated: the values do not matter for a measurement of time.
         """
         own = tensor[: given[0]]
         for part in out.split(list(taken)):

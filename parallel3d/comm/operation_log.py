@@ -1,7 +1,8 @@
-"""Log of a rank's communication, from which a hang is diagnosed afterwards.
+"""Logs a rank's communication, so that a hang can be diagnosed afterwards.
 
-An entry is a tuple appended to a list (under a microsecond per collective); nothing is written,
-sent or formatted until something is wrong. `faults/watchdog.py` reads the log of a rank that hangs.
+An entry is a tuple that is appended to a list, which takes less than a microsecond per collective.
+Nothing is written, sent or formatted until something is wrong. `faults/watchdog.py` reads the log
+of a rank that hangs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ class _Group(Protocol):
 
 
 class LoggedOperation(NamedTuple):
-    """One collective, or message to or from `peer`; `number` counts its group's on this rank."""
+    """One collective, or one message to or from another rank.
+
+    Attributes:
+        group: name of the group.
+        number: number of the operation among all operations of its group on this rank, from 1.
+        name: name of the collective, "send" or "receive".
+        peer: the other rank of a message; None for a collective.
+    """
 
     group: str
     number: int
@@ -37,12 +45,12 @@ class LoggedOperation(NamedTuple):
     peer: int | None = None
 
     def is_same_call(self, other: LoggedOperation) -> bool:
-        """Returns whether both are the same call, whatever their numbers."""
+        """Returns whether both operations are the same call, whatever their numbers."""
         return self._replace(number=0) == other._replace(number=0)
 
     @property
     def tensor(self) -> str:
-        """Returns type and shape: "float32[2,32]"."""
+        """The dtype and shape of the tensor, such as "float32[2,32]"."""
         return f"{self.dtype.removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
 
     def __str__(self) -> str:
@@ -53,9 +61,12 @@ class LoggedOperation(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """An operation that differs from the one in the same place of the phase's last run.
+    """The first operation of a phase that differs from the phase's previous run.
 
-    `now` is None if the phase ended without it; `after` is the operation that followed `was`.
+    Attributes:
+        now: the operation of this run; None if the phase ended without it.
+        was: the operation in the same place of the previous run.
+        after: the operation that followed `was` in the previous run; None if there was none.
     """
 
     now: LoggedOperation | None
@@ -64,7 +75,7 @@ class Divergence(NamedTuple):
 
     @property
     def is_other_tensor(self) -> bool:
-        """Returns whether it is the same call with another tensor, not a call that was left out."""
+        """Whether the same call was made with another tensor, and no call was left out."""
         now, was = self.now, self.was
         if now is None or (self.after is not None and now.is_same_call(self.after)):
             return False
@@ -79,13 +90,14 @@ class Divergence(NamedTuple):
 
 
 class OperationLog:
-    """Operations of one rank in all of its groups, since the last phase boundary and before.
+    """The operations of one rank in all of its groups, in the current phase and recent ones.
 
     Attributes:
-        progress: grows whenever an operation starts or ends, and at every boundary.
-        waiting: the entry of the operation that the host waits for, None while it computes.
-        newest: group → its newest entry.
-        ranks: name of each group that communicated → its ranks.
+        progress: a counter that grows whenever an operation starts or a wait for an operation ends,
+            and at every phase boundary.
+        waiting: the entry of the operation that the host waits for; None while it computes.
+        newest: name of a group → its newest entry.
+        ranks: name of each group that has communicated → its ranks.
     """
 
     def __init__(self) -> None:
@@ -96,13 +108,14 @@ class OperationLog:
         self.newest: dict[str, LoggedOperation] = {}
         self._notes: list[LoggedOperation] = []
         self._phase = ""
-        self._previous: dict[str, list[LoggedOperation]] = {}  # phase → its entries at its last run
-        # The latest phases, newest first, each with the entries of its preceding run: a step, and
-        # possibly an evaluation or a health check between two steps.
+        self._previous: dict[str, list[LoggedOperation]] = {}  # phase → entries of its last run
+        # The entries of the latest phases, newest first, each with the entries of the same phase's
+        # previous run. Three phases are enough for a step and for an evaluation or a health check
+        # between two steps.
         self._closed: deque[tuple[list[LoggedOperation], list[LoggedOperation]]] = deque(maxlen=3)
 
     def boundary(self, phase: str) -> None:
-        """Begins a phase ("train step", "evaluation") that has the same operations every time."""
+        """Begins a phase, such as "train step", which has the same operations in every run."""
         self._closed.appendleft((self._notes, self._previous.get(self._phase, [])))
         self._previous[self._phase] = self._notes
         self._notes = []
@@ -125,14 +138,19 @@ class OperationLog:
         return note
 
     def latest(self, count: int) -> list[LoggedOperation]:
-        """Returns the newest entries of each group and of this phase, and the one that the host
-        waits for."""
+        """Returns the newest entry of each group and the `count` newest entries of this phase.
+
+        The entry of the operation that the host waits for is included too.
+        """
         notes = [*self.newest.values(), *self._notes[-count:]]
         notes += [] if self.waiting is None else [self.waiting]
         return list(dict.fromkeys(notes))
 
     def divergence(self) -> Divergence | None:
-        """Returns where this phase, or a recent one, deviated from its usual operations."""
+        """Returns the first operation in which this phase differs from its previous run.
+
+        If this phase does not differ, recent phases are compared too. Returns None if none differs.
+        """
         previous = self._previous.get(self._phase, [])
         found = _first_difference(list(self._notes), previous, is_over=False)
         for notes, before in tuple(self._closed):
@@ -153,7 +171,7 @@ def _first_difference(
 
 
 class LoggedWork:
-    """Handle of an operation whose wait is logged."""
+    """The handle of an operation whose `wait` is logged."""
 
     __slots__ = ("log", "note", "work")
 
@@ -163,7 +181,7 @@ class LoggedWork:
         self.work = work
 
     def wait(self) -> None:
-        """Waits; if that raises, `log.waiting` still names the operation."""
+        """Waits for the operation. After an exception `log.waiting` still names the operation."""
         log = self.log
         outer = log.waiting
         log.waiting = self.note
@@ -174,10 +192,11 @@ class LoggedWork:
 
 @contextmanager
 def blocking(group: _Group) -> Iterator[None]:
-    """Logs that the host waits for `group`'s newest operation while it reads a device value.
+    """Logs that the host waits for `group`'s newest operation while it reads a value of the device.
 
-    The wait for a handle of NCCL only orders streams: this is where a host finds that a rank is
-    missing. An error clears the entry, because on a device it may come from any earlier work.
+    With NCCL the `wait` of a handle only orders streams, so a host notices a missing rank when it
+    reads a value. After an exception `log.waiting` is reset, because on a device the exception may
+    come from any earlier work.
     """
     log = group.log
     note = None if log is None else log.newest.get(group.name)
@@ -196,13 +215,15 @@ def blocking(group: _Group) -> Iterator[None]:
 def logged(
     group: _Group, name: str, tensor: Tensor, start: Callable[[], Any], peer: int | None = None
 ) -> Any:
-    """Starts an operation, or a message to or from `peer`; logs it and its wait if the group has a
-    log."""
+    """Starts an operation and returns its handle; logs its start and wait if the group has a log.
+
+    `peer` is the other rank of a message, and None for a collective.
+    """
     log = group.log
     if log is None:
         return start()
     note = log.start(group, name, tensor, peer)
-    # Some operations block when they start.
+    # Some operations already block when they start.
     outer = log.waiting
     log.waiting = note
     work = start()

@@ -1,4 +1,4 @@
-"""A rank's communication groups, created from a `Layout` and held by a `DeviceMesh`."""
+"""Creates a rank's communication groups for a `Layout`, and a `DeviceMesh` over them."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ if TYPE_CHECKING:
     from parallel3d.private_names import Backend
 
 
-DEFAULTS = (False, ())  # `nccl_settings` of a group without settings
-BACKWARD = "pp_backward"  # the group of a pipeline's gradients
-GLOO_ON = "gloo_on"  # gloo on a chosen interface; torch's own gloo backend ignores its options
+DEFAULTS = (False, ())  # result of `nccl_settings` for a kind of group without settings
+BACKWARD = "pp_backward"  # kind of the group through which a pipeline's gradients travel
+# A backend: gloo on a chosen interface. torch's own gloo backend ignores this option.
+GLOO_ON = "gloo_on"
 
-# Groups with enough bytes for an interface of their own; the others carry a few numbers per step
-# and cross rails, so they stay on the interface of the rendezvous.
+# Kinds of groups that carry enough bytes for an interface of their own. The other groups carry a
+# few numbers per step and cross rails, so they use the interface of the rendezvous.
 DATA_KINDS = (
     *("tp", "cp", "dp", "dp_cp", "dp_inner", "dp_outer", "ep", "edp", "pp", BACKWARD, "embedding"),
 )
@@ -57,27 +58,27 @@ CPU = torch.device("cpu")
 class ProcessGroups:
     """The groups of one rank.
 
-    There are six kinds, whatever the world size, and two more for each of two levels of dp, context
-    parallelism and experts.
-
-    tp, cp, dp, pp  along one dimension
-    dp_cp        dp × cp: the ranks with equal parameters, over which gradients are summed and
-                 ZeRO shards; with cp = 1 it is dp
-    pp_backward  the ranks of pp, for the gradients that travel back (see `pipeline.p2p`): on NCCL a
-                 communicator of its own, elsewhere the same group
-    embedding    the first and the last stage of a pipeline (tied embeddings)
-    world        all ranks (loss and gradient norm)
-    dp_inner     hierarchical all-reduce: members of dp_cp in one NVLink domain;
-                 HSDP (ddp.shard_size): members that shard one copy of the model
-    dp_outer     one member of each domain; HSDP: the replicas
-    ep           ranks of a stage that hold each expert once, and exchange tokens
-    edp          ranks with the same experts, over which gradients of experts are summed
-    device       the device on which this rank communicates
+    Attributes:
+        tp, cp, dp, pp: the ranks along one dimension of the layout.
+        dp_cp: the ranks along dp and cp, which have equal parameters. Gradients are summed over
+            them, and ZeRO shards over them. With cp = 1 it is dp.
+        pp_backward: the ranks of pp, for the gradients that travel back (see `pipeline.p2p`). On
+            NCCL it has a communicator of its own, elsewhere it is the same group.
+        embedding: the first and the last stage of a pipeline, for tied embeddings.
+        world: all ranks, for the loss and the gradient norm.
+        dp_inner: with a hierarchical all-reduce the members of dp_cp in one NVLink domain; with
+            HSDP (ddp.shard_size) the members that shard one copy of the model.
+        dp_outer: with a hierarchical all-reduce one member of each domain; with HSDP the ranks that
+            hold the same shard.
+        ep: the ranks of a stage that together hold each expert once, and exchange tokens.
+        edp: the ranks with the same experts, over which the gradients of experts are summed.
+        device: the device on which this rank communicates.
+        maker: creates the groups and the mesh; None if there is no world of torch.distributed.
     """
 
     layout: Layout
     rank: int
-    # In order of creation, which is the same on all ranks.
+    # These are in the order of their creation, which is the same on all ranks.
     tp: Group = SINGLE
     cp: Group = SINGLE
     dp: Group = SINGLE
@@ -91,19 +92,20 @@ class ProcessGroups:
     ep: Group = SINGLE
     edp: Group = SINGLE
     device: torch.device = CPU
-    maker: GroupMaker | None = None  # None without an initialised world
+    maker: GroupMaker | None = None
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The grid of all ranks, with dimensions pp, dp and tp: `groups.mesh["tp"]`.
+        """The mesh of all ranks with the dimensions pp, dp and tp, as in `groups.mesh["tp"]`.
 
-        With context parallelism it has cp too, between dp and tp.
+        With context parallelism it also has cp, between dp and tp.
 
-        It serves FSDP2, DTensor, DCP and the parts of this library. Its communicators are those of
-        the groups. Dimensions of size 1 share another one, of this rank alone, which is made when
-        the mesh is first used: on NCCL that is collective over the world.
+        The mesh can be given to FSDP2, DTensor, DCP and the parts of this library. Its
+        communicators are those of the groups. Dimensions of size 1 share one of this rank alone,
+        which is made when the mesh is first used; on NCCL this first use is collective over the
+        world.
 
-        Raises UserError for groups without a world.
+        Raises UserError if the groups have no world.
         """
         if self.maker is None:
             raise UserError(
@@ -116,11 +118,11 @@ class ProcessGroups:
         return self.maker.mesh(self.layout, dims)
 
     def mesh_of(self, group: Group) -> DeviceMesh:
-        """Returns a one-dimensional mesh over one of these groups, also over a group of one.
+        """Returns a one-dimensional mesh over one of these groups, which may have only one rank.
 
-        On NCCL the first mesh of a group of one is collective over the world.
+        On NCCL the first call for a group of one rank is collective over the world.
         """
-        assert self.maker is not None  # meshes are of ranks of a world
+        assert self.maker is not None  # a mesh needs a world
         handle = group.handle or self.maker.group_alone()
         assert handle is not None
         return mesh_of_group(replace(group, handle=handle), self.device.type)
@@ -139,7 +141,10 @@ class ProcessGroups:
 
     @classmethod
     def of_run(cls, config: Config, device: str, placement: RankMapping | None) -> ProcessGroups:
-        """Creates the groups of a run's layout on this rank, as configured; collective."""
+        """Creates the groups of a run's layout on this rank, as configured; collective.
+
+        `placement` maps the ranks to the GPUs of the cluster; None if no cluster is known.
+        """
         device_type = device.split(":")[0]
         interfaces = None
         if device_type == "cpu":
@@ -164,16 +169,16 @@ class ProcessGroups:
     ) -> ProcessGroups:
         """Creates the groups; collective over the world, which must be initialised.
 
-        Every rank creates every kind of group in the same order.
+        Every rank creates all kinds of groups in the same order.
 
         Args:
-            launch: shared memory and NCCL's settings; its defaults if None.
-            interfaces: network interfaces of gloo's groups; the system's choice if None.
-            levels: inner and outer groups of dp_cp (`groups.two_levels`); None: one level.
+            launch: settings of shared memory and NCCL; None takes the defaults.
+            interfaces: network interfaces of gloo's groups; None leaves the choice to the system.
+            levels: inner and outer groups of dp_cp (see `groups.two_levels`); None for one level.
 
         Raises:
-            ValueError: the world size is not the layout's.
-            UserError: an interface or NCCL setting does not exist.
+            ValueError: the world's size is not that of the layout.
+            UserError: an interface or an NCCL setting does not exist.
         """
         world = dist.get_world_size()
         if world != layout.world_size:
@@ -192,7 +197,7 @@ class ProcessGroups:
             wanted |= {kind: layout.groups(kind) for kind in EXPERT_DIMENSIONS}
         made = {kind: maker.group(kind, ranks) for kind, ranks in wanted.items()}
         if device_type == "cpu" and maker.launch.shared_memory:
-            # With cp, dp only sums a few numbers.
+            # With cp > 1, dp only sums a few numbers and needs no shared memory.
             for kind in ("tp", "cp", "dp") if layout.cp == 1 else ("tp", "cp", "dp_cp"):
                 made[kind] = _with_shared_memory(made[kind], timeout_s)
             for kind in EXPERT_DIMENSIONS if layout.ep else ():
@@ -203,13 +208,19 @@ class ProcessGroups:
 
     @classmethod
     def single(cls) -> ProcessGroups:
-        """Returns groups of one: the whole model on this process, whatever world exists."""
+        """Returns groups of one rank each, for a whole model in this process.
+
+        A world of torch.distributed is not used, even if there is one.
+        """
         return cls(Layout(), 0)
 
     def observed(
         self, timer: StepTimer | None = None, log: OperationLog | None = None
     ) -> ProcessGroups:
-        """Returns the same groups, timed or logged."""
+        """Returns the same groups, whose operations `timer` times and `log` logs.
+
+        None keeps the present timer or log.
+        """
 
         def changed(group: Group) -> Group:
             return replace(group, timer=timer or group.timer, log=log or group.log)
@@ -221,13 +232,13 @@ class ProcessGroups:
         return {name: value for name, value in vars(self).items() if isinstance(value, Group)}
 
     def close(self) -> None:
-        """Destroys the groups that `create` made; the world stays with its creator."""
+        """Destroys the groups that `create` made, but not the world, which others initialised."""
         groups = self._groups().values()
         for group in groups:
             if group.shared is not None:
                 group.shared.memory.close()
-        # In order of creation, the same on all ranks: NCCL's members destroy a communicator
-        # together, and ranks that took two of them in different orders would deadlock.
+        # All ranks destroy the groups in the order of their creation: the members of an NCCL
+        # communicator destroy it together, and would deadlock if their orders differed.
         handles = [group.handle for group in groups]
         if self.maker is not None:
             handles.append(self.maker.alone)
@@ -237,10 +248,10 @@ class ProcessGroups:
 
 
 def shards_and_replicas(layout: Layout, shard_size: int) -> tuple[Ranks, Ranks] | None:
-    """Returns inner and outer groups of dp_cp for HSDP (Zhao et al. 2023 §3.2.2).
+    """Returns the inner and outer groups of dp_cp for HSDP (Zhao et al. 2023, §3.2.2).
 
-    A copy of the model is sharded over `shard_size` consecutive members, which are the closest in
-    the default order, and replicated over the rest. Returns None if one copy takes all members.
+    Each copy of the model is sharded over `shard_size` consecutive members, which are the closest
+    ones in the default order of ranks. Returns None if there is only one copy, over all members.
     """
     if shard_size == layout.dp_cp:
         return None
@@ -261,13 +272,14 @@ def _with_shared_memory(group: Group, timeout_s: float) -> Group:
 
 @dataclass
 class GroupMaker:
-    """Creates the groups of each kind; kinds with equal ranks and equal settings share one.
+    """Creates the groups of each kind; kinds with equal ranks and equal settings share groups.
 
     Attributes:
-        splits: the world's backend if it can split (NCCL), else None (gloo).
-        made: (settings, ranks) of groups → this rank's group.
+        splits: the world's backend if it can split groups (NCCL), else None (gloo).
+        made: (settings, ranks of all groups of a kind) → this rank's group.
         alone: the group of this rank alone, for a mesh's dimensions of size 1; None until it is
             made.
+        whole_mesh: the mesh of all ranks; None until it is made.
     """
 
     device: torch.device
@@ -281,13 +293,15 @@ class GroupMaker:
 
     def __post_init__(self) -> None:
         if accelerator.is_accelerator(self.device):
-            assert dist.group.WORLD is not None  # initialised before the groups
+            assert dist.group.WORLD is not None  # the world is initialised before the groups
             backend = backend_for(dist.group.WORLD, self.device)
             self.splits = backend if backend.supports_splitting else None
 
     def group(self, kind: str, all_ranks: Ranks) -> Group:
-        """Returns this rank's group among `all_ranks`, a list that is the same on every rank of the
-        world."""
+        """Returns this rank's group of a kind.
+
+        `all_ranks` has the ranks of all groups of this kind, equal on every rank of the world.
+        """
         rank = dist.get_rank()
         mine = next((ranks for ranks in all_ranks if rank in ranks), [rank])
         handle = None
@@ -298,7 +312,7 @@ class GroupMaker:
     def _reuse_or_make(
         self, kind: str, all_ranks: Ranks, mine: list[int]
     ) -> dist.ProcessGroup | None:
-        """Returns a group of these ranks that `kind` can share with another kind, or a new one."""
+        """Returns this rank's group of a kind, which may be shared with another kind or new."""
         wants, ranks = self._settings(kind), tuple(map(tuple, all_ranks))
         if wants is None and len(all_ranks[0]) == dist.get_world_size():
             return dist.group.WORLD  # the same ranks in the same order need no second group
@@ -309,25 +323,30 @@ class GroupMaker:
         return made
 
     def _settings(self, kind: str) -> Hashable:
-        """Returns the settings for which a kind cannot share a group of the same ranks; None: it
-        can share."""
+        """Returns the settings that a kind's groups must have.
+
+        Returns None if the kind can share any group of the same ranks.
+        """
         if self.splits is not None:
             settings = nccl_settings(kind, self.launch)
-            # These run next to operations of the same ranks: gradients are sent back, and are
-            # reduced while cp gathers keys.
+            # These kinds communicate at the same time as other kinds of the same ranks: gradients
+            # travel back next to activations, and are reduced while cp gathers keys.
             if kind in (BACKWARD, "dp_cp", "edp"):
                 return kind, settings
             return None if settings == DEFAULTS else settings
-        # Kinds with interfaces of their own are separate from the world's group.
+        # Kinds with an interface of their own cannot share the world's group.
         return GLOO_ON if self.interfaces is not None and kind in DATA_KINDS else None
 
     def make(self, kind: str, all_ranks: Ranks, mine: list[int]) -> dist.ProcessGroup | None:
-        """Creates the same groups of a kind on every rank; returns this rank's group, `mine`."""
+        """Creates all groups of a kind on every rank, and returns this rank's group.
+
+        `mine` has the ranks of this rank's group.
+        """
         if self.splits is not None:
-            # A split makes all groups of a kind at once; created one by one, each group would cost
-            # every rank of the world a collective call.
+            # A split makes all groups of a kind at once. If they were created one by one, every
+            # rank of the world would have to take part in the creation of each group.
             options = nccl_options(kind, self.launch, self.timeout, self.splits)
-            # torch's annotations allow for the value that ranks outside of all groups get.
+            # By torch's annotations the result may be None, which only ranks without a group get.
             made: Any = dist.split_group(
                 split_ranks=all_ranks, timeout=self.timeout, group_desc=kind, pg_options=options
             )
@@ -343,10 +362,10 @@ class GroupMaker:
         return subgroups[0]  # the group of this rank
 
     def mesh(self, layout: Layout, by_dim: dict[str, Group]) -> DeviceMesh:
-        """Makes the mesh of these groups when it is first used."""
+        """Returns the mesh of these groups, which is made at the first call."""
         if self.whole_mesh is None:
             handles = [h for g in by_dim.values() if (h := g.handle or self.group_alone())]
-            # Explicit ranks, so that FSDP2, DTensor and DCP see the same placement.
+            # The ranks are given so that FSDP2, DTensor and DCP see the layout's placement.
             sizes, strides = zip(*((layout.size(d), layout.stride(d)) for d in by_dim), strict=True)
             grid = torch.arange(layout.world_size).as_strided(sizes, strides).contiguous()
             self.whole_mesh = DeviceMesh.from_group(
@@ -356,8 +375,10 @@ class GroupMaker:
         return self.whole_mesh
 
     def group_alone(self) -> dist.ProcessGroup | None:
-        """Returns a group of this rank alone, made when it is first used; with NCCL that is
-        collective over the world."""
+        """Returns a group of this rank alone, which is made at the first call.
+
+        On NCCL the first call is collective over the world.
+        """
         rank, world = dist.get_rank(), dist.get_world_size()
         if world == 1:
             return dist.group.WORLD
@@ -373,17 +394,22 @@ class GroupMaker:
 
 # Options of a group's backend
 #
-# A high-priority stream lets short kernels that others wait for (tensor groups, stage messages)
-# overtake long ones (gradient buckets); a bound on CTAs leaves multiprocessors to the computation
-# that a reduction overlaps with.
+# With a high-priority stream, short kernels for which computations wait (of tensor groups, and
+# messages between stages) overtake long ones (gradient buckets). A bound on CTAs leaves
+# multiprocessors to the computation with which a reduction overlaps.
 
 
 @dataclass(frozen=True)
 class Interfaces:
-    """Network interfaces by kind of group: within one NVLink domain, or across domains.
+    """The network interfaces of gloo's groups.
 
-    `nvlink` and `rail` are names or globs, None for the system's choice. If a glob matches several,
-    a GPU takes the one on its own rail.
+    If a glob matches several interfaces, a GPU takes the one on its own rail.
+
+    Attributes:
+        placement: maps the ranks to the GPUs of the cluster.
+        nvlink: name or glob of the interface for groups within one NVLink domain; None leaves the
+            choice to the system.
+        rail: the same for groups that span several domains.
     """
 
     placement: RankMapping
@@ -392,7 +418,7 @@ class Interfaces:
 
     @classmethod
     def of_run(cls, cluster: ClusterConfig, placement: RankMapping | None) -> Interfaces | None:
-        """Returns the configured interfaces; None if the choice is left to the system."""
+        """Returns the configured interfaces, or None if the choice is left to the system."""
         if placement is None or not (cluster.nvlink_interface or cluster.rail_interface):
             return None
         return cls(placement, cluster.nvlink_interface, cluster.rail_interface)
@@ -405,12 +431,16 @@ class Interfaces:
                 self.of_group(ranks, rank)
 
     def of_group(self, ranks: Sequence[int], rank: int) -> str | None:
-        """Returns the interface of member `rank` of a group, or None. Raises UserError."""
+        """Returns the interface of rank `rank` for a group, or None for the system's choice.
+
+        Raises UserError if this host has no such interface.
+        """
         cluster, slots = self.placement.cluster, self.placement.slots
         members = slots[list(ranks)]
         inside = np.unique(cluster.domain[members]).size == 1
         key, pattern = ("nvlink", self.nvlink) if inside else ("rail", self.rail)
-        # Without a spine nothing joins the rails: such a group uses the world's interface.
+        # Without a spine no switch joins the rails, so a group over several rails uses the world's
+        # interface.
         is_joined = (
             inside or cluster.oversubscription or np.unique(cluster.rail_of[members]).size == 1
         )
@@ -427,6 +457,7 @@ class Interfaces:
 
 
 def gloo_on(interface: str, timeout: datetime.timedelta) -> Any:
+    """Returns options for a group with the backend GLOO_ON, which uses this interface."""
     if not hasattr(dist.Backend, GLOO_ON.upper()):  # torch registers it once per process
         dist.Backend.register_backend(GLOO_ON, _create_gloo, extended_api=True, devices=["cpu"])
     from parallel3d.private_names import GlooOptions
@@ -444,9 +475,9 @@ def _create_gloo(asked: Any, options: Any) -> dist.ProcessGroupGloo:
 def nccl_options(
     kind: str, launch: LaunchConfig, timeout: datetime.timedelta, backend: Backend
 ) -> Any:
-    """Returns options of the world's class for groups of `kind` that are split from its `backend`.
+    """Returns the options of groups of `kind` that are split from the world's `backend`.
 
-    Raises UserError for fields of ncclConfig_t that this torch lacks.
+    Raises UserError for a field of ncclConfig_t that this version of torch lacks.
     """
     options_class: Any = type(backend.options)
     options = options_class()
@@ -463,7 +494,10 @@ def nccl_options(
 
 
 def nccl_settings(kind: str, launch: LaunchConfig) -> tuple[bool, tuple[tuple[str, int], ...]]:
-    """Returns (high-priority stream, fields of ncclConfig_t) for a kind of group."""
+    """Returns the NCCL settings for a kind of group.
+
+    The result is (whether the stream has high priority, fields of ncclConfig_t with their values).
+    """
     data = dict.fromkeys(("dp_cp", "dp_inner", "dp_outer", "edp"), "dp")
     kind = (data | {BACKWARD: "pp"}).get(kind, kind)
     settings = parse_nccl_settings(launch.nccl_settings)

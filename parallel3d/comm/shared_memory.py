@@ -1,12 +1,13 @@
-"""Shared memory and collectives between CPU ranks of one host.
+"""Provides memory that CPU ranks of one host share, and collectives that use it.
 
-gloo moves tensors between processes of one machine through TCP: at 512 KiB between two ranks that
-costs a millisecond or more, most of it waking threads. Here ranks read each other's memory.
+gloo sends tensors between processes of one machine through TCP. For 512 KiB between two ranks this
+takes a millisecond or more, most of it to wake threads. Here ranks read each other's memory.
 
-POSIX semaphores order memory accesses on every processor, let a waiting rank sleep, and can time
-out. Each rank holds a lock on its byte of the file, which the kernel drops with the process: a
-waiting rank tests it once a second, so a dead peer is noticed and named. The file has no name in
-any folder (peers open it through /proc), so nothing is left behind, however a rank ends.
+POSIX semaphores order memory accesses on every processor, let a waiting rank sleep, and support
+timeouts. Each rank locks one byte of the shared file, and the kernel releases the lock when the
+process ends. A waiting rank tests its peer's lock once a second, so that a dead peer is noticed and
+named in the error. The file has no name in any folder, because peers open it through /proc; so
+nothing is left behind, however a rank ends.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from parallel3d.comm.exchange import all_gather_json
 from parallel3d.host.quotas import available_cores
 
 CPU = torch.device("cpu")
-SEMAPHORE_BYTES = 64  # a sem_t has 32 on Linux; one cache line each
-LOOK_S = 1.0  # a sleeping rank tests at this interval whether its peer lives
-# Peers that compute the same arrive together, so a rank spins before it sleeps. It does not if
-# ranks outnumber the cores: spinning would only keep a core from the peer.
+SEMAPHORE_BYTES = 64  # a cache line for each semaphore; a sem_t has 32 bytes on Linux
+LOOK_S = 1.0  # interval at which a sleeping rank tests whether its peer is alive
+# Peers with equal work arrive almost together, so a rank spins for this time before it sleeps. It
+# does not spin if there are more ranks than cores, as it would only keep the peer from running.
 SPIN_S = 100e-6
 
 
@@ -50,7 +51,10 @@ def _libc() -> ctypes.CDLL:
 
 
 def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any], int]]:
-    """Returns a clock (monotonic where libc has it) and a wait until one of its times."""
+    """Returns a clock and a function that waits for a semaphore until a time of this clock.
+
+    The clock is monotonic if libc supports that.
+    """
     monotonic = time.CLOCK_MONOTONIC
     if hasattr(libc, "sem_clockwait"):
         return monotonic, lambda semaphore, limit: libc.sem_clockwait(semaphore, monotonic, limit)
@@ -59,10 +63,19 @@ def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any]
 
 @dataclass
 class SharedMemory:
-    """Signals and bytes (`data`, uint8) shared by a group's ranks; see `open_shared_memory`.
+    """Signals and bytes that the ranks of a group share; `open_shared_memory` creates them.
 
-    Each kind of signal has a semaphore for every pair of ranks: with one for all peers, two posts
-    of a fast peer would look like one post from each of two peers.
+    Each kind of signal has a semaphore for every ordered pair of ranks. If a rank had one semaphore
+    for all peers, two signals of a fast peer would look like one signal from each of two peers.
+
+    Attributes:
+        index, size: this rank's index in the group, and the group's size.
+        descriptor: file descriptor of the memory; -1 after `close`.
+        kinds: number of kinds of signals.
+        length: bytes of the file.
+        timeout_s: seconds after which a wait raises TimeoutError.
+        spin_s: seconds for which a waiting rank spins before it sleeps.
+        data: the shared bytes, a uint8 tensor.
     """
 
     index: int
@@ -75,12 +88,13 @@ class SharedMemory:
     libc: ctypes.CDLL = field(default_factory=_libc)
 
     def __post_init__(self) -> None:
-        memory = mmap.mmap(self.descriptor, self.length)  # lives as long as a tensor in it
+        memory = mmap.mmap(self.descriptor, self.length)  # stays mapped while a tensor uses it
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         address = everything.data_ptr()
         self.data = everything[_semaphore_area(self.kinds * self.size**2) :]
         self.clock, self.wait_until = _wait_until(self.libc)
-        # One for each [kind][source][target]; the source posts it, and the target waits for it.
+        # The memory has a semaphore for each [kind][source][target]. The source posts it, and the
+        # target waits for it.
         places = product(range(self.kinds), range(self.size), range(self.size))
         self.semaphores = {
             place: ctypes.c_void_p(address + number * SEMAPHORE_BYTES)
@@ -89,20 +103,23 @@ class SharedMemory:
         }
 
     def close(self) -> None:
-        """Closes the file, and so drops the lock that shows peers that this rank is alive."""
+        """Closes the file and so releases the lock by which peers see that this rank is alive."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def __del__(self) -> None:
-        self.close()  # an open file keeps its memory
+        self.close()  # an open file would keep the memory allocated
 
     def post(self, peer: int, kind: int = 0) -> None:
-        """Signals member `peer`."""
+        """Sends a signal to member `peer`."""
         self.libc.sem_post(self.semaphores[kind, self.index, peer])
 
     def wait(self, peer: int, kind: int = 0) -> None:
-        """Takes one signal from member `peer`. Raises ConnectionError, TimeoutError."""
+        """Waits for one signal from member `peer` and takes it.
+
+        Raises ConnectionError if the peer has ended, and TimeoutError after `timeout_s`.
+        """
         semaphore = self.semaphores[kind, peer, self.index]
         start = time.perf_counter()
         while self.libc.sem_trywait(semaphore) != 0:
@@ -120,7 +137,7 @@ class SharedMemory:
                 )
 
     def _sleep(self, semaphore: ctypes.c_void_p, seconds: float) -> bool:
-        """Returns whether the semaphore was posted within `seconds`."""
+        """Waits for up to `seconds`, and returns whether the semaphore was posted."""
         deadline = time.clock_gettime(self.clock) + seconds
         limit = _Timespec(int(deadline), int(deadline % 1 * 1e9))
         if self.wait_until(semaphore, ctypes.byref(limit)) == 0:
@@ -140,7 +157,7 @@ class SharedMemory:
 
 
 def _semaphore_area(semaphores: int) -> int:
-    """Returns the bytes before the data, whole pages."""
+    """Returns the number of bytes before the data: enough whole pages for the semaphores."""
     page = mmap.PAGESIZE
     return (semaphores * SEMAPHORE_BYTES + page - 1) // page * page
 
@@ -153,11 +170,11 @@ def open_shared_memory(
     timeout_s: float,
     signals: Sequence[int] = (0,),
 ) -> SharedMemory | None:
-    """Creates memory shared by the group's ranks; None if they cannot share any; collective.
+    """Creates memory that all ranks of a group share, or returns None if they cannot share any.
 
-    The first rank creates a file, which the others open through that rank's /proc entry. They
-    cannot in a container with its own PID namespace, and do not try if host names differ.
-    `signals`: for each kind of signal, the initial value of its semaphores.
+    The call is collective. The first rank creates a file, which the others open through that rank's
+    /proc entry. This fails in a container with its own PID namespace, and is not tried if host
+    names differ. `signals` has the initial value of the semaphores for each kind of signal.
     """
     semaphores = [initial for initial in signals for _ in range(size**2)]
     length = _semaphore_area(len(semaphores)) + data_bytes
@@ -179,13 +196,17 @@ def open_shared_memory(
 
 
 def _create(length: int, semaphores: Sequence[int]) -> int:
-    """Creates a file of `length` bytes with its semaphores; -1 without enough memory or without
-    Linux."""
+    """Creates a file of `length` bytes that begins with semaphores; returns its descriptor.
+
+    Returns -1 if there is too little memory, or if the system is not Linux.
+    """
     if not hasattr(os, "memfd_create"):
         return -1
     descriptor = os.memfd_create("parallel3d")
     try:
-        os.posix_fallocate(descriptor, 0, length)  # fails here instead of by a SIGBUS later
+        os.posix_fallocate(
+            descriptor, 0, length
+        )  # raises here if memory is short, which would otherwise cause a SIGBUS later
     except OSError:
         os.close(descriptor)
         return -1
@@ -205,8 +226,10 @@ def _identity(descriptor: int) -> list[int]:
 
 
 def _attach(path: str, identity: list[int]) -> int:
-    """Opens the first rank's file; -1 if this rank cannot see it, or sees another file in its
-    place."""
+    """Opens the first rank's file and returns its descriptor.
+
+    Returns -1 if this rank cannot open the path, or if another file is there.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -221,16 +244,17 @@ def _attach(path: str, identity: list[int]) -> int:
 
 SLOT_BYTES = 4 << 20
 NUMBER_BYTES = ctypes.sizeof(ctypes.c_int64)
-CHUNK_BYTES = 1 << 20  # size of a chunk, which stays in a core's cache between its two passes
+CHUNK_BYTES = 1 << 20  # a chunk stays in a core's cache between its write and its reads
 SLOTS = 2
 MOST_VIEWS = 256  # maximum number of cached views
 
-# Writes a result from the ranks' contributions, each (n,), in rank order.
+# A function that computes `out` from the contributions of all ranks, in rank order, each (n,), and
+# this rank's index.
 Finish = Callable[[Tensor, list[Tensor], int], None]
 
 
 def _sum(out: Tensor, parts: list[Tensor], index: int) -> None:
-    """Adds in rank order: bit-identical on every rank."""
+    """Adds the contributions in rank order, so that all ranks get bit-identical sums."""
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)
@@ -247,21 +271,23 @@ def _shift(out: Tensor, parts: list[Tensor], index: int) -> None:
 
 @dataclass
 class SharedCollectives:
-    """Collectives of one group on one of its ranks, on contiguous tensors of any size.
+    """Collectives of a group of CPU ranks, for contiguous tensors of any size.
 
-    A collective writes the rank's tensor into one of its two slots, posts a semaphore to each peer,
-    waits for their signals and reads their slots. Operations alternate between the slots, and a
-    rank starts its next operation only after it has read all peers' slots of the last one. So a
-    peer's signal for operation n + 1 also says that this peer is done with operation n, whose slot
-    may then take operation n + 2: no second signal is needed.
+    In an operation a rank writes its tensor into one of its two slots, signals every peer, waits
+    for the signals of all peers and reads their slots. Successive operations alternate between the
+    slots, and a rank starts an operation only after it has read all peers' slots of the previous
+    one. Thus a peer's signal for operation n + 1 also says that the peer has finished operation n.
+    The slots of operation n are then free for operation n + 2 without a second signal.
 
-    Several may be in flight. A tensor that fits into a slot is written at once, unless the previous
-    one has not yet been read; others go through in chunks, one operation each, when they are waited
-    for.
+    Several collectives may be in flight. A tensor that fits into a slot is written at once, unless
+    the previous operation is still unread. All other tensors are exchanged in chunks, with one
+    operation per chunk, when their handle is waited for.
 
     Attributes:
-        unread: the operation that has been written and must be read before the next one is written.
-        views: the slots as tensors; making a view costs as much as a small sum.
+        operations: number of operations so far.
+        unread: the operation that has been written and must be read before the next one is written;
+            None if there is none.
+        views: cached views of the slots, because making a view takes as long as a small sum.
     """
 
     memory: SharedMemory
@@ -273,14 +299,17 @@ class SharedCollectives:
     def open(
         cls, handle: dist.ProcessGroup, index: int, size: int, timeout_s: float
     ) -> SharedCollectives | None:
-        """Opens the group's shared memory; None if the ranks cannot share any; collective."""
+        """Opens shared memory for a group, or returns None if the ranks cannot share any.
+
+        The call is collective.
+        """
         data = size * SLOTS * (SLOT_BYTES + NUMBER_BYTES)
         memory = open_shared_memory(handle, index, size, data, timeout_s)
         return None if memory is None else cls(memory)
 
     def __post_init__(self) -> None:
-        # The slots are followed by the number of bytes in each: otherwise ranks with tensors of
-        # different sizes would add leftovers of an older operation.
+        # The slots are followed by the number of bytes in each of them. Without these numbers,
+        # ranks with tensors of different sizes would read leftovers of an older operation.
         self.size = self.memory.size
         self.index = self.memory.index
         self.peers = [rank for rank in range(self.size) if rank != self.index]
@@ -289,32 +318,32 @@ class SharedCollectives:
         self.sizes = (ctypes.c_int64 * count).from_address(address)
 
     def all_reduce(self, tensor: Tensor) -> SharedWork:
-        """Starts the sum over the ranks, in place."""
+        """Starts to sum `tensor` over the ranks in place."""
         return SharedWork(self, tensor, 1, tensor, 1, _sum)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor) -> SharedWork:
-        """Starts the sum of (size · n) over the ranks into this rank's `out` (n)."""
+        """Starts to sum `tensor` (size · n) over the ranks into `out` (n), this rank's part."""
         return SharedWork(self, tensor, self.size, out, 1, _sum)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> SharedWork:
-        """Starts gathering (n) of every rank into `out` (size · n)."""
+        """Starts to gather the tensors (n) of all ranks into `out` (size · n)."""
         return SharedWork(self, tensor, 1, out, self.size, _copy)
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> SharedWork:
-        """Starts sending part j of `tensor` to rank j; `out` is in order of senders."""
+        """Starts to send part j of `tensor` to rank j; `out` is in the order of the senders."""
         return SharedWork(self, tensor, self.size, out, self.size, _copy)
 
     def takes_uneven(self, most: int) -> bool:
-        """Returns whether a slot has room for `all_to_all_uneven` of at most `most` bytes."""
+        """Returns whether a slot has room for an `all_to_all_uneven` of `most` bytes per rank."""
         return self.size * NUMBER_BYTES + most <= SLOT_BYTES
 
     def all_to_all_uneven(
         self, tensor: Tensor, given: Sequence[int], out: Tensor, taken: Sequence[int]
     ) -> None:
-        """Sends `given[j]` bytes to rank j, and receives `taken[i]` from rank i, in order.
+        """Sends `given[j]` consecutive bytes to rank j, and receives `taken[i]` bytes from rank i.
 
-        The tensors are flat uint8. In front of its bytes, a rank writes where the bytes of each
-        peer begin.
+        Both tensors are flat uint8. A rank writes into its slot first where the bytes for each rank
+        begin, and then its bytes.
         """
         if self.unread is not None:
             self.unread.wait()
@@ -339,11 +368,14 @@ class SharedCollectives:
         return self.memory.data[begin : begin + SLOT_BYTES]
 
     def shift(self, tensor: Tensor, out: Tensor) -> SharedWork:
-        """Starts sending `tensor` to the next rank; `out` is the previous rank's tensor."""
+        """Starts to send `tensor` to the next rank; `out` gets the previous rank's tensor."""
         return SharedWork(self, tensor, 1, out, 1, _shift)
 
     def write(self, given: Tensor) -> list[Tensor]:
-        """Writes this rank's slot and signals; returns each rank's part for this one there."""
+        """Writes `given` into this rank's slot and signals all peers.
+
+        Returns for each rank the view of its slot, or of the part of its slot for this rank.
+        """
         turn = self.operations % SLOTS
         self.operations += 1
         slots = self._slots(turn, given.shape, given.dtype)
@@ -351,12 +383,14 @@ class SharedCollectives:
         self.sizes[self.index * SLOTS + turn] = given.nbytes
         for peer in self.peers:
             self.memory.post(peer)
-        if self.size == 2:  # a + b in place; with more ranks `out` must not be a term of the sum
+        if (
+            self.size == 2
+        ):  # a + b may be computed in place; in a longer sum `out` must not be a term
             slots[self.index] = given
         return slots if given.dim() == 1 else [slot[self.index] for slot in slots]
 
     def _slots(self, turn: int, shape: torch.Size, dtype: torch.dtype) -> list[Tensor]:
-        """Returns a slot of every rank as tensors of this shape."""
+        """Returns one slot of every rank, each as a tensor of this shape."""
         key = turn, shape, dtype
         if key not in self.views:
             if len(self.views) == MOST_VIEWS:
@@ -367,8 +401,10 @@ class SharedCollectives:
         return self.views[key].copy()
 
     def wait_for_peers(self) -> None:
-        """Waits until every peer has written its slot. Raises RuntimeError if one has another
-        size."""
+        """Waits until every peer has written its slot.
+
+        Raises RuntimeError if a peer's tensor has another size than this rank's.
+        """
         turn = (self.operations - 1) % SLOTS
         mine = self.sizes[self.index * SLOTS + turn]
         for peer in self.peers:
@@ -381,11 +417,12 @@ class SharedCollectives:
 
 
 class SharedWork:
-    """Handle of a shared-memory collective.
+    """The handle of a collective in shared memory.
 
     Args:
-        rows: parts of `tensor`: one for each rank, or a single one for all ranks.
-        out_rows: parts of `out`: one from each rank, or a single one from all ranks.
+        rows: number of parts of `tensor`: one for each rank, or a single one for all ranks.
+        out_rows: number of parts of `out`: one from each rank, or a single one from all ranks.
+        finish: computes `out` from the contributions of the ranks.
     """
 
     def __init__(
@@ -414,7 +451,7 @@ class SharedWork:
         if self.done:
             return
         self.done = True
-        # Releases the tensors: a handle may live longer than their memory should.
+        # The tensors are released here, because a handle may live longer than they should.
         given = self.given
         out = self.out
         parts = self.parts
@@ -429,7 +466,7 @@ class SharedWork:
         for chunk, of_out in zip(given.split(columns, -1), out.split(columns, -1), strict=True):
             self._read(of_out, self.shared.write(chunk))
 
-    @torch.no_grad()  # it may be waited for in another place than it was begun
+    @torch.no_grad()  # `wait` may be called where gradients are enabled
     def _read(self, out: Tensor, parts: list[Tensor]) -> None:
         self.shared.wait_for_peers()
         self.finish(out, parts, self.shared.index)

@@ -1,29 +1,29 @@
-"""StepTimer: the time of a step on one rank, in eleven kinds that add up to the step.
+"""Divides the time of a step on one rank into eleven kinds, which add up to the whole step.
 
-| kind      | contents                                                                         |
-|-----------|----------------------------------------------------------------------------------|
-| forward   | layers and loss, without the kinds below that happen inside                        |
+| kind      | contents                                                                          |
+|-----------|-----------------------------------------------------------------------------------|
+| forward   | layers and loss, without time of the kinds below within them                      |
 | backward  | the same for the backward pass, with weight gradients and recomputation           |
-| tp        | tensor-parallel collectives, as far as this rank waits for them or works on them  |
-| cp        | keys and values (or heads) of the sequence's other parts, likewise                |
-| ep        | tokens on their way to experts of other ranks and back, likewise                   |
+| tp        | tensor-parallel collectives, while this rank waits for them or works on them      |
+| cp        | the same for keys and values (or heads) of the sequence's other parts             |
+| ep        | the same for tokens on their way to experts of other ranks and back               |
 | pp        | messages between stages: posting, copying, and waiting for one in flight          |
-| dp        | gradient buckets, and with zero ≥ 1 parameters, over the data-parallel group      |
-| model     | the tied embedding's gradient over its stages; loss and gradient norm over all    |
+| dp        | gradient buckets, and parameters with zero ≥ 1, over the data-parallel group      |
+| model     | tied embeddings' gradient over two stages; loss and gradient norm over all ranks  |
 | optimizer | clearing gradients, norm, clipping, update, and everything else                   |
 | data      | micro-batches read and moved to the device                                        |
 | idle      | waiting for a late rank while nothing is transferred                              |
 
-Only *exposed* communication is counted. Nested times count once, for the innermost kind: a
-tensor-parallel wait within a forward is tp.
+Only *exposed* communication is counted, which no computation hides. Nested times count once, as the
+innermost kind: a tensor-parallel wait within a forward is tp.
 
-Idle differs from pp in that no message is in flight: in shared memory the semaphore knows when it
-was sent. On a network the baseline latency of a message between two stages that both wait is
-measured once, when the trainer is built (`pipeline.p2p.measure_baseline_latency`); the rest of a
-longer receive is the pipeline bubble, hence idle (and so is a later slowdown of the network).
-All-reduces of a few numbers at the end of a step are split in the same way. Collectives over tp and
-dp count as a whole: they include the wait for a late member, as in figure 6 of Li et al. 2020
-(PyTorch Distributed).
+A wait for a message between stages is pp while the message is in flight, and idle before that. With
+shared memory the wait for the sender's signal is idle and the copy is pp. On a network, the latency
+of a message between two stages that are both ready is measured once, when the trainer is built
+(`pipeline.p2p.measure_baseline_latency`). The part of a wait beyond this baseline is the pipeline
+bubble and counts as idle; a later slowdown of the network counts as idle too. All-reduces of a few
+numbers at the end of a step are divided in the same way. Collectives over tp and dp count as a
+whole, including the wait for a late member, as in figure 6 of Li et al. 2020 (PyTorch Distributed).
 """
 
 from __future__ import annotations
@@ -43,41 +43,42 @@ from parallel3d.device.accelerator import Ranges
 KINDS = ("forward", "backward", "tp", "cp", "ep", "pp", "dp", "model", "optimizer", "data", "idle")
 KIND_OF_GROUP = {kind: kind for kind in ("tp", "cp", "ep", "dp", "pp")}
 KIND_OF_GROUP |= dict.fromkeys(("dp_cp", "dp_inner", "dp_outer", "edp"), "dp")
-BASE = "optimizer"  # everything that belongs to no other kind
+BASE = "optimizer"  # kind of the time that belongs to no other kind
 WARMUP_STEPS = 3  # the first steps are slow because of allocators, caches and lazy connections
-# On an accelerator one step in this many is timed. It is a prime, so that an event of every tenth
-# step is neither always nor never among them.
+# On an accelerator one of this many steps is timed. The number is prime, so that work that is done
+# in every tenth step is neither always nor never timed.
 EVERY = 7
 
-Interval = tuple[str, float]  # kind, and the seconds above which its time is idle
+Interval = tuple[str, float]  # a kind, and the seconds beyond which its time is idle
 
 
 class HostTimes:
-    """Times by the host's clock: for CPU ranks, whose operations end when they return."""
+    """Measures times with the host's clock, on CPU ranks, where a call returns when it is done."""
 
-    marks_starts = True  # starting a collective is work of this thread and may copy
+    marks_starts = True  # the start of a collective takes time in this thread and may copy
 
     def __init__(self) -> None:
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.since = 0.0
 
     def start(self) -> bool:
-        """Returns whether the step that begins is timed: on the CPU every step is."""
+        """Begins a step and returns whether it is timed, which is always so on the CPU."""
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.since = time.perf_counter()
         return True
 
     def counts(self) -> bool:
-        """Returns whether the calling thread's operations take time of the step."""
+        """Returns whether operations of the calling thread take time of the step."""
         return True
 
     def mark(self, kind: str, idle_beyond: float) -> None:
+        """Counts the time since the last mark as `kind`, and the part beyond a limit as idle."""
         now = time.perf_counter()
         _add(self.spent, kind, idle_beyond, now - self.since)
         self.since = now
 
     def end(self) -> None:
-        """Ends the step; nothing is in flight."""
+        """Ends the step. There is nothing to do, because its times are already known."""
 
     def finished(self, wait: bool) -> Iterator[dict[str, float]]:
         """Yields the times of the step that has just ended."""
@@ -85,17 +86,18 @@ class HostTimes:
 
 
 class DeviceTimes:
-    """Times by events on an accelerator's compute stream, read once the device has passed them.
+    """Measures times with events on an accelerator's compute stream.
 
     The compute stream is the one that is current when a step begins. It waits for a collective's
-    stream in the handle's `wait()`, so the events around that call enclose the exposed time; the
-    start of a collective only queues and has no mark. Calls under another current stream have no
-    mark either: FSDP2 (zero ≥ 2) gathers and reduces on its own streams, so its exposed time counts
-    as forward and backward, and dp holds little more than the sum of the tokens.
+    stream in the handle's `wait()`, so events before and after that call enclose the exposed time.
+    The start of a collective only queues work and has no event. Calls under another current stream
+    have no events either: FSDP2 (zero ≥ 2) gathers and reduces on its own streams, so its exposed
+    time counts as forward and backward, and dp has little more than the sum of the token counts.
 
-    A mark costs some microseconds of the host and about one of the stream, and a step with tp has
-    thousands. So the first `WARMUP_STEPS` are timed, then one step in `EVERY`. Nothing
-    synchronises: a step is read when the next one ends.
+    An event takes some microseconds of the host and about one of the stream, and a step with tp has
+    thousands of events. Therefore only the first `WARMUP_STEPS` steps and then one of `EVERY` steps
+    are timed. The events are read after the device has passed them, so the host never synchronises
+    for them.
     """
 
     marks_starts = False
@@ -124,7 +126,10 @@ class DeviceTimes:
         return True
 
     def counts(self) -> bool:
-        """Returns whether the compute stream is current; also works in the thread of a backward."""
+        """Returns whether the compute stream is current in the calling thread.
+
+        This also works in autograd's thread.
+        """
         return self.api.current_stream(self.device) == self.stream
 
     def mark(self, kind: str, idle_beyond: float) -> None:
@@ -134,8 +139,10 @@ class DeviceTimes:
         self.steps.append(self.marks)
 
     def finished(self, wait: bool) -> Iterator[dict[str, float]]:
-        """Yields the times of the steps that the device has completed; with `wait`, of all
-        steps."""
+        """Yields the times of the steps that the device has completed.
+
+        With `wait` the host first waits for all steps.
+        """
         while self.steps and (wait or self.steps[0][-1][0].query()):
             marks = self.steps.popleft()
             if wait:
@@ -158,14 +165,16 @@ class StepTimer:
     """Times the kinds of work in each step of one trainer.
 
     Args:
-        device: the compute device; the CPU if None. See `DeviceTimes` for accelerators.
+        device: the compute device; None means the CPU. See `DeviceTimes` for accelerators.
 
     Attributes:
-        baseline_latency: group → seconds that its smallest all-reduce, or (pp) a message between
-            stages, takes when no rank is late. Without an entry nothing is idle.
-        last: seconds by kind of the step that became known when the last one ended (on an
-            accelerator the step before it); None if there was none.
-        ranges: a profiler's ranges, opened and closed with every kind; None without a profiler.
+        baseline_latency: name of a group → seconds that its smallest all-reduce (pp: a message
+            between stages) takes when no rank is late. Without an entry no wait counts as idle.
+        last: kind → seconds of the step whose times became known when the latest step ended. On an
+            accelerator this is an earlier step. None if no times became known.
+        running: whether a step runs that is timed.
+        ranges: a profiler's ranges, which are opened and closed with every kind; None without a
+            profiler.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -177,7 +186,7 @@ class StepTimer:
         self.running = False
         self.ranges: Ranges | None = None
         self._stack: list[str] = []
-        self._steps = 0  # steps in `_sums`, without the warm-up once there are others
+        self._steps = 0  # steps in `_sums`; those of the warm-up only until there are others
         self._sums = dict.fromkeys(KINDS, 0.0)
         self._is_warm = False
 
@@ -186,7 +195,7 @@ class StepTimer:
         self.running = self.times.start()
 
     def end_step(self) -> None:
-        """Ends a step; its times are known now or when a later step ends: see `last`."""
+        """Ends a step. Its times are known now or after the end of a later step: see `last`."""
         if self.running:
             self.times.mark(BASE, torch.inf)
             self.times.end()
@@ -206,7 +215,10 @@ class StepTimer:
                 self._sums[kind] += seconds
 
     def push(self, kind: str, name: str | None = None) -> None:
-        """Begins `kind`, until the matching `pop`; a profile shows it as `name` if given."""
+        """Begins time of a kind, which lasts until the matching `pop`.
+
+        A profile shows it as `name`, or as `kind` if that is None.
+        """
         if self.ranges is not None:
             self.ranges.push(name or kind)
         if self.running and self.times.counts():
@@ -214,7 +226,10 @@ class StepTimer:
             self._stack.append(kind)
 
     def pop(self, idle_beyond: float = torch.inf) -> None:
-        """Ends the innermost kind (same stream as its `push`); time above `idle_beyond` is idle."""
+        """Ends the time of the innermost kind; its part beyond `idle_beyond` seconds is idle.
+
+        The current stream must be that of the matching `push`.
+        """
         if self.running and self.times.counts():
             self.times.mark(self._stack.pop(), idle_beyond)
         if self.ranges is not None:
@@ -222,21 +237,27 @@ class StepTimer:
 
     @contextmanager
     def within(self, kind: str, name: str | None = None) -> Iterator[None]:
-        """Counts a block as `kind`. After an exception the step's times are void."""
+        """Counts the time of a `with` block as `kind`. An exception makes the step's times void."""
         self.push(kind, name)
         yield
         self.pop()
 
     def starting(self, kind: str, name: str | None = None) -> AbstractContextManager[None]:
-        """Counts a block that only starts communication; on an accelerator it takes no time."""
+        """Counts the time of a `with` block that only starts communication.
+
+        On an accelerator this takes no time and is only shown in a profile.
+        """
         return self.within(kind, name) if self.times.marks_starts else self.range(name or kind)
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """Shows a block by name in a profile, without counting it as a kind."""
+        """Shows a `with` block by name in a profile, without counting its time as a kind."""
         return nullcontext() if self.ranges is None else self.ranges.within(name)
 
     def means(self) -> dict[str, float]:
-        """Returns mean seconds per step by kind, without the warm-up if possible; synchronises."""
+        """Returns the mean seconds per step of each kind, without the warm-up if possible.
+
+        On an accelerator the host synchronises with the device.
+        """
         if isinstance(self.times, DeviceTimes):
             self._take(wait=True)
         return {kind: seconds / max(1, self._steps) for kind, seconds in self._sums.items()}

@@ -1,9 +1,10 @@
-"""The store of a job: where it listens, and how its messages are signed and verified.
+"""Opens the store of a job, and signs and verifies the values in it.
 
-torch's store has no authentication: whoever reaches its port can read, list and write all keys. So
-it listens on no more addresses than the ranks need. If the job has a secret, the same on all ranks
-(`PARALLEL3D_SECRET`; the launchers generate one), keys have the secret's digest as prefix and
-values are signed. Entries of torch itself, such as gloo's addresses, are not signed.
+torch's store has no authentication: everyone who reaches its port can read, list and write all
+keys. Therefore it listens on no more addresses than the ranks need. If the job has a secret, which
+is the same on all ranks (`PARALLEL3D_SECRET`; the launchers generate one), the digest of the secret
+is the prefix of all keys, and values are signed. Entries that torch itself makes, such as gloo's
+addresses, are not signed.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ DIGEST_BYTES = 32
 
 
 def secret() -> bytes:
+    """Returns the job's secret, which is empty if there is none."""
     return os.environ.get(SECRET, "").encode()
 
 
 def listen_at(host: str, port: int, loopback: bool = True) -> socket.socket | None:
-    """Returns a socket that listens on one address of `host`; port 0 takes a free one.
+    """Returns a socket that listens on one address of `host`; port 0 means any free port.
 
     Returns None if the name resolves to no address of this machine or, without `loopback`, only to
     loopback (Debian resolves a host's own name to 127.0.1.1). Raises OSError if the port is taken.
@@ -48,7 +50,7 @@ def listen_at(host: str, port: int, loopback: bool = True) -> socket.socket | No
             continue
         try:
             return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
-        except OSError as error:  # otherwise it is an address of another machine or network
+        except OSError as error:  # other errors: the address belongs to another machine or network
             if error.errno == errno.EADDRINUSE:
                 raise
     return None
@@ -62,7 +64,7 @@ def listen_everywhere(port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether `host` is a spelling of this machine's loopback."""
+    """Returns whether `host` names this machine's loopback interface."""
     if host == "localhost":
         return True
     try:
@@ -72,7 +74,7 @@ def is_loopback(host: str) -> bool:
 
 
 def one_host_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables that keep traffic between ranks of one host on its loopback."""
+    """Returns environment variables that keep the traffic of one host's ranks on its loopback."""
     interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if interface is None:
         return {}
@@ -81,7 +83,10 @@ def one_host_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve(host: str, listening: socket.socket, **more: Any) -> TCPStore:
-    """Returns a store that takes over a listening socket; `more`: further arguments of TCPStore."""
+    """Returns a store that takes over a listening socket.
+
+    `more` has further arguments of TCPStore.
+    """
     from torch.distributed import TCPStore
 
     port = listening.getsockname()[1]
@@ -96,26 +101,31 @@ def serve(host: str, listening: socket.socket, **more: Any) -> TCPStore:
 
 
 def behind_secret(store: Store) -> PrefixStore:
-    """Returns the store under a digest of the job's secret, so that two jobs on one port stay
-    apart."""
+    """Returns a store that prefixes all keys with a digest of the job's secret.
+
+    Thus two jobs that use the same port do not read each other's keys.
+    """
     from torch.distributed import PrefixStore
 
     return PrefixStore(hashlib.sha256(secret()).hexdigest()[:16], store)
 
 
 def put(store: Store, key: str, value: Any) -> None:
-    """Stores JSON, compressed and signed with the job's secret."""
+    """Stores `value` under `key` as JSON, compressed and signed with the job's secret."""
     message = zlib.compress(json.dumps(value).encode())
     store.set(key, _digest(key, message) + message)  # type: ignore[arg-type]  # its stub lacks bytes
 
 
 def get(store: Store, key: str) -> Any:
-    """Waits for a value. Raises ValueError if no rank of this job has put it under `key`."""
+    """Waits for the value of a key and returns it.
+
+    Raises ValueError if the value was not put under `key` by a rank of this job.
+    """
     return _verified(key, store.get(key))
 
 
 def get_all(store: Store, keys: Sequence[str]) -> list[Any]:
-    """Returns the values of several keys with one request."""
+    """Waits for the values of several keys and returns them, with one request to the store."""
     return list(map(_verified, keys, store.multi_get(list(keys))))
 
 

@@ -16,7 +16,7 @@ from parallel3d.config.values import (
 
 @dataclass
 class ScheduleConfig:
-    """Keys of the pipeline schedule (such as `schedule=1f1b`) and of `parallel3d schedule`."""
+    """The pipeline schedule, `schedule=1f1b`, and the output of `parallel3d schedule`."""
 
     RESUME: ClassVar[str] = FREE
     ALIKE: ClassVar[bool] = True

@@ -107,7 +107,7 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> ComputeSchedule:
     """Orders 1F1B over several chunks per rank.
 
     A group of micro-batches passes through a chunk before any of them enters the rank's next chunk.
-    The groups have `ranks` micro-batches each if that divides the number of micro-batches. Otherwise
+    The groups have `ranks` micro-batches each if that divides the number of micro-batches. If not,
     they are as even as possible, with up to twice as many. Fewer micro-batches than ranks form one
     group. The warm-up lasts until the first group has reached the last stage and its first gradient
     has come back.
@@ -138,7 +138,7 @@ def interleaved_zero_bubble(
     orders = []
     for rank in range(ranks):
         warmup = min((chunks - 1) * groups[0] + ranks - 1 - rank, len(forwards))
-        # Number of weight gradients that are still missing when the alternation begins.
+        # Number of weight gradients that lag behind the input gradients.
         late = min(rank, len(forwards) - warmup)
         order = in_turn(forwards[: warmup + late], inputs[:late], warmup)
         order += chain.from_iterable(
