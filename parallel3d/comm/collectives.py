@@ -162,7 +162,7 @@ def _scatter(out: Tensor, tensor: Tensor, group: Group) -> Work:
 
 
 def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
-    """Starts to sum `tensor` (size · n, ...) over the group into `out` (n, ...), this rank's part."""
+    """Starts to sum `tensor` (size · n, ...) over the group; rank i gets part i, (n, ...)."""
     return observed("reduce_scatter", tensor, group, lambda: _scatter(out, tensor, group))
 
 

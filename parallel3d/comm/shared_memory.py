@@ -204,9 +204,8 @@ def _create(length: int, semaphores: Sequence[int]) -> int:
         return -1
     descriptor = os.memfd_create("parallel3d")
     try:
-        os.posix_fallocate(
-            descriptor, 0, length
-        )  # raises here if memory is short, which would otherwise cause a SIGBUS later
+        # Without this a lack of memory would cause a SIGBUS later.
+        os.posix_fallocate(descriptor, 0, length)
     except OSError:
         os.close(descriptor)
         return -1
@@ -383,9 +382,8 @@ class SharedCollectives:
         self.sizes[self.index * SLOTS + turn] = given.nbytes
         for peer in self.peers:
             self.memory.post(peer)
-        if (
-            self.size == 2
-        ):  # a + b may be computed in place; in a longer sum `out` must not be a term
+        # The sum of two tensors may be written into one of them, but a longer sum must not.
+        if self.size == 2:
             slots[self.index] = given
         return slots if given.dim() == 1 else [slot[self.index] for slot in slots]
 

@@ -13,9 +13,11 @@ from parallel3d.errors import UserError
 def check_context_parallel(
     model: ModelConfig, style: str, attention: str, *, tp: int, cp: int
 ) -> None:
-    """Raises UserError for a style of context parallelism that does not fit the model.
+    """Raises UserError if a style of context parallelism does not fit the model.
 
-    `attention`: how tensor parallelism splits it (`tensor_parallel.attention`).
+    Args:
+        style: the key `context_parallel.style`.
+        attention: the key `tensor_parallel.attention`.
     """
     if cp == 1:
         return

@@ -1,4 +1,4 @@
-"""The documents of samples, and the tokens of a sequence that a context-parallel rank holds."""
+"""Describes the documents of samples, and the tokens that a context-parallel rank holds."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from parallel3d.device import accelerator
 
 @dataclass(frozen=True)
 class AttentionBlocks:
-    """m queries of b samples and the keys that they attend to, in blocks of keys.
+    """The m queries of b samples and the keys to which they attend, in blocks of keys.
 
-    A segment is consecutive queries of one document. They attend to `before` consecutive keys that
-    come before all of them and, in the first block, each to the keys of the segment up to its own.
-    The shapes of the tensors do not depend on the documents: one compilation serves all.
+    A segment consists of consecutive queries of one document. All of them attend to `before`
+    consecutive keys that precede the segment. In the first block each query also attends to the
+    segment's keys up to its own. The shapes of the tensors do not depend on the documents, so one
+    compilation serves all of them.
 
     Attributes:
-        table: (blocks, m + 1, 5) int32 on the host. A block's first row has the number of its
-            segments; the others have sample, first query, number of queries, first key, `before`.
-        calls: (blocks, m + 1, 7) int32 on the host: likewise, the calls of a kernel that reads
-            sequences of different lengths: first query, queries, first key, keys, sequences,
-            longest queries, longest keys.
+        table: (blocks, m + 1, 5) int32 on the host. The first row of a block has the number of its
+            segments. Each further row describes a segment: sample, first query, number of queries,
+            first key, `before`.
+        calls: (blocks, m + 1, 7) int32 on the host. The first row of a block has the number of its
+            calls of the varlen kernel, which reads sequences of different lengths. Each further row
+            describes a call: first query, number of queries, first key, number of keys, number of
+            sequences, largest number of queries and of keys in a sequence.
         edges: (blocks, 2, 2 · m) int32 on the device: the edges of the sequences of all calls, for
-            queries and for keys. Empty on a CPU, which has no such kernel.
+            queries and for keys. On a CPU, which has no such kernel, it is empty.
     """
 
     table: Tensor
@@ -41,22 +44,22 @@ class AttentionBlocks:
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The tokens of b sequences that one context-parallel rank holds, n of each.
+    """The tokens of b sequences that one context-parallel rank holds, n of each sequence.
 
     Attributes:
         positions: (b, n) int64 on the device: each token's position in its sequence, ascending.
-        starts: (b, n) int32 on the device: where the token's document begins in the sequence.
-        order: (b · padded,) int64 on the device: the place of each token of the b sequences among
-            the (size, b, n) tokens of all ranks, the result of an all-gather of (b, n).
-        places: (size · b · n,) int64 on the device, the inverse: the place in the b sequences of
-            each token in rank order.
+        starts: (b, n) int32 on the device: the position at which each token's document begins.
+        order: (b · padded,) int64 on the device: for each token of the b sequences its index among
+            the (size, b, n) tokens of all ranks, which an all-gather of (b, n) returns.
+        places: (size · b · n,) int64 on the device: the inverse, for each token in rank order its
+            index among the tokens of the b sequences.
         held: (size, b, n) int32 on the host: the positions that each rank holds.
-        blocks: which queries attend to which keys, a block of keys after the other (see
-            `AttentionBlocks`): one block of the whole sequence in order; in a ring one block per
-            rank, this rank's first, then the previous rank's, and so on.
-        index: place of this rank in the group.
-        imbalance: the work of the slowest rank's attention over the mean, less 1.
-        window: the keys that queries of sliding layers see.
+        blocks: the keys to which this rank's queries attend. There is one block with the whole
+            sequences in order. In a ring there is one block per rank: first this rank's own, then
+            the previous rank's, and so on.
+        index: index of this rank in the group.
+        imbalance: attention work of the slowest rank / mean work of a rank - 1.
+        window: the keys that queries of sliding layers see; None if no layer slides.
     """
 
     positions: Tensor
@@ -70,7 +73,7 @@ class SequenceShard:
     window: WindowBlocks | None = None
 
     def take(self, x: np.ndarray) -> np.ndarray:
-        """Returns this rank's tokens (b, n, …) of (b, length, …) on the host; the padding is 0."""
+        """Returns this rank's tokens (b, n, …) of an array (b, length, …); padding becomes 0."""
         length, held = x.shape[1], self.held[self.index].numpy()
         rows = np.arange(len(held))[:, None]
         found = x[rows, np.minimum(held, length - 1)]
@@ -82,15 +85,16 @@ class SequenceShard:
 class Documents:
     """The documents of b samples of s tokens.
 
-    Not a tuple: FSDP2 moves the tensors of tuples in a forward's arguments to the device, and
-    tables have to stay on the host, where they are read without a device synchronisation.
+    This is no tuple, because FSDP2 moves tensors in tuples to the device if they are arguments of a
+    forward. The tables have to stay on the host, where they are read without synchronisation.
 
     Attributes:
-        starts: (b, s) int32 on the device: where the document of each position begins.
+        starts: (b, s) int32 on the device: the position at which each token's document begins.
         blocks: queries and keys of whole samples, in one block.
-        shard: the tokens that this rank holds, under context parallelism.
-        window: the keys that queries of sliding layers see in whole samples.
-        are_samples: each sample is one document.
+        shard: the tokens that this rank holds; None without context parallelism.
+        window: the keys that queries of sliding layers see in whole samples; None if no layer
+            slides.
+        are_samples: whether each sample is one document.
     """
 
     starts: Tensor
@@ -100,17 +104,19 @@ class Documents:
     are_samples: bool = False
 
     def positions(self) -> Tensor:
-        """Returns each token's place in its document: (b, s), or (b, n) of a shard, int64 on the
-        device."""
+        """Returns each token's position in its document, int64 on the device.
+
+        The shape is (b, s), or (b, n) for this rank's shard.
+        """
         if self.shard is not None:
             return self.shard.positions - self.shard.starts
         return torch.arange(self.starts.shape[1], device=self.starts.device) - self.starts
 
 
 def make_documents(starts: Ints, device: torch.device, split: SequenceSplit) -> Documents:
-    """Returns the documents of b samples, and this rank's shard of them if they are split.
+    """Returns the documents of b samples, with this rank's shard if sequences are split.
 
-    `starts`: (b, padded), where the document of each position begins.
+    `starts` (b, padded) has for each token the position at which its document begins.
     """
     b, padded = starts.shape
     whole = np.broadcast_to(np.arange(padded, dtype=np.int32), (1, b, padded))
@@ -123,7 +129,7 @@ def make_documents(starts: Ints, device: torch.device, split: SequenceSplit) -> 
 
 
 def whole_samples(number: int, device: torch.device, split: SequenceSplit) -> Documents:
-    """Returns the documents of `number` samples that are one document each."""
+    """Returns the documents of `number` samples, each of which is one document."""
     starts = np.zeros((number, split.length), dtype=np.int32)
     documents = make_documents(split.pad_starts(starts), device, split)
     return replace(documents, are_samples=True)
@@ -162,8 +168,10 @@ def _shard(starts: Ints, device: torch.device, split: SequenceSplit) -> Sequence
 def _attention_blocks(
     held: Ints, starts: Ints, device: torch.device, split: SequenceSplit
 ) -> AttentionBlocks:
-    """Returns this rank's queries and the keys that they attend to, given the positions of all
-    ranks."""
+    """Returns this rank's queries and the keys to which they attend.
+
+    `held` has the positions that each rank holds (`SequenceSplit.held`).
+    """
     table = segments_of(held, starts, split)
     queries = table.shape[1] - 1
     calls = np.zeros((len(table), queries + 1, 7), dtype=np.int32)
@@ -182,7 +190,7 @@ def _attention_blocks(
 
 
 def segments_of(held: Ints, starts: Ints, split: SequenceSplit) -> Ints:
-    """Returns `AttentionBlocks.table` of this rank's queries."""
+    """Returns the `AttentionBlocks.table` of this rank's queries."""
     positions = held[split.index]
     b, n = positions.shape
     own_starts = np.take_along_axis(starts, positions, axis=1)
@@ -195,8 +203,8 @@ def segments_of(held: Ints, starts: Ints, split: SequenceSplit) -> Ints:
         return _table([np.stack((row, first, number, start, position - start))], b * n)
     blocks = []
     for i in range(split.size):
-        # A rank's positions ascend, so its tokens of a document before this segment are
-        # consecutive.
+        # The positions of a rank ascend. Therefore its tokens of this document that precede the
+        # segment are consecutive.
         offsets = np.arange(b)[:, None] * split.padded
         theirs = (held[(split.index - i) % split.size] + offsets).reshape(-1)
         key, end = (np.searchsorted(theirs, x + row * split.padded) for x in (start, position))

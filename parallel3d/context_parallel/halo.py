@@ -1,7 +1,7 @@
-"""Finds a rank's halo: the keys of other ranks that its queries see through a window.
+"""Finds a rank's halo, which is the keys of other ranks that its queries see through a window.
 
-These are the W − 1 keys before each of its pieces, without keys of other documents and its own. No
-torch is needed.
+The halo consists of the W − 1 keys before each of the rank's pieces, except for its own keys and
+those of other documents. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ Whole = npt.NDArray[np.int64]
 
 
 class Segments(NamedTuple):
-    """Segments: runs of consecutive tokens of one document on a rank. Arrays have an entry for
-    each.
+    """Segments, each of which is a run of consecutive tokens of one document on one rank.
+
+    Every attribute is an array with one entry per segment.
 
     Attributes:
-        rank, row: the rank, and the sample. first: index of the first token among the rank's tokens
-            of the sample. number: number of tokens. position, start: position of the first token,
-            and of its document's start.
+        rank: the rank that holds the segment.
+        row: the sample.
+        first: index of the first token among the rank's tokens of the sample.
+        number: number of tokens.
+        position: position of the first token in the sample.
+        start: position at which the document begins.
     """
 
     rank: Whole
@@ -36,8 +40,12 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, held: Ints, starts: Ints) -> Segments:
-        """Returns the segments of all ranks, given the positions that they hold
-        (`SequenceSplit.held`) and the start of each position's document."""
+        """Returns the segments of all ranks.
+
+        Args:
+            held: the positions that each rank holds (`SequenceSplit.held`).
+            starts: (b, padded), for each token the position at which its document begins.
+        """
         size, b, n = held.shape
         own = np.take_along_axis(starts[None], held, axis=2)
         begins = np.ones(held.shape, dtype=bool)
@@ -52,9 +60,9 @@ class Segments(NamedTuple):
 
 
 def needed_of_others(segments: Segments, owner: Ints, window: int, rank: int) -> Whole:
-    """Returns the tokens of other ranks that this rank's queries see, in ascending order.
+    """Returns the tokens of other ranks that the queries of `rank` see, in ascending order.
 
-    Tokens are numbered through all samples; `owner` (b, padded) is the rank of each.
+    Tokens are numbered through all samples. `owner` (b, padded) has the rank that holds each token.
     """
     mine = segments.of_rank(rank)
     end = mine.row * owner.shape[1] + mine.position
@@ -65,7 +73,7 @@ def needed_of_others(segments: Segments, owner: Ints, window: int, rank: int) ->
 
 
 def needed_by_ranks(held: Ints, starts: Ints, window: int) -> tuple[Ints, list[Whole]]:
-    """Returns the rank of each token (b, padded), and `needed_of_others` of every rank."""
+    """Returns the rank that holds each token (b, padded), and `needed_of_others` for every rank."""
     size, b, _ = held.shape
     owner = np.empty(starts.shape, dtype=np.int32)
     for rank, row in np.ndindex(size, b):
@@ -75,6 +83,9 @@ def needed_by_ranks(held: Ints, starts: Ints, window: int) -> tuple[Ints, list[W
 
 
 def amounts(owner: Ints, needed: Sequence[Whole]) -> Whole:
-    """Counts the tokens whose keys the ranks exchange: [i, j] go from rank j to rank i."""
+    """Counts the tokens whose keys the ranks exchange.
+
+    Entry [i, j] of the result is the number of tokens that rank j sends to rank i.
+    """
     owners = (owner.reshape(-1)[tokens] for tokens in needed)
     return np.stack([np.bincount(ranks, minlength=len(needed)) for ranks in owners])

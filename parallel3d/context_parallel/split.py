@@ -1,4 +1,4 @@
-"""Splits the tokens of a sequence over context-parallel ranks, without torch."""
+"""Splits the tokens of a sequence over context-parallel ranks. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from parallel3d.config.values import padded_length
 
 Ints = npt.NDArray[np.int32]
 
-BLOCKS = 16  # maximum number of blocks of a rank in a balanced split; each may cost a call
-EVEN = 0.05  # accepted imbalance: the slowest rank's extra work over the mean
+BLOCKS = 16  # maximum number of a rank's blocks in a balanced split; each may need a kernel call
+EVEN = 0.05  # accepted imbalance: extra work of the slowest rank, as a fraction of the mean
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """Splits sequences over `size` ranks; this is rank `index` of them.
+    """Splits sequences over `size` ranks, of which this rank has number `index`.
 
-    A sequence is padded at its end, and cut into 2 · size pieces. Rank r holds pieces r and 2·size
-    − 1 − r, so that all ranks have equally many pairs of query and key under a causal mask (Brandon
-    et al. 2023, Striped Attention; Llama 3 report, §3.3.2). Where documents make that uneven, a
-    `balanced` split gives each rank the same number of blocks, chosen by their attention's work.
+    A sequence is padded at its end and cut into 2 · size pieces. Rank r holds the pieces r and
+    2 · size − 1 − r, so that under a causal mask all ranks have the same number of pairs of query
+    and key (Brandon et al. 2023, Striped Attention; Llama 3 report, §3.3.2). If documents make this
+    split uneven, a balanced split chooses the blocks of each rank by the work of their attention,
+    with the same number of blocks on every rank.
 
     Attributes:
-        length: tokens of a sequence.
-        multiple: divides the tokens of a rank (tp, under sequence parallelism).
-        ring: attention reads the keys of one rank after another, not the whole sequence at once.
-        window: keys that a query of a sliding layer sees; None: no layer slides.
+        length: number of tokens of a sequence without padding.
+        multiple: must divide the number of a rank's tokens (tp, under sequence parallelism).
+        balanced: whether a balanced split may be used.
+        ring: whether attention reads the keys of one rank after another instead of the whole
+            sequence at once.
+        window: number of keys that a query of a sliding layer sees; None if no layer slides.
     """
 
     length: int
@@ -42,14 +45,14 @@ class SequenceSplit:
 
     @classmethod
     def of_run(cls, blueprint: Blueprint, index: int) -> SequenceSplit:
-        """Returns a run's split, for rank `index` of cp."""
+        """Returns the split of a run on the rank with this index in cp."""
         layer = blueprint.layer
         return cls(
             length=blueprint.model.seq_length,
             size=blueprint.layout.cp,
             index=index,
             multiple=blueprint.rank_multiple,
-            # With style=heads each rank attends to whole sequences, so nothing is uneven.
+            # With style=heads each rank attends to whole sequences, so the work is always even.
             balanced=layer.cp_balance and layer.cp_style != "heads",
             ring=layer.cp_style == "ring",
             window=blueprint.model.sliding_window,
@@ -65,19 +68,19 @@ class SequenceSplit:
         return self.padded // self.size
 
     def pad_starts(self, starts: Ints) -> Ints:
-        """Pads (b, length) starts of documents to (b, padded): the padding is a document by itself.
+        """Pads the starts of documents (b, length) to (b, padded).
 
-        Padding longer than a sequence becomes several documents, so that none has more positions
-        than the model knows.
+        The padding is a document of its own. If it is longer than a sequence, it becomes several
+        documents, so that none is longer than the model allows.
         """
         padding = np.arange(self.length, self.padded, dtype=np.int32) // self.length * self.length
         return np.hstack((starts, np.tile(padding, (len(starts), 1))))
 
     def held(self, starts: Ints) -> Ints:
-        """Returns (size, b, local): the positions that each rank holds of each sequence, ascending.
+        """Returns the positions that each rank holds of each sequence (size, b, local), ascending.
 
-        `starts`: (b, padded), where the document of each position begins. All ranks return the
-        same.
+        `starts` (b, padded) has for each token the position at which its document begins. The
+        result is the same on all ranks.
         """
         pieces = np.arange(self.padded, dtype=np.int32).reshape(2 * self.size, -1)
         ranks = [np.concatenate((pieces[r], pieces[-1 - r])) for r in range(self.size)]
@@ -86,7 +89,7 @@ class SequenceSplit:
             return halves
         counts = [n for n in range(2, BLOCKS + 1) if self.local % n == 0]
         best, least = halves, imbalance(halves, starts)
-        for count in counts:  # the fewest blocks that are even
+        for count in counts:  # ends with the smallest number of blocks that is even enough
             if least <= EVEN:
                 break
             blocks = self._balanced(starts, count)
@@ -95,10 +98,10 @@ class SequenceSplit:
         return best
 
     def _balanced(self, starts: Ints, count: int) -> Ints:
-        """Returns `held` with `count` blocks of each sequence per rank.
+        """Returns the positions of a balanced split with `count` blocks per sequence and rank.
 
-        Blocks are assigned in order of decreasing work, each to the rank with the least work so
-        far.
+        Blocks are assigned in order of decreasing work. Each goes to the rank with the least work
+        so far.
         """
         blocks = np.arange(self.padded, dtype=np.int32).reshape(self.size * count, -1)
         pairs = blocks.reshape(-1) - starts + 1  # number of keys of each query
@@ -118,12 +121,12 @@ class SequenceSplit:
 
 
 def work_of_ranks(held: Ints, starts: Ints) -> npt.NDArray[np.int64]:
-    """Counts the pairs of query and key of each rank's attention: (size,)."""
+    """Returns the number of pairs of query and key in each rank's attention (size,)."""
     pairs = held - np.take_along_axis(starts[None], held, axis=2) + 1
     return pairs.sum(axis=(1, 2), dtype=np.int64)
 
 
 def imbalance(held: Ints, starts: Ints) -> float:
-    """Returns the work of the slowest rank's attention over the mean, less 1."""
+    """Returns attention work of the slowest rank / mean work of a rank - 1."""
     work = work_of_ranks(held, starts)
     return float(work.max() / work.mean() - 1)

@@ -15,18 +15,18 @@ Ints = npt.NDArray[np.int32]
 def plan_calls(
     segments: Sequence[tuple[int, int, int, int]], causal: bool, calls: Ints, edges: Ints
 ) -> None:
-    """Fills in the fewest possible calls, in order of queries.
+    """Writes the smallest possible number of calls into `calls` and `edges`, in order of queries.
 
-    A call reads consecutive queries and keys. Its sequences are segments and, between them, keys
-    that none of its queries attends to.
+    A call reads consecutive queries and keys. Its sequences are the segments and, between them,
+    runs of keys to which none of its queries attends.
 
     Args:
-        segments: for each: first query, number of queries, first key, and number of keys before the
-            queries' own.
-        causal: each query also sees its own key.
-        calls, edges: outputs, zero at first; see `documents.AttentionBlocks`.
+        segments: for each segment (first query, number of queries, first key, number of keys before
+            the queries' own).
+        causal: whether the queries also attend to the keys of their own segment.
+        calls, edges: the outputs, which must be zero at first; see `documents.AttentionBlocks`.
     """
-    # First query, first key, and for each sequence the numbers of queries and keys.
+    # Each call is (first query, first key, numbers of queries and keys of each sequence).
     planned: list[tuple[int, int, list[tuple[int, int]]]] = []
     next_query = next_key = -1
     for query, number, key, before in segments:
@@ -48,7 +48,7 @@ def plan_calls(
 
 
 def calls_of(calls: Tensor, edges: Tensor) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
-    """Yields the queries and keys of each call, and the kernel's arguments."""
+    """Yields for each call its queries, its keys and the kernel's further arguments."""
     place = 0
     for query, queries, key, keys, count, *longest in rows_of(calls):
         of_call = edges[:, place : place + count + 1]
@@ -58,5 +58,5 @@ def calls_of(calls: Tensor, edges: Tensor) -> Iterator[tuple[slice, slice, tuple
 
 
 def rows_of(table: Tensor) -> list[list[int]]:
-    """Returns the rows of a table whose first row has their number."""
+    """Returns the rows of a table after its first row, which has their number."""
     return table[1 : int(table[0, 0]) + 1].tolist()

@@ -1,12 +1,12 @@
-"""Attention through a window, with the keys that other ranks hold.
+"""Computes attention through a window, also to keys that other ranks hold.
 
-On a CPU, and where there is no kernel, a chunk of queries attends to all keys that any of them
-sees, at most 2 · window − 1, under a mask. On a GPU in half precision the varlen kernel implements
-windows.
+On a GPU in half precision the varlen kernel supports windows. On a CPU, and where there is no such
+kernel, a chunk of queries attends under a mask to all keys that any of its queries sees; these are
+at most 2 · window − 1.
 
-Under context parallelism the ranks first exchange their halos: keys and values in one all-to-all,
-whose sizes follow from the positions that each rank holds. The backward repeats this exchange and
-then returns the gradients, in fp32 or better; they are added in the order of the ranks.
+Under context parallelism the ranks first exchange their halos: one all-to-all sends keys and
+values, in amounts that follow from the positions of each rank. The backward repeats this exchange
+and then sends the gradients back in fp32 or better. They are added in rank order.
 """
 
 from __future__ import annotations
@@ -48,10 +48,15 @@ def attend_in_window(
     kernel: str = AUTO,
     scale: float | None = None,
 ) -> Tensor:
-    """Attends from each query to the last keys of its document up to its position.
+    """Attends from each query to the keys that it sees through a window.
 
-    q (b, heads, n, head_dim), k and v with as many heads or fewer; the result is stored as
-    (b, n, heads, head_dim). Collective over `cp` if there is a halo.
+    The call is collective over `cp` if there is a halo. The result has the shape of q and is stored
+    as (b, n, heads, head_dim).
+
+    Args:
+        q: (b, heads, n, head_dim).
+        k, v: the same, with as many heads or fewer.
+        scale: factor of the scores; None stands for head_dim^-½.
     """
     halo = blocks.halo
     exchange = (halo.sent, halo.order, halo.places, halo.counts) if halo else (None,) * 4
@@ -60,7 +65,7 @@ def attend_in_window(
 
 
 class _Run(NamedTuple):
-    """Arguments of the operator besides q, k and v."""
+    """The arguments of the operator other than q, k and v."""
 
     handle: Tensor
     table: Tensor
@@ -81,7 +86,7 @@ class _Run(NamedTuple):
 
     @property
     def only_call(self) -> tuple[Any, ...] | None:
-        """The varlen kernel's arguments if a single call has all queries and keys; else None."""
+        """The varlen kernel's arguments if one call has all queries and keys, else None."""
         if int(self.calls[0, 0]) != 1:
             return None
         ((_, _, of_call),) = calls_of(self.calls, self.edges)
@@ -100,7 +105,7 @@ class HaloExchange:
 
     def __init__(self, halo: Halo, group: Group) -> None:
         self.given, self.taken, *most = halo.counts.tolist()
-        # The maxima over the ranks.
+        # The largest numbers of tokens that any rank sends and receives.
         self.most_given, self.most_taken = map(max, most)
         self.group = group
         self.sent = halo.sent[: sum(self.given)]
@@ -108,8 +113,10 @@ class HaloExchange:
         self.places = halo.places
 
     def keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values with the halo, in order of the sequences: (tokens, heads,
-        head_dim) → (keys, heads, head_dim) each."""
+        """Returns keys and values with those of the halo, in the order of the sequences.
+
+        Both have the shape (tokens, heads, head_dim) before and (keys, heads, head_dim) after.
+        """
         own = torch.stack((k, v), 1)
         how = self.group, self.given, self.taken, self.most_given
         received = collectives.all_to_all_rows(own[self.sent], *how)
@@ -118,14 +125,16 @@ class HaloExchange:
         return ordered[:, 0], ordered[:, 1]
 
     def gradients(self, of_k: Tensor, of_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of this rank's keys and values, summed over ranks: the adjoint of
-        `keys`."""
+        """Returns the gradients of this rank's keys and values, summed over the ranks.
+
+        The arguments are the gradients of the results of `keys`.
+        """
         every = torch.stack((of_k, of_v), 1)
         every = every.index_select(0, self.places[: len(every)])
         own, others = every.split((len(every) - sum(self.taken), sum(self.taken)))
         how = self.group, self.taken, self.given, self.most_taken
         arrived = collectives.all_to_all_rows(others, *how)
-        # One rank at a time, because a key may be in the halos of several.
+        # The ranks are added one at a time, because a key may be in the halos of several ranks.
         parts = zip(self.sent.split(self.given), arrived.split(self.given), strict=True)
         for places, part in parts:
             if len(places):
@@ -134,7 +143,7 @@ class HaloExchange:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    """Returns the result and log Σ exp(scores)."""
+    """Returns the result and log Σ exp(scores) of each query."""
     run = _Run(*how)
     queries, keys, values = map(concatenated, (q, k, v))
     if (halo := run.halo) is not None:
@@ -211,14 +220,16 @@ def _backward(
 def _as_inputs(
     of_q: Tensor, of_k: Tensor, of_v: Tensor, dtype: torch.dtype, batch: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reshapes gradients (tokens, heads, head_dim) like the inputs of `attend_in_window`."""
+    """Reshapes gradients (tokens, heads, head_dim) to the shapes of `attend_in_window`'s inputs."""
     q, k, v = (as_batch(x.to(dtype).contiguous(), batch) for x in (of_q, of_k, of_v))
     return q, k, v
 
 
 def _mask(chunks: Chunks, window: int, q: Tensor) -> Tensor | None:
-    """Returns a mask (queries, keys): 0 where a query sees the key, else −∞. None: it would be
-    causal."""
+    """Returns a mask (queries, keys), which is 0 where a query sees the key and −∞ elsewhere.
+
+    Returns None if the mask would be the usual causal one.
+    """
     if not chunks.before and chunks.number <= window:
         return None
     shape = chunks.number, chunks.before + chunks.number

@@ -1,7 +1,7 @@
 """Finds the keys that queries see through a window.
 
-A query at position i of a document that begins at `start` sees the keys max(start, i − W + 1) … i:
-W keys, its own included. `halo.py` finds the keys that are needed from other ranks.
+A query at position i of a document that begins at `start` sees the keys max(start, i − W + 1) … i,
+which are up to W keys, including its own. `halo.py` finds the keys that a rank needs from others.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from parallel3d.device import accelerator
 class Halo:
     """The keys that the ranks of a group exchange, for b samples with n tokens on each rank.
 
-    The shapes of the tensors do not depend on the documents: one compilation serves all.
+    The shapes of the tensors do not depend on the documents, so one compilation serves all of them.
+    Only the first entries of the tensors on the device are used.
 
     Attributes:
-        sent: ((size − 1) · b · n,) int64 on the device: indices, among this rank's b · n tokens, of
-            those that it sends, rank by rank.
-        order: (b · padded,) int64 on the device: for the keys in order of the sequences, indices
-            into this rank's tokens followed by the received ones, rank by rank.
+        sent: ((size − 1) · b · n,) int64 on the device: the tokens that this rank sends, by
+            receiver, as indices among its b · n tokens.
+        order: (b · padded,) int64 on the device: for each of this rank's keys, in the order of the
+            sequences, its index among this rank's own tokens followed by the received ones, by
+            sender.
         places: (b · padded,) int64 on the device: the inverse of `order`.
-        counts: (4, size) int64 on the host: tokens that this rank sends to each rank, that it
-            receives from each, and that each rank sends and receives in all.
+        counts: (4, size) int64 on the host: for each rank the number of tokens that this rank sends
+            to it, that this rank receives from it, and that it sends and receives in total.
     """
 
     sent: Tensor
@@ -45,19 +47,20 @@ class Halo:
 
 @dataclass(frozen=True)
 class WindowBlocks:
-    """m queries and the keys that they see through a window.
+    """The m queries of b samples and the keys that they see through a window.
 
-    The keys are all keys of b samples, or this rank's own and its halo, in order of the sequences.
-    Tokens are numbered through all samples.
+    The keys are all keys of the b samples, or this rank's own keys and its halo. They are in the
+    order of the sequences, and tokens are numbered through all samples.
 
     Attributes:
-        window: maximum number of keys that a query sees, its own included.
-        table: (m + 1, 4) int32 on the host: the first row has the number of chunks; the others have
-            the first query of a chunk, its number of queries, the first key, and the keys before
-            the first query. A chunk has consecutive queries of one document, at most `window`.
+        window: maximum number of keys that a query sees, including its own.
+        table: (m + 1, 4) int32 on the host. The first row has the number of chunks, each of which
+            has up to `window` consecutive queries of one document. Each further row describes a
+            chunk: first query, number of queries, first key, number of keys before the first
+            query's own.
         calls, edges: calls of the varlen kernel, in the form of one block of
             `documents.AttentionBlocks`.
-        halo: None where this rank has all keys.
+        halo: the keys that ranks exchange; None if this rank holds all keys.
     """
 
     window: int
@@ -70,10 +73,11 @@ class WindowBlocks:
 def window_blocks(
     held: Ints, starts: Ints, index: int, window: int, device: torch.device
 ) -> WindowBlocks:
-    """Returns the keys that rank `index` sees through a window.
+    """Returns the queries of rank `index` and the keys that they see through a window.
 
-    `held`: (size, b, n) of `SequenceSplit.held`; `starts`: (b, padded), where the document of each
-    position begins.
+    Args:
+        held: (size, b, n), the positions that each rank holds (`SequenceSplit.held`).
+        starts: (b, padded), for each token the position at which its document begins.
     """
     size, b, n = held.shape
     padded = starts.shape[1]
@@ -111,8 +115,10 @@ def window_blocks(
 
 
 def _chunks(numbers: Whole, most: int) -> tuple[Whole, Whole]:
-    """Cuts segments into chunks of at most `most` queries; returns each chunk's segment, and its
-    number there."""
+    """Cuts segments into chunks of at most `most` queries.
+
+    Returns for each chunk its segment and its number within the segment.
+    """
     counts = -(-numbers // most)
     chunks = np.repeat(np.arange(len(numbers)), counts)
     return chunks, np.arange(len(chunks)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -128,8 +134,10 @@ def _filled(most: int, *columns: npt.NDArray) -> Ints:
 def _halo(
     held: Ints, starts: Ints, index: int, window: int, device: torch.device
 ) -> tuple[Whole, Halo]:
-    """Returns the tokens whose keys this rank has after the exchange, in ascending order, and its
-    halo."""
+    """Returns the tokens whose keys rank `index` has after the exchange, and its halo.
+
+    The tokens are in ascending order.
+    """
     size, b, n = held.shape
     padded = starts.shape[1]
     rows = np.arange(b, dtype=np.int64)[:, None] * padded
@@ -158,12 +166,13 @@ def _halo(
 
 
 class Chunks(NamedTuple):
-    """Neighbouring chunks of one shape, which one call computes.
+    """Neighbouring chunks of equal shape, which one call computes together.
 
     Attributes:
         query, key: the first query and the first key of the first chunk.
-        chunks: number of chunks; each begins `number` queries and keys after the previous one.
-        number, before: numbers of queries of a chunk, and of keys before them.
+        chunks: number of chunks. Each begins `number` queries and keys after the previous one.
+        number: number of queries of a chunk.
+        before: number of keys of a chunk before those of its queries.
     """
 
     query: int
@@ -181,8 +190,10 @@ class Chunks(NamedTuple):
         return self._view(x, self.key, self.before + self.number)
 
     def parts_of_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the keys before the queries and the queries' own keys: two views that do not
-        overlap."""
+        """Returns views of the keys before the queries and of the queries' own keys.
+
+        Within each of the two views the chunks do not overlap.
+        """
         before = self._view(x, self.key, self.before)
         return before, self._view(x, self.key + self.before, self.number)
 
@@ -194,10 +205,10 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(table: Tensor) -> Iterator[Chunks]:
-    """Yields the chunks of a table of `WindowBlocks`; neighbours of one shape are joined.
+    """Yields the chunks of a table of `WindowBlocks`, with neighbours of equal shape joined.
 
-    Chunks with more keys before them than queries are not joined: their views of the keys would
-    overlap, and gradients are added to all views at once.
+    Chunks with more earlier keys than queries are not joined. Their views of the keys would
+    overlap, while gradients are added to all views at once.
     """
     found: Chunks | None = None
     for query, number, key, before in rows_of(table):
