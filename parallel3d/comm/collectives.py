@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class Work(Protocol):
-    """The handle of an operation; after `wait` its result may be read."""
-
     def wait(self) -> object: ...
 
 
@@ -46,18 +44,12 @@ def kind_of(group: Group) -> str:
 
 @dataclass
 class Timed:
-    """A handle whose `wait` counts as communication.
-
-    Attributes:
-        work: the handle of the operation.
-        kind: the kind of time as which the wait counts.
-        name: the name of the wait in a profile; None without a profiler.
-    """
+    """A handle whose `wait` counts as communication."""
 
     work: Work
     timer: StepTimer
     kind: str
-    name: str | None
+    name: str | None  # the name of the wait in a profile; None without a profiler
 
     def wait(self) -> None:
         self.timer.push(self.kind, self.name)
@@ -80,10 +72,7 @@ def observed(name: str, tensor: Tensor, group: Group, start: Callable[[], Work])
 
 
 def _shared_memory(tensor: Tensor, group: Group) -> SharedCollectives | MirroredPeers | None:
-    """Returns the object that does a group's collectives in place of the backend, or None.
-
-    This is a mirror or the memory that CPU ranks share.
-    """
+    """Returns the mirror or shared memory that does a group's collectives, or None."""
     if group.mirror is not None:
         return group.mirror
     return group.shared if tensor.device.type == "cpu" else None
@@ -110,10 +99,7 @@ def all_reduce(tensor: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
-    """Sums a tensor of a few numbers over the group in place and returns it.
-
-    The time beyond the group's baseline latency counts as idle.
-    """
+    """Sums a few numbers in place; the time beyond the group's baseline latency counts as idle."""
     timer = group.timer
     if timer is None or group.size == 1:
         return all_reduce(tensor, group)
@@ -128,18 +114,12 @@ def all_reduce_few(tensor: Tensor, group: Group) -> Tensor:
 
 
 def own_shard(tensor: Tensor, group: Group) -> Tensor:
-    """Returns this rank's shard of a flat tensor, as a view.
-
-    The group's size must divide the tensor's length.
-    """
+    """Returns a view of this rank's shard of a flat tensor that divides evenly over the group."""
     return tensor.chunk(group.size)[group.index]
 
 
 def _begun(work: Any) -> Work:
-    """Returns `work` with the type `Work`.
-
-    The calls have `async_op=True` and return a handle, although torch's annotations allow None.
-    """
+    """Returns the handle of a call with `async_op=True`; torch's annotations also allow None."""
     return work
 
 
@@ -167,10 +147,7 @@ def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
 
 
 def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
-    """Starts to sum a flat gradient bucket over the group into this rank's shard of it.
-
-    The rest of the bucket is undefined afterwards.
-    """
+    """Starts to sum a flat bucket into this rank's shard of it; its rest becomes undefined."""
     return reduce_scatter_into(own_shard(tensor, group), tensor, group)
 
 
@@ -184,7 +161,6 @@ def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
-    """Does the same as `reduce_scatter_async`, but waits for the result."""
     out, work = reduce_scatter_async(tensor, group)
     work.wait()
     return out
@@ -206,7 +182,6 @@ def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
-    """Does the same as `all_gather_async`, but waits for the result."""
     out, work = all_gather_async(tensor, group)
     work.wait()
     return out
@@ -216,10 +191,7 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
 
 
 def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts to send part j of `tensor` (size · n, ...) to rank j.
-
-    The result consists of the received parts in the order of the senders.
-    """
+    """Starts to send part j of `tensor` (size · n, ...) to rank j; the result is by sender."""
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()
@@ -234,7 +206,6 @@ def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def all_to_all(tensor: Tensor, group: Group) -> Tensor:
-    """Does the same as `all_to_all_async`, but waits for the result."""
     out, work = all_to_all_async(tensor, group)
     work.wait()
     return out
@@ -270,7 +241,6 @@ def all_to_all_uneven_async(
 def all_to_all_uneven(
     tensor: Tensor, group: Group, given: list[int], taken: list[int], most: int | None = None
 ) -> Tensor:
-    """Does the same as `all_to_all_uneven_async`, but waits for the result."""
     out, work = all_to_all_uneven_async(tensor, group, given, taken, most)
     work.wait()
     return out
@@ -279,11 +249,9 @@ def all_to_all_uneven(
 def all_to_all_rows_async(
     x: Tensor, group: Group, given: Sequence[int], taken: Sequence[int], most: int
 ) -> tuple[Tensor, Work]:
-    """Starts to send `given[j]` consecutive rows of `x` (rows, …) to each rank j.
-
-    The result has the received rows in the order of the senders, `taken[i]` of them from rank i.
-    `most` is the largest number of rows that any rank sends, equal on all ranks.
-    """
+    """Starts to send `given[j]` consecutive rows of `x` (rows, …) to each rank j. The result has
+    the received rows in the order of the senders, `taken[i]` of them from rank i. `most` is the
+    largest number of rows that any rank sends, equal on all ranks."""
     width = math.prod(x.shape[1:])
     sent, got = ([n * width for n in each] for each in (given, taken))
     flat = x.contiguous().view(-1)
@@ -294,7 +262,6 @@ def all_to_all_rows_async(
 def all_to_all_rows(
     x: Tensor, group: Group, given: Sequence[int], taken: Sequence[int], most: int
 ) -> Tensor:
-    """Does the same as `all_to_all_rows_async`, but waits for the result."""
     out, work = all_to_all_rows_async(x, group, given, taken, most)
     work.wait()
     return out
@@ -352,10 +319,7 @@ def broadcast(tensor: Tensor, source: int, group: Group) -> Tensor:
 
 
 def differs(numbers: Tensor, group: Group) -> bool:
-    """Returns whether any of these integers (n,) differs between ranks.
-
-    All ranks get the same answer.
-    """
+    """Tells every rank whether any of these integers (n,) differs between the ranks."""
     if group.size == 1:
         return False
     both = torch.stack((numbers, ~numbers))  # their maxima give the largest and the smallest number

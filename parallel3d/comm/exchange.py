@@ -39,9 +39,7 @@ def check_agreement(
     call: str, arguments: dict[str, Any], handle: dist.ProcessGroup | None, device: torch.device
 ) -> None:
     """Raises the same UserError on every member if an argument of `call` differs between members.
-
-    The check is collective.
-    """
+    The check is collective."""
     mine = {key: repr(value) for key, value in arguments.items()}
     first, *others = all_gather_json(mine, handle, device)
     ranks = [0] if handle is None else dist.get_process_group_ranks(handle)
@@ -70,10 +68,8 @@ def broadcast_json(value: Any, handle: dist.ProcessGroup | None, device: torch.d
 
 def messages(sizes: Sequence[int], most: int) -> Iterator[range]:
     """Groups consecutive tensors into messages, and yields the range of tensors in each message.
-
     The sizes of a message's tensors add up to at most `most`; a larger tensor has a message of its
-    own.
-    """
+    own."""
     first, total = 0, 0
     for i, size in enumerate(sizes):
         if i > first and total + size > most:
@@ -90,10 +86,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def transfer(call: Callable, tensor: Tensor, peer: int, handle: dist.ProcessGroup) -> None:
-    """Sends or receives a tensor with `call`, dist.isend or dist.irecv, and waits for the end.
-
-    The message is a batch of one, because NCCL requires batches in larger groups.
-    """
+    """Sends or receives a tensor as a batch of one, because NCCL needs batches in large groups."""
     for work in dist.batch_isend_irecv([dist.P2POp(call, tensor, peer, handle)]):
         work.wait()
 

@@ -22,25 +22,16 @@ EXTERNAL = "external"  # name of a group that this package did not make
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ranks that communicate with each other.
-
-    Attributes:
-        index: this rank's index in `ranks`.
-        handle: the group of torch.distributed; None for a group of one rank.
-        shared: shared memory for the collectives of CPU ranks of one host, if there is any.
-        log: logs the operations, so that a hang can be diagnosed.
-        timer: times the collectives.
-        mirror: simulates the other ranks, to time one rank's share of a layer.
-    """
+    """A group of ranks that communicate with each other; `handle` is None for a single rank."""
 
     name: str
     ranks: tuple[int, ...]
-    index: int
+    index: int  # this rank's index in `ranks`
     handle: dist.ProcessGroup | None
-    shared: SharedCollectives | None = field(default=None, compare=False)
-    log: OperationLog | None = field(default=None, compare=False)
-    timer: StepTimer | None = field(default=None, compare=False)
-    mirror: MirroredPeers | None = field(default=None, compare=False)
+    shared: SharedCollectives | None = field(default=None, compare=False)  # for CPU ranks
+    log: OperationLog | None = field(default=None, compare=False)  # read to diagnose a hang
+    timer: StepTimer | None = field(default=None, compare=False)  # times the collectives
+    mirror: MirroredPeers | None = field(default=None, compare=False)  # simulates the other ranks
 
     @property
     def size(self) -> int:
@@ -92,15 +83,11 @@ def group_of(group: GroupLike) -> Group:
 
 
 def set_groups_of_mesh(mesh: DeviceMesh, by_dim: dict[str, Group]) -> None:
-    """Attaches the groups of a mesh's dimensions to the mesh."""
     mesh.parallel3d_groups = by_dim  # type: ignore[attr-defined]
 
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
-    """Returns the group that is attached to a one-dimensional mesh.
-
-    Returns None if this package did not make the mesh.
-    """
+    """Returns the group of a one-dimensional mesh, or None if this package did not make it."""
     root = root_of_mesh(mesh)  # for a slice, the mesh from which it was sliced
     names = mesh.mesh_dim_names or ("",)
     by_dim: dict[str, Group] = getattr(root, "parallel3d_groups", {})

@@ -1,8 +1,7 @@
 """Logs a rank's communication, so that a hang can be diagnosed afterwards.
 
-An entry is a tuple that is appended to a list, which takes less than a microsecond per collective.
-Nothing is written, sent or formatted until something is wrong. `faults/watchdog.py` reads the log
-of a rank that hangs.
+Logging a collective appends a tuple to a list, which takes less than a microsecond; entries are
+formatted only when something is wrong. `faults/watchdog.py` reads the log of a rank that hangs.
 """
 
 from __future__ import annotations
@@ -28,13 +27,9 @@ class _Group(Protocol):
 
 
 class LoggedOperation(NamedTuple):
-    """One collective, or one message to or from another rank.
+    """One collective, or one message to or from the rank `peer`.
 
-    Attributes:
-        group: name of the group.
-        number: number of the operation among all operations of its group on this rank, from 1.
-        name: name of the collective, "send" or "receive".
-        peer: the other rank of a message; None for a collective.
+    `number` counts the operations of the same group on this rank.
     """
 
     group: str
@@ -93,8 +88,7 @@ class OperationLog:
     """The operations of one rank in all of its groups, in the current phase and recent ones.
 
     Attributes:
-        progress: a counter that grows whenever an operation starts or a wait for an operation ends,
-            and at every phase boundary.
+        progress: a counter that grows when an operation starts, a wait ends or a phase begins.
         waiting: the entry of the operation that the host waits for; None while it computes.
         newest: name of a group → its newest entry.
         ranks: name of each group that has communicated → its ranks.
@@ -109,9 +103,8 @@ class OperationLog:
         self._notes: list[LoggedOperation] = []
         self._phase = ""
         self._previous: dict[str, list[LoggedOperation]] = {}  # phase → entries of its last run
-        # The entries of the latest phases, newest first, each with the entries of the same phase's
-        # previous run. Three phases are enough for a step and for an evaluation or a health check
-        # between two steps.
+        # The entries of the latest phases, newest first, each with those of its previous run. Three
+        # phases suffice for a step and an evaluation or a health check between two steps.
         self._closed: deque[tuple[list[LoggedOperation], list[LoggedOperation]]] = deque(maxlen=3)
 
     def boundary(self, phase: str) -> None:
@@ -138,19 +131,13 @@ class OperationLog:
         return note
 
     def latest(self, count: int) -> list[LoggedOperation]:
-        """Returns the newest entry of each group and the `count` newest entries of this phase.
-
-        The entry of the operation that the host waits for is included too.
-        """
+        """Returns the newest entry of each group, `count` of this phase, and the one waited for."""
         notes = [*self.newest.values(), *self._notes[-count:]]
         notes += [] if self.waiting is None else [self.waiting]
         return list(dict.fromkeys(notes))
 
     def divergence(self) -> Divergence | None:
-        """Returns the first operation in which this phase differs from its previous run.
-
-        If this phase does not differ, recent phases are compared too. Returns None if none differs.
-        """
+        """Returns where this phase, or else a recent one, first differs from its previous run."""
         previous = self._previous.get(self._phase, [])
         found = _first_difference(list(self._notes), previous, is_over=False)
         for notes, before in tuple(self._closed):
@@ -194,9 +181,8 @@ class LoggedWork:
 def blocking(group: _Group) -> Iterator[None]:
     """Logs that the host waits for `group`'s newest operation while it reads a value of the device.
 
-    With NCCL the `wait` of a handle only orders streams, so a host notices a missing rank when it
-    reads a value. After an exception `log.waiting` is reset, because on a device the exception may
-    come from any earlier work.
+    With NCCL a handle's `wait` only orders streams, so a host notices a missing rank only here. An
+    exception resets `log.waiting`, because on a device it may come from any earlier work.
     """
     log = group.log
     note = None if log is None else log.newest.get(group.name)
@@ -216,9 +202,7 @@ def logged(
     group: _Group, name: str, tensor: Tensor, start: Callable[[], Any], peer: int | None = None
 ) -> Any:
     """Starts an operation and returns its handle; logs its start and wait if the group has a log.
-
-    `peer` is the other rank of a message, and None for a collective.
-    """
+    `peer` is the other rank of a message, and None for a collective."""
     log = group.log
     if log is None:
         return start()

@@ -5,9 +5,8 @@ takes a millisecond or more, most of it to wake threads. Here ranks read each ot
 
 POSIX semaphores order memory accesses on every processor, let a waiting rank sleep, and support
 timeouts. Each rank locks one byte of the shared file, and the kernel releases the lock when the
-process ends. A waiting rank tests its peer's lock once a second, so that a dead peer is noticed and
-named in the error. The file has no name in any folder, because peers open it through /proc; so
-nothing is left behind, however a rank ends.
+process ends. A waiting rank tests its peer's lock once a second, so it notices a dead peer. The
+file has no name in any folder (peers open it through /proc), so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any], int]]:
-    """Returns a clock and a function that waits for a semaphore until a time of this clock.
-
-    The clock is monotonic if libc supports that.
-    """
+    """Returns a clock (monotonic if libc supports that) and a function that waits until a time."""
     monotonic = time.CLOCK_MONOTONIC
     if hasattr(libc, "sem_clockwait"):
         return monotonic, lambda semaphore, limit: libc.sem_clockwait(semaphore, monotonic, limit)
@@ -63,19 +59,10 @@ def _wait_until(libc: ctypes.CDLL) -> tuple[int, Callable[[ctypes.c_void_p, Any]
 
 @dataclass
 class SharedMemory:
-    """Signals and bytes that the ranks of a group share; `open_shared_memory` creates them.
+    """Signals and bytes (`data`, uint8) that a group's ranks share; see `open_shared_memory`.
 
     Each kind of signal has a semaphore for every ordered pair of ranks. If a rank had one semaphore
     for all peers, two signals of a fast peer would look like one signal from each of two peers.
-
-    Attributes:
-        index, size: this rank's index in the group, and the group's size.
-        descriptor: file descriptor of the memory; -1 after `close`.
-        kinds: number of kinds of signals.
-        length: bytes of the file.
-        timeout_s: seconds after which a wait raises TimeoutError.
-        spin_s: seconds for which a waiting rank spins before it sleeps.
-        data: the shared bytes, a uint8 tensor.
     """
 
     index: int
@@ -116,10 +103,8 @@ class SharedMemory:
         self.libc.sem_post(self.semaphores[kind, self.index, peer])
 
     def wait(self, peer: int, kind: int = 0) -> None:
-        """Waits for one signal from member `peer` and takes it.
-
-        Raises ConnectionError if the peer has ended, and TimeoutError after `timeout_s`.
-        """
+        """Waits for one signal from member `peer` and takes it. Raises ConnectionError if the peer
+        has ended, and TimeoutError after `timeout_s`."""
         semaphore = self.semaphores[kind, peer, self.index]
         start = time.perf_counter()
         while self.libc.sem_trywait(semaphore) != 0:
@@ -172,9 +157,9 @@ def open_shared_memory(
 ) -> SharedMemory | None:
     """Creates memory that all ranks of a group share, or returns None if they cannot share any.
 
-    The call is collective. The first rank creates a file, which the others open through that rank's
-    /proc entry. This fails in a container with its own PID namespace, and is not tried if host
-    names differ. `signals` has the initial value of the semaphores for each kind of signal.
+    The call is collective. The first rank creates a file, which the others open through its /proc
+    entry. This fails between containers with separate PID namespaces, and is not tried if host
+    names differ. `signals` has the initial value of the semaphores of each kind.
     """
     semaphores = [initial for initial in signals for _ in range(size**2)]
     length = _semaphore_area(len(semaphores)) + data_bytes
@@ -196,10 +181,7 @@ def open_shared_memory(
 
 
 def _create(length: int, semaphores: Sequence[int]) -> int:
-    """Creates a file of `length` bytes that begins with semaphores; returns its descriptor.
-
-    Returns -1 if there is too little memory, or if the system is not Linux.
-    """
+    """Creates a file that begins with semaphores; -1 with too little memory or without Linux."""
     if not hasattr(os, "memfd_create"):
         return -1
     descriptor = os.memfd_create("parallel3d")
@@ -225,10 +207,7 @@ def _identity(descriptor: int) -> list[int]:
 
 
 def _attach(path: str, identity: list[int]) -> int:
-    """Opens the first rank's file and returns its descriptor.
-
-    Returns -1 if this rank cannot open the path, or if another file is there.
-    """
+    """Opens the first rank's file; returns -1 if that fails or if another file is at its path."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -283,9 +262,7 @@ class SharedCollectives:
     operation per chunk, when their handle is waited for.
 
     Attributes:
-        operations: number of operations so far.
-        unread: the operation that has been written and must be read before the next one is written;
-            None if there is none.
+        unread: the operation that has been written and must be read before the next one is written.
         views: cached views of the slots, because making a view takes as long as a small sum.
     """
 
@@ -298,10 +275,7 @@ class SharedCollectives:
     def open(
         cls, handle: dist.ProcessGroup, index: int, size: int, timeout_s: float
     ) -> SharedCollectives | None:
-        """Opens shared memory for a group, or returns None if the ranks cannot share any.
-
-        The call is collective.
-        """
+        """Opens a group's shared memory, or returns None if there can be none; collective."""
         data = size * SLOTS * (SLOT_BYTES + NUMBER_BYTES)
         memory = open_shared_memory(handle, index, size, data, timeout_s)
         return None if memory is None else cls(memory)
@@ -340,10 +314,8 @@ class SharedCollectives:
         self, tensor: Tensor, given: Sequence[int], out: Tensor, taken: Sequence[int]
     ) -> None:
         """Sends `given[j]` consecutive bytes to rank j, and receives `taken[i]` bytes from rank i.
-
         Both tensors are flat uint8. A rank writes into its slot first where the bytes for each rank
-        begin, and then its bytes.
-        """
+        begin, and then its bytes."""
         if self.unread is not None:
             self.unread.wait()
         turn = self.operations % SLOTS
@@ -371,10 +343,7 @@ class SharedCollectives:
         return SharedWork(self, tensor, 1, out, 1, _shift)
 
     def write(self, given: Tensor) -> list[Tensor]:
-        """Writes `given` into this rank's slot and signals all peers.
-
-        Returns for each rank the view of its slot, or of the part of its slot for this rank.
-        """
+        """Writes this rank's slot and signals; returns each slot's part for this rank."""
         turn = self.operations % SLOTS
         self.operations += 1
         slots = self._slots(turn, given.shape, given.dtype)
@@ -399,10 +368,7 @@ class SharedCollectives:
         return self.views[key].copy()
 
     def wait_for_peers(self) -> None:
-        """Waits until every peer has written its slot.
-
-        Raises RuntimeError if a peer's tensor has another size than this rank's.
-        """
+        """Waits until every peer has written its slot; raises RuntimeError if sizes differ."""
         turn = (self.operations - 1) % SLOTS
         mine = self.sizes[self.index * SLOTS + turn]
         for peer in self.peers:
@@ -420,7 +386,6 @@ class SharedWork:
     Args:
         rows: number of parts of `tensor`: one for each rank, or a single one for all ranks.
         out_rows: number of parts of `out`: one from each rank, or a single one from all ranks.
-        finish: computes `out` from the contributions of the ranks.
     """
 
     def __init__(

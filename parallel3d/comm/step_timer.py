@@ -72,7 +72,6 @@ class HostTimes:
         return True
 
     def mark(self, kind: str, idle_beyond: float) -> None:
-        """Counts the time since the last mark as `kind`, and the part beyond a limit as idle."""
         now = time.perf_counter()
         _add(self.spent, kind, idle_beyond, now - self.since)
         self.since = now
@@ -95,9 +94,8 @@ class DeviceTimes:
     time counts as forward and backward, and dp has little more than the sum of the token counts.
 
     An event takes some microseconds of the host and about one of the stream, and a step with tp has
-    thousands of events. Therefore only the first `WARMUP_STEPS` steps and then one of `EVERY` steps
-    are timed. The events are read after the device has passed them, so the host never synchronises
-    for them.
+    thousands of them. So only the first `WARMUP_STEPS` steps and then one of `EVERY` are timed. The
+    host reads events after the device has passed them, and so never waits for them.
     """
 
     marks_starts = False
@@ -126,10 +124,7 @@ class DeviceTimes:
         return True
 
     def counts(self) -> bool:
-        """Returns whether the compute stream is current in the calling thread.
-
-        This also works in autograd's thread.
-        """
+        """Returns whether the compute stream is current in the calling thread, even autograd's."""
         return self.api.current_stream(self.device) == self.stream
 
     def mark(self, kind: str, idle_beyond: float) -> None:
@@ -139,10 +134,7 @@ class DeviceTimes:
         self.steps.append(self.marks)
 
     def finished(self, wait: bool) -> Iterator[dict[str, float]]:
-        """Yields the times of the steps that the device has completed.
-
-        With `wait` the host first waits for all steps.
-        """
+        """Yields times of the steps that the device has completed, or of all steps with `wait`."""
         while self.steps and (wait or self.steps[0][-1][0].query()):
             marks = self.steps.popleft()
             if wait:
@@ -172,7 +164,6 @@ class StepTimer:
             between stages) takes when no rank is late. Without an entry no wait counts as idle.
         last: kind → seconds of the step whose times became known when the latest step ended. On an
             accelerator this is an earlier step. None if no times became known.
-        running: whether a step runs that is timed.
         ranges: a profiler's ranges, which are opened and closed with every kind; None without a
             profiler.
     """
@@ -215,10 +206,7 @@ class StepTimer:
                 self._sums[kind] += seconds
 
     def push(self, kind: str, name: str | None = None) -> None:
-        """Begins time of a kind, which lasts until the matching `pop`.
-
-        A profile shows it as `name`, or as `kind` if that is None.
-        """
+        """Begins time of a kind; a profile shows it as `name`, or as `kind` if that is None."""
         if self.ranges is not None:
             self.ranges.push(name or kind)
         if self.running and self.times.counts():
@@ -226,10 +214,7 @@ class StepTimer:
             self._stack.append(kind)
 
     def pop(self, idle_beyond: float = torch.inf) -> None:
-        """Ends the time of the innermost kind; its part beyond `idle_beyond` seconds is idle.
-
-        The current stream must be that of the matching `push`.
-        """
+        """Ends the innermost kind on the stream of its `push`; time over `idle_beyond` is idle."""
         if self.running and self.times.counts():
             self.times.mark(self._stack.pop(), idle_beyond)
         if self.ranges is not None:
@@ -243,10 +228,7 @@ class StepTimer:
         self.pop()
 
     def starting(self, kind: str, name: str | None = None) -> AbstractContextManager[None]:
-        """Counts the time of a `with` block that only starts communication.
-
-        On an accelerator this takes no time and is only shown in a profile.
-        """
+        """Counts the time of a `with` block that starts communication; zero on an accelerator."""
         return self.within(kind, name) if self.times.marks_starts else self.range(name or kind)
 
     def range(self, name: str) -> AbstractContextManager[None]:
@@ -254,10 +236,7 @@ class StepTimer:
         return nullcontext() if self.ranges is None else self.ranges.within(name)
 
     def means(self) -> dict[str, float]:
-        """Returns the mean seconds per step of each kind, without the warm-up if possible.
-
-        On an accelerator the host synchronises with the device.
-        """
+        """Returns mean seconds per step by kind, without the warm-up if possible; synchronises."""
         if isinstance(self.times, DeviceTimes):
             self._take(wait=True)
         return {kind: seconds / max(1, self._steps) for kind, seconds in self._sums.items()}
