@@ -30,8 +30,8 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
     """Returns `config` with the best layout for a launcher's ranks, or for those of this host.
 
     `place` is this rank's place under a launcher; None without one. Rank 0 logs the layout and the
-    reason for it. Raises UserError if the machine's speed is unknown, if no
-    layout divides the batch, or if none fits.
+    reason for it. Raises UserError if the machine's speed is unknown, if no layout divides the
+    batch, or if none fits.
     """
     check_fields(config)
     keys = chosen_keys(overrides)
@@ -50,9 +50,9 @@ def take_layout(config: Config, overrides: Sequence[str], place: RankAssignment 
 
 
 def _ranks_here(asked: str, least: int) -> int:
-    """Returns the number of this host's GPUs or cores as a multiple of `least`, at least one.
+    """Returns the number of ranks for this host: one per GPU or core, in multiples of `least`.
 
-    The number is rounded down. `asked` is the value of the key `device`.
+    The number is rounded down, but is at least `least`. `asked` is the value of the key `device`.
     """
     device = choose_device(asked, 1)
     most = available_cores() if device.kind == CPU else len(device.gpus)
@@ -70,8 +70,8 @@ def _check_known(cluster: ClusterConfig, kind: str, several: bool) -> None:
     file = cluster.file
     if file is not None:
         machine = read(file)
-        # If a launcher has bound this rank to some of the host's cores, all cores count; a quota,
-        # by contrast, limits all ranks together.
+        # A launcher may have bound this rank to some of the host's cores, so that all cores count
+        # unless a quota limits all ranks together.
         bound = os.cpu_count() == machine.made.count and available_cores() == cores()
         count = machine.made.count if bound else available_cores()
         check_device(machine, file, kind, device_name(kind), count)

@@ -98,7 +98,10 @@ VERBS = {
 
 
 def data(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d data …` line; returns its exit code. Raises UserError."""
+    """Runs one `parallel3d data …` line; returns its exit code.
+
+    Raises UserError for invalid arguments or input.
+    """
     return run_verb(DATA, VERBS, arguments, _run)
 
 
@@ -223,7 +226,8 @@ def tokenize_corpus(
 def _of_tokenizer(to: Path, facts: CorpusFacts) -> list[str]:
     """Returns notices about the tokenizer of a corpus; [] for bytes.
 
-    They are about its own doubts, differences from transformers, and tokens that begin a document.
+    They tell in what it may be wrong, how it differs from transformers, and whether documents begin
+    with its first tokens.
     """
     tokenizer = open_tokenizer(tokenizer_beside(to, facts), "tokenizer")
     if not isinstance(tokenizer, FileTokenizer):

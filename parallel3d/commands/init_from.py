@@ -295,12 +295,12 @@ def _check_optimizer(title: str, found: Sequence[ConfigChange]) -> None:
 
 
 def load_initial(trainer: Trainer, groups: ProcessGroups) -> Source:
-    """Fills a trainer at step 0 with the weights of `init_from`; returns their source. Collective.
+    """Fills a trainer at step 0 with the weights of `init_from`; returns their source.
 
-    Each rank reads its own chunks of a checkpoint, or the whole tensors of its stages from a
-    Hugging Face folder. With `init_optimizer`, the state of the optimizer is read as well. Raises
-    UserError on all ranks if the source is damaged or missing, and TrainingFailure if a rank cannot
-    read it.
+    The call is collective. Each rank reads its own chunks of a checkpoint, or the whole tensors of
+    its stages from a Hugging Face folder. With `init_optimizer`, the state of the optimizer is read
+    as well. Raises UserError on all ranks if the source is damaged or missing, and TrainingFailure
+    if a rank cannot read it.
     """
     from parallel3d.checkpoint.checkpoints import without_frozen
     from parallel3d.checkpoint.storage import chunks_by_name, read_state

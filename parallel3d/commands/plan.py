@@ -210,8 +210,8 @@ class Plan:
     def cells(self) -> list[list[str]]:
         """Returns the rows of the table under `head`.
 
-        The range of a time is that for a GPU, network or engine to which the model was not fitted,
-        because no published run used parallel3d. The times of a measured machine have no range.
+        A time has the range for a GPU, network or engine to which prices were not fitted, because
+        no published run used parallel3d. The times of a measured machine have no range.
         """
         spread = None if self.config.cluster.file else range_of_a_new_place()
         found = []

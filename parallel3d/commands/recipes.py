@@ -45,7 +45,7 @@ VERBS = {
         paths=("to",),
     ),
 }
-# launch/local.sh, setup.sh and test.sh are not copied, because they are for a checkout.
+# launch/local.sh, setup.sh and test.sh are not copied, because only a checkout needs them.
 SCRIPTS = ("slurm/train.sbatch", "slurm/sweep.sbatch", "launch/torchrun.sh")
 INIT_VERBS = {
     "slurm": Verb(
@@ -61,7 +61,10 @@ INIT_VERBS = {
 
 
 def recipes(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d recipes …` line; returns its exit code. Raises UserError."""
+    """Runs one `parallel3d recipes …` line; returns its exit code.
+
+    Raises UserError for invalid arguments, and for a file that exists.
+    """
     return run_verb(RECIPES, VERBS, arguments or ["list"], _recipes)
 
 
@@ -111,7 +114,10 @@ def table() -> list[str]:
 
 
 def init(arguments: Sequence[str]) -> int:
-    """Runs one `parallel3d init …` line; returns its exit code. Raises UserError."""
+    """Runs one `parallel3d init …` line; returns its exit code.
+
+    Raises UserError for invalid arguments, and for a file that exists.
+    """
     return run_verb(INIT, INIT_VERBS, arguments, _init)
 
 

@@ -33,7 +33,7 @@ from parallel3d.text import aligned
 from parallel3d.topology.assumptions import check_free, write
 
 MADE_BY = "parallel3d schedule"
-# Memory limits, relative to 1F1B's peak, of further rows if the user gives no schedule.memory.
+# If schedule.memory is not given, further rows have these memory limits, relative to 1F1B's peak.
 MORE_MEMORY = (1.25, 1.5)
 
 

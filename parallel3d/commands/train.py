@@ -42,9 +42,9 @@ def train(config: Config, worker: Worker) -> None:
     """Trains until `config.train_steps` steps are done, or resumes a run that has checkpoints.
 
     It needs a checked configuration and an initialised torch.distributed. A run resumes from its
-    newest intact checkpoint. Rank 0 writes `metrics.jsonl`,
-    `summary.json` and, with `train.save_weights`, `weights-initial.safetensors` and
-    `weights-final.safetensors` into the run directory.
+    newest intact checkpoint. Rank 0 writes `metrics.jsonl`, `summary.json` and, with
+    `train.save_weights`, `weights-initial.safetensors` and `weights-final.safetensors` into the run
+    directory.
 
     Raises:
         TrainingFailure: if the last checkpoint could not be written.
@@ -128,7 +128,7 @@ def take_initial_weights(
 ) -> dict[str, str]:
     """Loads the weights of `init_from`, unless a checkpoint of the run was restored.
 
-    Returns the header's line about the source by its name; {} if nothing was loaded. Raises
+    Returns an entry for the header that names the source; {} if nothing was loaded. Raises
     UserError if the learning-rate schedule does not fit the number of steps, which is known only
     after the data was opened.
     """

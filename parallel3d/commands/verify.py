@@ -127,7 +127,7 @@ class Variant(NamedTuple):
 
 
 def verify_command(config: CommandConfig, worker: Worker) -> int:
-    """Runs `parallel3d verify` on every rank; returns its exit code. Collective."""
+    """Runs `parallel3d verify` on every rank; returns the exit code. The call is collective."""
     return verify(config, worker, config.verify.steps)
 
 

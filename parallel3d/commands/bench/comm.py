@@ -275,10 +275,10 @@ def _round(value: float) -> float:
 
 
 def fits(results: list[dict]) -> dict[str, Fit]:
-    """Returns a fit for each link class, by its name, from the collectives that training calls.
+    """Returns a fit for each link class from the rows of collectives that training calls.
 
-    If a dimension has several groups, only rows in which all of them work at once count. A row on
-    training's own path replaces that of the backend.
+    The keys are the names of link classes. If a dimension has several groups, only rows in which
+    all of them work at once count. A row on training's own path replaces that of the backend.
     """
     samples: dict[str, dict[tuple, MeasuredOperation]] = {}
     for row in results:

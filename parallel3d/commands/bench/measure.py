@@ -79,7 +79,7 @@ class CallCounts:
     calls: int  # timed calls of every row, if time allows
     row: int = 0  # number of rows that are done
     spent: float = 0.0  # seconds that they took
-    cut: int = 0  # number of rows with fewer calls than asked for
+    cut: int = 0  # number of rows with fewer calls than requested
 
     def next(self) -> tuple[int, int]:
         """Returns the numbers of warm-up calls and of timed calls of the next row.
@@ -112,7 +112,7 @@ TRAINING = dict.fromkeys(("tp", "cp", "dp", "dp_cp"), COLLECTIVES) | {"pp": ("se
 
 
 class WrongResult(RuntimeError):
-    """The error that a collective has given a wrong result."""
+    """Signals that a collective has given a wrong result."""
 
 
 class BenchOperation(NamedTuple):
@@ -120,7 +120,7 @@ class BenchOperation(NamedTuple):
 
     name: str  # one of `network.OPERATIONS`
     reduction: str | None = None  # sum, avg, max or min; None: it does not reduce
-    own: bool = False  # true: on training's own path (shared memory of CPU ranks); false: backend
+    own: bool = False  # whether training's own path (shared memory of CPU ranks) runs it
 
     @property
     def label(self) -> str:
@@ -342,7 +342,7 @@ class Where:
         return LinkClass(int(self.placement.cluster.link_class(slots[a], slots[b])))
 
     def slowest_link(self, ranks: Sequence[int], chain: bool) -> tuple[LinkClass, Link | None]:
-        """Returns the slowest link between neighbours of a ring or chain, after its class.
+        """Returns the class of the slowest link between ranks in a ring or chain, and this link.
 
         The link is None if no wire connects the neighbours.
         """

@@ -474,8 +474,7 @@ def pieces(
             runs = timed(ModelPieces(config, sizes[1], device, ways, tp=tp))
             for chunk, part in enumerate(PARTS, 2):
                 more = [(run[f"I{chunk}"] - run["I1"]) / run["F1"] for run in runs]
-                # The median is used because the difference of two disturbed times may be far too
-                # small.
+                # The median is used because the difference of two disturbed times may be too small.
                 keep(recompute_name(part, index), (tp,), [max(statistics.median(more), 1e-3)])
         if tp > 1 or not config.model.num_experts:
             continue
@@ -503,7 +502,7 @@ def pieces(
 def runs_of_experts(
     config: CommandConfig, size: int, device: torch.device, blocks: Blocks, most: int
 ) -> dict[int, tuple[int, list[dict[str, float]]]]:
-    """Runs pipelines of `blocks`, which have experts, in turns, one pipeline for each ep.
+    """Runs a pipeline of `blocks`, which have experts, for each ep; the pipelines take turns.
 
     Returns for each ep the number of parameters and the seconds of its runs.
     """

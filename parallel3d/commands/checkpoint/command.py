@@ -104,7 +104,10 @@ VERBS = {
 
 
 def checkpoint(arguments: Sequence[str]) -> int:
-    """Runs `parallel3d checkpoint …`; returns its exit code. Raises UserError."""
+    """Runs one `parallel3d checkpoint …` line; returns its exit code.
+
+    Raises UserError for invalid arguments, and for checkpoints that do not allow the request.
+    """
     return run_verb(CHECKPOINT, VERBS, arguments, _run)
 
 

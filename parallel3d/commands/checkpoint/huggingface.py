@@ -127,7 +127,7 @@ def _read_kept(run_dir: Path) -> dict[str, Any]:
 
 
 def tokenizer_to_import(folder: Path, given: str | None, vocab_size: int) -> Tokenizer | None:
-    """Returns the tokenizer of an import: that named `given`, else the folder's; None without one.
+    """Returns the tokenizer that an import uses: `given`, else the folder's; None without one.
 
     Raises UserError if it does not fit a vocabulary of `vocab_size` tokens, or if the given
     tokenizer gives a token another number than the folder's.
@@ -259,7 +259,7 @@ def compare(folder: Path, ours: Tensor, theirs: Tensor) -> str:
     difference = float((ours.float() - theirs).abs().max())
     largest = float(theirs.abs().max())
     count, name = theirs.shape[:-1].numel(), f"transformers {version(TRANSFORMERS)}"
-    if not difference <= TOLERANCE * largest:  # NaN too
+    if not difference <= TOLERANCE * largest:  # also refuses NaN
         raise UserError(
             f"from={folder}: the logits of {count} tokens differ from those of {name} by up to "
             f"{difference:.3g}, and the largest is {largest:.3g}: nothing is imported; "

@@ -149,7 +149,7 @@ def read_with_config(folder: Path) -> tuple[Manifest, Config]:
 
 
 def condition(problem: Exception) -> str:
-    """Describes the problem of a checkpoint: `damaged: …`, or `unreadable: …`, which may pass."""
+    """Describes a problem of a checkpoint: `damaged: …`, or `unreadable: …` if it may end."""
     word = "damaged" if isinstance(problem, DamagedCheckpoint) else "unreadable"
     return f"{word}: {problem}"
 

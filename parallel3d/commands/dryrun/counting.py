@@ -371,7 +371,7 @@ _FRAMES: tuple[tuple[str, str | None, str | None, str | None, str | None], ...] 
     (_DATA_PARALLEL, "finish_step", OPTIMIZER, "buffers", "reduction of the gradients"),
     (_DATA_PARALLEL, None, OPTIMIZER, "buffers", None),
     (_FSDP_PARAM, "to_accumulated_grad_if_needed", SHARDING, "gradients", None),
-    (_FSDP_PARAM, None, SHARDING, "parameters", None),  # gathered
+    (_FSDP_PARAM, None, SHARDING, "parameters", None),  # gathered ones
     (_FSDP, None, SHARDING, "buffers", None),
     ("/parallel3d/pipeline/offload.py", None, OFFLOAD, "activations", None),
     (_EXECUTOR, "_forward", OTHER, "activations", "forward"),
@@ -524,7 +524,8 @@ def _world_of(rank: int, size: int) -> Iterator[bool]:
 def _step(trainer: Trainer, counter: StepCounter, memory_only: bool) -> dict[str, Any]:
     """Counts a step with just enough micro-batches to fill the pipeline, and extrapolates.
 
-    Each further micro-batch adds the difference between a step of two micro-batches and one of one.
+    Each further micro-batch adds the difference between a step of two micro-batches and a step of
+    a single one.
     """
     blueprint, groups = trainer.blueprint, trainer.groups
     counter.machine.collect()

@@ -57,7 +57,10 @@ class Request(NamedTuple):
 
 
 def evaluate(config: CommandConfig, worker: Worker) -> None:
-    """Scores the rows, prints a table and writes the result as JSON on rank 0. Raises UserError."""
+    """Scores the rows; rank 0 prints a table and writes the result as JSON.
+
+    Raises UserError if the rows are invalid or the run has no checkpoint that can be loaded.
+    """
     worker.phase = "making process groups"
     groups = ProcessGroups.of_run(config, worker.device, worker.placement)
     device = torch.device(worker.device)

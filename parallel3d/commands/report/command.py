@@ -46,7 +46,9 @@ def report(arguments: Sequence[str]) -> int:
     given, _ = parse(REPORT, KEYS, [*filter(None, (first,)), *others])
     names = list(dict.fromkeys([given["run"], *(word.removeprefix("run=") for word in more)]))
     if len(names) > MOST_RUNS:
-        raise UserError(f"report: at most {MOST_RUNS} runs must be given, not {len(names)}")
+        raise UserError(
+            f"report: run= may be given at most {MOST_RUNS} times, not {len(names)} times"
+        )
     to = given.get("to", "report.html")
     check_free("to", to, MARK, MADE_BY)
     from parallel3d.commands.report.page import DAMAGED, RunRecord, page_of, read_run
