@@ -1,1 +1,1 @@
-"""Gradient buckets and their reduction, ZeRO, FSDP2, compressed sums."""
+"""Data parallelism: gradient buckets and their reduction, ZeRO, FSDP2 and sums in bf16."""

@@ -22,13 +22,15 @@ from parallel3d.private_names import execution_engine, foreach_copy_, post_accum
 
 @dataclass
 class DDPBucket:
-    """Holds gradients that travel together, in the order of readiness (Li et al. 2020, §3.2.3).
+    """Holds gradients that are reduced together, in the order in which they become ready.
+
+    Source: Li et al. 2020, §3.2.3.
 
     Attributes:
-        members: numbers of its parameters, in the order of readiness.
-        flat: their gradients, concatenated.
-        total: the sum over the ranks, once there is one.
-        totals: each member's part of `total`.
+        members: indices of the bucket's parameters, in the order in which gradients become ready.
+        flat: the gradients of these parameters, concatenated.
+        total: the sum of `flat` over the ranks; None before the first reduction.
+        totals: a view of `total` for each member.
     """
 
     members: list[int]
@@ -42,7 +44,7 @@ def arrange(
     ready: Sequence[int],
     bucket_cap_mb: float | Sequence[float] | None,
 ) -> list[list[int]]:
-    """Assigns parameters to buckets of one dtype, in the order in which the buckets are full."""
+    """Assigns parameters to buckets of one dtype each, in the order in which these become full."""
     by_type: dict[torch.dtype, list[int]] = {}
     for number in ready:
         by_type.setdefault(parameters[number].dtype, []).append(number)
@@ -57,13 +59,16 @@ def arrange(
 
 
 class BackwardFlags:
-    """Raises an error that one rank found in a backward on every rank, by a sum of flags.
+    """Makes every rank raise an error that one rank found in a backward.
 
-    A CPU reads the flags at the end of that backward. On an accelerator reading the flags would
-    make the host wait, so they are read when the next backward begins.
+    The ranks sum a flag that is set by an error. On a CPU, they read the sum at the end of the
+    backward. On an accelerator, reading would make the host wait, so they read the sum when the
+    next backward begins.
 
     Attributes:
-        fault: the error of this rank in the current backward.
+        fault: this rank's error in the current backward; None without an error.
+        noted: the last backward's error on this rank, its summed flag, and an event that marks the
+            flag's arrival on the host; None after `check`.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
@@ -76,7 +81,10 @@ class BackwardFlags:
         self.fault = self.fault or sentence
 
     def note(self, flag: Tensor, other: str | None) -> None:
-        """Ends a backward; `flag` (1,) is above zero after an error on any rank."""
+        """Notes the end of a backward, whose `flag` (1,) is above zero after an error on any rank.
+
+        `other` is an error that the transport found on this rank, or None.
+        """
         finding = self.fault or other
         self.fault = None
         event = None
@@ -89,7 +97,7 @@ class BackwardFlags:
             self.check()
 
     def check(self) -> None:
-        """Raises the same RuntimeError on every rank; collective if there is an error."""
+        """Raises the same RuntimeError on every rank after an error; collective in that case."""
         if self.noted is None:
             return
         (finding, flag, event), self.noted = self.noted, None
@@ -117,8 +125,8 @@ def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> N
     for name, parameter in named:
         for hook in (post_accumulate_grad_hooks(parameter) or {}).values():
             other = hook.averager() if isinstance(hook, _Watch) else None
-            # The first one to send a bucket would scale a gradient that the other still has to
-            # read.
+            # The wrapper that sends its bucket first would scale a gradient that the other wrapper
+            # must still read.
             if other is not None and (as_views or other.as_views):
                 raise ValueError(
                     f"parameter {name} is already in another DistributedDataParallel, which is "
@@ -130,36 +138,38 @@ def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> N
 class GradientAverager:
     """Averages the `.grad` of some parameters over a group; collective.
 
-    Afterwards the `.grad` of every parameter is the mean of the ranks' `.grad`; a missing one
-    counts as zero. Gradients accumulated by earlier backwards (under `no_sync`) are included, as
-    the mean is linear. If no rank has a gradient, none is made.
+    Afterwards the `.grad` of every parameter is the mean of the ranks' `.grad`, where a missing
+    gradient counts as zero. Gradients that earlier backwards accumulated (under `no_sync`) are
+    included, as the mean is linear. If no rank has a gradient of a parameter, its `.grad` stays
+    None.
 
-    With `watch` every backward is averaged while `enabled`: a gradient is copied into its bucket
-    when it arrives, and a bucket is started when it is full, in the same order on every rank.
-    Gradients that have not arrived at the end of the backward are zero. Without `watch`, `average`
-    does all of this after the backwards.
+    With `watch`, every backward averages gradients while `enabled` is set. A gradient is copied
+    into its bucket when it arrives, and the reduction of a bucket starts when the bucket is full,
+    in the same order on every rank. At the end of the backward, a parameter whose gradient has not
+    arrived contributes its `.grad` as it is. Without `watch`, `average` does all of this after the
+    backwards.
 
-    The last bucket, which holds the first layer, is started at the end. It carries the flags
-    (whether this rank has a gradient of each parameter, and whether it found an error), which
-    therefore need no message of their own.
+    The last bucket, which holds the first layer, starts at the end. It carries the flags (whether
+    this rank has a gradient of each parameter, and whether it found an error), which therefore need
+    no message of their own, unless there is a communication hook.
 
     Args:
         names, parameters: parameters of the module with their names, in the same order on every
             rank.
-        bucket_cap_mb: one size for all buckets, or a size for each; the last one also holds for the
-            buckets after it.
-        as_views: keeps gradients in the buckets (`gradient_as_bucket_view`).
-        static: every backward uses the same parameters, each as often as the first one did.
-        measure: rebuilds the buckets in the order of the first backward.
-        overlap: starts buckets during the backward; else all at its end.
-        watch: averages at the end of each backward.
+        bucket_cap_mb: size in MiB at which a bucket closes, or a list with a size for each bucket,
+            whose last entry also holds for all further buckets; None: default sizes.
+        as_views: whether to keep gradients in the buckets (`gradient_as_bucket_view`).
+        static: whether every backward uses the same parameters, each as often as the first one did.
+        measure: whether to rebuild the buckets in the order of the first backward.
+        overlap: whether reductions start during the backward; if not, all start at its end.
+        watch: whether every backward averages gradients.
 
     Attributes:
-        enabled: whether backwards are averaged.
-        scale: factor of gradients before they are summed.
-        running: a backward is running, or has raised.
-        unused: numbers of parameters that the next backward will not reach, if known.
-        measured: the buckets are in the order of the first backward.
+        enabled: whether backwards average gradients now.
+        scale: factor by which gradients are multiplied before they are summed.
+        running: whether a backward is running, or has raised an error before its end.
+        unused: indices of parameters that the next backward will not reach; None if unknown.
+        measured: whether the buckets are in the order of the first backward.
     """
 
     def __init__(
@@ -196,13 +206,13 @@ class GradientAverager:
         self.buckets: list[DDPBucket] = []
         self._fill(list(range(len(self.parameters)))[::-1])
         if watch:
-            # a weak reference: see `data_parallel.engine.BucketedDataParallel`
+            # for the reason for a weak reference, see `engine.BucketedDataParallel`
             mine = weakref.ref(self)
             for number, parameter in enumerate(self.parameters):
                 parameter.register_post_accumulate_grad_hook(_Watch(mine, number))
 
     def _fill(self, ready: list[int]) -> None:
-        """Makes buckets in this order of readiness; collective."""
+        """Makes the buckets for gradients that become ready in this order; collective."""
         cap = self.bucket_cap_mb
         if cap is None and self.hook is None and is_shared(self.group, self.device):
             cap = SHARED_CAP_MIB
@@ -216,13 +226,16 @@ class GradientAverager:
         )
         self.order = ready
         self.buckets = list(map(DDPBucket, members, self.transport.buffers))
-        self.view_of: dict[int, Tensor] = {}  # a parameter's part of its bucket
+        self.view_of: dict[int, Tensor] = {}  # parameter → its view of its bucket
         for bucket, part in zip(self.buckets, of_buckets, strict=True):
             self.view_of |= zip(bucket.members, views_of(bucket.flat, part), strict=True)
         self.reducer = Reducer(members, self.overlap, held=1)
 
     def use(self, state: object, hook: CommHook) -> None:
-        """Reduces the buckets by `hook`. Raises RuntimeError after the first backward."""
+        """Makes `hook` reduce the buckets.
+
+        Raises RuntimeError for a second hook, and after the first backward.
+        """
         if self.hook is not None:
             raise RuntimeError("a communication hook is already registered; only one is allowed")
         if self.began:
@@ -244,7 +257,7 @@ class GradientAverager:
             self.begin()
 
     def begin(self) -> None:
-        """Begins a backward; it ends with the outermost one, since checkpoints nest backwards."""
+        """Begins a backward, which ends with the outermost one, as checkpoints nest backwards."""
         if self.running:
             return
         self.errors.check()
@@ -260,7 +273,7 @@ class GradientAverager:
     def _reset(self) -> None:
         self.transport.before()
         self.running = self.began = True
-        # Counted down from 0 in the first backward of a static graph, which starts no bucket.
+        # In the first backward of a static graph, counts go down from 0 and no bucket starts early.
         self.reducer.begin([0] * len(self.expected) if self.counting else self.expected)
         self.reducer.overlap = self.overlap and not self.counting
 
@@ -318,7 +331,7 @@ class GradientAverager:
         self.transport.start(index)
 
     def _write_flags(self, flags: list[bool]) -> None:
-        # `moved` pins: a copy of pageable memory would wait for the whole backward.
+        # `moved` pins the memory, as a copy from pageable memory would wait for the whole backward.
         given = torch.tensor(flags, dtype=self.transport.flags.dtype)
         self.transport.flags.copy_(moved(given, self.device))
 
@@ -355,7 +368,7 @@ class GradientAverager:
                     )
 
     def _hand_out(self) -> None:
-        """Writes the means to parameters that have a gradient on any rank."""
+        """Writes the mean to each parameter that has a gradient on any rank."""
         lacking = []
         for bucket, total in zip(self.buckets, self.transport.finish(), strict=True):
             if total is not bucket.total:
@@ -383,7 +396,7 @@ class GradientAverager:
                     self.parameters[number].grad = view if self.as_views else mean.clone()
 
     def take_part(self) -> None:
-        """Takes part in other ranks' backward with gradients of zero; collective with theirs."""
+        """Takes part in the other ranks' backward with gradients of zero; collective."""
         self.errors.check()
         self._reset()
         for bucket in self.buckets:

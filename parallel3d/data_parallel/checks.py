@@ -1,4 +1,4 @@
-"""Checks of data parallelism's keys."""
+"""Checks the keys of data parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parallel3d.errors import UserError, closest
 
 
 def check_data_parallel(ddp: DataParallelConfig, *, dp: int, cp: int) -> None:
-    """Raises UserError unless the shards of HSDP divide the ranks."""
+    """Raises UserError unless ddp.shard_size divides the data-parallel ranks."""
     ranks = dp * cp
     size = ddp.shard_size
     if size is not None and ranks > 1 and (size < 2 or ranks % size):

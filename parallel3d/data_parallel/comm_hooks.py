@@ -1,4 +1,4 @@
-"""Comm hooks: hierarchical and bf16 reductions of gradient buckets."""
+"""Communication hooks that reduce gradient buckets hierarchically or in bf16."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from parallel3d.device.accelerator import is_on_accelerator
 
 
 class SideStream:
-    """Runs all phases of another hook on an accelerator stream of their own; a `CommHook` itself.
+    """Makes a `CommHook` that runs all phases of another hook on an accelerator stream of its own.
 
     A phase waits for the previous phase's collective, which would block the backward on the compute
     stream. The compute stream waits once, when the step needs the sums. Buckets run in the same
     order on every rank.
 
     Lifetimes: tensors that the phases allocate belong to the side stream. The bucket belongs to the
-    compute stream and must not be freed before that stream has waited: the handle keeps it.
+    compute stream and must not be freed before that stream has waited, so the handle refers to it.
     """
 
     def __init__(self, hook: CommHook) -> None:
@@ -62,11 +62,12 @@ class _Queued:
 
 
 class HierarchicalAllReduce:
-    """Reduce-scatters a bucket inside NVLink domains, all-reduces the shards between domains.
+    """Reduces a bucket in two levels: inside each NVLink domain, then between the domains.
 
-    A flat ring over several domains sends all gradients through a NIC. Here only 1/g of them leave
-    a domain of g members, between members with equal indices, which share a rail
-    (`estimate.network.two_level_time`).
+    The domains reduce-scatter and finally all-gather the bucket; in between, its shards are
+    all-reduced between domains. A flat ring over several domains sends all gradients through a NIC.
+    Here each of the g members of a domain sends only 1/g of them, to members of other domains with
+    the same index, which share its rail (`estimate.network.two_level_time`).
     """
 
     def __init__(self, inner: Group, outer: Group, bucket: GradBucket) -> None:
@@ -93,10 +94,10 @@ class HierarchicalAllReduce:
 
 
 class InBf16:
-    """Sends a bucket as bf16 and adds in fp32; the class is a `CommHook`.
+    """Sends a bucket in bf16 and adds in fp32; the class itself is a `CommHook`.
 
-    It rounds twice, by at most 2⁻⁹, for any number of ranks; an all-reduce of bf16 tensors sends
-    the same bytes but rounds after each of its n − 1 additions.
+    It rounds twice, with a relative error of at most 2⁻⁹ each, whatever the number of ranks. An
+    all-reduce of bf16 tensors sends as many bytes, but rounds after each of its n − 1 additions.
     """
 
     def __init__(self, group: Group, bucket: GradBucket) -> None:

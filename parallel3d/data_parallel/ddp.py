@@ -55,46 +55,48 @@ NOT_COPIED = (  # `copy.deepcopy` and pickle leave these attributes out
 class DistributedDataParallel(nn.Module, Joinable):
     """Replicates a module on the ranks of a group, which average the gradients in each backward.
 
-    Every rank starts with the weights of the first one. After each backward the `.grad` of every
-    parameter is the mean over the ranks. Names of parameters, attributes and state dicts are those
-    of the module itself. Arguments and their order are those of
+    Every rank starts with the weights of the group's first rank. After each backward the `.grad` of
+    every parameter is the mean over the ranks. Names of parameters, attributes and state dicts are
+    those of the module itself. Arguments and their order are those of
     `torch.nn.parallel.DistributedDataParallel`; arguments that are not listed below must have their
-    defaults. The names in the module's `_ddp_params_and_buffers_to_ignore` are not synchronised.
+    defaults. Parameters and buffers named in the module's `_ddp_params_and_buffers_to_ignore` are
+    not synchronised.
 
-    Constructor, forward (which broadcasts buffers) and backward are collective. Parameters must not
-    be added or replaced afterwards. Copying (`copy.deepcopy`), and pickling with the group of all
-    ranks, are not collective: a copy joins the others in its first forward with gradients, without
-    a communication hook.
+    The constructor, forward (which broadcasts buffers) and backward are collective. Parameters must
+    not be added or replaced afterwards. Copying (`copy.deepcopy`), and pickling with the group of
+    all ranks, are not collective: a copy joins the others in its first forward with gradients,
+    without a communication hook.
 
     Args:
-        module: has all parameters on one device.
+        module: the module to replicate, with all parameters on one device.
         device_ids: None, or the module's device, to which inputs are moved.
         output_device: None or the same device.
         broadcast_buffers: broadcast the first rank's buffers now and in every forward.
         forward_sync_buffers: broadcast them in every forward; overrides `broadcast_buffers`.
         process_group: a group of `parallel3d.init` (groups.dp), a ProcessGroup of PyTorch, a
             one-dimensional mesh, or None for all ranks.
-        device_mesh: has the same effect as a mesh for `process_group`.
+        device_mesh: a one-dimensional mesh, in place of `process_group`.
         check_reduction: ignored, as in PyTorch.
         init_sync: verify that the ranks' modules agree, and broadcast the first rank's values.
-        bucket_cap_mb: closes a bucket that reaches this size, in MiB. None: 1 for the first one, 25
-            for the others (on an accelerator 128, in shared memory 1).
+        bucket_cap_mb: size in MiB at which a bucket closes. None: 1 for the first bucket, and 25
+            for the others (128 on an accelerator, 1 in shared memory).
         find_unused_parameters: look in the graph for parameters that a backward will not reach, so
             that their buckets need not wait for its end. Without it, unused parameters are not an
             error either.
         gradient_as_bucket_view: keep gradients in the buckets instead of copying them out.
-        static_graph: every backward reaches the same parameters, each as often as in the first.
-        bucket_cap_mb_list: `bucket_cap_mb` of each bucket, the last one for all that follow.
-        overlap: start buckets during the backward; else all at its end.
+        static_graph: promise that every backward reaches the same parameters, equally often.
+        bucket_cap_mb_list: a size for each bucket, in place of `bucket_cap_mb`; the last one also
+            holds for all further buckets.
+        overlap: start reductions during the backward; if False, all start at its end.
 
     Raises:
-        ValueError: on every rank, if the modules differ, with the first difference; for parameters
-            on several devices, a parameter whose optimizer steps in the backward, or one that
-            another wrapper has too, if either keeps gradients in buckets.
-        RuntimeError: no parameter to train; from a forward, a parameter that was frozen when the
-            module was wrapped, or was added or replaced since; from a backward, on every rank: a
-            parameter got a second gradient or, with static_graph, another number of gradients than
-            in the first backward.
+        ValueError: if the ranks' modules differ (on every rank, with the first difference), if
+            parameters are on several devices, if an optimizer steps in the backward, or if another
+            wrapper has the same parameter and either of the two keeps gradients in buckets.
+        RuntimeError: if there is no parameter to train; in a forward, if a trained parameter was
+            frozen when the module was wrapped, or was added or replaced since; in a backward, on
+            every rank, if a parameter got a second gradient or, with static_graph, another number
+            of gradients than in the first backward.
     """
 
     broadcast_bucket_size = MESSAGE_BYTES
@@ -206,7 +208,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 Tensor, lambda t: t.to(self.inputs_to, non_blocking=True), (inputs, named)
             )
         if self.averager is None and self.group.size > 1 and torch.is_grad_enabled():
-            self._open()  # a copy
+            self._open()  # this module is a copy
         if self.averager is None:
             return self.module(*inputs, **named)
         self._before_forward(self.averager)
@@ -267,7 +269,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients on each rank, without reducing them until a backward outside."""
+        """Lets backwards inside accumulate gradients, which the next backward outside reduces."""
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -283,9 +285,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         backward.
 
         Raises:
-            TypeError: the hook is not callable; later, from a backward, it returns no future.
-            RuntimeError: a second hook, or a hook after the first backward; from a backward, on
-                every rank, a hook that returned another shape.
+            TypeError: if the hook is not callable; later, in a backward, if it returns no future.
+            RuntimeError: for a second hook, or for a hook after the first backward; later, in a
+                backward, on every rank, if the hook returned another shape.
         """
         if not callable(hook):
             raise TypeError(
@@ -309,17 +311,19 @@ class DistributedDataParallel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """Lets ranks have different numbers of inputs inside; all end with the same model.
+        """Lets ranks have different numbers of inputs inside; all ranks end with the same model.
 
         Args:
-            divide_by_initial_world_size: average over all ranks; else over those with inputs.
-            enable: False if all ranks have the same number of inputs.
-            throw_on_early_termination: raise RuntimeError on all ranks when one has no more inputs.
+            divide_by_initial_world_size: divide the sums by the number of all ranks; if False, by
+                the number of ranks that still have inputs.
+            enable: give False if all ranks have the same number of inputs.
+            throw_on_early_termination: raise RuntimeError on all ranks when a rank has no more
+                inputs.
         """
         if self.group.size == 1:
             return nullcontext()
         if self.averager is None:
-            self._open()  # a copy
+            self._open()  # this module is a copy
         return Join(
             [self],
             enable,
@@ -363,8 +367,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads into the module; accepts names of PyTorch's DistributedDataParallel (`module.…`)
-        too.
+        """Loads a state dict into the module; its names may have PyTorch's prefix `module.`.
 
         Raises ValueError for `assign`, which would replace the parameters.
         """
@@ -386,7 +389,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self.module.named_modules(memo, prefix, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the wrapper, else of the module."""
+        """Returns an attribute of the wrapper or, if there is none, of the module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -401,7 +404,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raises RuntimeError for a group without all ranks, like PyTorch's class."""
+        """Returns the state to pickle. Raises RuntimeError for a group without all ranks."""
         if self.group.size != (dist.get_world_size() if dist.is_initialized() else 1):
             raise RuntimeError(
                 f"a DistributedDataParallel over {self.group.size} of {dist.get_world_size()} "
@@ -418,7 +421,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         super().__setstate__(state)
         self.__dict__.setdefault("group", group_of(None))
         self._reset_state()
-        self.device = next(iter(self.numbers)).device  # the device that it was loaded to
+        self.device = next(iter(self.numbers)).device  # the device to which the module was loaded
         self.inputs_to = None if self.inputs_to is None else self.device
 
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
@@ -493,13 +496,13 @@ def _check_defaults(**given: tuple[object, object]) -> None:
 def _warn_of_deprecated(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None, check_reduction: bool
 ) -> None:
-    """Warns of deprecated arguments, when PyTorch's class does."""
+    """Warns of deprecated arguments in the same cases as PyTorch's class."""
     if check_reduction:
         warnings.warn("check_reduction is deprecated and ignored", FutureWarning, stacklevel=3)
     if broadcast_buffers is not None:
-        sentence = "forward_sync_buffers takes its place, but the first synchronisation sends all"
+        sentence = "give forward_sync_buffers, with which init_sync always sends buffers, too"
         if forward_sync_buffers is not None:
-            sentence = "forward_sync_buffers decides"
+            sentence = "only forward_sync_buffers counts"
         sentence = f"broadcast_buffers is deprecated: {sentence}"
         warnings.warn(sentence, FutureWarning, stacklevel=3)
 
@@ -514,7 +517,7 @@ def _check_caps(bucket_cap_mb_list: Sequence[float] | None) -> None:
 
 
 def unused_parameters(outputs: Iterable[Tensor], numbers: Mapping[nn.Parameter, int]) -> set[int]:
-    """Walks the autograd graph for the numbers of parameters that reach no output."""
+    """Returns the numbers of the parameters on which no output depends."""
     left = dict(numbers)
     nodes: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
     seen = set(nodes)
@@ -541,7 +544,7 @@ def left(named: Iterable[tuple[str, T]], ignored: Set[str]) -> list[tuple[str, T
 
 
 def described(module: nn.Module, ignored: Set[str]) -> list[str]:
-    """Describes parameters and buffers in their order, which must be the same on all ranks."""
+    """Describes each parameter and buffer, in order; all ranks must have the same descriptions."""
     parameters = left(module.named_parameters(), ignored)
     named: list[tuple[str, Tensor]] = [(f"parameter {name}", p) for name, p in parameters]
     named += [(f"buffer {name}", b) for name, b in left(module.named_buffers(), ignored)]
@@ -583,7 +586,10 @@ def check_optimizers(trained: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def check_trainable(trained: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> None:
-    """Raises ValueError, or RuntimeError without parameters; all ranks' modules must agree."""
+    """Checks that the module can be wrapped; the ranks' modules must be known to agree.
+
+    Raises RuntimeError if no parameter requires a gradient, and ValueError for anything else.
+    """
     if not trained:
         raise RuntimeError(
             "the module has no parameter that requires a gradient: there is nothing to reduce"
@@ -615,7 +621,7 @@ class Contents:
     """Records the parameters and submodules of `module`, to notice changes."""
 
     def __init__(self, module: nn.Module) -> None:
-        # Keeps the dicts: walking the tree in each forward takes six times as long.
+        # The dicts are kept, because walking the tree in each forward would take six times as long.
         self._places = [d for m in module.modules() for d in tables_of(m)]
         self._there = self._now()
 

@@ -1,4 +1,4 @@
-"""Data parallelism in flat buckets, which the optimizer steps as a whole or in shards (ZeRO 1)."""
+"""Runs data parallelism in flat buckets, which the optimizer steps whole or in shards (ZeRO 1)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ T = TypeVar("T")
 class Bucket:
     """A flat buffer of parameters, in the order of `params`, and one of gradients (fp32 or better).
 
-    The model's parameters are views of `param`, gradients are added to `grad`, one collective
-    reduces it, and the optimizer steps the `segments` of `own`: everything, or under ZeRO this
-    rank's shard. Parameters with the same treatment are next to each other and make one segment.
+    The model's parameters are views of `param`. Gradients are added to `grad`, which one collective
+    reduces. The optimizer steps the slice `own` in `segments`: the whole bucket or, under ZeRO,
+    this rank's shard. Parameters that the optimizer treats alike are adjacent and form one segment.
 
     Attributes:
         data: the ranks over which `grad` is summed.
-        shards: the ranks that step a part each; this rank alone if each rank steps everything.
+        shards: the ranks that each step a part; this rank alone if every rank steps everything.
     """
 
     index: int
@@ -65,18 +65,19 @@ def build_buckets(
     values: InitFn = Tensor.detach,
     first: int = 0,
 ) -> list[Bucket]:
-    """Moves the parameters into flat buckets, in reverse of the given (forward) order.
+    """Moves the parameters into flat buckets, in the reverse of the given (forward) order.
 
     Each parameter becomes a view of its bucket, in `param_dtype`, and gets a `main_grad`. The
-    values, in fp32 or better, become the masters. A bucket holds parameters with copies on the same
-    ranks.
+    values, in fp32 or better, become the masters. All parameters of a bucket have their copies on
+    the same ranks.
 
     Args:
-        sharded: whether ranks step a part each.
+        bucket_cap_mb: size in MiB at which a bucket closes; None: the default sizes.
+        sharded: whether each rank steps only a shard of a bucket.
         groups_of: returns the groups over which a parameter has copies.
         first: index of the first bucket.
-        values: returns initial values; called for one parameter at a time, so that deferred ones
-            never exist twice.
+        values: returns a parameter's initial values. It is called for one parameter at a time, so
+            that values drawn only now need little extra memory.
     """
     ready = list(reversed(parameters))
     item = torch.promote_types(param_dtype, torch.float32).itemsize
@@ -148,14 +149,14 @@ def _build(
             p.data = flat[offset:until].view(p.shape)
             state_of(p).main_grad = grad[offset:until].view(p.shape)
             offset = until
-            del whole  # before the next parameter is drawn
+            del whole  # frees its memory before the next parameter is drawn
     return bucket
 
 
 def _spans(
     params: dict[str, nn.Parameter], offset: int, first: int, last: int
 ) -> list[ParameterSpan]:
-    """Returns the spans in [first, last) of parameters that are contiguous from `offset` on."""
+    """Returns the spans in [first, last) of parameters that lie in a row from `offset` on."""
     found = []
     for name, p in params.items():
         start, end = max(offset, first), min(offset + p.numel(), last)
@@ -166,7 +167,7 @@ def _spans(
 
 
 class GradientObserver(Protocol):
-    """Interface of objects that see gradients before they are reduced."""
+    """The interface of objects that see gradients before these are reduced."""
 
     def start_step(self) -> None: ...
     def added(self, name: str, parameter: nn.Parameter, times: int) -> None: ...
@@ -176,29 +177,30 @@ class GradientObserver(Protocol):
 class BucketedDataParallel:
     """Owns gradient buckets, their reduction, and the all-gather of stepped parameters.
 
-    Gradients are added in the buckets. Only a parameter's last gradient of a step counts for a
-    reduction (Li et al. 2020, §3.2.4): there is one per micro-batch and use, in the order in which
-    the pipeline schedule computes them. The loss is already divided by the tokens of the global
-    batch, so the reduction is a plain sum. Frozen parameters are in no bucket: every rank holds
-    them whole.
+    Gradients are added in the buckets. In a step a parameter gets one gradient per micro-batch and
+    use, in the order of the pipeline schedule, and only the last one makes it ready for the
+    reduction of its bucket (Li et al. 2020, §3.2.4). The loss is already divided by the tokens of
+    the global batch, so the reduction is a plain sum. Frozen parameters are in no bucket: every
+    rank holds them whole.
 
     Under ZeRO stage 1 (Rajbhandari et al. 2020 §5.1) gradients are reduce-scattered, each rank
     steps its shard, and the parameters are gathered while the next forward begins, layer by layer.
 
     Args:
         chunks: the parameters of each stage by name, in forward order, fp32 or better. Stages
-            finish at different times, so no bucket mixes two.
+            finish at different times, so no bucket holds parameters of two stages.
         dtype: the compute dtype.
         groups_of: returns the groups over which a parameter has copies.
+        zero: the ZeRO stage, 0 or 1.
         bucket_cap_mb, overlap: as in DistributedDataParallel.
-        hook: reduces the buckets; None: reduce-scatter or all-reduce.
-        values: initial values of a parameter (see `build_buckets`).
-        observer: sees the gradients before they are reduced.
+        hook: reduces a bucket; None: a plain reduce-scatter (ZeRO) or all-reduce.
+        values: returns the initial values of a parameter (see `build_buckets`).
+        observer: sees the gradients before they are reduced; None: there is no observer.
 
     Attributes:
         segments: flat shards that this rank steps.
         constants: the frozen parameters.
-        works: handles of the reductions of this step, by bucket.
+        works: handles of this step's reductions, in the order in which they were started.
     """
 
     def __init__(
@@ -266,8 +268,8 @@ class BucketedDataParallel:
         self.reducer = Reducer(members, self.overlap)
 
     def _register_hooks(self, number: int, parameter: nn.Parameter) -> None:
-        # A weak reference: Python's collector does not see the cycle parameter → hook → engine →
-        # parameter, and an ended trainer would keep its model and its groups' threads.
+        # The reference is weak because Python's collector does not see the cycle parameter → hook →
+        # engine → parameter: the model and the groups' threads would outlive their trainer.
         engine = weakref.ref(self)
 
         def register_grad_ready() -> None:
@@ -311,7 +313,7 @@ class BucketedDataParallel:
         self.running = True
 
     def start_last_microbatch(self) -> None:
-        """Does nothing: the gradients are counted."""
+        """Does nothing, because this engine counts the gradients instead."""
 
     def _grad_ready(self, number: int) -> None:
         left = self.reducer.arrived(number)
@@ -327,7 +329,7 @@ class BucketedDataParallel:
                 self.reduce_bucket(index)
 
     def reduce_bucket(self, index: int) -> None:
-        """Starts the reduction of a bucket, which holds all its gradients of this rank."""
+        """Starts the reduction of a bucket that has all gradients of this rank."""
         bucket = self.buckets[index]
         if self.observer is not None:
             self.observer.full(bucket)
@@ -342,7 +344,7 @@ class BucketedDataParallel:
             self.works.append(self.comm_hook(bucket.data, given))
 
     def finish_step(self) -> list[str]:
-        """Reduces the other buckets and waits; returns names of parameters without a gradient."""
+        """Reduces the remaining buckets and waits; returns the parameters without a gradient."""
         for index in self.reducer.rest():
             self.reduce_bucket(index)
         if self.works:
@@ -354,12 +356,12 @@ class BucketedDataParallel:
         return [name for name, left, expected in counts if left == expected]
 
     def tied_gradient(self, name: str) -> Tensor:
-        """Returns the shard of a tied table's gradient that this rank steps, flat."""
+        """Returns the flat shard of a tied table's gradient that this rank steps."""
         bucket = self.bucket_of[name]
         return bucket.grad[bucket.own]
 
     def all_gather_params(self) -> None:
-        """Copies the stepped masters to the parameters; starts all-gathering the other shards."""
+        """Copies the stepped masters to the parameters, and starts all-gathering other shards."""
         for segment in self.segments:
             if segment.master is not segment.param:
                 segment.param.copy_(segment.master)
@@ -371,8 +373,10 @@ class BucketedDataParallel:
                     self.gathering[bucket.index] = work
 
     def pre_forward(self, part: str) -> None:
-        """Waits for the parameters whose names begin with `part`; in the same order on all
-        ranks."""
+        """Waits for the parameters whose names begin with `part`.
+
+        All ranks must ask for the parts in the same order.
+        """
         if not self.gathering:
             return
         last = min(

@@ -1,14 +1,14 @@
-"""ZeRO stages 2 and 3 by PyTorch's FSDP2 (Zhao et al. 2023), with the bucket engine's interface.
+"""Runs ZeRO stages 2 and 3 by PyTorch's FSDP2 (Zhao et al. 2023), as a `DataParallel` engine.
 
-Every block is an FSDP unit, and the rest of the stage (embedding, final norm, head, so that a tied
-table is one tensor) is one more. Under stage 3 the parameters of a block are freed after its
-forward and gathered again for its backward. The other parameters, and all parameters under stage 2,
-stay until the step's last backward. Stage 2 therefore holds frozen parameters whole, and stage 3
-shards them in the compute dtype.
+Every block is an FSDP unit. The rest of the pipeline stage (embedding, final norm and head) is one
+more unit, so that a tied table is one tensor. Under ZeRO 3 the parameters of a block are freed
+after its forward and gathered again for its backward. The other parameters, and all parameters
+under ZeRO 2, stay gathered until the step's last backward. ZeRO 2 therefore holds frozen parameters
+whole, and ZeRO 3 shards them in the compute dtype.
 
-This module adds sums instead of means (the loss is already divided), one flat gradient buffer, the
-names of parameters without a gradient, and our own collectives, which are timed, logged and
-counted, and use shared memory on one host.
+To FSDP2, this module adds sums instead of means (the loss is already divided), one flat gradient
+buffer, the names of parameters without a gradient, and our own collectives, which are timed, logged
+and counted, and use shared memory on one host.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ T = TypeVar("T")
 
 
 class ShardGroups(NamedTuple):
-    """The ranks that hold a module's parameters: `shards` hold a part each, `replicas` hold the
-    same part (HSDP)."""
+    """The ranks that hold a module's parameters.
+
+    Each rank of `shards` holds a different part; all ranks of `replicas` hold the same part (HSDP).
+    """
 
     shards: Group
     replicas: Group = SINGLE
@@ -50,17 +52,18 @@ class FullyShardedDataParallel:
 
     Args:
         stages: modules with parameters in fp32 or better, which become the masters.
-        units: the modules whose parameters are gathered together, each with the ranks that hold
-            them; a unit inside another one comes first.
+        units: modules, each with the ranks that hold its parameters, which are gathered together; a
+            unit inside another unit comes first.
         rest: the ranks that hold the parameters outside of all units.
         groups_of: returns the groups over which a parameter has copies.
-        initializer: initial values of the stages; if `deferred`, they are drawn here.
+        initializer: draws the initial values here if it is `deferred`.
         dtype: the compute dtype, in which parameters are gathered.
-        every_microbatch: reduce-scatter in every backward, and sum over HSDP replicas at the end,
-            so that no rank holds unsharded gradients of more than one unit; else only in the last
-            backward.
+        zero: the ZeRO stage, 2 or 3.
+        every_microbatch: whether every backward reduce-scatters the gradients, so that no rank
+            holds unsharded gradients of more than one unit, and the HSDP replicas sum them at the
+            end; if not, only the last backward reduces.
         mesh_of: returns the mesh of a group.
-        without_backward: units that no backward reads.
+        without_backward: units whose parameters no backward reads.
 
     Attributes:
         segments: flat shards that this rank steps, one per parameter.
@@ -92,7 +95,7 @@ class FullyShardedDataParallel:
         meshes = {held.shards: mesh_of(held.shards) for _, held in divided}
         self.zero = zero
         self.every_microbatch = every_microbatch
-        self.reduces_each = every_microbatch  # backward of this step
+        self.reduces_each = every_microbatch  # whether each backward of this step reduces
         ignored = {p for p in root.parameters() if not p.requires_grad} if zero == 2 else set()
         for parameter in ignored:
             values = initializer.values(spec_of(parameter)) if initializer.deferred else parameter
@@ -186,7 +189,7 @@ class FullyShardedDataParallel:
         parameter.register_post_accumulate_grad_hook(lambda _: self.without_gradient.discard(name))
 
     def spans_of(self, index: int) -> list[ParameterSpan]:
-        """Returns what rank `index` of dp steps, in the order of its segments."""
+        """Returns the spans that rank `index` of dp steps, in the order of its segments."""
         sizes = {name: self.held[name].shards.size for name in self.trained}
         spans = (self._span(name, index % size) for name, size in sizes.items())
         return [span for span in spans if span.numel]
@@ -199,8 +202,10 @@ class FullyShardedDataParallel:
         return ParameterSpan(name, spec, first * width, (end - first) * width)
 
     def callable_stages(self, stages: Sequence[T]) -> Sequence[T]:
-        """Returns the objects that the pipeline calls for these stages; with several stages, the
-        calls go through their root."""
+        """Returns the objects that the pipeline calls for these stages.
+
+        With several stages, the calls go through their common root.
+        """
         if not isinstance(self.root, _Chunks):
             return stages
         return cast(Sequence[T], [_Chunk(self.root, i) for i in range(len(stages))])
@@ -209,9 +214,9 @@ class FullyShardedDataParallel:
         for flat in self.gradients.values():
             flat.zero_()
         self.without_gradient = set(self.trained)
-        # With one reduction per step, a parameter of both ends of the model has one gradient in
-        # fp32, from the first backward, and one in the compute dtype, from the last. FSDP2 refuses
-        # to add them unless every parameter has had a backward before.
+        # With one reduction per step, a parameter that both ends of the model use has a gradient in
+        # fp32, from the first backward, and one in the compute dtype, from the last backward. FSDP2
+        # refuses to add these unless every parameter has had a backward before.
         self.reduces_each = self.every_microbatch or microbatches == 1
         self._last_backward(False)
 
@@ -248,7 +253,7 @@ class FullyShardedDataParallel:
 
 
 class _Chunks(nn.Module):
-    """Holds a rank's stages as one FSDP root, as a table that two of them read requires."""
+    """Holds a rank's stages under one FSDP root, which a table read by two of them requires."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -275,7 +280,7 @@ class _Chunk:
 
 
 def _named(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Returns name → parameter of all stages; a shared one belongs to the first of its stages."""
+    """Returns all stages' parameters by name; a shared one has its name in its first stage."""
     first: dict[nn.Parameter, str] = {}
     for name, parameter in (pair for stage in stages for pair in stage.named_parameters()):
         first.setdefault(parameter, name)
@@ -285,7 +290,7 @@ def _named(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 def _held(
     stages: Sequence[nn.Module], divided: Sequence[tuple[nn.Module, ShardGroups]]
 ) -> dict[str, ShardGroups]:
-    """Returns name → the ranks that hold a parameter: the ranks of the first module that has it."""
+    """Returns the ranks that hold each parameter, by name: those of its first module."""
     found: dict[nn.Parameter, ShardGroups] = {}
     for module, held in divided:
         found |= {p: held for p in module.parameters() if p not in found}
@@ -314,7 +319,7 @@ class _AllGather(_Collective):
 
 
 class _ReduceScatter(_Collective):
-    """FSDP2's reduce-scatter, which only supports sums (`set_force_sum_reduction_for_comms`)."""
+    """Reduce-scatters for FSDP2, only by sums (`set_force_sum_reduction_for_comms`)."""
 
     def __call__(
         self,
@@ -339,7 +344,7 @@ def _draw_own_rows(
     dtype: torch.dtype,
     ignored: Collection[nn.Parameter],
 ) -> None:
-    """Allocates a unit's parameters and draws the rows of this rank's shard, if they are deferred.
+    """Allocates a unit's deferred parameters, and draws the rows of this rank's shard.
 
     Frozen parameters are converted to the compute dtype `dtype`.
     """
@@ -371,11 +376,11 @@ def all_reduce_replicas(flat: Tensor, replicas: Group) -> None:
 
 
 def first_row(rows: int, ranks: int, rank: int) -> int:
-    """Returns the first row of a shard, cut like torch.chunk; the last shards may be empty."""
+    """Returns the first row of a rank's shard as torch.chunk cuts; the last shards may be empty."""
     return min(rows, -(-rows // ranks) * rank)
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    """Returns this rank's shard, or a whole parameter that FSDP2 ignores."""
+    """Returns this rank's shard, or the whole parameter if FSDP2 ignores it."""
     sharded = parameter.detach()
     return sharded.to_local() if isinstance(sharded, DTensor) else sharded

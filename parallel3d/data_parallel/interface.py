@@ -45,23 +45,27 @@ class DataParallel(Protocol):
         ...
 
     def finish_step(self) -> list[str]:
-        """Completes the reductions; returns names of parameters without a gradient."""
+        """Completes the reductions; returns the names of parameters without a gradient."""
         ...
 
     def tied_gradient(self, name: str) -> Tensor:
-        """Returns the shard of a tied table's gradient that this rank steps, flat."""
+        """Returns the flat shard of a tied table's gradient that this rank steps."""
         ...
 
     def all_gather_params(self) -> None:
-        """Makes the parameters of the next forward from the stepped masters; gathering may still
-        run when it returns."""
+        """Makes the parameters of the next forward from the stepped masters.
+
+        The gathering may still run when this method returns.
+        """
         ...
 
     def pre_forward(self, part: str) -> None:
-        """Waits for the parameters whose names begin with `part`; in the same order on all
-        ranks."""
+        """Waits for the parameters whose names begin with `part`.
+
+        All ranks must ask for the parts in the same order.
+        """
         ...
 
     def wait_for_all_gathers(self) -> None:
-        """Returns when all parameters are complete."""
+        """Waits until all parameters are complete."""
         ...

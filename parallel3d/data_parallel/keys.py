@@ -70,7 +70,7 @@ class DataParallelConfig:
     )
 
     def reduces_every_microbatch(self, zero: int) -> bool:
-        """Returns `reduce_every_microbatch`, or its default under ZeRO stage 2 or 3 if it is null.
+        """Returns `reduce_every_microbatch` or, if it is null, its default under ZeRO stage `zero`.
 
         Stage 3 is chosen to save memory, and whole gradients in fp32 would take twice the memory of
         the bf16 parameters that it frees. Stage 2 keeps the parameters whole, and one reduction a

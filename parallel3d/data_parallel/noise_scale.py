@@ -1,12 +1,13 @@
-"""The gradient noise scale, an estimate of the largest useful batch.
+"""Estimates the gradient noise scale, which tells the largest useful batch.
 
 McCandlish et al. 2018 ("An Empirical Model of Large-Batch Training", arXiv:1812.06162): the squared
 norm of a gradient of B sequences is |G|² + tr(Σ)/B on average, so two batch sizes give both terms
 (appendix A.1). tr(Σ)/|G|², in sequences, is the batch at which noise and gradient are equal: far
 below it, doubling the batch halves the number of steps; far above it, it saves hardly any.
 
-The two gradients are a replica's own, before its bucket is reduced (with dp=1 the gradient after
-the first micro-batch), and the reduced one, so no further forward or backward is needed.
+The two gradients are a replica's own gradient, before its bucket is reduced (with dp=1, the
+gradient after the first micro-batch), and the reduced one. No further forward or backward is
+needed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ KEEP = 0.98  # decay of the running means per step: they average over about 50 s
 
 
 class Noise(NamedTuple):
-    """The estimates of a step.
+    """The estimates after a step.
 
     Attributes:
         scale: tr(Σ)/|G|² in sequences, from running means; None if either mean is not positive.
@@ -49,7 +50,7 @@ class Noise(NamedTuple):
 
 
 class PartialNorms:
-    """Computes squared gradient norms of a part of the batch and of the whole batch, during a step.
+    """Computes the squared gradient norms of a part of a step's batch and of the whole batch.
 
     Both cover the parameters whose gradient on one replica is complete before the reduction over
     dp. They leave out replicated parameters under sequence parallelism, shards with `tp_replicas` >
@@ -68,12 +69,12 @@ class PartialNorms:
         self.part.zero_()
 
     def added(self, name: str, parameter: nn.Parameter, times: int) -> None:
-        """Adds a parameter's norm after its first micro-batch, with dp=1."""
+        """With dp=1, adds a parameter's squared norm after its first micro-batch."""
         if not self.by_replicas and times == 1:
             self.part += self._squares_of(name, parameter)
 
     def full(self, bucket: Bucket) -> None:
-        """Adds a full bucket's norm before it is reduced, with dp > 1."""
+        """With dp > 1, adds a full bucket's squared norm before the bucket is reduced."""
         if self.by_replicas:
             for name, parameter in bucket.params.items():
                 self.part += self._squares_of(name, parameter)
@@ -100,8 +101,10 @@ class PartialNorms:
         return sum_of_powers(self._counted(span, grad, CopyGroups(tp=self.tp)), self.part.device)
 
     def _counted(self, span: ParameterSpan, grad: Tensor, groups: CopyGroups) -> list[Tensor]:
-        """Returns the runs of a span's flat gradient, copied over `groups`, that this rank
-        counts."""
+        """Returns the runs of a span's flat gradient that this rank counts.
+
+        If several ranks hold copies of a run, over `groups`, only the first of them counts it.
+        """
         spec = span.spec
         if not self.by_replicas and (spec.uses > 1 or span.name == HEAD_TABLE):
             return []
@@ -117,12 +120,12 @@ class NoiseScale:
     """Estimates the noise scale from the two squared norms of a step; equal on every rank.
 
     Args:
-        batch: sequences of a step.
+        batch: number of sequences in a step.
         parts: number of replicas, or of micro-batches with dp=1.
         norms: source of the squared norms; None: nothing is measured.
 
     Attributes:
-        last: estimates of the last step with finite gradients.
+        last: estimates after the last step with finite gradients; None before such a step.
     """
 
     def __init__(self, batch: int, parts: int, norms: PartialNorms | None) -> None:
@@ -136,7 +139,7 @@ class NoiseScale:
         self.last: Noise | None = None
 
     def squares(self, segments: Iterable[Segment], like: Tensor) -> Tensor:
-        """Returns this rank's shares of both squared norms; empty, as `like`, without a source."""
+        """Returns this rank's shares of both squared norms; without `norms`, an empty tensor."""
         return like.new_empty(0) if self.norms is None else self.norms.squares(segments)
 
     def update(self, squares: Sequence[float], loss_scale: float = 1.0) -> None:
@@ -146,7 +149,7 @@ class NoiseScale:
             squares: sums over all ranks. First, Σ over the replicas of the squared norms of their
                 gradients, or of the first micro-batch's gradient; second, the squared norm of the
                 whole batch's gradient. Each gradient is divided by the tokens of the global batch.
-            loss_scale: factor of the gradients.
+            loss_scale: factor by which the loss, and so every gradient, was multiplied.
         """
         if self.norms is None or not math.isfinite(sum(squares)) or squares[1] == 0:
             return

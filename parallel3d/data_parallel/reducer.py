@@ -14,23 +14,22 @@ from parallel3d.private_names import is_dense
 
 
 class Reducer:
-    """Counts the missing gradients of buckets, and tells which buckets are full, in their order.
+    """Counts the gradients that buckets lack, and tells which full buckets to start, in order.
 
-    So every rank issues the same collectives in the same order, whatever the order in which its
-    gradients arrive. Its users decide where a gradient lands, when a backward ends and how a bucket
-    is reduced: `engine.BucketedDataParallel` (gradients are added in the buckets, the schedule
-    knows their number) and `averager.GradientAverager` (`.grad` is copied, autograd calls at the
-    end).
+    Every rank therefore issues the same collectives in the same order, whatever the order in which
+    its gradients arrive. Two classes use the counts. `engine.BucketedDataParallel` adds gradients
+    in the buckets, and knows their number from the pipeline schedule. `averager.GradientAverager`
+    copies each `.grad` into a bucket, and autograd tells it when a backward ends.
 
     Args:
-        members: by bucket, the numbers of its parameters.
-        overlap: a bucket may start when it is full; else all of them at the end.
-        held: the last `held` buckets are never started early.
+        members: for each bucket, the indices of its parameters.
+        overlap: whether a bucket may start when it is full; if not, all buckets start at the end.
+        held: number of buckets at the end that never start early.
 
     Attributes:
-        left: by parameter, gradients that have not yet arrived.
-        arrivals: numbers of parameters in the order in which their last gradients arrived.
-        started: buckets whose reduction has been started.
+        left: for each parameter, the number of gradients that have not yet arrived.
+        arrivals: indices of the parameters, in the order in which their last gradients arrived.
+        started: number of buckets whose reduction has been started.
     """
 
     def __init__(
@@ -43,15 +42,18 @@ class Reducer:
         self.begin([0] * len(self.bucket_of))
 
     def begin(self, expected: Sequence[int]) -> None:
-        """Begins a step or a backward; `expected`: gradients that each parameter will get in it."""
+        """Begins a step or a backward, in which each parameter gets `expected` gradients."""
         self.left = list(expected)
         self.missing = [len(numbers) for numbers in self.members]
         self.arrivals: list[int] = []
         self.started = 0
 
     def arrived(self, number: int) -> int:
-        """Counts a gradient of a parameter; returns how many are left, below 0 if it was not
-        expected. After the last one, the caller calls `filled`."""
+        """Counts a gradient of a parameter, and returns how many gradients are still to come.
+
+        The result is below 0 if the gradient was not expected. After the last gradient, the caller
+        calls `filled`.
+        """
         left = self.left[number] = self.left[number] - 1
         if left == 0:
             self.arrivals.append(number)
@@ -66,8 +68,10 @@ class Reducer:
         return range(first, self.started)
 
     def rest(self) -> range:
-        """Returns the buckets to start at the end, so that a parameter without a gradient costs
-        overlap but never a hang."""
+        """Returns the buckets that have not started, for the caller to start at the end.
+
+        A parameter without a gradient therefore costs overlap, but never makes the ranks hang.
+        """
         first = self.started
         self.started = len(self.members)
         return range(first, self.started)
@@ -77,7 +81,7 @@ class Reducer:
 
 
 def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Returns the part of `flat` for each parameter, with its strides if they leave no gaps."""
+    """Returns a view of `flat` for each parameter, in its strides if these leave no gaps."""
     views, start = [], 0
     for p in parameters:
         part = flat[start : start + p.numel()]
@@ -90,7 +94,7 @@ def views_of(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 class GradBucket:
-    """Holds a bucket for a communication hook; the interface of `torch.distributed.GradBucket`."""
+    """Gives a bucket to a communication hook, with `torch.distributed.GradBucket`'s methods."""
 
     def __init__(
         self, index: int, last: bool, buffer: Tensor, parameters: Sequence[nn.Parameter]
@@ -114,7 +118,7 @@ class GradBucket:
         self._buffer = buffer
 
     def parameters(self) -> list[Tensor]:
-        """Returns its parameters, in the order of their gradients in the buffer."""
+        """Returns the bucket's parameters, in the order of their gradients in the buffer."""
         return list(self._parameters)
 
     def gradients(self) -> list[Tensor]:
@@ -122,10 +126,11 @@ class GradBucket:
 
 
 CommHook = Callable[[Any, GradBucket], Work]
-"""Starts the reduction of a bucket. The first argument is the hook's state; hooks of this package
-get the group. The returned handle (such as a `torch.futures.Future`) waits for the reduced
-gradients and returns them, unless they are in the bucket's buffer, where hooks of this package
-leave them."""
+"""A function that starts the reduction of a bucket.
+
+Its first argument is the hook's state; for hooks of this package, that is the group. It returns a
+handle (such as a `torch.futures.Future`) whose `wait` returns the reduced gradients, unless they
+are in the bucket's buffer, where hooks of this package leave them."""
 
 
 def all_reduce(group: Group, bucket: GradBucket) -> Work:
@@ -133,5 +138,5 @@ def all_reduce(group: Group, bucket: GradBucket) -> Work:
 
 
 def reduce_scatter(group: Group, bucket: GradBucket) -> Work:
-    """Sums into this rank's shard of the buffer; the rest of it is undefined (ZeRO stage 1)."""
+    """Sums this rank's shard of the buffer; the other shards become undefined (ZeRO stage 1)."""
     return collectives.reduce_scatter_bucket(bucket.buffer(), group)

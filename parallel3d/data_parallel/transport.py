@@ -1,4 +1,4 @@
-"""Moves the gradients and buffers of DistributedDataParallel: group, shared memory, broadcasts."""
+"""Sums gradients and broadcasts buffers for DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ from parallel3d.private_names import (
 DEFAULT_TIMEOUT_S = 1800.0  # torch.distributed's default
 MESSAGE_BYTES = 64 << 20
 LINE = 64  # bytes of a cache line
-# In shared memory a bucket costs only two signals, so overlap pays even for small ones.
+# In shared memory a bucket costs only two signals, so overlap pays even for small buckets.
 SHARED_CAP_MIB = 1.0
 
 
 def is_shared(group: Group, device: torch.device) -> bool:
-    """Returns whether shared memory is tried: on CPUs, unless parallel3d's own group has none."""
+    """Returns whether to try shared memory: on CPUs, unless a group of parallel3d has none."""
     on_cpu = device.type == "cpu" and group.size > 1
     return on_cpu and (group.shared is not None or group.name == EXTERNAL)
 
 
 def open_memory(group: Group, size: int, signals: Sequence[int] = (0,)) -> SharedMemory | None:
-    """Opens `size` bytes that a group of several ranks shares; None if that is impossible;
-    collective."""
+    """Opens `size` bytes of shared memory for a group of several ranks; collective.
+
+    Returns None if the ranks cannot share memory.
+    """
     assert group.handle is not None
     if group.shared is not None:
         timeout_s = group.shared.memory.timeout_s
@@ -50,7 +52,7 @@ def open_memory(group: Group, size: int, signals: Sequence[int] = (0,)) -> Share
     return open_shared_memory(group.handle, group.index, group.size, size, timeout_s, signals)
 
 
-# Packs tensors of any dtypes into a row of bytes, each from a new cache line on
+# These functions pack tensors of any dtypes into a row of bytes, each at the start of a cache line.
 
 
 Size = tuple[int, torch.dtype]  # elements of a tensor, and their dtype
@@ -74,21 +76,20 @@ def _sizes(tensors: Sequence[Tensor]) -> list[Size]:
 
 
 def packed(tensors: Sequence[Tensor], data: Tensor) -> list[Tensor]:
-    """Returns an unfilled view of the bytes `data` for each tensor, in its shape."""
+    """Returns a view of the bytes `data` for each tensor, in its dtype and shape."""
     views = zip(_views(data, _sizes(tensors)), tensors, strict=True)
     return [view.view(tensor.shape) for view, tensor in views]
 
 
 def fill(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies sources to targets without bumping versions: a forward's graph may have saved them."""
+    """Copies sources to targets, whose versions stay, as a forward's graph may have saved them."""
     with unsafe_preserve_version_counter(tuple(targets)):
         foreach_copy_(list(targets), list(sources))
 
 
 @torch.no_grad()
 def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> None:
-    """Copies the values of member `source` to every member, in place, for any dtypes and
-    strides."""
+    """Broadcasts tensors of any dtypes and strides from member `source`, in place."""
     lengths = [_length(size) for size in _sizes(tensors)]
     for span in messages(lengths, MESSAGE_BYTES):
         part = [tensors[i] for i in span]
@@ -102,7 +103,7 @@ def broadcast_all(tensors: Sequence[Tensor], source: int, group: Group) -> None:
 
 
 class BufferSync:
-    """Broadcasts one rank's buffers before a forward, through shared memory if possible."""
+    """Broadcasts the first rank's buffers before a forward, by shared memory if possible."""
 
     def __init__(
         self, module: nn.Module, group: Group, device: torch.device, ignored: Set[str]
@@ -150,30 +151,31 @@ class BufferSync:
 
 # Sums of buckets
 # A transport sums several buffers over a group; every rank starts them in the same order. It has
+# these attributes:
 # buffers        this rank's buffers, to be filled with gradients and started when they are full
-# flags          of the reducer, summed too; to be written before the last start
-# summed_flags   their sums, after `finish`
-# fault          an error on this rank, as a sentence
-# adds           `finish` yields the terms to add to this rank's buffers, not the sums
+# flags          the averager's flags, which are summed, too; to be written before the last start
+# summed_flags   the sums of the flags, valid after `finish`
+# fault          an error on this rank, as a sentence; None without an error
+# adds           whether `finish` yields terms to add to this rank's buffers, instead of sums
 #
-# and is used in the order `before` (the buffers may be written), `start` of each, `finish` (yields
-# the sums in order), `release` (the yielded tensors may be written again).
+# Its methods are called in this order: `before` (the buffers may then be written), `start` for each
+# buffer, `finish` (yields the sums in order), `release` (the sums may then be overwritten).
 
 
 class BackendTransport:
     """Sums buckets by the group's backend or passes them to a hook, while the backward runs.
 
-    On a CPU each bucket waits for the previous one, if that is a future. A hook's second message is
-    sent by the thread that ends its first, so that with several buckets in flight two ranks could
-    send in different orders and deadlock (as PyTorch's PowerSGD hook does on gloo). Hooks of this
-    package send it in `wait`.
+    On a CPU each bucket waits for the previous one if a hook has returned a future for that. The
+    thread that completes such a hook's first message sends its second one, so with several buckets
+    in flight, two ranks could send in different orders and deadlock (as PyTorch's PowerSGD hook
+    does on gloo). Hooks of this package send their second message in `wait`.
 
-    With a hook, which may round a buffer, the flags are a message of their own.
+    With a hook, which may round a buffer, the flags travel in a message of their own.
 
     Args:
         members: the parameters of each bucket.
-        flags: their number.
-        hook: a communication hook, with its state.
+        flags: number of flags.
+        hook: the state and the function of a communication hook; None: the backend sums.
     """
 
     adds = False
@@ -260,8 +262,7 @@ FULL, SUMMED = 0, 1
 
 
 class SharedTransport:
-    """Sums buffers in shared memory: a reduce-scatter, then an all-gather, without copies in
-    between.
+    """Sums buffers in shared memory by a reduce-scatter and an all-gather, without extra copies.
 
     A rank's buffers are in shared memory. `start` posts that a buffer is full. At the end of the
     backward every rank sums its slice of each bucket, over all ranks, into a shared total, posts
@@ -274,11 +275,13 @@ class SharedTransport:
     they have read the total.
 
     With `adds`, two ranks need no total: each adds the other's buffer to its own gradients, which
-    saves memory traffic and one wait. `release` then posts that the buffer was read, once it has
-    also filled gradients that this rank lacked.
+    saves memory traffic and one wait. `release` then posts that this rank has read the other's
+    buffer, also for the gradients that this rank lacked.
 
     Args:
-        sizes: sizes of the buckets; in the last one the flags follow the gradients.
+        sizes: size of each bucket; in the last bucket the flags follow the gradients.
+        flags: number of flags.
+        adds: whether each of two ranks adds the other's buffer.
     """
 
     fault: str | None = None
@@ -289,7 +292,7 @@ class SharedTransport:
         self.size = memory.size
         self.index = memory.index
         self.peers = [rank for rank in range(self.size) if rank != self.index]
-        # Layout: every rank's buffers, then the totals, then numbers of backwards.
+        # The memory holds every rank's buffers, the totals, and numbers of the buckets' backwards.
         length = sum(map(_length, sizes))
         *ranks, totals = (_views(memory.data[length * i :], sizes) for i in range(self.size + 1))
         self.by_rank = ranks
@@ -330,7 +333,7 @@ class SharedTransport:
             yield total
 
     def _sum(self, index: int) -> None:
-        """Adds this rank's slice of a bucket over all ranks, in their order."""
+        """Sums this rank's slice of a bucket over all ranks, in rank order."""
         whole = self.whole[index]
         own = _part(whole, self.size, self.index)
         parts = [buffers[index][own] for buffers in self.by_rank]
@@ -364,7 +367,7 @@ class SharedTransport:
 
 
 def _part(whole: Tensor, count: int, index: int) -> slice:
-    """Returns an equal slice, in whole cache lines, so that no two ranks write to one line."""
+    """Returns one of `count` slices of whole cache lines, as no two ranks may write to one line."""
     numel, line = whole.numel(), LINE // whole.itemsize
     lines = -(-numel // line)
     first, last = lines * index // count, lines * (index + 1) // count
@@ -381,7 +384,10 @@ def open_transport(
     hook: tuple[object, CommHook] | None,
     elsewhere: bool,
 ) -> Transport:
-    """Opens shared memory or the backend; collective. `elsewhere`: sums go to other tensors."""
+    """Opens a transport by shared memory if possible, or else by the backend; collective.
+
+    `elsewhere` tells that the gradients are kept in tensors of their own, not in the buffers.
+    """
     if hook is None and is_shared(group, members[0][0].device):
         sizes = [
             (sum(p.numel() for p in part) + (flags if part is members[-1] else 0), part[0].dtype)
