@@ -130,7 +130,7 @@ class StagedShares:
         return part, self._before[stage][part] + place
 
     def counts(self, samples: int) -> list[int]:
-        """Returns how many of the first `samples` of the run come from each data set."""
+        """Returns the number of samples of each data set among the run's first `samples`."""
         stage = max(0, bisect_right(self._firsts, samples - 1) - 1)
         stage = min(stage, len(self._before) - 1)
         counts = list(self._before[stage])

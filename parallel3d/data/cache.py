@@ -78,7 +78,7 @@ def kept(
         check_owner(folder)
         found = load()
         if found is None:
-            # Private, because the text may be. An existing folder keeps the user's permissions.
+            # The folder is private, because the text may be. An existing one keeps its permissions.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _build_lock(prefix.with_suffix(".lock")) as locked:
                 found = load()  # another process may have just built it
@@ -159,7 +159,7 @@ def _build_lock(path: Path) -> Iterator[bool]:
                 # system call for one that waits for a dead disk.
                 time.sleep(_PAUSE_S)
         if not locked:
-            _log.info(f"{path.parent} is on a file system without locks: another run may build")
+            _log.info(f"{path.parent} is on a file system without locks: others may build it, too")
         yield locked
     finally:
         os.close(descriptor)  # unlocks; removing the file would race with other processes

@@ -52,8 +52,8 @@ _log = logging.getLogger(__name__)
 
 PRIVATE = range(0xE000, 0xF900)  # Unicode's private characters, which have no meaning
 Turn = tuple[int, int]  # characters [begin, end) of the text that the assistant wrote
-# Six characters: two each around a special token that a message spells out, around the text inside
-# `{% generation %}`, and around the number of an anchor.
+# Three pairs of characters: for the two sides of a special token that a message spells out, of the
+# text inside `{% generation %}`, and of the number of an anchor.
 Marks = tuple[str, ...]
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 
@@ -324,7 +324,7 @@ VERSION = 3
 SPOKEN = 1 << 30
 TOKEN = SPOKEN - 1
 DTYPE = np.dtype("<i4")
-LOOKED_AT = 1 << 22  # number of tokens that are read at a time
+LOOKED_AT = 1 << 22  # number of tokens read at a time
 LONGEST = 64 << 20  # maximum number of bytes of a row
 
 
@@ -401,7 +401,7 @@ class ChatSamples:
 
 
 def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
-    """Writes all conversations; returns facts to keep: notes for the user about the rows.
+    """Writes all conversations; returns notes for the user about the rows, as facts to keep.
 
     Raises UserError for a row that is not a conversation, or for too many of them.
     """
@@ -427,7 +427,10 @@ def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
 
 
 def _judge(chat: Chat, told: Told, least: int) -> None:
-    """Raises UserError if too many rows are bad; a share counts from `least` rows on."""
+    """Raises UserError if too many rows are bad.
+
+    The share of bad rows counts from `least` rows on. If no bad row is allowed, the first raises.
+    """
     if not chat.most_bad and told.bad:
         raise UserError(
             f"data.path: {told.first}; fix or remove it, or give data.skip_bad_rows=0.01 to leave "

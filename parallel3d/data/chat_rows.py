@@ -49,7 +49,7 @@ SPEAKERS = {
     "system": SYSTEM,
     "tool": TOOL,
 }
-# Names of roles in other formats, which a template would show unchanged, or drop.
+# Names of roles in other formats, which a template would show unchanged or leave out.
 OTHER_ROLES = {
     **dict.fromkeys(("human", "prompter", "customer", "instruction", "question"), USER),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model", "answer", "output"), ASSISTANT),
@@ -70,7 +70,7 @@ _LEARNING = (
     "training_detail train_on_input train_on_inputs train_on_turn should_train assistant_masks "
     "learn learned supervise supervised no_loss ignore_loss compute_loss calculate_loss is_target"
 )
-# A key of a message with one of these words is about learning.
+# A key of a message that has one of these words is taken to be about learning.
 _WORDS = (
     "train trained training loss mask masked weight learn learned label labels ignore ignored skip "
     "skipped exclude excluded"
@@ -110,7 +110,7 @@ REFUSED_OF_MESSAGES = {
     **_each("channel recipient end_turn", "the chat template does not read it"),
 }
 _NEVER_OF_MESSAGES = _each(_LEARNING, _LEARN_BY)  # refused even if a template reads them
-LABEL = "label"  # true or false: unpaired preferences
+LABEL = "label"  # true or false in rows of unpaired preferences
 # Keys that `chat_template_kwargs` must not hold, because a row has them elsewhere or because they
 # change tokens.
 _ARGUMENTS = (
@@ -298,7 +298,7 @@ def _is_empty(key: str, value: Any) -> bool:
 
 
 def _check_not_close(key: str, known: Collection[str], refused: Mapping[str, str], of: str) -> None:
-    """Raises Refused for a refused key, or for a likely misspelling of a known one."""
+    """Raises Refused for a key of `refused`, and for a likely misspelling of a known key."""
     import difflib
 
     names = (*known, *refused)
@@ -334,7 +334,7 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool whose parameters, an object or its JSON text, are an object.
+    """Returns a tool with its parameters as an object, which may be given as JSON text.
 
     Raises Refused.
     """
@@ -348,7 +348,7 @@ def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(properties, str):
         properties = _spelled(properties, dict, f"properties in {what}")
     if isinstance(schema, dict) and isinstance(properties, dict):
-        # Null is not a schema: tables in which all tools have the same columns are full of nulls.
+        # A null is no schema: it comes from a table in which all tools have the same columns.
         own = {key: value for key, value in properties.items() if value is not None}
         given["parameters"] = {**schema, "properties": own}
     return given
@@ -546,7 +546,7 @@ def _put_calls(given: dict[str, Any], role: str, number: int) -> None:
 
 
 def _call(call: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Returns a call with a name and arguments. Raises Refused."""
+    """Returns a call, which must have a name and arguments. Raises Refused."""
     call = {key: value for key, value in call.items() if value is not None}
     if call.get("type", FUNCTION) != FUNCTION:
         raise Refused(f"has {what} of type {_short(call['type'])}: only functions are called")

@@ -1,4 +1,4 @@
-"""Checks of the training and held-out text."""
+"""Checks the keys of the training and held-out text."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_validation(
         )
 
 
-TOKENS = "tokens"  # as a weight, this word stands for the data set's number of tokens
+TOKENS = "tokens"  # as a weight, this word stands for the corpus's number of tokens
 
 
 PACKED = ("corpus", "blend")

@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_LOOKED_AT = 1 << 22  # number of tokens that are read at a time
+_LOOKED_AT = 1 << 22  # number of tokens read at a time
 _SENTENCES = 4  # number of notes on a blend's parts that are shown
 # numbers of sampled places of stream and index for a fingerprint, and of tokens at each place
 _PLACES, _RUN = 8, 512
@@ -99,7 +99,7 @@ class Corpus:
         fingerprint: a digest of the stream, the same on any machine.
         vocab_size, eot: number of tokens, and the token that ends a text.
         tokenizer: the tokenizer's digest.
-        tokenizer_name: location of the tokenizer, if known.
+        tokenizer_name: location of the tokenizer; None if it is not known.
         documents: tells where documents begin; None: a document begins after each `eot`.
         plans: packing plans of `train` and `valid`, None for an empty part; None: no packing.
         name: the prefix of a pair; "" for other texts.
@@ -128,7 +128,7 @@ class Corpus:
 
     @classmethod
     def of(cls, tokens: Tokens, held_out: int, tokenizer: Tokenizer, **more: Any) -> Corpus:
-        """Splits `tokens`, made by `tokenizer`; the last `held_out` tokens are not trained on."""
+        """Makes a corpus of `tokens` of `tokenizer`, of which the last `held_out` are held out."""
         split = len(tokens) - held_out
         return cls(
             *(tokens.part(0, split), tokens.part(split, len(tokens))),
@@ -140,7 +140,7 @@ class Corpus:
 
     @property
     def watched(self) -> dict[str, WatchedFile]:
-        """`files` by keys that do not depend on the corpus's location."""
+        """The open files, by keys that do not depend on the corpus's location."""
         return {f"{self.fingerprint[:16]}.{k}": file for k, file in enumerate(self.files)}
 
     @property
@@ -152,7 +152,7 @@ class Corpus:
         return len(self.valid)
 
     def part(self, held_out: bool) -> Tokens:
-        """Returns the tokens that are held out, or those to train on."""
+        """Returns the held-out tokens, or the tokens to train on."""
         return self.valid if held_out else self.train
 
     def starts(self, held_out: bool) -> Starts | None:
@@ -182,7 +182,7 @@ class Corpus:
         return np.unique(np.concatenate(found))
 
     def sources(self, model: ModelConfig, data: DataConfig, seed: int) -> Sources:
-        """Returns its samples. Raises UserError if the model's vocabulary is too small."""
+        """Returns the text's samples. Raises UserError if the model's vocabulary is too small."""
         check_vocabulary(self.vocab_size, model.vocab_size, data.tokenizer)
         length = model.seq_length
         valid = self.samples(True, length, data, seed) if self.valid_tokens else None
@@ -295,7 +295,7 @@ class Blend:
         return " ".join(stages)
 
     def sources(self, model: ModelConfig, data: DataConfig, seed: int) -> Sources:
-        """Returns its samples. Raises UserError if the model's vocabulary is too small."""
+        """Returns the text's samples. Raises UserError if the model's vocabulary is too small."""
         check_vocabulary(self.vocab_size, model.vocab_size, data.tokenizer)
         names = [one.name for one in self.corpora]
 
@@ -370,7 +370,7 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
 
 
 def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Document], list[str]]:
-    """Returns the tokenizer and the documents of a text, and how its files were read.
+    """Returns the tokenizer and the documents of a text, and lines on how its files are read.
 
     Raises UserError, even if plain files have too few bytes for byte tokens; all other tokens are
     counted only when they are made.
@@ -489,7 +489,7 @@ def _open_pairs(
 
         remote = BlockCache(folder / "blocks", int(data.block_cache_gb * 1e9))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pair has two files, and two plans
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pair needs two files and two plans
     tokenizer = None if data.tokenizer is None else open_tokenizer(data.tokenizer)
     corpora = [
         _open_pair(data, prefix, called, seq_length, limit, tokenizer, remote)
@@ -526,7 +526,7 @@ def _check_alike(corpora: Sequence[Corpus]) -> None:
         if (corpus.tokenizer, corpus.eot) != (first.tokenizer, first.eot):
             raise UserError(
                 f"{first.named} and {show(corpus.name)} were made with different tokenizers, "
-                f"{first.tokenizer[:12]} and {corpus.tokenizer[:12]}: make them with one"
+                f"{first.tokenizer[:12]} and {corpus.tokenizer[:12]}: make both with one tokenizer"
             )
 
 
@@ -649,7 +649,7 @@ def _watched(
 
 
 def _fingerprint(pair: IndexedCorpus, tokens: Tokens, text: str) -> str:
-    """Returns a digest of a pair's sizes, of `text`, its known digest or "", and of samples."""
+    """Returns a digest of a pair's sizes and samples, and of the .bin's digest `text` if known."""
     digest = hashlib.blake2b(digest_size=16)
     sizes = [str(pair.dtype), len(pair), pair.documents, pair.sequences, text]
     digest.update(json.dumps(sizes).encode())
@@ -924,7 +924,7 @@ def open_sets(
                 )
                 corpus = dataclasses.replace(corpus, told=(*corpus.told, line))
             if corpus.valid_tokens < 2:
-                raise UserError(f"{one.path} must have at least two tokens; give more")
+                raise UserError(f"{one.path} must have at least two tokens; give more text")
         sets[name] = corpus
     return sets
 

@@ -200,7 +200,7 @@ BROKEN = 1000  # text may have at most one replaced character in this many
 
 
 class NotTaken(ValueError):
-    """Raised for a file that is not read; the message continues a sentence after its name."""
+    """Raised for a file that is not read; the message continues after the file's name."""
 
 
 class Form(NamedTuple):
@@ -253,7 +253,7 @@ def file_name(address: str) -> str:
 
 
 def endings(name: str) -> tuple[str, str]:
-    """Returns the endings for a file's content and compression, in lower case, or "" for none."""
+    """Returns a name's endings for content and compression, in lower case; "" if there is none."""
     bare, end = os.path.splitext(name.strip())
     packed = PACKED.get(end.lower(), "")
     if not packed:
@@ -482,7 +482,7 @@ def _bare(name: str) -> str:
 
 
 def iconv(encoding: str = "ITS_ENCODING") -> str:
-    """Returns the remedy that converts a file to UTF-8."""
+    """Returns advice to convert a file from `encoding` to UTF-8."""
     return f"`iconv -f {encoding} -t UTF-8 FILE > NEW` converts it"
 
 

@@ -104,19 +104,19 @@ def is_web(address: str) -> bool:
 
 
 def not_taken(source: Input, error: NotTaken) -> UserError:
-    """Returns the error for a file whose bytes are refused."""
+    """Returns the user's error for a file whose name or bytes are refused."""
     return UserError(f"{source.key}={show(source.shown)} {error}")
 
 
 # The documents of a shard
 
 
-SHOWN = 5  # maximum number of bad rows kept for the report
-EXCERPT = 60  # characters
+SHOWN = 5  # maximum number of bad rows that a report describes
+EXCERPT = 60  # maximum number of shown characters of a bad row
 KEYS = 5  # maximum number of shown keys of a row that lacks its text
 # number of characters tokenized at a time, because a tokenizer needs many times their memory
 AT_ONCE = 256 << 10
-ROWS = 256  # rows of a parquet file in memory at a time
+ROWS = 256  # number of rows of a parquet file in memory at a time
 
 
 class Found(NamedTuple):
@@ -443,7 +443,7 @@ class Row(NamedTuple):
 
 
 def rows(source: Input, longest: int) -> Iterator[Row]:
-    """Yields the rows of jsonl, without blank lines, or parquet.
+    """Yields the rows of a file of jsonl, without blank lines, or of parquet.
 
     A line of more than `longest` bytes is cut to `longest` + 1 bytes. Raises UserError for a
     file that cannot be read.
@@ -724,7 +724,7 @@ def _files_below(files: AbstractFileSystem, folder: str) -> dict[str, dict[str, 
     found = {}
     waiting = [folder]
     seen = set[str]()
-    while waiting:  # `find` would skip a folder that cannot be listed
+    while waiting:  # fsspec's `find` would skip a folder that cannot be listed
         at = waiting.pop()
         if os.path.realpath(at) in seen:  # a circular link
             continue

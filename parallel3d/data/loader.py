@@ -112,7 +112,7 @@ class Batches:
     def resize(self, num_microbatches: int, stride: int) -> None:
         """Sets, from the next step on, a rank's number of micro-batches and `stride`."""
         self._num_microbatches = num_microbatches
-        self._imbalances: dict[int, float] = {}  # by micro-batch of the last step
+        self._imbalances: dict[int, float] = {}  # by number of the micro-batch in the last step
         if self._reads_ahead:
             share = num_microbatches * self._micro_batch_size
             self._ahead = ReadAhead(self.source, self._dp_rank * share, share, stride)
@@ -153,7 +153,7 @@ class Batches:
     def _balance(
         self, numbers: torch.Tensor, samples: Sequence[Sample], documents: Documents | None
     ) -> Balance:
-        """Returns which tokens of a micro-batch's samples are not padding, for the experts."""
+        """Returns the `Balance` of a micro-batch, which tells experts where padding is."""
         length = self.source.seq_length
         lengths = [length if s.used is None else s.used for s in samples]
         lengths = lengths or [length] * self._micro_batch_size
@@ -337,7 +337,7 @@ class ReadAhead:
 
     def _fill(self) -> None:
         free = self._most - len(self._ahead)
-        if self._first >= 0 and 2 * free >= self._most:  # in bulk, not sample by sample
+        if self._first >= 0 and 2 * free >= self._most:  # requests are made in bulk, not one by one
             more: Futures = {i: Future() for i in islice(self._order, free)}
             self._ahead |= more
             self._wanted.put(more)

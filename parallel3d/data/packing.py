@@ -52,7 +52,7 @@ def one_each(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
 
 
 def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
-    """Packs documents with 0 < length <= `capacity` into packs of at most `capacity` tokens."""
+    """Packs documents of 1 to `capacity` tokens into packs of at most `capacity` tokens."""
     if lengths.size and not 0 < int(lengths.min()) <= int(lengths.max()) <= capacity:
         raise ValueError(f"documents of {lengths.min()} to {lengths.max()} tokens for {capacity}")
     counts = np.bincount(lengths, minlength=capacity + 1)

@@ -131,7 +131,7 @@ class Journal:
                     error.filename = str(self.folder)
                 raise
             finally:
-                if not is_begun(self.to):  # there is nothing to continue
+                if not is_begun(self.to):  # nothing was written that a new start could continue
                     shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager

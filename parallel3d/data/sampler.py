@@ -1,4 +1,4 @@
-"""Maps sample i to a window of the stream by a pure function of (seed, i)."""
+"""Maps sample i to a window of the stream; the result depends only on the seed and i."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class Sampler:
     def _begins(
         self, tokens: npt.NDArray[np.int64], start: int, there: int
     ) -> npt.NDArray[np.integer]:
-        """Returns the places in a window, 0 … seq, where a document begins."""
+        """Returns the positions in a window, from 0 to seq, at which a document begins."""
         if self._starts is None:
             return np.flatnonzero(tokens[:-1] == self._eot) + 1
         return self._starts(start, start + there + 1) - start

@@ -94,7 +94,7 @@ class Document(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the file's bytes are its text in UTF-8."""
+        """Whether the file's bytes are its text, without compression or a byte order mark."""
         return self.kind == TEXT and not self.packed and not self.mark
 
     @classmethod
@@ -177,7 +177,7 @@ def _text_documents(path: str, door: Door, held_out: bool) -> tuple[list[Documen
 def _documents_of(item: str, door: Door, held_out: bool) -> tuple[list[Document], list[str]]:
     """Returns the documents of one file, folder or glob of data.path.
 
-    Returns also lines on how the files of a folder or glob are read.
+    It also returns lines on how the files of a folder or glob are read.
     """
     key, path = f"data.path={item}", os.path.expanduser(item)
     if re.match(r"\w+://", item) and not os.path.lexists(path):

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, and tokenizer.json files run by Hugging Face's `tokenizers`.
+"""Tokenizes text as bytes, or by tokenizer.json files through Hugging Face's `tokenizers`.
 
 A tokenizer.json defines tokens but not their roles; the files next to it name the token that ends a
 text, in three formats.
@@ -41,7 +41,7 @@ SPECIAL_MAP, ADDED = "special_tokens_map.json", "added_tokens.json"
 GENERATION, CONFIG = "generation_config.json", "config.json"
 EOS = "eos_token_id"
 CHAT_TEMPLATE = "chat_template.jinja"
-# The chat template of a processor, and a folder of named templates.
+# The file with a processor's chat template, and the folder of named templates.
 PROCESSORS_TEMPLATE, MORE_TEMPLATES = "chat_template.json", "additional_chat_templates"
 BESIDE = (
     *(TOKENIZER_CONFIG, SPECIAL_MAP, ADDED, GENERATION, CHAT_TEMPLATE, PROCESSORS_TEMPLATE),
@@ -163,7 +163,7 @@ class Unencodable(UserError):
     """Raised for a text that the library cannot encode; `why` is the library's message."""
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(name, why)  # gets all arguments, so that pickling works
+        super().__init__(name, why)  # pickling needs all arguments here
         self.name = name
         self.why = why
 
@@ -187,7 +187,7 @@ class FileTokenizer:
 
     Attributes:
         name: name given by the user.
-        vocab_size: largest token + 1.
+        vocab_size: the largest token number + 1.
         eot: token that ends a text; `eot_text` is its spelling.
         bos: tokens put before every text, as with Llama; empty if that is only `eot`, which
             already ends the preceding document.
@@ -599,8 +599,11 @@ def _opened(content: bytes) -> Any:
 
 
 def _check_numbers(content: bytes, vocabulary: Mapping[str, int], where: str) -> None:
-    """Raises UserError for added tokens that the library numbers unlike the file, and for tokens
-    with the same number."""
+    """Raises UserError for tokens whose numbers are ambiguous.
+
+    These are added tokens to which the library gives another number than the file, and several
+    tokens with one number.
+    """
     for added in json.loads(content).get("added_tokens") or ():
         number = vocabulary.get(added["content"])
         if number != added["id"]:
@@ -645,8 +648,10 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def read_json(folder: Path, name: str, key: str) -> dict[str, Any]:
-    """Reads a JSON object from a tokenizer's folder; {} if the file is missing. Raises
-    UserError."""
+    """Reads a JSON object from a tokenizer's folder; returns {} if the file is missing.
+
+    Raises UserError about `key`.
+    """
     try:
         content = parse_json(read_bounded(folder / name, LARGEST_BESIDE))
     except (FileNotFoundError, NotADirectoryError):
@@ -745,8 +750,10 @@ ROLES = "roles.json"
 
 
 class Roles(NamedTuple):
-    """Roles of tokens learned from a run's text: `begin` before each document, `ends` after
-    documents and turns."""
+    """Roles of tokens that were learned from a run's text.
+
+    Documents begin with the tokens `begin`; each token of `ends` ends documents or turns.
+    """
 
     begin: tuple[int, ...]
     ends: tuple[int, ...]

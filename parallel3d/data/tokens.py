@@ -101,7 +101,7 @@ TIMES = (
 
 
 def version_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the facts of fsspec's `info` that identify a remote file's version, perhaps none.
+    """Returns the facts of fsspec's `info` that identify a remote file's version; {} without any.
 
     A weak ETag is ignored, since different contents have the same one if the server calls them
     equivalent. Times are left out next to an exact version, since they may differ between the
@@ -121,7 +121,7 @@ class Tokens:
     """
 
     def __init__(self, file: File, first: int, count: int, dtype: np.dtype) -> None:
-        """Starts at byte `first` of the open `file`, which must stay open."""
+        """Reads `count` tokens from byte `first` of the open `file` on, which must stay open."""
         self.file = file
         self._first = first
         self._count = count
@@ -150,7 +150,7 @@ class Tokens:
         return bounded
 
     def will_read(self, begin: int, end: int) -> None:
-        """Prefetches a slice."""
+        """Prefetches the tokens from `begin` up to `end`."""
         at, size = self._first + begin * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
         if isinstance(self.file, IOBase):
             os.posix_fadvise(self.file.fileno(), at, size, os.POSIX_FADV_WILLNEED)
@@ -217,7 +217,7 @@ class WatchedFile:
         """Records the file's present mark.
 
         Args:
-            prove: compares the content with the opened one.
+            prove: compares the content with that at the time of opening.
             remedy: tells the user what to do after a change.
             digest: digest of the whole file; "" if it is not known.
         """

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 TAKEN = 1 << 12  # packed bytes read at a time; zstd may unpack them to 128 MB in memory
 MOST = 1 << 20  # the most bytes that the other formats unpack at a time
-PADDED = (".gz", ".xz")  # formats that allow zeros after a frame
+PADDED = (".gz", ".xz")  # formats that allow zero bytes after a frame
 
 
 class Frame:
