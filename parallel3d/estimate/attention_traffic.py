@@ -16,15 +16,15 @@ OVERLAPPED = ("gather", "ring")  # styles that send while attention computes
 
 
 class Sent(NamedTuple):
-    """Equal calls of one layer and micro-batch on one rank.
+    """Calls of one collective with equal sizes, by one rank for one layer and micro-batch.
 
     Attributes:
-        op: the collective.
-        nbytes: bytes of the whole buffer of one call, as nccl-tests counts it.
-        count: number of calls in forward and backward.
-        again: number of further calls if the backward recomputes attention.
-        what: the content, for reports.
-        backward: number of calls among `count` in the backward.
+        op: name of the collective.
+        nbytes: bytes of the whole buffer of one call, as nccl-tests counts them.
+        count: number of calls in the forward and the backward.
+        again: number of additional calls if the backward recomputes attention.
+        what: content of the buffer, for reports.
+        backward: the number of calls in the backward, which `count` includes.
     """
 
     op: str
@@ -38,21 +38,22 @@ class Sent(NamedTuple):
 def sends(
     style: str, w: Widths, tokens: Number, item: Number, cp: Number, drops: bool = False
 ) -> Iterator[Sent]:
-    """Yields the calls of a layer's attention (context_parallel/attention.py).
+    """Yields the collectives of a layer's attention (context_parallel/attention.py).
 
     Args:
         style: `context_parallel.style`.
-        w: sizes of a layer on one tensor rank.
-        tokens: tokens of a micro-batch on one context-parallel rank.
+        w: sizes of a layer on one tensor-parallel rank.
+        tokens: number of tokens of a micro-batch on one context-parallel rank.
         item: bytes of an element.
         cp: number of context-parallel ranks.
-        drops: whether there is dropout, which gathers keys and values separately.
+        drops: whether there is dropout, with which keys and values are gathered separately.
     """
-    own, what = 2 * tokens * w.keys * item, "keys and values"  # own: bytes of this rank
+    # `own`: bytes of the keys and values of this rank's tokens.
+    own, what = 2 * tokens * w.keys * item, "keys and values"
     if style == "gather" and drops:
         yield Sent("all_gather", cp * own / 2, 2, 2, what, 0)
         yield Sent("reduce_scatter", cp * own / 2, 2, 0, f"gradients of {what}", 2)
-    elif style == "gather":  # the recomputed forward's keys and values serve the backward too
+    elif style == "gather":  # the backward uses the keys and values of a recomputed forward
         yield Sent("all_gather", cp * own, 2, 0, what, 1)
         yield Sent("reduce_scatter", cp * own, 1, 0, f"gradients of {what}", 1)
     elif style == "ring":
@@ -60,7 +61,7 @@ def sends(
         wide = own / item * np.maximum(item, 4)
         yield Sent("send_recv", wide, cp - 1, 0, f"gradients of {what}", cp - 1)
     else:
-        copies = np.maximum(cp / w.key_heads, 1)  # a rank has one key-value head at least
+        copies = np.maximum(cp / w.key_heads, 1)  # each rank needs at least one key-value head
         queries = tokens * w.queries * item
         yield Sent("all_to_all", queries + own * copies, 2, 1, "heads of whole sequences", 1)
         yield Sent("all_to_all", queries, 2, 1, "results of heads", 1)
@@ -70,17 +71,19 @@ def sends(
 def halo_tokens(
     split: SequenceSplit, samples: int, window: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the tokens whose keys each rank sends to others for their windows, and those that
-    each receives, for samples that are one document each."""
+    """Returns the numbers of tokens whose keys and values each rank sends and receives.
+
+    Ranks exchange these for a sliding window. Each sample is taken to be one document.
+    """
     starts = split.pad_starts(np.zeros((samples, split.length), dtype=np.int32))
     each = amounts(*needed_by_ranks(split.held(starts), starts, window))
     return tuple(each.sum(0).tolist()), tuple(each.sum(1).tolist())
 
 
 def halo_sends(w: Widths, sent: Number, received: Number, item: Number) -> Iterator[Sent]:
-    """Yields the calls of a sliding layer's attention (context_parallel/window_attention.py).
+    """Yields the collectives of a sliding-window layer (context_parallel/window_attention.py).
 
-    `sent`, `received`: tokens of a micro-batch whose keys and values the rank exchanges.
+    `sent`, `received`: numbers of tokens of a micro-batch whose keys and values the rank exchanges.
     """
     each, what = 2 * w.keys * item, "keys and values of windows"
     yield Sent("all_to_all", sent * each, 2, 1, what, 1)
@@ -89,9 +92,13 @@ def halo_sends(w: Widths, sent: Number, received: Number, item: Number) -> Itera
 
 
 def exposed(style: str, sent: Any, attention: Any, share: float) -> Any:
-    """Returns the part of `sent` seconds that `attention` seconds of compute do not hide.
+    """Returns the seconds of communication that the computation of attention does not hide.
 
-    `share`: fraction of an overlapped style's seconds that even long attention does not hide.
+    Args:
+        style: `context_parallel.style`.
+        sent: seconds of communication.
+        attention: seconds of computation.
+        share: fraction of `sent` that no computation hides, in styles that overlap.
     """
     if style not in OVERLAPPED:
         return sent

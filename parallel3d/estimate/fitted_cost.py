@@ -1,9 +1,8 @@
-"""Predicts the seconds of a training step by closed formulas, with constants fitted on published
-runs.
+"""Predicts the seconds of a training step by closed formulas with constants from published runs.
 
-Everything is element-wise: one call prices one layout, a table of measured runs, or all candidates
-of a search. `benchmarks/planner/published.py` writes `constants.json`; a device and dtype without a
-measured run keeps a guessed constant.
+All formulas are element-wise, so that one call can price a single layout, a table of measured runs,
+or all candidates of a search. `benchmarks/planner/published.py` fits the constants and writes
+`constants.json`. For a device and dtype without a measured run, the constant is a guess.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ SPEEDS = (
     *("gb200/bf16", "gb200/fp8", "gb200/fp4"),
 )
 NETWORKS = ("hdr", "hdr4", "opa", "roce", "ndr", "efa", "edr")
-# "recent": Megatron Core and NeMo of 2025, of which only models with experts are fitted.
+# "recent" stands for Megatron Core and NeMo of 2025, for which only runs with experts were fitted.
 ENGINES = ("megatron", "deepspeed", "nanotron", "fsdp", "recent")
 
 FAMILIES = {"speed": SPEEDS, "network": NETWORKS, "engine": ENGINES}
 
 
 def from_odds(odds: Number | float) -> Number:
-    """Converts odds to a fraction: 1 is 0.5."""
+    """Returns the fraction for some odds; odds of 1 are a fraction of 0.5."""
     return np.asarray(odds / (1 + odds))
 
 
 class Constants:
-    """Constants by name; `benchmarks/planner/published_fit.py` describes them."""
+    """Fitted constants by name; `benchmarks/planner/published_fit.py` describes each of them."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
         self.values = values
@@ -67,7 +66,10 @@ class Constants:
         return self.values[name]
 
     def of(self, family: str, key: str, index: Number) -> Number:
-        """Returns a family's constant for the member of each row."""
+        """Returns the constant `key` of a member of `FAMILIES`, for the member of each row.
+
+        `index`: index of each row's member in its family.
+        """
         values = [self.values[f"{family}.{name}.{key}"] for name in FAMILIES[family]]
         return np.array(values)[np.asarray(index, dtype=int)]
 
@@ -77,7 +79,7 @@ def load() -> Constants:
     return Constants(json.loads(FILE.read_text())["constants"])
 
 
-# Rates of parallel3d's own kernels by GPU. They reproduce the seconds of GEMMs, attention,
+# GPU → constants for parallel3d's own kernels. They reproduce the seconds of GEMMs, attention,
 # element-wise kernels, head and loss, and optimizer in the trace of a llama_1b step (docs/gpu.md).
 OWN_RATES = {
     "h100": {
@@ -92,21 +94,25 @@ OWN_RATES = {
 
 
 def load_own(card: str) -> Constants:
-    """Reads the fitted constants, with the rates of parallel3d's own kernels if it was timed on
-    this GPU."""
+    """Reads the fitted constants, with those of parallel3d's own kernels if `card` was timed."""
     return Constants({**load().values, **OWN_RATES.get(card, {})})
 
 
 def range_of_a_new_place() -> tuple[float, float]:
-    """Returns the range of measured over predicted seconds for a GPU, network or engine outside the
-    fit, which holds four of five such runs."""
+    """Returns the range of measured / predicted seconds for unknown hardware or software.
+
+    Four of five runs with a GPU, network or engine that was left out of the fit were in this range.
+    """
     low, high = json.loads(FILE.read_text())["ranges"]["place"]
     return low, high
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """Sizes of the whole model and layout, software and hardware of a step; flags are 0 or 1."""
+    """Sizes that determine the time of a step: model, layout, software and hardware.
+
+    Each field has one element per row; a row is a layout or a run. Flags are 0 or 1.
+    """
 
     layers: Number
     hidden: Number
@@ -118,34 +124,34 @@ class StepWork:
     vocab: Number
     tied: Number
     seq: Number
-    window: Number  # largest number of keys that a query of a sliding layer sees
-    # layout
+    window: Number  # maximum number of keys that a query sees in a layer with a sliding window
+    # Layout
     tp: Number
     pp: Number
     dp: Number
     cp: Number
-    cp_style: Number  # index into STYLES; an index past the end: the cheapest style
+    cp_style: Number  # index into STYLES; the index after the last one means the cheapest style
     chunks: Number  # model chunks per pipeline rank
-    split: Number  # share of the bubble left by split backwards; 0: backwards are whole
+    split: Number  # share of the bubble that split backwards leave; 0: backwards are whole
     micro_batch: Number
     microbatches: Number
     gpus_per_node: Number  # GPUs of one NVLink domain
-    # stages: layers of the first, the fullest between, and the last
+    # Number of layers of the first stage, of the largest one between the ends, and of the last one
     first: Number
     middle: Number
     last: Number
-    # software
+    # Software
     zero: Number
-    recompute_norm: Number  # flags, without parts that others imply
+    recompute_norm: Number  # flags of the parts of `recompute`, without parts that others imply
     recompute_activation: Number
     recompute_attention: Number
     recompute_mlp: Number
     recompute_layer: Number
-    recompute_end: Number  # other operations: other frameworks recompute whole layers
+    recompute_end: Number  # flag of all other operations, as other frameworks recompute them too
     sequence_parallel: Number
     flash: Number
     dropout: Number
-    parallel_block: Number  # attention and MLP share a norm, which halves tp's collectives
+    parallel_block: Number  # flag: attention and MLP share a norm, which halves tp's collectives
     overlap_tp: Number
     overlap_pp: Number
     overlap_dp: Number
@@ -154,25 +160,25 @@ class StepWork:
     compiled: Number  # flag: element-wise operations are fused
     fp8: Number
     grad_bytes: Number
-    # hardware
+    # Hardware
     peak: Number  # FLOP/s in the dtype of GEMMs
     peak_attention: Number  # FLOP/s in the dtype of attention
     memory_bytes: Number
     memory_rate: Number  # bytes/s
-    units: Number
-    link_rate: Number  # bytes/s one way
-    fabric_rate: Number  # bytes/s one way of one GPU's share
-    # Indices of constants, into the lists above.
+    units: Number  # number of multiprocessors
+    link_rate: Number  # bytes/s of NVLink in one direction
+    fabric_rate: Number  # bytes/s of one GPU's share of the network in one direction
+    # Indices into SPEEDS, NETWORKS and ENGINES
     speed: Number
     fabric: Number
     engine: Number
-    # Shares that are trained, as in `ops.TrainedShares`.
+    # Shares of the model that are trained, as in `ops.TrainedShares`
     backward: Number = field(default_factory=partial(np.ones, ()))
     trained: Number = field(default_factory=partial(np.ones, ()))
     embedding_trained: Number = field(default_factory=partial(np.ones, ()))
     head_trained: Number = field(default_factory=partial(np.ones, ()))
-    sliding: Number = field(default_factory=partial(np.ones, ()))  # share of the layers
-    # Layers with experts; `sparse`: their share of the layers.
+    sliding: Number = field(default_factory=partial(np.ones, ()))  # share of layers with a window
+    # Layers with experts; `sparse` is their share of all layers
     sparse: Number = field(default_factory=partial(np.zeros, ()))
     experts: Number = field(default_factory=partial(np.ones, ()))
     active_experts: Number = field(default_factory=partial(np.ones, ()))
@@ -182,8 +188,8 @@ class StepWork:
     load: Number = field(default_factory=partial(np.ones, ()))  # rows of the fullest rank / mean
     overlap_ep: Number = field(default_factory=partial(np.zeros, ()))  # flag: `moe.overlap`
     copies: Number = field(default_factory=partial(np.zeros, ()))  # index into COPIES
-    # Multi-head latent attention (DeepSeek-V2): widths of the latents, 0 without, and of the parts
-    # of a head. `head_size` is then the mean of a query's and a value's.
+    # Multi-head latent attention (DeepSeek-V2): widths of the latents and of the parts of a head; 0
+    # without latents. With latents, `head_size` is the mean of a query's and a value's width.
     q_latent: Number = field(default_factory=partial(np.zeros, ()))
     kv_latent: Number = field(default_factory=partial(np.zeros, ()))
     value_size: Number = field(default_factory=partial(np.zeros, ()))
@@ -191,12 +197,12 @@ class StepWork:
 
     @property
     def tokens(self) -> Number:
-        """Tokens of a micro-batch on one context rank."""
+        """Returns the number of tokens of a micro-batch on one context-parallel rank."""
         return self.micro_batch * self.seq / self.cp
 
     @functools.cached_property
     def widths(self) -> Widths:
-        """Sizes of a layer on one tensor rank."""
+        """Returns the sizes of a layer on one tensor-parallel rank."""
         key_heads = np.maximum(self.kv_heads / self.tp, 1)
         return Widths(
             self.hidden,
@@ -212,12 +218,12 @@ class StepWork:
 
     @functools.cached_property
     def ops(self) -> list[Op]:
-        """Operations of a layer without experts on one tensor rank."""
+        """Returns the operations of a layer without experts on one tensor-parallel rank."""
         return self._with_latents(layer_ops(self.widths))
 
     @functools.cached_property
     def expert_ops(self) -> list[Op]:
-        """Operations of a layer with experts."""
+        """Returns the operations of a layer with experts on one tensor-parallel rank."""
         experts = ExpertWidths(
             experts=self.experts,
             chosen=self.active_experts,
@@ -237,7 +243,7 @@ class StepWork:
         return self._with_latents(layer_ops(self.widths._replace(experts=experts)))
 
     def _with_latents(self, ops: list[Op]) -> list[Op]:
-        """Returns the operations with the matrices of latent attention, where rows have it."""
+        """Returns the operations with the matrices of latent attention in rows that use it."""
         latent = self.q_latent > 0
         if not np.any(latent):
             return ops
@@ -261,29 +267,32 @@ class StepWork:
         return found
 
     def mean(self, of: Callable[[Sequence[Op]], Any]) -> Any:
-        """Returns the mean over all layers of a value of their operations."""
+        """Returns the mean of `of` over all layers; `of` maps a layer's operations to a value."""
         dense = of(self.ops)
         if not np.any(self.sparse):
             return dense
         return self.mixed(dense, of(self.expert_ops))
 
     def mixed(self, dense: Any, sparse: Any) -> Any:
-        """Returns the mean of a value of layers without experts and one of layers with them."""
+        """Returns the mean over all layers of a value.
+
+        `dense`, `sparse`: the value of layers without and with experts.
+        """
         return np.where(self.sparse > 0, dense + self.sparse * (sparse - dense), dense)
 
     @functools.cached_property
     def parameters(self) -> Any:
-        """Elements of a layer's matrices, without experts, on a tensor rank."""
+        """Returns the elements of a layer's matrices, without experts, on a rank of tp."""
         return self.mean(lambda ops: _elements(ops, of_experts=False))
 
     @functools.cached_property
     def expert_parameters(self) -> Any:
-        """Elements of a layer's experts on a rank."""
+        """Returns the elements of a layer's experts on a rank."""
         return self.mean(lambda ops: _elements(ops, of_experts=True))
 
     @functools.cached_property
     def multiplied(self) -> Any:
-        """Elements of a layer's matrices that a token is multiplied with on a tensor rank."""
+        """Returns the elements of a layer's matrices by which a rank multiplies a token."""
         gemms = self.mean(
             lambda ops: sum(o.rows * o.inputs * o.outputs for o in ops if o.kind == "gemm")
         )
@@ -291,11 +300,11 @@ class StepWork:
 
     @property
     def edp(self) -> Any:
-        """Ranks that hold the same experts."""
+        """Returns the number of ranks that hold the same experts."""
         return self.tp * self.cp * self.dp / self.ep
 
 
-EXPERTS = "mlp.experts."  # names of operations on the rows of experts begin with this
+EXPERTS = "mlp.experts."  # prefix of the names of operations on the rows of experts
 
 
 def _elements(ops: Sequence[Op], *, of_experts: bool) -> Any:
@@ -304,7 +313,7 @@ def _elements(ops: Sequence[Op], *, of_experts: bool) -> Any:
 
 
 def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> dict[str, float]:
-    """Returns the fields of `StepWork` that only depend on the model and its trained parts."""
+    """Returns the fields of `StepWork` that depend only on the model and on its trained parts."""
     return {
         "layers": model.num_layers,
         "hidden": model.hidden_size,
@@ -333,24 +342,25 @@ def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> d
 
 
 def _sliding(model: ModelConfig) -> float:
-    """Returns the share of the layers that have a window; 1 if there is none."""
+    """Returns the share of the layers that have a window; 1 if the model has no window."""
     if model.sliding_window is None:
         return 1.0
     windows = [model.attention_kind(layer).window for layer in range(model.num_layers)]
     return sum(window is not None for window in windows) / len(windows)
 
 
-# Time of a pipeline in closed form (tested against `schedules/walk.py`).
+# Time of a pipeline in closed form (tested against `schedules/walk.py`)
 
-# Share of the bubble left by split backwards: (F + I - W) / (F + I + W) at 1 : 1.2 : 0.8. Simulated
-# zb_h1 and interleaved_zb agree within 0.02; zbv leaves 0.2 of 1F1B's bubble.
+# Share of the bubble that split backwards leave: (F + I - W) / (F + I + W) for costs F : I : W of
+# 1 : 1.2 : 0.8. Simulations of zb_h1 and interleaved_zb agree within 0.02; zbv leaves 0.2 of the
+# bubble of 1F1B.
 SPLIT_BUBBLE = 0.47
 _COSTS = (1.0, 1.2, 0.8)
-_CLOCKED = 16  # V-Half has no closed form and is simulated with at most this many ranks
+_CLOCKED = 16  # V-Half has no closed form, so it is simulated, with at most this many ranks
 
 
 def share_left(schedule: str, ranks: int, microbatches: int) -> float:
-    """Returns the share of the bubble left by split backwards; 0 if backwards are whole."""
+    """Returns the share of the bubble that split backwards leave; 0 if backwards are whole."""
     if schedule == "v_half":
         return _v_half(min(ranks, _CLOCKED), microbatches * min(ranks, _CLOCKED) // ranks)
     return {"zb_h1": SPLIT_BUBBLE, "interleaved_zb": SPLIT_BUBBLE, "zbv": 0.4}.get(schedule, 0.0)
@@ -358,8 +368,10 @@ def share_left(schedule: str, ranks: int, microbatches: int) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _v_half(ranks: int, microbatches: int) -> float:
-    """Returns `share_left` of V-Half by simulation; its idle time is linear in the
-    micro-batches."""
+    """Returns the `share_left` of V-Half from two simulations.
+
+    The idle time is linear in the number of micro-batches.
+    """
     if ranks == 1:
         return 1.0
     few, many = (_idle(ranks, count) for count in (2 * ranks, 3 * ranks))
@@ -369,7 +381,7 @@ def _v_half(ranks: int, microbatches: int) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _idle(ranks: int, microbatches: int) -> float:
-    """Returns V-Half's time beyond compute, in micro-batches."""
+    """Returns the idle time of V-Half in units of a micro-batch's time."""
     made = make("v_half", ranks, microbatches, 2)
     found = walk(made.orders, made.assignment, Costs.even(made.assignment, *_COSTS)).ended()
     return found.seconds / sum(_COSTS) - microbatches
@@ -386,38 +398,44 @@ def pipeline_time(
 ) -> Any:
     """Returns the seconds of a step of 1F1B, plain (chunks=1) or interleaved.
 
-    `first`, `middle`, `last` and `total` are the seconds of a micro-batch's forward and backward on
-    the first, the slowest middle and the last stage, and on all stages. The slowest stage is always
-    busy; the others fill and drain. `split`: the share of the bubble that remains (`share_left`),
-    0 for whole backwards.
+    The slowest stage is busy throughout, and the other stages determine the fill and the drain.
+
+    Args:
+        first, middle, last: seconds of a micro-batch's forward and backward on the first stage, the
+            slowest one between the ends, and the last one.
+        total: sum of these seconds over all stages.
+        microbatches: number of micro-batches.
+        chunks: model chunks per pipeline rank.
+        split: share of the bubble that remains (`share_left`); 0: backwards are whole.
     """
     left = np.where(np.asarray(split) > 0, split, 1.0)
     slowest = np.maximum(np.maximum(first, middle), last)
     return microbatches * slowest + np.maximum(total - slowest, 0) / chunks * left
 
 
-# Tiles of a GEMM: rows, columns, splits of k, number of times that the tile was halved.
+# Tiles of a GEMM: rows, columns, splits of k, and how often the largest tile was halved.
 _TILES = ((256, 128, 1, 0), (128, 128, 1, 1), (128, 64, 1, 2), (256, 128, 4, 0), (128, 128, 3, 1))
 
 
 def smooth_max(a: Number, b: Number, power: float = 4.0) -> Any:
-    """Returns about max(a, b), and more where the times are close and neither is hidden fully."""
+    """Returns about max(a, b), but more for similar times, as neither fully hides the other."""
     return (a**power + b**power) ** (1 / power)
 
 
 def of_engine(work: StepWork, factor: float) -> Any:
-    """Returns the factor where the engine is "recent", else 1."""
+    """Returns `factor` in rows with the engine "recent", and 1 in others."""
     return np.where(work.engine == ENGINES.index("recent"), factor, 1.0)
 
 
 def gemm(
     work: StepWork, c: Constants, m: Number, n: Number, k: Number, groups: Number | int = 1
 ) -> Any:
-    """Returns seconds of an (m, k) × (k, n) matmul, or of `groups` of them in one kernel.
+    """Returns the seconds of an (m, k) × (k, n) matmul, or of `groups` of them in one kernel.
 
     The rate of large matmuls is reduced for a short k (fill and drain of each tile), for tiles that
-    reach over the edge, for an incomplete last wave (in part, as cuBLAS chooses among tiles) and
-    for ragged sizes. A matmul that a row of a table lacks has a size of 0 and takes no time.
+    reach over the edge, for an incomplete last wave (only in part, as cuBLAS chooses among tiles),
+    and for sizes that are not multiples of 64. In rows in which a size is 0, there is no matmul,
+    and it takes no time.
     """
     exists = m * n * k * groups > 0
     m, n, k, groups = (np.maximum(size, 1e-9) for size in (m, n, k, groups))
@@ -436,16 +454,16 @@ def gemm(
 
 
 def move(work: StepWork, c: Constants, bytes: Number) -> Any:
-    """Returns seconds of operations that move `bytes` through memory."""
+    """Returns the seconds of operations that move `bytes` through memory."""
     return bytes / (work.memory_rate * c["memory.rate"])
 
 
 def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
-    """Returns (forward, backward) seconds of one layer's scores, softmax and values: the mean of
-    layers with a window and without.
+    """Returns the (forward, backward) seconds of one layer's scores, softmax and values.
 
-    Flash kernels skip the masked half, and their backward takes 2.5 forwards. Plain kernels compute
-    and write the full square, once in the forward and twice in the backward.
+    They are the mean over layers with and without a window. Flash kernels skip the masked half of
+    the scores, and their backward takes as long as 2.5 forwards. Plain kernels compute and write
+    all scores, once in the forward and twice in the backward.
     """
     sliding = _attention(work, c, np.minimum(work.seq, work.window))
     full = _attention(work, c, work.seq)
@@ -454,8 +472,8 @@ def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
 
 
 def _attention(work: StepWork, c: Constants, keys: Number) -> Any:
-    """Returns the seconds of a forward in which a query sees at most `keys` keys."""
-    # number of rows of scores
+    """Returns the seconds of attention's forward if a query sees at most `keys` keys."""
+    # This is the number of rows of scores.
     queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp
     flops = 4.0 * queries * keys * work.head_size
     causal = np.where(keys < work.seq, 1.0, 0.5)
@@ -471,14 +489,15 @@ def _attention(work: StepWork, c: Constants, keys: Number) -> Any:
     return np.where(work.flash > 0, flash, plain) + gap
 
 
-_RING = 32  # the latency up to this many ranks is a ring's; larger groups add a tree's
+# Up to this many ranks, the latency is that of a ring; for larger groups, that of a tree is added.
+_RING = 32
 
 
 def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number | int) -> Any:
-    """Returns bytes/s of a ring over `ranks` GPUs that are `stride` apart.
+    """Returns the bytes/s of a ring over `ranks` GPUs that are `stride` apart.
 
-    Inside a node it is the link's rate; otherwise at most the network bandwidth of the ring's
-    members in one node, as the node's other rings run at the same time.
+    Inside a node, it is the rate of the link. Otherwise, it is at most the network bandwidth of the
+    ring's members in one node, because the other rings of the node run at the same time.
     """
     members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
     link = work.link_rate * c["link.rate"]
@@ -489,52 +508,61 @@ def ring_rate(work: StepWork, c: Constants, ranks: Number, stride: Number | int)
 def latency(
     work: StepWork, c: Constants, ranks: Number, stride: Number | int, steps: Number | int
 ) -> Any:
-    """Returns the latency of a collective of `steps` steps over the network."""
+    """Returns the latency, in seconds, of a collective with `steps` steps over the network.
+
+    Inside a node, it is the latency of the link.
+    """
     members = np.clip(np.floor(work.gpus_per_node / stride), 1, ranks)
     network = c.of("network", "latency_us", work.fabric) * steps
     return 1e-6 * (c["link.latency_us"] + np.where(members >= ranks, 0, network))
 
 
 def gather(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number | int) -> Any:
-    """Returns seconds of an all-gather or reduce-scatter of `bytes`; an all-reduce is two."""
+    """Returns the seconds of an all-gather or reduce-scatter of `bytes`."""
     wire = bus_factor("all_gather", ranks) * bytes / ring_rate(work, c, ranks, stride)
     steps = np.where(ranks > _RING, _RING - 1 + 6 * np.log2(ranks / _RING), ranks - 1)
     return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
 
 
 def reduce(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: Number | int) -> Any:
-    """Returns seconds of an all-reduce of `bytes` by tree or ring."""
+    """Returns the seconds of an all-reduce of `bytes`, with the latency of a tree."""
     wire = bus_factor("all_reduce", ranks) * bytes / ring_rate(work, c, ranks, stride)
     steps = 2 * np.log2(np.maximum(ranks, 2))
     return np.where(ranks > 1, wire + latency(work, c, ranks, stride, steps), 0.0)
 
 
 def pair_rate(work: StepWork, c: Constants, inside: Any) -> Any:
-    """Returns bytes/s from one GPU to another, over the network unless `inside` a node."""
+    """Returns the bytes/s between two GPUs: over a link if `inside` a node, or the network."""
     fabric = work.fabric_rate * c.of("network", "rate", work.fabric)
     return np.where(inside, work.link_rate * c["link.rate"], fabric)
 
 
 def hop(work: StepWork, c: Constants) -> Any:
-    """Returns seconds of a micro-batch's activations to the next stage, tp × cp × dp ranks away."""
+    """Returns the seconds in which a micro-batch's activations reach the next stage.
+
+    The receiving rank is tp × cp × dp ranks away.
+    """
     stride = work.tp * work.cp * work.dp
     bytes = 2 * work.micro_batch * work.seq / work.cp * work.hidden
     inside = stride * work.pp <= work.gpus_per_node
     rate = pair_rate(work, c, inside)
     cut = np.maximum(work.scatter_gather, work.sequence_parallel)
     share = np.where(cut > 0, work.tp, 1.0)
-    # Tensor ranks that send full copies share the node's network, as slices do.
+    # Full copies of all tensor-parallel ranks share the node's network, just as slices do.
     software = c.of("engine", "hop_us", work.engine)
     wire = np.where(inside, c["link.latency_us"], c.of("network", "begin_us", work.fabric))
     return np.where(work.pp > 1, bytes / share / rate + 1e-6 * (software + wire), 0.0)
 
 
-KINDS = {"gemm": "matmuls", "attention": "attention"}  # all other kinds are element-wise
+# Kind of operation → its name in reports; all other kinds are element-wise.
+KINDS = {"gemm": "matmuls", "attention": "attention"}
 
 
 def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
-    """Returns a layer's seconds on the GPU by kind, and its seconds in total; both for forward and
-    backward. The total is the host's time where its launches take longer."""
+    """Returns (kind → seconds on the GPU, total seconds) of a layer's forward and backward.
+
+    The total is about the host's time if its launches take longer than the GPU.
+    """
     parts, waits = _of_layer(work.ops, work, c)
     if np.any(work.sparse):
         sparse, shown = _of_layer(work.expert_ops, work, c)
@@ -546,15 +574,14 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
     if np.any(work.overlap_ep):
         computes = sum(parts.values()) - parts["exchange of tokens"]
         hidden = np.minimum(parts["exchange of tokens"], computes)
-        # The first forward and the last backward have no other beside them.
+        # The first forward and the last backward have no other pass to overlap with.
         share = work.overlap_ep * (1 - SENDING) * (1 - 1 / work.microbatches)
         parts["exchange of tokens"] = parts["exchange of tokens"] - share * hidden
     return parts, smooth_max(sum(parts.values()), _host(work, c), c["launch.power"])
 
 
 def _of_layer(ops: Sequence[Op], work: StepWork, c: Constants) -> tuple[dict[str, Any], Any]:
-    """Returns the GPU's seconds of these operations by kind, and the seconds of tp's
-    collectives."""
+    """Returns (kind → seconds on the GPU, exposed seconds of tp collectives) of the operations."""
     parts: dict[str, Any] = dict.fromkeys(("matmuls", "attention", "element-wise", "recomputed"), 0)
     waits: Any = 0.0
     for op in ops:
@@ -570,19 +597,19 @@ def _of_layer(ops: Sequence[Op], work: StepWork, c: Constants) -> tuple[dict[str
 
 
 def repeats(op: Op, work: StepWork) -> Any:
-    """Returns 1 where a layer's backward recomputes the operation, else 0."""
+    """Returns 1 in rows in which a layer's backward recomputes the operation, and 0 in others."""
     flags = (getattr(work, f"recompute_{part}") for part in op.parts or ("end",))
     return functools.reduce(np.maximum, flags)
 
 
 def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
-    """Returns the GPU's seconds of an operation's forward and backward."""
+    """Returns the (forward, backward) seconds of an operation on the GPU."""
     loaded = work.load if op.name.startswith(LOADED) else 1.0
     if op.kind == "attention":
         forward, backward = attention(work, c)
         return forward, work.backward * backward
     if op.kind != "gemm":
-        # A kernel reads and writes 2 bytes per element; residual sums also read dropout's masks.
+        # A kernel reads and writes 2 bytes per element; residual sums also move dropout's masks.
         width = 2 * (op.inputs + op.outputs + work.dropout * op.outputs * (op.name in RESIDUALS))
         factor = c["memory.width"] * np.where(work.compiled > 0, c["memory.compiled"], 1.0)
         moved = move(work, c, work.tokens * loaded * width * factor)
@@ -594,7 +621,7 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
         forward, of_input, of_weight = _matmul(work, c, rows, op.inputs, op.outputs)
         copied = 0.0
     backward = work.backward * (of_input + copied) + work.trained * of_weight
-    # Operands are cast to fp8 before the all-gather, and the weights once a step.
+    # Operands are cast to fp8 before the all-gather, and weights are cast once per step.
     share = work.widths.share if op.split == "column" else 1.0
     each = c["fp8.cast_bytes"] * of_engine(work, c["recent.cast"])
     cast = move(work, c, rows * op.inputs / share * each) * work.fp8
@@ -602,13 +629,16 @@ def seconds(op: Op, work: StepWork, c: Constants) -> tuple[Any, Any]:
     return forward + copied + cast + move(work, c, weights) * work.fp8, backward + cast
 
 
-# operations whose names begin like this grow with the load
+# Operations whose names begin with one of these take time in proportion to the load.
 LOADED = (EXPERTS, "mlp.dispatch", "mlp.combine")
 
 
 def _grouped(op: Op, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any, Any, Any]:
-    """Returns the seconds of one GEMM for all experts of a rank, of its input and weight gradients,
-    and of gathering or summing its rows, which have the hidden size."""
+    """Returns the seconds of a grouped GEMM over all experts of a rank, in four parts.
+
+    They are the forward, the input gradient, the weight gradient, and the gathering or summing of
+    rows of the hidden size.
+    """
     groups, slower = op.matrices, c["experts.rate"]
     each = rows / groups
     hidden = 2 * 2 * rows * work.hidden
@@ -623,7 +653,7 @@ def _grouped(op: Op, work: StepWork, c: Constants, rows: Any) -> tuple[Any, Any,
 def _matmul(
     work: StepWork, c: Constants, rows: Any, inputs: Any, outputs: Any
 ) -> tuple[Any, Any, Any]:
-    """Returns the seconds of a GEMM, its input gradient and its weight gradient."""
+    """Returns the seconds of a GEMM, of its input gradient and of its weight gradient."""
     return (
         gemm(work, c, rows, outputs, inputs),
         gemm(work, c, rows, inputs, outputs),
@@ -635,11 +665,12 @@ RESIDUALS = ("attention.residual", "mlp.residual")
 
 
 def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
-    """Returns seconds of a GEMM's tp collectives, forward, backward and recomputed.
+    """Returns the seconds of a GEMM's tp collectives in forward, backward and recomputation.
 
-    With sequence parallelism the input of a column-parallel GEMM is gathered, and gathered again
-    for its weight gradient, half of that during the GEMM of the input gradient. Without it the
-    output of a row-parallel GEMM and the input gradient of a column-parallel one are all-reduced.
+    With sequence parallelism, the input of a column-parallel GEMM is gathered in the forward and
+    again for the weight gradient, where the GEMM of the input gradient hides half of the time.
+    Without it, the output of a row-parallel GEMM and the input gradient of a column-parallel GEMM
+    are all-reduced. `again`: 1 in rows that recompute the GEMM, else 0.
     """
     bytes = 2 * work.tokens * work.hidden
     one = gather(work, c, bytes, work.tp, 1)
@@ -652,12 +683,12 @@ def _tensor_parallel(op: Op, work: StepWork, c: Constants, again: Any) -> Any:
 
 
 def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
-    """Returns the exposed seconds of a layer's cp traffic, by the style of `work`.
+    """Returns the exposed seconds of a layer's cp traffic in the style of `work`.
 
-    With gather and ring this is the mean of layers without a window and of layers with one, whose
-    halo costs nothing here.
+    With gather and ring, they are the mean over all layers, in which layers with a window count as
+    free, because the traffic of their halo is neglected.
 
-    `attends`: seconds of attention, forward and backward.
+    `attends`: seconds of attention in forward and backward.
     """
     full = np.where(work.window < work.seq, 1 - work.sliding, 1.0)
     ranks, stride, w = work.cp, work.tp, work.widths
@@ -685,16 +716,16 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
     )
 
 
-# Copies of a token that are sent: one to each rank with one of its experts, one to each such node
-# and from there to the ranks, or one for each expert.
+# Ways to send a token to its experts: one copy to each rank that has any of them; one copy to each
+# node that has any of them, and from there to the ranks; or one copy for each expert.
 COPIES = ("rank", "node", "expert")
 
 
 def exchange(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds of one pass of tokens to their experts, or back.
+    """Returns the seconds in which tokens are sent to their experts, or back.
 
-    The slower of the NVLink domain and the network counts, with the load of the fullest rank, and
-    the wait for the host, which reads the number of rows.
+    They are those of the slower of NVLink domain and network, under the load of the fullest rank,
+    plus the wait for the host, which reads the number of rows.
     """
     ep, experts, chosen = work.ep, work.experts, work.active_experts
     inside = np.minimum(ep, work.gpus_per_node)
@@ -718,20 +749,21 @@ def exchange(work: StepWork, c: Constants) -> Any:
 
 
 def _exchanges(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds of all passes of a layer, forward, backward and recomputed."""
+    """Returns the seconds of all exchanges of a layer in forward, backward and recomputation."""
     again = sum(repeats(op, work) for op in work.expert_ops if op.name in PASSES)
     return (2 + work.backward * (2 + again)) * exchange(work, c)
 
 
 PASSES = ("mlp.dispatch", "mlp.combine")
-SENDING = 16 / 132  # share of an H100's units that NCCL takes from what computes beside it
+# Share of an H100's multiprocessors that NCCL takes from kernels that run at the same time.
+SENDING = 16 / 132
 
 
 def _host(work: StepWork, c: Constants) -> Any:
-    """Returns the host's seconds for a layer's launches.
+    """Returns the seconds in which the host launches a layer's kernels.
 
-    They grow with tp, and further where pipeline messages and tp's collectives share the threads
-    that drive the network.
+    They grow with tp. They are even longer if pipeline messages and tp collectives share the
+    threads that drive the network.
     """
     launches = 1 + work.recompute_layer / 3
     own = c.of("engine", "launch_us", work.engine)
@@ -745,12 +777,12 @@ def _host(work: StepWork, c: Constants) -> Any:
     found = 1e-6 * host * np.where(work.graph > 0, 0.02, 1.0)
     if not np.any(work.sparse):
         return found
-    # Numbers of rows are read by the host, so experts are in no graph.
+    # The host reads the numbers of rows, so experts cannot be part of a graph.
     return found + work.sparse * launches * c["experts.launch_us"] * 1e-6
 
 
 def head(work: StepWork, c: Constants) -> Any:
-    """Returns seconds of the head and the loss, forward and backward."""
+    """Returns the seconds of the head and the loss in forward and backward."""
     rows, columns = work.tokens, work.vocab / work.tp
     forward, of_input, of_weight = _matmul(work, c, rows, work.hidden, columns)
     of_input = np.where(np.asarray(work.backward) > 0, of_input, 0.0)
@@ -760,22 +792,28 @@ def head(work: StepWork, c: Constants) -> Any:
 
 
 def _ends(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds of head and embedding on the first, the middle and the last stages."""
+    """Returns the seconds of embedding and head on the first, a middle and the last stage."""
     top, single = head(work, c), work.pp == 1
     first = embedding(work, c) + np.where(single, top, 0.0)
     return np.stack(np.broadcast_arrays(first, 0.0, np.where(single, 0.0, top)))
 
 
 def embedding(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds of the look-up and its gradient."""
+    """Returns the seconds of the embedding's look-up and of its gradient."""
     return move(work, c, work.tokens * work.hidden * 16 / work.widths.share) + 2e-5
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by part, each a number or an array.
+    """Seconds of a step by part; each part is a number or an array.
 
-    `compute` is the time of the slowest stage, with exposed tp collectives.
+    Attributes:
+        compute: compute of the slowest stage, with exposed collectives inside its layers.
+        bubble: time in which the slowest stage waits for the pipeline to fill and drain.
+        messages: exposed messages between stages.
+        gradients: exposed reductions of gradients and all-gathers of updated parameters.
+        optimizer: the optimizer's update.
+        fixed: time that every step takes.
     """
 
     compute: Any
@@ -792,7 +830,7 @@ class StepTime:
 
 
 def step(work: StepWork, c: Constants) -> StepTime:
-    """Returns the seconds of one step by part. Fields may be arrays: see `StepWork`."""
+    """Returns the seconds of one step by part, with an element for each row of `work`."""
     ends = _ends(work, c)
     batch = 1e-6 * c.of("engine", "batch_us", work.engine) * np.where(work.graph > 0, 0.1, 1.0)
     each = _gathered(work, c, layer(work, c)[1])
@@ -815,8 +853,10 @@ def step(work: StepWork, c: Constants) -> StepTime:
 
 
 def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
-    """Returns a tensor rank's trained elements, without experts, in the first, the fullest middle
-    and the last stage."""
+    """Returns a rank's trained elements, without experts, for three stages.
+
+    They are the first stage, the largest one between the ends, and the last one.
+    """
     each = work.trained * work.parameters
     table = work.vocab * work.hidden / work.tp
     single = work.pp == 1
@@ -827,23 +867,27 @@ def stage_parameters(work: StepWork) -> tuple[Any, Any, Any]:
 
 
 def largest_stage(work: StepWork) -> Any:
-    """Returns the trained elements, without experts, of the stage that has most."""
+    """Returns a rank's trained elements, without experts, in the stage with the most of them."""
     first, middle, last = stage_parameters(work)
     return np.maximum(np.maximum(first, middle), last)
 
 
 def most_layers(work: StepWork) -> Any:
-    """Returns the number of layers of the stage that has most."""
+    """Returns the number of layers of the stage with the most layers."""
     return np.maximum(np.maximum(work.first, work.middle), work.last)
 
 
 def largest_experts(work: StepWork) -> Any:
-    """Returns a rank's trained elements of experts in the stage that has most layers."""
+    """Returns a rank's trained elements of experts in the stage with the most layers."""
     return work.trained * work.expert_parameters * most_layers(work)
 
 
 def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
-    """Returns a layer's time with zero=3: two gathers of parameters, one reduction of gradients."""
+    """Returns a layer's seconds, including the communication of zero=3.
+
+    zero=3 gathers the parameters twice and reduces the gradients once, during the compute of `each`
+    seconds. In rows without zero=3, the result is `each`.
+    """
     ranks, stride = work.dp * work.cp, work.tp
     one = gather(work, c, 2 * work.parameters, ranks, stride)
     ring = latency(work, c, ranks, stride, ranks - 1) * np.where(ranks > 1, 1.0, 0.0)
@@ -858,19 +902,21 @@ def _gathered(work: StepWork, c: Constants, each: Number) -> Any:
 
 
 def _messages(work: StepWork, c: Constants) -> Any:
-    """Returns the exposed seconds of pipeline messages: two per micro-batch and chunk, and the
-    fill."""
+    """Returns the exposed seconds of pipeline messages.
+
+    There are two messages for each micro-batch and chunk, and those of the fill and the drain.
+    """
     shown = c["pp.exposed"] * (1 - work.overlap_pp * from_odds(c["pp.hidden"]))
     trips = 2 * (work.microbatches * work.chunks + work.pp - 1)
     return trips * hop(work, c) * shown
 
 
 def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
-    """Returns the seconds of gradient reductions (and zero=1's all-gather) that a backward does not
-    hide.
+    """Returns the seconds of gradient reductions that the last backward does not hide.
 
-    Layers are reduced one by one, so each pays the latency of a ring over all ranks; with hundreds
-    of ranks that takes longer than the bytes.
+    They include the all-gather of parameters with zero=1 and zero=2. Layers are reduced one by one,
+    so that each has the latency of a ring over all ranks; with hundreds of ranks, this takes longer
+    than the transfer of the bytes. `backward`: seconds of the backward.
     """
     reduced, returned = _reductions(work, c, largest_stage(work), work.dp * work.cp, work.tp)
     if np.any(work.sparse):
@@ -886,8 +932,7 @@ def _gradients(work: StepWork, c: Constants, backward: Number) -> Any:
 def _reductions(
     work: StepWork, c: Constants, elements: Any, ranks: Any, stride: Any
 ) -> tuple[Any, Any]:
-    """Returns the seconds of the reduction of gradients over `ranks`, and of zero=1's
-    all-gather."""
+    """Returns the seconds of the reduction of gradients and of the all-gather of parameters."""
     summed = reduce(work, c, work.grad_bytes * elements, ranks, stride)
     cut = gather(work, c, work.grad_bytes * elements, ranks, stride)
     back = gather(work, c, 2 * elements, ranks, stride)
@@ -906,9 +951,10 @@ def _optimizer(work: StepWork, c: Constants) -> Any:
 
 
 def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
-    """Splits the busiest stage's seconds by kind; they sum to `compute`. `work` has one row.
+    """Returns kind → seconds of the busiest stage, whose sum is `compute`.
 
-    The remainder after kernels and exposed collectives is the host's launches, or zero=3's gathers.
+    `work` must have a single row. The seconds beyond kernels and exposed collectives are listed as
+    the host's launches, and include the gathers of zero=3.
     """
     (kinds, total), ends = layer(work, c), _ends(work, c)
     stages = np.stack([work.first, work.middle, work.last])
@@ -918,6 +964,6 @@ def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
     found = {kind: layers * float(np.ravel(value)[0]) for kind, value in kinds.items()}
     found["head and embedding"] = count * float(ends[busiest, 0])
     rest = compute - sum(found.values())
-    if rest < 0:  # no host time is exposed, and kernels overlap a little
+    if rest < 0:  # the host never makes the GPU wait, and kernels overlap a little
         found = {kind: value * compute / sum(found.values()) for kind, value in found.items()}
     return found | {"launches": max(rest, 0.0)}

@@ -1,9 +1,9 @@
-"""Bounds a rank's peak memory safely, only from the configuration.
+"""Computes a safe upper bound of a rank's peak memory from the configuration alone.
 
-It counts states and the activations of micro-batches in flight exactly. For temporary tensors it
-takes the largest set that exists at one time, from the widths of the layer's operations and with a
-margin; it does not list the tensors of the code. `parallel3d dryrun` runs the code and verifies the
-bound (`benchmarks/planner/plan_dryrun.py`); `plan` asks it about its best rows.
+States and the activations of micro-batches in flight are counted exactly. Temporary tensors are not
+listed one by one: their peak is derived from the widths of a layer's operations, and a margin is
+added. `parallel3d dryrun` runs the code and measures its memory, against which
+`benchmarks/planner/plan_dryrun.py` checks the bound. `plan` applies the bound to its best rows.
 """
 
 from __future__ import annotations
@@ -39,18 +39,22 @@ from parallel3d.estimate.search import (
 from parallel3d.schedules.actions import Kind
 from parallel3d.schedules.messages import OFFLOADED_BYTES, SLAB_BYTES
 
-FP32 = 4  # bytes per element of statistics, and of gradients that are reduced
-MARGIN = 0.05  # added to activations and temporary tensors, for tensors that are not counted
+FP32 = 4  # bytes per element of statistics, and of gradients during their reduction
+MARGIN = 0.05  # share of activations and temporary tensors that is added for uncounted tensors
 ENDS = "gradients of embedding and head"
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank at its peak.
+    """Bytes that one rank uses at its peak, by purpose.
 
     Attributes:
+        parameters, gradients: parameters, and gradients that exist between actions of a step.
+        masters: master weights.
+        optimizer: states of the optimizer, with the average of the weights.
         activations: tensors that micro-batches in flight keep for their backward.
-        temporary: the largest set of other tensors, with the parameters that FSDP2 gathers.
-        phase: the phase of the step with the peak.
+        temporary: other tensors at the peak, including the parameters that FSDP2 has gathered.
+        margin: addition for tensors that are not counted.
+        phase: name of the phase of the step in which the peak occurs.
     """
 
     parameters: float = 0.0
@@ -71,21 +75,22 @@ NEAR = 0.9  # ranks above this share of the fullest rank's bound may be the full
 
 
 def peak_stage(blueprint: Blueprint) -> tuple[int, RankMemory]:
-    """Returns (index along pp, peak memory) of the rank that needs most."""
+    """Returns (index along pp, peak memory) of the rank that needs the most memory."""
     return max(_fullest(blueprint), key=lambda pair: pair[1].total)
 
 
 def nearly_fullest(config: Config) -> list[int]:
-    """Returns the indices along pp of the ranks that may need most, the fullest first."""
+    """Returns the indices along pp of the ranks that may need the most memory, fullest first."""
     found = sorted(_fullest(planned(config)), key=lambda pair: -pair[1].total)
     return [index for index, peak in found if peak.total >= NEAR * found[0][1].total]
 
 
 def _fullest(blueprint: Blueprint) -> list[tuple[int, RankMemory]]:
-    """Returns (index along pp, peak memory) of some ranks, one of which is the fullest.
+    """Returns (index along pp, peak memory) of the ranks that may be the fullest.
 
-    Ranks between the ends differ in layers and in micro-batches in flight, and earlier ranks have
-    more of these. So only the ends, the middle, and the first rank with most layers are candidates.
+    Ranks between the ends differ only in their layers and in their micro-batches in flight, of
+    which earlier ranks have more. The candidates are therefore the first two ranks, the middle one,
+    the last one, and the first of those with the most layers.
     """
     pp = blueprint.layout.pp
     counts = [0] * pp
@@ -104,9 +109,9 @@ def memories(
     reserve: float,
     tell: Callable[[str], None] | None = None,
 ) -> NDArray[np.float64]:
-    """Returns the bytes of each choice's fullest GPU plus `reserve`, which tensors cannot use.
+    """Returns the bytes of each layout's fullest GPU, including `reserve`.
 
-    `tell` is called with the progress.
+    `reserve`: bytes that tensors cannot use. `tell` is called with messages about the progress.
     """
     totals = []
     for done, choice in enumerate(choices):
@@ -117,8 +122,10 @@ def memories(
 
 
 def memory_of(config: Config, choice: LayoutChoice, load: float = 1.0) -> float:
-    """Returns the bytes of a choice's fullest GPU, whose experts have `load` times the mean rows in
-    each layer."""
+    """Returns the bytes of a layout's fullest GPU.
+
+    `load`: rows of that GPU's experts in each layer, relative to the mean over all ranks.
+    """
     return peak_stage(loaded(planned(configure(config, choice)), load))[1].total
 
 
@@ -131,8 +138,16 @@ def bounded(
     load: float = 1.0,
     tell: Callable[[str], None] | None = None,
 ) -> Priced:
-    """Returns the layouts with the memory of the fastest, until no other one can be in the best
-    `rows` rows of `most` bytes. Known memory is kept, and `tell` is called with the progress."""
+    """Returns the priced layouts, with the memory of all that can be among the best rows.
+
+    Memory is computed from the fastest layout on, until no further layout can be among the best
+    `rows` rows of layouts that fit into `most` bytes. Memory that is already known is kept.
+
+    Args:
+        reserve: bytes that tensors cannot use.
+        load: see `memory_of`.
+        tell: called with messages about the progress.
+    """
     memory, seconds = np.array(priced.memory), priced.seconds
     found: dict[tuple[int, ...], float] = {}
     for done, i in enumerate(np.argsort(seconds, kind="stable").tolist()):
@@ -151,13 +166,16 @@ def bounded(
 
 
 def loaded(blueprint: Blueprint, load: float) -> Blueprint:
-    """Returns the blueprint of a rank whose experts have `load` times the mean rows."""
+    """Returns the blueprint with a rank's experts loaded with `load` times the mean rows."""
     return blueprint if load == blueprint.load else replace(blueprint, load=load)
 
 
 def load_that_fits(config: Config, choice: LayoutChoice, room: float) -> float:
-    """Returns the largest load with which a choice needs at most `room` bytes more than with equal
-    rows; infinity if all rows of a group on one rank do not need more."""
+    """Returns the largest load of a rank's experts for which a layout's memory suffices.
+
+    With this load the layout needs at most `room` bytes more than with load 1. The result is
+    infinity if that holds even when one rank of each expert-parallel group has all rows.
+    """
     most, least = most_load(config.model, choice.ep), 1.0
     even = memory_of(config, choice)
     if memory_of(config, choice, most) - even <= room:
@@ -170,17 +188,17 @@ def load_that_fits(config: Config, choice: LayoutChoice, room: float) -> float:
 
 
 def peak_memory(config: Config, index: int, load: float = 1.0) -> RankMemory:
-    """Returns a bound of the peak memory of rank `index` along pp, whose experts have `load` times
-    the mean rows.
+    """Returns an upper bound of the peak memory of rank `index` along pp.
 
-    `config` is checked, with dp and a named schedule. Dropout of attention probabilities and
-    document masks are not modelled. Raises UserError if a stage would be empty.
+    `config` must be checked and have dp and a named schedule. `load`: see `memory_of`. Dropout of
+    attention probabilities and document masks are not modelled. Raises UserError if a stage would
+    be empty.
     """
     return peak_memories(loaded(planned(config), load), [index])[0]
 
 
 def peak_memories(blueprint: Blueprint, indices: Sequence[int]) -> list[RankMemory]:
-    """Returns `peak_memory` of several ranks of a pipeline."""
+    """Returns the `peak_memory` of several ranks of a pipeline."""
     ranks = [PipelineRank(blueprint, index) for index in indices]
     layers = layers_of(ranks[0])
     return [_peak(rank, layers) for rank in ranks]
@@ -197,7 +215,7 @@ def _peak(rank: PipelineRank, layers: Layers) -> RankMemory:
 
 
 def _state(rank: PipelineRank) -> RankMemory:
-    """Returns the memory between steps."""
+    """Returns the memory of the states that exist throughout a step."""
     blueprint = rank.blueprint
     item = rank.item
     wide = rank.grad_item
@@ -208,7 +226,10 @@ def _state(rank: PipelineRank) -> RankMemory:
     trained = of_experts - frozen[0], others + rank.end_numel - frozen[1]
 
     def divided(each: int, divides: bool, numel: tuple[int, int] = trained) -> float:
-        """Returns the bytes of a state with `each` for an element, divided over ranks or not."""
+        """Returns the bytes of a state with `each` bytes per element.
+
+        `divides`: whether data-parallel ranks divide the state among themselves.
+        """
         data, experts = (rank.replicas, rank.layout.edp) if divides else (1, 1)
         return each * numel[1] / data + each * numel[0] / experts
 
@@ -226,27 +247,28 @@ def _state(rank: PipelineRank) -> RankMemory:
 
 
 def bytes_kept(rank: PipelineRank, ops: Sequence[Op]) -> float:
-    """Returns the bytes of a micro-batch that these operations keep until their backward."""
+    """Returns the bytes that these operations keep for the backward of one micro-batch."""
     elements, statistics = kept(ops)
     return rank.tokens * (rank.item * elements + FP32 * statistics)
 
 
 def bytes_moved(rank: PipelineRank, ops: Sequence[Op]) -> float:
-    """Returns the bytes of `bytes_kept` that are in tensors large enough to be offloaded."""
+    """Returns the part of `bytes_kept` in tensors that are large enough to be offloaded."""
     sizes = [rank.tokens * rank.item * op.keeps for op in ops]
     sizes += [rank.tokens * FP32 * op.statistics for op in ops]
     return sum(size for size in sizes if size >= OFFLOADED_BYTES)
 
 
 class LayerBytes:
-    """Bytes of one layer and micro-batch, from the list of operations of its kind.
+    """Bytes of a layer for one micro-batch, from the operations of its kind of layer.
 
     Attributes:
-        kept: tensors kept from its forward to its backward.
-        plain: the same for a layer that recomputes nothing.
-        moved, moved_plain: the part of these that can be offloaded.
-        forward: peak of its forward in addition to the kept tensors.
-        deferred: operands of its weight gradients, kept from I to W (`parameters/gradients.py`).
+        kept: tensors that are kept from the forward to the backward.
+        plain: `kept` of a layer that recomputes nothing.
+        moved, moved_plain: parts of `kept` and `plain` that can be offloaded.
+        forward: peak of the forward, without the tensors that it keeps.
+        deferred: operands of weight gradients, which are kept from I, the backward of the inputs,
+            to W, the backward of the weights (`parameters/gradients.py`).
     """
 
     def __init__(self, rank: PipelineRank, kind: LayerKind, ops: LayerOps) -> None:
@@ -265,19 +287,22 @@ class LayerBytes:
 
     @functools.cached_property
     def backward(self) -> float:
-        """The most that its backward needs in addition to the kept tensors."""
+        """Returns the peak of the backward, without the tensors that the forward has kept."""
         return max(self._backward(defers=False))
 
     @functools.cached_property
     def before_mlp(self) -> float:
-        """The most that the backward of the operations before the MLP, or the experts, needs."""
+        """Returns the peak of the backward in the operations before the MLP or the experts."""
         every = zip(reversed(self.ops.ops), self._backward(defers=False), strict=True)
         return max(more for op, more in every if not op.name.startswith("mlp"))
 
     @functools.cached_property
     def without_backward(self) -> float:
-        """Peak of its forward if it has no backward: four tensors of the residual stream, to which
-        names refer until its end, and the results of attention or of the MLP."""
+        """Returns the peak of the forward of a layer that has no backward.
+
+        The code refers to four tensors of the residual stream until the end of the forward. The
+        results of attention or of the MLP are added.
+        """
         most = made = 0.0
         part = ""
         for op in self.ops.plain:
@@ -290,11 +315,17 @@ class LayerBytes:
 
     @functools.cached_property
     def halved(self) -> float:
-        """The same for I, the half of the backward that defers weight gradients."""
+        """Returns the peak of I, the half of the backward that defers the weight gradients.
+
+        Tensors that the forward has kept do not count.
+        """
         return max(self._backward(defers=True))
 
     def _operands(self, op: Op) -> float:
-        """Returns the bytes of a GEMM's saved input and of its result's gradient."""
+        """Returns the bytes of a GEMM's saved input and of the gradient of its result.
+
+        Other operations have no operands of a weight gradient.
+        """
         row = self.rank.tokens * self.rank.item
         if op.kind != "gemm":
             return 0.0
@@ -305,26 +336,31 @@ class LayerBytes:
         return row * op.inputs + self.rank.hidden
 
     def _gathered(self, op: Op) -> float:
-        """Returns the bytes of a GEMM's input if sequence parallelism gathers it, with the copy
-        that puts several sequences in order."""
+        """Returns the bytes of the gathered input if sequence parallelism gathers it, else 0.
+
+        A micro-batch of several sequences needs another copy, which puts them in order.
+        """
         gathers = op.split == "column" and self.rank.sp
         return self.rank.hidden * (1 + self.rank.copies) if gathers else 0.0
 
     def _row(self, op: Op) -> float:
-        """Returns the bytes of one element per token; in a chunked MLP, per token of a chunk."""
+        """Returns the bytes of one element for each token; in a chunked MLP, of each chunk."""
         row, mlp = self.rank.tokens * self.rank.item, op.name.startswith("mlp.")
         cut = mlp and op.name != "mlp.residual" and not self.rank.blueprint.recompute_layers
         return row / self.rank.mlp_chunks if cut else row
 
     def _part(self, op: Op) -> str:
-        """Returns the part of the layer that the backward recomputes at one time."""
+        """Returns the name of the part of the layer that is recomputed together with `op`."""
         if "attention.out" in self.again:
             return "layer"
         return "mlp" if op.name.startswith("mlp") else "attention"
 
     def _forward(self) -> Iterator[float]:
-        """Yields the bytes at each operation: the residual stream, the result, the gathered input,
-        and earlier results of the part that are not kept for the backward."""
+        """Yields the bytes of the forward at each operation.
+
+        They are the residual stream, the result, the gathered input, and earlier results of the
+        same part of the layer that are not kept for the backward.
+        """
         made, part = 0.0, ""
         for op in self.ops.ops:
             if self._part(op) != part:
@@ -335,11 +371,11 @@ class LayerBytes:
                 made += self._row(op) * op.keeps
 
     def _backward(self, defers: bool) -> Iterator[float]:
-        """Yields the bytes at each operation, from the last to the first.
+        """Yields the bytes of the backward at each operation, from the last operation to the first.
 
-        They are the gradients of its result, its input and the residual stream, and the recomputed
-        results of its part, less the tensors that operations after it have freed. `defers`: the
-        operands of weight gradients stay.
+        They are the gradients of the operation's result, of its input and of the residual stream,
+        and the recomputed results of its part of the layer, minus the tensors that the backward of
+        later operations has freed. `defers`: whether operands of weight gradients are kept.
         """
         rank = self.rank
         ops = self.ops
@@ -351,9 +387,11 @@ class LayerBytes:
                 more += bytes_kept(rank, [o for o in ops.repeated if self._part(o) == part])
                 more += self.over_cp.again if part != "mlp" else 0.0
             summed = 0.0
-            if op.kind == "gemm" and rank.fully_sharded:  # without FSDP2 it is added in place
+            # The weight's gradient needs memory of its own with FSDP2; otherwise, it is added in
+            # place.
+            if op.kind == "gemm" and rank.fully_sharded:
                 more += rank.item * op.numel
-                if op.matrices > 1:  # sums of experts, before they are rounded
+                if op.matrices > 1:  # gradients of experts are summed in fp32 and then rounded
                     summed = float(FP32 * op.numel)
             attends = self.over_cp.backward if op.kind == "attention" else 0.0
             results = self._row(op) * (op.rows * (op.inputs + op.outputs) + op.inside_backward)
@@ -370,17 +408,17 @@ Layers: TypeAlias = Mapping[LayerKind, LayerBytes]
 
 
 def layers_of(rank: PipelineRank) -> Layers:
-    """Returns the bytes of a layer of each kind in the model."""
+    """Returns kind → bytes of a layer, for every kind of layer in the model."""
     return {kind: LayerBytes(rank, kind, ops) for kind, ops in rank.ops.items()}
 
 
 class ContextBytes(NamedTuple):
-    """Bytes of one layer's attention over context-parallel ranks, beyond one rank's attention.
+    """Bytes that context parallelism adds to one layer's attention.
 
     Attributes:
-        kept: tensors kept from its forward to its backward.
+        kept: tensors that are kept from the forward to the backward.
         again: tensors that a recomputed forward keeps for the backward.
-        backward: results in fp32, and keys and values of other ranks with their gradients.
+        backward: results in fp32, and the keys and values of other ranks with their gradients.
     """
 
     kept: float = 0.0
@@ -389,8 +427,10 @@ class ContextBytes(NamedTuple):
 
 
 def context_bytes(rank: PipelineRank, kind: LayerKind, repeats: bool) -> ContextBytes:
-    """Returns the bytes of context parallelism in a layer of this kind; `repeats`: the backward
-    recomputes attention."""
+    """Returns the bytes that context parallelism adds to a layer of this kind.
+
+    `repeats`: whether the backward recomputes attention.
+    """
     w = widths(rank.blueprint.model, rank.layout.tp)
     cp = rank.layout.cp
     style = rank.blueprint.layer.cp_style
@@ -402,8 +442,8 @@ def context_bytes(rank: PipelineRank, kind: LayerKind, repeats: bool) -> Context
         kept = queries + (max(cp / w.key_heads, 1) - 1) * keys
         return ContextBytes(kept, kept if repeats else 0.0, 2 * queries + keys)
     if kind.window is not None and not rank.blueprint.model.dropout:
-        # Keys with their halo exist twice, in sequence order and in the order of the ranks, with
-        # gradients.
+        # Keys and values with their halo exist twice, in sequence order and in the order of the
+        # ranks, each with gradients.
         split, samples = SequenceSplit.of_run(rank.blueprint, 0), rank.blueprint.micro_batch_size
         _, received = halo_tokens(split, samples, kind.window)
         with_halo = keys * (1 + max(received) / rank.tokens)
@@ -416,31 +456,32 @@ def context_bytes(rank: PipelineRank, kind: LayerKind, repeats: bool) -> Context
 
 
 class _Moments:
-    """Finds the fullest moments of a rank's step; states are not included."""
+    """Finds the moments of a step at which a rank uses the most memory, without its states."""
 
     def __init__(self, rank: PipelineRank, layers: Layers) -> None:
         self.rank = rank
         self.layers = layers
         self.kept = [_kept(rank, stage.backward, layers) for stage in rank.stages]
         self.once = rank.blueprint.microbatches == 1
-        # FSDP2's gradient of a table is in the compute type until it is reduced.
+        # With FSDP2, the gradient of a table is in the compute dtype until it is reduced.
         model, cut = rank.blueprint.model, rank.layout.tp
         table = rank.item * (model.padded_vocab_size // cut * model.hidden_size)
         reduces = rank.fully_sharded and not (rank.last and rank.table.frozen)
         self.table = float(table) if reduces else 0.0
-        # The head's forward computes the gradients of its input, with the norm, and of its table.
+        # The head's forward also computes the gradients of its table, and of its input before and
+        # after the norm.
         self.states = 2 * rank.stream
         self.head = self.states + self.table * rank.last
 
     def all(self) -> Iterator[RankMemory]:
-        """Yields the peak of each kind of action on each stage, and of the optimizer."""
+        """Yields the peak of each kind of action of each stage, and that of the optimizer."""
         rank = self.rank
         held = [n + self.head * s.last for n, s in zip(self.kept, rank.stages, strict=True)]
         waits = [self._deferred(stage) for stage in rank.stages]
         message = rank.stream / (rank.layout.tp if rank.sends_slices else 1)
         left = np.array([self._left(stage) for stage in rank.stages])
         for (kind, chunk), seen in states_of(rank.blueprint, rank.index).items():
-            if kind == Kind.W:  # it frees memory and is never the peak
+            if kind == Kind.W:  # W only frees memory, so it is never the peak
                 continue
             stage, kept = rank.stages[chunk], self.kept[chunk]
             if kind != Kind.F and not stage.has_backward:
@@ -456,25 +497,28 @@ class _Moments:
             for phase, more in of_action.items():
                 yield RankMemory(activations=most, temporary=more, phase=phase)
             if kind != Kind.F and rank.fully_sharded:
-                # This backward has added to the sums, or freed the input of the last reduction.
+                # This backward has already added to the sums, or freed the last reduction's input.
                 begun = (seen.begun | (np.arange(len(left)) == chunk)) & rank.accumulates
                 behind = live + begun @ left
                 last = behind[seen.final] if rank.accumulates else behind
                 for phase, more in self._reduction(stage, kept).items():
                     most = float((behind if phase == ENDS else last).max(initial=-math.inf))
                     yield RankMemory(activations=most, temporary=more, phase=phase)
-        if rank.blueprint.optim.state == "bf16":  # a piece in fp32, and random bits
+        if rank.blueprint.optim.state == "bf16":  # a piece of the states in fp32, and random bits
             widest = max((s.numel for s in flat_shards(rank)), default=0)
             yield RankMemory(temporary=3.0 * FP32 * min(PIECE, widest), phase="optimizer")
 
     def _away(self, stage: StageBlueprint) -> float:
-        """Returns the bytes of offloaded layers on the device: the layer that computes, a
-        neighbour, and one that the next action fetches."""
+        """Returns the bytes of offloaded layers that are on the device at the same time.
+
+        They belong to the layer that computes, a neighbour, and a layer that the next action
+        fetches.
+        """
         near = min(2, stage.offloaded) + (not turns_around(self.rank, stage))
         return near * max(_moved(self.rank, stage.backward, self.layers), default=0.0)
 
     def _deferred(self, stage: StageBlueprint) -> float:
-        """Returns the bytes that all weight gradients of a stage keep from I to W."""
+        """Returns the bytes that the weight gradients of a stage keep from I to W."""
         kinds = self.rank.kinds_of(stage.backward)
         return sum(each.layers * self.layers[each.kind].deferred for each in kinds)
 
@@ -486,7 +530,8 @@ class _Moments:
     def _gathered(self, layers: int) -> float:
         """Returns the bytes of the parameters that FSDP2 has gathered.
 
-        These are embedding and head, and `layers` layers with zero=3 or all with zero=2.
+        They are those of embedding and head, and of `layers` layers with zero=3 or of all layers
+        with zero=2.
         """
         rank = self.rank
         if not rank.fully_sharded:
@@ -494,7 +539,7 @@ class _Moments:
         numel = max(self._adjacent(stage, layers) for stage in rank.stages)
         if rank.blueprint.data.zero == 2:
             numel = sum(sum(rank.numels[of.kind]) * of.layers for of in rank.kinds)
-            numel -= sum(rank.frozen_numel())  # every rank holds frozen parameters whole
+            numel -= sum(rank.frozen_numel())  # frozen parameters are whole on every rank
         return rank.item * float(numel + rank.end_numel)
 
     def _adjacent(self, stage: StageBlueprint, layers: int) -> int:
@@ -510,12 +555,12 @@ class _Moments:
         return stage.first and stage.last and self.rank.table.tied
 
     def _forward(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
-        """Returns the bytes of a forward by phase: a layer, or the head and the loss."""
+        """Returns phase → bytes of a forward; phases are a layer, and the head with the loss."""
         rank = self.rank
         layer = self._most(stage, lambda layer: layer.forward) + self._away(stage)
         layer += self._gathered(min(2, rank.layer_count))
         found = {"forward": kept + layer if stage.backward.layers else 0.0}
-        if stage.without_backward:  # these layers come before all that keep something
+        if stage.without_backward:  # these layers come before all layers that keep tensors
             without = self._most(stage, lambda layer: layer.without_backward)
             without += self._gathered(min(2, rank.layer_count))
             found["forward"] = max(found["forward"], without)
@@ -528,8 +573,11 @@ class _Moments:
         return found | {"head and loss": kept + head}
 
     def _backward(self, stage: StageBlueprint, kind: Kind, kept: float) -> float:
-        """Returns the bytes of a layer's backward; for I in the first layer, which runs while the
-        operands of all other layers' weight gradients are kept."""
+        """Returns the bytes of a layer's backward.
+
+        The peak of I is in the first layer, when the operands of all other layers' weight gradients
+        are kept.
+        """
         layers = len(stage.layers)
         more = self._away(stage) + self._gathered(min(2, layers))
         if kind == Kind.I:
@@ -543,10 +591,11 @@ class _Moments:
         return more
 
     def _beside(self, stage: StageBlueprint, kind: Kind, kept: float) -> float:
-        """Returns the bytes of the backward that runs in turns with a forward, or of that forward.
+        """Returns the bytes of the other pass while a forward and a backward take turns.
 
-        The one keeps a layer more for each layer that the other has freed, and both are at most two
-        layers apart. A backward that recomputes exchanges waits more often, and is behind.
+        The forward keeps a layer for each layer that the backward frees, and the two are at most
+        two layers apart. A backward that recomputes exchanges of tokens waits more often, so it
+        falls behind the forward.
         """
         if kind == Kind.F:
             most = self._most(stage.backward, lambda layer: layer.backward)
@@ -557,13 +606,12 @@ class _Moments:
         return most + apart + kept * again / (2 + again)
 
     def _repeated(self, stage: StageBlueprint) -> set[str]:
-        """Returns the names of operations that a backward of the stage's layers repeats."""
+        """Returns the names of the operations that the backward of the stage's layers repeats."""
         kinds = [each.kind for each in self.rank.kinds_of(stage.backward)]
         return {name for kind in kinds for name in self.layers[kind].again}
 
     def _others_deferred(self, stage: StageBlueprint, kept: float) -> float:
-        """Returns the bytes that all layers but the first defer, less the bytes that they have
-        kept."""
+        """Returns the bytes that all layers but the first defer, minus the bytes that they kept."""
         layers, kinds = len(stage.layers), self.rank.kinds_of(stage)
         if len(kinds) == 1:
             return (layers - 1) * (self._deferred(stage) / layers - kept / layers)
@@ -574,9 +622,10 @@ class _Moments:
     # FSDP2 reduces a layer's gradients during the next layer's backward, or accumulates them.
 
     def _completed(self, stage: StageBlueprint) -> int:
-        """Returns the elements of embedding and head whose gradients a stage's backward completes.
+        """Returns the number of elements of embedding and head whose gradients are complete.
 
-        A rank's first stage does not complete the tied table if the rank has the last stage too.
+        They are complete after the stage's backward. A tied table is not complete after the first
+        stage's backward if the rank also has the last stage.
         """
         rank = self.rank
         adds = stage.first and not stage.last and rank.last and rank.table.tied
@@ -584,8 +633,10 @@ class _Moments:
         return numel - (rank.table.numel if adds and not rank.table.frozen else 0)
 
     def _left(self, stage: StageBlueprint) -> float:
-        """Returns the bytes that remain after a stage's backward: sums of gradients, or the input
-        of the last reduction."""
+        """Returns the bytes that remain after a stage's backward with FSDP2.
+
+        They are sums of gradients, or the input of the last reduction.
+        """
         rank = self.rank
         if rank.accumulates:
             return float(FP32 * (rank.trained_numel(stage) + self._completed(stage)))
@@ -594,22 +645,28 @@ class _Moments:
         return 0.0
 
     def _experts_apart(self, one: int) -> int:
-        """Returns the elements of a layer's experts, a unit of FSDP2, if all layers of the rank are
-        alike and have `one` elements to train; else 0."""
+        """Returns the number of elements of a layer's experts if FSDP2 shards them as a unit.
+
+        Otherwise, or unless all layers of the rank are alike with `one` trained elements each, it
+        returns 0.
+        """
         numels = [self.rank.numels[of.kind] for of in self.rank.kinds]
         alike = len(numels) == 1 and sum(numels[0]) == one and self.rank.layout.edp > 1
         return numels[0][0] if alike else 0
 
     def _reduction(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
-        """Returns the bytes after a layer's backward by phase: while its gradients are reduced,
-        also during the next layer's backward, and while gradients of the ends are reduced."""
+        """Returns phase → bytes after a layer's backward with FSDP2.
+
+        The phases are the reduction of the layer's gradients, the next layer's backward during that
+        reduction, and the reduction of the gradients of embedding and head.
+        """
         rank, layers, sums = self.rank, len(stage.layers), not self.rank.accumulates
-        # `before`: bytes that the layer whose backward is done had kept.
+        # `before`: bytes that the layer had kept and that its backward has freed.
         one, before = rank.most_trained(stage), kept / layers
         cast = self.table if stage.last and not self._ties(stage) else 0.0
         wide = cast + sums * FP32 * one
         if rank.blueprint.data.zero == 2 and (self.once or rank.accumulates):
-            wide -= rank.item * one  # stage 2 frees a layer after its last backward
+            wide -= rank.item * one  # zero=2 frees a layer's parameters after its last backward
         reduced = rank.stream + self._gathered(min(1, layers - 1)) + sums * rank.item * one
         found = {"reduction": reduced + wide - before}
         if layers > 1 and sums:
@@ -617,8 +674,8 @@ class _Moments:
             beside += self._gathered(min(2, layers - 1))
             found["backward during a reduction"] = beside + wide - before
             if apart := self._experts_apart(one):
-                # FSDP2 reduces a layer's experts beside the backward of its attention, and then the
-                # rest of it beside the next layer's experts.
+                # FSDP2 reduces a layer's experts during the backward of the layer's attention, and
+                # the rest of the layer during the backward of the next layer's experts.
                 outside = beside - self._most(stage.backward, lambda layer: layer.backward)
                 outside += self._most(stage.backward, lambda layer: layer.before_mlp)
                 rest = wide - FP32 * apart
@@ -645,14 +702,15 @@ def _kept(rank: PipelineRank, stage: StageBlueprint, layers: Layers) -> float:
     return kept - sum(_moved(rank, stage, layers)) - _unread(rank, stage)
 
 
-# Operations whose results are kept only for the weight gradient of the next one.
+# Operation → the next one, whose weight gradient is the only reason to keep the result.
 INPUTS = {"input_norm": "attention.qkv", "mlp_norm": "mlp.up", "mlp.activation": "mlp.down"}
 
 
 def _unread(rank: PipelineRank, stage: StageBlueprint) -> float:
-    """Returns the bytes of inputs of frozen GEMMs, which are not kept, in a stage's layers.
+    """Returns the bytes that a stage's layers do not keep, as only frozen GEMMs would read them.
 
-    Offloaded layers do not count, nor does the layer whose backward frees them.
+    Offloaded layers do not count. The layer with the most such bytes does not count either, because
+    its backward may be running.
     """
     if not rank.blueprint.frozen:
         return 0.0
@@ -675,7 +733,8 @@ def _moved(
 ) -> list[float]:
     """Returns the bytes that each offloaded layer copies to the host.
 
-    `turns`: the micro-batch's backward follows its forward, so the stage's last layer stays.
+    `turns`: whether the backward follows the forward of the same micro-batch directly, so that the
+    stage's last layer stays on the device.
     """
     away = min(stage.offloaded, len(stage.layers) - turns)
     found = []
@@ -686,7 +745,7 @@ def _moved(
 
 
 def turns_around(rank: PipelineRank, stage: StageBlueprint) -> bool:
-    """Returns whether a micro-batch's backward on the stage follows its forward."""
+    """Returns whether each micro-batch's backward on the stage directly follows its forward."""
     return stage.last and rank.blueprint.pipeline.name != "gpipe"
 
 
@@ -698,7 +757,7 @@ def host_memory(config: Config, index: int) -> float:
         turns = turns_around(rank, stage)
         slabs = [math.ceil(n / SLAB_BYTES) for n in _moved(rank, stage, layers, turns)]
         waiting.append(sum(slabs))
-        # One layer of the backward, or of the next action, is on its way back.
+        # The slabs of one layer are already on their way back to the device.
         back = -max(slabs, default=0)
         forward = sum(slabs) + back * (not turns)
         running.append({Kind.F: forward, Kind.B: back, Kind.I: back, Kind.W: 0})

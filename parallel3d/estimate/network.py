@@ -1,27 +1,31 @@
-"""Prices collectives on a network, with the sharing of links that a rank mapping causes.
+"""Prices collectives on a network in which a rank mapping determines the links that groups share.
 
-A message takes α + N/B (Hockney 1994). The price of a step follows these rules:
+A message takes α + N/B seconds (Hockney 1994). The price of a step follows these rules:
 
-1. The groups of one dimension communicate at once, the dimensions one after another, and nothing
-   overlaps with compute: the seconds are an upper bound of the waits in a step.
-2. A flow is the traffic of one rank to its neighbour. Inside a domain it has the GPU's NVLink for
-   itself (NVSwitch does not block). Between domains it has its GPU's NIC, divided by the flows
-   through that NIC in one direction. Over the spine it also shares the leaf switch's uplinks:
-   bandwidth of the NICs under the leaf / oversubscription, divided by the flows going up (or down).
-3. A ring is as fast as its slowest flow, and a dimension as its slowest ring: it has the lowest
-   bandwidth and the highest latency of any pair. A tree, for small messages, has the same wire.
+1. All groups of one dimension communicate at the same time, one dimension after the other, and
+   nothing overlaps with compute. The seconds are an upper bound of the waits in a step.
+2. A flow is the traffic of one rank to its neighbour. Inside a domain, a flow has the GPU's NVLink
+   to itself (NVSwitch does not block). Between domains, it has the bandwidth of its GPU's NIC
+   divided by the number of flows through that NIC in one direction. Over the spine, it also shares
+   the uplinks of the leaf switch, whose bandwidth is that of the NICs under the leaf divided by the
+   oversubscription, with all flows going up (or down).
+3. A ring is as fast as its slowest flow, and a dimension is as fast as its slowest ring: it has the
+   lowest bandwidth and the highest latency of any pair. A tree, for small messages, is priced with
+   the same bandwidth and latency.
 4. In two levels (reduce-scatter inside the domain, all-reduce along the rails with 1/inner of the
-   bytes, all-gather inside) all outer rings run at once and share links by rule 2.
-5. The stages of a pipeline are a chain of ranks. With loops the last rank sends to the first, in
-   all loops but one, while the other ranks send to their next.
-6. Each transfer takes the cheapest of ring, tree and two levels. A ring over a pair without a wire
-   costs infinity.
-7. An all-to-all of experts (ep) is no ring: each rank sends to all others of its group at once. It
-   takes as long as the fullest NVLink, NIC or leaf switch needs for the bytes of all its pairs.
+   bytes, all-gather inside the domain), all outer rings run at the same time and share links as in
+   rule 2.
+5. The stages of a pipeline form a chain of ranks. With loops, the last rank sends to the first, in
+   all loops but one, while each of the other ranks sends to the next one.
+6. Each transfer takes the cheapest of ring, tree and two levels. A ring costs infinity if a pair in
+   it has no wire.
+7. An all-to-all of experts (ep) is not a ring: each rank sends to all other ranks of its group at
+   the same time. The all-to-all takes as long as the fullest NVLink, NIC or leaf switch needs for
+   the bytes of all its pairs.
 
 Sources: Wang et al. 2023 (arXiv:2307.12169) for rails and domains; the DGX SuperPOD reference
-architecture for leaf switches, units and uplinks. All of it is numpy, so that a million ranks take
-a fraction of a second.
+architecture for leaf switches, units and uplinks. All computations are vectorized with numpy, so
+that a million ranks take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -49,9 +53,10 @@ Bytes = npt.NDArray[np.float64]
 
 # The following functions price collectives of `n` ranks, each with one full-duplex port of
 # bandwidth `link.gb_per_s` (B) and latency `link.latency_us` (α) per message. `nbytes` (N) is the
-# whole buffer as nccl-tests counts it: the input of all-reduce, broadcast, send, reduce-scatter,
-# scatter and all-to-all, the output of all-gather and gather. Arithmetic of reductions is free. One
-# rank costs nothing; fewer ranks, or a negative size, raise ValueError.
+# size of the whole buffer as nccl-tests counts it: the input of all-reduce, broadcast, send,
+# reduce-scatter, scatter and all-to-all, and the output of all-gather and gather. The arithmetic of
+# reductions costs nothing, and neither does a collective of one rank. Fewer ranks or a negative
+# size raise ValueError.
 
 
 def check_sizes(n: int, nbytes: float = 0.0) -> None:
@@ -63,9 +68,9 @@ def check_sizes(n: int, nbytes: float = 0.0) -> None:
 
 
 def messages(count: float, nbytes: float, link: Link, latencies: float | None = None) -> float:
-    """Returns the seconds of `count` messages one after another: count · (α + N/B).
+    """Returns the seconds of `count` messages, one after the other: count · (α + N/B).
 
-    `latencies`: number of α, if it differs from `count`: latencies · α + count · N/B.
+    `latencies`: how often α counts, if not `count` times: latencies · α + count · N/B.
     """
     wire = nbytes / (link.gb_per_s * 1e9)
     if latencies is None:
@@ -78,9 +83,9 @@ def ring_time(op: str, n: int, nbytes: float, link: Link) -> float:
 
     An all-reduce has twice as many messages; a send_recv has one message of N.
 
-    A ring is bandwidth-optimal among algorithms that add on the ranks (Patarasuk and Yuan 2009;
-    nccl-tests, doc/PERFORMANCE.md). A scatter's root sends the n − 1 messages, as every rank does
-    in an all-to-all, on a network on which all pairs can talk at once.
+    A ring is bandwidth-optimal among algorithms that do the reduction on the ranks (Patarasuk and
+    Yuan 2009; nccl-tests, doc/PERFORMANCE.md). In a scatter, the root sends the n − 1 messages; in
+    an all-to-all, every rank does, on a network on which all pairs can communicate at once.
     """
     check_sizes(n, nbytes)
     if op == "send_recv":
@@ -89,23 +94,23 @@ def ring_time(op: str, n: int, nbytes: float, link: Link) -> float:
 
 
 def tree_all_reduce(n: int, nbytes: float, link: Link) -> float:
-    """Returns the seconds of a pipelined double binary tree: 2⌈log₂ n⌉·α + 2·N/B.
+    """Returns the seconds of an all-reduce by a double binary tree: 2⌈log₂ n⌉·α + 2·N/B.
 
-    Two trees carry half of the bytes each, and a leaf in one is an inner node in the other, so all
-    ports are busy (Sanders, Speck and Träff 2009; NCCL since 2.4). It is faster than the ring for
-    many ranks and little data; it sends n/(n − 1) times as much.
+    Two pipelined trees carry half of the bytes each. A leaf in one tree is an inner node in the
+    other, so that all ports are busy (Sanders, Speck and Träff 2009; NCCL since 2.4). The tree is
+    faster than a ring for many ranks and little data, but sends n/(n − 1) times as many bytes.
     """
     check_sizes(n, nbytes)
     return messages(2, nbytes, link, 2 * math.ceil(math.log2(n))) if n > 1 else 0.0
 
 
 def broadcast(n: int, nbytes: float, link: Link, segments: int = 1) -> float:
-    """Returns the seconds of a chain in S = `segments` pipelined segments: (S + n − 2)(α +
-    N/(S·B)).
+    """Returns the seconds of a broadcast along a chain, in pipelined segments.
 
-    A reduce is a broadcast run backwards. S = 1 is store and forward, (n − 1)(α + N/B); with many
-    segments the time tends to N/B for any n. Source: Woolley, "NCCL: Accelerated Multi-GPU
-    Collective Communications", 2015, with α added.
+    With S = `segments` they are (S + n − 2)(α + N/(S·B)). A reduce takes as long, in the opposite
+    direction. S = 1 is store and forward and takes (n − 1)(α + N/B); with many segments, the time
+    tends to N/B for any n. Source: Woolley, "NCCL: Accelerated Multi-GPU Collective
+    Communications", 2015, with α added.
     """
     check_sizes(n, nbytes)
     if segments < 1:
@@ -114,9 +119,10 @@ def broadcast(n: int, nbytes: float, link: Link, segments: int = 1) -> float:
 
 
 def best_segments(n: int, nbytes: float, link: Link) -> int:
-    """Returns the S that makes `broadcast` fastest, √((n − 2)·N / (α·B)) rounded to the better one.
+    """Returns the number of segments with which `broadcast` is fastest.
 
-    It is at least 1, and a segment has at least a byte.
+    This is √((n − 2)·N / (α·B)), rounded up or down to the faster number. There is at least one
+    segment, and each has at least one byte.
     """
     check_sizes(n, nbytes)
     most = max(1, int(nbytes))
@@ -135,8 +141,9 @@ def two_level_time(
 ) -> float:
     """Returns the seconds of a collective in two levels: `inner` ranks in each of `outer` domains.
 
-    All bytes travel inside domains, and 1/inner of them between domains, as each rank has its shard
-    on its own rail. An all-reduce takes 2(g − 1)(α₁ + N/(g·B₁)) + 2(m − 1)(α₂ + N/(g·m·B₂)).
+    All bytes travel inside domains. Between domains, each rank sends its shard, 1/inner of the
+    bytes, on its own rail. With g = `inner` and m = `outer`, an all-reduce takes
+    2(g − 1)(α₁ + N/(g·B₁)) + 2(m − 1)(α₂ + N/(g·m·B₂)).
     Source: Jia et al. 2018 (arXiv:1807.11205) §3; ml-engineering's network notes.
     """
     inside = ring_time(op, inner, nbytes, inner_link)
@@ -144,14 +151,14 @@ def two_level_time(
 
 
 def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
-    """Returns the seconds of any of `OPERATIONS`.
+    """Returns the seconds of a collective, which is one of `OPERATIONS`.
 
-    An all-reduce takes the faster of ring and tree, a broadcast or reduce the best number of
-    segments, and a barrier ⌈log₂ n⌉·α (dissemination: Hensgen, Finkel and Manber 1988; gloo's).
-    Raises ValueError for another name.
+    An all-reduce uses the faster of ring and tree, and a broadcast or reduce uses the best number
+    of segments. A barrier takes ⌈log₂ n⌉·α (dissemination: Hensgen, Finkel and Manber 1988; used by
+    gloo). Raises ValueError for another name.
     """
     if op not in OPERATIONS:
-        raise ValueError(f"{op!r} is none of {', '.join(OPERATIONS)}")
+        raise ValueError(f"{op!r} must be one of {', '.join(OPERATIONS)}")
     check_sizes(n, nbytes)
     if op == "barrier":
         return messages(0, 0.0, link, math.ceil(math.log2(n)))
@@ -163,9 +170,9 @@ def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
 
 @dataclass(frozen=True)
 class Flows:
-    """Simultaneous flows from slots `here` to `there`, element by element.
+    """Flows at the same time from each slot in `here` to the slot at the same index in `there`.
 
-    `weights`: the share of a flow's bytes that each sends; None: 1.
+    `weights`: the share of a full flow's bytes that each flow sends; None: all flows are full.
     """
 
     cluster: Cluster
@@ -182,16 +189,20 @@ class Flows:
 
     @cached_property
     def counts(self) -> dict[LinkClass, float]:
-        """Number of flows in each link class, by weight."""
+        """Returns link class → sum of the weights of the flows over such links."""
         found = np.bincount(self.kinds, self.weights, minlength=len(LinkClass))
         return {k: found[k].item() for k in LinkClass if found[k]}
 
     def slowest(self) -> Link | None:
-        """Returns the wire of the slowest flow, with shared links; None if a pair has no wire."""
+        """Returns the bandwidth and latency of the slowest flow, taking shared links into account.
+
+        Returns None if a pair has no wire.
+        """
         if LinkClass.NONE in self.counts:
             return None
         cluster, ends = self.cluster, (self.here, self.there)
-        # largest number of flows through a NIC, and up a leaf for each of its NICs
+        # `through_nic`: largest number of flows through a NIC. `up`: largest number of flows up (or
+        # down) a leaf switch, for each NIC under it.
         through_nic, up = 1, 0.0
         outside, spine = self.kinds > LinkClass.NVLINK, self.kinds == LinkClass.SPINE
         if cluster.shares_nics:
@@ -213,13 +224,15 @@ class Flows:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Simultaneous flows from each rank to all others of its group, merged by link class.
+    """Flows at the same time from each rank to all others of its group.
+
+    Flows of a rank over links of the same class are merged into one.
 
     Attributes:
-        size: number of members of a group.
-        here: slots that send.
-        kinds: the link class of the receivers.
-        weights: number of receivers.
+        size: number of ranks in a group.
+        here: slot that sends, for each merged flow.
+        kinds: link class of each merged flow.
+        weights: number of receivers of each merged flow.
     """
 
     cluster: Cluster
@@ -230,7 +243,7 @@ class Exchange:
 
     @classmethod
     def of(cls, cluster: Cluster, groups: Matrix) -> Exchange:
-        """Returns the flows of all groups of slots."""
+        """Returns the flows of an all-to-all in every group; each row of `groups` is a group."""
         slots, size = groups.ravel(), groups.shape[1]
         domain, leaf = cluster.domain[groups], cluster.leaf[groups]
         near, on_leaf = _equals(domain), _equals(leaf)
@@ -251,13 +264,15 @@ class Exchange:
 
     @cached_property
     def counts(self) -> dict[LinkClass, float]:
-        """Number of pairs in each link class."""
+        """Returns link class → number of pairs with such a link."""
         found = np.bincount(self.kinds, self.weights, minlength=len(LinkClass))
         return {k: found[k].item() for k in LinkClass if found[k]}
 
     def slowest(self) -> Link | None:
-        """Returns the wire that takes as long for a rank's whole buffer as the exchange; None if a
-        pair has no wire."""
+        """Returns a link over which one rank's whole buffer takes as long as the exchange.
+
+        Returns None if a pair has no wire.
+        """
         if LinkClass.NONE in self.counts:
             return None
         cluster = self.cluster
@@ -277,20 +292,20 @@ class Exchange:
 
 
 def _equals(numbers: npt.NDArray[Any]) -> Slots:
-    """Returns for each element the number of equal elements in its row, itself included."""
+    """Returns, for each element, the number of equal elements in its row, including itself."""
     rows = np.arange(len(numbers))[:, None] * (int(numbers.max()) + 1) + numbers
     _, place, count = np.unique(rows, return_inverse=True, return_counts=True)
     return count[place].reshape(numbers.shape)
 
 
 class DimFlows(NamedTuple):
-    """Flows of one dimension at a time.
+    """Flows of one dimension, which all groups have at the same time.
 
     Attributes:
-        ring: flows of the rings of all groups, or between stages.
-        inner: in two levels, the members of a group in a domain.
-        inside, between: in two levels, flows of the rings inside domains and between domains.
-        pairs: flows of an all-to-all of experts.
+        ring: flows of the rings of all groups or, for pp, from each stage to the next.
+        inner: number of ranks of a group in one domain; 1: there are no two levels.
+        inside, between: with two levels, flows of the rings inside and between domains.
+        pairs: flows of an all-to-all of experts; None: the dimension is not ep.
     """
 
     ring: Flows
@@ -300,9 +315,9 @@ class DimFlows(NamedTuple):
     pairs: Exchange | None = None
 
     def sent(self, price: DimPrice) -> Iterator[tuple[Flows | Exchange, float]]:
-        """Yields the flows of a step, each with the bytes of one flow.
+        """Yields (flows, bytes of each flow) of a step.
 
-        A tree counts as a ring, although it sends up to n / (n − 1) times as much.
+        A tree is counted as a ring, although it sends n / (n − 1) times as many bytes.
         """
         paths = price.paths
         flat = 0.0
@@ -318,7 +333,7 @@ class DimFlows(NamedTuple):
             else:
                 inside += total * bus_factor(op, paths.inner)
                 between += total / paths.inner * bus_factor(op, paths.domains)
-        if price.dim == "pp":  # half of the bytes goes forward, half back
+        if price.dim == "pp":  # half of the bytes go to the next stage, half to the previous one
             yield self.ring, flat / 2
             yield self.ring.reversed(), flat / 2
         else:
@@ -331,10 +346,10 @@ class DimFlows(NamedTuple):
 
 
 def flows_of(dim: str, cluster: Cluster, groups: Matrix, loops: int = 1) -> DimFlows:
-    """Returns the flows of all groups of slots.
+    """Returns the flows of a dimension; each row of `groups` holds the slots of a group.
 
-    A chain of stages has its forward flows only, as backward mirrors them. With `loops` the last
-    rank sends to the first in all loops but one.
+    For a pipeline, only the flows of the forward are returned, because those of the backward mirror
+    them. With several `loops`, the last rank sends to the first in all loops but one.
     """
     if dim == "pp" and (loops == 1 or groups.shape[1] == 2):
         return DimFlows(Flows(cluster, groups[:, :-1].ravel(), groups[:, 1:].ravel()))
@@ -357,8 +372,15 @@ def _ring(cluster: Cluster, slots: Matrix, axis: int) -> Flows:
 
 @dataclass(frozen=True)
 class Paths:
-    """Wires of one dimension: `flat` for rings and trees, `outer` between domains, `pairs` for an
-    all-to-all of experts (None: it is priced as a ring)."""
+    """Links that price the transfers of one dimension.
+
+    Attributes:
+        n: number of ranks in a group.
+        flat: link of rings and trees; None: a pair has no wire.
+        inner: number of ranks of a group in one domain, for two levels.
+        outer: link of rings between domains; None: two levels are not possible.
+        pairs: link of an all-to-all of experts; None: an all-to-all is priced as a ring.
+    """
 
     n: int
     flat: Link | None
@@ -373,6 +395,8 @@ class Paths:
 
 @dataclass(frozen=True)
 class PricedTransfer:
+    """A transfer with its price and algorithm."""
+
     transfer: Transfer
     seconds: float  # for all `count` transfers
     algorithm: str  # ring, tree, hierarchical, send_recv, pairs, or "no path"
@@ -380,7 +404,7 @@ class PricedTransfer:
 
 @dataclass(frozen=True)
 class DimPrice:
-    """Price of one dimension in a step. `nbytes`: bytes that all ranks send, by link class."""
+    """Price of one dimension in a step. `nbytes`: link class → bytes that all ranks send."""
 
     dim: str
     paths: Paths
@@ -398,7 +422,7 @@ class DimPrice:
 
 @dataclass(frozen=True)
 class StepPrice:
-    """Price of one step: `dims` in the order of the transfers."""
+    """Price of one step. `dims`: dimension → price, in the order of the transfers."""
 
     dims: dict[str, DimPrice]
 
@@ -408,12 +432,15 @@ class StepPrice:
 
     @property
     def reachable(self) -> bool:
-        """Whether all neighbours in rings have a wire; scalars of `world` may take any route."""
+        """Returns whether all neighbours in rings have a wire.
+
+        The scalars that `world` sums do not count, because they may take any route.
+        """
         return all(d.paths.flat is not None for d in self.dims.values() if d.dim != "world")
 
     @property
     def nbytes(self) -> dict[LinkClass, float]:
-        """Bytes that all ranks send in a step, by link class."""
+        """Returns link class → bytes that all ranks send in a step."""
         every = [d.nbytes for d in self.dims.values()]
         sums = {k: math.fsum(nbytes.get(k, 0.0) for nbytes in every) for k in LinkClass}
         return {k: total for k, total in sums.items() if total}
@@ -422,7 +449,7 @@ class StepPrice:
 def price_transfer(
     transfer: Transfer, paths: Paths, cluster: Cluster, algorithms: tuple[str, ...] = ALGORITHMS
 ) -> PricedTransfer:
-    """Returns the cheapest of the allowed algorithms for one kind of transfer."""
+    """Returns the price of a transfer with the cheapest of the allowed algorithms."""
     n = paths.n
     nbytes = transfer.nbytes
     link = paths.flat
@@ -453,7 +480,7 @@ def price_dim(
     cluster: Cluster,
     algorithms: tuple[str, ...] = ALGORITHMS,
 ) -> DimPrice:
-    """Returns the price of a dimension's transfers over these wires, without bytes by link."""
+    """Returns the price of a dimension's transfers over `paths`, without bytes by link class."""
     mine = (price_transfer(t, paths, cluster, algorithms) for t in transfers if t.dim == dim)
     return DimPrice(dim, paths, tuple(mine), {})
 
@@ -464,11 +491,14 @@ def price_step(
     *,
     algorithms: tuple[str, ...] = ALGORITHMS,
 ) -> StepPrice:
-    """Returns seconds by dimension and bytes by link class of one step.
+    """Returns the seconds and the bytes by link class of every dimension in one step.
 
-    `transfers` belong to the busiest rank; for pp they are the traffic between two neighbours, half
-    in each direction. Dimensions of size one are left out. `algorithms` limits the algorithms of
-    reductions.
+    Dimensions of size one are left out.
+
+    Args:
+        transfers: transfers of the busiest rank; those of pp are the traffic between two
+            neighbours, half in each direction.
+        algorithms: algorithms to choose from; a ring is always allowed.
     """
     cluster, layout = placement.cluster, placement.layout
     dims = {}
@@ -481,7 +511,7 @@ def price_step(
         flat, pairs = flows.ring.slowest(), None
         if flows.pairs is not None:
             pairs = flows.pairs.slowest()
-            flat = None if pairs is None else flat  # a member without a wire cuts the group
+            flat = None if pairs is None else flat  # no wire for a pair: none for the group
         paths = Paths(groups.shape[1], flat, flows.inner, between, pairs)
         price = price_dim(dim, transfers, paths, cluster, algorithms)
         for used, nbytes in flows.sent(price):

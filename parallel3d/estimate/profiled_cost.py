@@ -1,4 +1,4 @@
-"""Prices layouts by the times that `parallel3d calibrate` measured on this machine."""
+"""Predicts the time of layouts from the times that `parallel3d calibrate` has measured."""
 
 from __future__ import annotations
 
@@ -51,12 +51,18 @@ from parallel3d.schedules.walk import Costs, walk
 
 @dataclass(frozen=True)
 class Table:
-    """Seconds over a grid of sizes, the last axis fastest.
+    """Interpolates measured seconds on a grid of sizes.
 
-    It interpolates logarithms linearly, as time is a power of its sizes. Beyond the ends of an axis
-    the last slope continues.
+    The logarithm of the seconds is interpolated linearly in the logarithms of the sizes, because
+    seconds grow about as powers of sizes. Beyond the ends of an axis, the slope of its last
+    interval continues.
 
-    Raises ValueError for axes that do not rise, or times that are too few or not positive.
+    Attributes:
+        axes: the measured sizes along each axis, rising.
+        seconds: the measured seconds of all grid points, with the last axis fastest.
+
+    Raises ValueError for axes that do not rise, and for times that do not fill the grid or are not
+    positive and finite.
     """
 
     axes: tuple[tuple[float, ...], ...]
@@ -72,7 +78,7 @@ class Table:
             raise ValueError("times must be positive and finite")
 
     def __call__(self, *at: float) -> float:
-        """Returns the seconds at these sizes, one per axis; 0 if a size is 0."""
+        """Returns the seconds at the sizes `at`, one for each axis; 0 if any size is 0."""
         if not all(at):
             return 0.0
         values = [math.log(s) for s in self.seconds]
@@ -86,57 +92,59 @@ class Table:
 
 
 FORMAT, VERSION = "parallel3d calibration", 4
-READABLE = (3, VERSION)  # in files of version 3 all layers are of one kind, without experts
-LARGEST = 4 << 20  # bytes of a file that is read; calibrate writes some ten thousand
+READABLE = (3, VERSION)  # files of version 3 have a single kind of layer, without experts
+LARGEST = 4 << 20  # maximum bytes of a file; calibrate writes some ten thousand bytes
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 ALL_TO_ALL = "all_to_all"  # measured for models with experts
-SHARED = ".shared"  # suffix for a collective among ranks that share cores: CPU work of a rank
+# Suffix of the table of a collective among ranks that share cores, which has a rank's CPU seconds.
+SHARED = ".shared"
 WAYS = ("forward", "input", "weight")
-SHARE_OF_EP = "experts"  # begins the names of tables of a block with experts, for every ep
-# Tables of a file for a model with one kind of layer, with the number of their axes.
+SHARE_OF_EP = "experts"  # prefix of tables with the effect of ep on a block with experts
+# Name → number of axes of the tables in a file for a model with one kind of layer. The comments
+# give the axes and the values.
 TABLES = {
-    # tp, tokens of a micro-batch: seconds of one tensor rank, without collectives
+    # tp, tokens of a micro-batch: seconds of one tensor-parallel rank, without collectives
     **{f"{piece}.{way}": 2 for piece in ("block", "embedding", "head") for way in WAYS},
     **{f"recompute.{part}": 1 for part in PARTS},  # tp: share of a block's forward
-    "update": 1,  # elements: gradients cleared and clipped, the optimizer's step
-    **{name + way: 2 for name in COLLECTIVES for way in ("", SHARED)},  # ranks, bytes
-    "together": 1,  # busy ranks: slow-down of each one's CPU seconds
-    "threads": 1,  # slow-down by threads
+    "update": 1,  # elements: seconds to clear and clip gradients and to step the optimizer
+    **{name + way: 2 for name in COLLECTIVES for way in ("", SHARED)},  # ranks, bytes: seconds
+    "together": 1,  # busy ranks: factor by which each rank's CPU seconds grow
+    "threads": 1,  # threads of a rank: factor by which its seconds change
 }
 
 
 def block_name(index: int) -> str:
-    """Returns the name of the measured block of a model's kind of layer number `index`."""
+    """Returns the prefix of the tables of a block of the model's kind of layer number `index`."""
     return f"block.{index}" if index else "block"
 
 
 def recompute_name(part: str, index: int) -> str:
-    """Returns the name of the table of a part of `recompute` in that block."""
+    """Returns the name of the table of `recompute` part `part` for kind of layer `index`."""
     return f"recompute.{index}.{part}" if index else f"recompute.{part}"
 
 
 def tables_of(model: ModelConfig) -> dict[str, int]:
-    """Returns the names of the tables that a file for this model has, with the number of their
-    axes."""
+    """Returns name → number of axes of the tables that a file for this model has."""
     found = dict(TABLES)
     for index in range(1, len(layer_kinds(model))):
         found |= {f"{block_name(index)}.{way}": 2 for way in WAYS}
         found |= {recompute_name(part, index): 1 for part in PARTS}
     if model.num_experts:
-        # ep, tokens of a micro-batch with tp=1: share of the seconds of such a block with ep=1
+        # ep, tokens of a micro-batch with tp=1: seconds of a block as a share of those with ep=1
         found |= {f"{SHARE_OF_EP}.{way}": 2 for way in WAYS}
         found |= {ALL_TO_ALL + way: 2 for way in ("", SHARED)}
     return found
 
 
-# Seconds of the host for a pipeline action, bytes of a rank without tensors and of all memory.
+# Names of single numbers: the host's seconds for a pipeline action, the memory of a rank without
+# tensors and of the whole machine or GPU in GB, and the peak speed of a device in TFLOP/s.
 NUMBERS = ("launch.action", "rank_gb", "memory_gb", "peak_tflops")
 
 
 @dataclass(frozen=True)
 class CalibrationSource:
-    """Device, software and date of a calibration."""
+    """Device, software and date with which a calibration was made."""
 
     device: str  # cpu or cuda
     name: str  # the device's name
@@ -150,8 +158,14 @@ class CalibrationSource:
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """Tables of seconds by size and a few numbers, with the machine and the model that were
-    measured."""
+    """Measurements of a machine.
+
+    Attributes:
+        made: the device and the software that were measured.
+        model: the model whose pieces were measured.
+        tables: name → measured seconds by size, see `TABLES`.
+        numbers: name → other measured number, see `NUMBERS`.
+    """
 
     made: CalibrationSource
     model: ModelConfig
@@ -160,7 +174,7 @@ class MeasuredMachine:
 
     @property
     def shares(self) -> bool:
-        """Whether the ranks of a host compute on the same cores."""
+        """Returns whether all ranks of a host compute on the same cores."""
         return self.made.device == "cpu"
 
     def __getitem__(self, name: str) -> Table:
@@ -168,11 +182,11 @@ class MeasuredMachine:
 
     @cached_property
     def kinds(self) -> list[LayerKind]:
-        """The kinds of layers that were measured, in the order of their tables."""
+        """Returns the kinds of layers that were measured, in the order of their tables."""
         return [*layer_kinds(self.model)]
 
     def nearest(self, kind: LayerKind) -> LayerKind:
-        """Returns the measured kind that is most like `kind`."""
+        """Returns the measured kind that is most similar to `kind`."""
 
         def differences(other: LayerKind) -> tuple[bool, ...]:
             return tuple(a != b for a, b in zip(kind, other, strict=True))
@@ -180,7 +194,7 @@ class MeasuredMachine:
         return min(self.kinds, key=differences)
 
     def text(self) -> str:
-        """Returns the contents of the file."""
+        """Returns the text of the machine's file."""
         tables = {
             name: {
                 "axes": [[_short(v) for v in axis] for axis in table.axes],
@@ -196,12 +210,12 @@ class MeasuredMachine:
 
 
 def _short(value: float) -> float | int:
-    """Rounds to four digits, as a timer is not more precise."""
+    """Returns the value rounded to four digits, as timers are not more precise."""
     return int(value) if value == int(value) and value < 1e15 else float(f"{value:.4g}")
 
 
 def read(file: str) -> MeasuredMachine:
-    """Reads a machine's file. Raises UserError, in one sentence, if it is not one."""
+    """Reads a machine's file. Raises UserError if it is not a valid file of calibrate."""
     key = f"cluster={plain(file)}"
     try:
         content = yaml.load(read_bounded(Path(file), LARGEST), _Loader)
@@ -227,7 +241,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads plain values and refuses aliases, which could expand without end."""
+    """Loads plain values and refuses aliases, which could expand to a huge structure."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -236,6 +250,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _machine(content: Mapping[str, Any]) -> MeasuredMachine:
+    """Checks the content of a machine's file and returns the machine."""
     count = int(_number("made.count", content["made"]["count"]))
     texts = {name: str(value) for name, value in content["made"].items()}
     model = ModelConfig(**content["model"])
@@ -256,6 +271,7 @@ def _machine(content: Mapping[str, Any]) -> MeasuredMachine:
 
 
 def _number(name: str, value: Any) -> float:
+    """Returns a positive, finite number; raises ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} is not a number")
     if not (math.isfinite(value) and value > 0):
@@ -264,7 +280,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def check_type(machine: MeasuredMachine, file: str, precision: str) -> None:
-    """Raises UserError if the file was measured in another dtype."""
+    """Raises UserError if the file was measured with another dtype than `precision`."""
     if machine.made.type != precision:
         raise UserError(
             f"precision={precision} must be {machine.made.type}, in which cluster={plain(file)} "
@@ -275,7 +291,13 @@ def check_type(machine: MeasuredMachine, file: str, precision: str) -> None:
 def check_device(
     machine: MeasuredMachine, file: str, kind: str, name: str | None, count: int
 ) -> None:
-    """Raises UserError if the file was measured on another device; `name` is None if unknown."""
+    """Raises UserError if the file was measured on another device.
+
+    Args:
+        kind: kind of this device, cpu or cuda.
+        name: name of this device; None: unknown, and not compared.
+        count: number of cores or GPUs of this host.
+    """
     made = machine.made
     here = name or made.name
     other = made.device != kind or here != made.name
@@ -288,7 +310,7 @@ def check_device(
 
 
 def scaled(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
-    """Returns a sentence if the model's blocks differ from the measured ones, else empty text."""
+    """Returns a sentence if the model's blocks differ from the measured ones, else ""."""
     measured, here = machine.model, layer_kinds(model)
     like = {kind: machine.nearest(kind) for kind in here}
     same = model.seq_length == measured.seq_length
@@ -304,7 +326,7 @@ def scaled(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
 
 
 def _block(model: ModelConfig, kind: LayerKind) -> list[Op]:
-    """Returns the operations of a layer on one rank."""
+    """Returns the operations of a whole layer on a single rank."""
     return ops_of(model, kind, 1, False, frozenset(), ep=1, settings=ExpertsConfig()).plain
 
 
@@ -318,7 +340,7 @@ def check_experts_measured(machine: MeasuredMachine, file: str, model: ModelConf
         )
 
 
-FEW = 64  # bytes: the smallest message that is measured
+FEW = 64  # bytes of the smallest message that is measured
 Passes: TypeAlias = NDArray[Any]  # seconds of forward, input gradient and weight gradient
 
 
@@ -329,13 +351,15 @@ def passes(
     kind: LayerKind | None = None,
     load: float = 1.0,
 ) -> Passes:
-    """Returns the seconds of the passes of a block, the embedding or the head, without collectives
-    and recomputation: the measured seconds times the ratio of FLOPs.
+    """Returns the seconds of each pass of a block, the embedding or the head.
+
+    They are the measured seconds times the ratio of the FLOPs here to the measured ones, without
+    collectives and recomputation.
 
     Args:
-        piece: block, embedding or head.
-        kind: kind of the block; None: the first layer's kind.
-        load: rows of the experts of the fullest rank over the mean.
+        piece: "block", "embedding" or "head".
+        kind: kind of the block; None: the kind of the first layer.
+        load: rows of the fullest rank's experts relative to the mean.
     """
     here, model = machine.model, config.model
     ratio = model.hidden_size / here.hidden_size
@@ -355,17 +379,18 @@ def passes(
 
 
 def _share_of_experts(model: ModelConfig, kind: LayerKind) -> float:
-    """Returns the share of the experts' products in the FLOPs of a layer."""
+    """Returns the share of the experts' GEMMs in the FLOPs of a layer."""
     ops = _block(model, kind)
     inside = flops([op for op in ops if op.name.startswith(EXPERTS)], model.seq_length)
     return float(inside / flops(ops, model.seq_length))
 
 
 def _more_on_ep_ranks(machine: MeasuredMachine, config: Config, name: str, tokens: int) -> Passes:
-    """Returns the additional (or saved) seconds of the passes of a block with experts on one of ep
-    ranks, which has fewer experts with more rows each than with ep=1.
+    """Returns the seconds that expert parallelism adds to each pass of a block with experts.
 
-    They are measured as a share of a block with as many tokens as a tensor rank's experts get.
+    The seconds are negative if it saves time: on one of ep ranks there are fewer experts, with more
+    rows each. The change was measured as a share of the seconds of a block that has as many tokens
+    as the experts of one tensor-parallel rank get.
     """
     own = tokens / config.tp  # sequence parallelism divides the tokens
     if config.ep == 1:
@@ -385,11 +410,14 @@ def stage_passes(
     rank: PipelineRank,
     load: float = 1.0,
 ) -> Passes:
-    """Returns the seconds of the passes of a rank's stage: its blocks, its ends, and the host's
-    work per action, without the gradients of frozen parameters."""
+    """Returns the seconds of each pass of a rank's stage.
+
+    They include blocks, embedding and head, and the host's work per action, but no gradients of
+    frozen parameters.
+    """
     frozen, few = rank.blueprint.frozen, rank.kinds_of(stage.backward)
     trained = rank.trained_layers(stage)
-    parts = sorted(parts_of(config.recompute))  # a sum in the same order in every process
+    parts = sorted(parts_of(config.recompute))  # so that all processes add in the same order
     found = np.zeros(3)
     for of in rank.kinds_of(stage):
         back = next((b for b in few if b.kind == of.kind), LayersOfKind(of.kind, 0, 0))
@@ -408,13 +436,14 @@ def stage_passes(
 
 
 def sent_seconds(machine: MeasuredMachine, rank: PipelineRank, sent: Transfer) -> float:
-    """Returns the seconds of a rank's calls of a collective, or of its messages.
+    """Returns the seconds of all calls of a transfer by a rank.
 
-    If the run's ranks share cores, these are seconds of CPU work.
+    If the run's ranks share cores, they are the seconds of the rank's CPU work.
     """
     shares = machine.shares and rank.layout.world_size > machine.made.count
     ranks = 2 if sent.op == "send_recv" else group_size(sent.dim, rank.layout)
-    op = sent.op if sent.op in machine.tables else "all_gather"  # an all-gather moves as many bytes
+    # An all-gather stands for collectives that were not measured, as it moves as many bytes.
+    op = sent.op if sent.op in machine.tables else "all_gather"
     return sent.count * machine[op + SHARED * shares](ranks, max(sent.nbytes, FEW))
 
 
@@ -426,23 +455,27 @@ def shared_clock(
     speed: Callable[[int], float],
     ends: Sequence[float] | None = None,
 ) -> float:
-    """Returns seconds until the last rank has completed its order and its `ends`.
+    """Returns the seconds until the last rank has completed its order and its `ends`.
 
-    The cores are shared: all ranks that compute at a time are equally fast, and waiting ranks use
-    no core. So one number is the progress of all ranks, and it grows by `speed` per second. A walk
-    of ranks with a core each gives the progress at which actions begin and end, whatever the speed.
+    Ranks share the cores: all ranks that compute at the same time are equally fast, and waiting
+    ranks use no core. A single number therefore describes the progress of all ranks, and it grows
+    by `speed` per second. The progress at which each action begins and ends does not depend on the
+    speed, and is found by a walk in which every rank has a core of its own.
 
     Args:
         orders: the actions of each rank.
         assignment: the stages of each rank.
-        costs: seconds of a rank alone; half of the hop is the sender's work, half the receiver's.
-        replicas: ranks that mirror each rank of the pipeline: tp × cp × dp.
-        speed: maps the number of busy ranks to the speed of each; 1 is the speed of a rank alone.
-        ends: seconds of each rank after its order, for reductions and the update.
+        costs: seconds of a rank that runs alone. Half of the hop is work of the sender, and half is
+            work of the receiver.
+        replicas: number of ranks that do the same as each rank of the pipeline, tp × cp × dp.
+        speed: returns the speed of each rank for a number of busy ranks; 1 is the speed of a rank
+            that runs alone.
+        ends: seconds of each rank after its order, for reductions and the update; None: 0.
 
-    Raises ScheduleError if ranks wait in a circle.
+    Raises ScheduleError if ranks wait for each other in a cycle.
     """
-    # Messages that a stage's pass sends or receives; at the turn of a V there is one fewer.
+    # `hops`: number of messages that a pass of each stage sends or receives. Two stages on the same
+    # rank, as at the turn of a V, exchange none.
     places = assignment.places
     far = [a[0] != b[0] for a, b in pairwise(places)]
     hops = [(s > 0 and far[s - 1]) + (s < len(far) and far[s]) for s in range(len(places))]
@@ -451,7 +484,7 @@ def shared_clock(
         for way in (costs.forward, costs.input)
     )
     found = walk(orders, assignment, Costs(forward, input, costs.weight)).ended()
-    changes: Counter[float] = Counter()  # number of ranks that become busy, by progress
+    changes: Counter[float] = Counter()  # progress → change of the number of busy ranks
     for begun, ended, more in zip(
         found.starts, found.ends, ends or [0.0] * len(orders), strict=True
     ):
@@ -466,7 +499,7 @@ def shared_clock(
 
 @dataclass(frozen=True)
 class MeasuredTime(StepTime):
-    """Seconds of a step by part; `core` is the core-seconds of all ranks."""
+    """Seconds of a step by part; `core` is the sum of the core-seconds of all ranks."""
 
     core: float
 
@@ -474,9 +507,10 @@ class MeasuredTime(StepTime):
 def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> MeasuredTime:
     """Returns the seconds of a step of a checked configuration on the machine.
 
-    Communication comes from `traffic.transfers`, compute from the measured pieces. Half of the tp,
-    cp and ep collectives belongs to the forward, half to the backward. `load`: rows of the experts
-    of the fullest rank over the mean. Raises UserError for an impossible schedule or split.
+    Communication is computed from `traffic.transfers`, and compute from the measured pieces. The
+    forward is given one half of the tp, cp and ep collectives, and the backward the other half.
+    `load`: rows of the fullest rank's experts relative to the mean. Raises UserError for an
+    impossible schedule or split of the layers.
     """
     blueprint = planned(config)
     if config.model.num_experts:
@@ -504,7 +538,7 @@ def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> Me
     ends = [r + g["update"] + g["world"] for r, g in zip(reduced, groups, strict=True)]
     held = [[assignment.stage(rank, c) for c in range(assignment.chunks)] for rank in range(pp)]
     busy = [count * float(each[mine].sum()) for mine in held]
-    # A rank sends as many messages as it receives, and half of each is its own work.
+    # A rank sends as many messages as it receives, and does half of the work of each.
     messages = [g["pp"] for g in groups]
     hop = sum(messages) / max(crossings, 1)
     replicas = layout.world_size // pp
@@ -515,7 +549,7 @@ def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> Me
     slowest = max(range(pp), key=lambda rank: busy[rank] + ends[rank])
     mine = groups[slowest]
     parts = busy[slowest], messages[slowest], reduced[slowest], mine["update"], mine["world"]
-    # A rank is faster while others wait.
+    # A rank is faster than with all cores busy while other ranks wait.
     scale = min(1 / speed(layout.world_size), total / sum(parts))
     computing, between, sums, updated, few = (part * scale for part in parts)
     core = replicas * (sum(busy) + sum(ends) + sum(messages))
@@ -525,10 +559,10 @@ def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> Me
 
 
 def speed_of(machine: MeasuredMachine, ranks: int) -> Callable[[int], float]:
-    """Returns a function from the number of busy ranks to the speed of each.
+    """Returns a function that maps the number of busy ranks to the speed of each.
 
-    The speed is 1 for a rank alone with one thread. Ranks share cores, memory, and the caches of a
-    core on which several take turns.
+    The speed is 1 for a single rank with one thread. Ranks slow each other down because they share
+    cores, memory, and the caches of a core on which several of them take turns.
     """
     if not machine.shares:
         return lambda busy: 1.0
@@ -543,7 +577,7 @@ def speed_of(machine: MeasuredMachine, ranks: int) -> Callable[[int], float]:
     return speed
 
 
-MOST = 4000  # number of layouts that are priced, in order
+MOST = 4000  # maximum number of layouts that are priced, from the first one on
 UNKNOWN = MeasuredTime(*[math.inf] * 7)
 
 
@@ -553,10 +587,10 @@ def price_measured(
     config: Config,
     machine: MeasuredMachine,
 ) -> Priced:
-    """Returns times and bytes of every choice that can run, and the order of those that fit.
+    """Returns the time and memory of the layouts that can run, and the order of those that fit.
 
-    Recomputation only costs time, so more of it is priced only where less does not fit. Raises
-    UserError if the run would refuse every choice.
+    Recomputation only costs time, so a layout is priced with more of it only if it does not fit
+    with less. Raises UserError if a run would refuse all layouts.
     """
     load = sizes.get("load", 1.0)
     most, own = sizes["memory_bytes"], machine.numbers["rank_gb"] * 1e9
@@ -577,7 +611,7 @@ def price_measured(
         if memory[i] <= most:
             times[i] = step_time(checked, machine, load)
             enough.add(same)
-    if refused and not np.isfinite(memory).any():  # the reason is not the layout
+    if refused and not np.isfinite(memory).any():  # the reason does not depend on the layout
         raise refused
     names = StepTime.__dataclass_fields__
     time = StepTime(*(np.array([getattr(one, name) for one in times]) for name in names))
@@ -585,7 +619,7 @@ def price_measured(
 
 
 def measured_sizes(config: Config, machine: MeasuredMachine, ranks: int) -> dict[str, float]:
-    """Returns the fields of `StepWork` that a search reads and no layout changes."""
+    """Returns the fields of `StepWork` that a search needs and that no layout changes."""
     made, memory = machine.made, machine.numbers["memory_gb"] * 1e9
     each = min(1.0, made.count / ranks) if machine.shares else 1.0
     return {

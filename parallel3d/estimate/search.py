@@ -1,4 +1,4 @@
-"""Searches all layouts of a model on a cluster: prices, ranks and explains them."""
+"""Lists the layouts of a model on a cluster, sorts them by predicted time and explains them."""
 
 from __future__ import annotations
 
@@ -44,25 +44,28 @@ from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, ONE_CHUNK, V_SHAPED
 
 GIB = 2.0**30
-Fixed: TypeAlias = Mapping[str, Any]  # values from the command line, by names of `LayoutChoice`
+Fixed: TypeAlias = Mapping[str, Any]  # field of `LayoutChoice` → value from the command line
 FULL, NONE = "full", "none"
-# In order of cost: recomputing attention costs more seconds per byte than norms and activation.
+# Sorted by cost: recomputing attention takes more seconds per saved byte than recomputing norms and
+# activation does.
 RECOMPUTE = (NONE, "[norm,activation]", FULL)
-WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules of whole backwards
+WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules that do not split the backward
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-CP_TOKENS = 8192  # minimum number of tokens of a sequence on a context-parallel rank in the search
+# In the search, a context-parallel rank has at least so many tokens of a sequence.
+CP_TOKENS = 8192
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)
-# Largest pipelines in the search. Time grows with the square of the ranks; choosing a pattern of
-# V-Half takes 2 s for 64 ranks.
+# Largest pipelines in the search, in general and with V-Half. Larger ones take too long: the time
+# grows with the square of the ranks, and choosing a pattern of V-Half for 64 ranks takes 2 s.
 MOST_STAGES, MOST_V_HALF = 512, 64
-# A layout with a GPU fuller than this must win by a margin, as such GPUs stalled or failed.
+# A layout that fills more than NEARLY_FULL of a GPU's memory must be faster than others by the
+# factor TIGHT, because runs on such GPUs have stalled or failed.
 NEARLY_FULL, TIGHT = 0.92, 1.05
 SAME = 1.005  # layouts within this ratio count as equally fast, and the simpler one comes first
 
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """One layout, as command-line arguments."""
+    """A layout, described by the values of the configuration keys that select it."""
 
     tp: int
     pp: int
@@ -77,8 +80,10 @@ class LayoutChoice:
 
     @property
     def row(self) -> tuple[int, int, int, int]:
-        """Values that all layouts of one row of a table share; variants differ in the other
-        values."""
+        """Returns the values that define a row of the planner's table.
+
+        Layouts that share these values are variants of the same row.
+        """
         return self.tp, self.cp, self.pp, self.ep
 
 
@@ -86,9 +91,9 @@ TYPES = ("bf16", "fp16")
 
 
 def card_of(config: Config) -> tuple[str, Device]:
-    """Returns name and data of the cluster's GPU.
+    """Returns the name and the data of the cluster's GPU.
 
-    Raises UserError if the cluster names no GPU, an unknown one, or one without the dtype.
+    Raises UserError if cluster.gpu is not set or unknown, or if this GPU does not have the dtype.
     """
     named, type = (config.cluster.gpu or "null").lower(), config.precision.name
     found = next((w for w in named.replace("-", " ").split() if w in DEVICES), None)
@@ -107,11 +112,11 @@ def card_of(config: Config) -> tuple[str, Device]:
 
 
 def sizes_of(config: Config) -> dict[str, float]:
-    """Returns the fields of `StepWork` that no layout changes."""
+    """Returns the fields of `StepWork` that do not depend on the layout, by name."""
     model, cluster, type = config.model, config.cluster, config.precision.name
     name, card = card_of(config)
     like = name.replace("b300", "b200")
-    # A card has constants for one of bf16 and fp16, which are equally fast.
+    # There are constants for only one of bf16 and fp16 on each card, as both are equally fast.
     speed = next(s for s in (f"{like}/{type}", f"{like}/bf16", f"{like}/fp16") if s in SPEEDS)
     domain = cluster.domain_gpus or cluster.gpus_per_node or 8
     memory = cluster.gpu_memory_gb * 1e9 if cluster.gpu_memory_gb else card.memory_gib * GIB
@@ -145,14 +150,14 @@ def sizes_of(config: Config) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Priced:
-    """All layouts with their prices.
+    """Layouts with their predicted time and memory.
 
     Attributes:
         choices: the layouts.
-        time: seconds of a step.
-        memory: bytes of the fullest GPU; not a number where they are not known.
+        time: seconds of a step of each layout.
+        memory: bytes of the fullest GPU of each layout; NaN if they are not known.
         tight: whether that GPU is nearly full.
-        order: indices of the layouts that fit, the best first.
+        order: indices of the layouts that fit into memory, best first.
     """
 
     choices: list[LayoutChoice]
@@ -167,10 +172,10 @@ class Priced:
 
 
 def configure(config: Config, choice: LayoutChoice) -> Config:
-    """Returns the configuration with the values of a choice.
+    """Returns the configuration in the layout `choice`.
 
-    tp > 1 turns sequence parallelism on; on a measured machine `sp` stays as it is, unless there
-    are experts, which need it.
+    This turns sequence parallelism on if tp > 1, and off otherwise. On a measured machine, `sp`
+    keeps its value unless there are experts, which need sequence parallelism.
     """
     turns_on = config.cluster.file is None or config.model.num_experts > 0
     sp = choice.tp > 1 if turns_on else config.sp
@@ -180,7 +185,7 @@ def configure(config: Config, choice: LayoutChoice) -> Config:
 
 
 def can_overlap(choice: LayoutChoice) -> bool:
-    """Returns whether `moe.overlap` works in this layout."""
+    """Returns whether `moe.overlap` is supported in this layout."""
     return choice.pp == 1 and choice.ep > 1 and choice.zero < 2
 
 
@@ -192,12 +197,18 @@ def layouts(
     fixed: Fixed,
     zeros: Sequence[int] = (0, 1, 2, 3),
 ) -> Iterator[LayoutChoice]:
-    """Yields the layouts of `gpus` GPUs that fit the sizes, the batch and the `fixed` values.
+    """Yields the layouts that are possible on `gpus` GPUs.
 
-    Tensor parallelism stays inside an NVLink domain of `node` GPUs unless `tp` is fixed. Context
-    parallelism leaves each rank at least CP_TOKENS of a sequence unless `cp` is fixed. `zeros` are
-    the stages of ZeRO to try unless `zero` is fixed. Expert parallelism takes every size that
-    divides the experts and the ranks of a stage.
+    Expert parallelism takes every size that divides the experts and the ranks of a stage.
+
+    Args:
+        sizes: sizes of the model, see `sizes_of`.
+        gpus: number of GPUs.
+        node: GPUs of an NVLink domain, to which tensor parallelism is limited unless `tp` is fixed.
+        batch: global batch size.
+        fixed: values that all layouts must have. Unless `cp` is fixed, each context-parallel rank
+            has at least CP_TOKENS of a sequence.
+        zeros: values of `zero` to try unless it is fixed.
     """
     most = max(1, sizes["seq"] // CP_TOKENS)
     contexts = _allowed(fixed, "cp", (2**i for i in range(int(most).bit_length())))
@@ -213,7 +224,8 @@ def layouts(
             if fixed.get("dp", dp) != dp or batch % dp:
                 continue
             mine, layers = batch // dp, sizes["layers"]
-            # cp=4 with two sequences equals cp=2 with one, at more traffic, so it is skipped.
+            # cp=4 with two sequences costs the same as cp=2 with one sequence, but with more
+            # traffic. With cp, a micro-batch therefore has one sequence.
             counts = _allowed(fixed, "micro_batch_size", MICRO_BATCHES if cp == 1 else [1])
             micro = [b for b in counts if mine % b == 0]
             even = [v for v in CHUNKS if v == 1 or (pp > 1 and layers % (pp * v) == 0)]
@@ -229,16 +241,17 @@ def layouts(
 
 
 def expert_sizes(sizes: Mapping[str, float], ranks: int, fixed: Fixed) -> list[int]:
-    """Returns the expert-parallel sizes for a pipeline stage of so many ranks."""
+    """Returns the possible expert-parallel sizes for a pipeline stage of `ranks` ranks."""
     experts = int(sizes["experts"])
     every = [ep for ep in divisors(ranks) if experts % ep == 0] if experts > 1 else [1]
     return [ep for ep in _allowed(fixed, "ep", every) if ep in every]
 
 
 def schedules(pp: int, vpp: int, zero: int, typed: str | None = None) -> list[str]:
-    """Returns the schedules for these stages and chunks, limited to `typed` if that is given.
+    """Returns the possible schedules for these numbers of stages and chunks.
 
-    FSDP2 needs whole backwards. GPipe is considered only if it is given: 1F1B needs less memory.
+    `typed`: the only schedule to consider; None: all but GPipe, as 1F1B needs less memory. FSDP2
+    does not support schedules that split the backward.
     """
     if pp == 1:
         found = ["1f1b"]
@@ -252,7 +265,7 @@ def schedules(pp: int, vpp: int, zero: int, typed: str | None = None) -> list[st
 
 
 def divisors(n: int) -> list[int]:
-    """Returns all divisors, the smallest first."""
+    """Returns all divisors of `n`, smallest first."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
@@ -274,7 +287,10 @@ _COLUMNS = {
 
 
 def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -> StepWork:
-    """Returns the choices as one `StepWork`; `sizes`: the fields that no choice changes."""
+    """Returns the layouts as one `StepWork`, whose fields have an element per layout.
+
+    `sizes`: values of the fields that do not depend on the layout.
+    """
     n = len(choices)
     column = {f.name: np.full(n, float(sizes.get(f.name, 0.0))) for f in fields(StepWork)}
     for name, of in _COLUMNS.items():
@@ -286,7 +302,7 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
     parts = [parts_of(c.recompute) for c in choices]
     for part in PARTS:
         column[f"recompute_{part}"] = np.array([float(part in of) for of in parts])
-    # A rank has at most the rows of its group's tokens.
+    # A rank's experts get at most all rows of the tokens in its group.
     experts, chosen, ep = column["experts"], column["active_experts"], column["ep"]
     most = ep * np.minimum(chosen, experts // ep) / chosen
     column["load"] = np.minimum(column["load"], most)
@@ -294,7 +310,7 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
     column["engine"] = np.full(n, float(ENGINES.index("megatron")))
     work = StepWork(**column)
-    # the head's cost, in layers
+    # The head costs as much as so many layers.
     head = float((work.vocab * work.hidden / (work.tp * work.multiplied))[0])
     split = {pp: _split(int(sizes["layers"]), head, pp) for pp in {c.pp for c in choices}}
     first, middle, last = np.array([split[c.pp] for c in choices], dtype=float).T
@@ -302,13 +318,16 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
 
 
 def _split(layers: int, head: float, pp: int) -> tuple[int, int, int]:
-    """Returns the layers of the first, the fullest middle and the last stage."""
+    """Returns the number of layers of the first, the largest middle and the last stage."""
     counts = balance_chunks(1.0, layers, StageAssignment(pp), last_extra=head)
     return counts[0], max(counts[1:-1], default=0), counts[-1]
 
 
 def ranked(choices: list[LayoutChoice], time: StepTime, memory: Number, most: float) -> Priced:
-    """Returns the priced choices, with the order of those that fit into `most` bytes."""
+    """Returns the layouts with their prices, and with the order of those that fit into memory.
+
+    `most`: bytes of a GPU's memory.
+    """
     seconds, tight = np.asarray(time.total), memory > NEARLY_FULL * most
     risked = seconds * np.where(tight, TIGHT, 1.0)
     fits = np.flatnonzero((memory <= most) & np.isfinite(seconds)).tolist()
@@ -317,7 +336,7 @@ def ranked(choices: list[LayoutChoice], time: StepTime, memory: Number, most: fl
 
 
 def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int]) -> list[int]:
-    """Sorts each run of nearly equal times by simplicity."""
+    """Returns `order` with layouts of nearly equal times sorted by simplicity."""
     made: list[int] = []
     while order:
         most = seconds[order[0]] * SAME
@@ -328,7 +347,7 @@ def simple_first(choices: list[LayoutChoice], seconds: Number, order: list[int])
 
 
 def complexity(choice: LayoutChoice) -> float:
-    """Returns a score of the dimensions and features that a layout uses."""
+    """Returns a score that grows with the dimensions and features that a layout uses."""
     found = (choice.tp > 1) + (choice.cp > 1) + (choice.vpp > 1) + (choice.zero > 0)
     found += choice.ep > 1
     found += 2 * (choice.pp > 1)
@@ -337,7 +356,7 @@ def complexity(choice: LayoutChoice) -> float:
 
 
 def best(priced: Priced, rows: int) -> list[int]:
-    """Returns the best layout of each (tp, cp, pp, ep), at most `rows`, without its variants."""
+    """Returns the indices of the best layouts of the best `rows` rows, see `LayoutChoice.row`."""
     found: dict[tuple[int, int, int, int], int] = {}
     for i in priced.order:
         found.setdefault(priced.choices[i].row, i)
@@ -345,7 +364,10 @@ def best(priced: Priced, rows: int) -> list[int]:
 
 
 def reason(priced: Priced, index: int, first: int, node: int) -> str:
-    """Explains the gain or loss of the layout against the best one, `first`."""
+    """Returns a phrase that explains why a layout is slower than the best one, `first`.
+
+    For the best layout itself, the phrase says where its time goes. `node`: GPUs of a domain.
+    """
     choice = priced.choices[index]
     tight = "; memory is tight" if priced.tight[index] else ""
     total, least = float(priced.seconds[index]), float(priced.seconds[first])
@@ -369,7 +391,10 @@ def reason(priced: Priced, index: int, first: int, node: int) -> str:
 
 
 def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> str:
-    """Describes the part of a step with the size that causes it, against the best layout's."""
+    """Returns a phrase for the cause of the seconds in a part of the step.
+
+    The cause of compute is a size in which the layout differs from `best`.
+    """
     over_cp = f" · cp={choice.cp}" if choice.cp > 1 else ""
     causes = {
         "bubble": f"bubble of {choice.pp} stages",
@@ -381,7 +406,7 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
     if part != "compute":
         return causes[part]
     if choice.recompute == FULL != best.recompute:
-        return "forwards run again, as it does not fit without recompute=full"
+        return "forwards run again, as the layout does not fit without recompute=full"
     if choice.zero >= 3 > best.zero:
         return "waiting for parameters that zero=3 gathers"
     if choice.tp > node:
@@ -398,9 +423,9 @@ def _cause(part: str, choice: LayoutChoice, best: LayoutChoice, node: int) -> st
 
 
 def with_style(config: AnyConfig) -> AnyConfig:
-    """Returns the configuration with the cheapest style in place of context_parallel.style=auto.
+    """Returns the configuration with context_parallel.style=auto replaced by the cheapest style.
 
-    The result is equal on all ranks.
+    The result is the same on all ranks.
     """
     if config.cp == 1 or config.context_parallel.style != "auto":
         return config
@@ -409,8 +434,10 @@ def with_style(config: AnyConfig) -> AnyConfig:
 
 
 def planned(config: Config, layout: Layout | None = None) -> Blueprint:
-    """Returns the blueprint of the configuration, or of it in another layout, with style=auto
-    resolved."""
+    """Returns the blueprint of the configuration, with context_parallel.style=auto resolved.
+
+    `layout`: a layout that replaces that of the configuration; None: keep it.
+    """
     if layout is not None:
         ep = layout.ep or config.ep
         config = replace(config, tp=layout.tp, cp=layout.cp, pp=layout.pp, dp=layout.dp, ep=ep)
@@ -422,10 +449,10 @@ def _of_style(config: AnyConfig, style: str) -> AnyConfig:
 
 
 def style_seconds(config: Config) -> dict[str, float]:
-    """Returns the seconds per micro-batch that a layer waits for cp traffic, by allowed style.
+    """Returns style → seconds per micro-batch that a layer waits for cp traffic.
 
-    They are the planner's prices if it knows the cluster's GPU, or else the network's, with nothing
-    hidden behind compute.
+    Only allowed styles are included. The seconds are the planner's prices if it knows the cluster's
+    GPU; otherwise, they are the prices of the network, without any overlap with compute.
     """
     allowed, split = [], config.tensor_parallel.attention
     for style in STYLES:
@@ -451,7 +478,7 @@ def style_seconds(config: Config) -> dict[str, float]:
 
 
 def _sent_seconds(config: Config, style: str) -> float:
-    """Returns the network's price of the cp traffic of a layer's attention, without overlap."""
+    """Returns the network's price, in seconds, of a layer's cp traffic without overlap."""
     layout = layout_of(config)
     cluster = cluster_from_config(config.cluster, layout.world_size)
     order = Tiling.parse(DEFAULT_ORDER, layout)

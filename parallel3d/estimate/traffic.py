@@ -1,4 +1,4 @@
-"""Lists the collectives and messages of a pipeline rank in a step."""
+"""Lists the collectives and messages of a rank in one optimizer step."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from parallel3d.schedules.orders import StageAssignment
 
 SCALAR_BYTES = 8  # losses, token counts and squared norms are float64
 STATISTIC_BYTES = 4  # norms' statistics are fp32 or better
-WHOLE_BYTES = 8  # numbers of experts and of tokens are int64
+WHOLE_BYTES = 8  # expert numbers and token counts are int64
 
 
 def group_size(dim: str, layout: Layout) -> int:
-    """Returns the number of ranks in the group that a `Transfer` names."""
+    """Returns the number of ranks in a group of the dimension `dim` of a `Transfer`."""
     if dim == "world":
         return layout.world_size
     if dim == "embedding":
@@ -42,21 +42,23 @@ def group_size(dim: str, layout: Layout) -> int:
     return layout.size(dim)
 
 
-# Communication volume: every collective and message of one optimizer step.
+# Collectives and messages of one optimizer step, by dimension
 
 
 def layer_transfers(rank: PipelineRank) -> Iterator[Transfer]:
     """Yields the tp collectives around the GEMMs of a rank's layers.
 
     The forward gathers the input of column-parallel GEMMs (with sp) and sums the output of
-    row-parallel ones; the backward does the reverse, without the gradients of frozen weights and
-    of the inputs of layers before which all is frozen. With `mlp_chunks` these are an upper bound.
+    row-parallel GEMMs; the backward does the reverse. It omits the gradients of frozen weights, and
+    those of activations that no trained weight precedes. With `mlp_chunks`, the calls are an upper
+    bound.
     """
     for of, gradients in rank.layers_alike():
         yield from _of_kind(rank, of, gradients)
 
 
 def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iterator[Transfer]:
+    """Yields the tp collectives of layers of one kind with the same gradients."""
     whole, what = rank.hidden, "activations of the layers"
     microbatches, ops = rank.blueprint.microbatches, rank.ops[of.kind]
     layers = of.layers * microbatches
@@ -71,20 +73,21 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
     columns_again, rows_again = split_counts(ops.repeated)
     if rank.blueprint.layer.gather_qk:
         model, tp = rank.blueprint.model, rank.layout.tp
-        heads = model.num_attention_heads + max(model.kv_heads, tp)  # heads of q and k, with copies
+        # These are the heads of q and k, including copies of shared key-value heads.
+        heads = model.num_attention_heads + max(model.kv_heads, tp)
         every = rank.tokens * heads * model.head_size * rank.item
         twice = recomputed * any(op.name == "attention.qkv" for op in ops.repeated)
         yield Transfer("tp", "all_gather", every, layers + twice, "q and k of all heads")
         back = layers * _has_gradient(gradients, "attention.qkv")
         yield Transfer("tp", "reduce_scatter", every, back, "gradients of q and k")
     if rank.blueprint.model.qk_norm_width == "full":
-        # one for q and one for k, for each token
+        # Each token has one statistic for q and one for k.
         sums = 2 * rank.tokens * max(rank.item, STATISTIC_BYTES)
         twice = recomputed * any(op.name == "attention.qk_norm" for op in ops.repeated)
         twice += layers * _has_gradient(gradients, "attention.out")
         yield Transfer("tp", "all_reduce", sums, layers + twice, "norms of q and k")
     cut = rank.mlp_chunks
-    apart = recomputed if cut > 1 else 0  # MLPs whose two GEMMs communicate in chunks
+    apart = recomputed if cut > 1 else 0  # number of MLPs whose two GEMMs communicate in chunks
     if not rank.sp:
         sums = (of_inputs[0] + rows) * layers + rows_again * recomputed - 2 * apart
         yield Transfer("tp", "all_reduce", whole, sums, what)
@@ -94,12 +97,12 @@ def _of_kind(rank: PipelineRank, of: LayersOfKind, gradients: Gradients) -> Iter
     if apart:
         yield Transfer("tp", "all_gather", whole // cut, 4 * apart * cut, what)
         yield Transfer("tp", "reduce_scatter", whole // cut, 2 * apart * cut, what)
-    # The backward of a column-parallel GEMM gathers the saved shard and scatters its gradient
-    # whole.
+    # The backward of a column-parallel GEMM gathers the saved shard of the input and
+    # reduce-scatters the input's gradient, both without chunks.
     gathers = (of_columns + of_rows_alone) * layers - apart
     yield Transfer("tp", "all_gather", whole, gathers, what)
     yield Transfer("tp", "reduce_scatter", whole, of_inputs[0] * layers - apart, what)
-    # All others are split into chunks that overlap with the GEMM.
+    # All other collectives are split into chunks that overlap with the GEMM.
     chunks = rank.blueprint.layer.chunks
     each = whole // chunks
     gathers = (columns + of_inputs[1]) * layers + columns_again * recomputed - 3 * apart
@@ -114,9 +117,9 @@ def _has_gradient(gradients: Gradients, name: str) -> bool:
 
 
 def _experts(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the traffic of layers of experts (experts/dispatch.py, experts/balance.py).
+    """Yields the traffic of layers with experts (experts/dispatch.py, experts/balance.py).
 
-    All-to-all sends as many tokens to each rank as experts chosen at random need.
+    The sizes of an all-to-all assume that tokens choose their experts at random.
     """
     blueprint = rank.blueprint
     sparse = [(of, gradients) for of, gradients in rank.layers_alike() if of.kind.experts]
@@ -129,8 +132,11 @@ def _experts(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
-    """Yields the sums of counts over whole sequences, and of the number of tokens without
-    padding."""
+    """Yields the sums of the auxiliary losses for the balance of experts.
+
+    These are the tokens of each expert in every whole sequence, and the number of tokens that are
+    not padding.
+    """
     blueprint, settings = rank.blueprint, rank.blueprint.balance
     counts = WHOLE_BYTES * blueprint.micro_batch_size * blueprint.model.num_experts
     if settings.aux_loss:
@@ -143,7 +149,7 @@ def _balance(rank: PipelineRank, layers: int) -> Iterator[Transfer]:
 def _dispatch(
     rank: PipelineRank, of: LayersOfKind, gradients: Gradients, x: ExpertWidths
 ) -> Iterator[Transfer]:
-    """Yields the way of tokens to their experts and back, and of their gradients."""
+    """Yields the transfers of tokens to their experts and back, and those of their gradients."""
     microbatches, ops = rank.blueprint.microbatches, rank.ops[of.kind]
     layers, recomputed = of.layers * microbatches, of.recomputed * microbatches
     again = {op.name for op in ops.repeated}
@@ -172,29 +178,27 @@ def _dispatch(
     yield Transfer("ep", "reduce_scatter", states, back + of_tokens, "results of experts")
 
 
-# The list mirrors the code call by call; `tests/distributed/test_traffic.py` compares it with real
-# steps. Evaluation, checkpoints and start-up are not counted.
+# The list mirrors the code call by call, and `tests/distributed/test_traffic.py` compares the list
+# with real steps. Evaluation, checkpoints and start-up are not counted.
 DIMS = ("tp", "cp", "ep", "pp", "dp", "dp_cp", "edp", "embedding", "world")
 
 
 def transfers(
     config: Config, layout: Layout, stage: int | None = None, data_rank: int = 0
 ) -> list[Transfer]:
-    """Lists the calls of one rank in a step: of `stage`, or of the busiest rank of each dimension.
-
-    Ranks of a pipeline differ in layers, embedding and head. Without `stage` each dimension has the
-    calls of its busiest rank, except pp, which has the traffic between the two neighbouring ranks
-    that exchange most, in both directions.
+    """Lists the collectives and messages of one rank in a step.
 
     Args:
-        config: a checked configuration; tp, cp, pp and dp are taken from `layout`.
+        config: a checked configuration, whose tp, cp, pp, dp and ep `layout` replaces.
         layout: the layout.
-        stage: index along pp, 0 to pp − 1, with all of its chunks.
-        data_rank: index along dp_cp.
+        stage: index of the rank along pp, 0 to pp − 1. None: each dimension has the calls of the
+            pipeline's busiest rank in this dimension, except pp, which has the traffic in both
+            directions between the two neighbouring ranks that exchange most.
+        data_rank: index of the rank along dp_cp.
 
     Raises:
-        ValueError: no such stage.
-        UserError: `schedule.layers_per_stage` does not fit the model.
+        ValueError: if there is no such stage.
+        UserError: if `schedule.layers_per_stage` does not fit the model.
     """
     if stage is not None and not 0 <= stage < layout.pp:
         raise ValueError(f"stage {stage} is outside of 0..{layout.pp - 1}")
@@ -202,7 +206,7 @@ def transfers(
     ranks = [PipelineRank(blueprint, index, data_rank) for index in range(layout.pp)]
     if stage is not None:
         return _of_rank(ranks[stage])
-    # Ranks between the ends differ only in their numbers of layers.
+    # Ranks between the ends differ only in the number of layers of each of their stages.
     inner = {tuple(len(s.layers) for s in rank.stages): rank.index for rank in ranks[1:-1]}
     lists = [_of_rank(ranks[i]) for i in sorted({0, layout.pp - 1, *inner.values()})]
     found: list[Transfer] = []
@@ -222,20 +226,21 @@ def transfers(
 
 
 def _most_boundaries(assignment: StageAssignment) -> int:
-    """Returns the largest number of stage boundaries between any two ranks."""
+    """Returns the largest number of stage boundaries that any two ranks share."""
     ranks = [rank for rank, _ in assignment.places]
     between = Counter(frozenset(pair) for pair in pairwise(ranks) if pair[0] != pair[1])
     return max(between.values(), default=0)
 
 
 def _of_rank(rank: PipelineRank) -> list[Transfer]:
+    """Returns all transfers of a rank in dimensions of more than one rank."""
     groups = (_tensor, _context, _experts, _pipeline, _data, _tied, _scalars, _muon)
     found = [transfer for make in groups for transfer in make(rank)]
     return [t for t in found if t.count and group_size(t.dim, rank.layout) > 1]
 
 
 def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields calls of layers, embedding and head, and sums of partial gradients over tp."""
+    """Yields the tp collectives of layers, embedding and head, and those that sum gradients."""
     microbatches, whole = rank.blueprint.microbatches, rank.hidden
     yield from layer_transfers(rank)
     if rank.first and rank.blueprint.model.embedding == "vocab_parallel":
@@ -258,8 +263,10 @@ def _tensor(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _context(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the cp traffic of attention (context_parallel/attention.py), and sums of gradients for
-    the noise scale."""
+    """Yields the cp traffic of attention, and the sums of gradients for the noise scale.
+
+    See context_parallel/attention.py.
+    """
     blueprint = rank.blueprint
     every = [(of, _has_gradient(by, "attention.qkv")) for of, by in rank.layers_alike()]
     for window in dict.fromkeys(of.kind.window for of, _ in every):
@@ -279,7 +286,7 @@ def _context(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _attention(rank: PipelineRank, window: int | None) -> tuple[int, Iterator[Sent]]:
-    """Returns the cp calls of one layer's attention, and the number of parts of each call."""
+    """Returns (number of parts of each call, cp calls) of one layer's attention."""
     blueprint, w = rank.blueprint, widths(rank.blueprint.model, rank.layout.tp)
     style, drops, cp = blueprint.layer.cp_style, blueprint.model.dropout > 0, rank.layout.cp
     if window is None or drops or style == "heads":
@@ -307,8 +314,9 @@ def _head(rank: PipelineRank) -> Iterator[Transfer]:
             table, what = rank.table.numel * rank.item, "replicated table's gradient"
             yield Transfer("tp", "all_gather", table, microbatches, what)
     if model.parallel_output:
-        # Maximum, sum of exponentials, target logit (and sum, with label smoothing) of each token
-        # from every rank, in fp32 or better unless the loss is in half precision.
+        # Every rank contributes the maximum, the sum of exponentials, the target logit and, with
+        # label smoothing, the sum of the logits of each token. They are in fp32 or fp64 unless the
+        # loss is computed in half precision.
         item = 2 if rank.blueprint.half_loss else max(4, rank.item)
         numbers = 4 if rank.blueprint.loss.label_smoothing else 3
         token, what = rank.layout.tp * numbers * item, "loss"
@@ -319,7 +327,7 @@ def _head(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _pipeline(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields a message per micro-batch, direction and boundary (pipeline/executor.py)."""
+    """Yields one message per micro-batch, direction and boundary (pipeline/executor.py)."""
     after, before = rank.neighbours(1), rank.neighbours(-1)
     back = rank.neighbours(-1, with_backward=True)
     yield from _messages(rank, after, back)
@@ -329,7 +337,7 @@ def _pipeline(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _messages(rank: PipelineRank, forward: int, back: int) -> Iterator[Transfer]:
-    """Yields activations over `forward` boundaries and gradients over `back` ones."""
+    """Yields messages: activations over `forward` boundaries, gradients over `back` boundaries."""
     nbytes = rank.hidden // (rank.layout.tp if rank.sp or rank.sends_slices else 1)
     count = rank.blueprint.microbatches
     ways = (forward, "activations to the next stage"), (back, "gradients to the previous stage")
@@ -339,7 +347,10 @@ def _messages(rank: PipelineRank, forward: int, back: int) -> Iterator[Transfer]
 
 
 def _data(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the buckets (data_parallel/reducer.py) and the token count."""
+    """Yields the collectives of gradient buckets or FSDP units, and the sum of token counts.
+
+    See data_parallel/reducer.py.
+    """
     blueprint = rank.blueprint
     if rank.last:
         yield Transfer("dp", "all_reduce", SCALAR_BYTES, 1, "token count")
@@ -353,9 +364,9 @@ def _data(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _muon(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the exchanges around Newton-Schulz (optim/muon.py) of tp rank 0.
+    """Yields the exchanges of matrices for Newton-Schulz (optim/muon.py) on tp rank 0.
 
-    With HSDP, or frozen matrices beside trained ones of a GEMM, these are an upper bound.
+    They are an upper bound with HSDP, and if a GEMM has both frozen and trained matrices.
     """
     if rank.blueprint.optim.name == "muon":
         for experts in (False, True):
@@ -363,8 +374,10 @@ def _muon(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _muon_of(rank: PipelineRank, experts: bool) -> Iterator[Transfer]:
-    """Yields the exchanges of the experts' matrices, which are whole on the ranks of edp, or of all
-    others."""
+    """Yields the exchanges of the matrices of experts, or else of all other matrices.
+
+    tp does not divide the matrices of experts, so they are only exchanged over edp.
+    """
     blueprint, layout = rank.blueprint, rank.layout
     table = [p for p in rank.trained if p.expert is experts]
     if not table:
@@ -405,13 +418,14 @@ def _muon_of(rank: PipelineRank, experts: bool) -> Iterator[Transfer]:
 
 
 def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the collectives of FSDP units: one unit per block, one inside it for its experts, and
-    one for all other parameters.
+    """Yields the collectives of FSDP units.
 
-    Rows are padded to dp · cp. A backward reduces only the gradients that it has, so that the two
-    ends of a V are reduced separately.
+    Each block is a unit, its experts are another unit inside it, and all other parameters form the
+    last unit. Rows are padded to a multiple of dp · cp. A backward reduces only the gradients that
+    it has computed; in a V, where one rank has the first and the last stage, the parameters of
+    these two are therefore reduced separately.
 
-    With ddp.shard_size (HSDP) this is an upper bound: fewer ranks gather, and an all-reduce
+    With ddp.shard_size (HSDP), the result is an upper bound: fewer ranks gather, and an all-reduce
     follows.
     """
     blueprint, microbatches = rank.blueprint, rank.blueprint.microbatches
@@ -436,7 +450,7 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
             yield Transfer(dim, "all_gather", inputs * rank.item, times, "parameters")
         if not numel:
             continue
-        # With a single micro-batch, too, each backward's gradients are reduced separately.
+        # Even with a single micro-batch, the gradients of each backward are reduced separately.
         apart = unit == "rest" and every == microbatches
         read, dp = map(rank.ends_read, rank.stages), rank.shards
         trained = [[p for p in mine if not p.frozen] for mine in read]
@@ -446,7 +460,10 @@ def _fully_sharded(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _buckets(rank: PipelineRank, experts: bool, numel: int, count: int) -> Iterator[Transfer]:
-    """Yields `count` buckets of `numel` elements (reducer.py, bucketed.py, comm_hooks.py)."""
+    """Yields the collectives of `count` gradient buckets of `numel` elements each.
+
+    See reducer.py, bucketed.py and comm_hooks.py.
+    """
     dim = "edp" if experts else rank.layout.replica_dim
     if rank.blueprint.data.comm_hook == "bf16":
         half = 2 * padded_numel(numel, group_size(dim, rank.layout))
@@ -460,7 +477,7 @@ def _buckets(rank: PipelineRank, experts: bool, numel: int, count: int) -> Itera
 
 
 def _tied(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the all-reduce of a tied weight of the first and last stage."""
+    """Yields the all-reduces for a table that the first and the last stage share."""
     if rank.is_tied_to_another:
         numel = bucket_numel([rank.table], rank) // rank.shards
         if rank.blueprint.data.zero > 1:
@@ -471,9 +488,12 @@ def _tied(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _scalars(rank: PipelineRank) -> Iterator[Transfer]:
-    """Yields the sums of loss, tokens, squared norm and stop flag, of two more norms for the noise
-    scale, and of figures of all layers with experts: tokens of each expert, two losses, the entropy
-    and the range of the bias."""
+    """Yields the all-reduce of all scalars over the world.
+
+    The scalars are the loss, the number of tokens, the squared norm, the stop flag, and two more
+    norms for the noise scale. Each layer with experts adds the tokens of each expert, two losses,
+    the entropy and the range of the bias.
+    """
     model = rank.blueprint.model
     numbers = 6 if rank.blueprint.noise_scale else 4
     numbers += len(model.expert_layers) * (model.num_experts + 5)
