@@ -357,7 +357,7 @@ def check_packing(
     if found is not None and found[0] not in NAMES:
         raise NotTaken(f"is {found[0]} by its first bytes: {found[1]}")
     if form.kind == PARQUET and found is None:
-        by, remedy = ("your format", "leave it out") if typed else ("its name", "fix the name")
+        by, remedy = ("your format", "give no format") if typed else ("its name", "fix the name")
         raise NotTaken(
             f"is parquet by {by} but {_what(found, head)} by its first bytes: {remedy}, or fetch "
             "it again"

@@ -117,7 +117,7 @@ def test_impossible_input_is_refused(tmp_path: Path) -> None:
     ):
         open_sets(mixed, open_corpus(data, SEQ), SEQ, 300)
     for config, words in (
-        (Config(data=DataConfig(valid={"a": 3})), "must give a prefix of a pair or text"),
+        (Config(data=DataConfig(valid={"a": 3})), "must be the prefix of a pair, or text"),
         (Config(data=DataConfig(valid={"a b": "x"})), "the nearest is a_b"),
         (Config(data=DataConfig(valid={0: "x"})), "the nearest is set_0"),
         (Config(data=DataConfig(valid={"..": "x"})), "the nearest is set"),
