@@ -261,7 +261,7 @@ class Checkpoints:
         self.number = 0
         self.logged: set[str] = set()
         self.lines: tuple[str, ...] = ()  # lines of the manifest from which the run resumes
-        # Returns the lines of the next manifest.
+        # Returns the lines of metrics.jsonl for the next manifest; the caller may replace it.
         self.waiting: Callable[[], tuple[str, ...]] = tuple
         # `restore` replaces these two by the trainer's values.
         self.device = torch.device("cpu")

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 # The lease on a run's checkpoints, and the removal of expired checkpoints and of leftovers
 
-_LARGEST = 1 << 16  # bytes
+_LARGEST = 1 << 16  # maximum bytes of a claim
 
 
 class Lease:
@@ -575,7 +575,7 @@ class Saver:
             time.sleep(POLL_S)
         try:
             parts = [_part_of(facts) for facts in get_all(store, others)]
-        except ValueError as error:  # a message without a rank's signature
+        except ValueError as error:  # the message does not have the signature of a rank
             raise OSError(None, str(error)) from None
         for key in others:
             store.delete_key(key)

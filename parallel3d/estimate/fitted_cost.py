@@ -164,7 +164,7 @@ class StepWork:
     peak: Number  # FLOP/s in the dtype of GEMMs
     peak_attention: Number  # FLOP/s in the dtype of attention
     memory_bytes: Number
-    memory_rate: Number  # bytes/s
+    memory_rate: Number  # bytes/s of the GPU's memory
     units: Number  # number of multiprocessors
     link_rate: Number  # bytes/s of NVLink in one direction
     fabric_rate: Number  # bytes/s of one GPU's share of the network in one direction
@@ -473,7 +473,7 @@ def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
 
 def _attention(work: StepWork, c: Constants, keys: Number) -> Any:
     """Returns the seconds of attention's forward if a query sees at most `keys` keys."""
-    # This is the number of rows of scores.
+    # `queries`: number of rows of the matrices of scores.
     queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp
     flops = 4.0 * queries * keys * work.head_size
     causal = np.where(keys < work.seq, 1.0, 0.5)
@@ -538,7 +538,7 @@ def pair_rate(work: StepWork, c: Constants, inside: Any) -> Any:
 
 
 def hop(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds in which a micro-batch's activations reach the next stage.
+    """Returns the seconds to send a micro-batch's activations to the next stage.
 
     The receiving rank is tp × cp × dp ranks away.
     """
@@ -722,10 +722,10 @@ COPIES = ("rank", "node", "expert")
 
 
 def exchange(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds in which tokens are sent to their experts, or back.
+    """Returns the seconds to send all tokens to their experts, or the results back.
 
-    They are those of the slower of NVLink domain and network, under the load of the fullest rank,
-    plus the wait for the host, which reads the number of rows.
+    The slower of the NVLink domain and the network counts, with the load of the fullest rank. The
+    wait for the host, which reads the number of rows, is added.
     """
     ep, experts, chosen = work.ep, work.experts, work.active_experts
     inside = np.minimum(ep, work.gpus_per_node)
@@ -760,7 +760,7 @@ SENDING = 16 / 132
 
 
 def _host(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds in which the host launches a layer's kernels.
+    """Returns the seconds that the host needs to launch a layer's kernels.
 
     They grow with tp. They are even longer if pipeline messages and tp collectives share the
     threads that drive the network.

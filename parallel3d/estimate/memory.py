@@ -71,7 +71,7 @@ class RankMemory(NamedTuple):
         return sum(self[:-1])
 
 
-NEAR = 0.9  # ranks above this share of the fullest rank's bound may be the fullest
+NEAR = 0.9  # a rank may be the fullest if its bound exceeds this share of the largest bound
 
 
 def peak_stage(blueprint: Blueprint) -> tuple[int, RankMemory]:
@@ -387,8 +387,7 @@ class LayerBytes:
                 more += bytes_kept(rank, [o for o in ops.repeated if self._part(o) == part])
                 more += self.over_cp.again if part != "mlp" else 0.0
             summed = 0.0
-            # The weight's gradient needs memory of its own with FSDP2; otherwise, it is added in
-            # place.
+            # With FSDP2 the weight's gradient needs memory of its own; else it is added in place.
             if op.kind == "gemm" and rank.fully_sharded:
                 more += rank.item * op.numel
                 if op.matrices > 1:  # gradients of experts are summed in fp32 and then rounded

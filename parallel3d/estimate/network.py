@@ -44,7 +44,7 @@ from parallel3d.blueprint.collectives import OPERATIONS, Transfer, bus_factor
 from parallel3d.blueprint.groups import Matrix, levels, members, tiled
 from parallel3d.blueprint.rank_mapping import RankMapping
 
-OPEN_CHAINS = ("pp", "embedding")  # the last member has no next one, except in pipeline loops
+OPEN_CHAINS = ("pp", "embedding")  # the last rank only sends to the first in pipeline loops
 ALGORITHMS = ("ring", "tree", "hierarchical")
 PAIRS = "pairs"  # the algorithm of an all-to-all of experts
 IN_TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -143,8 +143,8 @@ def two_level_time(
 
     All bytes travel inside domains. Between domains, each rank sends its shard, 1/inner of the
     bytes, on its own rail. With g = `inner` and m = `outer`, an all-reduce takes
-    2(g − 1)(α₁ + N/(g·B₁)) + 2(m − 1)(α₂ + N/(g·m·B₂)).
-    Source: Jia et al. 2018 (arXiv:1807.11205) §3; ml-engineering's network notes.
+    2(g − 1)(α₁ + N/(g·B₁)) + 2(m − 1)(α₂ + N/(g·m·B₂)) seconds. Sources: Jia et al. 2018
+    (arXiv:1807.11205) §3; the network notes of ml-engineering.
     """
     inside = ring_time(op, inner, nbytes, inner_link)
     return inside + ring_time(op, outer, nbytes / inner, outer_link)
@@ -398,7 +398,7 @@ class PricedTransfer:
     """A transfer with its price and algorithm."""
 
     transfer: Transfer
-    seconds: float  # for all `count` transfers
+    seconds: float  # for all `transfer.count` calls
     algorithm: str  # ring, tree, hierarchical, send_recv, pairs, or "no path"
 
 
@@ -511,7 +511,7 @@ def price_step(
         flat, pairs = flows.ring.slowest(), None
         if flows.pairs is not None:
             pairs = flows.pairs.slowest()
-            flat = None if pairs is None else flat  # no wire for a pair: none for the group
+            flat = None if pairs is None else flat  # the group has no wire if a pair has none
         paths = Paths(groups.shape[1], flat, flows.inner, between, pairs)
         price = price_dim(dim, transfers, paths, cluster, algorithms)
         for used, nbytes in flows.sent(price):

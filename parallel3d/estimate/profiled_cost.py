@@ -436,7 +436,7 @@ def stage_passes(
 
 
 def sent_seconds(machine: MeasuredMachine, rank: PipelineRank, sent: Transfer) -> float:
-    """Returns the seconds of all calls of a transfer by a rank.
+    """Returns the seconds that a rank needs for all calls of a transfer.
 
     If the run's ranks share cores, they are the seconds of the rank's CPU work.
     """

@@ -310,7 +310,7 @@ def works(choices: list[LayoutChoice], sizes: Mapping[str, float], batch: int) -
     column["sequence_parallel"] = (column["tp"] > 1).astype(float)
     column["engine"] = np.full(n, float(ENGINES.index("megatron")))
     work = StepWork(**column)
-    # The head costs as much as so many layers.
+    # `head`: cost of the head in units of a layer's cost.
     head = float((work.vocab * work.hidden / (work.tp * work.multiplied))[0])
     split = {pp: _split(int(sizes["layers"]), head, pp) for pp in {c.pp for c in choices}}
     first, middle, last = np.array([split[c.pp] for c in choices], dtype=float).T
@@ -356,7 +356,7 @@ def complexity(choice: LayoutChoice) -> float:
 
 
 def best(priced: Priced, rows: int) -> list[int]:
-    """Returns the indices of the best layouts of the best `rows` rows, see `LayoutChoice.row`."""
+    """Returns the index of the best layout in each of the best `rows` rows (`LayoutChoice.row`)."""
     found: dict[tuple[int, int, int, int], int] = {}
     for i in priced.order:
         found.setdefault(priced.choices[i].row, i)

@@ -52,7 +52,7 @@ _KEYS = (
 GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 # transformers' names of the tanh approximation of GELU, which are equal up to rounding.
 SPELLINGS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh"}
-# Name of the gate's non-linearity → model.activation, and model.activation → the name to export.
+# transformers' name of the gate's non-linearity → model.activation, and the reverse for an export.
 GATED = {"silu": "swiglu", "swish": "swiglu", **dict.fromkeys(SPELLINGS, "geglu")}
 GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 # Key → the reason for refusing its values, which ends the message.

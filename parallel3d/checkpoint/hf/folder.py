@@ -61,12 +61,12 @@ from parallel3d.files import new_folder, open_regular, plain
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9  # transformers starts a new file at this size as well
+SHARD_BYTES = 5 * 10**9  # transformers also starts a new file at this size
 # Masks and rotary tables in old checkpoints; our model computes them instead of loading them.
 NO_WEIGHTS = re.compile(r"\.attn\.(bias|masked_bias)$|rotary_emb\.inv_freq$")
 ADAPTER = "adapter_config.json"
 DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
-# Bytes, enough for some 140,000 tensors; 94 layers of 128 experts have 36,946.
+# Bytes, enough for some 140,000 tensors; a model with 94 layers of 128 experts has 36,946 tensors.
 LARGEST_HEADER = 16 << 20
 EXPERT = ".experts."
 LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.")

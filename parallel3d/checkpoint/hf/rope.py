@@ -69,7 +69,7 @@ def read_rope(
         if beta is None:
             raise rope.error(BETA, None, "it must be a number")
         found["query_temperature"] = float(beta)
-        rope.get("max_position_embeddings", 0, int)  # has no effect
+        rope.get("max_position_embeddings", 0, int)  # accepted, but has no effect
         if beta and "rope_original_length" not in found:
             found["rope_original_length"] = rope.get(ORIGINAL, None, int)
             if found["rope_original_length"] is None:
@@ -99,7 +99,8 @@ def _read_by_kind(
         if kind == THEIR_FULL:
             content = {**content, **(old or {})}
         rope = Keys(content, f"rope_parameters of config.json for {kind}")
-        rope.require("truncate", (True,), True)  # transformers looks for it at the top level
+        # transformers reads this key at the top level only, so that it would have no effect here.
+        rope.require("truncate", (True,), True)
         found[kind] = _read(keys, rope, family, positions, width, base)
         rope.finish()
     by_kind.finish()
@@ -131,7 +132,7 @@ def _read(
         found["rotary_percent"] = _rotary_percent(keys, rope, family, width)
         turned = int(width * found["rotary_percent"])
     if kind == "default":
-        keys.get(ORIGINAL, 0, int)  # has no effect
+        keys.get(ORIGINAL, 0, int)  # accepted, but has no effect
         return found
     return found | _SCALINGS[kind](keys, rope, family, positions, turned)
 
@@ -181,7 +182,7 @@ def _factor(rope: Keys, kind: str, positions: int | None = None, original: int =
 
 
 def _linear(keys: Keys, rope: Keys, family: Family, positions: int, turned: int) -> dict[str, Any]:
-    keys.get(ORIGINAL, 0, int)  # has no effect
+    keys.get(ORIGINAL, 0, int)  # accepted, but has no effect
     return {"rope_scaling": LINEAR, "rope_scaling_factor": _factor(rope, "linear")}
 
 

@@ -53,7 +53,7 @@ class Wrapper:
     tied: bool
 
 
-# model_type of the whole model → its description.
+# model_type of the whole model → its class.
 WRAPPERS = {
     "gemma3": Wrapper(GEMMA3, tied=True),
     "mistral3": Wrapper(MISTRAL, tied=True),
