@@ -1,1 +1,1 @@
-"""Hang reports and health checks."""
+"""Detects hangs, bad gradients, loss spikes and replicas that drift apart, and reports them."""

@@ -13,22 +13,22 @@ from typing import Any, Literal, NamedTuple
 from parallel3d.comm.operation_log import Divergence, LoggedOperation, OperationLog
 from parallel3d.private_names import flight_records
 
-# The device's queue of operations, from the flight recorder of torch's NCCL groups. Waiting for an
-# NCCL handle only orders streams, and the host blocks somewhere later, so the host cannot tell
-# which collective never ends. The recorder has an entry with a state for each queued one.
+# The device's queue of operations comes from the flight recorder of torch's NCCL groups. A wait for
+# an NCCL handle only orders streams, and the host blocks somewhere later, so the host cannot tell
+# which collective never ends. The recorder has an entry with a state for each queued collective.
 
-# Operations of a group kept before its first unfinished one, and from that one on. Ranks compare
-# them one by one.
+# For each group, this many operations before its first unfinished one are kept, and as many from
+# that one on. Ranks compare them one by one.
 KEPT = 8
-WORLD = "default_pg"  # torch's name of the group of all ranks
+WORLD = "default_pg"  # torch's description of the group of all ranks
 MESSAGE = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
 class Queued(NamedTuple):
     """A collective or message that has begun, and whether it has ended.
 
-    On a device `operation.number` is NCCL's count of a group's collectives or of its messages;
-    messages of one batch share a number.
+    On a device, NCCL numbers the collectives of a group and its messages separately, and the
+    messages of one batch share an `operation.number`.
     """
 
     operation: LoggedOperation
@@ -36,22 +36,22 @@ class Queued(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One rank's flight record: `queue` in order of queueing, and the ranks of its groups."""
+    """Flight record of one rank: its operations in the order of queueing, and its groups' ranks."""
 
     queue: tuple[Queued, ...]
     ranks: dict[str, tuple[int, ...]]
 
 
 def take_flight_record() -> str:
-    """Returns the recorder's content for all groups of this process, as JSON."""
-    # Finished operations are included: a rank with a smaller tensor may have got past the call.
+    """Returns the flight recorder's content for all groups of this process, as JSON."""
+    # Finished operations are included: a rank with a smaller tensor may have finished the call.
     records = flight_records()
     used = (text for text in records if json.loads(text).get("entries"))
     return next(used, records[0])
 
 
 def read_flight_record(text: str, known: Mapping[str, tuple[int, ...]]) -> Record:
-    """Parses the newest NCCL entries. Raises KeyError or ValueError for another format."""
+    """Parses the newest NCCL entries. Raises KeyError or ValueError for an unknown format."""
     content = json.loads(text)
     ranks = dict(known)
     for group in content.get("pg_config", {}).values():
@@ -69,10 +69,10 @@ def _name(name: str, desc: str) -> str:
 
 
 def _without_batches(entries: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], bool]]:
-    """Returns (entry, whether it is done) without the entries of batches.
+    """Returns pairs (entry, whether it is done), without the entries of batches.
 
-    Each message of a batch has an entry whose state is never updated; the batch's own entry, which
-    follows, has the state of all.
+    Each message of a batch has an entry whose state is never updated. The entry of the batch, which
+    follows them, has the state of them all.
     """
     found: list[tuple[dict[str, Any], bool]] = []
     for entry in entries:
@@ -108,8 +108,7 @@ def _operation(entry: dict[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> L
 
 
 def _newest(queue: list[Queued]) -> tuple[Queued, ...]:
-    """Keeps, for each group, `KEPT` operations before its first unfinished one and `KEPT` from
-    it."""
+    """Returns the operations near each group's first unfinished one, as `KEPT` says."""
     places: dict[str, list[int]] = defaultdict(list)
     for i, queued in enumerate(queue):
         places[queued.operation.group].append(i)
@@ -122,12 +121,12 @@ def _newest(queue: list[Queued]) -> tuple[Queued, ...]:
 
 
 def of_host(log: OperationLog) -> tuple[Queued, ...]:
-    """Returns the newest operations that the host has begun; it waits for at most one of them."""
+    """Returns the newest operations that the host has begun; at most one of them is unfinished."""
     waiting = log.waiting
     return tuple(Queued(operation, operation != waiting) for operation in log.latest(20))
 
 
-# States of ranks
+# States of the ranks.
 
 
 Kind = Literal["dead", "shape", "missing", "unknown"]
@@ -135,18 +134,20 @@ Kind = Literal["dead", "shape", "missing", "unknown"]
 
 @dataclass(frozen=True)
 class RankState:
-    """The activity of one rank when it was asked.
+    """Activity of one rank when it was asked.
 
     Attributes:
-        who: "rank 3 (pp 0, dp 1, tp 1) on host".
-        phase: "train step 12".
+        who: name of the rank, such as "rank 3 (pp 0, dp 1, tp 1) on host".
+        phase: phase of the run, such as "train step 12".
         place: innermost line of this package on the rank's stack; "" if there is none.
-        blocked: function of torch.distributed in which the rank is; "" if in none.
+        blocked: function of torch.distributed in which the rank is; "" if it is in none.
         waited_s: seconds without progress.
-        ranks: group → its ranks.
-        divergence: first difference from the preceding step; see `OperationLog.divergence`.
-        queue: newest operations begun by the host, or with `on_device` by the device.
-        device_queue: operations queued on the device, in order; None without a record.
+        ranks: ranks of each group by its name.
+        divergence: first difference from the preceding step (`OperationLog.divergence`); None if
+            there is none.
+        queue: newest operations that the host has begun, or the device if `on_device` is True.
+        device_queue: operations queued on the device, in order; None without a flight record.
+        on_device: whether `queue` is the device's.
     """
 
     rank: int
@@ -163,7 +164,7 @@ class RankState:
 
     @property
     def stuck(self) -> LoggedOperation | None:
-        """The operation in which the rank waits: the first that has not ended."""
+        """Returns the operation in which the rank waits: the first that has not ended, or None."""
         return next((q.operation for q in self.queue if not q.is_done), None)
 
     @property
@@ -180,7 +181,7 @@ class RankState:
         return set(self.ranks.get(operation.group, ())) - {self.rank}
 
     def doing(self) -> str:
-        """Returns "waits in all_reduce 5 of dp (float32[8])", or where its code is."""
+        """Returns a clause such as "waits in all_reduce 5 of dp (float32[8])"."""
         if self.stuck is not None:
             return f"waits {'on its device ' if self.on_device else ''}in {self.stuck}"
         if self.blocked:
@@ -188,13 +189,13 @@ class RankState:
         return f"is in {self.phase}{self.place}, in no operation"
 
     def waits(self) -> str:
-        """Describes this rank's wait, for a diagnosis in which it is the witness."""
+        """Returns a clause about this rank's wait, as evidence against another rank."""
         return f"rank {self.rank} {self.doing()} in {self.phase}, for {self.waited_s:.0f} s"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The cause of a hang; `ranks` are at fault."""
+    """Cause of a hang: its kind, the ranks at fault, and a sentence for the user."""
 
     kind: Kind
     ranks: tuple[int, ...]
@@ -202,7 +203,7 @@ class Diagnosis:
 
 
 def to_json(state: RankState) -> dict[str, Any]:
-    """Returns JSON for the store; named tuples become lists."""
+    """Converts a state to JSON for the store, which turns named tuples into lists."""
     return dict(vars(state))
 
 
@@ -220,20 +221,22 @@ def from_json(content: dict[str, Any]) -> RankState:
     return RankState(**content)
 
 
-# Diagnosis. Kinds of hangs:
-# dead        a rank does not answer: its process is stopped or gone, or its host out of reach
-# shape       ranks are in the same operation of a group, with different tensors or calls
-# missing     a rank did not come to an operation in which others wait: it is elsewhere
+# Diagnosis. A hang has one of these kinds:
+# dead        A rank does not answer: its process is stopped or gone, or its host is unreachable.
+# shape       Ranks are in the same operation of a group, but with different tensors or calls.
+# missing     A rank did not come to an operation in which others wait, as it is elsewhere.
+# unknown     The states of the ranks do not show a rank at fault.
 #
-# If two ranks wait in different places, either may be at fault. But training repeats itself: if
-# one rank's operations differ from its last step's and the other's do not, the former is at fault.
+# If two ranks wait in different places, either may be at fault. But training repeats itself: if one
+# rank's operations differ from those of its last step and the other's do not, the first rank is at
+# fault.
 
 
 UNEVEN = ("all_to_all", "alltoall", "scatter")  # their tensors may differ in size between ranks
 
 
 def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]) -> Diagnosis:
-    """Returns the diagnosis; `silent`: rank → (who it is, why it does not answer)."""
+    """Returns the diagnosis; `silent` has the name of each silent rank, and why it is silent."""
     if silent:
         return _dead(states, silent)
     on_devices = {
@@ -241,13 +244,13 @@ def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, st
         for rank, state in states.items()
         if state.device_queue is not None
     }
-    # With NCCL the devices wait; the hosts run on until they read a value back, and look equal.
+    # With NCCL, the devices wait. The hosts run on until they read a value, so they look alike.
     if len(on_devices) == len(states) and any(state.stuck for state in on_devices.values()):
         states = on_devices
     if (found := _diverged(states) or _other_tensor(states)) is not None:
         return found
-    # In a ring, not every waiting rank leads to the missing one: its neighbours do, but further
-    # away both messages of a batch have met their peers.
+    # In a ring, not every waiting rank leads to the missing rank. The neighbours of that rank do;
+    # ranks further away wait for peers that have come to the same messages.
     longest = sorted(states.values(), key=lambda s: (s.stuck is None, -s.waited_s))
     ways = (_absent(states, state) for state in longest if state.stuck is not None)
     return next(filter(None, ways), None) or _elsewhere(states) or _unknown(states, longest[0])
@@ -263,7 +266,7 @@ def _dead(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, str]]
 
 
 def _witness(states: Iterable[RankState], ranks: Iterable[int]) -> RankState:
-    """Returns the rank that has waited longest for one of `ranks`, else any."""
+    """Returns the rank that has waited longest for one of `ranks`, or else any waiting rank."""
     blamed = set(ranks)
 
     def key(state: RankState) -> tuple[bool, bool, float]:
@@ -273,7 +276,7 @@ def _witness(states: Iterable[RankState], ranks: Iterable[int]) -> RankState:
 
 
 def _diverged(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """Finds a rank that diverged from its own last step, if others did not."""
+    """Finds a rank that diverged from its own last step, unless all ranks did."""
     odd = [s for s in states.values() if s.divergence is not None]
     if not odd or len(odd) == len(states):
         return None
@@ -288,7 +291,7 @@ def _diverged(states: Mapping[int, RankState]) -> Diagnosis | None:
 
 
 def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """Finds a rank with another tensor than the others, even if it got past the operation."""
+    """Finds a rank with another tensor than the others, even if it has finished the operation."""
     for state in states.values():
         mine = state.stuck
         if mine is None or mine.peer is not None or mine.name.startswith(UNEVEN):
@@ -298,7 +301,7 @@ def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
         others = [rank for rank, found in theirs.items() if not found.is_same_call(mine)]
         if not others:
             continue
-        # The rarer call is at fault; if both are equally frequent, the later rank's call.
+        # The rarer call is at fault; if both are equally frequent, the one other than `mine`.
         same = [rank for rank, found in theirs.items() if found.is_same_call(mine)]
         odd, usual = (same, others) if len(same) < len(others) else (others, same)
         blamed, witness = states[odd[0]], states[usual[0]]
@@ -314,9 +317,9 @@ def _entry(state: RankState, wanted: LoggedOperation) -> LoggedOperation | None:
 
 
 def _absent(states: Mapping[int, RankState], first: RankState) -> Diagnosis | None:
-    """Follows the chain from a waiting rank to the rank that it awaits, and so on.
+    """Follows the chain from a waiting rank to a rank that it waits for, and so on.
 
-    Returns None if all awaited ranks have come to an operation of the chain.
+    Returns None if, at some point of the chain, all awaited ranks have come to the operation.
     """
     path = [first]
     while path[-1].stuck is not None and path[-1] not in path[:-1]:
@@ -329,7 +332,7 @@ def _absent(states: Mapping[int, RankState], first: RankState) -> Diagnosis | No
         path.append(min(late, key=lambda s: s.is_waiting))
     before, state = path[-2:]
     if state.stuck is not None:
-        # A cycle. A rank that has begun the operation of its predecessor only waits for its turn.
+        # This is a cycle. A rank that has begun the operation of its predecessor is not at fault.
         cycle = path[path.index(state) :]
         skipped = [(b, s) for b, s in pairwise(cycle) if not _has_begun(s, b)]
         if len(skipped) != 1:
@@ -374,7 +377,7 @@ def _has_begun(state: RankState, other: RankState) -> bool:
 
 
 def _elsewhere(states: Mapping[int, RankState]) -> Diagnosis | None:
-    """Finds a rank that waits for nobody while others wait in operations missing from the log."""
+    """Finds a rank that does not wait while others wait in operations that are not logged."""
     away = [s for s in states.values() if not s.is_waiting]
     if not away or len(away) == len(states):
         return None

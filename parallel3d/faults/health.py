@@ -1,4 +1,4 @@
-"""Checks health after each step: skipped steps, loss spikes, replicas that drifted apart."""
+"""Checks a run's health after each step: skipped steps, loss spikes, replicas that drift apart."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from parallel3d.run.failure import who
 from parallel3d.text import count
 from parallel3d.trainer import StepResult, Trainer
 
-SPIKE_WINDOW = 50  # a loss is compared with the median of this many steps
-SPIKE_PAUSE = 10  # number of steps after a reported spike without another report
-# number of bytes → dtype
+SPIKE_WINDOW = 50  # number of steps with whose median a loss is compared
+SPIKE_PAUSE = 10  # number of steps after a reported spike in which no other is reported
+# integer types by their number of bytes
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class Health:
-    """Checks of a run's health on one rank; `say` logs a sentence for the user."""
+    """Checks the health of a run on one rank; `say` logs a sentence for the user."""
 
     trainer: Trainer
     checkpoints: Checkpoints
@@ -41,9 +41,9 @@ class Health:
     last_spike: int = -SPIKE_PAUSE
 
     def after_step(self, result: StepResult) -> None:
-        """Checks a step and rolls back if due. Raises TrainingFailure, on all ranks together."""
+        """Checks a step. After too many skips, all ranks roll back or raise TrainingFailure."""
         settings = self.trainer.config.recovery
-        if result.loss is not None:  # a batch without a token to learn does not count
+        if result.loss is not None:  # None: the batch had no token to learn, so nothing is checked
             self._check_step(result, result.loss)
         if settings.drift_every and result.step % settings.drift_every == 0:
             self.compare_replicas(result.step)
@@ -57,7 +57,7 @@ class Health:
             self._check_for_spike(result.step, loss)
 
     def _is_lost(self, result: StepResult, loss: float) -> bool:
-        """Returns whether a step was skipped for another reason than fp16's search for a loss
+        """Returns whether a step was skipped for a reason other than the search for fp16's loss
         scale."""
         scale, config = self.trainer.loss_scale, self.trainer.config.precision
         finds_scale = scale.is_dynamic and scale.scale > config.min_loss_scale
@@ -79,7 +79,7 @@ class Health:
         steps = trainer.steps_done
         samples = trainer.consumed_samples
         step = self.checkpoints.restore(trainer) - 1
-        # The counts of steps and samples are kept: the samples that led here are skipped.
+        # The counts of steps and samples stay, so that the samples that led here are skipped.
         trainer.steps_done = steps
         trainer.consumed_samples = samples
         if trainer.groups.rank == 0:
@@ -103,11 +103,13 @@ class Health:
         self.losses.append(loss)
 
     def compare_replicas(self, step: int) -> None:
-        """Logs parameters and routers' biases whose bits differ between ranks that should hold
-        equal copies."""
+        """Compares the copies of parameters and of routers' biases between ranks, bit by bit.
+
+        The first difference in each group of ranks is logged.
+        """
         trainer = self.trainer
         if trainer.config.zero >= 2:
-            return  # sharded: no two ranks hold the same elements
+            return  # parameters are sharded: no two ranks hold the same elements
         held: dict[Group, dict[str, Tensor]] = {}
         for name, parameter in trainer.parameters.items():
             spec = spec_of(parameter)
@@ -133,7 +135,7 @@ class Health:
         for name, *values in zip(held, *everyone, strict=True):
             if len(set(values)) > 1:
                 self.say(f"step {step}: {self._drift(name, values, group)}")
-                return  # only the first in the model's order: later differences follow from it
+                return  # only the first in the model's order, which may cause the others
 
     def _drift(self, name: str, values: list[int], group: Group) -> str:
         layout = self.trainer.groups.layout
@@ -147,10 +149,12 @@ class Health:
 
 
 def bit_sum(parameter: Tensor) -> Tensor:
-    """Returns the sum of a tensor's bits, read as integers, in int64; one flipped bit changes
-    it."""
+    """Returns the sum of a tensor's elements, read as integers, in int64.
+
+    A single flipped bit changes the sum.
+    """
     flat = parameter.detach().reshape(-1)
-    # The widest fitting integers are used: summing narrow ones is ten times slower on a CPU.
+    # The widest integers that fit are used, as a CPU sums narrow ones ten times more slowly.
     width = next(w for w in (8, 4, 2, 1) if flat.nbytes % w == 0)
     if flat.storage_offset() * flat.itemsize % width:
         flat = flat.clone()
@@ -167,7 +171,7 @@ def _bad_gradients(trainer: Trainer) -> Iterator[str]:
 
 
 def first_bad_gradient(trainer: Trainer) -> str:
-    """Describes the first non-finite gradient in the model's order, in a clause; collective."""
+    """Returns a clause about the model's first gradient that is not finite; collective."""
     groups, order = trainer.groups, list(trainer.parameters)
     bad = sorted({order.index(name) for name in _bad_gradients(trainer)})
     found = None
@@ -177,7 +181,7 @@ def first_bad_gradient(trainer: Trainer) -> str:
         name = pieces[0].name if pieces else order[bad[0]]
         state = "" if bool(parameter.isfinite().all()) else ", which is itself not finite"
         place = who(groups.layout, groups.rank)
-        # The minimum is by stage, then by place in the stage, then by rank.
+        # The minimum is by stage, then by position in the stage, then by rank.
         found = (groups.pp.index, bad[0], groups.rank, f"{name} on {place}{state}")
     of_ranks = all_gather_json(found, groups.world.handle, trainer.device)
     known = [entry for entry in of_ranks if entry is not None]

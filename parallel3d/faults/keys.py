@@ -1,4 +1,4 @@
-"""Keys of failures: how they are detected, and what follows."""
+"""Declares the keys that say how failures are detected and handled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel3d.config.values import (
 
 @dataclass
 class RecoveryConfig:
-    """Detection of failures, and reactions to them."""
+    """Detection and handling of failures."""
 
     RESUME: ClassVar[str] = FREE
     max_restarts: int = key(
@@ -55,7 +55,7 @@ class RecoveryConfig:
 
 @dataclass
 class PreflightKeys:
-    """The check of the groups before the first step."""
+    """Key of the check of all groups before the first step."""
 
     preflight: bool = key(
         False, "probe every group before step 1 and name what is slow", resume=FREE

@@ -1,4 +1,4 @@
-"""Watches a rank: notices a hang, writes the hang report, and ends the run."""
+"""Watches a rank: detects a hang, writes the hang report, and ends the run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def work_stack() -> Stack:
     main = _stack(frames.get(threading.main_thread().ident or 0))
     if not main or main[-1][2] != BACKWARD_FRAME:
         return main
-    # A dummy stands for a thread of another library that has called Python.
+    # A dummy thread stands for a thread of another library that has called Python.
     dummy = threading._DummyThread
     known = {t.ident for t in threading.enumerate() if not isinstance(t, dummy)}
     others = (_stack(frame) for ident, frame in frames.items() if ident not in known)
@@ -67,8 +67,8 @@ def _stack(frame: FrameType | None) -> Stack:
 
 
 def in_torch_distributed(stack: Stack) -> str:
-    """Returns the function of torch.distributed in which the stack ends; "" if it ends
-    elsewhere."""
+    """Returns the function of torch.distributed in which the stack ends, or "" if there is
+    none."""
     name = ""
     for file, _, function in reversed(stack):
         if "/torch/distributed/" not in Path(file).as_posix():
@@ -78,35 +78,39 @@ def in_torch_distributed(stack: Stack) -> str:
 
 
 KEY = "parallel3d/hang"
-LOOK_S = 1.0  # interval of the thread's checks; a quarter of the time-out if that is shorter
-RECORD_S = 1.0  # a flight recorder that takes longer is itself blocked by the hang
+LOOK_S = 1.0  # interval of the checks in s, or a quarter of the time-out if that is shorter
+RECORD_S = 1.0  # a flight recorder that takes longer is blocked by the hang itself
 STORE_S = 3.0  # a store that takes longer counts as unreachable
 ANSWER_S = 3.5  # ranks that have not answered after this are silent
 RECORD_FILE_S = 3.0  # a file system that takes longer for a small file counts as dead
-DUMP_S = 3.0  # extra time for files still being written after the diagnosis
-# The other ranks end after this time even without a diagnosis by the first.
+DUMP_S = 3.0  # extra time after the diagnosis for files that are still being written
+# After this time, the other ranks end even if the first rank has sent no diagnosis.
 DIAGNOSIS_S = ANSWER_S + DUMP_S + RECORD_FILE_S + 1.0
-PAUSED_TIMEOUTS = 3.0  # a paused rank counts as hanging after this many time-outs without work
-END_S = 30.0  # more than all of the above: the process then ends without a report
+PAUSED_TIMEOUTS = 3.0  # a paused rank hangs after this many time-outs without work
+END_S = 30.0  # more than all of the above; then the process ends without a report
 
-# The diagnosis, on the rank that logs it, and processes (pid, born) of this host to kill.
+# The diagnosis (None on ranks that do not log it), and the processes (pid, start time) of this host
+# that must be killed.
 Found = tuple[hang.Diagnosis | None, list[tuple[int, int]]]
 
 
 @dataclass
 class Watchdog:
-    """Watches one rank, in a thread, from `start` to `stop`.
+    """Watches one rank in a thread, from `start` to `stop`.
 
     The thread checks that the rank's operation log grows; as long as it does, nothing is written
-    or sent. Without progress for `timeout_s`, all ranks send their states through the store and
-    dump their stacks into the run directory, and the first of them logs the diagnosis
-    (`hang.diagnose`). If a rank does not answer (a stopped process cannot run its thread), a rank
-    on the same host inspects /proc.
+    or sent. After `timeout_s` without progress, all ranks send their states through the store and
+    dump their stacks into the run directory, and the first rank to do so logs the diagnosis
+    (`hang.diagnose`). If a rank does not answer, as a stopped process cannot, a rank on the same
+    host inspects its /proc.
 
-    The time-out of the run's collectives is `collective_s`.
+    If the launcher holds the store (our own launcher, torchrun), the store outlives a stopped rank.
+    Under srun rank 0 holds it, and if the store does not answer, rank 0 is at fault.
 
-    The store (None for a world of one) outlives a stopped rank if the launcher holds it (our own,
-    torchrun). Under srun rank 0 holds it: if the store does not answer, rank 0 is at fault.
+    Attributes:
+        store: the store of the world; None in a world of one rank.
+        timeout_s: seconds without progress that count as a hang.
+        collective_s: time-out of the run's collectives in seconds.
     """
 
     layout: Layout
@@ -120,8 +124,8 @@ class Watchdog:
     _thread: threading.Thread | None = None
     _idle_s: float = 0.0
     _code: int = 1
-    _keeper: dict[str, Any] | None = None  # rank 0's process, which may hold the store
-    _silent: list[int] | None = None  # only set on the rank that logs the diagnosis
+    _keeper: dict[str, Any] | None = None  # process of rank 0, which may hold the store
+    _silent: list[int] | None = None  # None except on the diagnosing rank
 
     @property
     def log(self) -> OperationLog:
@@ -130,12 +134,12 @@ class Watchdog:
     def start(self) -> None:
         """Sends this process's identity to the other ranks, and begins to watch.
 
-        Waits for the identity of rank 0, which may hold the store: once it is stopped, nobody could
-        ask for it.
+        It waits for the identity of rank 0, which may hold the store: once rank 0 has stopped,
+        nobody can ask the store for it.
         """
         if self.store is not None:
-            theirs: Any = self.store  # Any: some of torch's stubs lack `clone`
-            self.store = theirs.clone()  # the main thread's calls may block the original connection
+            theirs: Any = self.store  # Any: some type stubs of torch lack `clone`
+            self.store = theirs.clone()  # calls of the main thread may block the connection
             self.store.set_timeout(timedelta(seconds=STORE_S))
             me = {"pid": os.getpid(), "born": born(os.getpid()), "host": socket.gethostname()}
             put(self.store, f"{KEY}/process/{self.worker.rank}", me)
@@ -151,10 +155,10 @@ class Watchdog:
             self._thread.join()
 
     def pause(self) -> None:
-        """Allows a time without collectives; the rank still answers others.
+        """Allows the rank to spend time without collectives; it still answers other ranks.
 
-        A hanging file system is noticed if this process has not computed for `PAUSED_TIMEOUTS`
-        time-outs, and for launch.timeout_s at least.
+        A hang, for example of a file system, is still detected: it is assumed when this process has
+        not computed for `PAUSED_TIMEOUTS` time-outs, but at least for launch.timeout_s.
         """
         self._paused = True
 
@@ -162,19 +166,18 @@ class Watchdog:
         self._paused = False
 
     def timed_out(self) -> None:
-        """Reports a hang because the main thread's own wait has timed out. Does not return."""
+        """Reports a hang, because a wait of the main thread has timed out. Does not return."""
         self._idle_s = max(self._idle_s, self.timeout_s)
         self._report()
 
     @property
     def _paused_limit_s(self) -> float:
-        """Seconds without work after which a paused rank hangs, at least a collective's
-        time-out."""
+        """Returns the seconds without work after which a paused rank counts as hanging."""
         return max(PAUSED_TIMEOUTS * self.timeout_s, self.collective_s)
 
     @property
     def is_reporting(self) -> bool:
-        """Whether the process is about to end; later errors are consequences."""
+        """Returns whether a hang is being reported; later errors are its consequences."""
         return self._reporting.locked()
 
     def _watch(self) -> None:
@@ -185,7 +188,7 @@ class Watchdog:
             now = time.monotonic()
             paused = self._paused
             state = (self.log.progress, self.worker.phase, computed() if paused else 0.0)
-            # A gap means that this process itself was stopped, so no other rank hangs.
+            # A gap between checks means that this process itself was stopped: no other rank hangs.
             if state != seen or now - looked > 5 * interval + 1:
                 seen, moved = state, now
             self._idle_s = now - moved
@@ -196,19 +199,20 @@ class Watchdog:
             looked = time.monotonic()
 
     def _is_asked(self) -> bool:
-        """Returns whether another rank, which has waited longer, asks for states."""
+        """Returns whether another rank, which has waited longer, asks for all states."""
         store = self.store
         if store is None:
             return False
-        # If the store does not answer, this rank's own time-out will come.
+        # If the store does not answer, this rank reports at its own time-out.
         return within(STORE_S, lambda: store.check([f"{KEY}/asked"]), False)
 
     def _report(self) -> NoReturn:
-        """Sends the state, dumps stacks and diagnoses or waits; always ends the process."""
+        """Writes the hang report and ends the process, whatever happens."""
         with self._reporting:
             try:
-                # This thread runs outside of Python: the recorder may hold the interpreter's lock
-                # while it waits. It prints before it ends the process, and stderr may hang, too.
+                # faulthandler's thread ends the process even if the flight recorder waits while it
+                # holds the interpreter's lock. It prints first, so it must not print to stderr,
+                # which may hang too.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 faulthandler.dump_traceback_later(END_S, exit=True, file=nowhere)
                 self._write_report()
@@ -237,7 +241,7 @@ class Watchdog:
             rank, phase = diagnosis.ranks[0], self.worker.phase
             self._log_failure(failure.of_rank(self.layout, rank, error, "hang", phase))
         within(STORE_S, self._release, None)
-        for process in pids:  # last, as a kill may make this rank's main thread fail
+        for process in pids:  # last, because a kill may make this rank's main thread fail
             kill(*process)
 
     def _dump(self, record: str | None) -> None:
@@ -250,11 +254,11 @@ class Watchdog:
         for path, write in writes.items():
             try:
                 write(path)
-            except Exception as error:  # such as a full disk; the diagnosis does not need the file
+            except Exception as error:  # such as a full disk; the diagnosis needs no file
                 print_line(f"{path} could not be written ({error})")
 
     def _log_failure(self, failed: failure.RankFailure) -> None:
-        """Records the failure, and logs it unless our own launcher will log it last."""
+        """Records the failure, and logs it unless our own launcher will log it at the end."""
         by_launcher = self.worker.launcher == "local" and self.worker.world_size > 1
 
         def is_recorded() -> bool:
@@ -289,10 +293,9 @@ class Watchdog:
         )
 
     def _agree(self, state: hang.RankState) -> Found:
-        """Sends this rank's state; the first rank to do so collects all states and diagnoses the
-        hang.
+        """Sends this rank's state; the first rank to do so collects all states and diagnoses them.
 
-        The others wait for its `_release`: when one rank ends, launchers end all others.
+        The other ranks wait for its `_release`, because launchers end all ranks when one ends.
         """
         if self.store is None:
             return hang.diagnose({state.rank: state}, {}), []
@@ -317,7 +320,7 @@ class Watchdog:
         return diagnosis, self._to_kill(self._silent)
 
     def _release(self) -> None:
-        """Lets the other ranks end, once the diagnosis is logged."""
+        """Lets the other ranks end; it is called after the diagnosis was logged."""
         if self.store is not None and self._silent is not None:
             put(self.store, f"{KEY}/diagnosis", self._silent)
 
@@ -327,23 +330,25 @@ class Watchdog:
         return get(self.store, key) if self.store.check([key]) else None
 
     def _inspect(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
-        """Returns a silent rank's name, and why it does not answer (by /proc, if on this host)."""
+        """Returns a silent rank's name, and why it does not answer; on this host /proc tells."""
         if process is None:
             return failure.who(self.layout, rank), "has not started to train"
         return failure.who(self.layout, rank, process["host"]), why_silent(process)
 
     def _to_kill(self, silent: list[int]) -> list[tuple[int, int]]:
-        """Returns silent processes of this host and job; a stopped one would outlive the job."""
+        """Returns this job's silent processes on this host; stopped ones would outlive the job."""
         return of_this_job([self._process(rank) for rank in silent])
 
     def _without_store(self, state: hang.RankState) -> Found:
-        """Diagnoses the hang from this rank alone. Only the first rank of a host that can log does
-        so."""
+        """Diagnoses the hang from this rank's state alone, as the store does not answer.
+
+        On each host, only the first rank that can log does so.
+        """
         who, why = self._inspect(0, self._keeper)
         here = of_this_job([self._keeper])
         is_here = self._keeper is not None and self._keeper["host"] == socket.gethostname()
         if self.worker.local_rank != int(is_here):
-            time.sleep(DUMP_S + RECORD_FILE_S)  # meanwhile the first logs it
+            time.sleep(DUMP_S + RECORD_FILE_S)  # meanwhile, the first rank logs it
             return None, here
         why += ", and the store that it holds does not answer"
         return hang.diagnose({state.rank: state}, {0: (who, why)}), here
@@ -361,7 +366,7 @@ def computed() -> float:
 def start_watchdog(
     layout: Layout, worker: Worker, recovery: RecoveryConfig, collective_s: float
 ) -> Watchdog:
-    """Starts this rank's watchdog, paused; its default time-out is below a collective's."""
+    """Starts this rank's watchdog, paused; its default time-out is shorter than a collective's."""
     timeout_s = recovery.watchdog_s or 0.9 * collective_s
     watchdog = Watchdog(layout, worker, worker.store, timeout_s, collective_s)
     watchdog.pause()

@@ -1,1 +1,1 @@
-"""Provides scripts with groups, pipelines of any modules, gradient norms and checkpoints."""
+"""Provides process groups, pipelines, gradient norms and checkpoints for a user's own script."""

@@ -1,4 +1,4 @@
-"""Clips and sums gradients of a model that is split over ranks, and compares its replicas."""
+"""Clips and sums the gradients of a model that is split over ranks; compares its replicas."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from parallel3d.private_names import backward_hooks, foreach_mul_, is_of_fsdp1
 from parallel3d.tensor_parallel.layers import ShardedModule
 from parallel3d.tensor_parallel.mappings import reduce_from_tensor_parallel
 
-SAME = 1e-3  # relative difference up to which copies of a gradient count as equal
-NOISE = 1e-5  # share of the whole norm below which a gradient may be rounding noise, and may differ
+SAME = 1e-3  # maximum relative difference at which copies of a gradient count as equal
+NOISE = 1e-5  # share of the whole norm below which copies may differ, as rounding noise does
 
 
 @torch.no_grad()
@@ -38,31 +38,35 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips gradients by their norm over the whole model, like `torch.nn.utils.clip_grad_norm_`.
 
-    Each parameter of the model counts once: shards of the tensor-parallel layers and of PyTorch's
-    DTensors (`fully_shard`) are summed over their ranks, and stages of a `Pipeline` over its group;
-    of copies on several ranks one counts. All ranks get the same norm and clip by it. Gradients
-    must be complete: averaged over data parallelism (`DistributedDataParallel`, `Pipeline(dp=…)`),
-    and summed where `sum_gradients_over` is needed.
+    Each parameter of the model counts once: shards of tensor-parallel layers and of PyTorch's
+    DTensors (`fully_shard`) are summed over their ranks, the stages of a `Pipeline` are summed over
+    its group, and only one copy of a replicated parameter counts. All ranks get the same norm, and
+    scale their gradients by it. The gradients must be complete: averaged over the data-parallel
+    ranks (`DistributedDataParallel`, `Pipeline(dp=…)`), and summed where `sum_gradients_over` is
+    needed.
 
-    Collective over the groups that the parameters are split over; they are found from the
-    parameters. Every rank calls it with its own part of the same parameters.
+    The call is collective over the groups over which the parameters are split; it finds these
+    groups from the parameters. Every rank passes its own part of the same parameters.
 
     Args:
-        parameters: any iterable of parameters, or one.
+        parameters: parameters, or a single one.
         max_norm: gradients are multiplied by min(1, max_norm / (norm + 1e-6)).
         norm_type: p of the p-norm, above 0, or inf.
-        error_if_nonfinite: raise RuntimeError, on every rank, if the norm is not finite.
-        foreach: ignored; the kernels for lists of tensors are always used.
+        error_if_nonfinite: whether to raise RuntimeError, on every rank, if the norm is not finite.
+        foreach: ignored, since the multi-tensor kernels are always used.
         groups: further groups over which *all* these parameters are split, such as those of your
-            own pipeline or layers. A rank without parameters must give them too.
+            own pipeline or layers. A rank without parameters must pass them too.
 
-    Returns: the norm before clipping, float64, on the gradients' device.
+    Returns:
+        The norm before clipping, in float64 on the gradients' device.
 
     Raises:
-        UserError: on every rank of the groups, gradients that must be copies and differ, or
-            `groups` over which the gradients are copies. On this rank alone, parameters of a
-            `Trainer` or of FSDP1, which clip gradients themselves; sparse gradients; no parameter
-            in a world of several ranks, which would wait for this one; an invalid number.
+        UserError: on every rank of the groups, if gradients that must be equal copies differ, or if
+            the gradients are copies over one of `groups`. On this rank alone, if a parameter
+            belongs to a `Trainer` or to FSDP1, which clip gradients themselves; if a gradient is
+            sparse; if a number is invalid; or if there is no parameter although the world has
+            several ranks, which would wait for this one.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
     """
     if not float(norm_type) > 0:
         raise UserError(
@@ -93,7 +97,7 @@ def clip_grad_norm_(
 
 
 def _distinct(parameters: Tensor | Iterable[Tensor], has_groups: bool) -> list[Tensor]:
-    """Returns the distinct parameters; refuses those whose gradients cannot be clipped here."""
+    """Returns the distinct parameters; raises UserError if their gradients cannot be clipped."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not listed and not has_groups and dist.is_initialized() and dist.get_world_size() > 1:
         raise UserError(
@@ -122,14 +126,15 @@ def _distinct(parameters: Tensor | Iterable[Tensor], has_groups: bool) -> list[T
 
 @dataclass
 class _Gradient:
-    """A parameter's gradient on this rank.
+    """Gradient of a parameter on this rank.
 
     Attributes:
         local: the tensor to scale; None if the parameter has no gradient here.
-        whole: the tensor to measure: `local` with partial sums completed.
-        start: position of its first element in the flattened parameter.
-        groups: groups that split the parameter, and as the last one the group of its pipeline.
-        state: the parameter's state, with its split over tensor-parallel ranks.
+        whole: the tensor to measure, which is `local` with partial sums completed; None if the
+            parameter has no gradient here.
+        start: position of the first element of `whole` in the flattened parameter.
+        groups: the groups over which the parameter is split, followed by the group of its pipeline.
+        state: the parameter's state, which has its split over tensor-parallel ranks.
         device: the parameter's device.
     """
 
@@ -146,7 +151,7 @@ class _Gradient:
         shards = [] if state.spec is None or state.spec.replicated else [state.tp]
         start, whole, local = 0, grad, grad
         if hasattr(parameter, "placements"):
-            # The import of DTensor takes a second, which models without one should not wait for.
+            # Importing DTensor takes a second, so a model without one does not import it.
             from torch.distributed.tensor import DTensor, Replicate
 
             from parallel3d.private_names import local_shape_and_offset
@@ -167,11 +172,11 @@ class _Gradient:
         return cls(local, whole, start, groups, state, parameter.device)
 
     def runs(self) -> Iterable[tuple[Tensor, bool]]:
-        """Yields parts of the gradient, flat, and whether this rank counts them."""
+        """Yields flat parts of the gradient, each with whether this rank counts it."""
         if self.whole is None or not self.whole.numel():
             return
         flat, spec = self.whole.reshape(-1), self.state.spec
-        if spec is None or spec.replicated:  # `_Norm` counts one of the copies
+        if spec is None or spec.replicated:  # `_Norm` counts only one of several copies
             yield flat, True
             return
         groups = CopyGroups(tp=self.state.tp)
@@ -180,10 +185,11 @@ class _Gradient:
 
 
 class _Norm:
-    """Adds up a norm over ranks; a value is a sum of |g|^p, or the largest |g|, in float64.
+    """Computes a norm over all ranks from partial values in float64: sums of |g|^p, or maxima.
 
     Attributes:
-        wrong: the largest value of copies that differ, or 0, and 1 if a given group has copies.
+        wrong: two numbers: the largest value of copies that differ, or 0 if none differ; and 1 if
+            gradients are copies over one of the user's groups, else 0.
     """
 
     def __init__(self, norm_type: float, device: torch.device) -> None:
@@ -194,14 +200,15 @@ class _Norm:
 
     def of(self, gradients: Sequence[_Gradient], given: Sequence[Group]) -> Tensor:
         """Returns the norm of all gradients, the same on every rank of every group."""
-        known: dict[tuple[int, ...], Group] = {}  # layers may have different groups of equal ranks
+        known: dict[tuple[int, ...], Group] = {}  # layers may have distinct groups of equal ranks
         alike: dict[tuple[tuple[Group, ...], Group], list[_Gradient]] = {}
         for gradient in gradients:
             *split, pipeline = (known.setdefault(g.ranks, g) for g in gradient.groups)
             alike.setdefault((tuple(split), pipeline), []).append(gradient)
         # All ranks of a group that splits tensors hold parts of the same tensors in the same order,
-        # so their collectives match. Stages of a pipeline differ, so they combine one number each
-        # afterwards. Whole copies come first, so that later collectives carry their errors.
+        # so their collectives match. The stages of a pipeline hold different tensors, so each stage
+        # contributes one number afterwards. Replicated parameters come first, so that the later
+        # collectives carry their errors to all ranks.
         splitting = dict.fromkeys(group for shards, _ in alike for group in shards)
         on_stages: dict[Group, list[Tensor]] = {}
         for (shards, pp), members in sorted(alike.items(), key=lambda item: item[0][0] != ()):
@@ -236,7 +243,7 @@ class _Norm:
         return norm_share(counted, rest, self.device, self.norm_type)
 
     def _gathered(self, value: Tensor, group: Group) -> Tensor:
-        """Returns every rank's value, and updates `wrong` with the errors of all of them."""
+        """Returns the values of all ranks, and updates `wrong` with the errors of all ranks."""
         mine = torch.cat((value.view(1), self.wrong)).view(1, 3)
         everyone = collectives.all_gather(mine, group)
         self.wrong = everyone[:, 1:].amax(0)
@@ -246,9 +253,9 @@ class _Norm:
         return values.amax() if self.is_largest else values.sum()
 
     def _copy(self, values: Tensor) -> Tensor:
-        """Returns the first of several copies; not finite if any of them is not."""
+        """Returns the first of several copies, or a value that is not finite if one copy is not."""
         low, high = values.aminmax()
-        differ = high - low > SAME * high  # the comparison is false if they are not finite
+        differ = high - low > SAME * high  # False if they are not finite
         self.wrong[0] = torch.maximum(self.wrong[0], torch.where(differ, high, 0.0))
         return torch.where(high.isfinite(), values[0], high)
 
@@ -270,12 +277,12 @@ class _Norm:
             )
 
 
-# Gradients of parameters that are replicated on tensor-parallel ranks
+# Gradients of parameters that are replicated on tensor-parallel ranks.
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """All-reduces a gradient over a group; used as a hook of its parameter."""
+    """Hook of a parameter that all-reduces its gradient over a group."""
 
     group: Group
 
@@ -287,16 +294,18 @@ class _Sum:
 def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
     """All-reduces the gradients of `module`'s parameters over `group` in every backward.
 
-    A module needs this if its parameters are replicated but it sees only this rank's features, such
-    as a norm of queries and keys between a `ColumnParallelLinear` and a `RowParallelLinear`:
-    without the sum each rank has the gradient of its own heads only. A gradient is summed once per
-    backward, before anything else reads it (`DistributedDataParallel` included).
+    A module needs this if its parameters are replicated, but its input contains only this rank's
+    features. An example is a norm of queries and keys between a `ColumnParallelLinear` and a
+    `RowParallelLinear`: without the sum, each rank has only the gradient from its own heads. A
+    gradient is summed once per backward, before anything else reads it, such as
+    `DistributedDataParallel`.
 
-    Call it once, before the first backward. Backwards are then collective over `group`.
+    Call it once, before the first backward. Backwards are then collective over `group`; None stands
+    for all ranks.
 
     Raises:
-        UserError: a parameter of a tensor-parallel layer, one that is summed already or under
-            `fully_shard`, or no parameter that requires a gradient. Nothing is changed then.
+        UserError: a parameter belongs to a tensor-parallel layer, is under `fully_shard` or is
+            summed already, or no parameter requires a gradient. Nothing is changed then.
     """
     ranks = group_of(group)
     split = {
@@ -334,25 +343,26 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
 
 
 def check_replicated(module: nn.Module, group: GroupLike = None, tolerance: float = 0.0) -> None:
-    """Compares the replicated parameters of all ranks of `group`; collective, by a broadcast.
+    """Checks that replicated parameters are equal on all ranks of `group`; collective over it.
 
-    Shards of tensor-parallel layers are skipped. Replicas whose gradients are partial (see
-    `sum_gradients_over`) differ from the first optimizer step on.
+    Shards of tensor-parallel layers are skipped. If the gradients of a replicated parameter are
+    only partial (see `sum_gradients_over`), its copies differ from the first optimizer step on.
 
     Args:
         module: the module.
-        group: the group; None: all ranks.
+        group: the group; None stands for all ranks.
         tolerance: allowed difference, relative to the largest value of the parameter.
 
     Raises:
-        RuntimeError: on every rank, with the first parameter that differs and the difference.
+        RuntimeError: on every rank, if a parameter differs. The message has the first such
+            parameter and the difference.
     """
     ranks = group_of(group)
     found: tuple[str, float] | None = None
     device = torch.device("cpu")
     for name, parameter in _replicated_parameters(module):
         device, mine = parameter.device, parameter.detach()
-        if hasattr(mine, "to_local"):  # under `fully_shard` only this rank's rows are compared
+        if hasattr(mine, "to_local"):  # under `fully_shard`, this rank compares only its own rows
             mine = mine.to_local()
         first = mine.clone(memory_format=torch.contiguous_format)
         collectives.broadcast(first, 0, ranks)

@@ -63,25 +63,27 @@ def init(
     timeout_s: float = 600.0,
     shared_memory: bool = True,
 ) -> ProcessGroups:
-    """Returns this process's groups in the grid tp × cp × pp × dp, under torchrun, srun or alone.
+    """Creates the process groups of the grid tp × cp × pp × dp, and returns this process's groups.
 
-    It uses the default process group if torch.distributed is initialised already. Otherwise it runs
-    the launcher's rendezvous, and closes the groups when the script ends. On a host with GPUs each
-    rank's GPU becomes its current device, `groups.device`, where modules and inputs must be.
-    Collective over the world.
+    It works under torchrun and srun, and in a single process. If torch.distributed is initialised
+    already, it uses the default process group. Otherwise it runs the launcher's rendezvous, and
+    closes the groups when the script ends. On a host with GPUs, each rank's GPU becomes its current
+    device, `groups.device`; modules and inputs must be on it. The call is collective over the
+    world.
 
     Args:
-        tp, pp, dp, cp: sizes; one of them may be None and takes the remaining ranks.
-        device: cpu, cuda or auto: GPUs, one per rank, and the CPU only where nothing asks for a
-            GPU.
+        tp, pp, dp, cp: sizes of the dimensions; one of them may be None and gets the remaining
+            ranks.
+        device: cpu, cuda or auto, which takes one GPU for each rank if the host has GPUs. It takes
+            the CPU if there is no GPU and nothing indicates that a GPU is intended.
         order: the dimensions, beginning with the one whose ranks are adjacent.
         timeout_s: timeout of a collective, in seconds.
-        shared_memory: CPU ranks of one host communicate through shared memory.
+        shared_memory: whether CPU ranks of one host communicate through shared memory.
 
     Raises:
-        UserError: on every rank, sizes that do not multiply to the world size or differ between
-            ranks, contradictory variables of a launcher, or two ranks on one GPU. On the hosts
-            concerned, no such device, or GPUs that cannot be used.
+        UserError: on every rank, if the sizes differ between ranks or do not multiply to the world
+            size, if variables of the launcher contradict each other, or if two ranks share a GPU.
+            On the ranks of a host, if the host lacks the device or its GPUs cannot be used.
     """
     own = not dist.is_initialized()
     check_versions(OF_A_SCRIPT)
@@ -133,7 +135,7 @@ def _join_world(requested: str, timeout_s: float) -> torch.device:
 def _check_devices(store: dist.Store, place: RankAssignment, device: torch.device) -> None:
     """Raises UserError on every rank if ranks have different device types, or share a GPU unasked.
 
-    Collective over the world, through its store.
+    The call is collective over the world, through its store.
     """
     mine = [socket.gethostname(), device.type, gpu_of_rank(str(device), os.environ)]
     put(store, f"{GPU_KEY}/{place.rank}", mine)
@@ -155,12 +157,12 @@ def _check_devices(store: dist.Store, place: RankAssignment, device: torch.devic
 def _device_in_world(requested: str) -> torch.device:
     """Returns this rank's device in a world that the script has initialised itself.
 
-    It keeps the device to which the script bound the world, or which it made current; otherwise the
-    rank takes the device of LOCAL_RANK, as PyTorch's own meshes do.
+    It is the device to which the script bound the world, or else the current device if the script
+    uses one already, or else the device with the number LOCAL_RANK, as in PyTorch's own meshes.
 
     Raises:
-        UserError: the world has no backend for `requested`; or GPUs are asked for that are missing
-            or cannot be used, and the script named no backend or one for GPUs.
+        UserError: the world has no backend for the device, or the GPUs that it needs are missing or
+            cannot be used.
     """
     world, kind = dist.get_backend_config(), accelerator_of_world()
     typed = dist.get_backend()
@@ -207,8 +209,10 @@ def _local_ranks() -> int:
 
 
 def _number_of(name: str, default: int) -> int:
-    """Returns a number of the launcher, which may be missing: the script joined the ranks
-    itself."""
+    """Returns a number from a variable of the launcher, or `default` if the variable is not set.
+
+    It is not set if the script joined the ranks without a launcher.
+    """
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else default
 
@@ -264,18 +268,18 @@ def _divides(whole: int, size: int) -> bool:
 
 
 class ScriptEnd:
-    """Closes the groups when the script ends; otherwise their threads abort the dying interpreter.
+    """Closes the groups when the script ends, as their threads would abort an exiting interpreter.
 
-    NCCL destroys a communicator in a collective. A failed rank must not enter it: its peers may
-    wait for this rank in another collective, and both sides would hang.
+    NCCL destroys a communicator collectively. A failed rank must not take part in it: its peers may
+    still wait for it in another collective, and both sides would hang.
 
     A script fails by an uncaught exception, or by `sys.exit` with a code other than 0. A
-    `raise SystemExit` cannot be noticed and counts as success.
+    `raise SystemExit` cannot be detected, and counts as success.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
-        self.code: int | None = None  # exit code of a script that raised
+        self.code: int | None = None  # exit code after an uncaught exception
         self.has_exited = False  # whether it called `sys.exit` with a code other than 0
         self.excepthook = sys.excepthook
         self.exit = sys.exit
@@ -296,13 +300,13 @@ class ScriptEnd:
         self.exit(status)
 
     def close(self) -> None:
-        """Destroys the groups and the world, with all ranks, unless the script has failed."""
+        """Destroys the groups and the world, on all ranks, unless the script has failed."""
         if not dist.is_initialized():
             return
         if self.code is not None:
             leave(self.code)
         if self.has_exited and is_accelerator(self.groups.device):
-            # The exit may have been caught, so the exit code is left to the interpreter.
+            # The script may have caught the exit, so the interpreter sets the exit code.
             from parallel3d.private_names import abort_process_group
 
             abort_process_group()

@@ -1,4 +1,4 @@
-"""Provides pipelines of plain modules: `p3d.Pipeline([block1, block2, head], groups.pp)`."""
+"""Provides pipeline parallelism for plain modules: `p3d.Pipeline([block1, head], groups.pp)`."""
 
 from __future__ import annotations
 
@@ -30,39 +30,40 @@ from parallel3d.schedules.orders import StageAssignment
 from parallel3d.schedules.schedule import LOOPED, V_SHAPED, Schedule, make
 
 LossFn = Callable[..., Tensor]
-Weight = Callable[..., Tensor | float]  # takes a micro-batch's targets
+Weight = Callable[..., Tensor | float]  # a function of a micro-batch's targets
 CPU = torch.device("cpu")
 
 
 class Pipeline(nn.Module):
-    """Cuts consecutive modules into stages on the ranks of a group.
+    """Splits consecutive modules into pipeline stages on the ranks of a group.
 
-    Every rank passes the whole list and keeps its own stages; names of parameters and state dicts
-    are those of `nn.Sequential(*modules)`. All methods are collective over the group. Stages send a
-    tensor, or a tuple of tensors of one floating-point type, whose shapes are the same for all
-    micro-batches of a step.
+    Every rank passes the whole list of modules and keeps its own stages. The names of parameters
+    and the state dicts are those of `nn.Sequential(*modules)`. All methods are collective over the
+    group. Stages send a tensor, or a tuple of tensors of one floating-point type, whose shapes are
+    the same for all micro-batches of a step.
 
     Args:
-        modules: modules in order; each is called with the previous one's result.
+        modules: the modules in order; each is called with the result of the one before.
         group: `groups.pp`, a group of torch.distributed, or None for all ranks.
         loss_fn: function of the last module's output and the targets that returns a mean over the
-            samples; None: the last module returns the loss.
-        weight: function of a micro-batch's targets that returns the divisor of loss_fn's mean, if
-            that differs between micro-batches: `lambda targets: (targets != -100).sum()`. The loss
-            is then the mean over all of these in the batch, and its gradients over all replicas.
-            None: all micro-batches have the same weight.
+            samples. If it is None, the last module returns the loss.
+        weight: function of a micro-batch's targets that returns the number by which loss_fn divides
+            its sum, for a loss_fn that ignores some targets: `lambda targets: (targets !=
+            -100).sum()`. The loss is then the mean over all targets of the batch that count, and
+            the gradients are those of the mean over all replicas. If it is None, all micro-batches
+            have the same weight.
         schedule: gpipe, 1f1b, interleaved, zb_h1, interleaved_zb, zbv or v_half.
-        num_microbatches: micro-batches of a batch.
-        vpp: stages of each rank; None: 2 for schedules with several, else 1.
-        split: number of modules of each stage; None: an even split over the ranks.
-        dp: `groups.dp`, whose pipelines are replicas: they start with the first one's weights, and
-            gradients are averaged over them.
-        shared_memory: CPU ranks of one host exchange through shared memory.
+        num_microbatches: number of micro-batches in a batch.
+        vpp: number of stages of each rank; None stands for 2 if the schedule needs several, else 1.
+        split: number of modules in each stage; None splits them evenly over the ranks.
+        dp: `groups.dp`, whose pipelines are replicas. All replicas start with the weights of the
+            first one, and gradients are averaged over them.
+        shared_memory: whether CPU ranks of one host exchange tensors through shared memory.
         timeout_s: timeout of a message through shared memory, in seconds.
 
     Raises:
-        UserError: on every rank, arguments that differ between ranks, fewer modules than stages,
-            an unknown schedule, or a parameter in stages of two ranks.
+        UserError: on every rank, if arguments differ between ranks, if there are fewer modules than
+            stages, if the schedule is unknown, or if stages of two ranks share a parameter.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Pipeline(nn.Module):
                 self.add_module(str(i), modules[i])
         self.stages, route = stages, P2PRoute(self.group, assignment)
         self.executor = Executor(stages, route, [], self.device, keeps_failures=True)
-        # Connections of each kind of batch; `numbers` maps shapes of the inputs to an index here.
+        # Connections between stages by number; `numbers` has the number for each shape of inputs.
         self.connections: list[Connection] = []
         self.numbers: dict[str, int] = {}
         if self.dp.size > 1 and next(fully_sharded(modules), None) is not None:
@@ -131,45 +132,47 @@ class Pipeline(nn.Module):
                 "gradients already; give no dp, or modules without fully_shard"
             )
         self._mark()
-        if self.dp.size > 1:  # every replica starts from the first one's values
+        if self.dp.size > 1:  # every replica starts with the first one's values
             values = [*(p.detach() for p in self.parameters()), *self.buffers()]
             broadcast_all(values, 0, self.dp)
-        self.averager: GradientAverager | None = None  # averages over dp; created in the first step
+        self.averager: GradientAverager | None = None  # created in the first step with dp
 
     def _mark(self) -> None:
-        """Tells `clip_grad_norm_` the group; repeated, as copies and FSDP2 create new
-        parameters."""
+        """Stores the group in the parameters' state, where `clip_grad_norm_` finds it.
+
+        This is repeated after each step, since copies and FSDP2 create new parameters.
+        """
         for parameter in self.parameters():
             state_of(parameter).pp = self.group
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank reads the inputs."""
+        """Returns whether this rank has the first stage, which reads the inputs."""
         return self.schedule.assignment.place(0)[0] == self.group.index
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank reads the targets and has the outputs."""
+        """Returns whether this rank has the last stage: it reads targets and returns outputs."""
         return self.schedule.assignment.places[-1][0] == self.group.index
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """Runs forwards and backwards of a batch, and adds the gradients of the mean loss to
-        `.grad`.
+        """Runs forward and backward of a batch, and adds the gradients of its mean loss to `.grad`.
 
         Args:
-            inputs: a batch (a tensor or a tuple of tensors), or a list of micro-batches; only the
+            inputs: a batch (a tensor or a tuple of tensors), or a list of micro-batches. Only the
                 rank of the first stage reads it.
-            targets: the targets of loss_fn in the same form; only the rank of the last stage reads
+            targets: the targets of loss_fn in the same form. Only the rank of the last stage reads
                 them.
 
-        Returns: the mean loss over the batch, the same on all ranks of the group; float64.
+        Returns:
+            The mean loss over the batch in float64, which is the same on all ranks of the group.
 
         Raises:
-            UserError: on every rank, a batch that num_microbatches does not divide, or shapes that
-                differ between micro-batches; without `weight`, class weights in loss_fn, or
-                different numbers of ignored targets in the micro-batches.
-            RuntimeError: another rank or another replica failed; gradients are incomplete. The
-                failed rank raises its modules' exception.
+            UserError: on every rank, if num_microbatches does not divide the batch, or if shapes
+                differ between micro-batches; without `weight`, also if loss_fn has class weights,
+                or if the numbers of ignored targets differ between micro-batches.
+            RuntimeError: another rank or another replica failed, so the gradients are incomplete.
+                The failed rank itself raises its modules' exception.
         """
         loss = self._run(inputs, targets, trains=True)
         if self.dp.size > 1:
@@ -187,13 +190,13 @@ class Pipeline(nn.Module):
         self.averager.average()
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """Returns the mean loss, as `step` does, without gradients."""
+        """Returns the mean loss of a batch like `step`, but computes no gradients."""
         return self._run(inputs, targets)
 
     def forward(self, inputs: Any = None) -> Any:
         """Returns the last module's outputs for the whole batch, without gradients.
 
-        Ranks without the last stage get None.
+        Ranks that do not have the last stage return None.
         """
         outputs: dict[int, Any] = {}
         self._run(inputs, None, outputs=outputs)
@@ -205,9 +208,9 @@ class Pipeline(nn.Module):
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the full state dict of all modules on every rank; collective.
+        """Returns the state dict of all modules on every rank; collective over the group.
 
-        Raises UserError, on every rank, for a state that is not a tensor.
+        Raises UserError, on every rank, if an entry is not a tensor.
         """
         if not self.gathers_state or self.group.size == 1:
             return super().state_dict(*args, **kwargs)
@@ -217,7 +220,7 @@ class Pipeline(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads this rank's modules from the state dict of all modules."""
+        """Loads the state of this rank's modules from a state dict of all modules."""
         _, own_modules = tables_of(self)
         others = {str(i) for i in range(self.num_modules)} - set(own_modules)
         own = {k: v for k, v in state_dict.items() if k.partition(".")[0] not in others}
@@ -230,7 +233,7 @@ class Pipeline(nn.Module):
         trains: bool = False,
         outputs: dict[int, Any] | None = None,
     ) -> Tensor:
-        """Runs a batch and returns the mean loss, or fills `outputs` by micro-batch instead."""
+        """Runs a batch and returns its mean loss; fills `outputs` by micro-batch if it is given."""
         count, rank = self.schedule.microbatches, self.group.index
         wants_targets = self.loss_fn is not None and outputs is None
         xs, ys, shares = self._connect(inputs, targets, wants_targets, trains)
@@ -249,8 +252,8 @@ class Pipeline(nn.Module):
         return torch.tensor(losses, dtype=torch.float64).sum() / count
 
     def _loss(self, targets: tuple[Tensor, ...] | None, share: float, out: Any) -> Tensor:
-        """Returns the loss of a micro-batch, times its share."""
-        if share == 0:  # a mean over nothing would be NaN
+        """Returns the loss of a micro-batch, multiplied by the micro-batch's share."""
+        if share == 0:  # a mean over no targets would be NaN
             outputs = out if isinstance(out, tuple | list) else (out,)
             return torch.stack([0 * output.sum() for output in outputs]).sum()
         loss = out if self.loss_fn is None else self.loss_fn(out, *(targets or ()))
@@ -269,9 +272,10 @@ class Pipeline(nn.Module):
     def _connect(
         self, inputs: Any, targets: Any, wants_targets: bool, trains: bool
     ) -> tuple[list[Any], list[Any], Shares]:
-        """Cuts the batch and connects the stages for its shapes; raises an error on all ranks.
+        """Cuts the batch into micro-batches, and connects the stages for its shapes.
 
-        Returns inputs and targets by micro-batch, and the shares.
+        Returns the inputs and the targets of each micro-batch, and the shares. An error is raised
+        on all ranks.
         """
         self.executor.failure = None
         count = self.schedule.microbatches
@@ -312,10 +316,10 @@ class Pipeline(nn.Module):
         return xs, ys, shares
 
     def _shares(self, weights: list[float], trains: bool) -> Shares:
-        """Returns the factors that make the loss a mean over all targets; in training collective
-        over dp.
+        """Returns the factors that make the loss a mean over all targets.
 
-        They correct for the later average over replicas, which counts all replicas equally.
+        Since gradients are later averaged over replicas with equal weights, the replica's factor
+        corrects for its number of targets. In training, the call is collective over dp.
         """
         own = sum(weights)
         everyone = torch.tensor(own, dtype=torch.float64, device=self.device)
@@ -333,7 +337,7 @@ class Pipeline(nn.Module):
         return Shares([w * len(weights) / own for w in weights], own * self.dp.size / total)
 
     def _sends(self, inputs: tuple[Any, ...] | None, trains: bool) -> list[StageOutputs]:
-        """Runs each stage but the last on zeros to find the tensors that it sends; collective."""
+        """Finds the shapes that stages send, by running all but the last once; collective."""
         sends: list[StageOutputs] = []
         for number, (rank, chunk) in enumerate(self.schedule.assignment.places[:-1]):
             facts = None
@@ -361,7 +365,7 @@ class Pipeline(nn.Module):
         return SharedP2P.of_programs(self.programs, self.executor.route, largest, self.timeout_s)
 
     def _exchange(self, value: float, trains: bool, last: bool = False) -> list[float]:
-        """Returns every rank's number; raises on all ranks and replicas if one has failed."""
+        """Returns the numbers of all ranks; raises on all ranks and replicas if one has failed."""
         failure = self.executor.failure
         mine = torch.tensor([[value, float(failure is not None)]], dtype=torch.float64)
         values, flags = collectives.all_gather(mine.to(self.device), self.group).t().tolist()
@@ -391,7 +395,7 @@ Connection = tuple[list[StageOutputs], SharedP2P | None]
 
 @dataclass(frozen=True)
 class Shares:
-    """Weights of losses; all are 1 if all count equally.
+    """Weights of the losses; all are 1 if all micro-batches count equally.
 
     Attributes:
         of_microbatch: weight of each micro-batch in its replica's batch.
@@ -403,8 +407,8 @@ class Shares:
 
 
 def fully_sharded(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yields the parameters of modules under PyTorch's `fully_shard`."""
-    # Importing it takes a second; if FSDP2 is in use, it is imported already.
+    """Yields the parameters of those modules to which PyTorch's `fully_shard` was applied."""
+    # Importing FSDP2 takes a second; if it is in use, it is imported already.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for part in (part for module in modules for part in module.modules()):
         if fsdp is not None and isinstance(part, fsdp.FSDPModule):
@@ -413,7 +417,7 @@ def fully_sharded(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
 
 @dataclass
 class ModuleStage:
-    """Runs consecutive modules; `splits`: whether the schedule defers weight gradients."""
+    """Stage of consecutive modules; `splits` tells whether the schedule defers weight gradients."""
 
     modules: Sequence[nn.Module]
     last: bool
@@ -421,7 +425,7 @@ class ModuleStage:
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters whose weight gradients may be deferred."""
-        # FSDP2 reduces gradients in the backward: one that is added later would be lost.
+        # FSDP2 reduces gradients in the backward, so a gradient that is added later would be lost.
         sharded = set(fully_sharded(self.modules))
         own = (p for module in self.modules for p in module.parameters())
         return [p for p in own if p not in sharded]
@@ -438,8 +442,14 @@ class ModuleStage:
         end: Callable[[Any], Tensor],
         scale: Tensor | None,
     ) -> Any:
-        """Runs the stage. `inputs`: the inputs of the first stage. `end`: maps the last outputs to
-        the loss."""
+        """Runs the stage.
+
+        Args:
+            x: the tensors from the preceding stage; None on the first stage.
+            inputs: the inputs of a micro-batch, for the first stage.
+            end: function of the last stage's outputs that returns the loss.
+            scale: factor of the loss; not used here.
+        """
         with SplitBackward() if self.splits and torch.is_grad_enabled() else nullcontext():
             out = self.run(inputs if x is None else x)
             return end(out) if self.last else out
@@ -469,7 +479,7 @@ def stages_of(
 
 
 def even_split(count: int, assignment: StageAssignment) -> list[int]:
-    """Returns the number of modules of each stage: equal shares, the rest nearest to the middle."""
+    """Returns the number of modules in each stage: equal, with the remainder near the middle."""
     stages, middle = range(assignment.stages), assignment.stages - 1
     ranks = [rank for rank, _ in assignment.places]
     counts, held = [1] * assignment.stages, [assignment.chunks] * assignment.ranks
@@ -486,7 +496,7 @@ def even_split(count: int, assignment: StageAssignment) -> list[int]:
 def refuse_sharing(
     modules: Sequence[nn.Module], stages: Sequence[range], assignment: StageAssignment
 ) -> None:
-    """Raises UserError for a parameter on two ranks: their copies would drift apart."""
+    """Raises UserError if two ranks share a parameter, as their copies would drift apart."""
     seen: dict[nn.Parameter, tuple[int, str]] = {}
     for stage, members in enumerate(stages):
         rank = assignment.places[stage][0]
@@ -502,7 +512,7 @@ def refuse_sharing(
 
 @contextmanager
 def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restores buffers and the state of random number generators on exit."""
+    """Restores the module's buffers and the random number generators on exit."""
     kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
     on_device = [device] if is_accelerator(device) else []
     with torch.random.fork_rng(on_device, device_type=device.type if on_device else "cuda"):
@@ -516,10 +526,10 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
 def of_all_stages(
     own: Mapping[str, Any], group: Group, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of all stages' state dicts, one after the other, on every rank.
+    """Yields the tensors in the state dicts of all stages, one by one, on every rank.
 
-    Collective over `group`. Each tensor is one of `own`, or lies on `device`. Raises UserError, on
-    every rank, for a state that is not a tensor.
+    The call is collective over `group`. A tensor of this rank is yielded as it is in `own`; tensors
+    of other ranks are on `device`. Raises UserError, on every rank, if an entry is not a tensor.
     """
     facts = [
         [name, list(v.shape), str(v.dtype)]
@@ -560,8 +570,7 @@ def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
         what: "inputs" or "targets", for messages.
 
     Raises:
-        UserError: a batch that `count` does not divide, or shapes that differ between
-        micro-batches.
+        UserError: `count` does not divide the batch, or shapes differ between micro-batches.
     """
     if isinstance(given, list):
         if len(given) != count:
@@ -592,7 +601,7 @@ def cut(given: Any, count: int, what: str) -> list[tuple[Tensor, ...]]:
 
 
 def weights_of(weight: Weight, targets: Sequence[tuple[Tensor, ...]]) -> list[float]:
-    """Returns the weight of each micro-batch. Raises UserError for an invalid one."""
+    """Returns the weight of each micro-batch. Raises UserError for an invalid weight."""
     made = [torch.as_tensor(weight(*part)) for part in targets]
     for given in made:
         if given.numel() != 1:
@@ -615,7 +624,7 @@ MEANS_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def options_of(loss_fn: LossFn | None) -> tuple[Any, dict[str, Any]]:
-    """Returns the function or module inside partials, and its options by torch's names."""
+    """Returns the function or module inside partials, and its options by name, as far as known."""
     named: dict[str, Any] = {}
     while isinstance(loss_fn, partial):
         named, loss_fn = loss_fn.keywords | named, loss_fn.func
@@ -628,7 +637,7 @@ def options_of(loss_fn: LossFn | None) -> tuple[Any, dict[str, Any]]:
 
 
 def refuse_class_weights(loss_fn: LossFn | None) -> None:
-    """Raises UserError for a loss that divides by the weights of its targets' classes."""
+    """Raises UserError for a loss that divides by the class weights of its targets."""
     function, named = options_of(loss_fn)
     by_class = isinstance(function, MEANS_BY_CLASS) or function in (F.cross_entropy, F.nll_loss)
     if by_class and named.get("weight") is not None and named.get("reduction", "mean") == "mean":
@@ -644,7 +653,8 @@ def refuse_uneven(
 ) -> None:
     """Raises UserError if micro-batches have different numbers of targets that loss_fn ignores.
 
-    With several replicas, which do not know each other's targets here, any ignored one is refused.
+    With several replicas, any ignored target is refused, since a replica does not know the targets
+    of the others.
     """
     _, named = options_of(loss_fn)
     ignored = named.get("ignore_index", IGNORED)
@@ -673,7 +683,7 @@ def is_whole(dtype: torch.dtype) -> bool:
 
 
 def shapes_of(values: Sequence[Any]) -> list[list]:
-    """Returns shape and dtype of each tensor; for other values the type alone."""
+    """Returns the shape and dtype of each tensor, and the type of other values."""
     return [
         [list(v.shape), str(v.dtype)] if isinstance(v, Tensor) else [[], type(v).__name__]
         for v in values

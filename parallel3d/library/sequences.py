@@ -1,4 +1,4 @@
-"""Provides context parallelism for any model: splits its sequences and computes its attention."""
+"""Provides context parallelism for any model: splits sequences and computes their attention."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from parallel3d.models.attention import attend_split
 class SplitSequences:
     """Splits the tokens of packed documents over the ranks of a group.
 
-    A sequence is padded at its end to a multiple of 2 · size tokens (over one rank it is not
-    padded). A rank holds a piece of its first half and the mirrored piece of its second half, which
-    is equal work under a causal mask. All ranks give the same arguments; nothing is communicated.
+    A sequence is padded at its end to a multiple of 2 · size tokens (a single rank needs no
+    padding). Each rank holds a piece of the sequence's first half and the mirrored piece of its
+    second half, so that all ranks have equal work under a causal mask. All ranks must pass the same
+    arguments; nothing is communicated.
 
     Args:
-        lengths: for each sequence of the batch the lengths of its documents in order:
-            [[100, 28], [128]]. The sequences have equal lengths.
+        lengths: the lengths of the documents of each sequence in the batch, in order, such as
+            [[100, 28], [128]]. All sequences must have the same total length.
         group: the ranks: `groups.cp`, a process group, a mesh, or None for all ranks.
-        device: device of `positions` and of the tensors that `take` gets.
-        balanced: where documents make the pieces uneven, give each rank equally many blocks, chosen
-            by the work of their attention. It has no effect for style heads, which is even.
+        device: device of `positions` and of the tensors that are passed to `take`.
+        balanced: whether to balance the work if documents make the pieces uneven. Each rank then
+            gets the same number of smaller blocks, which are chosen by their attention's work. It
+            has no effect on the style heads, whose work is always even.
 
     Attributes:
-        positions: (b, n) int64, positions of this rank's n tokens of each sequence within their
-            documents.
+        positions: tensor (b, n) of int64 with the position of each of this rank's n tokens in its
+            document.
 
     Raises:
-        UserError: invalid lengths, or sequences of different lengths.
+        UserError: lengths are invalid, or the sequences have different lengths.
     """
 
     def __init__(
@@ -63,13 +65,13 @@ class SplitSequences:
 
     @property
     def local(self) -> int:
-        """Number n of tokens of a sequence that each rank holds."""
+        """Returns n, the number of tokens of a sequence that each rank holds."""
         return self._split.local
 
     def take(self, x: Tensor) -> Tensor:
         """Returns this rank's tokens (b, n, …) of whole sequences (b, s, …).
 
-        The padding is 0. A mask of ones thus becomes the mask for the loss.
+        Padding tokens are 0, so that a mask of ones becomes a mask for the loss.
         """
         if tuple(x.shape[:2]) != (self.batch, self.length):
             raise UserError(
@@ -84,10 +86,12 @@ class SplitSequences:
         return found.masked_fill(padding.view(*padding.shape, *(1,) * (x.ndim - 2)), 0)
 
     def attention(self, style: str) -> tuple[Documents, ContextParallel]:
-        """Returns documents and ranks for `context_parallel_attention`; created once for each
-        style."""
+        """Returns the documents and the ranks for `context_parallel_attention`.
+
+        They are created once for each style.
+        """
         if style not in self._by_style:
-            # The tables of documents differ between a ring and whole sequences.
+            # A ring needs other tables of the documents than the other styles.
             split = SequenceSplit(
                 *(self.length, self._split.size, self._split.index),
                 balanced=self._split.balanced,
@@ -99,7 +103,7 @@ class SplitSequences:
 
 
 def _starts(lengths: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns (b, s) int32: the position at which each token's document begins."""
+    """Returns the position at which each token's document begins, as int32 of shape (b, s)."""
     whole = [[n for n in row if isinstance(n, int) and n > 0] for row in lengths]
     if not whole or any(len(w) != len(row) or not w for w, row in zip(whole, lengths, strict=True)):
         raise UserError(
@@ -127,21 +131,23 @@ def context_parallel_attention(
 ) -> Tensor:
     """Computes causal attention within documents of sequences that are split over a group.
 
-    It replaces `scaled_dot_product_attention(q, k, v, is_causal=True)`, for tensors with this
-    rank's tokens. Collective over the group.
+    It replaces `scaled_dot_product_attention(q, k, v, is_causal=True)` for tensors that hold this
+    rank's tokens. The call is collective over the group.
 
     Args:
-        q: (b, heads, n, head_dim).
-        k, v: (b, kv_heads, n, head_dim), where kv_heads divides heads (grouped queries).
-        group: the group of `documents`.
-        documents: the split of the tokens; one object for all layers.
-        style: gather all-gathers keys and values, ring sends them from rank to rank, heads gives
-            each rank whole sequences of a part of the heads. The results are equal.
+        q: queries (b, heads, n, head_dim).
+        k, v: keys and values (b, kv_heads, n, head_dim), where kv_heads divides heads
+            (grouped-query attention).
+        group: the group of `documents`; None stands for all ranks.
+        documents: the split of the tokens; all layers share one object.
+        style: gather all-gathers keys and values; ring sends them from rank to rank; heads gives
+            each rank whole sequences for a part of the heads. The results are equal.
 
-    Returns: (b, heads, n, head_dim).
+    Returns:
+        The outputs (b, heads, n, head_dim).
 
     Raises:
-        UserError: on every rank, before anything is sent, shapes, style or group that do not fit.
+        UserError: on every rank, before anything is sent, if shapes, style or group do not fit.
     """
     if style not in STYLES:
         close = nearest(str(style), STYLES) or STYLES[0]

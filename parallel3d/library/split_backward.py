@@ -1,4 +1,4 @@
-"""Defers weight gradients of plain modules, for schedules that split the backward."""
+"""Defers the weight gradients of plain modules for schedules that split the backward."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from parallel3d.tensor_parallel.linear_ops import linear_node
 
 
 class SplitBackward(TorchFunctionMode):
-    """Makes linear layers and convolutions of a forward defer their weight gradients.
+    """Makes the linear layers and convolutions in its context defer their weight gradients.
 
-    Other layers (norms, embeddings, recurrent layers, `nn.MultiheadAttention`, and all compiled,
-    checkpointed or autocast ones) compute both gradients at once. Results do not change.
+    All other layers (norms, embeddings, recurrent layers, `nn.MultiheadAttention`, and layers that
+    are compiled, checkpointed or under autocast) compute both gradients at once. Results do not
+    change.
     """
 
     def __torch_function__(
@@ -55,7 +56,8 @@ def _convolution(
     return _Convolution.apply(input, weight, bias, (*sizes, False, [0] * dims, groups))
 
 
-# Function of torch → a function that defers its weight gradient, or returns None if it cannot.
+# For each function of torch, a function that computes the same but defers the weight gradient; it
+# returns None if it cannot.
 DEFERRING: dict[Any, Callable[..., Tensor | None]] = {
     F.linear: _linear,
     torch.conv1d: partial(_convolution, 1),
@@ -70,8 +72,10 @@ def _each(size: int | Sequence[int], dims: int) -> list[int]:
 
 
 def _can_defer(input: Tensor, weight: Tensor) -> bool:
-    """Returns whether the gradient of `weight` can be deferred: a stage's parameter, of x's
-    dtype."""
+    """Returns whether the gradient of `weight` can be deferred.
+
+    The weight must be a stage's parameter and have the input's dtype.
+    """
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf):
         return False
     if backward_hooks(weight):  # autograd would not call them for a deferred gradient
@@ -87,7 +91,7 @@ def _can_defer(input: Tensor, weight: Tensor) -> bool:
 
 
 class _Convolution(torch.autograd.Function):
-    """Computes a convolution; `how`: the arguments of `torch.convolution` after the bias."""
+    """Computes a convolution; `how` has the arguments of `torch.convolution` after the bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple) -> Tensor:
@@ -99,7 +103,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        # Detached from its graph, which leads to the stage's input.
+        # Detached, so that the deferred job does not keep the graph to the stage's input.
         x = ctx.saved_tensors[0].detach()
         weight, needs_x, with_bias = ctx.weight, ctx.needs_input_grad[0], ctx.bias_shape is not None
         gradients = partial(

@@ -1,4 +1,4 @@
-"""Returns state dicts of split modules: sharded for DCP, or whole on rank 0."""
+"""Provides state dicts of split modules, either sharded for DCP or whole on rank 0."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from parallel3d.tensor_parallel.layers import ShardedModule
 def sharded_state_dict(net: nn.Module) -> dict[str, Any]:
     """Returns the state dict of this rank's part, for `torch.distributed.checkpoint`.
 
-    Tensors that are split over ranks, by tensor-parallel layers, `fully_shard` or both, are
-    DTensors of the whole shape. All others are plain tensors. A `Pipeline` gives the tensors of
-    this rank's stages. Names are those of the whole model. Values share the parameters' memory, so
-    that `dcp.load(sharded_state_dict(net))` loads into the module itself, whatever the number of
-    ranks was when it was saved. Not collective.
+    Tensors that tensor-parallel layers or `fully_shard` split over ranks are DTensors with the
+    whole shape; all others are plain tensors. A `Pipeline` returns the tensors of this rank's
+    stages. The names are those of the whole model. The values share the parameters' memory, so that
+    `dcp.load(sharded_state_dict(net))` loads into the module itself, however many ranks saved the
+    checkpoint. The call is not collective.
     """
     with _sharded(net):
         return net.state_dict()
 
 
 def full_state_dict(net: nn.Module) -> dict[str, Any]:
-    """Returns the whole model's state dict on rank 0's CPU, an empty dict elsewhere.
+    """Returns the whole model's state dict on rank 0, in CPU memory, and an empty dict elsewhere.
 
-    It equals the state dict of the same model made of PyTorch's layers, and `load_state_dict` takes
-    it under any split. The ranks' devices hold one whole tensor at a time. Collective over the
-    world.
+    It equals the state dict of the same model made of PyTorch's layers, and `load_state_dict`
+    accepts it under any split. Each device holds only one whole tensor at a time. The call is
+    collective over the world.
 
-    Raises UserError, on every rank, for a state on another stage that is not a tensor, and for a
-    module that contains a `Pipeline` among other modules.
+    Raises UserError, on every rank, if a state on another stage than rank 0's is not a tensor, or
+    if the module contains a `Pipeline` but is not one itself.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     inside = [m for m in net.modules() if isinstance(m, Pipeline) and m.group.size > 1]
@@ -44,17 +44,17 @@ def full_state_dict(net: nn.Module) -> dict[str, Any]:
             f"full_state_dict({type(net).__name__}) must get a Pipeline itself, or a module "
             "without one; give the pipeline and the other modules one by one instead"
         )
-    sent = bool(inside) and inside[0].group.ranks[0] == 0  # rank 0 receives them
+    sent = bool(inside) and inside[0].group.ranks[0] == 0  # other stages send to rank 0
     found: dict[str, Any] = {}
     for name, value in sharded_state_dict(net).items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         if first or sent:
-            # It is a copy, as the caller's dict must not change with the next step.
+            # A copy, so that the next training step does not change the caller's dict.
             is_tensor = isinstance(whole, Tensor)
             found[name] = whole.detach().to("cpu", copy=True) if is_tensor else whole
     if sent:
         pp, device = inside[0].group, inside[0].device
-        # Non-tensor entries of rank 0's own stages are on rank 0 already.
+        # Entries of rank 0's own stages that are not tensors need not be sent.
         tensors = {name: v for name, v in found.items() if isinstance(v, Tensor)}
         for name, value in of_all_stages(tensors if first else found, pp, device):
             if first:
@@ -65,7 +65,7 @@ def full_state_dict(net: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _sharded(net: nn.Module) -> Iterator[None]:
-    """Makes `net.state_dict()` return shards instead of gathering them."""
+    """Makes `net.state_dict()` return shards within this context, without gathering them."""
     parts = [m for m in net.modules() if isinstance(m, (ShardedModule, Pipeline))]
     try:
         for part in parts:

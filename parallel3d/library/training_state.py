@@ -1,9 +1,9 @@
 """Saves and loads a script's training state (model, optimizer, step) under any split of the model.
 
-The files are those of the trainer's checkpoints (`checkpoint.storage`): safetensors with a SHA-256
-of every chunk, and a JSON manifest; the same functions create, name and list the folders
-(`checkpoint.saver`, `checkpoint.manifest`). Unlike there, the ranks agree by collectives in the
-script's thread. Nothing is pickled or unpickled.
+The files have the format of the trainer's checkpoints (`checkpoint.storage`): safetensors with a
+SHA-256 of every chunk, and a JSON manifest. The same functions create, name and list the folders
+(`checkpoint.saver`, `checkpoint.manifest`). Unlike the trainer's, the ranks agree by collectives in
+the script's own thread. Nothing is pickled or unpickled.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.layers import dtensor_of
 
 T = TypeVar("T")
-# Implementation flags of an optimizer: the script chooses them, so they are not restored.
+# Settings of an optimizer that are not restored, since the script itself chooses them.
 IMPLEMENTATION = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 Held = tuple[str, tuple[int, ...], Chunk, Tensor]  # name, full shape, chunk, values
 
 
 class TrainingState(NamedTuple):
-    """The values that `load` returns; the module and the optimizer it fills in place."""
+    """Step and extra values of a checkpoint; `load` fills the module and the optimizer in place."""
 
     step: int
     extra: dict[str, Any]
@@ -69,24 +69,28 @@ def save(
 ) -> Path:
     """Writes a checkpoint of the training state into `folder`; collective over the world.
 
-    Every rank writes its shards, and each tensor is written once. A new folder
-    `folder/checkpoints/step-…` appears once all of it is on the disk, which all hosts must share.
+    Every rank writes its shards, and each tensor is written once. The new folder
+    `folder/checkpoints/step-…` appears when all of it is on disk. All hosts must share the disk.
 
     Args:
         folder: the run's folder.
-        net: a plain module, one with tensor-parallel layers, a `Pipeline`, one under `fully_shard`,
-            or a combination; but not a module that contains a Pipeline among other modules.
-        optimizer: an optimizer of parameters of `net`.
-        step: optimizer steps done.
-        extra: further values that the script needs to resume, as JSON: numbers, texts, lists,
-            dicts, such as the state dict of a learning-rate scheduler. Rank 0's is kept.
+        net: a plain module, a module with tensor-parallel layers, a `Pipeline`, a module under
+            `fully_shard`, or a combination of these; but not a module that contains a `Pipeline`
+            among other modules.
+        optimizer: optimizer of the parameters of `net`; None saves no optimizer.
+        step: number of optimizer steps done.
+        extra: further values that the script needs to resume, such as the state dict of a
+            learning-rate scheduler. They must be JSON: numbers, texts, lists and dicts. Rank 0's
+            values are saved; None saves none.
 
-    Returns: the new folder.
+    Returns:
+        The new folder.
 
     Raises:
-        UserError: on every rank, a step that exists already; a state that is not a tensor, or of a
-            type that safetensors lacks; a tensor that the ranks' parts do not make up exactly.
-        OSError: on every rank, a file could not be written; nothing is left behind.
+        UserError: on every rank, if the step exists already, if a state is not a tensor or has a
+            type that a checkpoint cannot hold, or if the parts of the ranks do not exactly make up
+            a tensor.
+        OSError: on every rank, if a file could not be written. Nothing is left behind then.
     """
     held, facts = _together(lambda: _to_save(net, optimizer, step, extra))
     chunks = [[name, shape, chunk.offsets, chunk.sizes] for name, shape, chunk, _ in held]
@@ -101,7 +105,7 @@ def save(
         _on_first_rank(lambda: _finish(unfinished, step, script, files))
     finally:
         if _rank() == 0:
-            remove_all([unfinished])  # after a success it no longer exists
+            remove_all([unfinished])  # after a success, it has its final name
     return unfinished.with_name(step_folder(step))
 
 
@@ -118,16 +122,18 @@ def load(
 
     Args:
         folder: the run's folder.
-        net: the same model, new or trained; it is overwritten.
-        optimizer: one with the same parameter groups, which is overwritten; None: the saved state
-            of an optimizer is not read.
-        step: step of the checkpoint; None: the newest.
+        net: the same model, whose values are overwritten.
+        optimizer: optimizer with the same parameter groups, whose state is overwritten; with None,
+            the saved state of an optimizer is not read.
+        step: step of the checkpoint; None stands for the newest.
 
-    Returns: None if the folder has no checkpoint and no step was asked for.
+    Returns:
+        The step and the extra values, or None if `step` is None and the folder has no checkpoint.
 
     Raises:
-        UserError: on every rank, no such step, another model or other groups, a damaged file.
-        TrainingFailure: on every rank, a rank could not read the files.
+        UserError: on every rank, if there is no such step, if model or parameter groups differ from
+            the saved ones, or if a file is damaged.
+        TrainingFailure: on every rank, if a rank could not read the files.
     """
     path = _chosen(Path(folder), step)
     if path is None:
@@ -149,7 +155,7 @@ def load(
     return TrainingState(manifest.step, extra)
 
 
-# The state to save
+# The state to save.
 
 
 def _to_save(
@@ -158,7 +164,7 @@ def _to_save(
     step: int,
     extra: Mapping[str, Any] | None,
 ) -> tuple[list[Held], dict[str, Any]]:
-    """Returns this rank's chunks, named kind/name, and the optimizer's state that is JSON."""
+    """Returns this rank's chunks, named kind/name, and the part of the optimizer that is JSON."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UserError(
             f"save(step={step!r}) must be a whole number from 0 on; give the steps done"
@@ -200,7 +206,7 @@ def _to_save(
 def _named(
     net: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, nn.Parameter, int]]:
-    """Yields name, parameter and number of its group, in the optimizer's order."""
+    """Yields each parameter with its name and the number of its group, in the optimizer's order."""
     names = {parameter: name for name, parameter in net.named_parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -214,7 +220,7 @@ def _named(
 
 
 def _shown(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a tensor of a parameter's shape in the parameter's form in `sharded_state_dict`."""
+    """Returns a tensor of the optimizer in the form that its parameter has in a state dict."""
     state = state_of(parameter)
     return value if state.spec is None else dtensor_of(value, state.spec, state.tp)
 
@@ -236,7 +242,8 @@ def _check_json(what: str, value: Any) -> None:
 def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
     """Returns this rank's part of each tensor, as a view of its memory.
 
-    A tensor without dimensions counts as one of shape (1,); one without elements is left out.
+    A tensor without dimensions counts as a tensor of shape (1,). Parts without elements are left
+    out.
     """
     found: list[Held] = []
     for name, value in tensors.items():
@@ -263,8 +270,10 @@ def _held(tensors: Mapping[str, Tensor]) -> list[Held]:
 
 
 def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, TensorChunks]:
-    """Returns the chunks that this rank writes; a chunk on several ranks is written by one of
-    them."""
+    """Returns the chunks that this rank writes; only one rank writes a chunk that several have.
+
+    Raises UserError if the chunks of all ranks do not exactly make up the tensors.
+    """
     holders: dict[tuple[str, Chunk], list[int]] = {}
     shapes: dict[str, list[int]] = {}
     for rank, theirs in enumerate(everyone):
@@ -295,7 +304,7 @@ def _own_chunks(held: list[Held], everyone: list[list[list[Any]]]) -> dict[str, 
 
 
 def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merges the facts of all ranks, whose stages have different parameters."""
+    """Merges the optimizer's facts of all ranks, which may have different stages."""
     merged: dict[str, Any] = {"groups": everyone[0]["groups"], "group_of": {}, "values": {}}
     for rank, theirs in enumerate(everyone):
         if theirs["groups"] != merged["groups"]:
@@ -308,11 +317,11 @@ def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-# The folder
+# The folder of a checkpoint.
 
 
 def _new_folder(folder: Path, step: int) -> str:
-    """Returns the name of the folder to write, on rank 0; refuses a step that exists."""
+    """Returns the name of the unfinished folder. Raises UserError if the step exists already."""
     unfinished = unfinished_folder(folder, step, secrets.token_hex(6))
     final = unfinished.with_name(step_folder(step))
     if final.exists():
@@ -325,7 +334,7 @@ def _new_folder(folder: Path, step: int) -> str:
 
 
 def _write(unfinished: Path, own: dict[str, TensorChunks]) -> dict[str, Any] | None:
-    """Writes this rank's file, if it has one; returns its digest as JSON."""
+    """Writes this rank's file and returns its digest as JSON, or None if it has no chunks."""
     try:
         file = write_part(unfinished, _rank(), own)
     except OSError as error:
@@ -335,7 +344,7 @@ def _write(unfinished: Path, own: dict[str, TensorChunks]) -> dict[str, Any] | N
 
 
 def _finish(unfinished: Path, step: int, script: dict[str, Any], files: list[FileDigest]) -> None:
-    """Writes the manifest and gives the folder its name."""
+    """Writes the manifest, and gives the folder its final name."""
     own = {"steps": step, "updates": step, "loss_scale": 1.0}
     progress = {**dict.fromkeys(COUNTS, 0), **own}
     facts = Manifest(step, progress, {"script": script}, {}, "", versions(), ())
@@ -343,7 +352,7 @@ def _finish(unfinished: Path, step: int, script: dict[str, Any], files: list[Fil
 
 
 def _chosen(folder: Path, step: int | None) -> Path | None:
-    """Returns the checkpoint that rank 0 sees, on every rank."""
+    """Returns the checkpoint to load, which rank 0 chooses for all ranks; None without one."""
 
     def choose() -> str | None:
         names = [path.name for path in list_checkpoints(folder)]
@@ -362,14 +371,14 @@ def _chosen(folder: Path, step: int | None) -> Path | None:
     return None if name is None else folder / CHECKPOINTS / name
 
 
-# The state to load
+# The state to load.
 
 
-Moments = dict[nn.Parameter, dict[str, Any]]  # the optimizer states that have the parameter's shape
+Moments = dict[nn.Parameter, dict[str, Any]]  # optimizer states of the parameter's shape, by kind
 
 
 def _check_names(path: Path, here: list[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UserError, on every rank, unless model and checkpoint have the same names."""
+    """Raises UserError, on every rank, if names of model and checkpoint differ."""
     of_all = {name for theirs in _share(here) for name in theirs}
     there = {n.partition("/")[2] for n in shapes if n.partition("/")[0] == PARAMETER}
     for missing in sorted(of_all - there):
@@ -388,8 +397,7 @@ def _to_fill(
     optimizer: torch.optim.Optimizer | None,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, TensorChunks], Moments]:
-    """Returns the tensors of module and optimizer to read into, and the optimizer's by
-    parameter."""
+    """Returns the chunks to fill from the checkpoint, and the optimizer's tensors by parameter."""
     kinds: dict[str, list[str]] = {}
     for stored in shapes:
         kind, _, name = stored.partition("/")
@@ -415,7 +423,7 @@ def _to_fill(
 
 
 def _script_of(manifest: Manifest, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the optimizer's facts and `extra`; refuses a manifest that `save` did not write."""
+    """Returns the optimizer's facts and `extra`. Raises UserError if `save` did not write them."""
     try:
         script = manifest.config["script"]
         saved = script["optimizer"]
@@ -472,7 +480,7 @@ def _restore(
     optimizer.load_state_dict(content)
 
 
-# Agreement of ranks
+# Agreement of the ranks.
 
 
 def _rank() -> int:
@@ -480,14 +488,14 @@ def _rank() -> int:
 
 
 def _share(value: Any) -> list[Any]:
-    """Gathers a JSON value from all ranks; collective."""
+    """Returns the JSON values of all ranks; collective over the world."""
     if not dist.is_initialized():
         return all_gather_json(value, None, torch.device("cpu"))
     return all_gather_json(value, dist.group.WORLD, device_of_words())
 
 
 def _together(call: Callable[[], T]) -> T:
-    """Returns the result of `call`; an error on one rank is raised on all. Collective."""
+    """Returns the result of `call`; raises an error of any rank on all ranks. Collective."""
     result, problem = None, None
     try:
         result = call()
@@ -501,5 +509,5 @@ def _together(call: Callable[[], T]) -> T:
 
 
 def _on_first_rank(call: Callable[[], Any]) -> Any:
-    """Runs `call` on rank 0 and returns its JSON result, or raises its error, on every rank."""
+    """Runs `call` on rank 0; on every rank, returns its JSON result or raises its error."""
     return _share(_together(lambda: call() if _rank() == 0 else None))[0]
