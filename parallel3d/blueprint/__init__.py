@@ -1,2 +1,1 @@
-"""Resolves the parameters and the work of each rank once, from a checked configuration, without
-torch."""
+"""Derives the parameters and the work of each rank from a checked configuration, without torch."""

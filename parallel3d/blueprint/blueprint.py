@@ -1,8 +1,8 @@
-"""Resolves a checked configuration once into what every rank of a run holds and does.
+"""Derives the parameters and the work of every rank of a run from a checked configuration.
 
-A `Blueprint` is arithmetic on the keys of layout, schedule, layers and batch, and the only reader
-of these keys: the trainer builds it, the dry run builds one rank of it, the planner prices it.
-`rank.PipelineRank` has the consequences for one rank.
+A `Blueprint` is the only reader of the keys of layout, schedule, layers and batch. The trainer
+builds the whole model from it, the dry run builds one rank, and the planner estimates time and
+memory. `rank.PipelineRank` derives the sizes of one rank from it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,20 @@ from parallel3d.schedules.walk import RankWork
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """Makes the run's schedule for any number of micro-batches.
+    """The settings of a run's pipeline, from which its schedules follow.
 
     Attributes:
-        ranks: ranks of a pipeline.
-        chunks: stages of each rank.
-        microbatches: micro-batches of a rank in a step of the whole global batch.
-        earlier: micro-batches in the earlier steps with smaller global batches
-            (`train.batch_schedule`).
-        work, memory: costs and cap for schedule=auto.
-        whole_backwards: no schedule splits its backwards, because FSDP2 reduces gradients during
+        name, file: `schedule.name` and `schedule.file`.
+        ranks: number of ranks of a pipeline.
+        chunks: number of stages of each rank.
+        microbatches: number of micro-batches of a rank in a step with the full global batch.
+        earlier: numbers of micro-batches of a rank in earlier steps, in which the global batch is
+            smaller (`train.batch_schedule`).
+        work, memory: the costs of actions and the limit of memory for schedule=auto.
+        whole_backwards: whether backwards must not be split, because FSDP2 reduces gradients during
             the backward.
-        overlaps: a forward runs during the backward of the micro-batch before (`moe.overlap`).
+        overlaps: whether a forward runs during the backward of the micro-batch before it
+            (`moe.overlap`).
     """
 
     name: str
@@ -107,7 +109,7 @@ class PipelineSettings:
 
     @cached_property
     def assignment(self) -> StageAssignment:
-        """The rank of each stage: vpp stages per rank, in loops or as a V."""
+        """The assignment of stages to ranks: vpp stages per rank, in loops or as a V."""
         if self.name not in NAMED_SCHEDULES:
             return self.schedule().assignment
         return StageAssignment(self.ranks, self.chunks, "v" if self.name in V_SHAPED else "loop")
@@ -119,11 +121,13 @@ class StageBlueprint:
 
     Attributes:
         layers: numbers of its layers in the model.
-        recomputed: number of first layers whose backward repeats a part of the forward.
-        offloaded: number of first layers that are offloaded.
+        recomputed: how many of the layers, from the first one on, repeat a part of their forward in
+            the backward.
+        offloaded: how many of the layers, from the first one on, are offloaded.
         first, last: whether it holds the embedding, and the head.
-        without_backward: number of first layers with nothing to train in them or before them.
-        has_backward: whether there is anything to train in it or before it.
+        without_backward: how many of the layers, from the first one on, have no backward, because
+            there is nothing to train in them or before them.
+        has_backward: whether there is anything to train in this stage or before it.
     """
 
     layers: range
@@ -151,17 +155,17 @@ class StageBlueprint:
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """How the layers of a run compute and communicate.
+    """Settings of computation and communication in the layers of a run.
 
     Attributes:
-        sp: sequence parallelism.
+        sp: whether sequence parallelism is on.
         recompute: parts of a layer that the backward repeats (`models/recompute.py`).
-        chunks: pieces in which sequence parallelism communicates.
-        mlp_chunks: pieces in which a recomputed MLP runs.
-        gather_qk: q and k are gathered over tp (`Attention.project`).
+        chunks: number of pieces in which sequence parallelism communicates.
+        mlp_chunks: number of pieces in which a recomputed MLP runs.
+        gather_qk: whether q and k are gathered over tp (`Attention.project`).
         cp_style: how attention reads the keys of other context-parallel ranks.
-        cp_balance: ranks of cp get equal work even if documents would make it uneven.
-        attention_kernel: the configured one (see `models.attention.choose_kernel`).
+        cp_balance: whether ranks of cp get equal work even if documents would make it uneven.
+        attention_kernel: the configured kernel (see `models.attention.choose_kernel`).
         dispatch: how tokens reach the experts of other ranks (`experts/dispatch.py`).
     """
 
@@ -192,14 +196,14 @@ class LayerSettings:
 
 @dataclass(frozen=True)
 class DataParallelSettings:
-    """How ranks with equal parameters share their gradients and states.
+    """Settings by which ranks with equal parameters share gradients and optimizer states.
 
     Attributes:
         zero: ZeRO stage.
-        every_microbatch: FSDP2 reduces after each micro-batch, so that no rank keeps whole
-            gradients.
+        every_microbatch: whether FSDP2 reduces gradients after each micro-batch, so that no rank
+            keeps whole gradients.
         bucket_cap_mb, comm_hook: settings of gradient buckets (`buckets.assign`, `comm_hooks.py`).
-        overlap: buckets are reduced while the last backward runs.
+        overlap: whether buckets are reduced while the last backward runs.
     """
 
     zero: int
@@ -222,19 +226,21 @@ class DataParallelSettings:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Holds the facts of a run that its ranks share. `Blueprint.of` makes it.
+    """Holds the facts of a run that its ranks share; `Blueprint.of` creates it.
 
     Attributes:
         given: `schedule.layers_per_stage`; None: layers are balanced by cost.
-        recompute_layers: number of layers by stage, or one number for all stages; (): all layers.
-        offload_layers: likewise; (): no layers.
-        slices: `schedule.slices`; None: on accelerators.
+        recompute_layers: number of recomputed layers of each stage, or one number for all stages;
+            (): all layers.
+        offload_layers: number of offloaded layers of each stage, or one number for all stages; ():
+            no layers.
+        slices: `schedule.slices`; None: true on accelerators only.
         local_seq_length: tokens of a sample on a context-parallel rank, before sp divides them.
-        device: "cpu"; everything else is planned for a GPU.
-        compiles: the forward and backward of the layers are compiled.
-        noise_scale: the step estimates the noise of its gradients.
-        load: rows of the experts of a rank over the mean; more than 1 describes the fullest rank
-            (`ops.ExpertWidths`).
+        device: the key `device`; all values but "cpu" stand for a GPU.
+        compiles: whether the forward and backward of the layers are compiled.
+        noise_scale: whether a step estimates the noise of its gradients.
+        load: number of rows of a rank's experts divided by the mean over all ranks; more than 1
+            describes the fullest rank (`ops.ExpertWidths`).
     """
 
     model: ModelConfig
@@ -300,7 +306,7 @@ class Blueprint:
 
     @property
     def rank_multiple(self) -> int:
-        """A divisor of the tokens of a sample on a context-parallel rank."""
+        """The number by which a sample's tokens on a context-parallel rank must be divisible."""
         return self.layout.tp * self.layer.chunks if self.layer.sp else 1
 
     @property
@@ -309,13 +315,13 @@ class Blueprint:
 
     @cached_property
     def looped_layout(self) -> Layout:
-        """The layout, with the schedule's number of stages per rank."""
+        """The layout, with the number of loops of the schedule's stages over the ranks."""
         shape, chunks = self.assignment.shape, self.assignment.chunks
         return replace(self.layout, loops=1 if shape == "v" else chunks)
 
     @cached_property
     def ops(self) -> dict[LayerKind, LayerOps]:
-        """Operations of a layer of each of the model's kinds on one rank."""
+        """The operations on one rank of a layer of each kind in the model."""
         given = self.layout.tp, self.sequence_parallel, self.layer.recompute
         return {
             kind: ops_of(
@@ -346,9 +352,9 @@ class Blueprint:
 
     @cached_property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Number of layers of each stage, given or balanced by cost.
+        """Number of layers of each stage, as configured or balanced by cost.
 
-        Raises UserError if the given split does not fit the model, or a stage would be empty.
+        Raises UserError if the configured split does not fit the model, or a stage would be empty.
         """
         model, assignment = self.model, self.assignment
         if self.given is not None:
@@ -377,7 +383,7 @@ class Blueprint:
 
     @cached_property
     def frozen(self) -> frozenset[str]:
-        """Names of the parameters of ranks that hold nothing to train."""
+        """Names of the local parameters in which no tensor is trained (`frozen_parameters`)."""
         return frozen_parameters(self.model, self.optim)
 
     @cached_property
@@ -396,15 +402,17 @@ class Blueprint:
         return tuple(self.stages[place.stage(index, chunk)] for chunk in range(place.chunks))
 
     def recompute_forwards(self) -> list[float]:
-        """Returns, by stage, how many forwards of its layers its backward repeats."""
+        """Returns, for each stage, the share of its layers' forward that its backward repeats."""
         weights = self.pipeline.work.weights
         assert weights is not None
         return [again / part for part, _, again in weights(self.assignment) or ()]
 
     def sends_slices(self, on_accelerator: bool) -> bool:
-        """Returns whether each tensor rank sends only its slice of the hidden states to the next
-        stage, as Megatron's scatter_gather_tensors_in_pipeline does (Narayanan et al. 2021 §4.1).
-        The states must be equal on all ranks, so `sp` excludes it."""
+        """Returns whether tensor-parallel ranks each send a slice of their hidden states onward.
+
+        This is Megatron-LM's scatter_gather_tensors_in_pipeline (Narayanan et al. 2021 §4.1). It
+        needs hidden states that are equal on all tensor-parallel ranks, so `sp` excludes it.
+        """
         tp, pp = self.layout.tp, self.layout.pp
         if self.layer.sp or tp == 1 or pp == 1 or self.model.seq_length % tp:
             return False

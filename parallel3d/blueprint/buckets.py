@@ -1,5 +1,8 @@
-"""Rules by which training code and estimates distribute tensors: gradients into buckets, optimizer
-states into pieces, Muon's matrices to home ranks."""
+"""Rules, for training and for estimates, by which tensors are divided.
+
+Gradients are grouped into buckets, optimizer states are cut into pieces, and Muon's matrices are
+assigned to home ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,22 @@ from typing import NamedTuple
 MIB = 1024 * 1024
 FIRST_BUCKET_MIB = 1.0
 CPU_CAP_MIB = 25.0
-# NVLink and InfiniBand approach their bandwidth at 100 MiB and more, TCP far below.
+# NVLink and InfiniBand approach their bandwidth only with 100 MiB and more, TCP with far less.
 ACCELERATOR_CAP_MIB = 128.0
-SHARD_ALIGNMENT = 32  # elements: shards in fp32 begin at a multiple of 128 bytes
+SHARD_ALIGNMENT = 32  # in elements, so that shards in fp32 begin at a multiple of 128 bytes
 
 
 def padded_numel(numel: int, shards: int) -> int:
-    """Returns the elements of a bucket padded to `shards` equal shards; no padding for one."""
+    """Returns the number of elements of a bucket that is padded to `shards` equal shards.
+
+    A bucket with a single shard has no padding.
+    """
     unit = shards * SHARD_ALIGNMENT if shards > 1 else 1
     return -(-numel // unit) * unit
 
 
 def caps_of(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> Sequence[float]:
-    """Returns the MiB at which each bucket closes; the last number holds for all that follow."""
+    """Returns the MiB at which each bucket closes; the last number holds for all later buckets."""
     if bucket_cap_mb is None:
         return [FIRST_BUCKET_MIB, ACCELERATOR_CAP_MIB if accelerated else CPU_CAP_MIB]
     return bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else [bucket_cap_mb]
@@ -33,16 +39,17 @@ def assign(
     alone: Collection[int] = (),
     accelerated: bool = False,
 ) -> list[list[int]]:
-    """Groups parameters, given by their bytes in the order of readiness, into buckets.
+    """Groups parameters into buckets, and returns the indices of the parameters of each bucket.
 
-    Like `bucket_cap_mb` of PyTorch's DDP: parameters are never split, and a bucket closes with the
-    parameter that makes it reach its cap. With None the first bucket closes at 1 MiB, so that
-    communication starts early, and the others at 25 MiB (Li et al. 2020, §3.2.3), or at 128 MiB on
-    an accelerator (`accelerated`). Several caps are for one bucket each, the last one for all that
-    follow.
+    `sizes` are the bytes of the gradients, in the order in which they become ready. The rules are
+    those of PyTorch's DDP: parameters are never split, and a bucket closes with the parameter that
+    makes it reach its cap. If `bucket_cap_mb` is None, the first bucket closes at 1 MiB, so that
+    communication starts early, and all others at 25 MiB (Li et al. 2020, §3.2.3), or at 128 MiB on
+    an accelerator (`accelerated`). Each of several caps is for one bucket, and the last one also
+    for all further buckets.
 
-    Parameters numbered in `alone` get their own buckets: both copies of a tied weight must be
-    sharded in the same way.
+    Each parameter whose index is in `alone` gets a bucket of its own, because both copies of a tied
+    weight must be sharded in the same way.
     """
     caps = caps_of(bucket_cap_mb, accelerated)
     buckets: list[list[int]] = []
@@ -63,29 +70,32 @@ def assign(
 
 
 PIECE = 1 << 24  # elements whose bf16 states are converted to fp32 and updated together on a GPU
-# Tokens whose gradients are cast to the table's dtype at a time: all tokens of a long sequence
-# would make the largest tensor of a step.
+# Number of tokens whose gradients are cast to the embedding table's dtype at a time. The gradients
+# of all tokens of a long sequence would be the largest tensor of a step.
 LOOKUP_TOKENS = 1 << 16
 
 
 def is_hidden(name: str, dims: int) -> bool:
-    """Returns whether Muon steps a tensor: only matrices of the layers, without routers, tables and
-    the head."""
+    """Returns whether Muon steps a tensor.
+
+    It steps the matrices of the layers except routers, so neither the embeddings nor the head.
+    """
     return dims == 2 and name.startswith("layers.") and not name.endswith(".router.weight")
 
 
 class Home(NamedTuple):
-    """The rank of a stage that orthogonalises a matrix."""
+    """The rank of a stage that orthogonalises a matrix, by its indices along tp and dp."""
 
     tp: int
     dp: int
 
 
 def homes(shapes: Mapping[str, tuple[int, ...]], tp: int, dp: int) -> dict[str, Home]:
-    """Returns each matrix's home, the same on all ranks: the longest task goes to the least busy
-    rank.
+    """Returns the home of each matrix; the result is the same on all ranks.
 
-    A matrix of m × n costs max(m, n) · min(m, n)² (Graham 1969: at most 4/3 of the best balance).
+    The most expensive matrices are assigned first, each to the least busy rank. So the busiest rank
+    has at most 4/3 of the least possible work (Graham 1969). A matrix of m × n costs
+    max(m, n) · min(m, n)².
     """
     cost = {name: max(shape) * min(shape) ** 2 for name, shape in shapes.items()}
     busy = {Home(t, d): 0 for d in range(dp) for t in range(tp)}

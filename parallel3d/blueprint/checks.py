@@ -1,4 +1,4 @@
-"""Checks that the ranks add up, and checks NCCL settings and `layout`."""
+"""Checks the number of ranks, NCCL settings and `layout`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from parallel3d.errors import UserError, nearest
 
 
 def data_parallel_size(world_size: int | None, *, tp: int, pp: int, cp: int, dp: int | None) -> int:
-    """Returns `dp`, or the dp that follows from the world size; raises UserError if the ranks do
-    not add up."""
+    """Returns `dp`; if that is None, derives it from the world size.
+
+    If the world size is None, `dp` is 1 unless it is given. Raises UserError if the world size is
+    not the product of all dimensions.
+    """
     if world_size is None:
         return dp or 1
     if type(world_size) is not int or world_size < 1 or not fits_64_bits(world_size):
@@ -35,7 +38,7 @@ def data_parallel_size(world_size: int | None, *, tp: int, pp: int, cp: int, dp:
         fewer = replica * dp
         wrong = f"must be {fewer}, the product of {factors} and dp={dp}"
     near = f"dp={world_size // replica} or " if dp and world_size % replica == 0 else ""
-    raise UserError(f"a world size of {world_size} {wrong}; what fits is {near}{fewer} ranks.")
+    raise UserError(f"a world size of {world_size} {wrong}; the nearest is {near}{fewer} ranks.")
 
 
 def check_groups(launch: LaunchConfig, cluster: ClusterConfig) -> None:
@@ -51,7 +54,10 @@ def check_groups(launch: LaunchConfig, cluster: ClusterConfig) -> None:
 
 
 def check_given(layout: str, ranks: int | None) -> None:
-    """Raises UserError for layout=auto, which `parallel3d train` replaces before its check."""
+    """Raises UserError for layout=auto, and for launch.ranks without it.
+
+    `parallel3d train` replaces layout=auto by the planner's layout before this check.
+    """
     if layout != "given":
         raise UserError(
             f"layout={layout} only works in parallel3d train, which asks the planner; elsewhere "

@@ -1,6 +1,7 @@
-"""A cluster: NVLink domains, one NIC per GPU on its rail, leaf switches, a spine.
+"""Describes a cluster: its nodes, NVLink domains, NICs on rails, leaf switches and spine.
 
-GPUs are counted as *slots*, node by node: the GPUs of all earlier nodes, plus the local index.
+A GPU's *slot* is its number in the cluster: the number of GPUs on all earlier nodes, plus its index
+on its own node.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Link:
     """One GPU's share of a link class, in each direction.
 
     `gb_per_s` is the datasheet's rate in one direction: half of NVIDIA's figure for NVLink (450 for
-    an H100's 900 GB/s), an eighth of a NIC's Gb/s. Achievable fractions are in the cost model.
+    an H100's 900 GB/s), an eighth of a NIC's Gb/s. The cost model knows which fraction of it is
+    achieved.
     """
 
     gb_per_s: float  # 1e9 bytes per second
@@ -51,15 +53,15 @@ class Link:
 class Cluster:
     """Nodes of GPUs, their NVLink domains, rails and switches.
 
-    `domain_gpus` GPUs share NVLink: a part of a node, a node, or several nodes (NVL72). Local GPU g
-    has its NIC on rail g mod `rails`. A *unit* (NVIDIA's scalable unit) is `unit_nodes` nodes with
-    one leaf switch per rail; the spine joins the leaf switches and carries 1/`oversubscription` of
-    the NICs' bandwidth. `oversubscription` None: there is no spine.
+    A domain is `domain_gpus` GPUs that share NVLink: a part of a node, a node, or several nodes
+    (NVL72). GPU g of a node has its NIC on rail g mod `rails`. A *unit* (NVIDIA's scalable unit) is
+    `unit_nodes` nodes with one leaf switch per rail. The spine joins the leaf switches and carries
+    1/`oversubscription` of the NICs' bandwidth; if `oversubscription` is None, there is no spine.
 
-    `node_gpus`, `node_domain` and `node_unit`, with an entry per node, are for uneven nodes; if
-    empty, they follow from the sizes. A domain in `node_domain` consists of whole nodes.
-    `local_rail` and `local_domain`: each local GPU's rail and domain in unusual nodes. `origin`
-    describes the source.
+    `node_gpus`, `node_domain` and `node_unit` have an entry per node and describe uneven nodes; if
+    they are empty, they follow from the sizes. A domain in `node_domain` consists of whole nodes.
+    `local_rail` and `local_domain` give the rail and the domain of each GPU of a node, if these do
+    not follow the rules above. `origin` says in words where the description comes from.
     """
 
     name: str
@@ -147,22 +149,25 @@ class Cluster:
 
     @cached_property
     def leaf_nics(self) -> Slots:
-        """(leaf switches,): NICs under each; a NIC counts at its first GPU."""
+        """(leaf switches,): the number of NICs under each switch.
+
+        A NIC counts under the switch of its first GPU.
+        """
         first = np.unique(self.nic, return_index=True)[1]
         return np.bincount(self.leaf[first], minlength=(int(self.unit.max()) + 1) * self.rails)
 
     @cached_property
     def shares_nics(self) -> bool:
-        """Whether any NIC has several GPUs."""
+        """Whether any GPUs share a NIC."""
         return np.unique(self.nic).size < self.size
 
     def sorted_slots(self) -> Slots:
-        """Returns (size,): all slots, with fast connections between neighbours.
+        """Returns all slots, (size,), in an order in which neighbours have fast connections.
 
-        Slurm hands out nodes in any order, nodes fail, and some have fewer GPUs. In this order
-        domains and units are contiguous; a domain in several units belongs to the unit of its first
-        slot. Whole domains and full units come first, so that a missing GPU only affects the groups
-        of the tail. The sort is stable: an even cluster in order stays as it is.
+        Slurm hands out nodes in any order, nodes fail, and some have fewer GPUs. In the returned
+        order domains and units are contiguous; a domain in several units belongs to the unit of its
+        first slot. Whole domains and full units come first, so that a missing GPU only affects the
+        last groups. The sort is stable, so an even cluster in order stays unchanged.
         """
         domain_first, domain_size = _first_and_size(self.domain)
         unit_first, unit_size = _first_and_size(self.unit)
@@ -184,10 +189,10 @@ class Cluster:
         return found
 
     def link(self, kind: LinkClass) -> Link:
-        """Returns the speed of a link class for one GPU; for the spine, its share when all GPUs use
-        it.
+        """Returns the speed of a link class for one GPU.
 
-        Raises ValueError for `SELF` and `NONE`.
+        For the spine it is a GPU's share while all GPUs use the spine. Raises ValueError for `SELF`
+        and `NONE`.
         """
         if kind is LinkClass.NVLINK:
             return self.nvlink
@@ -212,7 +217,7 @@ class Cluster:
         return self.intra == "nvlink" and self.network == "infiniband"
 
     def label(self, kind: LinkClass) -> str:
-        """Formats a class by its wire in this cluster: `pcie` if that joins a domain."""
+        """Returns the name of a link class: `pcie` for `NVLINK` if PCIe joins the domains here."""
         return self.intra if kind is LinkClass.NVLINK else kind.label
 
     def node_name(self, node: int) -> str:
@@ -232,7 +237,7 @@ def _first_and_size(group: Slots) -> tuple[Slots, Slots]:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """Returns a sorting key that has node2 before node10."""
+    """Returns a sorting key that puts node2 before node10."""
     parts = [part for part in re.split(r"(\d+)", name) if part]
     return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
 
@@ -243,9 +248,9 @@ USUAL_NODE = 8  # GPUs per node if neither the configuration nor the ranks deter
 def cluster_from_config(config: ClusterConfig, world_size: int | None = None) -> Cluster:
     """Returns the cluster of the configured sizes, large enough for `world_size` ranks (None: any).
 
-    By default `nodes` are as many as the ranks need, or one domain; `gpus_per_node` divides the
-    ranks evenly, or is 8; `domain_gpus` is a node; there is one rail per GPU; and `unit_nodes` are
-    all nodes. The last domain and unit may be smaller.
+    If a key is null, it has a default: `nodes` are as many as the ranks need, or one domain;
+    `gpus_per_node` spreads the ranks evenly over the nodes, or is 8; a domain is a node; a node has
+    one rail per GPU; and a unit has all nodes. The last domain and unit may be smaller.
 
     Raises UserError for sizes that contradict each other, or fewer GPUs than ranks.
     """
@@ -273,9 +278,9 @@ def cluster_of(
     names: Sequence[str] = (),
     **own: Any,
 ) -> Cluster:
-    """Returns nodes of `gpus` GPUs with the configured speeds, domains, rails and units.
+    """Returns a cluster of nodes with `gpus` GPUs, and the configured speeds and sizes.
 
-    `own`: discovered fields of `Cluster`, which override the configuration's. Raises UserError
+    `own` are discovered fields of `Cluster`, which override the configured ones. Raises UserError
     for domains or rails that do not fit the nodes.
     """
     sizes = {"domain_gpus": config.domain_gpus or gpus, "rails": config.rails or gpus} | own

@@ -13,13 +13,12 @@ OPERATIONS = (
 
 
 def bus_factor(op: str, n: Any) -> Any:
-    """Returns the bytes through the busiest port over `nbytes`, for `n` ranks (or an array of
-    them).
+    """Returns the bytes through the busiest port, divided by the bytes of the buffer.
 
-    It is nccl-tests' busbw factor: bus bandwidth = factor · nbytes / time is comparable with the
-    link's bandwidth for any operation and n. It is 0 for one rank and for a barrier. Source:
-    nccl-tests, doc/PERFORMANCE.md, src/scatter.cu and src/gather.cu. Raises ValueError for an
-    unknown name.
+    `n` is the number of ranks, or an array of such numbers. The result is the busbw factor of
+    nccl-tests (doc/PERFORMANCE.md, src/scatter.cu and src/gather.cu): the bus bandwidth, factor ·
+    bytes / time, can be compared with the link's bandwidth for any operation and n. The factor is 0
+    for one rank and for a barrier. Raises ValueError for an unknown operation.
     """
     if op not in OPERATIONS:
         raise ValueError(f"{op!r} is not one of {', '.join(OPERATIONS)}")
@@ -35,7 +34,7 @@ class Transfer:
     """Identical collective calls, or identical messages, of one rank in a step.
 
     Attributes:
-        dim: the group: tp, cp, dp, dp_cp, pp, embedding or world.
+        dim: name of the group, such as tp or dp_cp (see `groups.members`).
         op: one of `OPERATIONS`.
         nbytes: bytes of one call's whole buffer, as nccl-tests counts them.
         count: calls in a step; for send_recv, messages that the rank sends.

@@ -20,9 +20,9 @@ Matrix = npt.NDArray[np.int64]  # (groups, members)
 def members(layout: Layout, dim: str) -> Matrix:
     """Returns (groups, n): the ranks of every group of `dim`, in the group's order.
 
-    `dim`: tp, cp, dp, pp, `dp_cp` (gradients), `ep` and `edp` (experts, and their gradients),
-    `embedding` (first and last stage) or `world` (loss and gradient norm).
-    Raises ValueError for another `dim`, and for `ep` and `edp` without experts.
+    `dim` is tp, cp, dp, pp, `dp_cp` (gradients), `ep` (experts), `edp` (gradients of experts),
+    `embedding` (first and last stage) or `world` (loss and gradient norm). Raises ValueError for
+    another `dim`, and for `ep` and `edp` in a layout without experts.
     """
     if layout.ep and dim in EXPERT_DIMENSIONS:
         stages = np.sort(_along(layout, ("tp", "cp", "dp")), axis=1)
@@ -49,10 +49,11 @@ def _along(layout: Layout, along: tuple[str, ...]) -> Matrix:
 
 
 def levels(cluster: Cluster, groups: Matrix) -> Matrix | None:
-    """Returns (groups, outer, inner): positions in `groups` (of slots) by domain, then by leaf
-    switch; None unless all groups have `inner` > 1 members in each of several domains.
+    """Returns the members of each group by domain, as positions (groups, outer, inner).
 
-    The j-th members of all domains, in the order of their rails, form an outer group.
+    `groups` are slots. The members in a domain, `inner` of them, are in the order of their leaf
+    switches, and the j-th members of all domains form an outer group. It returns None unless every
+    group has the same number of members, more than 1, in each of several domains.
     """
     domain, size = cluster.domain[groups], groups.shape[1]
     inner = int((domain[0] == domain[0, 0]).sum())
@@ -66,7 +67,7 @@ def levels(cluster: Cluster, groups: Matrix) -> Matrix | None:
 
 
 def tiled(groups: npt.NDArray[Any], order: Matrix) -> npt.NDArray[Any]:
-    """Reorders (groups, n) to (groups, outer, inner), as `levels` says."""
+    """Reorders (groups, n) to (groups, outer, inner), by the positions that `levels` returned."""
     return np.take_along_axis(groups, order.reshape(len(order), -1), axis=1).reshape(order.shape)
 
 
@@ -74,8 +75,9 @@ def two_levels(placement: RankMapping, dim: str) -> tuple[list[list[int]], list[
     """Returns the inner and outer groups of ranks that reduce `dim` in two levels.
 
     The j-th members of the inner groups form an outer group, and hold the same shard between the
-    levels. Returns None without two levels, or if ranks inside a domain are not in the order of
-    their rails (snake), because the members of a process group are in rank order.
+    two reductions. The result is None if there are no two levels. It is also None if ranks inside a
+    domain are not in the order of their rails (snake), because the members of a process group are
+    in rank order.
     """
     ranks = members(placement.layout, dim)
     order = levels(placement.cluster, placement.slots[ranks])

@@ -1,7 +1,7 @@
 """Counts the micro-batches in flight on a rank of a pipeline, before each action of its order.
 
-The schedule's orders are walked once. Bytes are a matmul with the counts, so one walk serves every
-model, micro-batch size and form of recomputation in a search.
+The bytes of activations follow from the counts by a matmul. So one walk through a schedule serves
+every model, micro-batch size and form of recomputation in a search.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from parallel3d.schedules.schedule import Schedule, make
 
 @dataclass(frozen=True)
 class States:
-    """States of one rank before one kind of action on one of its chunks; rows are different states.
+    """States of one rank before one kind of action on one of its chunks, with a row for each state.
 
     Attributes:
-        live: by chunk, number of micro-batches between their forward and their backward (or I).
-        deferred: by chunk, number of micro-batches between I and W.
+        live: for each chunk, number of micro-batches between their forward and their backward (or
+            I).
+        deferred: for each chunk, number of micro-batches between I and W.
         in_flight: number of sends in flight, which hold their tensors.
-        begun: by chunk, whether it has had a backward in this step.
-        final: whether the action is the step's last backward.
+        begun: for each chunk, whether it has had a backward in this step.
+        final: whether no backward (or I) of the step follows the action.
     """
 
     live: NDArray[np.float64]
@@ -43,8 +44,10 @@ Seen: TypeAlias = dict[tuple[Kind, int], States]  # (kind, chunk) of the action 
 
 
 def enough_microbatches(name: str, pp: int, microbatches: int) -> int:
-    """Returns a number of micro-batches that reaches the peak: more only repeat the steady
-    state."""
+    """Returns a number of micro-batches, at most `microbatches`, that reaches the peak of memory.
+
+    Further micro-batches would only repeat the steady state.
+    """
     if name == "gpipe" or microbatches <= 4 * pp:
         return microbatches
     return 3 * pp + microbatches % pp
@@ -69,7 +72,10 @@ def states_of(blueprint: Blueprint, rank: int, microbatches: int | None = None) 
 def _states(
     name: str, pp: int, vpp: int, microbatches: int, rank: int, whole_backwards: bool
 ) -> Seen:
-    """Follows the rank's own order alone: a walk of all ranks would be too slow for a search."""
+    """Returns the states of a rank, found by a walk through this rank's own order.
+
+    A walk through the orders of all ranks would be too slow for a search.
+    """
     made = _schedule(name, pp, enough_microbatches(name, pp, microbatches), vpp, whole_backwards)
     live = [0] * vpp
     deferred = [0] * vpp

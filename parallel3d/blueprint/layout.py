@@ -1,4 +1,4 @@
-"""Rank arithmetic: the (pp, dp, cp, tp) coordinates of a rank and the ranks of each group."""
+"""Computes the (pp, dp, cp, tp) coordinates of a rank, and the ranks of each group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_ORDER = "tp-cp-dp-pp"
 
 
 class Coordinates(NamedTuple):
-    """Coordinates of a rank, slowest dimension of the default order first."""
+    """The coordinates of a rank, with the slowest dimension of the default order first."""
 
     pp: int
     dp: int
@@ -31,17 +31,20 @@ class Coordinates(NamedTuple):
 class Layout:
     """The grid tp × cp × dp × pp and the order in which ranks fill it.
 
-    rank = Σ index(d) · stride(d); the first name in `order` has stride 1 (Narayanan et al. 2021,
-    §3.1: tensor-parallel ranks adjacent, so that they share a node's NVLink).
+    A rank is Σ index(d) · stride(d), where the first name in `order` has stride 1. By default
+    tensor-parallel ranks are adjacent, so that they share a node's NVLink (Narayanan et al. 2021,
+    §3.1).
 
-    `ep`: expert-parallel size. The ranks of a pipeline stage, ascending, are cut into runs of ep
-        (groups "ep"); ranks at equal places of the runs hold the same experts (groups "edp"). 0
-        stands for a model without experts, which has no such groups.
-    `loops`: how often a pipeline's stages loop over its ranks (`Blueprint.looped_layout`); with
-        more than one loop the last rank sends to the first.
+    Attributes:
+        ep: expert-parallel size. The ranks of a pipeline stage, ascending, are cut into runs of ep
+            ranks (groups "ep"). Ranks at equal places of the runs hold the same experts (groups
+            "edp"). 0 stands for a model without experts, which has no such groups.
+        order: names of the dimensions, the fastest first.
+        loops: how often a pipeline's stages loop over its ranks (`Blueprint.looped_layout`); with
+            more than one loop the last rank sends to the first.
 
     Raises ValueError for a size or number of loops below one, an ep that does not divide the ranks
-    of a stage, or another `order`.
+    of a stage, or an `order` that does not name each dimension once.
     """
 
     tp: int = 1
@@ -69,17 +72,17 @@ class Layout:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Number of ranks of a pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same experts."""
+        """Number of ranks that hold the same experts."""
         return self.stage_ranks // max(self.ep, 1)
 
     @property
     def dp_cp(self) -> int:
-        """Ranks with equal parameters, which share gradients and, under ZeRO, shards."""
+        """Number of ranks with equal parameters, which share gradients and, under ZeRO, states."""
         return self.dp * self.cp
 
     @property
@@ -94,7 +97,10 @@ class Layout:
 
     @property
     def wraps(self) -> bool:
-        """Whether the last rank of a pipeline sends to the first only because of loops."""
+        """Whether loops add a link from the last rank of a pipeline to the first.
+
+        In a pipeline of two ranks the two are neighbours without it.
+        """
         return self.loops > 1 and self.pp > 2
 
     def size(self, dim: str) -> int:
@@ -117,7 +123,7 @@ class Layout:
         return ", ".join(f"{dim} {i}" for dim, i in place.items() if dim != "cp" or self.cp > 1)
 
     def named_groups(self, rank: int) -> list[str]:
-        """Returns `tp group 4 5`, … of a rank, without groups of one."""
+        """Returns the groups of a rank as text, such as "tp group 4 5", except groups of one."""
         dims = (*DIMENSIONS, *EXPERT_DIMENSIONS) if self.ep > 1 else DIMENSIONS
         groups = {dim: self.group_of(rank, dim) for dim in dims if self.size(dim) > 1}
         return [f"{dim} group {shortened(ranks)}" for dim, ranks in groups.items()]
@@ -131,7 +137,7 @@ class Layout:
         return self._spread(base, dims)
 
     def groups(self, *dims: str) -> list[list[int]]:
-        """Returns every group along `dims`, ordered by first rank; "dp_cp" is dp and cp."""
+        """Returns every group along `dims`, ordered by first rank; "dp_cp" stands for dp and cp."""
         if dims in (("ep",), ("edp",)):
             stages = self.groups("tp", "cp", "dp")
             if dims == ("ep",):
@@ -153,7 +159,7 @@ class Layout:
 
 
 def layout_of(config: Config) -> Layout:
-    """Returns the layout of a checked configuration; without `dp`, a single pipeline with ep=1."""
+    """Returns the layout of a checked configuration; if its `dp` is None, with dp=1 and ep=1."""
     ep = 1 if config.dp is None else config.ep
     ep = ep if config.model.num_experts else 0
     return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp, ep=ep)

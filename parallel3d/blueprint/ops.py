@@ -1,10 +1,11 @@
-"""Lists the operations of a transformer layer on one tensor rank, once for all estimates.
+"""Lists the operations of a transformer layer on one tensor-parallel rank, for all estimates.
 
-Parameters, FLOPs, kept activations, launches and collectives are sums over `layer_ops`; seconds are
-sums of its operations' prices. `parallel3d dryrun` runs the model itself and is the test of the
-list (`benchmarks/planner/plan_dryrun.py`). A new kind of layer is described in `models/` and here.
+Parameters, FLOPs, kept activations, launches and collectives are sums over `layer_ops`, and times
+are sums over the times of its operations. `parallel3d dryrun` runs the model itself, so a
+comparison with it tests the list (`benchmarks/planner/plan_dryrun.py`). A new kind of layer needs
+its modules in `models/` and its operations here.
 
-Sizes are numbers or numpy arrays: `Widths` of one configuration, or of a table of layouts.
+Sizes are numbers for one configuration, or numpy arrays for a table of layouts.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ class NormCost(NamedTuple):
 
     Attributes:
         keeps: number of tensors of its input's size that stay until the backward.
-        statistics: number of fp32 values per token that stay too.
-        forward, backward: kernel launches.
-        is_fused: one kernel sums the residual stream and normalises it, forward and backward.
-        has_bias: it has a bias as well as a weight.
+        statistics: number of fp32 values per token that stay until the backward too.
+        forward, backward: number of kernel launches in each direction.
+        is_fused: whether one kernel both sums the residual stream and normalises it, in the forward
+            and in the backward.
+        has_bias: whether it has a bias as well as a weight.
     """
 
     keeps: int
@@ -48,22 +50,26 @@ NORMS = {
 
 
 class ExpertWidths(NamedTuple):
-    """Sizes of a layer's experts on one rank, if all experts are chosen equally often.
+    """Sizes of a layer's experts on one rank.
 
     Widths, and numbers of experts and ranks, are numpy arrays for a table of layouts.
 
     Attributes:
-        experts, chosen: number of experts of a layer, and of a token.
-        ep: number of ranks that divide the experts. way: how tokens reach them; "" with one rank.
-        ffn: width of an expert. shared: width of the shared expert on a tensor rank; 0: none.
-        shared_gate: the shared expert's output is multiplied by a sigmoid.
-        choosing: launches of the choice, given the scores. weighing, unweighing: launches from the
-            logits to the weights, and from the weights' gradient to the logits'.
-        numbers: number of fp32 values per token that these keep. aux, z: whether the losses are
-            used.
+        experts: number of experts of the layer.
+        chosen: number of experts that each token uses.
+        ep: number of ranks over which the experts are divided.
+        way: how tokens reach the experts, `gather` or `all_to_all`; "" with one rank.
+        ffn: width of an expert.
+        shared: width of the shared expert on a tensor-parallel rank; 0: there is none.
+        shared_gate: 1 if the shared expert's output is multiplied by a sigmoid gate, else 0.
+        choosing: number of launches that choose the experts, given the scores.
+        weighing: number of launches from the router's logits to the tokens' weights.
+        unweighing: number of launches from the gradient of the weights to that of the logits.
+        numbers: number of fp32 values per token that the router keeps.
+        aux, z: 1 if the balancing loss, and the z-loss, is used, else 0.
         is_grouped: whether one kernel multiplies the rows of all experts (`device.grouped`).
-        load: rows of this rank's experts, divided by those of a rank if all experts are chosen
-            equally often.
+        load: number of rows of this rank's experts, divided by the number that it would be if all
+            experts were chosen equally often.
     """
 
     experts: Number
@@ -102,11 +108,11 @@ class ExpertWidths(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """Sizes of a layer on one tensor rank, in elements per token; flags are 0 or 1."""
+    """Sizes of a layer on one tensor-parallel rank, in elements per token; flags are 0 or 1."""
 
     hidden: Number
-    queries: Number  # size of all heads of the rank together, like `keys`
-    keys: Number
+    queries: Number  # size of the rank's query heads together
+    keys: Number  # size of the rank's key heads together
     heads: Number  # query heads
     key_heads: Number
     ffn: Number
@@ -116,7 +122,7 @@ class Widths(NamedTuple):
     norm: NormCost = NORMS["rmsnorm"]
     norm_before: Number = 1  # norms of the inputs of attention and MLP
     norm_after: Number = 0  # norms of their outputs
-    scaled: Number = 0  # outputs are scaled before they are added
+    scaled: Number = 0  # these outputs are scaled before they are added to the residual stream
     head_norms: Number = 0  # q and k are normalised
     full_norms: Number = 0  # the norm is over all heads of q, and of k, as one vector
     rope: Number = 0
@@ -132,9 +138,9 @@ class LayerKind(NamedTuple):
     """The properties that distinguish a model's kinds of layers.
 
     Attributes:
-        experts: the layer has experts in place of an MLP.
-        window: number of keys that a query sees, its own included; None: all up to its own.
-        rotates: RoPE rotates q and k.
+        experts: whether the layer has experts in place of an MLP.
+        window: number of keys that a query sees, its own included; None: all keys up to its own.
+        rotates: whether RoPE rotates q and k.
     """
 
     experts: bool = False
@@ -151,10 +157,10 @@ class LayerKind(NamedTuple):
 def widths(
     model: ModelConfig, tp: int = 1, sp: bool = False, kind: LayerKind | None = None
 ) -> Widths:
-    """Returns the sizes of a layer of `model` on each of `tp` ranks, with an MLP.
+    """Returns the sizes, on each of `tp` ranks, of a layer with an MLP.
 
-    `kind`: the kind of its attention; None: the first layer's. With fewer key-value heads than
-    ranks, each head is replicated on several.
+    `kind`: the kind of layer whose attention it has; None: that of the first layer. With fewer
+    key-value heads than ranks, each head is on several ranks.
     """
     kind = LayerKind.of(model, 0) if kind is None else kind
     return Widths(
@@ -182,7 +188,10 @@ def widths(
 
 
 def most_load(model: ModelConfig, ep: int) -> float:
-    """Returns the largest `ExpertWidths.load`: all tokens of a group use a rank's experts."""
+    """Returns the largest possible `ExpertWidths.load`.
+
+    It is reached if all tokens of an expert-parallel group choose experts of the same rank.
+    """
     chosen = model.experts_per_token
     return ep * min(chosen, model.num_experts // ep) / chosen
 
@@ -196,12 +205,14 @@ def with_experts(
     precision: str,
     load: float = 1.0,
 ) -> Widths:
-    """Returns the sizes `w` of a dense layer with its MLP replaced by experts, divided over `ep`
-    ranks, in this precision; `load`: the rank's load, as far as it is possible."""
+    """Returns the sizes `w` of a dense layer with its MLP replaced by experts over `ep` ranks.
+
+    `load`: the rank's `ExpertWidths.load`, which is limited to `most_load`.
+    """
     sigmoid, groups = model.router_score == "sigmoid", model.router_top_groups < model.router_groups
     normalizes, bias = model.router_normalize, model.router_bias
-    # It counts the sorted scores and a copy, the bias, the groups' scores, their order and the
-    # mask.
+    # The launches sort and copy the scores, add the bias, and with groups compute the groups'
+    # scores, their order and the mask.
     choosing = 2 + bias + ((8 if sigmoid else 7) if groups else 0)
     aux, z = settings.aux_loss > 0, settings.z_loss > 0
     chosen = model.experts_per_token
@@ -236,18 +247,20 @@ class Op(NamedTuple):
         kind: gemm, attention, norm or elementwise.
         inputs, outputs: number of elements per token that it reads and writes; for a GEMM, k and n.
         parts: the parts of `recompute` that repeat it in the backward.
-        keeps: elements per token that stay until the backward.
-        statistics: number of fp32 values per token that stay too.
-        forward, backward: kernel launches other than GEMMs and attention.
-        split: for a GEMM, "column" (sharded outputs) or "row" (sharded inputs).
-        bias: whether a GEMM has a bias.
-        rows: rows that it computes per token; for a GEMM of experts, one for each chosen expert.
+        keeps: number of elements per token that stay until the backward.
+        statistics: number of fp32 values per token that stay until the backward too.
+        forward, backward: number of kernel launches other than GEMMs and attention.
+        split: for a GEMM, "column" (sharded outputs) or "row" (sharded inputs); "" for neither.
+        bias: 1 if a GEMM has a bias, else 0.
+        rows: number of rows that a GEMM computes per token; a GEMM of experts computes one for each
+            chosen expert.
         matrices: number of weight matrices of a GEMM; more than one with several experts.
         calls: number of launches of a GEMM in each direction.
-        inside, inside_backward: number of elements per token of temporary tensors inside of it.
-        operands: elements per token that its weight gradient keeps if it is deferred; None: its
-            input and the gradient of its output.
-        window: for attention, the number of keys that a query sees; None: all up to its own.
+        inside, inside_backward: number of elements per token of temporary tensors inside its
+            forward, and inside its backward.
+        operands: number of elements per token that its weight gradient keeps if it is deferred;
+            None: its input and the gradient of its output.
+        window: for attention, the number of keys that a query sees; None: all keys up to its own.
     """
 
     name: str
@@ -281,10 +294,10 @@ INNER = ("activation", "mlp", "layer")
 
 
 def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
-    """Lists a layer's operations in their order; `recompute`: the parts that it recomputes.
+    """Lists the operations of a layer in their order; `recompute` are the parts that it recomputes.
 
-    A residual sum and a fused norm after it are one kernel, forward and backward, unless the norm
-    is recomputed. The backward of the split into heads is a concatenation; RoPE is a kernel in both
+    A residual sum and a fused norm after it are one kernel in each direction, unless the norm is
+    recomputed. The backward of the split into heads is a concatenation; RoPE is a kernel in both
     directions. A norm after a GEMM keeps its input, so a recomputed layer repeats that GEMM.
     """
     h = w.hidden
@@ -315,7 +328,7 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
         Op("attention.qk_norm", "norm", qkv, qkv, attention, qkv, norms, kernels, kernels),
         Op(
             *("attention.rotary", "elementwise", qkv, qkv, attention),
-            forward=w.rope + 2 * w.temperature,  # the factors are rounded
+            forward=w.rope + 2 * w.temperature,  # one launch rounds the factors of the queries
             backward=1 + w.temperature,
         ),
         Op(
@@ -340,7 +353,8 @@ def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
         ),
         *(_mlp(w, norm) if w.experts is None else _experts(w, w.experts, norm, recompute)),
         Op("mlp_output_norm", **output_norm),
-        # The next layer's input. If it is fused with a norm, the norm's backward sums its gradient.
+        # The sum is the next layer's input. If a norm is fused with it, the backward of the norm
+        # adds up its gradients.
         Op(
             *("mlp.residual", "elementwise", 2 * stream, stream, (), stream),
             forward=1 + w.scaled,
@@ -385,10 +399,10 @@ def _mlp(w: Widths, norm: dict[str, Any]) -> list[Op]:
 def _experts(
     w: Widths, x: ExpertWidths, norm: dict[str, Any], recompute: Collection[str]
 ) -> list[Op]:
-    """Lists the operations of a layer of experts (models/experts.py), given the fields of its norm.
+    """Lists the operations of a layer's experts (models/experts.py), given the fields of its norm.
 
-    Each token is on one tensor rank. If only `norm` is recomputed, the norm here is not. A
-    recomputation ends with the last operation that keeps something.
+    Each token is on one tensor-parallel rank. The norm is recomputed only together with the
+    experts. A recomputation ends with the last operation that keeps something.
     """
     own = 1 / w.share  # a rank's own tokens
     read, rows = own * x.received, own * x.chosen * x.load
@@ -401,9 +415,10 @@ def _experts(
     before = mlp if apart else last
     if "mlp" not in recompute:
         norm = norm | {"parts": ("layer",)}
-    # The choices, and the order of rows by expert and by token, are integers of 8 bytes.
+    # The choices, and the order of rows by expert and by token, are integers of 8 bytes: two fp32
+    # values each.
     choice = own * 2 * x.chosen + 2 * rows + 4 * x.chosen * read
-    # includes the sums for the balance, and the order of rows
+    # These launches include the sums for the balance, and the order of rows.
     choosing = x.choosing + 4 + x.aux + 10
     if x.way == ALL_TO_ALL:
         choice += 2 * read + 2 * own * x.ep
@@ -415,8 +430,8 @@ def _experts(
     inner, active = rows * up, rows * x.ffn
     calls = 1 if x.is_grouped else x.here
     copies = calls if not x.is_grouped else 0  # each product is copied into the rows of all experts
-    # Without a gate, the activation, its product with the weights in fp32, and their gradients are
-    # separate kernels.
+    # Without a gate there are separate kernels for the activation, for its product with the weights
+    # in fp32, and for their gradients.
     alone = 1 - w.gated
     found = [
         Op("mlp_norm", **norm),
@@ -449,8 +464,8 @@ def _experts(
             matrices=x.here,
             calls=calls,
             inside=rows * h,
-            # The experts' backward needs most memory when it has the gradients of their
-            # activations, or when it sums the rows' gradients.
+            # The backward needs most memory either when it has the gradients of the activations or
+            # when it sums the gradients of the rows.
             inside_backward=inner
             + read * h
             + np.maximum(2 * active + 5 * active * alone, read * h),
@@ -520,7 +535,7 @@ def split_counts(ops: Sequence[Op]) -> tuple[int, int]:
 
 
 def flops(ops: Sequence[Op], seq_length: Number, keys: Number | None = None) -> Number:
-    """Returns forward FLOPs per token of the GEMMs and of attention's two matmuls.
+    """Returns the forward FLOPs per token of the GEMMs and of attention's two matmuls.
 
     `keys`: number of keys of a query without a window; None: the mean under a causal mask.
     """
@@ -533,7 +548,7 @@ def flops(ops: Sequence[Op], seq_length: Number, keys: Number | None = None) -> 
 def keys_seen(op: Op, seq_length: Number, every: Number) -> Number:
     """Returns the mean number of keys that a query of an attention sees.
 
-    `every`: that number without a window, or with one that no sequence fills.
+    `every`: this mean without a window; it also holds if the window is as long as the sequence.
     """
     window = op.window
     if window is None or window >= seq_length:
@@ -544,8 +559,11 @@ def keys_seen(op: Op, seq_length: Number, every: Number) -> Number:
 def layer_flops(
     model: ModelConfig, recompute: Collection[str] | None = None, kind: LayerKind | None = None
 ) -> float:
-    """Returns forward FLOPs per layer and token over all tensor ranks; with `recompute`, only of
-    the operations that the backward repeats. `kind`: kind of the layer; None: the first layer's."""
+    """Returns the forward FLOPs of a layer per token, over all tensor-parallel ranks.
+
+    With `recompute` it counts only the operations that the backward repeats. `kind` is the kind of
+    the layer; None: that of the first layer.
+    """
     ops = _plain(model, LayerKind.of(model, 0) if kind is None else kind)
     chosen = ops if recompute is None else repeated(ops, recompute)
     return float(flops(chosen, model.seq_length))
@@ -557,8 +575,7 @@ def _plain(model: ModelConfig, kind: LayerKind) -> list[Op]:
 
 
 def layer_kinds(model: ModelConfig) -> dict[LayerKind, int]:
-    """Returns the kinds of layers in the model, dense ones first, with the number of layers of
-    each."""
+    """Returns the number of layers of each kind in the model, with dense kinds first."""
     counts = Counter(LayerKind.of(model, layer) for layer in range(model.num_layers))
     return {kind: counts[kind] for kind in sorted(counts, key=lambda kind: kind.experts)}
 
@@ -570,18 +587,18 @@ def layer_costs(model: ModelConfig) -> tuple[float, ...]:
 
 
 def kept(ops: Sequence[Op]) -> tuple[Number, Number]:
-    """Returns (elements, fp32 statistics) per token that these operations keep until the
-    backward."""
+    """Returns the number of elements, and of fp32 statistics, per token that these operations keep
+    until the backward."""
     return sum(op.keeps for op in ops), sum(op.statistics for op in ops)
 
 
 class LayerOps(NamedTuple):
-    """A layer's operations on one tensor rank of a run.
+    """The operations of a layer on one tensor-parallel rank of a run.
 
     Attributes:
         ops: operations of a recomputed layer: `kept` and `repeated` together.
-        kept: the operations whose results it keeps.
-        repeated: the operations that its backward repeats.
+        kept: the operations of a recomputed layer that its backward does not repeat.
+        repeated: the operations of a recomputed layer that its backward repeats.
         plain: operations of a layer that is not recomputed.
     """
 
@@ -605,7 +622,7 @@ def ops_of(
 ) -> LayerOps:
     """Returns the operations of a layer on one of `tp` ranks, with these parts recomputed.
 
-    `ep`, `settings`, `precision`, `load`: used for experts, if the kind has them.
+    `ep`, `settings`, `precision` and `load` are used only if the kind has experts.
     """
     w = widths(model, tp, sp, kind)
     if kind.experts:
@@ -641,14 +658,14 @@ ALL_TRAINED = TrainedShares()
 #
 # * Only matmuls count: 2 FLOPs per multiply-add, once forward and twice backward, i.e. 6 per weight
 #   and token. Norms, softmax, activations, embedding look-ups and the optimizer do not.
-# * A frozen weight has no gradient, i.e. 4 per weight and token, and 2 in layers before the first
+# * A frozen weight has no gradient, so it counts 4 per token, and 2 in layers before the first
 #   trained weight.
 # * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.
-#   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan, with document masks too.
-#   Through a window it counts the keys that are seen.
-# * Recomputed activations never count: this is model (MFU), not hardware (HFU) utilisation.
-# * Only the experts that a token uses count, and the router.
-# * The output head counts `vocab_size` tokens, without padding.
+#   2022, appendix B), Narayanan et al. 2021 (equation 3) and torchtitan. This holds with document
+#   masks too. Attention through a window counts only the keys that are seen.
+# * Recomputation never counts: this is model (MFU), not hardware (HFU) utilisation.
+# * Experts count only for the tokens that use them; the router counts for all tokens.
+# * The output head counts `vocab_size` columns, without padding.
 
 
 MFU_FORMULA = "tokens_per_s × flops_per_token / (world_size × peak_flops_per_device)"
@@ -660,16 +677,16 @@ LESS_FROZEN = ", less the gradients of what is frozen"
 def flops_per_token(
     model: ModelConfig, seq_length: int, shares: TrainedShares = ALL_TRAINED
 ) -> float:
-    """Returns model FLOPs of training (forward and backward) on one token of a `seq_length` sample.
+    """Returns the model FLOPs of training on one token of a sample of `seq_length` tokens.
 
-    They follow FLOPS_FORMULA and the conventions above.
+    They include forward and backward, and follow FLOPS_FORMULA and the conventions above.
     """
     forward = gemms = 0.0
     for kind, count in layer_kinds(model).items():
         ops = _plain(model, kind)
-        forward += count * flops(ops, seq_length, keys=seq_length)  # attention in full
+        forward += count * flops(ops, seq_length, keys=seq_length)  # without the causal mask
         gemms += count * flops([op for op in ops if op.kind == "gemm"], seq_length)
-    # Attention's backward has four matmuls, two for each one of the forward.
+    # Attention's backward has four matmuls, two for each matmul of the forward.
     of_inputs = shares.backward * (2 * forward - gemms)
     head = 2 * model.hidden_size * model.vocab_size
     of_head = head * (1 + (shares.backward > 0) + shares.head)

@@ -1,4 +1,4 @@
-"""Lists the parameters that one rank holds, with the shards of each."""
+"""Lists the parameters that one rank holds, with their sizes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ class LocalParameter(NamedTuple):
     """A parameter as one rank holds it.
 
     Attributes:
-        replicated: every tp rank holds all of it, and has the gradient of its own tokens.
-        columns: columns of a matrix; 1 for a vector.
-        shared: number of elements at its end whose gradients are summed over several tp ranks:
-            key-value heads on several ranks, and norms of heads, since each rank has its own heads.
+        numel: number of elements.
+        replicated: whether every tp rank holds all of it. Under sequence parallelism a rank then
+            has the gradient of its own tokens.
+        columns: number of columns of a matrix; 1 for a vector.
+        shared: number of elements, at its end, whose gradients are summed over several tp ranks:
+            key-value heads that are on several ranks, and norms of heads, since each rank has its
+            own heads.
         owners: number of sets of ranks with different shared elements.
-        tied: it is the weight of both embedding and head.
-        expert: it holds experts, whose gradients are summed over edp.
-        frozen: no tensor in it is trained on any rank, so it has no gradient.
+        tied: whether it is the weight of both embedding and head.
+        expert: whether it holds experts, whose gradients are summed over edp.
+        frozen: whether no tensor in it is trained on any rank, so that it has no gradient.
     """
 
     name: str
@@ -50,10 +53,11 @@ def stage_parameters(
     borrows_table: bool = False,
     ep: int = 1,
 ) -> list[LocalParameter]:
-    """Lists the parameters of a rank whose stage has `layers`, the embedding if `first`, and the
-    head if `last`, including vocabulary padding. They are in the order of
-    `Stage.named_parameters()`, which decides the gradient buckets (compared by
-    tests/unit/estimate/test_traffic.py).
+    """Lists the parameters that a rank holds of a stage, including vocabulary padding.
+
+    The stage has `layers`, the embedding if `first`, and the head if `last`. The order is that of
+    `Stage.named_parameters()`, which decides the gradient buckets;
+    tests/unit/estimate/test_traffic.py compares the two.
 
     A tied weight is in the list once if one stage has both ends. It is not in the head's list if
     the head's stage `borrows_table` from the first stage on the same rank.
@@ -171,10 +175,11 @@ def _norm(w: Widths, name: str) -> list[LocalParameter]:
 
 
 def frozen_parameters(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
-    """Returns the names of ranks' parameters without a trained tensor (`optim.freeze`).
+    """Returns the names of the local parameters in which no tensor is trained (`optim.freeze`).
 
-    A parameter with one trained tensor on some rank, such as one of q, k and v or one expert of a
-    layer, is not among them: its frozen tensors get gradients that are ignored.
+    If any tensor in a parameter is trained on some rank, such as one of q, k and v or one expert of
+    a layer, the parameter is not among them. Its frozen tensors then get gradients that are
+    ignored.
     """
     if not optim.freeze:
         return frozenset()
@@ -186,8 +191,11 @@ def frozen_parameters(model: ModelConfig, optim: OptimConfig) -> frozenset[str]:
 
 
 def first_trained(model: ModelConfig, frozen: Collection[str]) -> int:
-    """Returns the first layer with a parameter to train; −1 if the embedding has one; the number of
-    layers if only the head has one. Nothing before it has a backward."""
+    """Returns the first layer with a parameter to train; no layer before it has a backward.
+
+    It returns −1 if the embedding has such a parameter, and the number of layers if only the head
+    has one.
+    """
     if not frozen:
         return -1
     layers = range(model.num_layers)
@@ -198,7 +206,7 @@ def first_trained(model: ModelConfig, frozen: Collection[str]) -> int:
 
 
 def trained_shares(model: ModelConfig, optim: OptimConfig) -> TrainedShares:
-    """Returns the trained shares of the model."""
+    """Returns the shares of the model that a run with these keys trains."""
     frozen = frozen_parameters(model, optim)
     if not frozen:
         return ALL_TRAINED
@@ -214,7 +222,7 @@ def trained_shares(model: ModelConfig, optim: OptimConfig) -> TrainedShares:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Counts distinct parameters of the unpadded model; a tied weight counts once."""
+    """Counts the parameters of the model without padding; a tied weight counts once."""
     unpadded = replace(model, vocab_multiple=1)
     ends = sum(p.numel for p in stage_parameters(unpadded, 1, range(0), True, True))
     layers = stage_parameters(unpadded, 1, range(model.num_layers), False, False)
@@ -222,7 +230,7 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def active_parameter_count(model: ModelConfig) -> int:
-    """Counts the parameters that one token uses: experts_per_token of the experts."""
+    """Counts the parameters that one token uses, with `experts_per_token` experts in each layer."""
     unused = 0
     if model.num_experts:
         inner = 3 if model.is_gated else 2

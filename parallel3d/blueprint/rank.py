@@ -1,4 +1,4 @@
-"""Derives the contents of a pipeline rank: its stages, parameters, gradient buckets and shards."""
+"""Derives the stages, parameters, gradient buckets and shards of a pipeline rank."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Gradients(NamedTuple):
 
 
 class PipelineRank:
-    """One rank of a pipeline with all of its stages, and the sizes that follow.
+    """One rank of a pipeline, with all of its stages and with the sizes that follow from them.
 
     Args:
-        index: index along pp.
-        data_rank: index along dp_cp, which decides its shards under zero=1.
+        index: index of the rank along pp.
+        data_rank: index of the rank along dp_cp, which decides its shards under zero=1.
     """
 
     def __init__(self, blueprint: Blueprint, index: int, data_rank: int = 0) -> None:
@@ -79,8 +79,9 @@ class PipelineRank:
         self.fully_sharded = zero > 1 and copies > 1  # FSDP2 shards the parameters
         # number of ranks that divide the optimizer's state
         self.shards = self.replicas if zero else 1
-        self.expert_shards = self.layout.edp if zero else 1  # likewise for the experts' state
-        # Bytes of an element of activations, and of accumulated gradients: fp32 or better.
+        # number of ranks that divide the optimizer's state of experts
+        self.expert_shards = self.layout.edp if zero else 1
+        # Bytes of an element of activations, and of an accumulated gradient in fp32 or better.
         self.item = ACTIVATION_BYTES[blueprint.precision.name]
         self.grad_item = max(4, self.item)
         # Tokens of a micro-batch, bytes of its hidden states (b, s, h) and of the residual stream
@@ -89,7 +90,7 @@ class PipelineRank:
         self.hidden = self.tokens * model.hidden_size * self.item
         self.stream = self.hidden / (tp if self.sp else 1)
         self.copies = self.sp and blueprint.micro_batch_size > 1
-        # Number of columns of the logits in this rank's loss.
+        # Number of columns of the logits from which this rank computes the loss.
         self.columns = model.padded_vocab_size // (tp if model.parallel_output else 1)
 
     @property
@@ -175,19 +176,20 @@ class PipelineRank:
         return self.expert_shards if parameter.expert else self.shards
 
     def index_of(self, parameter: LocalParameter) -> int:
-        """Returns this rank's index among them, for the first tensor rank."""
+        """Returns the index, among the ranks that `shards_of` counts, of the first tensor-parallel
+        rank."""
         return self._stage_place // self.layout.ep if parameter.expert else self.data_rank
 
     @property
     def experts_here(self) -> range:
-        """Indices of the experts on the first tensor rank."""
+        """Indices of the experts on the first tensor-parallel rank."""
         count = self.blueprint.model.num_experts // self.layout.ep
         first = count * (self._stage_place % self.layout.ep)
         return range(first, first + count)
 
     @cached_property
     def _stage_place(self) -> int:
-        """Index of the first tensor rank among the ranks of its stage."""
+        """Index of the first tensor-parallel rank among the ranks of its stage."""
         layout = self.layout
         dp, cp = divmod(self.data_rank, layout.cp)
         place = {"pp": self.index, "dp": dp, "cp": cp}
@@ -202,14 +204,14 @@ class PipelineRank:
 
     @property
     def is_tied_to_another(self) -> bool:
-        """Whether this is one of two ranks that each hold a copy of the tied weight, with a
-        gradient to sum."""
+        """Whether this rank and another one hold copies of a tied weight and must sum their
+        gradients."""
         return self.first != self.last and self.table.tied and not self.table.frozen
 
     def neighbours(self, offset: int, with_backward: bool = False) -> int:
         """Counts the stages whose next (+1) or previous (-1) stage is on another rank.
 
-        `with_backward`: only if the earlier of the two stages receives a gradient.
+        With `with_backward` it counts only the pairs whose earlier stage receives a gradient.
         """
         found = 0
         for chunk in range(len(self.stages)):
@@ -220,8 +222,10 @@ class PipelineRank:
         return found
 
     def held(self, stage: StageBlueprint, layers: range) -> list[LocalParameter]:
-        """Returns the parameters of a stage with only these layers; a tied table is listed once per
-        rank."""
+        """Returns the parameters that the stage would hold if it had only these layers.
+
+        A tied table is listed once per rank.
+        """
         frozen = self.blueprint.frozen
         found = stage_parameters(
             self.blueprint.model,
@@ -236,7 +240,7 @@ class PipelineRank:
 
     @cached_property
     def chunks(self) -> list[list[LocalParameter]]:
-        """Parameters by chunk."""
+        """The parameters of each chunk."""
         return [self.held(stage, stage.layers) for stage in self.stages]
 
     @cached_property
@@ -246,8 +250,8 @@ class PipelineRank:
 
     @cached_property
     def numels(self) -> dict[LayerKind, tuple[int, int]]:
-        """Numbers of elements of a layer of each kind: (in its experts, in all other
-        parameters)."""
+        """For a layer of each kind, the numbers of elements in its experts and in all other
+        parameters."""
         model, tp, ep = self.blueprint.model, self.layout.tp, max(self.layout.ep, 1)
         found = {}
         for kind in self.ops:
@@ -258,8 +262,10 @@ class PipelineRank:
         return found
 
     def frozen_numel(self, layers: range | None = None) -> tuple[int, int]:
-        """Counts the frozen elements of experts, and of all other parameters, on this rank or in
-        some of its layers."""
+        """Counts the frozen elements of experts, and those of all other parameters.
+
+        `layers`: the layers of this rank in which to count; None: count in the whole rank.
+        """
         if not self.blueprint.frozen:
             return 0, 0
         held = self.parameters
@@ -275,14 +281,14 @@ class PipelineRank:
         return numel - sum(self.frozen_numel(stage.layers))
 
     def trained_layers(self, stage: StageBlueprint) -> float:
-        """Returns the number of fully trained layers with as many trained elements as the stage's
-        layers."""
+        """Returns how many fully trained layers would have as many trained elements as the
+        stage."""
         numel = self.trained_numel(stage)
         whole = numel + sum(self.frozen_numel(stage.layers))
         return len(stage.layers) * numel / whole if whole else 0.0
 
     def most_trained(self, stage: StageBlueprint) -> int:
-        """Returns the number of trained elements in the layer of the stage that has most."""
+        """Returns the largest number of trained elements in any layer of the stage."""
         if not self.blueprint.frozen:
             return self.layer_numel(self.kinds_of(stage))
         numels = Counter[int]()
@@ -299,15 +305,20 @@ class PipelineRank:
         return sum(p.numel for p in self.ends)
 
     def ends_read(self, stage: StageBlueprint) -> list[LocalParameter]:
-        """Returns the parameters of embedding and head that a stage reads: its own, and a tied
-        table that the rank's first stage holds."""
+        """Returns the parameters of embedding and head that a stage reads.
+
+        They are its own, and for the last stage a tied table that the rank's first stage holds.
+        """
         ends = self.held(stage, range(0))
         borrows = stage.last and self.table.tied and self.table not in ends
         return [*ends, self.table] if borrows else ends
 
     @property
     def table(self) -> LocalParameter:
-        """The weight of the head, or the embedding's copy of it, on the first and last ranks."""
+        """The weight that the rank's head holds itself, or else the weight of the embedding.
+
+        Only the first and the last rank of a pipeline have such a table.
+        """
         return [p for p in self.ends if p.name in TABLES][-1]
 
     @property
@@ -321,13 +332,13 @@ class PipelineRank:
 
 
 def _layer_of(parameter: LocalParameter) -> int:
-    """Returns the number of a parameter's layer; −1 for embedding and head."""
+    """Returns the number of the layer that holds a parameter; −1 for embedding and head."""
     part, number, *_ = parameter.name.split(".")
     return int(number) if part == "layers" else -1
 
 
 def buckets_of(rank: PipelineRank) -> list[list[LocalParameter]]:
-    """Returns the parameters of each bucket, in the bucket's order, without frozen ones.
+    """Returns the trained parameters of each bucket, in the order in which they lie in the bucket.
 
     The chunk of the last layers comes first, because its gradients are ready first. Gradients of
     experts have buckets of their own, unless the run has one rank.
@@ -364,12 +375,12 @@ def _sum_of_kinds(kinds: Sequence[LayersOfKind]) -> list[LayersOfKind]:
 
 
 class FlatShard(NamedTuple):
-    """A part of the gradients that a rank steps.
+    """A part of the gradients with which a rank steps.
 
     Attributes:
-        spans: parameters of one kind, each with the index of its first element and the number of
-            elements.
-        tied: it is a copy that the norm does not count.
+        spans: parameters that are alike in weight decay and replication, each with the index of its
+            first element in this shard and the number of its elements here.
+        tied: whether it is a copy of a tied weight, which the gradient norm does not count.
         shared: number of elements that tp ranks sum (see `LocalParameter`), for all owners.
     """
 
@@ -400,11 +411,10 @@ class FlatShard(NamedTuple):
 
 
 def flat_shards(rank: PipelineRank) -> list[FlatShard]:
-    """Returns the gradients that a rank sums over tp and steps, by bucket, without frozen
-    parameters.
+    """Returns the gradients that a rank sums over tp and steps with, without frozen parameters.
 
-    Under zero=1 these are the rank's part of every bucket, under zero=2 and 3 its rows of every
-    parameter.
+    Without ZeRO they are all gradients, by bucket. Under zero=1 they are the rank's part of every
+    bucket, and under zero=2 and 3 its rows of every parameter.
     """
     tied = rank.is_tied_to_another
     found = []
@@ -435,7 +445,9 @@ def flat_shards(rank: PipelineRank) -> list[FlatShard]:
 
 
 def sharded_numel(parameter: LocalParameter, shards: int) -> int:
-    """Returns the number of elements of the first and largest of `shards` shards, cut along
-    rows."""
+    """Returns the number of elements of the first, largest shard of a parameter.
+
+    The parameter is cut into `shards` shards of whole rows.
+    """
     rows = parameter.numel // parameter.columns
     return -(-rows // shards) * parameter.columns

@@ -27,13 +27,13 @@ SNAKED = ("dp", "pp")
 class Tiling:
     """Mixed-radix digits of a slot number, fastest first: `tp8-dp2-pp4-dp16`.
 
-    A dimension may occur more than once: here dp is split into two neighbours inside a domain and
-    16 outside. The earlier digits of a dimension are the less significant digits of its index.
+    A dimension may occur more than once. In this example dp is split into 2 neighbours inside a
+    domain and 16 outside. Earlier digits of a dimension are less significant digits of its index.
 
-    `snake` (`tp4-dp2-dp8-snake`): an earlier digit of dp or pp runs backwards in every other turn
-    of the later ones, as in a reflected Gray code. Neighbours then differ in only one digit, so a
-    ring leaves a domain and enters the next one on the same rail. NCCL reverses its rings on every
-    other node for the same reason (NCCL_CROSS_NIC).
+    With `snake` (`tp4-dp2-dp8-snake`), an earlier digit of dp or pp runs backwards in every other
+    turn of the later digits, as in a reflected Gray code. Neighbours then differ in only one digit,
+    so a ring leaves a domain and enters the next domain on the same rail. NCCL reverses its rings
+    on every other node for the same reason (NCCL_CROSS_NIC).
     """
 
     digits: tuple[tuple[str, int], ...]
@@ -63,7 +63,7 @@ class Tiling:
         return digits + SNAKE if self.snake else digits
 
     def rank_of_slot(self, layout: Layout) -> Slots:
-        """Returns (world,): the rank at each place of the grid that the digits count through."""
+        """Returns the rank at each position through which the digits count, (world size,)."""
         places, stride = np.arange(layout.world_size), layout.world_size
         index = {d: np.zeros_like(places) for d in DIMENSIONS}
         for dim, factor in reversed(self.digits):
@@ -75,8 +75,10 @@ class Tiling:
         return np.sum([index[d] * layout.stride(d) for d in DIMENSIONS], axis=0)
 
     def snaked(self, domain: int) -> Tiling | None:
-        """Returns this tiling as a snake that turns at the border of `domain` positions; None if no
-        digit turns."""
+        """Returns this tiling as a snake that turns at the borders of domains of `domain` slots.
+
+        It returns None if no digit of dp or pp would turn.
+        """
         digits: list[tuple[str, int]] = []
         stride = 1
         for dim, factor in self.digits:
@@ -115,9 +117,10 @@ def primes(n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RankMapping:
-    """Rank mapping: `slots[rank]` is the GPU of `rank`; `how` describes where it comes from.
+    """Maps ranks to GPUs: `slots[rank]` is the slot of `rank`.
 
-    Raises ValueError unless every rank has one slot of its own.
+    `how` says in words where the mapping comes from. Raises ValueError unless every rank has a slot
+    of its own.
     """
 
     cluster: Cluster
@@ -144,7 +147,11 @@ class RankMapping:
         slots: Slots | None = None,
         how: str | None = None,
     ) -> RankMapping:
-        """Counts `tiling` over `slots` (default: all slots of the cluster, in order)."""
+        """Creates the mapping that counts `tiling` over `slots`.
+
+        If `slots` is None, they are all slots of the cluster, in order; if `how` is None, it is the
+        tiling as text.
+        """
         free = np.arange(cluster.size) if slots is None else slots
         if free.size < layout.world_size:
             raise ValueError(f"{free.size} GPUs for {layout.world_size} ranks")
@@ -154,7 +161,7 @@ class RankMapping:
 
     @cached_property
     def ranks(self) -> Slots:
-        """(cluster.size,): the rank at each slot, -1 for none."""
+        """(cluster.size,): the rank at each slot; -1 where a slot has no rank."""
         found = np.full(self.cluster.size, -1, dtype=np.int64)
         found[self.slots] = np.arange(self.layout.world_size)
         return found

@@ -1,4 +1,4 @@
-"""Sizes of a step: chunks of the loss, groups of heads, recomputed and offloaded layers."""
+"""Derives sizes of a step: chunks of the loss, groups of heads, recomputed and offloaded layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 from parallel3d.blueprint.ops import Number
 
 STYLES = ("gather", "heads", "ring")
-# Bytes of a rank's keys and values that are gathered together, so that bandwidth is the limit.
+# Least number of bytes of a rank's keys and values that are gathered together, so that bandwidth
+# and not latency is the limit.
 LEAST_BYTES = 4 << 20
 
 
@@ -42,26 +43,27 @@ def offloading(given: Sequence[int] | None, stage: int, layers: int) -> int:
     return min(layers, given[0] if len(given) == 1 else given[stage])
 
 
-CPU_BYTES = 64 << 20  # size of a chunk's fp32 logits
-# Each chunk reads the whole output weight twice and adds to its whole gradient: below about this
-# many tokens that takes longer than the matmuls (docs/performance.md).
+CPU_BYTES = 64 << 20  # bytes of a chunk's fp32 logits
+# Each chunk reads the whole output weight twice and adds to its whole gradient. With fewer tokens
+# than about this number, that takes longer than the matmuls (docs/performance.md).
 CPU_LEAST_TOKENS = 1024
-# Bytes of a chunk's logits in the compute dtype: 8,372 tokens of Llama 3's vocabulary in bf16.
-# Reading the weight twice and accumulating its fp32 gradient takes an H100 as long as the matmuls
-# of 400 tokens (3.35 TB/s, 700 TFLOP/s; the width cancels out): 5 % of such a chunk, but 40 % of a
-# chunk of 1,024 tokens. Beyond 2³¹ elements kernels would need 64-bit indices.
+# Bytes of a chunk's logits in the compute dtype, such as 8,372 tokens of Llama 3's vocabulary in
+# bf16. Reading the weight twice and accumulating its fp32 gradient takes an H100 as long as the
+# matmuls of 400 tokens (3.35 TB/s, 700 TFLOP/s; the width cancels out). That adds 5 % to the time
+# of such a chunk, but 40 % to that of 1,024 tokens. Beyond 2³¹ elements kernels would need 64-bit
+# indices.
 ACCELERATOR_BYTES = 2 << 30
 
 
 def loss_chunks(
     tokens: int, columns: int, chunk_tokens: int | None, *, item: int, on_accelerator: bool
 ) -> Counter[int]:
-    """Returns {tokens of a loss chunk: number of such chunks} of a micro-batch, in their order.
+    """Returns the sizes of a micro-batch's loss chunks: {tokens of a chunk: number of such chunks}.
 
     Args:
         columns: columns of the logits that one rank holds.
-        chunk_tokens: `loss.chunk_tokens`; None: it follows from CPU_BYTES and CPU_LEAST_TOKENS on a
-            CPU, and from ACCELERATOR_BYTES on an accelerator.
+        chunk_tokens: `loss.chunk_tokens`; None: the size follows from CPU_BYTES and
+            CPU_LEAST_TOKENS on a CPU, and from ACCELERATOR_BYTES on an accelerator.
         item: bytes of an element in the compute dtype.
     """
     if on_accelerator:

@@ -24,14 +24,14 @@ from parallel3d.schedules.walk import Weights
 def balance_chunks(
     cost: float, layers: int, assignment: StageAssignment, last_extra: float = 0.0
 ) -> tuple[int, ...]:
-    """Returns how many of `layers` layers, each of `cost` (in any unit), each stage gets, at least
-    1.
+    """Returns the number of layers of each stage, at least 1, if all layers cost the same.
 
-    `last_extra` (head and loss) is added to the last stage's cost. The result minimises the cost of
-    the most expensive rank over all of its chunks, then the sum of squared costs of stages, then
-    prefers middle stages and earlier ones. Adding layers one by one, each where it adds least,
-    gives the exact optimum: a stage's next layer never adds less than its last one did. Raises
-    UserError if there are more stages than layers.
+    `cost` is the cost of a layer in any unit, and `last_extra` that of head and loss, which the
+    last stage has in addition. The result minimises the cost of the most expensive rank, summed
+    over its chunks, and among equals the sum of the stages' squared costs. If there still are
+    several, layers go to middle stages first, and then to earlier ones. Adding layers one by one,
+    each where it adds least, gives the exact optimum, because a stage's next layer never adds less
+    than its last one did. Raises UserError if there are more stages than layers.
     """
     stages, ranks = assignment.stages, [rank for rank, _ in assignment.places]
     if stages > layers:
@@ -48,8 +48,8 @@ def balance_chunks(
     extras = [0] * (stages - 1) + [last]
     base = dict.fromkeys(ranks, assignment.chunks * unit)
     base[ranks[-1]] += last
-    # Giving each layer to the cheapest rank yields the least possible cost of the most expensive
-    # one.
+    # If each layer goes to the cheapest rank, the cost of the most expensive rank is the least
+    # possible one.
     cheapest = sorted(base.values())
     for _ in range(layers - stages):
         heapq.heapreplace(cheapest, cheapest[0] + unit)
@@ -57,7 +57,8 @@ def balance_chunks(
     free = {rank: (most - of) // unit for rank, of in base.items()}
 
     def added_cost(stage: int, count: int) -> tuple[int, int, int]:
-        """Returns the increase of a stage's squared cost by layer `count` + 1, and tie-breakers."""
+        """Returns by how much layer `count` + 1 increases a stage's squared cost, and two
+        tie-breakers."""
         squares = unit * (2 * (count * unit + extras[stage]) + unit)
         return squares, abs(2 * stage - (stages - 1)), stage
 
@@ -78,11 +79,11 @@ def balance_chunks(
 def balance_layers(
     costs: tuple[float, ...], assignment: StageAssignment, last_extra: float = 0.0
 ) -> tuple[int, ...]:
-    """Returns how many layers each stage gets, like `balance_chunks`, given the cost of each.
+    """Returns the number of layers of each stage, like `balance_chunks`, given each layer's cost.
 
-    Layers of unequal cost are first divided as if all had the mean cost. Then layers at the ends of
-    stages move to the neighbouring stage as long as that lowers the cost of the most expensive rank
-    or, if that cost is equal, the sum of squared costs of stages.
+    Layers of unequal cost are first divided as if all had the mean cost. Then one stage at a time
+    gives a layer to another stage, as long as that lowers the cost of the most expensive rank or,
+    if that cost is equal, the sum of the stages' squared costs.
     """
     layers = len(costs)
     if len(set(costs)) == 1:
@@ -110,8 +111,10 @@ def balance_layers(
 
 
 def _neighbours(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the splits in which one stage has a layer more and another one less; stages between
-    shift by one."""
+    """Yields the splits in which one stage has a layer more and another stage a layer less.
+
+    The layers of the stages between the two shift by one.
+    """
     for source, target in itertools.permutations(range(len(counts)), 2):
         if counts[source] > 1:
             found = list(counts)
@@ -138,21 +141,25 @@ HEAD_MATMULS = 3
 
 
 def head_cost(model: ModelConfig) -> float:
-    """Returns forward FLOPs of the output head for one token, padding included."""
+    """Returns the forward FLOPs of the output head for one token, including vocabulary padding."""
     return 2.0 * model.hidden_size * model.padded_vocab_size
 
 
 @dataclass(frozen=True)
 class StageWeights:
-    """Computes `choose.Weights` of a stage assignment; the embedding's look-up counts as free.
+    """Computes the `walk.Weights` of a stage assignment; the embedding's look-up counts as free.
 
     Args:
-        costs, head: costs of each layer and of the head, in one unit.
-        ranks: ranks of the pipeline.
-        given: `schedule.layers_per_stage`, which rules out other numbers of stages; with `balances`
-            these are balanced instead.
-        again: the repeated part of a layer's forward (0 to 1).
-        recompute_layers: layers by stage (see `recomputing`); all layers if the lengths differ.
+        costs: cost of each layer.
+        head: cost of the head, in the same unit.
+        ranks: number of ranks of the pipeline.
+        given: `schedule.layers_per_stage`, which fixes the number of stages; None: layers are
+            balanced by cost.
+        balances: whether layers are also balanced for numbers of stages other than that of `given`,
+            which are impossible otherwise.
+        again: the share of a layer's forward that the backward repeats (0 to 1).
+        recompute_layers: number of recomputed layers by stage (see `recomputing`), ignored if it
+            does not fit the number of stages.
     """
 
     costs: tuple[float, ...]
@@ -184,7 +191,7 @@ class StageWeights:
         )
 
     def __call__(self, assignment: StageAssignment) -> Weights | None:
-        """Returns None if the model has no such stages."""
+        """Returns the weights of each stage; None if the model cannot have these stages."""
         stages = assignment.stages
         layers = len(self.costs)
         given = self.given

@@ -46,8 +46,8 @@ class ParameterState:
     """All that parallel training keeps about one parameter (see `state_of`).
 
     Attributes:
-        spec: the shards of full tensors that it holds; None for a parameter of a user's module.
-        tp: the group of the tensor-parallel layer to which it belongs, in a user's module.
+        spec: the shards of full tensors that it holds; None if it is in no layer of this package.
+        tp: the group of the tensor-parallel layer to which it belongs.
         pp: the group of the `Pipeline` to which it belongs, whose other ranks do not hold it.
         main_grad: view of a gradient bucket to which its gradients are added; None: they are added
             to `.grad`.
