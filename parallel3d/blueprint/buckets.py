@@ -1,8 +1,4 @@
-"""Rules, for training and for estimates, by which tensors are divided.
-
-Gradients are grouped into buckets, optimizer states are cut into pieces, and Muon's matrices are
-assigned to home ranks.
-"""
+"""Rules by which gradients are grouped into buckets, and Muon's matrices assigned to ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +14,7 @@ SHARD_ALIGNMENT = 32  # in elements, so that shards in fp32 begin at a multiple 
 
 
 def padded_numel(numel: int, shards: int) -> int:
-    """Returns the number of elements of a bucket that is padded to `shards` equal shards.
-
-    A bucket with a single shard has no padding.
-    """
+    """Returns the elements of a bucket padded to `shards` equal shards; one shard is not padded."""
     unit = shards * SHARD_ALIGNMENT if shards > 1 else 1
     return -(-numel // unit) * unit
 
@@ -46,10 +39,8 @@ def assign(
     makes it reach its cap. If `bucket_cap_mb` is None, the first bucket closes at 1 MiB, so that
     communication starts early, and all others at 25 MiB (Li et al. 2020, §3.2.3), or at 128 MiB on
     an accelerator (`accelerated`). Each of several caps is for one bucket, and the last one also
-    for all further buckets.
-
-    Each parameter whose index is in `alone` gets a bucket of its own, because both copies of a tied
-    weight must be sharded in the same way.
+    for all later buckets. Each parameter whose index is in `alone` gets a bucket of its own,
+    because both copies of a tied weight must be sharded in the same way.
     """
     caps = caps_of(bucket_cap_mb, accelerated)
     buckets: list[list[int]] = []
@@ -70,16 +61,13 @@ def assign(
 
 
 PIECE = 1 << 24  # elements whose bf16 states are converted to fp32 and updated together on a GPU
-# Number of tokens whose gradients are cast to the embedding table's dtype at a time. The gradients
-# of all tokens of a long sequence would be the largest tensor of a step.
+# Number of tokens whose gradients are cast to the embedding table's dtype at a time. All tokens of
+# a long sequence would make the largest tensor of a step.
 LOOKUP_TOKENS = 1 << 16
 
 
 def is_hidden(name: str, dims: int) -> bool:
-    """Returns whether Muon steps a tensor.
-
-    It steps the matrices of the layers except routers, so neither the embeddings nor the head.
-    """
+    """Returns whether Muon steps a tensor: it steps the layers' matrices, except for routers."""
     return dims == 2 and name.startswith("layers.") and not name.endswith(".router.weight")
 
 

@@ -77,9 +77,9 @@ def add_matmul(out: Tensor, grad: Tensor, x: Tensor) -> None:
     """Adds the product gradᵀ·x to `out`, whose dtype is the same or wider.
 
     Shapes: `out` (out, in), `grad` (tokens, out), `x` (tokens, in). The product is not rounded if
-    the device's GEMM accumulates half precision into fp32, nor for fp16 on a CPU, where the factors
-    are converted to fp32. Otherwise it is rounded to the dtype of its factors before it is added:
-    to 8 bits in bf16, and to infinity beyond 65,504 in fp16.
+    the device's GEMM adds half precision to fp32, nor for fp16 on a CPU, where factors are
+    converted to fp32. Else it is first rounded to the factors' dtype: to 8 bits in bf16, and to
+    infinity beyond 65,504 in fp16.
     """
     if out.dtype == grad.dtype:
         out.addmm_(grad.t(), x)

@@ -119,9 +119,8 @@ class Initializer:
 def drawing_threads(device: torch.device) -> int:
     """Returns the number of threads on which a rank on `device` draws its parameters.
 
-    This is torch's number of threads. On an accelerator it is at least the rank's share of the
-    host's cores, because torchrun sets OMP_NUM_THREADS=1 and one thread takes minutes for an 8B
-    model.
+    This is torch's number of threads, but on an accelerator at least the rank's share of the cores,
+    because torchrun sets OMP_NUM_THREADS=1 and one thread takes minutes for an 8B model.
     """
     threads = torch.get_num_threads()
     if not accelerator.is_accelerator(device) or "LOCAL_WORLD_SIZE" not in os.environ:

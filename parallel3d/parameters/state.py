@@ -49,8 +49,7 @@ class ParameterState:
         spec: the shards of full tensors that it holds; None if it is in no layer of this package.
         tp: the group of the tensor-parallel layer to which it belongs.
         pp: the group of the `Pipeline` to which it belongs, whose other ranks do not hold it.
-        main_grad: view of a gradient bucket to which its gradients are added; None: they are added
-            to `.grad`.
+        main_grad: view of a bucket to which gradients are added; None: `.grad` takes them.
         additions: number of additions to `main_grad` that make one gradient.
         added: number of additions since the last complete gradient.
         register_grad_ready: notifies the reducer of a gradient that was added to `main_grad`.
