@@ -488,7 +488,7 @@ class Saver:
         that computes the values. Raises RuntimeError if another save is in flight.
         """
         if self.thread is not None:
-            raise RuntimeError("another save is still in flight and uses the memory for copies")
+            raise RuntimeError("a save is in flight and still uses the memory for copies")
         self.outcome = None
         if not background:
             self._work(save)
