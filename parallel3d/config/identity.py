@@ -78,7 +78,10 @@ def _of_run(config: Config) -> dict[str, Any]:
 
 
 def of_all_ranks(config: Config) -> dict[str, Any]:
-    """Returns the keys that must be equal on all ranks, with their values."""
+    """Returns the keys that must be equal on all ranks, with their values.
+
+    Most keys of `data` are left out, since paths may differ between hosts.
+    """
     keys = all_keys()
     return {
         name: value

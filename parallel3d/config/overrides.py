@@ -153,7 +153,7 @@ def groups() -> list[str]:
 
 
 def typed_alternatives(config: AnyConfig, overrides: Sequence[str]) -> AnyConfig:
-    """Resets the keys that a key on the command line excludes, which an experiment may have set.
+    """Resets keys of an experiment that a key on the command line excludes.
 
     `experiment=llama_1b_sft train.steps=20` trains 20 steps, although the file sets two epochs.
     """
@@ -267,7 +267,7 @@ def _check_override(word: str, schema: type[Config], own: Path | None, sweeps: b
         if not sweeps:
             also = "" if "(" in value else f", or a list as {name}=[{value}]"
             raise UserError(
-                f"{word} is several values for one key; give --multirun to run each of them{also}."
+                f"{word} gives several values for one key; add --multirun to run each one{also}."
             )
         return kept
     given = parsed.value()

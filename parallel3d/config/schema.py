@@ -144,11 +144,14 @@ class Config(
 
     @property
     def num_microbatches(self) -> int:
-        """Returns a data-parallel rank's micro-batches per step; ValueError while dp is null."""
+        """Returns the number of micro-batches of a data-parallel rank in a step.
+
+        Raises ValueError while dp is null.
+        """
         return self.microbatches_of(self.global_batch_size)
 
     def microbatches_of(self, batch: int) -> int:
-        """Returns `num_microbatches` for a step of `batch` sequences, with the same ValueError."""
+        """Returns `num_microbatches` for a step of `batch` sequences. May raise ValueError too."""
         if self.dp is None:
             raise ValueError("dp is not known yet: call check_config first")
         return batch // (self.micro_batch_size * self.dp)

@@ -70,7 +70,7 @@ def key(
     return field(default=default, metadata=meta)
 
 
-# `attention_kernel`
+# Values of `attention_kernel`.
 
 AUTO, FLASH, CUDNN, MATH = "auto", "flash", "cudnn", "math"
 # Flash attention of other packages: its name in torch's registry, and the module to import.
@@ -177,7 +177,7 @@ class BatchSizes(NamedTuple):
         return steps
 
     def samples(self, steps: int) -> int:
-        """Returns how many samples the run's first `steps` steps read; at least `steps_before`."""
+        """Returns how many samples the first `steps` steps read; `steps` >= `steps_before`."""
         steps, read = max(0, steps - self.steps_before), self.samples_before
         for (_, size), end in self._until():
             count = steps if end is None else min(steps, max(0, -(-(end - read) // size)))

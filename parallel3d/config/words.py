@@ -119,7 +119,7 @@ def check_twice(words: Sequence[str]) -> None:
             if name in seen:
                 raise UserError(
                     f"{seen[name]} and {word}: {name} is given twice, and only one of them can "
-                    "hold; give one of them (a script may add words of its own)."
+                    "apply; give one of them (a script may add words of its own)."
                 )
             seen[name] = word
 

@@ -108,7 +108,7 @@ def _operation(entry: dict[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> L
 
 
 def _newest(queue: list[Queued]) -> tuple[Queued, ...]:
-    """Returns the operations near each group's first unfinished one, as `KEPT` says."""
+    """Returns only the operations near each group's first unfinished one (`KEPT`)."""
     places: dict[str, list[int]] = defaultdict(list)
     for i, queued in enumerate(queue):
         places[queued.operation.group].append(i)

@@ -157,8 +157,8 @@ class Watchdog:
     def pause(self) -> None:
         """Allows the rank to spend time without collectives; it still answers other ranks.
 
-        A hang, for example of a file system, is still detected: it is assumed when this process has
-        not computed for `PAUSED_TIMEOUTS` time-outs, but at least for launch.timeout_s.
+        A hang, for example of a file system, is still detected when this process has not computed
+        for `PAUSED_TIMEOUTS` time-outs, or for launch.timeout_s if that is longer.
         """
         self._paused = True
 

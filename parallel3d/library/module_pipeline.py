@@ -465,7 +465,7 @@ def stages_of(
     if count < stages:
         raise UserError(
             f"the pipeline's {count} modules must be at least as many as its {stages} stages "
-            f"({assignment.ranks} ranks × {assignment.chunks}): cut them finer, or take fewer ranks"
+            f"({assignment.ranks} ranks × {assignment.chunks}): cut them finer, or use fewer ranks"
         )
     fair = even_split(count, assignment)
     counts = fair if split is None else list(split)

@@ -1,4 +1,4 @@
-"""Checks that the loggers' packages are installed."""
+"""Checks the loggers: their packages must be installed, and WANDB_MODE must be valid."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def peak_memory(device: torch.device) -> dict[str, int] | None:
 TERA = 1e12
 # The measurement is so short that two starts on a shared machine may differ several-fold.
 MEASURED = "roughly measured"
-# Seconds for all timed matmuls together. They are few, as the other ranks wait meanwhile.
+# Seconds for all timed matmuls together; this is short, as the other ranks wait meanwhile.
 MEASURE_BUDGET_S = 0.1
 
 _TORCH_TYPES = COMPUTE | {"fp8": torch.bfloat16}  # torch.matmul does not support fp8

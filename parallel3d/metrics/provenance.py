@@ -21,7 +21,7 @@ def provenance() -> dict[str, str | None]:
 
 
 def git_commit(file: Path) -> str | None:
-    """Returns the commit of the checkout that tracks `file`, with "-dirty" if files were changed.
+    """Returns the commit of the checkout that tracks `file`, or this with "-dirty" after changes.
 
     Returns None without git, outside a checkout, or if `file` is not tracked: a package that is
     installed inside another repository must not report that repository's commit.

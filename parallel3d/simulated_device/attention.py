@@ -52,9 +52,9 @@ def _attention(
     d); if a flash kernel computes it, it is stored in memory as (b, s, heads, d).
     """
     if attn_mask is not None or dropout_p:
-        raise NotImplementedError(f"attention with a mask or dropout on the {TYPE} device")
+        raise NotImplementedError(f"the {TYPE} device has no attention with a mask or dropout")
     if is_causal and query.shape[2] != key.shape[2]:
-        raise NotImplementedError(f"causal attention that is not square on the {TYPE} device")
+        raise NotImplementedError(f"the {TYPE} device has causal attention only for equal lengths")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise RuntimeError("fewer key-value heads than query heads need enable_gqa=True")
     if not _is_supported(query):
@@ -267,7 +267,7 @@ def _window(causal: bool, left: int | None, right: int | None) -> int | None:
     if left is None:
         return None
     if not causal or right != 0:
-        raise NotImplementedError(f"a window to both sides on the {TYPE} device")
+        raise NotImplementedError(f"the {TYPE} device supports only causal windows to the left")
     return left + 1
 
 

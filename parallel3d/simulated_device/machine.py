@@ -69,10 +69,10 @@ class Observer:
         """Handles the start of a collective or message; `tensor` is this rank's."""
 
     def host_wait(self, why: str) -> None:
-        """Handles a wait of the host for the device, after it has ended."""
+        """Handles a wait of the host for the device; it is called after the wait."""
 
     def allocating(self, block: StorageMemory) -> None:
-        """Handles a request for memory, including those inside a fused kernel."""
+        """Handles a request for memory, including requests inside a fused kernel."""
 
     def allocated(self, block: StorageMemory) -> None:
         """Handles an allocation; a fused kernel reports only memory that outlives it."""
@@ -87,8 +87,8 @@ class StorageMemory:
 
     Attributes:
         used_on: streams that were passed to `record_stream`.
-        label: an observer's name for it; None if no observer has named it.
-        is_allocated: False inside the fused kernel that makes it, where it stands for registers.
+        label: name that an observer gave to the memory; None if none did.
+        is_allocated: False inside the fused kernel that requests it, where it stands for registers.
     """
 
     memory: AllocatorBlock
@@ -150,7 +150,7 @@ class FusedKernel:
             self.writes[use.block, use.where] = use
 
     def kernel(self, name: str, stream: int) -> Kernel:
-        """Returns one kernel for them all, without its writes to memory that is already freed."""
+        """Returns one kernel for all of them, without writes to memory that is already freed."""
         writes = [use for use in self.writes.values() if not use.block.is_freed]
         return Kernel(name, stream, list(self.reads.values()), writes)
 
@@ -225,7 +225,7 @@ class Races:
     It uses PyTorch's stream sanitizer (`torch.cuda._sanitizer`), which keeps a vector clock for
     each stream, and the last write and the reads since then for each piece of memory. Here such a
     piece is a range of bytes and not an address, so that a bucket and a view in its middle overlap.
-    A reused block keeps its accesses, since a caching allocator does not wait for them either.
+    A reused block keeps its accesses, since a caching allocator reuses it without a wait.
 
     Streams and events are numbers; stream 0 is the first device's default stream.
     """
@@ -242,7 +242,7 @@ class Races:
         self.forget()
 
     def forget(self) -> None:
-        """Starts over without the accesses, streams and events so far."""
+        """Starts over: forgets the accesses, streams and events so far."""
         self.handler = sanitizer.EventHandler()
         self.handler.tensors_accessed = _Accesses()
         self.syncs = self.handler.syncs = _Syncs()
@@ -443,7 +443,7 @@ class SimulatedMachine:
                 and collectives, nor waits inside the driver.
         """
         if is_detected and self.warns_of_waits:
-            # It names the line of the program, like the warning of C++.
+            # The warning names the program's line, like PyTorch's own warning.
             warnings.warn_explicit(SYNCHRONIZING, UserWarning, *place())
         with self.lock:
             self.races.syncs.all_streams_wait_for_stream(stream)

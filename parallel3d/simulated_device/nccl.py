@@ -3,7 +3,7 @@
 It follows NCCL where NCCL differs from gloo:
 
 - A collective runs on its group's stream, after the work that is already on the current stream.
-  `wait()` makes the current stream wait for the collective; before that, its outputs hold poison.
+  `wait()` makes the current stream wait for the collective; before that, its outputs hold garbage.
 - It takes only contiguous tensors on its device. An all-gather or reduce-scatter may work in place
   only on the rank's own part.
 - Tensors without elements are not sent, so nobody waits for them.
@@ -105,7 +105,7 @@ class WorkerThread:
     def join(self) -> None:
         """Waits until the thread has ended.
 
-        If the interpreter exited before it, the process might abort.
+        If the interpreter exited before the thread, the process might abort.
         """
         self.thread.join(JOIN_S)
 
@@ -136,7 +136,7 @@ class Wire:
         self.gloo = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
         self.queue = WorkerThread()
         self.calls = 0
-        # (peer, receives) → number of messages so far
+        # number of messages so far, by peer and by whether this member receives them
         self.messages: dict[tuple[int, bool], int] = defaultdict(int)
         self.batched: list[WireMessage] | None = None
 
@@ -485,7 +485,7 @@ class SimulatedNCCL(dist.ProcessGroup):
         uneven: bool = False,
     ) -> CollectiveWork:
         given, written = self._check(name, inputs), self._check(name, outputs)
-        sent = torch.cat([t.data_.detach().view(-1) for t in given])  # a copy: it runs later
+        sent = torch.cat([t.data_.detach().view(-1) for t in given])  # copied
         self._on_stream(name, given, written)
         done = None
         if self.wire is not None and (uneven or any(t.numel() for t in (*inputs, *outputs))):
@@ -496,7 +496,7 @@ class SimulatedNCCL(dist.ProcessGroup):
     def _on_stream(
         self, name: str, inputs: Sequence[SimulatedTensor], outputs: Sequence[SimulatedTensor]
     ) -> None:
-        """Launches the kernel on the group's stream after the current one; poisons its outputs."""
+        """Launches a kernel on the group's stream, behind the current one; poisons its outputs."""
         machine = this_machine()
         current = SimulatedStream(self.index, number=machine.stream_of(self.index))
         self.stream.wait_stream(current)
@@ -514,7 +514,7 @@ class SimulatedNCCL(dist.ProcessGroup):
             return
         (first, end), (at, stop) = extent(whole.data_), extent(part.data_)
         if at < end and first < stop and at != first + self._rank * (stop - at):
-            raise RuntimeError(f"{name} in place needs the part to be number {self._rank}")
+            raise RuntimeError(f"{name} in place must use part {self._rank} of the whole")
 
     def _of_all(self, result: Callable[[list[Tensor]], Sequence[Tensor]]) -> Run:
         """Returns a function that gathers all members' flat inputs and computes the outputs."""

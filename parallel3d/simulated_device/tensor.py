@@ -1,4 +1,4 @@
-"""Provides tensors on the simulated device, which wrap a tensor with the data.
+"""Provides the tensors of the simulated device, each of which wraps a tensor with its data.
 
 Every operator arrives here after autograd. It runs immediately on the data, and is reported to the
 machine as a kernel, with its stream and the memory that it reads and writes. A view and its base
@@ -213,7 +213,7 @@ def _device_index_of(
             machine.wait_for_stream(machine.stream_of(), f"{facts.name} by a tensor of the host")
         return found.pop()
     device = named.get("device")
-    # For a tensor like another, C++ passes device 0 whatever the other's index is.
+    # When C++ makes a tensor like another one, it passes device 0 whatever the real device is.
     return device.index if device is not None and device.index else machine.device
 
 
@@ -350,7 +350,7 @@ def _copies_into(pinned: Tensor) -> int:
 
 
 def _check_unchanged(source: Tensor, before: Tensor, copies: int) -> None:
-    # The device has written to it since then; `Races` checks that the order is safe.
+    # The device has written to the memory since then; `Races` checks that the order is safe.
     if _copies_into(source) != copies:
         return
     if not torch.equal(source.detach().view(torch.uint8), before.view(torch.uint8)):
@@ -485,7 +485,7 @@ _NO_KERNEL = frozenset(
 _OVERWRITING = frozenset(
     ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", *OVERWRITING)
 )
-# Operators whose result, or its size, the host waits for.
+# Operators for which the host waits, as it needs their result or its size.
 _HOST_WAITS = frozenset(
     (*OF_UNKNOWN_SIZE, "nonzero", "masked_select", "equal", "unique_dim", "bincount", "is_nonzero")
 )
@@ -547,6 +547,6 @@ def touched(facts: OverloadFacts, arguments: dict[str, Any], out: Any) -> dict[s
     return {}
 
 
-# The argument with the table, by lookup; the argument with the added rows, by addition.
+# Names of the arguments with the table of a lookup, and with the added rows of an addition.
 _LOOKUPS = {"embedding": "weight", "index_select": "self", "gather": "self"}
 _ADDITIONS = {"index_add_": "source", "scatter_add_": "src"}
