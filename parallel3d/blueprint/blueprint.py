@@ -315,7 +315,7 @@ class Blueprint:
 
     @cached_property
     def looped_layout(self) -> Layout:
-        """The layout, with the number of loops of the schedule's stages over the ranks."""
+        """The layout, with `loops` set to how often the schedule's stages loop over the ranks."""
         shape, chunks = self.assignment.shape, self.assignment.chunks
         return replace(self.layout, loops=1 if shape == "v" else chunks)
 

@@ -178,8 +178,8 @@ class Cluster:
     def link_class(self, a: Slots | int, b: Slots | int) -> npt.NDArray[np.int8]:
         """Returns the `LinkClass` between slots `a` and `b`, element by element.
 
-        `RAIL` means one leaf switch: the same rail of the same unit. All other pairs of domains use
-        the spine.
+        `RAIL` means one leaf switch: the same rail of the same unit. All other pairs in different
+        domains use the spine, or are not connected if there is none.
         """
         a, b = np.asarray(a), np.asarray(b)
         far = LinkClass.NONE if self.oversubscription is None else LinkClass.SPINE

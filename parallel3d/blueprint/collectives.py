@@ -1,5 +1,4 @@
-"""Describes the collectives and messages of ranks, and the share of a buffer that each rank
-sends."""
+"""Describes the collectives and messages of a rank, and the bytes that it sends for them."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class Transfer:
         dim: name of the group, such as tp or dp_cp (see `groups.members`).
         op: one of `OPERATIONS`.
         nbytes: bytes of one call's whole buffer, as nccl-tests counts them.
-        count: calls in a step; for send_recv, messages that the rank sends.
+        count: number of calls in a step; for send_recv, of messages that the rank sends.
         what: a description of the content.
     """
 

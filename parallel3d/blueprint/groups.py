@@ -12,13 +12,13 @@ from parallel3d.blueprint.cluster import Cluster
 from parallel3d.blueprint.layout import DIMENSIONS, EXPERT_DIMENSIONS, Layout
 from parallel3d.blueprint.rank_mapping import RankMapping
 
-# Groups that span several dimensions, the fastest first.
+# Further groups, with the dimensions along which their members lie, the fastest first.
 GROUPED = {"world": DIMENSIONS, "embedding": ("pp",), "dp_cp": ("cp", "dp")}
 Matrix = npt.NDArray[np.int64]  # (groups, members)
 
 
 def members(layout: Layout, dim: str) -> Matrix:
-    """Returns (groups, n): the ranks of every group of `dim`, in the group's order.
+    """Returns the ranks of every group of `dim`, (groups, n), in the order of the group.
 
     `dim` is tp, cp, dp, pp, `dp_cp` (gradients), `ep` (experts), `edp` (gradients of experts),
     `embedding` (first and last stage) or `world` (loss and gradient norm). Raises ValueError for

@@ -61,7 +61,7 @@ class LayoutKeys:
 
 @dataclass
 class PlacementKeys:
-    """The choice of a layout, and which GPU holds which rank."""
+    """The choice of a layout, and the mapping of ranks to GPUs."""
 
     layout: str = key(
         "given",

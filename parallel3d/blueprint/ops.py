@@ -284,7 +284,7 @@ class Op(NamedTuple):
 
     @property
     def numel(self) -> Number:
-        """Elements of a GEMM's weights on this rank."""
+        """Number of elements of a GEMM's weights on this rank."""
         return self.inputs * self.outputs * self.matrices
 
 

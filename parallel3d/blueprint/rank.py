@@ -378,8 +378,8 @@ class FlatShard(NamedTuple):
     """A part of the gradients with which a rank steps.
 
     Attributes:
-        spans: parameters that are alike in weight decay and replication, each with the index of its
-            first element in this shard and the number of its elements here.
+        spans: (parameter, first, count) for parameters that are alike in weight decay and
+            replication: the shard has `count` elements of each, from its element `first` on.
         tied: whether it is a copy of a tied weight, which the gradient norm does not count.
         shared: number of elements that tp ranks sum (see `LocalParameter`), for all owners.
     """

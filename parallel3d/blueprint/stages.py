@@ -28,8 +28,8 @@ def balance_chunks(
 
     `cost` is the cost of a layer in any unit, and `last_extra` that of head and loss, which the
     last stage has in addition. The result minimises the cost of the most expensive rank, summed
-    over its chunks, and among equals the sum of the stages' squared costs. If there still are
-    several, layers go to middle stages first, and then to earlier ones. Adding layers one by one,
+    over its chunks, then the sum of the stages' squared costs. If several splits are still equal,
+    it prefers layers in middle stages, then layers in earlier stages. Adding layers one by one,
     each where it adds least, gives the exact optimum, because a stage's next layer never adds less
     than its last one did. Raises UserError if there are more stages than layers.
     """

@@ -44,7 +44,8 @@ class Dropout(nn.Module):
         self.p = p
         self.first_head = first_head
         self.part = part
-        # The key is a tensor, so that layers share compiled code, which would contain a number.
+        # The key is a tensor, because a number would be a constant in the code that
+        # `torch.compile` makes, and layers could not share that code.
         self.site = torch.tensor(site_key(f"{seed}/dropout/{site}"))
 
     def forward(
@@ -285,7 +286,7 @@ def _scores(
     head: int,
     p: float,
 ) -> tuple[Any, ...]:
-    """Returns the arguments of a block's softmax: its scores, and the data of its two masks.
+    """Returns the arguments of a block's softmax: its scores, and the data of the two masks.
 
     `q` is already scaled.
     """

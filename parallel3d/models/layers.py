@@ -33,16 +33,16 @@ class BuildContext:
     sp: bool
     recompute: frozenset[str] = frozenset()  # parts that the backward recomputes (`recompute.py`)
     loss: LossConfig = field(default_factory=LossConfig)
-    half_loss: bool = False  # see `tensor_parallel.loss.Objective`
-    chunks: int = 1  # pieces in which sequence parallelism communicates
-    mlp_chunks: int = 1  # pieces in which a recomputed MLP runs
-    gather_qk: bool = False  # see `Attention.project`
-    attention_kernel: str = AUTO  # see `document_attention.BACKENDS`
+    half_loss: bool = False  # whether the cross entropy is in half precision
+    chunks: int = 1  # number of pieces in which sequence parallelism communicates
+    mlp_chunks: int = 1  # number of pieces in which a recomputed MLP runs
+    gather_qk: bool = False  # whether q and k are all-gathered over tp (`Attention.project`)
+    attention_kernel: str = AUTO  # the result of `choose_kernel`
     cp: Group = SINGLE
     cp_style: str = "gather"
     ep: Group = SINGLE
-    dispatch: str = AUTO  # see `experts.dispatch`
-    routing: str = "model"  # see `experts.keys.ExpertsConfig`
+    dispatch: str = AUTO  # how tokens reach the experts of other ranks (`experts.dispatch`)
+    routing: str = "model"  # who chooses the experts of a token (`ExpertsConfig.routing`)
     turns: Turns | None = None  # to overlap a forward with a backward; None: no overlap
 
     @classmethod

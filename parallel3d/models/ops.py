@@ -320,7 +320,7 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, shape: Heads, rotary: Rotary) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*rotary)
-        if is_on_accelerator(qkv):  # where attention kernels accept (b, s, heads, head_dim)
+        if is_on_accelerator(qkv):  # attention kernels there accept (b, s, heads, head_dim)
             return tuple(x.transpose(1, 2) for x in split_heads_forward(qkv, *rotary, shape))
         q, k, v = heads_of(qkv, shape)
         batch, sequence = qkv.shape[:2]
@@ -388,7 +388,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the result of `_rotate`, from one expression over both halves that compilers fuse."""
+    """Returns the result of `_rotate`, as one expression over both halves that a compiler fuses."""
     half = cos.shape[-1]
     pairs = x[..., : 2 * half].unflatten(-1, (2, half))
     signs = torch.arange(-1, 2, 2, device=x.device).unsqueeze(-1)

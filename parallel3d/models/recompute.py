@@ -5,7 +5,7 @@
 | norm | the results of both norms | both norms, from the residual stream |
 | activation | the input of `down` | the non-linearity, from the result of `up` |
 | attention | everything between `qkv` and `out` | attention, from the result of `qkv` |
-| mlp | the result of `up` and the input of `down` | `up` and the non-linearity, from the norm |
+| mlp | the result of `up`, the input of `down` | both, from the result of the norm |
 | layer | everything but its input | the layer, up to the input of its last GEMM |
 
 The key `recompute` lists such parts: `none` stands for no part, `selective` for attention, `full`

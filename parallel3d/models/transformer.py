@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.scale = model.attention_scale
         kind = model.attention_kind(layer)
         self.window = kind.window
-        # index of the layer's rotary table in the stage's list; None: no positions
+        # index of the layer's rotary table in the stage's list; None: no rotary positions
         self.rope = None if kind.rope is None else model.ropes.index(kind.rope)
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1
@@ -162,7 +162,8 @@ class Attention(nn.Module):
 class TransformerBlock(nn.Module):
     """Computes x + attention(norm(x)), then x + mlp(norm(x)).
 
-    `model.norm_position` may move the norms, as in x + norm(attention(x)), or add such norms.
+    `model.norm_position` may move the norms, as in x + norm(attention(x)), or place norms both
+    before and after attention and MLP.
     """
 
     def __init__(self, layer: int, model: ModelConfig, ctx: BuildContext) -> None:
@@ -191,7 +192,7 @@ class TransformerBlock(nn.Module):
         self.mlp_dropout = ctx.dropout(f"layers.{layer}.mlp", model)
         self.recompute = "layer" in ctx.recompute
         self.keeps_norms = "norm" not in ctx.recompute
-        # `compile_blocks` replaces it in layers with experts.
+        # `compile_blocks` replaces this function in layers with experts.
         self.run_attention: Callable[..., tuple[Tensor, Tensor]] = TransformerBlock.attended
 
     def forward(
@@ -226,7 +227,7 @@ class TransformerBlock(nn.Module):
     def added_by_attention(
         self, y: Tensor, samples: Tensor | None = None, documents: Documents | None = None
     ) -> Tensor:
-        """Returns the sum's second term: attention's output `y` after norm, dropout and scaling."""
+        """Returns attention's output `y` after its norm, dropout and scaling, to be added to x."""
         if self.attention_output_norm is not None:
             y = self.attention_output_norm(y)
         return self._scaled(self.attention_dropout(y, samples, documents))
@@ -369,7 +370,7 @@ class Stage(nn.Module):
 
     @property
     def blocks(self) -> dict[str, TransformerBlock]:
-        # nn.ModuleDict is not generic.
+        # `nn.ModuleDict` is not generic, so the type of its values is lost.
         return {name: cast(TransformerBlock, block) for name, block in self.layers.items()}
 
     def positions_and_documents(
@@ -505,7 +506,7 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
         for block in experts:
             block.run_attention = attention
         is_sharded = any(state_of(p).compute_dtype is not None for p in stage.parameters())
-        if is_sharded or experts:  # FSDP2 shards the parameters
+        if is_sharded or experts:  # each block is then compiled by itself
             for block in blocks:
                 if block in experts:
                     continue

@@ -3,8 +3,8 @@
 Each logical matrix (q, k, v, gate and up are separate ones) has one home among the ranks of its
 stage. Its update is assembled there and made orthogonal by Newton-Schulz iterations. Momentum and
 master weights stay where the shards are, so ZeRO and checkpoints still see flat ranges. A step
-sends the shards of each update to its home, and the shards of the orthogonal matrix back, with one
-all-to-all per direction along tp, inside a node, and one along dp, on its rail.
+sends the shards of each update to its home, and the shards of the orthogonal matrix back. Each
+direction takes one all-to-all along tp (inside a node) and one along dp (on a rail).
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def scale(shape: tuple[int, ...], mode: str) -> float:
 class HiddenMatrix:
     """A logical matrix as the tp ranks of a stage hold it, cut along `axis` or whole.
 
-    `local` is the shape of a rank's shard, which `copies` consecutive ranks hold.
+    `full` is the shape of the matrix, and `local` that of a rank's shard, which `copies`
+    consecutive ranks hold.
     """
 
     full: tuple[int, ...]
@@ -153,8 +154,7 @@ class Muon:
         self.gathers = any(len(each) < dp.size for each in self.holders.values())
 
     def takes(self, shard: ShardSpec) -> bool:
-        """Returns whether it makes the updates of this full tensor, which must be a hidden
-        matrix."""
+        """Returns whether this full tensor is a hidden matrix, whose updates are made here."""
         return is_hidden_shard(shard)
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:
@@ -172,8 +172,7 @@ class Muon:
         self._scatter_over_dp(self.scatter_over_tp(whole), views)
 
     def _gather_over_dp(self, views: dict[MatrixRange, Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's flat shards of the matrices whose home has the same index along
-        dp."""
+        """Returns this rank's flat shards of the matrices whose home has its index along dp."""
 
         def moved(source: int, target: int) -> dict[MatrixRange, int]:
             found = {}
@@ -198,8 +197,10 @@ class Muon:
         return shards
 
     def _at_home(self, tp_index: int) -> dict[str, int]:
-        """Returns, for each matrix with its home at `tp_index` and this rank's index along dp, the
-        number of elements of a shard."""
+        """Returns the number of elements in a shard of each matrix with this home.
+
+        The home is the rank with this index along tp, and with this rank's index along dp.
+        """
         return {
             name: math.prod(matrix.local)
             for name, matrix in self.matrices.items()
@@ -258,8 +259,7 @@ class MuonByKind:
         self.parts = {True: experts, False: others}
 
     def takes(self, shard: ShardSpec) -> bool:
-        """Returns whether it makes the updates of this full tensor, which must be a hidden
-        matrix."""
+        """Returns whether this full tensor is a hidden matrix, whose updates are made here."""
         return is_hidden_shard(shard)
 
     def orthogonalize(self, segments: Iterable[Segment]) -> None:

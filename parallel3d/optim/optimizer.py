@@ -354,8 +354,8 @@ def sum_of_powers(
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     if not is_accelerator(device):
-        # In pieces: an fp32 sum over a whole bucket loses its small terms (3e-5 of the norm).
-        # Accelerators add in a tree, and each piece would cost the host a call.
+        # A CPU sums in pieces, because an fp32 sum over a whole bucket loses its small terms (3e-5
+        # of the norm). Accelerators add in a tree, and each piece would cost the host a call.
         grads = [piece for grad in grads for piece in grad.split(NORM_PIECE)]
     half = [g for g in grads if g.dtype.itemsize < 4]
     wide = [g for g in grads if g.dtype.itemsize >= 4]

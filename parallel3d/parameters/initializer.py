@@ -72,7 +72,7 @@ class Initializer:
             out.fill_(shard.fill)
             return
         row0, (rows, cols) = shard.start[0], shard.shape
-        # A band has this number of rows, which are those of whole tiles.
+        # The number of rows in a band is a multiple of that in a tile.
         height = max(1, BAND // (TILE * cols)) * TILE
         for i in range(row0 // TILE * TILE, row0 + rows, height):
             top, bottom = max(row0, i), min(row0 + rows, i + height)

@@ -70,7 +70,7 @@ class ParameterSpec:
         shards: the shards that it holds; rows outside of them are padding and stay zero.
         replicated: whether every tp rank holds the same values. Under sequence parallelism its
             gradient is a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2).
-        tied: whether the first and the last stage each hold a copy of it, a word embedding.
+        tied: whether the first and the last stage each hold a copy of it (a tied word embedding).
         is_expert: whether it holds experts, whose gradients are summed over edp only.
         uses: how often a forward pass reads it: twice if it is a tied table on a single stage.
     """
