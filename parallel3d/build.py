@@ -13,6 +13,7 @@ from parallel3d.comm.group import SINGLE, Group
 from parallel3d.comm.step_timer import StepTimer
 from parallel3d.comm.turns import Turns
 from parallel3d.config.schema import LaunchConfig
+from parallel3d.data_parallel.engine import BucketedDataParallel
 from parallel3d.data_parallel.noise_scale import NoiseScale
 from parallel3d.device import accelerator
 from parallel3d.device.precision import compute_dtype
@@ -82,6 +83,8 @@ def build(
     tied = {stage.tied_table for stage in stages} - {None} - blueprint.frozen
     noise = noise_scale(blueprint, groups, device)
     engine = data_parallel_engine(blueprint.data, stages, initializer, dtype, groups, noise.norms)
+    if turns is not None and isinstance(engine, BucketedDataParallel):
+        engine.before_reduction = turns.join
     for stage in stages:
         stage.pre_forward = engine.pre_forward
     if blueprint.compiles:

@@ -19,6 +19,10 @@ import torch
 from parallel3d.device import accelerator
 
 
+class OtherFailed(RuntimeError):
+    """The computation that ran in turns with this one has failed."""
+
+
 class Turns:
     """Runs two computations of a rank in turns; on an accelerator each has its own stream.
 
@@ -35,39 +39,52 @@ class Turns:
         self._changed = threading.Condition()
         self._running: list[int] = []  # computations (0, 1) of `run` that have not ended
         self._turn = 0
+        self._failed: BaseException | None = None  # the first exception of the two
 
     def pass_on(self) -> None:
         """Lets the other computation run until it calls `pass_on` itself or ends.
 
         Returns at once if no other computation runs. Autograd's own thread may call this too: it
-        works for the computation whose turn it is.
+        works for the computation whose turn it is. Raises OtherFailed if the other one has failed,
+        because other ranks then expect its exchanges in between.
         """
         with self._changed:
+            if self._failed is not None:
+                raise OtherFailed("the micro-batch beside this one has failed") from self._failed
             if len(self._running) < 2:
                 return
             mine = self._turn
             self._turn = 1 - mine
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._turn == mine)
+            if self._failed is not None:
+                raise OtherFailed("the micro-batch beside this one has failed") from self._failed
 
     def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
         """Runs both in turns, beginning with the forward, which has a thread of its own.
 
-        An exception of one of them is raised here after the other one has ended.
+        An exception of one of them ends the other one at its next `pass_on`, and is raised here.
         """
         self._running = [0, 1]
         self._turn = 0
+        self._failed = None
         ahead = self._pool.submit(self._side, 0, forward)
         try:
             self._side(1, backward)
         finally:
-            ahead.result()
+            failure = ahead.exception()
+            first, self._failed = self._failed, None
+            if first is not None and failure is first:
+                raise first
 
     def _side(self, side: int, compute: Callable[[], None]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn == side)
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._turn == side)
             compute()
+        except BaseException as error:
+            self._failed = self._failed or error
+            raise
         finally:
             with self._changed:
                 self._running.remove(side)
@@ -78,7 +95,8 @@ class Turns:
     def on_stream_of(self, microbatch: int) -> Iterator[None]:
         """Queues the work of a `with` block on the stream of a micro-batch.
 
-        This work begins after everything that is already queued on the current stream.
+        This work begins after everything that is already queued on the current stream, which waits
+        for it afterwards.
         """
         if not self.streams:
             yield
@@ -87,6 +105,7 @@ class Turns:
         stream.wait_stream(accelerator.module(self.device).current_stream(self.device))
         with accelerator.on_stream(stream):
             yield
+        accelerator.module(self.device).current_stream(self.device).wait_stream(stream)
 
     def join(self) -> None:
         """Makes the current stream wait for the streams of both computations."""

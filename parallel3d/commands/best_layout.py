@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from parallel3d.blueprint.layout import DIMENSIONS
-from parallel3d.commands.plan import Plan, held, searched, typed_keys
+from parallel3d.commands.plan import Plan, held, searched, typed_keys, without_overlap
 from parallel3d.config.checks import check_config
 from parallel3d.config.fields import check_fields
 from parallel3d.config.schema import ClusterConfig, Config
@@ -116,7 +116,8 @@ def _summary(plan: Plan, first: int) -> str:
     fit = f"{len(priced.order)} layouts"
     if plan.bounded < len(priced.choices):
         fit = f"the {len(priced.order)} fastest layouts"
-    line = f"{typed_keys(choice)} of {fit} that fit {plan.gpus} ranks, "
+    keys = f"{typed_keys(choice)}{without_overlap(plan.config, choice)}"
+    line = f"{keys} of {fit} that fit {plan.gpus} ranks, "
     line += (
         f"{float(priced.seconds[first]):.3g} s a step; {reason(priced, first, first, plan.gpus)}"
     )

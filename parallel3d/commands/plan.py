@@ -171,9 +171,7 @@ class Plan:
         """The command line of the best layout."""
         choice = self.priced.choices[self.rows[0]]
         sp = choice.tp > 1 and configure(self.config, choice).sp
-        words = f"parallel3d train … {typed_keys(choice, sp)}"
-        refused = self.config.moe.overlap and not can_overlap(choice)
-        return f"{words} moe.overlap=false" if refused else words
+        return f"parallel3d train … {typed_keys(choice, sp)}{without_overlap(self.config, choice)}"
 
     @property
     def title(self) -> str:
@@ -235,6 +233,8 @@ class Plan:
         file = self.config.cluster.file
         if file:
             said = scaled(read(file), file, self.config.model)
+            if self.config.moe.overlap:
+                said = f"{said} The table ignores that moe.overlap=true hides exchanges.".strip()
         else:
             said = TIMED if card_of(self.config)[0] in OWN_RATES else UNTIMED
         return " ".join(filter(None, (self.unplayed, said)))
@@ -298,6 +298,12 @@ def typed_keys(choice: LayoutChoice, sp: bool = False) -> str:
     if sp:
         words.append("sp=true")
     return " ".join(words)
+
+
+def without_overlap(config: Config, choice: LayoutChoice) -> str:
+    """Returns the override that a layout needs if `moe.overlap`, which was given, cannot be used in
+    it; else ""."""
+    return " moe.overlap=false" if config.moe.overlap and not can_overlap(choice) else ""
 
 
 def _parameters(model: ModelConfig) -> str:
@@ -775,7 +781,7 @@ def _nodes_that_fit(found: Plan, fixed: Fixed, nodes: int, needed: float) -> str
             continue
         tell(f"does it fit cluster.nodes={nodes}")
         grown = replace(config, global_batch_size=batch)
-        least = float(memories(grown, tried, reserve, tell).min())
+        least = float(memories(grown, tried, reserve, tell, found.load).min())
         if least <= memory:
             words = f"the nearest that would is cluster.nodes={nodes}"
             more = batch != config.global_batch_size

@@ -229,6 +229,8 @@ class BucketedDataParallel:
         self.works: list[Work] = []
         self.running = False
         self.observer = observer
+        # It makes the current stream wait for all that add to a bucket, if there are several.
+        self.before_reduction: Callable[[], None] = lambda: None
         self.constants = [
             self._hold(name, p, values)
             for name, p in self.parameters.items()
@@ -335,6 +337,7 @@ class BucketedDataParallel:
             self.observer.full(bucket)
         if bucket.data.size == 1:
             return
+        self.before_reduction()
         given = GradBucket(
             index, index == len(self.buckets) - 1, bucket.grad, list(bucket.params.values())
         )

@@ -568,12 +568,15 @@ def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
         sparse, shown = _of_layer(work.expert_ops, work, c)
         parts = {kind: work.mixed(dense, sparse[kind]) for kind, dense in parts.items()}
         waits = work.mixed(waits, shown)
-        parts["exchange of tokens"] = work.sparse * _exchanges(work, c)
+        parts["exchange of tokens"] = work.sparse * _passes(work) * exchange(work, c)
     attends = parts["attention"]
     parts["tp collectives"] = waits + context_parallel(work, c, attends)
     if np.any(work.overlap_ep):
         computes = sum(parts.values()) - parts["exchange of tokens"]
-        hidden = np.minimum(parts["exchange of tokens"], computes)
+        # Nothing is launched while the host waits for the numbers of rows.
+        waits = np.where(work.ep > 1, 1e-6 * c["experts.wait_us"], 0.0)
+        wire = parts["exchange of tokens"] - work.sparse * _passes(work) * waits
+        hidden = np.minimum(wire, computes)
         # The first forward and the last backward have no other pass to overlap with.
         share = work.overlap_ep * (1 - SENDING) * (1 - 1 / work.microbatches)
         parts["exchange of tokens"] = parts["exchange of tokens"] - share * hidden
@@ -717,8 +720,9 @@ def context_parallel(work: StepWork, c: Constants, attends: Any) -> Any:
 
 
 # Ways to send a token to its experts: one copy to each rank that has any of them; one copy to each
-# node that has any of them, and from there to the ranks; or one copy for each expert.
-COPIES = ("rank", "node", "expert")
+# node that has any of them, and from there to the ranks; one copy for each expert; or one copy to
+# every rank (`moe.dispatch=gather`).
+COPIES = ("rank", "node", "expert", "every")
 
 
 def exchange(work: StepWork, c: Constants) -> Any:
@@ -730,16 +734,20 @@ def exchange(work: StepWork, c: Constants) -> Any:
     ep, experts, chosen = work.ep, work.experts, work.active_experts
     inside = np.minimum(ep, work.gpus_per_node)
     nodes = np.maximum(ep / inside, 1.0)
+    kind = work.copies
     to_rank = share_sent(experts, chosen, ep)
+    to_rank = np.where(kind == COPIES.index("every"), 1.0, to_rank)
     to_node = np.where(nodes > 1, share_sent(experts, chosen, np.maximum(nodes, 2)), 1.0)
     by_expert = chosen / ep
-    kind = work.copies
     here = np.where(kind == COPIES.index("expert"), by_expert, to_rank) * (inside - 1)
     away = np.where(kind == COPIES.index("expert"), by_expert, to_rank) * (ep - inside)
     by_node = kind == COPIES.index("node")
     here = np.where(by_node, to_rank * nodes * (inside - 1), here)
     away = np.where(by_node, to_node * (nodes - 1), away)
-    bytes = 2 * work.hidden * work.tokens / work.widths.share * work.load
+    # A rank gets at most one copy of a token, however many of its experts the token has.
+    most = np.where(kind == COPIES.index("expert"), np.inf, 1 / to_rank)
+    load = np.minimum(work.load, most)
+    bytes = 2 * work.hidden * work.tokens / work.widths.share * load
     link = work.link_rate * c["link.rate"] * c["experts.link"]
     network = work.fabric_rate * c.of("network", "rate", work.fabric) * c["experts.network"]
     wire = np.maximum(here * bytes / link, away * bytes / network)
@@ -748,10 +756,10 @@ def exchange(work: StepWork, c: Constants) -> Any:
     return np.where(ep > 1, wire + 1e-6 * (delay + c["experts.wait_us"]), 0.0)
 
 
-def _exchanges(work: StepWork, c: Constants) -> Any:
-    """Returns the seconds of all exchanges of a layer in forward, backward and recomputation."""
+def _passes(work: StepWork) -> Any:
+    """Returns how often a layer's tokens travel in forward, backward and recomputation."""
     again = sum(repeats(op, work) for op in work.expert_ops if op.name in PASSES)
-    return (2 + work.backward * (2 + again)) * exchange(work, c)
+    return 2 + work.backward * (2 + again)
 
 
 PASSES = ("mlp.dispatch", "mlp.combine")

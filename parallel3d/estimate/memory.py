@@ -108,16 +108,18 @@ def memories(
     choices: Sequence[LayoutChoice],
     reserve: float,
     tell: Callable[[str], None] | None = None,
+    load: float = 1.0,
 ) -> NDArray[np.float64]:
     """Returns the bytes of each layout's fullest GPU, including `reserve`.
 
     `reserve`: bytes that tensors cannot use. `tell` is called with messages about the progress.
+    `load`: see `memory_of`.
     """
     totals = []
     for done, choice in enumerate(choices):
         if tell is not None:
             tell(f"layout {done} of {len(choices)}")
-        totals.append(memory_of(config, choice))
+        totals.append(memory_of(config, choice, load))
     return np.array(totals) + reserve
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from parallel3d.blueprint.blueprint import Blueprint
 from parallel3d.blueprint.cluster import cluster_from_config
 from parallel3d.blueprint.collectives import Transfer
+from parallel3d.blueprint.dispatch import GATHER
 from parallel3d.blueprint.layout import DEFAULT_ORDER, Layout, layout_of
 from parallel3d.blueprint.ops import widths
 from parallel3d.blueprint.parameters import trained_shares
@@ -27,6 +28,7 @@ from parallel3d.device.datasheets import DEVICES, Device
 from parallel3d.errors import UserError, nearest
 from parallel3d.estimate.attention_traffic import sends
 from parallel3d.estimate.fitted_cost import (
+    COPIES,
     ENGINES,
     NETWORKS,
     SPEEDS,
@@ -131,6 +133,7 @@ def sizes_of(config: Config) -> dict[str, float]:
         "overlap_pp": 1,
         "overlap_dp": 1,
         "overlap_ep": float(config.moe.overlap),
+        "copies": COPIES.index("every" if config.moe.dispatch == GATHER else "rank"),
         "scatter_gather": 1,
         "compiled": 1,
         "fp8": 0,

@@ -161,6 +161,17 @@ CONFLICTS = (
         for other, on in (("pp", 1), ("schedule.name", "1f1b"), ("offload_layers", None))
     ),
     Conflict(
+        {"moe.overlap": Is(True), "model.tie_embeddings": Is(True)},
+        "{moe.overlap} would add two gradients to one table at the same time, as "
+        "{model.tie_embeddings} makes embedding and head share it",
+        (("moe.overlap", False), ("model.tie_embeddings", False)),
+    ),
+    Conflict(
+        {"moe.overlap": Is(True), "schedule.timeline": Is(True)},
+        "{moe.overlap} interleaves the actions that {schedule.timeline} times one by one",
+        (("schedule.timeline", False), ("moe.overlap", False)),
+    ),
+    Conflict(
         {"moe.overlap": Is(True), "ep": Is(1)},
         "{moe.overlap} hides how long tokens travel to other ranks, but with {ep} none travel",
         (("moe.overlap", False),),

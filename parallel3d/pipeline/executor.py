@@ -345,8 +345,10 @@ class Executor:
     def _untimed(self) -> Iterator[None]:
         """Does not time the computations of a `with` block by kind, because they interleave."""
         self.counts_kinds = False
-        yield
-        self.counts_kinds = True
+        try:
+            yield
+        finally:
+            self.counts_kinds = True
 
     def _stage(self, action: Action) -> int:
         """Returns the number of the stage that performs an action."""
@@ -494,8 +496,6 @@ class Executor:
             nullcontext() if self.turns is None else self.turns.on_stream_of(step.microbatch),
         ):
             ys = self._attempt(step, partial(self._outputs, step, xs, args))
-        if self.turns is not None:
-            self.turns.join()
         if ys is None:
             last = (torch.zeros((), device=self.device),)
             ys = last if number == self.last_stage else self.sends[number].zeros(self.device)
@@ -543,8 +543,8 @@ class Executor:
                     differentiate()
             else:
                 differentiate()
-        if self.turns is not None:
-            self.turns.join()
+            if self.turns is not None:
+                self.turns.join()
         if stage > 0 and self._takes_gradient(stage - 1):
             # There are no gradients if the stage does not use its inputs or has failed.
             made = tuple(live.grads) or self.sends[stage - 1].zeros(self.device)

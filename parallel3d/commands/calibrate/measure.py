@@ -471,7 +471,9 @@ def pieces(
         for index, kind_of_layer in enumerate(kinds):
             tell(f"tp={tp}, recomputation, pass {number + 1}")
             ways = [Blocks(kind_of_layer), *(Blocks(kind_of_layer, (part,)) for part in PARTS)]
-            runs = timed(ModelPieces(config, sizes[1], device, ways, tp=tp))
+            # Six stages hold all experts of their blocks.
+            few = 1 if kind_of_layer.experts else BLOCKS
+            runs = timed(ModelPieces(config, sizes[1], device, ways, tp=tp, most_blocks=few))
             for chunk, part in enumerate(PARTS, 2):
                 more = [(run[f"I{chunk}"] - run["I1"]) / run["F1"] for run in runs]
                 # The median is used because the difference of two disturbed times may be too small.

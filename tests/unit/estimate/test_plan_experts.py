@@ -130,10 +130,37 @@ def test_the_slower_of_link_and_network_counts() -> None:
 
 def test_a_load_slows_the_experts_alone() -> None:
     c = constants()
-    one, two = (layer(work(**QWEN, ep=8, load=load), c)[0] for load in (1.0, 2.0))
+    one, two = (layer(work(**QWEN, ep=16, dp=16, load=load), c)[0] for load in (1.0, 2.0))
     assert one["attention"] == two["attention"]
     assert two["exchange of tokens"] > 1.5 * one["exchange of tokens"]
     assert 1.3 < two["matmuls"] / one["matmuls"] < 2
+
+
+def test_a_rank_gets_a_token_once_whatever_the_load() -> None:
+    """With 8 of 128 experts nearly every token has one on each of two ranks."""
+    c = constants(**{"experts.wait_us": 1e-9, "link.latency_us": 1e-9})
+    even, uneven = (float(exchange(work(**QWEN, ep=2, load=load), c)) for load in (1.0, 1.9))
+    assert uneven == pytest.approx(even / share_sent(128, 8, 2))
+
+
+def test_gather_sends_every_token_to_every_rank() -> None:
+    c = constants(**{"experts.wait_us": 1e-9, "link.latency_us": 1e-9})
+    gathered, sent = (
+        float(exchange(work(**QWEN, ep=8, copies=COPIES.index(kind)), c))
+        for kind in ("every", "rank")
+    )
+    assert sent == pytest.approx(gathered * share_sent(128, 8, 8))
+
+
+def test_overlap_hides_exchanges_but_not_the_waits_for_the_host() -> None:
+    c = constants()
+    plain, hidden = (
+        layer(work(**QWEN, ep=8, overlap_ep=flag, microbatches=1e9), c)[0]["exchange of tokens"]
+        for flag in (0, 1)
+    )
+    waits = 4e-6 * c["experts.wait_us"]
+    share = 16 / 132
+    assert float(hidden) == pytest.approx(waits + share * (float(plain) - waits))
 
 
 def test_one_rank_exchanges_nothing() -> None:
