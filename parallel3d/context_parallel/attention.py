@@ -1,7 +1,8 @@
-"""Causal attention of sequences that are split over context-parallel ranks, in three styles.
+"""Computes causal attention of sequences that are split over context-parallel ranks.
 
-Bytes that a rank sends per layer and micro-batch, with p = cp, K = bytes of the keys and values of
-the whole padded sequences on one tensor rank in attention's dtype, and Q = bytes of the queries:
+There are three styles. The table shows the bytes that a rank sends per layer and micro-batch. Here
+p = cp, K is the bytes of the keys and values of the whole padded sequences on one tensor-parallel
+rank in the dtype of attention, and Q is the bytes of the queries:
 
 | style  | forward                                 | backward                                |
 |--------|-----------------------------------------|-----------------------------------------|
@@ -13,19 +14,19 @@ the whole padded sequences on one tensor rank in attention's dtype, and Q = byte
 | heads  | all-to-all of q, k, v and of the        | the same                                |
 |        | result: (p−1)/p · (2 · Q + K') / p      |                                         |
 
-K' is K, or K · p / (key-value heads) if there are fewer of these than ranks. Under recomputation of
-attention the forward is repeated; gather then keeps the gathered tensors for the backward that
-follows: two all-gathers in all. With attention dropout, K and V are gathered separately and whole,
-and kept.
+K' is K, or K · p / (key-value heads) if there are fewer key-value heads than ranks. If attention is
+recomputed, its forward runs twice. The second forward of gather keeps the gathered tensors for the
+backward that follows, so there are two all-gathers in total. With attention dropout, keys and
+values are gathered separately, for all heads at once, and are kept.
 
-gather: K and V of some heads are gathered while attention of the previous heads runs. A query
-attends to consecutive positions from its document's start on, so the kernel is called once per
-document.
+gather: The keys and values of some heads are gathered while attention of the previous heads runs. A
+query attends to consecutive positions from the start of its document on, so the kernel is called
+once per document.
 
-ring: the keys and values of a rank travel to the next while attention to them runs, and results are
-merged (Liu et al. 2023, Ring Attention).
+ring: The keys and values of a rank travel to the next rank while attention to them runs, and the
+results are merged (Liu et al. 2023, Ring Attention).
 
-heads: each rank attends with a part of the heads to whole sequences (Jacobs et al. 2023,
+heads: Each rank attends to whole sequences with a part of the heads (Jacobs et al. 2023,
 DeepSpeed-Ulysses).
 """
 
@@ -60,12 +61,13 @@ from parallel3d.device.fused import operator, register, registered
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share sequences, and how they exchange keys and values.
+    """The ranks that share sequences, and the way in which they exchange keys and values.
 
     Attributes:
-        keeps: this forward is a recomputation, whose backward follows at once, so gathered tensors
-            are kept.
-        handle: stands for this object in operators (see `device.fused.register`).
+        style: "gather", "ring" or "heads".
+        keeps: whether the backward gets the gathered tensors of the forward. This is so if the
+            forward is a recomputation, because its backward follows at once.
+        handle: a tensor that stands for this object in operators (see `device.fused.register`).
     """
 
     group: Group = SINGLE
@@ -77,7 +79,7 @@ class ContextParallel:
         object.__setattr__(self, "handle", register(self))
 
     def first_head(self, heads: int) -> int:
-        """Returns the first of `heads` heads that this rank attends with."""
+        """Returns the first of the `heads` heads with which this rank attends."""
         return heads // self.group.size * self.group.index if self.style == "heads" else 0
 
 
@@ -94,8 +96,13 @@ def attend_within(
 ) -> Tensor:
     """Attends from each query to the keys of its own document up to its position.
 
-    q (b, heads, s, head_dim), k and v with as many heads, or fewer where the device's kernel
-    shares them; the result is stored as (b, s, heads, head_dim).
+    The result has the shape of q and is stored as (b, s, heads, head_dim).
+
+    Args:
+        q: (b, heads, s, head_dim).
+        k, v: the same, with as many heads, or fewer if several query heads share a key-value head.
+        kernel: the key `attention_kernel`.
+        scale: factor of the scores; None stands for head_dim^-½.
     """
     of = documents.blocks
     where = ONE_RANK.handle, of.table, of.calls, of.edges, None, None
@@ -111,10 +118,10 @@ def attend_across(
     kernel: str = AUTO,
     scale: float | None = None,
 ) -> Tensor:
-    """Attends from this rank's queries to the keys of all ranks, each within its own document.
+    """Attends from this rank's queries to the keys of all ranks, within each query's document.
 
-    Keys are gathered, or travel in a ring. q (b, heads, n, head_dim), k and v with as many heads or
-    fewer.
+    The keys are gathered, or travel in a ring. The arguments and the result are as for
+    `attend_within`, with this rank's n tokens of each sequence in place of all s.
     """
     of = shard.blocks
     return _attend(
@@ -134,7 +141,7 @@ def attend_across(
 
 
 class _Run(NamedTuple):
-    """Arguments of the attention operator: blocks of keys, and how to fetch other ranks' keys."""
+    """The arguments of the attention operator other than q, k and v."""
 
     handle: Tensor
     table: Tensor
@@ -156,7 +163,10 @@ class _Run(NamedTuple):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the result, log Σ exp(scores), and the keys and values that are kept, if any."""
+    """Returns the result, log Σ exp(scores) of each query, and the keys and values to keep.
+
+    The last tensor is empty if none are kept.
+    """
     run = _Run(*how)
     cp, kernel = run.cp, run.kernel
     kept = _empty_kept(k, run.order, cp.keeps)
@@ -203,7 +213,7 @@ def _forward_shape(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, 
 
 
 def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
-    run = _Run(*more[-len(_Run._fields) :])  # after the kept tensors
+    run = _Run(*more[-len(_Run._fields) :])  # the first ones are kept tensors
     if run.order is not None:
         return empty_for_blocks(q, q.dtype)[0], *k.new_empty(2, *k.shape).unbind(0)
     return tuple(empty_for_blocks(x, x.dtype)[0] for x in (q, k, v))
@@ -226,12 +236,18 @@ _attend = operator(
 
 
 def _heads_at_once(k: Tensor) -> int:
-    """Returns how many heads of (b, heads, n, head_dim) are gathered together, a divisor."""
+    """Returns how many of the heads of k (b, heads, n, head_dim) are gathered together.
+
+    The result divides the number of heads.
+    """
     return heads_at_once(k.shape[1], 2 * k[:, 0].numel() * k.itemsize)
 
 
 def _empty_kept(k: Tensor, order: Tensor, keeps: bool) -> Tensor:
-    """Allocates (groups of heads, 2, heads, b · padded, head_dim), or nothing."""
+    """Allocates the kept keys and values (groups of heads, 2, heads, b · padded, head_dim).
+
+    Returns an empty tensor if none are kept.
+    """
     if not keeps:
         return k.new_empty(0)
     heads = _heads_at_once(k)
@@ -246,9 +262,10 @@ def _query_heads(heads: slice, q: Tensor, k: Tensor) -> slice:
 def _gathered(
     k: Tensor, v: Tensor, group: Group, order: Tensor, kept: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields some heads, and their keys and values (2, heads, b · padded, head_dim).
+    """Yields (a range of heads, their keys and values (2, heads, b · padded, head_dim)).
 
-    The next heads are gathered meanwhile. `kept`: where to write them.
+    The next heads are gathered while the caller uses these. The keys and values are written into
+    `kept`, unless it is None.
     """
     at_once = _heads_at_once(k)
     parts = [slice(i, i + at_once) for i in range(0, k.shape[1], at_once)]
@@ -263,7 +280,7 @@ def _gathered(
 
 
 def _start_gather(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts gathering (size, b, n, 2, heads, head_dim)."""
+    """Starts to gather the keys and values of all ranks into (size, b, n, 2, heads, head_dim)."""
     b, heads, n, head_dim = k.shape
     gathered = k.new_empty(group.size, b, n, 2, heads, head_dim)
     for to, x in zip(gathered[group.index].unbind(2), (k, v), strict=True):
@@ -272,20 +289,20 @@ def _start_gather(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def in_sequence_order(by_rank: Tensor, order: Tensor, out: Tensor | None = None) -> Tensor:
-    """Turns (size, b, n, …, head_dim) of all ranks into (…, b · padded, head_dim), head by head.
+    """Reorders tokens of all ranks (size, b, n, …, head_dim) to (…, b · padded, head_dim).
 
-    A kernel is a tenth faster when it reads a head's keys in a row than with other heads between.
+    The tokens of each head are contiguous in the result, which makes a kernel a tenth faster.
     """
     return torch.index_select(by_rank.flatten(0, 2).movedim(0, -2), -2, order, out=out)
 
 
 def in_rank_order(whole: Tensor, places: Tensor) -> Tensor:
-    """Turns (…, b · padded, head_dim) into (size · b · n, …, head_dim)."""
+    """Reorders tokens of sequences (…, b · padded, head_dim) to (size · b · n, …, head_dim)."""
     return whole.movedim(-2, 0).index_select(0, places)
 
 
 def _together(k: Tensor, v: Tensor) -> Tensor:
-    """Inverts `_apart`."""
+    """Joins keys and values to one tensor, as the inverse of `_apart`."""
     return torch.stack((k.transpose(0, 1), v.transpose(0, 1))).flatten(2, 3)
 
 
@@ -306,7 +323,7 @@ def _gather_backward(
     kept: Tensor,
     run: _Run,
 ) -> Tensor:
-    """Adds to the gradient of q; returns the gradients of k and v, (2, b, heads, n, head_dim)."""
+    """Adds to `of_q`, and returns the gradients of k and v together (2, b, heads, n, head_dim)."""
     b, of_keys = len(k), k.new_empty(2, *k.shape)
     accum_dtype = torch.promote_types(k.dtype, torch.float32)
     finish_reducing: Callable[[], None] | None = None
@@ -326,7 +343,7 @@ def _gather_backward(
             run.kernel,
         )
         finish = _start_reducing(of_whole, of_keys[:, :, heads], run.places, group)
-        # The previous heads' gradients were reduced while these were computed.
+        # The gradients of the previous heads were reduced while these heads were computed.
         if finish_reducing is not None:
             finish_reducing()
         finish_reducing = finish
@@ -336,7 +353,7 @@ def _gather_backward(
 
 
 def _kept(kept: Tensor) -> Iterator[tuple[slice, Tensor]] | None:
-    """Returns the results of `_gathered` in the forward; None if they were not kept."""
+    """Returns the results of the forward's `_gathered`, or None if they were not kept."""
     if not kept.numel():
         return None
     heads = kept.shape[2]
@@ -344,10 +361,10 @@ def _kept(kept: Tensor) -> Iterator[tuple[slice, Tensor]] | None:
 
 
 def _start_reducing(whole: Tensor, to: Tensor, places: Tensor, group: Group) -> Callable[[], None]:
-    """Starts to sum gradients (2, heads, b · padded, head_dim) over the ranks, each for its tokens.
+    """Starts to sum gradients (2, heads, b · padded, head_dim) over the ranks.
 
-    Returns a function that waits for the sum and writes it to `to` (2, b, heads, n, head_dim). The
-    sum is in the dtype of `to`, like tensor parallelism's reductions.
+    Returns a function that waits and writes the sum for this rank's tokens to `to` (2, b, heads, n,
+    head_dim). The sum has the dtype of `to`, like the reductions of tensor parallelism.
     """
     to = to.permute(1, 3, 0, 2, 4)  # (b, n, 2, heads, head_dim)
     by_rank = in_rank_order(whole, places).to(to.dtype)
@@ -365,7 +382,10 @@ def _start_reducing(whole: Tensor, to: Tensor, places: Tensor, group: Group) -> 
 
 
 def _around(own: Tensor, group: Group) -> Iterator[Tensor]:
-    """Yields this rank's block, then the previous rank's, and so on, while the next one travels."""
+    """Yields this rank's block, then the previous rank's, and so on around the ring.
+
+    While the caller uses a block, the next one travels.
+    """
     block = own
     for _ in range(group.size - 1):
         following, arriving = collectives.ring_shift_async(block, group)
@@ -386,10 +406,12 @@ def _ring_backward(
     _: Tensor,
     run: _Run,
 ) -> Tensor:
-    """Does the same as `_gather_backward`; gradients travel a step behind their keys, to the
-    owner."""
+    """Does the same as `_gather_backward` in a ring.
+
+    The gradients travel one step behind their keys, and end on the rank that holds the keys.
+    """
     b, accum_dtype = len(k), torch.promote_types(k.dtype, torch.float32)
-    so_far: tuple[Tensor, Work] | None = None  # gradients on their way here
+    so_far: tuple[Tensor, Work] | None = None  # gradients on their way to this rank
     group = run.cp.group
     for i, block in enumerate(_around(_together(k, v), group)):
         of_block = torch.zeros_like(block, dtype=accum_dtype)
@@ -416,7 +438,7 @@ def _ring_backward(
 
 
 def add_arriving(gradients: Tensor, others: tuple[Tensor, Work]) -> None:
-    """Adds the sum of the ranks that had these keys before."""
+    """Waits for the sum of gradients from the previous ranks, and adds it to `gradients`."""
     found, arriving = others
     arriving.wait()
     gradients.add_(found)
@@ -426,17 +448,17 @@ def add_arriving(gradients: Tensor, others: tuple[Tensor, Work]) -> None:
 
 
 def gather_sequence(x: Tensor, cp: ContextParallel, shard: SequenceShard) -> Tensor:
-    """All-gathers (b, heads, n, head_dim) to (b, heads, padded, head_dim), in sequence order."""
+    """All-gathers x (b, heads, n, head_dim) to (b, heads, padded, head_dim) in sequence order."""
     return _exchange(x, cp, shard, "gather")
 
 
 def to_heads(
     q: Tensor, k: Tensor, v: Tensor, cp: ContextParallel, shard: SequenceShard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchanges parts of sequences for parts of the heads: (b, heads, n, head_dim) → (b, heads /
-    size, padded, head_dim).
+    """Exchanges parts of sequences with all heads for whole sequences with a part of the heads.
 
-    With fewer key-value heads than ranks, each goes to the ranks that have its query heads.
+    The shapes change from (b, heads, n, head_dim) to (b, heads / size, padded, head_dim). If there
+    are fewer key-value heads than ranks, each goes to all ranks that have its query heads.
     """
     size = cp.group.size
     parts = [repeated(x, max(x.shape[1], size)).unflatten(1, (size, -1)) for x in (q, k, v)]
@@ -447,7 +469,7 @@ def to_heads(
 
 
 def to_tokens(y: Tensor, cp: ContextParallel, shard: SequenceShard) -> Tensor:
-    """Inverts `to_heads`, for the result of attention."""
+    """Exchanges results of attention back to this rank's tokens, as the inverse of `to_heads`."""
     return _exchange(y, cp, shard, "to_tokens")
 
 
@@ -461,7 +483,10 @@ BACK = {"gather": "scatter", "to_heads": "to_tokens", "to_tokens": "to_heads"}
 def _exchanged(
     x: Tensor, handle: Tensor, order: Tensor, places: Tensor, way: str, size: int
 ) -> Tensor:
-    """Exchanges (b, heads, n or padded, head_dim) the given way; "scatter" sums."""
+    """Exchanges x (b, heads, n or padded, head_dim) in the given way.
+
+    The way is "gather", "to_heads", "to_tokens" or "scatter", which also sums over the ranks.
+    """
     group = registered(handle).group
     b = len(x)
     tokens = x.transpose(1, 2)

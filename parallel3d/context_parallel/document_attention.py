@@ -1,12 +1,12 @@
-"""Kernels of causal attention within documents, from queries to blocks of keys.
+"""Runs kernels of causal attention within documents, from queries to blocks of keys.
 
-On a CPU each document is a call of PyTorch's kernel; on a GPU in half precision all documents are
-one call of the varlen kernel.
+On a CPU each document takes a call of PyTorch's kernel, while neighbours of equal length share one.
+On a GPU in half precision one call of the varlen kernel computes all documents.
 
-Under context parallelism there are fewer queries than keys, and keys may come in blocks
-(`attend_block`). A query's results of several calls are merged by their log Σ exp(scores); the
-gradients of a call need only the merged result and that logarithm (Dao et al. 2022, §B.2; Liu et
-al. 2023, Ring Attention).
+Under context parallelism a rank has fewer queries than keys, and the keys may come in blocks (see
+`attend_block`). The results of several calls for one query are merged by their log Σ exp(scores).
+The gradients of a call need only the merged result and the merged logarithm (Dao et al. 2022, §B.2;
+Liu et al. 2023, Ring Attention).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from parallel3d.private_names import (
     flash_forward,
 )
 
-ROWS = 256  # rows of scores that a backward without a kernel computes at a time
-NOT_CUDNN = "not cudnn"  # replaces `attention_kernel=auto` where cuDNN's results are wrong
+ROWS = 256  # rows of scores that are computed at a time where there is no kernel
+NOT_CUDNN = "not cudnn"  # takes the place of attention_kernel=auto where cuDNN gives wrong results
 BACKENDS = {
     FLASH: [SDPBackend.FLASH_ATTENTION],
     CUDNN: [SDPBackend.CUDNN_ATTENTION],
@@ -44,14 +44,23 @@ BACKENDS = {
 
 
 def allowed(kernel: str) -> AbstractContextManager[object]:
-    """Lets `scaled_dot_product_attention` use this kernel alone, or raise RuntimeError."""
+    """Restricts `scaled_dot_product_attention` to a kernel in a `with` block.
+
+    The attention raises RuntimeError if that kernel cannot run.
+    """
     backends = BACKENDS.get(kernel)
     return nullcontext() if backends is None else sdpa_kernel(backends)
 
 
 class _EqualDocuments(NamedTuple):
-    """Consecutive documents of `length` tokens each, from token `begin` of row `row` of the batch
-    on."""
+    """Consecutive documents of equal length in one row of the batch.
+
+    Attributes:
+        row: the row.
+        begin: the first token of the first document.
+        number: number of documents.
+        length: number of tokens of each document.
+    """
 
     row: int
     begin: int
@@ -66,7 +75,7 @@ class _EqualDocuments(NamedTuple):
         return self._replace(number=self.number + 1)
 
     def before(self, number: int) -> _EqualDocuments:
-        """Returns the `number` tokens before these."""
+        """Returns the `number` tokens before these documents, as one document."""
         return _EqualDocuments(self.row, self.begin - number, 1, number)
 
     def of(self, x: Tensor) -> Tensor:
@@ -80,10 +89,10 @@ class _EqualDocuments(NamedTuple):
 def _joined(
     segments: Iterable[Sequence[int]],
 ) -> Iterator[tuple[_EqualDocuments, _EqualDocuments, int]]:
-    """Yields queries, the keys at their places, and the number of keys before those.
+    """Yields (queries, the keys of the same tokens, number of further keys before those).
 
-    Neighbours of one length without keys before them are joined. `segments`: rows of
-    `AttentionBlocks.table`.
+    `segments` are rows of `AttentionBlocks.table`. Neighbours of equal length that have no keys
+    before them are joined.
     """
     run: tuple[_EqualDocuments, _EqualDocuments, int] | None = None
     for row, first, number, key, before in segments:
@@ -102,9 +111,10 @@ class Block(NamedTuple):
     """One block of `AttentionBlocks`: keys, and the queries that read them.
 
     Attributes:
-        is_first: all queries read this block, each also its own key.
-        is_only: there is no other block, and each key is read by its own segment alone.
-        scale: factor of the scores; None: head_dim^-½.
+        table, calls, edges: the block's part of those in `AttentionBlocks`.
+        is_first: whether this is the first block, in which every query also reads its own key.
+        is_only: whether there is no other block, and only its own segment reads each key.
+        scale: factor of the scores; None stands for head_dim^-½.
     """
 
     table: Tensor
@@ -126,14 +136,15 @@ class Block(NamedTuple):
 
     @property
     def sequences(self) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
-        """Yields the queries and keys of each call of the varlen kernel, and its arguments."""
+        """Yields for each call of the varlen kernel its queries, keys and further arguments."""
         return calls_of(self.calls, self.edges)
 
 
 def empty_for_blocks(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Allocates a result (b, heads, n, head_dim) and its sums (b, heads, n), in fp32 or better.
+    """Allocates a result (b, heads, n, head_dim) and its sums (b, heads, n).
 
-    `dtype`: the result's dtype, in place of that.
+    The sums are log Σ exp(scores) of each query. Both tensors have fp32 or better; `dtype` is
+    another dtype for the result, if it is given.
     """
     b, heads, n, size = q.shape
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -142,8 +153,10 @@ def empty_for_blocks(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tenso
 
 
 def empty_for_only_block(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocates the same as `empty_for_blocks` in flash attention's form: the result in the dtype
-    of q, the sums stored as (heads, b, n)."""
+    """Allocates a result and its sums as flash attention returns them.
+
+    The result has the dtype of q, and the sums are stored as (heads, b, n).
+    """
     b, heads, n, size = q.shape
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
     sums = q.new_empty(heads, b, n, dtype=accum_dtype).transpose(0, 1)
@@ -153,7 +166,10 @@ def empty_for_only_block(q: Tensor) -> tuple[Tensor, Tensor]:
 def attend_only_block(
     q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """Attends to the only block; returns the result, and the sums if its gradient needs them."""
+    """Returns the result and the sums of attention to the only block of keys.
+
+    The values of the sums are undefined if the gradients do not need them.
+    """
     if not uses_varlen_kernel(q, kernel):
         out, sums = empty_for_only_block(q)
         attend_block(out, sums, q, k, v, block, kernel)
@@ -175,7 +191,7 @@ def differentiate_only_block(
     block: Block,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v."""
+    """Returns the gradients of q, k and v for `attend_only_block`."""
     if not uses_varlen_kernel(q, kernel):
         of_q, of_k, of_v = (empty_for_blocks(x, x.dtype)[0] for x in (q, k, v))
         differentiate_block(of_q, of_k, of_v, grad, q, k, v, out, sums, block, kernel)
@@ -188,7 +204,7 @@ def differentiate_only_block(
 
 
 def merge(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> None:
-    """Adds attention to further keys to `out` (…, n, head_dim) and `sums` (…, n), in place."""
+    """Merges attention to further keys (a part) into `out` (…, n, head_dim) and `sums` (…, n)."""
     both = torch.logaddexp(sums, sums_of_part)
     out.mul_((sums - both).exp().unsqueeze(-1))
     out.add_(part * (sums_of_part - both).exp().unsqueeze(-1))
@@ -198,10 +214,14 @@ def merge(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> None
 def attend_block(
     out: Tensor, sums: Tensor, q: Tensor, k: Tensor, v: Tensor, block: Block, kernel: str
 ) -> None:
-    """Adds attention to a block of keys; the first block, which all queries read, writes it.
+    """Merges attention to a block of keys into `out` and `sums`.
 
-    out, q (b, heads, n, head_dim), sums (b, heads, n), as `empty_for_blocks` makes them; k, v
-    (b, as many heads or fewer, keys, head_dim).
+    The first block, which all queries read, overwrites them instead.
+
+    Args:
+        out, sums: as `empty_for_blocks` makes them.
+        q: (b, heads, n, head_dim).
+        k, v: (b, as many heads or fewer, keys, head_dim).
     """
     if uses_varlen_kernel(q, kernel):
         out, sums = _viewed(out), _viewed(sums)
@@ -241,10 +261,10 @@ def differentiate_block(
     block: Block,
     kernel: str,
 ) -> None:
-    """Adds the gradients of a block of keys to the gradients of q, k and v; a single block writes
-    them.
+    """Adds the gradients of attention to a block of keys to `of_q`, `of_k` and `of_v`.
 
-    `out`, `sums`: the results over all blocks.
+    A block that is the only one overwrites them instead. `out` and `sums` are the results over all
+    blocks.
     """
     if uses_varlen_kernel(q, kernel):
         of_q, of_k, of_v = map(_viewed, (of_q, of_k, of_v))
@@ -276,7 +296,7 @@ def _write(out: Tensor, sums: Tensor, part: Tensor, sums_of_part: Tensor) -> Non
     sums.copy_(sums_of_part)
 
 
-# On a CPU: the kernels of PyTorch's attention.
+# On a CPU these functions call the kernels of PyTorch's attention.
 
 
 def uses_cpu_kernel(q: Tensor, kernel: str) -> bool:
@@ -286,7 +306,10 @@ def uses_cpu_kernel(q: Tensor, kernel: str) -> bool:
 def cpu_attended(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result and log Σ exp(scores); `mask` (queries, keys) is added to the scores."""
+    """Returns the result and log Σ exp(scores) of each query.
+
+    `mask` (queries, keys) is added to the scores, unless it is None.
+    """
     k, v = (repeated(x, q.shape[1]) for x in (k, v))
     return cpu_flash_forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
 
@@ -313,22 +336,23 @@ def repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-# On a GPU in half precision: flash attention over concatenated sequences (Dao 2023), which
-# `torch.nn.attention.varlen` calls too.
+# On a GPU in half precision these functions call flash attention over concatenated sequences (Dao
+# 2023), the varlen kernel, which `torch.nn.attention.varlen` calls too.
 
 
 @functools.cache
 def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Returns whether the kernel runs on this device, by running it once.
+    """Returns whether the varlen kernel runs on this device, by running it once.
 
-    Raises errors that say nothing about that: full memory, a device in error, other arguments.
+    An error that says nothing about the kernel is raised: memory is full, the device is in an error
+    state, or this version of torch takes other arguments.
     """
     try:
         x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
         edges = torch.arange(3, device=device).int()
         flash_forward(x, x, x, edges, edges, 1, 1, 0.0, True, False)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # says nothing about the kernel; exceptions are not cached
+        raise  # a later call tries again, because exceptions are not cached
     except RuntimeError as error:  # NotImplementedError too
         if "Declaration:" in str(error):  # torch's operator takes other arguments
             raise
@@ -344,13 +368,15 @@ def uses_varlen_kernel(q: Tensor, kernel: str) -> bool:
 
 
 def concatenated(x: Tensor) -> Tensor:
-    """Turns (b, heads, s, head_dim) into (b · s, heads, head_dim); a view if x is stored that
-    way."""
+    """Reshapes (b, heads, s, head_dim) to (b · s, heads, head_dim).
+
+    The result is a view if x is stored as (b, s, heads, head_dim).
+    """
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _viewed(x: Tensor) -> Tensor:
-    """Does the same as `concatenated` for writing; raises if that would be a copy."""
+    """Returns the view of `concatenated`, to write into it; raises if that would be a copy."""
     tokens = x.transpose(1, 2)
     return tokens.view(-1, *tokens.shape[2:])
 
@@ -362,21 +388,28 @@ def as_batch(x: Tensor, batch: int) -> Tensor:
 def flash_gradients(
     parts: tuple[Tensor, ...], *sequences: Any, **how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the backward kernel. `sequences`: edges of queries and keys, the longest of each, and
-    whether attention is causal; `how`: the scale, and the sides of a window."""
+    """Runs the backward of the varlen kernel and returns the gradients of q, k and v.
+
+    Args:
+        parts: the gradient of the result, q, k, v, the result and its sums.
+        sequences: edges of the queries' and of the keys' sequences, the largest number of queries
+            and of keys in a sequence, and whether attention is causal.
+        how: the scale and the sizes of a window.
+    """
     q, (*of_sequences, causal) = parts[1], sequences
     # The kernel requires a generator's state although nothing is dropped.
     state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
     return flash_backward(*parts, *of_sequences, 0.0, causal, state, unused, **how)
 
 
-# Elsewhere: the device's kernel in the forward, and the formula for blocks of rows in the backward.
+# Elsewhere the formula is computed for blocks of rows. Only a forward whose keys come in a single
+# block uses PyTorch's attention with the device's kernel.
 
 
 def _plain_alone(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attends to the only keys, so that no sums are needed."""
+    """Attends to the only block of keys, and returns zeros as the sums, which are not needed."""
     how: dict[str, Any] = {"enable_gqa": k.shape[1] != q.shape[1], "scale": scale}
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, **how)
     return out, out.new_zeros(()).expand(out.shape[:3])
@@ -406,11 +439,12 @@ def plain_gradients(
     v: Tensor,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients by the formula (Dao et al. 2022, §B.2).
+    """Computes the gradients of q, k and v by the formula (Dao et al. 2022, §B.2).
 
-    With P = softmax(scores): dV = Pᵀ·dO, dP = dO·Vᵀ, dS = P ∘ (dP − rowsum(dP ∘ P)).
+    With P = softmax(scores) it is dV = Pᵀ·dO, dP = dO·Vᵀ and dS = P ∘ (dP − rowsum(dP ∘ P)).
 
-    `out`, `sums`: the results over all keys of a query; None: `k` holds all of them.
+    `out` and `sums` are the results over all keys of a query; they may be None if `k` has all of
+    these keys.
     """
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
     times, scale = q.shape[1] // k.shape[1], scale_of(q, scale)
@@ -435,14 +469,14 @@ def plain_gradients(
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """Returns the factor of the scores; None stands for the usual one."""
+    """Returns the factor of the scores, which is head_dim^-½ if `scale` is None."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
 def _plain_scores(
     q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields some rows at a time, their queries, and their scores of the keys that they see."""
+    """Yields (a range of queries, these queries, their scores with the keys that they see)."""
     for begin in range(0, q.shape[2], ROWS):
         rows = slice(begin, min(begin + ROWS, q.shape[2]))
         queries = q[:, :, rows].to(k.dtype)
@@ -458,7 +492,7 @@ def _plain_scores(
 def plain_attended(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result and log Σ exp(scores), in fp32 or better."""
+    """Returns the result and log Σ exp(scores) of each query, in fp32 or better."""
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.to(accum_dtype).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     parts = [

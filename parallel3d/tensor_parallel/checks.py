@@ -19,9 +19,10 @@ WITH_SP = "(as sp=true) model.seq_length"
 
 
 def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:
-    """Returns the sizes that tp must divide, by the names that sentences use for them.
+    """Returns the sizes that tp must divide; the keys are their names in messages.
 
-    Context parallelism pads the sequence (`Config.padded_seq_length`).
+    The length of the sequence is not among them under context parallelism, which pads it
+    (`Config.padded_seq_length`).
     """
     sizes = {
         "model.num_attention_heads": model.num_attention_heads,
@@ -35,19 +36,21 @@ def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:
 
 
 def _tp_splits(model: ModelConfig, sizes: Collection[int]) -> Callable[[int], bool]:
-    """Returns the function that tells whether a tensor-parallel size splits this model, with the
-    `sizes` that it must divide."""
+    """Returns a function that tells whether a tensor-parallel size splits this model evenly.
+
+    `sizes` are the sizes that it must divide.
+    """
     common = math.gcd(*sizes)
     return lambda tp: common % tp == 0 and _splits_key_value_heads(model, tp)
 
 
 def _splits_key_value_heads(model: ModelConfig, tp: int) -> bool:
-    """Returns whether each rank has whole key-value heads, or each head equally many ranks."""
+    """Returns whether tp divides the number of key-value heads, or that number divides tp."""
     return model.kv_heads % tp == 0 or tp % model.kv_heads == 0
 
 
 def check_tensor_parallel(model: ModelConfig, chunks: int, *, tp: int, cp: int, sp: bool) -> None:
-    """Raises UserError unless tp, sp and the chunks of sp split the model evenly."""
+    """Raises UserError unless tp, sp and `tensor_parallel.chunks` split the model evenly."""
     sizes = _tp_dividends(model, cp=cp, sp=sp)
     wrong = [f"{name}={size}" for name, size in sizes.items() if size % tp]
     if not _splits_key_value_heads(model, tp):

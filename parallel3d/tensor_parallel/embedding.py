@@ -1,4 +1,4 @@
-"""The word embedding: rows split over the tensor group, or replicated on every rank."""
+"""The word embedding, whose rows are split over the tensor group or replicated on every rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         ids, outside, weight = ctx.saved_tensors
         state = state_of(weight)
-        # Straight into the bucket: autograd would allocate a dense table per micro-batch.
+        # The gradient goes directly to its bucket: autograd would allocate a table for each call.
         table = torch.zeros_like(weight) if state.main_grad is None else state.main_grad
         parts = (
             x.split(LOOKUP_TOKENS) for x in (grad.flatten(0, -2), ids.flatten(), outside.flatten())
@@ -51,21 +51,21 @@ class _Lookup(torch.autograd.Function):
 
 
 def look_up(ids: Tensor, weight: Tensor, deterministic: bool) -> Tensor:
-    """Returns rows `ids` (b, s) of a table (rows, hidden) as (b, s, hidden).
+    """Returns the rows `ids` (b, s) of a table (rows, hidden) as (b, s, hidden).
 
     Ids outside of [0, rows) give zeros and no gradient.
 
     Args:
-        deterministic: other ranks compute the same gradient, and no reduction makes it equal
-            afterwards (see `add_rows`).
+        deterministic: whether the gradient must be bit-identical on ranks that all compute it,
+            because no reduction makes it equal afterwards (see `add_rows`).
     """
     return _Lookup.apply(ids, weight, deterministic)
 
 
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, deterministic: bool) -> None:
-    """Adds rows[i] to table[ids[i]]; `deterministic`: with equal bits for equal inputs.
+    """Adds rows[i] to table[ids[i]]; if `deterministic`, equal inputs give equal bits.
 
-    On accelerators the usual kernel adds by atomic operations in any order; the deterministic one
+    On accelerators the usual kernel adds with atomic operations in any order. The deterministic one
     sorts the ids.
     """
     if deterministic and is_on_accelerator(table):
@@ -87,8 +87,8 @@ def vocabulary_spec(
     tied: bool = False,
     uses: int = 1,
 ) -> ParameterSpec:
-    """Returns the rows of a table that rank `index` holds, out of `padded` rows including the
-    padding."""
+    """Returns the spec of the rows that rank `index` holds of a table with `padded` rows, of which
+    those from `vocab_size` on are padding."""
     rows = padded if replicated else padded // ranks
     start = 0 if replicated else rows * index
     real = max(0, min(rows, vocab_size - start))
@@ -102,12 +102,12 @@ class VocabParallelEmbedding(ShardedModule):
     """Splits the rows of an `nn.Embedding` over `group` (Shoeybi et al. 2019 §3).
 
     Args:
-        padded: number of rows with the padding, which stays zero; None: no padding.
-        replicated: every rank holds the table and nothing is sent; under sequence parallelism each
-            rank then looks up its own part of the sequence.
-        sequence_parallel: the result is this rank's part of the sequence.
+        padded: number of rows including the padding, which stays zero; None: no padding.
+        replicated: whether every rank holds the whole table, so that the forward sends nothing.
+            Under sequence parallelism each rank then looks up its own part of the sequence.
+        sequence_parallel: whether the result is this rank's part of the sequence.
         sum_partial_gradients: as in `RowParallelLinear`, for a replicated table.
-        uses: reads of the table per forward pass; a tied head adds one.
+        uses: number of reads of the table per forward; a tied head adds one.
         group, seed, name, std, init: as in `ColumnParallelLinear`.
 
     Shapes: (…) int64, equal on all ranks → (…, embedding_dim); with sequence parallelism (b, s) →
@@ -115,8 +115,8 @@ class VocabParallelEmbedding(ShardedModule):
 
     Raises:
         UserError: num_embeddings is not a multiple of the ranks, or a seed has no name.
-        IndexError: on every rank, an id outside of the table. On an accelerator the check would
-            make the host wait: such ids give zeros there.
+        IndexError: an id is outside of the table; raised on every rank. On an accelerator such ids
+            give zeros instead, because the check would make the host wait.
     """
 
     weight: nn.Parameter
@@ -202,7 +202,7 @@ class VocabParallelEmbedding(ShardedModule):
                 table = copy_to_tensor_parallel(table, self.group)
             if self.sp:
                 ids = ids.chunk(self.group.size, dim=1)[self.group.index]
-            # Under sequence parallelism the gradients are summed over tp, so they end up equal.
+            # Under sequence parallelism a sum over tp makes the gradients equal on all ranks.
             return look_up(ids, table, self.group.size > 1 and not self.sp)
         first = self.group.index * self.weight.shape[0]
         partial = look_up(ids - first, self.weight, False)

@@ -1,11 +1,11 @@
-"""Linear layers split over a tensor-parallel group (Shoeybi et al. 2019 §3).
+"""Linear layers that are split over a tensor-parallel group (Shoeybi et al. 2019, §3).
 
-Their constructors are those of `nn.Linear`. Each rank holds its shard of the weights, state dicts
-hold the full tensors. So a checkpoint loads into `nn.Linear`, and on any number of ranks. Reading
-a state dict gathers the shards: it is collective over the group.
+Their constructors have the arguments of `nn.Linear` first. Each rank holds its shard of the
+weights, but state dicts hold full tensors, which load into `nn.Linear` and on any number of ranks.
+`state_dict()` gathers the shards, so it is collective over the group.
 
-With sequence parallelism (Korthikanti et al. 2022 §4.2.2) the reductions become reduce-scatters and
-all-gathers of the same total volume, and the activations between blocks are split.
+With sequence parallelism (Korthikanti et al. 2022, §4.2.2) the all-reduces become reduce-scatters
+and all-gathers of the same total volume, and the activations between blocks are split.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from parallel3d.tensor_parallel.mappings import (
 class ShardedModule(nn.Module, ABC):
     """Holds this rank's shards of parameters; its state dict holds the full tensors.
 
-    Matrices that share a parameter (q, k and v) are stacked by rows there.
+    In the state dict the matrices that share a parameter (such as q, k and v) are stacked by rows.
     """
 
     gathers_state = True  # see `sharded_state_dict`
@@ -50,7 +50,7 @@ class ShardedModule(nn.Module, ABC):
         self.std = std
 
     def check_divides(self, key: str, value: int, ranks: int) -> None:
-        """Raises UserError unless `value` is a multiple of the number of ranks that share it."""
+        """Raises UserError unless `value` is a positive multiple of the number `ranks`."""
         if not isinstance(value, int) or value < 1 or value % ranks:
             near = max(ranks, round(value / ranks) * ranks)
             raise UserError(
@@ -59,7 +59,7 @@ class ShardedModule(nn.Module, ABC):
             )
 
     def check_sequence(self, x: Tensor, dims: int, parts: int) -> None:
-        """Raises UserError unless an input under sequence parallelism is (batch, sequence, …)."""
+        """Raises UserError unless x has `dims` dimensions, the second a multiple of `parts`."""
         if x.dim() != dims or x.shape[1] % parts:
             raise UserError(
                 f"{type(self).__name__} got an input of shape {tuple(x.shape)}, but with "
@@ -71,10 +71,10 @@ class ShardedModule(nn.Module, ABC):
     def initializer(
         self, seed: int | None, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> Initializer | None:
-        """Returns the initializer for (seed, name); None without a seed.
+        """Returns the initializer of a seed, or None without a seed.
 
         Raises:
-            UserError: there is a seed, but no name.
+            UserError: there is a seed, but the layer has no name.
         """
         if seed is None:
             return None
@@ -87,11 +87,11 @@ class ShardedModule(nn.Module, ABC):
         return Initializer(seed, dtype or torch.get_default_dtype(), place)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Must exist: without it FSDP2 bypasses `register_parameter`."""
+        """Does nothing new; if it were not defined, FSDP2 would bypass `register_parameter`."""
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Describes the parameter again, because `assign=True` and FSDP2 register new ones."""
+        """Describes a new parameter, because `assign=True` and FSDP2 register new ones."""
         super().register_parameter(name, param)
         self._describe()
 
@@ -101,7 +101,7 @@ class ShardedModule(nn.Module, ABC):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._describe()  # leaving the meta device makes new parameters
+        self._describe()  # the parameters are new if the module has left the meta device
         return self
 
     def _describe(self) -> None:
@@ -115,10 +115,10 @@ class ShardedModule(nn.Module, ABC):
 
     @abstractmethod
     def specs(self, index: int) -> dict[str, ParameterSpec | None]:
-        """Returns the parameters that rank `index` of the group holds; None: there is none."""
+        """Returns parameter name → its spec on rank `index` of the group; None: no parameter."""
 
     def register_shards(self, values: Initializer | nn.Module) -> None:
-        """Registers this rank's parameters: `values` draws them, or holds the full ones."""
+        """Registers this rank's parameters; `values` draws them or has the full parameters."""
         for key, spec in self.specs(self.group.index).items():
             if spec is None:
                 self.register_parameter(key, None)
@@ -130,7 +130,7 @@ class ShardedModule(nn.Module, ABC):
                 self.register_parameter(key, local)
 
     def take_shards_of(self, whole: nn.Module) -> Self:
-        """Takes this rank's shards of the parameters of `whole`, on its device; not collective."""
+        """Takes this rank's shards from the full parameters of `whole`; not collective."""
         self.register_shards(whole)
         return self.train(whole.training)
 
@@ -140,11 +140,11 @@ class ShardedModule(nn.Module, ABC):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        # This handles buffers that the caller has added.
+        # The inherited function saves buffers that a user has added.
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for key, spec in self._held(self.group.index).items():
             parameter = self.get_parameter(key)
-            # Modules under `fully_shard` always give DTensors, like other modules.
+            # Under `fully_shard` all modules save DTensors.
             if self.gathers_state and not hasattr(parameter, "placements"):
                 destination[prefix + key] = self._full(key, parameter, keep_vars)
             else:
@@ -167,7 +167,7 @@ class ShardedModule(nn.Module, ABC):
         return torch.cat(list(matrices.values()))
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *more: Any) -> None:
-        """Takes this rank's shard of each full tensor; reports wrong shapes."""
+        """Loads this rank's shard of each full tensor, and reports wrong shapes."""
         mine = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         error_msgs: list[str] = more[-1]
         for key, spec in self._held(self.group.index).items():
@@ -190,12 +190,12 @@ class ShardedModule(nn.Module, ABC):
 
 
 def _full_shape(spec: ParameterSpec) -> tuple[int, ...]:
-    """Returns the shape of the full matrices of a parameter, stacked by rows."""
+    """Returns the shape of a parameter's full matrices when they are stacked by rows."""
     return sum(shard.full_shape[0] for shard in spec.shards), *spec.shards[0].full_shape[1:]
 
 
 def _local(spec: ParameterSpec, full: Tensor) -> Tensor:
-    """Returns a rank's local parameter, given the full matrices, stacked by rows."""
+    """Returns a rank's shard of a parameter, given its full matrices stacked by rows."""
     local, row = full.new_zeros(spec.shape), 0
     for shard in spec.shards:
         matrix = full.narrow(0, row, shard.full_shape[0])
@@ -205,7 +205,7 @@ def _local(spec: ParameterSpec, full: Tensor) -> Tensor:
 
 
 def _like(linear: nn.Linear, group: GroupLike) -> dict[str, Any]:
-    """Returns arguments for a layer of the same shape, without memory or random numbers."""
+    """Returns arguments for a layer of the same shape on the meta device."""
     return {
         "in_features": linear.in_features,
         "out_features": linear.out_features,
@@ -217,7 +217,7 @@ def _like(linear: nn.Linear, group: GroupLike) -> dict[str, Any]:
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Casts to autocast's dtype, if it is on: the autograd nodes bypass autocast."""
+    """Casts the tensors to the dtype of autocast, which does not affect the autograd nodes."""
     kind = x.device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return x, weight, bias
@@ -232,28 +232,28 @@ def _sequence_chunks(sequence_parallel: bool, group: Group, chunks: int) -> int 
 class ColumnParallelLinear(ShardedModule):
     """Splits the output features of an `nn.Linear` over `group`.
 
-    One GEMM may serve several matrices (q, k and v; gate and up): each is split on its own, so that
-    every rank holds whole heads and matching halves. `sizes` has this rank's number of features of
-    each.
+    One GEMM may serve several matrices (q, k and v; gate and up). Each matrix is split on its own,
+    so that every rank holds whole heads, or matching halves of gate and up. The attribute `sizes`
+    has the number of this rank's features of each matrix.
 
     Args:
-        out_features: a number, or matrix name → its number, with the results side by side.
+        out_features: number of features, or matrix name → number; the results are side by side.
         group: `groups.tp`, a group of torch.distributed, or None for all ranks.
-        gather_output: every rank gets all features instead of its own.
-        sequence_parallel: the input is this rank's part of the sequence, and is gathered.
+        gather_output: whether every rank gets all features instead of its own ones.
+        sequence_parallel: whether the input is this rank's part of the sequence and is gathered.
         chunks: number of pieces in which the sequence is gathered (see `linear_ops.gather_linear`).
-        recomputed: if x is recomputed in the backward, stop before this GEMM.
-        tp_replicas: matrix name → consecutive ranks that hold the same rows of it (key-value heads
-            when there are fewer than ranks).
-        sum_partial_gradients: sum the gradients of these rows in the backward; False: they stay
-            partial, and `optim.all_reduce_shared_kv_grads` sums those of all layers at once.
-        seed, name, std: weights are normal with `std` and depend on (seed, name) alone, biases are
+        recomputed: whether a recomputation of x in the backward stops before this GEMM.
+        tp_replicas: matrix name → number of consecutive ranks that hold the same rows of it (for
+            key-value heads if there are fewer than ranks).
+        sum_partial_gradients: whether the backward sums the gradients of these rows. If not, they
+            stay partial until `optim.all_reduce_shared_kv_grads` sums those of all layers.
+        seed, name, std: weights are normal with `std` and depend only on (seed, name); biases are
             zero. Without a seed `nn.Linear` draws them from PyTorch's generator, which must have
             the same state on all ranks; they are then equal for every size of the group.
-        init: draws the weights in place of `seed`, in its own type and on its own device.
+        init: draws the weights instead of `seed`, in its own dtype and on its own device.
 
     Shapes: (…, in_features), equal on all ranks → (…, Σ out_features / tp); with sequence
-    parallelism from (b, s/tp, in_features) to (b, s, Σ out_features / tp).
+    parallelism (b, s/tp, in_features) → (b, s, Σ out_features / tp).
 
     Raises:
         UserError: out_features cannot be split evenly, or a seed has no name.
@@ -371,22 +371,22 @@ class ColumnParallelLinear(ShardedModule):
 class RowParallelLinear(ShardedModule):
     """Splits the input features of an `nn.Linear` over `group` and all-reduces the results.
 
-    Every rank holds the bias, which is added after the sum. Its usual input is the output of a
-    `ColumnParallelLinear`, with which it shares the arguments that are not listed here.
+    Every rank holds the bias, which is added after the sum. The usual input is the output of a
+    `ColumnParallelLinear`. The arguments that are not listed here are those of that class.
 
     Args:
-        sequence_parallel: the results are reduce-scattered along the sequence.
+        sequence_parallel: whether the results are reduce-scattered along the sequence.
         chunks: number of pieces in which the sequence is reduce-scattered.
-        sum_partial_gradients: under sequence parallelism, all-reduce the gradient of the bias,
-            since each rank has its own tokens' share; False: `optim.all_reduce_layernorm_grads`
-            does it for all layers at once.
+        sum_partial_gradients: whether the backward all-reduces the gradient of the bias under
+            sequence parallelism, where each rank only has the part of its own tokens. If not,
+            `optim.all_reduce_layernorm_grads` does so for all layers at once.
 
-    Shapes: (…, in_features / tp), this rank's → (…, out_features), equal on all ranks; with
-    sequence parallelism from (b, s, in_features / tp) to (b, s/tp, out_features).
+    Shapes: this rank's (…, in_features / tp) → (…, out_features), equal on all ranks; with
+    sequence parallelism (b, s, in_features / tp) → (b, s/tp, out_features).
 
     Raises:
         UserError: in_features or the sequence cannot be split evenly, a seed has no name, or an
-            input has another number of features than this rank.
+            input does not have this rank's number of features.
     """
 
     split = "row"
@@ -462,7 +462,7 @@ class RowParallelLinear(ShardedModule):
         return f"{self.in_features}, {self.out_features}, 1/{self.group.size} of it here"
 
 
-# Shards as PyTorch's DTensors
+# These functions convert between shards and PyTorch's DTensors.
 
 
 def _only_shard(spec: ParameterSpec) -> ShardSpec:
@@ -476,19 +476,19 @@ def _only_shard(spec: ParameterSpec) -> ShardSpec:
 
 
 def _split_dim(shard: ShardSpec) -> int | None:
-    """Returns the dimension that is split over ranks; None: the shard is the whole tensor."""
+    """Returns the dimension that is split over ranks, or None if the shard is the whole tensor."""
     sizes = zip(shard.shape, shard.full_shape, strict=True)
     return next((i for i, (mine, whole) in enumerate(sizes) if mine != whole), None)
 
 
 def dtensor_of(local: Tensor, spec: ParameterSpec, tp: Group) -> Tensor:
-    """Returns a shard as a DTensor of the whole shape, on the same memory; not collective.
+    """Returns a shard as a DTensor of the whole shape that uses the same memory; not collective.
 
-    `local` may be a DTensor over a mesh of dp already (`fully_shard`), whose ranks share the shard.
-    It is then split over tp first and over dp inside, in a mesh of this order: with dp first, rows
-    that both split would need PyTorch's private strided placement.
+    After `fully_shard`, `local` is a DTensor already, over a mesh of dp ranks that share the shard.
+    The result's mesh then has tp before dp. With dp first, rows that both of them split would need
+    PyTorch's private strided placement.
     """
-    # Imported here: DTensor takes a second.
+    # This is imported only here, because the import of DTensor takes a second.
     from torch.distributed.tensor import DTensor, Placement, Shard
 
     if spec.replicated or tp.handle is None:
@@ -517,9 +517,9 @@ def dtensor_of(local: Tensor, spec: ParameterSpec, tp: Group) -> Tensor:
 
 
 def own_shard(value: Tensor, parameter: Tensor, spec: ParameterSpec) -> Tensor:
-    """Returns the part of a `dtensor_of` result that belongs to `parameter`.
+    """Returns the local part of a DTensor from `dtensor_of`, in the form of `parameter`.
 
-    Raises UserError for a DTensor that is split in another way.
+    Raises UserError if the DTensor is split in another way.
     """
     from torch.distributed.tensor import DTensor
 

@@ -1,8 +1,8 @@
-"""Forward and backward of tensor-parallel linear layers, as autograd nodes and as operators.
+"""Runs tensor-parallel linear layers forward and backward, as autograd nodes and as operators.
 
-Both run the same functions (`column_forward` and so on). The operators are opaque to
-`torch.compile`, which fuses the code between the GEMMs, so the overlap of reduction and weight
-gradient, the accumulation into gradient buckets and their readiness work as in eager mode.
+Nodes and operators run the same functions (`column_forward` and so on). `torch.compile` fuses the
+code between the GEMMs, but cannot look into the operators. So the overlap of the reduction with the
+weight gradient and the accumulation into gradient buckets work as in eager mode.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, scatter
 
 
 def _backward(grad: Tensor, x: Tensor, handle: Tensor, *sizes: int) -> Tensor:
-    # To the compiler this is a pure function of `grad`. Adding to `main_grad` is safe because
+    # The compiler takes this for a pure function of `grad`. It may add to `main_grad`, because
     # nothing in a compiled block reads a gradient bucket.
     layer: LinearLayer = registered(handle)
     grad = grad.contiguous()
@@ -77,8 +77,8 @@ def _shape_of_input(
     return grad.new_empty(grad.shape[0], grad.shape[1] * scatter // gather, inputs)
 
 
-# Runs the layer's forward: (b, s, in) → (b, s · gather / scatter, outputs), where `gather` and
-# `scatter` are tp if sequence parallelism gathers (column) or scatters (row) the sequence.
+# Runs a layer's forward: (b, s, in) → (b, s · gather / scatter, outputs). Under sequence parallelism
+# `gather` is tp in a column-parallel layer, and `scatter` in a row-parallel one; else they are 1.
 compiled_linear = operator(
     "linear",
     "Tensor x",
@@ -90,7 +90,7 @@ compiled_linear = operator(
     kept="",
 )
 
-# The same for a layer with a frozen weight, whose backward needs no input.
+# Does the same for a layer with a frozen weight, whose backward does not need the input.
 compiled_frozen_linear = operator(
     "frozen_linear",
     "Tensor x",
@@ -105,19 +105,19 @@ compiled_frozen_linear = operator(
 
 
 def compiled(layer: LinearLayer, x: Tensor, outputs: int, gather: int, scatter: int) -> Tensor:
-    """Runs the layer's forward in a compiled block; its weight's gradient goes to its bucket."""
+    """Runs a layer's forward in a compiled block; the weight's gradient goes to its bucket."""
     if layer.weight.requires_grad:
         return compiled_linear(x, layer.handle, outputs, gather, scatter)
     return compiled_frozen_linear(x, layer.handle, outputs, gather, scatter, x.shape[-1])
 
 
-# Asynchronous tensor parallelism (Wang et al. 2023, "Overlap Communication with Dependent
-# Computation via Decomposition in Large Deep Learning Models"): chunk i + 1 of the sequence is sent
-# while the GEMM of chunk i runs. The backward of a column-parallel layer needs no chunks: its two
+# Asynchronous tensor parallelism sends chunk i + 1 of the sequence while the GEMM of chunk i runs
+# (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large
+# Deep Learning Models"). The backward of a column-parallel layer needs no chunks, because its two
 # GEMMs hide its two collectives.
 #
-# A chunk of an (s/tp) shard has s/(tp·chunks) tokens; once gathered it holds such a run from every
-# rank, and its results go to tp places of the sequence:
+# A chunk of a shard (s/tp) has s/(tp·chunks) tokens. A gathered chunk has such a run of tokens from
+# every rank, and its results go to tp places of the sequence:
 #
 #     sequence    |  rank 0: a0 a1 a2 a3  |  rank 1: b0 b1 b2 b3  |
 #     chunks=2       chunk 0: a0 a1 b0 b1    chunk 1: a2 a3 b2 b3
@@ -132,9 +132,9 @@ def gather_linear(
     *,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """All-gathers along the sequence, then computes x·Wᵀ + b: (b, s/tp, in) → (b, s, out).
+    """All-gathers x along the sequence and computes x·Wᵀ + b: (b, s/tp, in) → (b, s, out).
 
-    Returns: the result and, with `keep`, the gathered x (b, s, in).
+    Returns the result and the gathered x (b, s, in), or None in its place without `keep`.
     """
     if chunks > 1:
         return _gather_linear_in_chunks(x, weight, bias, group, chunks, keep)
@@ -143,7 +143,7 @@ def gather_linear(
 
 
 def linear_scatter(x: Tensor, weight: Tensor, group: Group, chunks: int) -> Tensor:
-    """Reduce-scatters x·Wᵀ along the sequence: (b, s, in) → (b, s/tp, out)."""
+    """Computes x·Wᵀ and reduce-scatters it along the sequence: (b, s, in) → (b, s/tp, out)."""
     if chunks > 1:
         return _linear_scatter_in_chunks(x, weight, group, chunks)
     return reduce_scatter_sequence(linear(x, weight), group)
@@ -161,7 +161,7 @@ def _gather_linear_in_chunks(
     for i in range(chunks):
         gathering.wait()
         chunk = gathered
-        if i + 1 < chunks:  # sent while the GEMM of this chunk runs
+        if i + 1 < chunks:  # the next one is sent during the GEMM of this chunk
             gathered, gathering = collectives.all_gather_async(shards[i + 1], group)
         _put(linear(chunk, weight, bias), y, i)
         if full is not None:
@@ -183,7 +183,7 @@ def _linear_scatter_in_chunks(x: Tensor, weight: Tensor, group: Group, chunks: i
 
 
 def _take(whole: Tensor, i: int) -> Tensor:
-    """Returns chunk i of (b, tp, chunks, c, features) for a collective: (tp · c, b, features)."""
+    """Returns chunk i of (b, tp, chunks, c, features) as a collective's (tp · c, b, features)."""
     return whole[:, :, i].permute(1, 2, 0, 3).flatten(0, 1)
 
 
@@ -191,14 +191,14 @@ def _put(chunk: Tensor, whole: Tensor, i: int) -> None:
     whole[:, :, i] = chunk.unflatten(0, (whole.shape[1], whole.shape[3])).permute(2, 0, 1, 3)
 
 
-# Forward and backward. `sp` is the number of chunks in which sequence parallelism communicates, or
-# None without sequence parallelism.
+# In the forward and backward functions `sp` is the number of chunks in which sequence parallelism
+# communicates, or None without sequence parallelism.
 
 
 def column_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: int | None
 ) -> Tensor:
-    """Runs f and the GEMM: (b, s or s/tp, in) → (b, s, out/tp)."""
+    """Runs f (or the all-gather) and the GEMM: (b, s or s/tp, in) → (b, s, out/tp)."""
     if sp is None:
         return linear(x, weight, bias)
     return gather_linear(x, weight, bias, group, sp)[0]
@@ -207,13 +207,13 @@ def column_forward(
 def column_backward(
     grad: Tensor, x: Tensor | None, weight: Tensor, group: Group, sp: int | None, of_x: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of x and, without a bucket, of the weight.
+    """Returns the gradients of x and of the weight; the latter is None if it went to a bucket.
 
-    Under sequence parallelism x is this rank's shard, gathered again while the input-gradient GEMM
-    runs. The input gradient is reduced while the weight-gradient GEMM runs.
+    Under sequence parallelism x is this rank's shard, which is gathered again while the GEMM of the
+    input gradient runs. The input gradient is reduced while the GEMM of the weight gradient runs.
 
     Args:
-        x: None: the weight is frozen and has no gradient.
+        x: the input of the forward; None if the weight is frozen and has no gradient.
         of_x: whether x has a gradient.
     """
     rows = grad.flatten(0, -2)
@@ -233,7 +233,7 @@ def column_backward(
         grad_x, reducing = collectives.reduce_scatter_async(
             sequence_first(matmul(grad, weight)), group
         )
-        # Gathered with the deferred weight gradient: until then only the shard is kept.
+        # The deferred weight gradient gathers x, so that only the shard is kept until then.
         add_weight_gradient(weight, rows, lambda: all_gather_sequence(x, group).flatten(0, -2))
         reducing.wait()
         return grad_x.transpose(0, 1).contiguous(), None
@@ -252,7 +252,7 @@ def column_backward(
 
 
 def row_forward(x: Tensor, weight: Tensor, group: Group, sp: int | None) -> Tensor:
-    """Runs the GEMM and g: (b, s, in/tp) → (b, s or s/tp, out)."""
+    """Runs the GEMM and g (or the reduce-scatter): (b, s, in/tp) → (b, s or s/tp, out)."""
     if sp is None:
         return collectives.all_reduce(linear(x, weight), group)
     return linear_scatter(x, weight, group, sp)
@@ -261,7 +261,7 @@ def row_forward(x: Tensor, weight: Tensor, group: Group, sp: int | None) -> Tens
 def row_backward(
     grad: Tensor, x: Tensor | None, weight: Tensor, group: Group, sp: int | None, of_x: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of x and, without a bucket, of the weight, like `column_backward`."""
+    """Returns the gradients of x and of the weight, like `column_backward`."""
     grad_x, full = None, grad
     if sp is None:
         grad_x = matmul(grad, weight) if of_x else None
@@ -278,7 +278,7 @@ def row_backward(
 def run_forward(
     split: str, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: int | None
 ) -> Tensor:
-    """Runs the forward without a row-parallel layer's bias, which is added after the reduction."""
+    """Runs a forward; the caller adds a row-parallel layer's bias, after the reduction."""
     if split == "row":
         return row_forward(x, weight, group, sp)
     return column_forward(x, weight, bias, group, sp)
@@ -293,25 +293,22 @@ def run_backward(
     sp: int | None,
     of_x: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of x, if it has one (`of_x`), and, without a bucket, of the weight.
-
-    `x`: None for a frozen weight, whose gradient is not computed.
-    """
+    """Returns the gradients of x and of the weight, with the arguments of `column_backward`."""
     if split == "row":
         return row_backward(grad, x, weight, group, sp, of_x)
     return column_backward(grad, x, weight, group, sp, of_x)
 
 
-# Autograd nodes. Weights are kept in `ctx` itself, not among the saved tensors: recomputation
-# (`models/recompute.py`) returns saved tensors as new ones, without their `main_grad`.
+# The autograd nodes keep weights in `ctx` itself, not among the saved tensors, because
+# recomputation (`models/recompute.py`) replaces saved tensors by new ones without `main_grad`.
 
 
 class _Keep(torch.autograd.Function):
-    """Saves the input of the following node, which finds it by the list `kept`.
+    """Saves the input of the following node, which finds it through the list `kept`.
 
-    A node saves its tensors after its forward, and recomputation ends with the last saved tensor.
-    Saved by this node, the input of the last GEMM of a segment ends the recomputation before this
-    GEMM and its communication, whose results the backward does not need.
+    A node saves tensors after its forward, and a recomputation ends when the last tensor is saved.
+    This node saves the input of a segment's last GEMM earlier, so that the recomputation ends
+    before this GEMM and its communication, whose results the backward does not need.
     """
 
     @staticmethod
@@ -329,8 +326,8 @@ class _Linear(torch.autograd.Function):
     """Runs the communication and the GEMM of a column- or row-parallel layer in one node.
 
     With two nodes, autograd would finish the reduction of the input gradient before it starts the
-    weight gradient. `kept`: the `_Keep` node that saved x, or []. The input gradient only needs the
-    weight, so with a frozen weight nothing is saved.
+    weight gradient. `kept` has the `_Keep` node that saved x, or is empty. With a frozen weight
+    nothing is saved, because the input gradient only needs the weight.
     """
 
     @staticmethod
@@ -361,11 +358,11 @@ class _Linear(torch.autograd.Function):
         x = None
         if ctx.trains:
             (x,) = (ctx.kept[0] if ctx.kept else ctx).saved_tensors
-            # With its graph, x in a deferred weight gradient would keep the stage's input and its
-            # gradient.
+            # A deferred weight gradient keeps x. If x kept its graph, the stage's input and its
+            # gradient would stay alive too.
             x = x.detach()
         grad_bias = grad.flatten(0, -2).sum(0) if ctx.trains_bias else None
-        # Data, and the result of layers that are all frozen, has no gradient.
+        # x has no gradient if it is data or the result of frozen layers only.
         of_x = ctx.needs_input_grad[1]
         gradients: tuple[Tensor | None, Tensor | None] = (None, None)
         if of_x or x is not None:
@@ -382,9 +379,9 @@ def linear_node(
     sp: int | None,
     recomputed: bool = False,
 ) -> Tensor:
-    """Runs `column_forward` ("column") or `row_forward` ("row").
+    """Runs `column_forward` (split "column") or `row_forward` (split "row") as an autograd node.
 
-    `recomputed`: a recomputation of x must stop before this GEMM.
+    `recomputed` says whether a recomputation of x must stop before this GEMM.
     """
     kept: list[Any] = []
     if recomputed and x.requires_grad and weight.requires_grad:  # data is never recomputed

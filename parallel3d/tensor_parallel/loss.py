@@ -1,4 +1,4 @@
-"""Vocab-parallel cross-entropy, and the LM head and loss in one step, chunk by chunk."""
+"""Computes the vocab-parallel cross-entropy, together with the LM head and chunk by chunk."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from parallel3d.parameters.gradients import add_matmul
 from parallel3d.parameters.state import state_of
 from parallel3d.tensor_parallel.mappings import all_gather_sequence, sequence_first
 
-# Bytes of a block of rows, which is processed at a time without fused kernels. On a CPU it stays in
-# the cache from one pass to the next; elsewhere it fills the device, and stays small compared to
-# the logits in half precision, which are converted to fp32 block by block.
+# Without fused kernels, logits are processed in blocks of rows of this many bytes. On a CPU a block
+# stays in the cache from one pass to the next. Elsewhere it is large enough to occupy the device,
+# but small compared to logits in half precision, which are converted to fp32 block by block.
 BLOCK_BYTES = {"cpu": 1 << 20}
 LARGE_BLOCK_BYTES = 64 << 20
 
@@ -31,15 +31,16 @@ LARGE_BLOCK_BYTES = 64 << 20
 class Objective:
     """The loss of one token: (1 − ε)·(l − z_y) + ε·(l − mean z) + λ·l², with l = log Σ exp z.
 
-    Cross-entropy of logits z with label y and label smoothing (Szegedy et al. 2016 §7), plus z-loss
-    (Chowdhery et al. 2022 §5). The head's products are scaled and capped to logits in fp32 or
-    better, if at all: z = c · tanh(s · product / c).
+    This is the cross-entropy of logits z and label y with label smoothing ε (Szegedy et al. 2016,
+    §7), plus the z-loss with weight λ (Chowdhery et al. 2022, §5). The logits may be scaled and
+    capped products of the head: z = c · tanh(s · product / c), computed in fp32 or better.
 
     Attributes:
-        vocab_size: tokens without padding; the columns beyond are left out of softmax and mean.
-        half: keep logits, statistics and losses in half precision, as Megatron-LM's
-            --fp16-lm-cross-entropy; else statistics and losses are fp32 or better.
-        scale, cap: s and c; None: no cap.
+        vocab_size: number of tokens without padding. Softmax and mean leave out further columns.
+        label_smoothing, z_loss: ε and λ.
+        half: whether logits, statistics and losses stay in half precision, as with Megatron-LM's
+            --fp16-lm-cross-entropy. Otherwise statistics and losses are fp32 or better.
+        scale, cap: s and c. No cap is applied if it is None.
     """
 
     vocab_size: int
@@ -51,18 +52,18 @@ class Objective:
 
     @property
     def transforms(self) -> bool:
-        """Returns whether logits differ from the head's products."""
+        """Whether the logits differ from the head's products."""
         return self.scale != 1.0 or self.cap is not None
 
 
 def scaled_and_capped(products: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Returns the logits (Gemma 2 report, arXiv:2408.00118, §2)."""
+    """Returns the logits of the head's products (Gemma 2 report, arXiv:2408.00118, §2)."""
     z = products if scale == 1.0 else products * scale
     return z if cap is None else cap * torch.tanh(z / cap)
 
 
 def slope_of(z: Tensor, scale: float, cap: float | None) -> Tensor | float:
-    """Returns the derivative of the logits z by the head's products."""
+    """Returns the derivative of the logits z with respect to the head's products."""
     return scale if cap is None else scale * (1.0 - (z / cap).square())
 
 
@@ -79,8 +80,11 @@ def vocabulary_statistics(
     """Computes `ChunkLoss.statistics` in one pass over the products, which stay unchanged.
 
     Args:
-        target: (tokens, 1) column of the label, arbitrary where `inside` (tokens,) is false.
+        logits: (tokens, columns), the head's products.
+        target: (tokens, 1), the column of each label; arbitrary where `inside` is false.
+        inside: (tokens,), whether this rank has the column of the label.
         real: number of columns without padding.
+        with_sum: whether the result has a fourth row, Σ z.
     """
     # TorchInductor turns this form into one online pass over a row (Milakov and Gimelshein 2018).
     wide = logits[:, :real].to(torch.promote_types(logits.dtype, torch.float32))
@@ -107,12 +111,13 @@ def logits_to_gradient(
     scale: float,
     cap: float | None,
 ) -> None:
-    """Overwrites products with their gradient: the gradient of the logits, `of_softmax`·softmax +
-    `at_target` at the label − `spread`, times the logits' slope.
+    """Overwrites the head's products with their gradient.
 
-    Columns from `real` on become 0. Shapes: `logits` (tokens, columns), the others (tokens, 1).
+    The gradient of the logits is `of_softmax` · softmax − `spread`, plus `at_target` in the label's
+    column; `slope_of` turns it into that of the products. Columns from `real` on become 0. `logits`
+    has the shape (tokens, columns), and the other tensors have (tokens, 1).
     """
-    # 32 bits: comparing 64-bit integers would take as long as the memory traffic.
+    # These are 32-bit integers: to compare 64-bit ones would take as long as the memory traffic.
     column = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     z = scaled_and_capped(logits.to(log_sum.dtype), scale, cap)
     gradient = (z - log_sum).exp() * of_softmax
@@ -129,16 +134,16 @@ def logits_to_gradient(
 class ChunkLoss:
     """Computes the losses of some tokens, and their gradients in place of the logits.
 
-    Call `statistics`, then `losses` with the statistics of all ranks, then `gradient`. Maximum,
-    exponentials and sums are fp32 or better unless the objective is `half`. Without fused kernels,
-    fp32 and fp64 logits become exponentials and then gradients in one buffer; logits in half
-    precision, and products that are scaled or capped, stay until they become gradients, and are
-    converted block by block.
+    Call `statistics`, then `losses` with the statistics of all ranks, and then `gradient`. Maximum,
+    exponentials and sums are in fp32 or better unless the objective is `half`. Without fused
+    kernels, logits in fp32 and fp64 become exponentials and then gradients in the same memory.
+    Logits in half precision, and products that are scaled or capped, stay unchanged until they
+    become gradients; they are converted block by block.
 
     Args:
         logits: (tokens, columns), the head's products of this rank's columns; overwritten.
-        labels: (tokens,) ids below `objective.vocab_size`.
-        first: vocabulary index of the first column.
+        labels: (tokens,), ids below `objective.vocab_size`.
+        first: index of the first column in the vocabulary.
     """
 
     def __init__(self, logits: Tensor, labels: Tensor, first: int, objective: Objective) -> None:
@@ -154,7 +159,7 @@ class ChunkLoss:
         self.target = (labels - first).masked_fill(~self.inside, 0).unsqueeze(1)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields blocks of rows of logits without padding, in place or as copies."""
+        """Yields blocks of rows of the logits without padding, as views or as converted copies."""
         row = max(1, self.logits.shape[1] * self.dtype.itemsize)
         rows = max(1, BLOCK_BYTES.get(self.logits.device.type, LARGE_BLOCK_BYTES) // row)
         for start in range(0, self.logits.shape[0], rows):
@@ -166,10 +171,10 @@ class ChunkLoss:
             yield run, block
 
     def statistics(self) -> Tensor:
-        """Returns (3 or 4, tokens) statistics of this rank's columns without padding.
+        """Returns the statistics (3 or 4, tokens) of this rank's columns without padding.
 
         The rows are the maximum, Σ exp(z − maximum), z of the label (0 if it is on another rank)
-        and, for label smoothing, Σ z.
+        and, with label smoothing, Σ z.
         """
         if self.fused and self.real:
             smooths = self.objective.label_smoothing > 0
@@ -194,7 +199,7 @@ class ChunkLoss:
         return out
 
     def losses(self, ranks: Tensor) -> Tensor:
-        """Returns (tokens,) losses from the statistics (ranks, 3 or 4, tokens) of all ranks."""
+        """Returns the losses (tokens,), given all ranks' statistics (ranks, 3 or 4, tokens)."""
         maxima = ranks[:, 0]
         sums = ranks[:, 1]
         targets = ranks[:, 2]
@@ -228,7 +233,8 @@ class ChunkLoss:
                 self.objective.cap,
             )
             return self.logits
-        # In place the logits are exp(z − maximum) by now: this factor makes them the softmax.
+        # Logits that are changed in place are exp(z − maximum) by now; this factor makes them the
+        # softmax.
         factor = of_softmax
         if self.in_place:
             factor = of_softmax * torch.exp(self.maximum - self.log_sum)
@@ -252,16 +258,19 @@ class ChunkLoss:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """Computes the losses of hidden states against an LM head split over `group`, in chunks.
+    """Computes an LM head that is split over `group`, and its losses, in chunks of tokens.
 
-    Each chunk of tokens computes logits, statistics, losses, gradients in place of the logits and
-    their two GEMMs before the next chunk reuses the memory. Recomputing the logits in the backward
-    would cost a fourth GEMM; keeping them would need the full logits in memory. Liger Kernel (Hsu
-    et al. 2024, §3.2) does the same in fused kernels on one device.
+    For each chunk it computes the logits, statistics and losses, then the gradients in place of the
+    logits and the two GEMMs of the backward, before the next chunk reuses the memory. If the
+    backward recomputed the logits, a fourth GEMM would be needed; if they were kept, they would
+    take memory for all tokens. Liger Kernel (Hsu et al. 2024, §3.2) does the same in fused kernels
+    on one device.
 
     Attributes:
-        sp: hidden states are (b, s/tp, h) and are gathered first.
-        gather_logits: every rank gathers all logits of a chunk (`model.parallel_output=false`).
+        sp: whether hidden states are (b, s/tp, h) and are gathered first.
+        gather_logits: whether every rank gathers all logits of a chunk, as with
+            `model.parallel_output=false`.
+        chunk_tokens: number of tokens of a chunk; None chooses it by the memory of the logits.
     """
 
     objective: Objective
@@ -273,24 +282,25 @@ class HeadLoss:
     def train(
         self, x: Tensor, table: Tensor, labels: Tensor, loss_mask: Tensor, loss_scale: Tensor
     ) -> Tensor:
-        """Returns the sum of the unmasked losses, whose gradient must be `loss_scale`.
+        """Returns the sum of the unmasked losses, from which the backward starts with `loss_scale`.
 
-        The table's gradient is added to its bucket in the forward, and registered as ready in the
-        backward.
+        The forward already adds the table's gradient to its bucket; the backward registers it as
+        ready.
 
         Args:
             x: (b, s, h), or (b, s/tp, h) under sequence parallelism.
             table: (rows of the padded vocabulary / tp, h).
             labels, loss_mask: (b, s).
+            loss_scale: the gradient with which the backward will start.
 
         Raises:
-            RuntimeError: in the backward, on a CPU, if it starts from another gradient.
+            RuntimeError: the backward starts with another gradient; only checked on a CPU.
         """
         return _HeadLoss.apply(x, table, labels, loss_mask, loss_scale, self)
 
     @torch.no_grad()
     def evaluate(self, x: Tensor, table: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
-        """Returns the sum of the unmasked cross-entropies, without smoothing or z-loss."""
+        """Returns the sum of the unmasked cross-entropies, without label smoothing and z-loss."""
         of = replace(self.objective, label_smoothing=0.0, z_loss=0.0, half=False)
         plain = replace(self, objective=of)
         return plain.run(x, table, labels, loss_mask)[0]
@@ -305,11 +315,11 @@ class HeadLoss:
         of_x: bool = True,
         of_table: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Returns the sum of the unmasked losses and, with `loss_scale`, the gradients of x and,
-        without a bucket, of the table.
+        """Returns the sum of the unmasked losses, and the gradients of x and of the table.
 
-        `of_x`, `of_table`: whether x and the table have a gradient; a frozen table and the result
-        of frozen layers have none.
+        The gradients are None without a `loss_scale`. The table's gradient is also None if it went
+        to a bucket. `of_x` and `of_table` say whether x and the table have a gradient at all; a
+        frozen table and the result of frozen layers have none.
         """
         group, sp = self.group, self.sp and self.group.size > 1
         full = all_gather_sequence(x, group) if sp else x
@@ -337,10 +347,10 @@ class HeadLoss:
                 grad = grad.narrow(1, rows * group.index, rows)
             if grad_x is not None and accelerator.is_on_accelerator(grad):
                 torch.mm(grad, table, out=grad_x[chunk])
-            elif grad_x is not None:  # on a CPU not every matmul can be written in place
+            elif grad_x is not None:  # on a CPU not every matmul can write into `grad_x`
                 grad_x[chunk] = matmul(grad, table)
             if grad_x is not None and chunk is chunks[-1]:
-                # Reduced while the last weight-gradient GEMM runs.
+                # The reduction runs at the same time as the last weight-gradient GEMM.
                 whole = reduced = grad_x.view_as(full)
                 if sp:
                     reduced, work = collectives.reduce_scatter_async(sequence_first(whole), group)
@@ -370,7 +380,7 @@ class HeadLoss:
         return [slice(e - size, e) for size, e in zip(sizes, accumulate(sizes), strict=True)]
 
     def _write_losses(self, out: Tensor, x: Tensor, table: Tensor, labels: Tensor) -> ChunkLoss:
-        """Writes the losses of a chunk (tokens,), with one collective."""
+        """Writes the losses of a chunk (tokens,) into `out`, with one collective."""
         group, first = self.group, table.shape[0] * self.group.index
         logits = matmul(x, table.t())
         if self.gather_logits and group.size > 1:
@@ -406,8 +416,8 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         if grad.device.type == "cpu" and float(grad) != float(ctx.loss_scale.to(grad.dtype)):
             raise RuntimeError(
-                f"the loss is backpropagated from {float(grad)}, but its gradients were made for "
-                f"{float(ctx.loss_scale)}"
+                f"the backward of the loss starts with {float(grad)}, but its gradients were made "
+                f"for loss_scale={float(ctx.loss_scale)}"
             )
         grad_x, grad_table = ctx.gradients
         if grad_table is None and ctx.needs_input_grad[1]:

@@ -1,8 +1,8 @@
-"""Autograd pairs of tensor and sequence parallelism.
+"""Communicates in the forward and the backward of tensor and sequence parallelism.
 
-Shoeybi et al. 2019 (Megatron-LM) §3 names f and g; Korthikanti et al. 2022 §4.2.2 names the
-sequence-parallel pair. For activations, (batch, sequence, hidden), f and the gather of a sequence
-are part of the linear layers' nodes (`linear_ops`).
+Shoeybi et al. 2019 (Megatron-LM, §3) define f and g, and Korthikanti et al. 2022 (§4.2.2) define
+the pair of sequence parallelism. For activations (batch, sequence, hidden) the linear layers' nodes
+contain f and the gather of the sequence (see `linear_ops`).
 
 | function                      | forward                   | backward                  |
 |-------------------------------|---------------------------|---------------------------|
@@ -14,9 +14,9 @@ are part of the linear layers' nodes (`linear_ops`).
 | gather_heads                  | all-gather, ranks first   | reduce-scatter            |
 | rows_of_replicated            | this rank's rows          | all rows (see there)      |
 
-The backward of a gather depends on the reader of its result. `gather_heads` feeds split work: the
-gradients differ between ranks and are summed. `gather_from_vocabulary` feeds replicated work: the
-gradients are equal, and a sum would multiply them by tp.
+The backward of a gather depends on the use of its result. After `gather_heads` the ranks do
+different work, so their gradients differ and are summed. After `gather_from_vocabulary` all ranks
+do the same work, so their gradients are equal, and a sum would multiply them by tp.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 class _Pair(torch.autograd.Function):
-    """Runs one function in the forward and another one, on the gradient, in the backward."""
+    """Runs one function in the forward, and another one on the gradient in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Mapping, backward: Mapping) -> Tensor:
@@ -65,16 +65,16 @@ class _Pair(torch.autograd.Function):
 
 
 def _identity(x: Tensor) -> Tensor:
-    return x.view_as(x)  # autograd does not allow an input as a result
+    return x.view_as(x)  # autograd does not allow a node to return its input
 
 
 def _gather(x: Tensor, group: Group) -> Tensor:
-    """All-gathers to (tp, …)."""
+    """All-gathers x (…) to (tp, …)."""
     return collectives.all_gather(x.contiguous().unsqueeze(0), group)
 
 
 def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
-    """Passes a replicated tensor to split work; its gradient is summed over the ranks (f)."""
+    """Passes a replicated tensor to work that differs by rank; its gradient is all-reduced (f)."""
 
     def backward(grad: Tensor) -> Tensor:
         return collectives.all_reduce(grad.clone(memory_format=torch.contiguous_format), group)
@@ -83,7 +83,7 @@ def copy_to_tensor_parallel(x: Tensor, group: Group) -> Tensor:
 
 
 def copy_to_replicas(parameter: Tensor, spec: ParameterSpec, group: Group) -> Tensor:
-    """Returns the parameter; the gradients of rows that ranks share are summed over these ranks."""
+    """Returns the parameter, with its rows' gradients summed over the ranks that share the rows."""
 
     def backward(grad: Tensor) -> Tensor:
         whole = grad.clone(memory_format=torch.contiguous_format)
@@ -98,9 +98,9 @@ def copy_to_replicas(parameter: Tensor, spec: ParameterSpec, group: Group) -> Te
 
 
 def reduce_from_tensor_parallel(x: Tensor, group: Group) -> Tensor:
-    """All-reduces the partial results of split work in place (g); the gradient passes unchanged.
+    """All-reduces the ranks' partial results in place (g); the gradient passes unchanged.
 
-    `x` is the result of a GEMM or a look-up, which nothing else reads.
+    `x` must be the result of a GEMM or a look-up that nothing else reads.
     """
     if group.size == 1:
         return x
@@ -116,7 +116,7 @@ def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_from_vocabulary(x: Tensor, group: Group) -> Tensor:
-    """All-gathers (..., v/tp) to (..., v) for replicated work."""
+    """All-gathers x (..., v/tp) to (..., v), for work that all ranks do alike."""
 
     def forward(x: Tensor) -> Tensor:
         return torch.cat(_gather(x, group).unbind(0), dim=-1)
@@ -128,7 +128,7 @@ def gather_from_vocabulary(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_heads(x: Tensor, group: Group) -> Tensor:
-    """All-gathers (b, s, n) of every rank's heads to (tp, b, s, n) for split work."""
+    """All-gathers each rank's heads (b, s, n) to (tp, b, s, n), for work that differs by rank."""
 
     def backward(grad: Tensor) -> Tensor:
         return collectives.reduce_scatter(grad, group).squeeze(0)
@@ -139,9 +139,9 @@ def gather_heads(x: Tensor, group: Group) -> Tensor:
 def rows_of_replicated(weight: Tensor, group: Group, partial_sums: bool) -> Tensor:
     """Returns this rank's rows of a replicated table, for a head split over the vocabulary.
 
-    All uses of a replicated parameter must give the same kind of gradient: complete on each rank
-    (the rows are gathered), or with `partial_sums` a part of a sum (the other ranks' rows are
-    zero), which sequence parallelism adds over tp after the backward.
+    All uses of a replicated parameter must give the same kind of gradient. It is complete on each
+    rank, so its rows are gathered here; or with `partial_sums` it is one term of a sum over tp,
+    which sequence parallelism computes after the backward, so the other ranks' rows are zero here.
     """
     shape = weight.shape
 
@@ -158,14 +158,14 @@ def rows_of_replicated(weight: Tensor, group: Group, partial_sums: bool) -> Tens
 
 
 def sum_over_replicas(gradients: dict[int, list[Tensor]], group: Group) -> None:
-    """All-reduces flat gradients, by the number of consecutive ranks that share them, in place."""
+    """Sums flat gradients in place; a key is the number of consecutive ranks that share them."""
     shared = {replicas: grads for replicas, grads in gradients.items() if replicas > 1}
     if not shared:
         return
     # Gradients with r replicas form tp/r sets of r consecutive ranks: ranks 0 … r − 1 hold one
     # shard, ranks r … 2r − 1 the next. The buffer has one slot per set. A rank writes its gradients
-    # to slot index // r and leaves the others zero, so the sum over tp puts into each slot the sum
-    # over that set alone: no process group per set, and all replicas get the same bits.
+    # to slot index // r and leaves the other slots zero. So the sum over tp puts the sum over each
+    # set into its slot; no set needs a process group, and all replicas get the same bits.
     numel = {r: sum(g.numel() for g in grads) for r, grads in shared.items()}
     slots_numel = [group.size // r * n for r, n in numel.items()]
     flat = next(iter(shared.values()))[0].new_zeros(sum(slots_numel))

@@ -1,4 +1,4 @@
-"""Sums gradients whose parts are on the ranks of tp, or on the first and the last stage."""
+"""Sums partial gradients over the ranks of tp, or over the first and the last stage."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from parallel3d.tensor_parallel.mappings import sum_over_replicas
 def is_partial(spec: ParameterSpec, shard: ShardSpec, sp: bool) -> bool:
     """Returns whether each rank that holds a copy of a shard has only a part of its gradient.
 
-    `sp`: sequence parallelism is on, over several ranks.
+    `sp` says whether sequence parallelism is on, over several ranks.
     """
     return spec.tied or shard.tp_replicas > 1 or (spec.replicated and sp)
 
 
 @torch.no_grad()
 def all_reduce_layernorm_grads(segments: list[Segment], tp: Group) -> None:
-    """All-reduces the gradients of replicated parameters over tp, under sequence parallelism.
+    """All-reduces the gradients of replicated parameters over tp, for sequence parallelism.
 
-    Norms, biases after row-parallel layers and position embeddings have only seen this rank's
-    tokens (Korthikanti et al. 2022 §4.2.2). One all-reduce serves all of them.
+    Norms, biases of row-parallel layers and position embeddings have only processed this rank's
+    tokens (Korthikanti et al. 2022, §4.2.2). One all-reduce sums all of their gradients.
     """
     partial = [s.grad for s in segments if s.spec.replicated]
     if tp.size == 1 or not partial:
@@ -39,7 +39,8 @@ def all_reduce_layernorm_grads(segments: list[Segment], tp: Group) -> None:
 def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
     """All-reduces the gradients of shared key-value heads and of head norms over their replicas.
 
-    These are the runs with `tp_replicas` > 1. One all-reduce over tp serves all of them.
+    These are the parts of parameters with `tp_replicas` > 1. One all-reduce over tp sums all of
+    them.
     """
     shared: dict[int, list[Tensor]] = {}
     for segment in segments:
@@ -50,11 +51,13 @@ def all_reduce_shared_kv_grads(segments: list[Segment], tp: Group) -> None:
 
 @torch.no_grad()
 def all_reduce_embedding_grads(table_grad: Tensor | None, embedding: Group) -> None:
-    """All-reduces the gradient of a tied table over the first and the last stage, as Megatron-LM
-    does."""
+    """All-reduces the gradient of a tied table over the first and the last stage.
+
+    Megatron-LM does the same. `table_grad` is None on other stages and without tied embeddings.
+    """
     if table_grad is not None and embedding.size > 1:
         # A small all-reduce first absorbs the wait for the other stage, so that the time of the
-        # second one is only communication.
+        # large one is communication only.
         number = torch.zeros(1, dtype=torch.float64, device=table_grad.device)
         collectives.all_reduce_few(number, embedding)
         collectives.all_reduce(table_grad, embedding)

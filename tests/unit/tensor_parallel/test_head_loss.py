@@ -110,7 +110,9 @@ def test_statistics_are_fp32_whatever_the_compute_type(
 def test_a_backward_with_another_scale_is_refused() -> None:
     x, table, labels = leaf(1, 3, 5), leaf(8, 5), torch.tensor([[0, 4, 2]])
     loss = HeadLoss(Objective(8)).train(x, table, labels, torch.ones(1, 3), 2 * ONE)
-    with pytest.raises(RuntimeError, match=r"from 3\.0, but its gradients were made for 2\.0"):
+    with pytest.raises(
+        RuntimeError, match=r"with 3\.0, but its gradients were made for loss_scale=2\.0"
+    ):
         loss.backward(3 * ONE)
 
 
