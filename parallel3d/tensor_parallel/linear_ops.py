@@ -77,7 +77,7 @@ def _shape_of_input(
     return grad.new_empty(grad.shape[0], grad.shape[1] * scatter // gather, inputs)
 
 
-# Runs a layer's forward: (b, s, in) → (b, s · gather / scatter, outputs). Under sequence parallelism
+# Runs a layer's forward: (b, s, in) → (b, s · gather / scatter, outputs). With sequence parallelism
 # `gather` is tp in a column-parallel layer, and `scatter` in a row-parallel one; else they are 1.
 compiled_linear = operator(
     "linear",
