@@ -26,8 +26,9 @@ RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # host memory. A step of 32 layers with tp and 16 micro-batches has some 5,000; torch's default is
 # 2,000.
 RECORDED = 20_000
-# From 2.15 on, torch's "nccl" is another class of groups, unless this is 0 when the first group is
-# made. parallel3d's groups, diagnosis of hangs and ends of runs were only tried with the old class.
+# From torch 2.15 on, "nccl" names another class of groups, unless this variable is 0 when the first
+# group is made. parallel3d's groups, diagnosis of hangs and ways to end a run were only tried with
+# the old class.
 NEW_NCCL = "TORCH_DIST_USE_NCCL2"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 TF32 = "NVIDIA_TF32_OVERRIDE"
@@ -36,14 +37,14 @@ TF32 = "NVIDIA_TF32_OVERRIDE"
 def gpu_environment(
     device: str, environ: Mapping[str, str], cluster: ClusterConfig, *, tp: int, zero: int
 ) -> dict[str, str]:
-    """Returns environment variables for ranks on `device`, unless the user has set them."""
+    """Returns environment variables for ranks on `device`, without those that the user has set."""
     if device in (CPU, SIMULATED) or not is_nvidia_build():
         return {}
     given = {*environ, *parse_nccl_env(cluster.nccl_env)}
     wanted = {}
     if not given.intersection(ALLOCATOR):
-        # Segments grow, instead of blocks of fixed sizes: freed memory can be used in another shape
-        # when micro-batches, buckets and gathered layers alternate.
+        # Segments can grow, unlike blocks of fixed sizes, so freed memory fits tensors of other
+        # sizes when micro-batches, buckets and gathered layers alternate.
         wanted[ALLOCATOR[0]] = "expandable_segments:True"
     if not given.intersection(RECORDER):
         wanted[RECORDER[0]] = str(RECORDED)
@@ -79,11 +80,11 @@ OR_CPU = "; or give device=cpu to compute on the CPU"
 
 
 class HostError(UserError):
-    """A user error that may only concern this host: every host prints its own."""
+    """A user error that may concern only this host, so every host prints its own error."""
 
 
 class DeviceChoice(NamedTuple):
-    """The device type of a host's ranks, a line on the used and present devices, and the GPUs."""
+    """The device type of a host's ranks, a line that tells the devices in use, and the GPUs."""
 
     kind: str
     line: str = ""
@@ -103,13 +104,14 @@ def choose_device(
     and nothing indicates that a GPU is intended.
 
     Args:
-        launched: a launcher started the ranks, and may show each rank only its own GPUs, like
-            Slurm's binding: only all ranks together know whether they are distinct (`shared_gpu`).
-        environ: variables of this process; None: its own.
+        launched: whether a launcher started the ranks. It may show each rank only the rank's own
+            GPU, as Slurm's binding does, so the GPUs of all ranks are compared later
+            (`shared_gpu`).
+        environ: environment variables; None: those of this process.
 
     Raises:
-        HostError: GPUs cannot be used, or are fewer than the ranks; there is none with device=cuda,
-            or with device=auto if one is intended.
+        HostError: if the GPUs cannot be used or are fewer than the ranks, or if there is no GPU
+            although device=cuda asks for one, or hints show that one is intended.
     """
     if requested in (CPU, SIMULATED):
         return DeviceChoice(requested, _line_of_cpu(requested))
@@ -161,10 +163,10 @@ def _line_of_gpus(found: Found, ranks_here: int, one_each: bool) -> str:
 
 
 def shared_gpu(of_ranks: Sequence[tuple[str, str]]) -> str | None:
-    """Returns a sentence if two ranks compute on one GPU, unless NCCL has been told to allow it.
+    """Returns an error if two ranks compute on one GPU without NCCL's permission; else None.
 
     Args:
-        of_ranks: each rank's host and its GPU's identity, "" for a CPU or if unknown.
+        of_ranks: each rank's host and its GPU's identity (see `gpu_of_rank`).
     """
     first: dict[str, int] = {}
     for rank, (host, gpu) in enumerate(of_ranks):
@@ -179,7 +181,7 @@ def shared_gpu(of_ranks: Sequence[tuple[str, str]]) -> str | None:
 
 
 def gpu_of_rank(device: str, environ: Mapping[str, str]) -> str:
-    """Returns the identity of the GPU `device` ("cuda:0"); "" for others, or if ranks may share."""
+    """Returns the identity of a GPU such as "cuda:0"; "" for a CPU, or if ranks may share GPUs."""
     kind, _, index = device.partition(":")
     if kind != CUDA or environ.get(SHARED_GPUS) == "1":
         return ""
@@ -203,7 +205,7 @@ def check_numerics(kind: str, precision: str, environ: Mapping[str, str]) -> Non
 
 
 def device_of_rank(kind: str, local_rank: int) -> str:
-    """Returns one rank's device: "cpu" or "<type>:<index>". Raises HostError without any."""
+    """Returns a rank's device, "cpu" or "<type>:<index>". Raises HostError if there is none."""
     if kind == CPU:
         return kind
     count = SIMULATED_DEVICES if kind == SIMULATED else _torch_count(kind)
@@ -232,7 +234,7 @@ def compute_capability() -> int | None:
 
 
 def device_name(kind: str) -> str | None:
-    """Returns the name of the processor or of the first GPU, constant over time; None: unknown."""
+    """Returns the name of the processor or of the first GPU; None if it is unknown."""
     if kind == CUDA:
         gpus = find(os.environ).gpus
         return (gpus[0].name or None) if gpus else None

@@ -1,9 +1,8 @@
-"""Finds the GPUs that torch can use on this host, and hints that there should be some, without
-torch.
+"""Finds this host's GPUs that torch can use, and hints that a GPU is intended, without torch.
 
-It asks the driver and uses its numbers, so that masks and the order (the fastest first) are those
-of the ranks; NVML and nvidia-smi count differently. A wrong `device` must be refused within two
-seconds, and torch alone takes one to import.
+It asks the driver, which applies the same masks and the same order (the fastest GPU first) as in
+the ranks; NVML and nvidia-smi number the GPUs differently. A wrong `device` must be refused within
+two seconds, and the import of torch alone takes one second.
 """
 
 from __future__ import annotations
@@ -45,7 +44,14 @@ OWN_MEMORY = 8 << 30
 
 
 class Gpu(NamedTuple):
-    """One GPU as CUDA or HIP shows it to this process. `memory` is in bytes; "" and 0: unknown."""
+    """One GPU as CUDA or HIP shows it to this process; "" and 0 stand for unknown values.
+
+    Attributes:
+        bus: PCI address.
+        units: number of multiprocessors.
+        memory: bytes of memory.
+        capability: major compute capability.
+    """
 
     uuid: str = ""
     name: str = ""
@@ -56,12 +62,12 @@ class Gpu(NamedTuple):
 
     @property
     def identity(self) -> str:
-        """Returns text that no other GPU of the job's hosts has; "" if unknown."""
+        """Returns a text that no other GPU on any host has; "" if it is unknown."""
         return self.uuid or (f"{boot_id()}/{self.bus}" if self.bus else "")
 
 
 class Found(NamedTuple):
-    """Holds the findings about this host's GPUs.
+    """The findings about this host's GPUs.
 
     Attributes:
         gpus: GPUs that torch can use, in torch's order.
@@ -69,7 +75,9 @@ class Found(NamedTuple):
         lack: why there is no GPU, if the driver says so or there is no driver.
         hints: signs that a GPU is intended.
         remark: a weak sign, which does not count because every image for GPUs shows it.
-        hidden: the mask with which a person hides the GPUs, outside of a scheduler's job.
+        hidden: the mask with which a person hides the GPUs, outside of a scheduler's job; "" if
+            there is none.
+        on_host: number of GPUs on this host, including those that this process does not see.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -82,7 +90,7 @@ class Found(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The driver's answer: GPUs, an error code, or an error."""
+    """The driver's answer: GPUs, an error code, or an error in words."""
 
     gpus: tuple[Gpu, ...] = ()
     code: int = 0
@@ -90,7 +98,7 @@ class Answer(NamedTuple):
 
 
 def find(environ: Mapping[str, str]) -> Found:
-    """Returns what this host reveals. Raises UserError if torch is not installed."""
+    """Returns the findings about this host. Raises UserError if torch is not installed."""
     build = torch_build()
     gpus, fault, lack = _usable(build, environ)
     on_host = max(len(gpus), len(_device_files(ROOT)))
@@ -113,7 +121,7 @@ def find(environ: Mapping[str, str]) -> Found:
 def _usable(
     build: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[tuple[Gpu, ...], str, str]:
-    """Returns the GPUs, or why they cannot be used, or why there are none."""
+    """Returns (GPUs, reason why existing GPUs cannot be used, reason why there are none)."""
     masks = tuple((name, environ[name]) for name in MASKS if name in environ)
     if build.get("hip"):
         if contradiction := _contradicting(environ):
@@ -122,7 +130,7 @@ def _usable(
         if answer.error:
             return (
                 (),
-                f"torch {build['__version__']} for ROCm cannot count them: {answer.error}",
+                f"torch {build['__version__']} for ROCm cannot count its GPUs: {answer.error}",
                 "",
             )
         inner = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -200,7 +208,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _too_old(driver: ctypes.CDLL, build: Mapping[str, Any]) -> str:
-    """Returns a sentence if the driver is for an older CUDA than torch's major version."""
+    """Returns a sentence if the driver is too old for torch's major version of CUDA; else ""."""
     found = ctypes.c_int(0)
     if driver.cuDriverGetVersion(ctypes.byref(found)) != 0:
         return ""
@@ -220,8 +228,8 @@ def _asked_cuda(masks: tuple[tuple[str, str], ...]) -> Answer:
     driver = _driver()
     assert driver is not None  # it was loaded before
     answer = in_subprocess(lambda: ask_cuda(driver))
-    # A process that has used CUDA cannot start it in a child, but then asking it here costs
-    # nothing.
+    # The child of a process that has used CUDA cannot start the driver, but then asking the driver
+    # in this process costs nothing.
     return ask_cuda(driver) if answer.code == NOT_INITIALIZED else answer
 
 
@@ -289,10 +297,10 @@ def ask_rocm() -> Answer:
 
 
 def in_subprocess(ask: Callable[[], Answer]) -> Answer:
-    """Returns the result of `ask` in a process of its own; an error or a crash is its text.
+    """Runs `ask` in a process of its own and returns its answer; failures become an error text.
 
-    Asking initialises the driver, and a process forked afterwards, such as a local rank, could not
-    initialise it again.
+    The call initialises the driver, and a process that is forked afterwards, such as a local rank,
+    could not initialise the driver again.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -321,9 +329,9 @@ def in_subprocess(ask: Callable[[], Answer]) -> Answer:
 
 
 def _missing(name: str, environ: Mapping[str, str], count: int) -> str:
-    """Returns a sentence if the mask in variable `name` has more GPUs than the driver shows.
+    """Returns a sentence if the mask in variable `name` has more GPUs than the driver shows; or "".
 
-    The driver shows the GPUs before the first one that it does not have.
+    The driver shows only the GPUs that the mask names before the first one that does not exist.
     """
     mask = environ.get(name, "")
     words = [word.strip() for word in mask.split(",")]
@@ -337,9 +345,9 @@ def _missing(name: str, environ: Mapping[str, str], count: int) -> str:
 
 
 def _contradicting(environ: Mapping[str, str]) -> str:
-    """Returns a sentence if the masks of ROCm contradict each other.
+    """Returns a sentence if the masks of ROCm contradict each other; else "".
 
-    ROCR_VISIBLE_DEVICES counts the host's GPUs, and the others count those that it leaves.
+    ROCR_VISIBLE_DEVICES numbers the host's GPUs, and the other masks number those that it leaves.
     """
     lists = {name: _numbers(environ.get(name)) for name in MASKS[:3]}
     cuda, hip, rocr = lists.values()
@@ -373,7 +381,7 @@ def _of_job(environ: Mapping[str, str]) -> list[str]:
         wanted = value.strip() not in ("", "0", "(null)", "N/A", *NOTHING)
         if name == "SLURM_TRES_PER_TASK":
             wanted = bool(re.search(r"gres[/:]gpu", value))
-        if name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):  # numbers: 0 is the first
+        if name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):  # numbers, so 0 is the first GPU
             wanted = value.strip() not in ("", *NOTHING)
         if OF_JOBS.fullmatch(name) and wanted:
             found.append(f"{name}={value}")
@@ -385,7 +393,7 @@ def _device_files(root: Path) -> list[str]:
 
 
 def _of_machine(root: Path) -> list[str]:
-    """Returns the device files of GPUs, the list of nvidia-smi, or NVIDIA's cards on the bus."""
+    """Returns hints from the machine: device files, nvidia-smi's list, or NVIDIA's cards."""
     found = _device_files(root)[:1]
     if (root / "dev/kfd").exists() and _computes(root):
         found.append("/dev/kfd")

@@ -1,8 +1,8 @@
-"""Memory and CPUs of a rank: malloc's thresholds, huge pages, garbage collection, NUMA binding.
+"""Tunes a rank's memory and CPUs: malloc, huge pages, garbage collection, NUMA binding.
 
 Activations of a few megabytes are freed and allocated all the time. By default the C library
-returns such blocks to the system, which has to clear new pages for the next ones; and pages of 4
-KiB cost page-table walks.
+returns such blocks to the system, which has to clear new pages for the next blocks. Pages of 4 KiB
+also cost page-table walks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def keep_freed_memory(reserved: int = RESERVED) -> bool:
     """Makes malloc serve blocks of any size from one heap that never shrinks, in huge pages.
 
     Call it before the first large allocation. Huge pages need "always" or "madvise" in
-    /sys/kernel/mm/transparent_hugepage/enabled. Returns False if the C library is not glibc or the
-    address space is limited.
+    /sys/kernel/mm/transparent_hugepage/enabled. Returns whether it succeeded; it fails, for
+    example, without glibc or in a limited address space.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "gnu_get_libc_version") or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -57,8 +57,9 @@ def keep_freed_memory(reserved: int = RESERVED) -> bool:
 def give_back_freed_memory() -> bool:
     """Makes malloc return blocks of `GIVEN_BACK` bytes and more to the system when freed.
 
-    By default glibc starts to keep blocks of up to 32 MiB in its heaps, between longer-lived ones,
-    and a process then holds its largest activations several times. Returns False without glibc.
+    By default glibc comes to keep blocks of up to 32 MiB in its heaps, between longer-lived blocks,
+    and a process then holds its largest activations several times. Returns whether it succeeded,
+    which needs glibc.
     """
     libc = ctypes.CDLL(None)
     is_glibc = hasattr(libc, "gnu_get_libc_version")
@@ -67,7 +68,7 @@ def give_back_freed_memory() -> bool:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Disables garbage collection around the first import of torch: a tenth of its time."""
+    """Disables garbage collection while the block imports torch, to save a tenth of the time."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
@@ -87,8 +88,9 @@ SYS = Path("/sys")
 def bind_near(bus_id: str, sys: Path = SYS) -> set[int]:
     """Binds the calling thread, and threads that it starts, to the NUMA node of a PCI device.
 
-    It only does so if the machine has several nodes and this process may use all CPUs: otherwise
-    srun, numactl or a container has chosen. Returns the chosen CPUs; empty if none were.
+    It binds only if the machine has several nodes and this process may use all CPUs; if it may not,
+    srun, numactl or a container has chosen CPUs. Returns the CPUs of the node; an empty set if
+    nothing was bound.
     """
     if not hasattr(os, "sched_setaffinity"):
         return set()
@@ -100,7 +102,7 @@ def bind_near(bus_id: str, sys: Path = SYS) -> set[int]:
 
 
 def cpus_near(bus_id: str, sys: Path = SYS) -> set[int]:
-    """Returns the CPUs of the device's NUMA node; empty with one node, or if unknown."""
+    """Returns the CPUs of the device's NUMA node; none if it is unknown or the only node."""
     nodes = {path.parent: _cpus_of(path) for path in sys.glob("devices/system/node/node*/cpulist")}
     if sum(bool(cpus) for cpus in nodes.values()) < 2:  # some nodes only have a GPU's memory
         return set()
@@ -108,7 +110,7 @@ def cpus_near(bus_id: str, sys: Path = SYS) -> set[int]:
         node = int((sys / "bus/pci/devices" / bus_id / "numa_node").read_text())
     except (OSError, ValueError):
         return set()
-    # -1: the firmware does not know it
+    # The number is -1 if the firmware does not know the node.
     return nodes.get(sys / f"devices/system/node/node{node}", set())
 
 

@@ -1,4 +1,4 @@
-"""Processes of this host, identified by pid and start time, and failing standard streams."""
+"""Identifies this host's processes by pid and start time, and guards the standard streams."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def _stat(pid: int) -> list[str]:
 
 
 def born(pid: int) -> int:
-    """Returns the start time in ticks since boot, unique together with the pid (pids recur); 0:
-    unknown."""
+    """Returns the start time of a process in ticks since boot; 0 if it is unknown.
+
+    Pids recur, but a pid and a start time together identify a process.
+    """
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def process_begun() -> float:
-    """Returns the Unix time at which this process began; the current time if the system does not
-    say."""
+    """Returns the Unix time at which this process began; the current time if that is unknown."""
     now = time.time()
     if sys.platform != "linux" or not (ticks := born(os.getpid())):
         return now
@@ -51,13 +52,13 @@ def process_begun() -> float:
 
 
 def state_letter(pid: int, born: int) -> str:
-    """Returns R, S, D, T, Z … as in ps; "" if that process is gone."""
+    """Returns the state of a process as in ps (R, S, D, T, Z …); "" if it is gone."""
     fields = _stat(pid)
     return fields[0] if fields and int(fields[19]) == born else ""
 
 
 def why_silent(process: dict[str, Any]) -> str:
-    """Returns the visible state of an unresponsive rank's process {pid, born, host}."""
+    """Returns words on why a rank's process, given as {pid, born, host}, does not respond."""
     if process["host"] != socket.gethostname():
         return "gives no answer: its process or its host is stopped or gone"
     letter = state_letter(process["pid"], process["born"])
@@ -79,7 +80,7 @@ def set_process_name(name: str) -> None:
 
 
 def kill(pid: int, born: int) -> None:
-    """Sends SIGKILL if exactly that process exists and may be killed."""
+    """Sends SIGKILL to the process, if it still exists and this user may kill it."""
     if state_letter(pid, born):
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -88,9 +89,9 @@ def kill(pid: int, born: int) -> None:
 def of_this_job(processes: Sequence[dict[str, Any] | None]) -> list[tuple[int, int]]:
     """Returns (pid, born) of the records {pid, born, host} that belong to this host and job.
 
-    Others may write to the store of the records, so the kernel is asked: the process must belong to
-    the same user, and its launcher must have given it the same job. Our own launcher gives its
-    ranks no job that the kernel shows, and ends them itself.
+    The records come from a store to which other users may write, so the kernel must confirm them:
+    the process must belong to the same user, and its launcher must have given it the same job. Our
+    own launcher gives its ranks no job that the kernel shows; it ends the ranks itself.
     """
     mine, found = _job(os.getpid()), []
     for record in processes:
@@ -119,8 +120,8 @@ def _job(pid: int) -> dict[bytes, bytes]:
     return {name: found[name] for name in JOB if name in found}
 
 
-# Standard output and error. With a reader that has gone (`| head`), a full disk under a log, a lost
-# terminal or a closed descriptor, output is lost, but training continues.
+# Standard output and error. If their reader has gone (`| head`), a log's disk is full, the terminal
+# is lost or a descriptor is closed, output is lost, but training continues.
 
 
 class _Dropping(io.FileIO):
@@ -136,7 +137,7 @@ class _Dropping(io.FileIO):
 def prepare_streams() -> None:
     """Makes standard streams print question marks for characters that they cannot encode.
 
-    It opens /dev/null for closed descriptors, which a later file would otherwise get.
+    It also opens /dev/null for closed descriptors, since a later file would get them otherwise.
     """
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -145,7 +146,7 @@ def prepare_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
     for stream in (sys.stdout, sys.stderr):
-        # The stream of a test or a notebook is in memory and lacks this.
+        # The stream of a test or a notebook is in memory and cannot be configured.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
@@ -155,11 +156,11 @@ def drop_failed_output() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Dropping):
-            continue  # an earlier job of a sweep has done it
+            continue  # an earlier job of a sweep has replaced the stream
         try:
             descriptor = stream.fileno()
         except io.UnsupportedOperation:
-            continue  # a test or a notebook has replaced it by a stream in memory
+            continue  # a test or a notebook has replaced this by a stream in memory
         _flush(stream)
         kept = io.BufferedWriter(_Dropping(descriptor, "w", closefd=False))
         how = {"encoding": stream.encoding, "errors": stream.errors}
@@ -168,7 +169,7 @@ def drop_failed_output() -> None:
 
 
 def _flush(stream: TextIO) -> None:
-    """Flushes earlier output; drops it on failure, which would fail the interpreter's exit too."""
+    """Flushes earlier output; drops it on failure, as the interpreter's exit would fail, too."""
     try:
         stream.flush()
     except OSError:

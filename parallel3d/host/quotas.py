@@ -1,8 +1,9 @@
-"""CPUs and memory that this process may use, by the machine, its affinity and its cgroups' limits.
+"""Finds the CPUs and memory that this process may use, by machine, affinity and cgroups.
 
-A container's or a job's limits are written in the process's own control group or in one above it:
-/proc/self/cgroup names the group, /proc/self/mountinfo where its files are. Kernels have version 1
-(a hierarchy for each controller), version 2 (one for all), or both, each with some controllers.
+The limits of a container or a job are written in the process's own control group or in a group
+above it. /proc/self/cgroup names the group, and /proc/self/mountinfo tells where its files are. A
+kernel has version 1 of control groups (a hierarchy for each controller), version 2 (one hierarchy
+for all controllers), or both, each with some of the controllers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def cores() -> int:
 
 
 def available_cores(root: Path = ROOT) -> int:
-    """Returns the number of cores that this process may use within its groups' quota of CPU.
+    """Returns the number of cores that this process may use within its groups' CPU quotas.
 
     A quota of 2.5 cores counts as 2, and less than one core counts as 1: threads beyond the quota
     are stopped for the rest of each period.
@@ -36,7 +37,7 @@ def _cpu_quota(root: Path) -> float:
     """Returns the smallest quota, in cores, of this process's groups; infinity if there is none."""
     quotas = [math.inf]
     for folder in _groups("cpu", 2, root):
-        # "<µs of CPU> <µs of time>", or "max …"
+        # The file holds "<µs of CPU> <µs of time>", or "max …".
         words = _text(folder / "cpu.max").split()
         if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
             quotas.append(int(words[0]) / int(words[1]))
@@ -85,7 +86,7 @@ def _limits(root: Path) -> Iterator[tuple[float, float]]:
     for folder in _groups("memory", 1, root):
         # Without a limit the file has the largest number of pages, far above any machine's.
         limit = _number(folder / "memory.limit_in_bytes")
-        # Limits of parent groups that are not mounted here.
+        # This includes the limits of parent groups that are not mounted here.
         of_all = _statistics(folder).get("hierarchical_memory_limit")
         if known := [each for each in (limit, of_all) if each is not None]:
             used = _number(folder / "memory.usage_in_bytes") or 0

@@ -47,7 +47,7 @@ def assume_model(config: AnyConfig, typed: Sequence[str]) -> tuple[AnyConfig, li
 
 
 def full_batch(micro_batch_size: int, pp: int, dp: int) -> tuple[int, str]:
-    """Returns a global batch that fills the pipeline, and the assumption."""
+    """Returns a global batch size that fills the pipeline, and this assumption as words."""
     microbatches = MICROBATCHES_PER_STAGE * pp
     batch = micro_batch_size * dp * microbatches
     return batch, f"global_batch_size={batch} ({microbatches} micro-batches a replica)"
@@ -63,10 +63,11 @@ def read_given(key: str, name: str) -> str:
 
 
 def check_free(name: str, wanted: str | None, mark: str | None, made_by: str) -> None:
-    """Raises UserError if `wanted`, the value of key `name`, cannot or must not be written.
+    """Raises UserError if the file `wanted`, given as key `name`, cannot or must not be written.
 
     A file with `mark` in its first 1,000 characters was written by the command `made_by` and may be
-    overwritten; if `mark` is None, no file may be.
+    overwritten. If `mark` is None, no file may be overwritten; if `wanted` is None, there is
+    nothing to check.
     """
     if wanted is None:
         return
@@ -92,7 +93,7 @@ def check_free(name: str, wanted: str | None, mark: str | None, made_by: str) ->
 
 
 def write(name: str, wanted: str, text: str) -> None:
-    """Writes the file atomically. Raises UserError if it cannot be written."""
+    """Writes the file `wanted`, given as key `name`, atomically. Raises UserError on failure."""
     path = Path(wanted)
     half = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

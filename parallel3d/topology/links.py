@@ -1,7 +1,8 @@
-"""Finds the links of a rank mapping on its cluster.
+"""Finds the links that a rank mapping uses on its cluster.
 
-These are the links of every dimension's groups, the bytes over each wire, and the routes between
-rails; warnings and the refusal of missing wires follow from them.
+This module classifies the links between neighbours in each dimension's groups, counts the bytes
+over each wire, and lists the routes between rails. It warns of slow links, and refuses a mapping
+that needs a missing wire.
 """
 
 from __future__ import annotations
@@ -46,8 +47,11 @@ class Pair:
 
 
 class Hierarchy(NamedTuple):
-    """Two-level (hierarchical) reduction: `inner` members of one domain, then `outer` domains.
-    `one_rail` tells that no outer group leaves its rail."""
+    """A two-level (hierarchical) reduction.
+
+    It reduces over `inner` members of each domain, and then over `outer` domains. `one_rail` tells
+    whether every outer group stays on one rail.
+    """
 
     inner: int
     outer: int
@@ -59,14 +63,16 @@ class DimLinks:
     """Links of all groups of one dimension.
 
     Attributes:
-        pairs: link → number of ranks that send over it: all of a ring, all but the last of a chain.
-        in_domain: groups in one NVLink domain.
-        on_rail: other groups under one leaf switch.
-        crossing: remaining groups.
+        pairs: number of ranks that send over each class of link. In a ring all ranks send; in a
+            chain all ranks but the last one.
+        in_domain: number of groups that lie inside one NVLink domain.
+        on_rail: number of other groups that lie under one leaf switch.
+        crossing: number of all remaining groups.
         rails: number of rails of the first crossing group.
-        between_units: pairs on one rail that need the spine.
-        offending: first pairs with a worse link than they should have (NVLink for tp, cp and ep,
-            one rail for the others).
+        between_units: number of pairs on one rail that need the spine.
+        hierarchy: the two-level reduction that the groups allow; None if they allow none.
+        offending: the first pairs with a slower link than their dimension should have (NVLink for
+            tp, cp and ep, one rail for the others).
     """
 
     dim: str
@@ -83,13 +89,12 @@ class DimLinks:
 
     @property
     def worst(self) -> LinkClass:
-        """The slowest class that any pair uses; `SELF` if there are no pairs."""
+        """Returns the slowest class of link that a pair uses; `SELF` if there are no pairs."""
         return max((k for k, count in self.pairs.items() if count), default=LinkClass.SELF)
 
 
 def classify(placement: RankMapping) -> dict[str, DimLinks]:
-    """Classifies the links of tp, cp, dp, dp_cp, pp and `embedding`; with experts, of ep and edp
-    too."""
+    """Classifies the links of tp, cp, dp, dp_cp, pp and `embedding`; with experts, ep and edp."""
     more = EXPERT_DIMENSIONS if placement.layout.ep else ()
     return {dim: _classify(placement, dim) for dim in (*CLASSIFIED, *more)}
 
@@ -103,7 +108,7 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
     flows = flows_of(dim, cluster, groups, placement.layout.loops)
     ring = flows.ring
     if flows.pairs is not None and LinkClass.NONE in flows.pairs.counts:
-        # Some members have no wire between them, whatever the ring's neighbours have.
+        # Some members lack a wire between them, even if neighbours in the ring have one.
         ring = Flows(
             cluster, np.repeat(groups, size, axis=1).ravel(), np.tile(groups, size).ravel()
         )
@@ -146,13 +151,13 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
 
 @dataclass(frozen=True)
 class Loads:
-    """Bytes that one step sends over each wire, one way: the line widths of the picture.
+    """The bytes that one step sends over each wire in one direction.
 
     Attributes:
         nvlink, nic: traffic from each GPU into its domain and through its NIC, (size,).
         uplink: traffic from each leaf switch to the spine, (units, rails).
-        port: traffic over one uplink of each leaf switch, which has NICs / oversubscription uplinks
-            with even load.
+        port: traffic over one uplink of each leaf switch. A switch with n NICs has
+            n / oversubscription uplinks, which share its traffic evenly.
     """
 
     nvlink: Bytes
@@ -162,11 +167,11 @@ class Loads:
 
     @property
     def largest(self) -> float:
-        """Bytes on the busiest wire."""
+        """Returns the bytes on the busiest wire."""
         return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.port)))
 
     def busiest(self, cluster: Cluster) -> dict[str, tuple[str, float]]:
-        """Returns kind → (name, bytes) of the busiest `nic` and `uplink`, if used."""
+        """Returns the name and the bytes of the busiest NIC and uplink, by kind, if used."""
         nics = np.bincount(cluster.nic, self.nic)
         node, rail = divmod(int(nics.argmax()), cluster.rails)
         unit, leaf = divmod(int(self.port.argmax()), cluster.rails)
@@ -201,7 +206,7 @@ def loads_of(placement: RankMapping, step: StepPrice) -> Loads:
 
 
 class Route(NamedTuple):
-    """One route: seconds, the GPUs from sender to receiver, and the wire of each hop."""
+    """A route of a message: its seconds, its GPUs from sender to receiver, and each hop's wire."""
 
     seconds: float
     slots: tuple[int, ...]
@@ -211,8 +216,8 @@ class Route(NamedTuple):
 def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
     """Returns the routes for one message from slot `a` to slot `b`, cheapest first.
 
-    Without a common domain or leaf switch, a message goes over the spine or is forwarded by the GPU
-    of a's domain under b's leaf switch (NCCL's PXN; NCCL_P2P_PXN_LEVEL). Forwarding is priced as
+    Without a common domain or leaf switch, a message goes over the spine, or a GPU of a's domain
+    under b's leaf switch forwards it (NCCL's PXN; NCCL_P2P_PXN_LEVEL). Forwarding is priced as
     store and forward, without contention; over PCIe or sockets nothing is forwarded.
     """
     kind, found = LinkClass(int(cluster.link_class(a, b))), []
@@ -235,9 +240,9 @@ TRIED_RANKS = 65_536  # alternatives to a refused order are tried in worlds of u
 def warnings_for(
     placement: RankMapping, links: dict[str, DimLinks], transfers: list[Transfer]
 ) -> list[str]:
-    """Returns warnings about a rank mapping with their cost, worst first.
+    """Returns warnings about a rank mapping with their cost, the worst kinds first.
 
-    `links` is `classify(placement)`; `transfers` are a step's. Raises UserError like
+    `links` is `classify(placement)`; `transfers` are those of a step. Raises UserError like
     `refuse_unreachable`.
     """
     refuse_unreachable(placement, links, transfers)
@@ -285,7 +290,7 @@ def refuse_unreachable(
 
 
 def _what_works(placement: RankMapping, transfers: list[Transfer]) -> str:
-    """Searches for the nearest layout or order with wires between all neighbours; names it."""
+    """Returns words that name the nearest order or layout with wires between all neighbours."""
     layout, cluster = placement.layout, placement.cluster
     default, *others = orders(layout)
     tried = [t for t in (default.snaked(cluster.domain_gpus), *others) if t is not None]
@@ -382,7 +387,7 @@ def _between_units(placement: RankMapping, links: DimLinks) -> str | None:
 
 
 def _replica_and_domain(placement: RankMapping) -> str | None:
-    """Advises on domains of several nodes (NVL72): one replica in each, and the Slurm segment."""
+    """Returns advice for domains of several nodes (NVL72): a replica in each, Slurm's segment."""
     layout, cluster = placement.layout, placement.cluster
     replica = layout.tp * layout.cp * layout.pp
     several = cluster.domain_gpus > cluster.gpus_per_node
@@ -403,7 +408,7 @@ def _replica_and_domain(placement: RankMapping) -> str | None:
 
 
 def _pp_inside_dp(placement: RankMapping) -> str | None:
-    """Advises on single-node domains (H100), where measured runs keep pp outermost."""
+    """Returns advice if dp is outside of pp on domains of a single node (H100)."""
     layout, cluster = placement.layout, placement.cluster
     if cluster.domain_gpus > cluster.gpus_per_node or layout.pp == 1 or layout.dp == 1:
         return None

@@ -1,9 +1,9 @@
 """Draws a cluster with its ranks, domains, rails and spine.
 
-A row is a node; a cell is a GPU with its rank, in the colour of the group that it shares with the
-chosen rank. Its NVLink is drawn below it, its NIC and the line up to its rail's leaf switch to its
-right. Each leaf switch has one of its uplinks drawn, to the spine at the right. Widths grow with
-bytes.
+Each row is a node. Each cell is a GPU with its rank, in the colour of the group that it shares with
+the chosen rank. The GPU's NVLink is drawn below the cell; its NIC, and the line from there up to
+the leaf switch of its rail, are drawn to the right of the cell. One uplink of each leaf switch is
+drawn, to the spine at the right. The width of a line grows with its bytes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ CHOSEN = "rank"  # mark of the chosen rank itself
 GROUPS = {CHOSEN: INK, "tp": "#d9480f", "cp": "#862e9c", "pp": "#1864ab", "dp": "#2b8a3e"}
 EXPERTS = "#c2255c"  # colour of the frames around the ranks that share experts with the chosen one
 GROUP_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
-# of more nodes, those most relevant to the chosen rank are drawn, and the others counted
+# Beyond this number, only the nodes most relevant to the chosen rank are drawn.
 MAX_NODES = 40
 
-# pixels; GAP between the cells of a row
+# Sizes are in pixels; GAP lies between the cells of a row.
 CELL_H = 22
 GAP = 28
 STUB = 9
 ROW = 50
-LEAF, BAR = 17, 13  # distance of leaf switches, and the height of one
+LEAF, BAR = 17, 13  # distance between leaf switches, and their height
 THICKEST = 9.0
 
 
@@ -51,7 +51,7 @@ def cluster_svg(placement: RankMapping, rank: int, loads: Loads, title: str, sub
 
 
 def marks(layout: Layout, rank: int) -> dict[int, str]:
-    """Returns rank → the dimension whose group it shares with the chosen rank."""
+    """Returns, for each rank in a group of the chosen rank, the dimension of that group."""
     shared = ((dim, layout.group_of(rank, dim)) for dim in GROUP_NAMES if layout.size(dim) > 1)
     return {member: dim for dim, group in shared for member in group} | {rank: CHOSEN}
 
@@ -107,7 +107,7 @@ class _Picture:
             self.units.setdefault(int(unit[node]), []).append(node)
 
     def draw(self, top: float) -> None:
-        """Draws the spine above and at the right of all units, and the units."""
+        """Draws all units, and the spine above them and at their right."""
         over, sent = self.cluster.oversubscription, byte_text(float(self.loads.uplink.sum()))
         words = "no spine: nothing joins the rails"
         if self.cluster.forwards:
@@ -135,12 +135,12 @@ class _Picture:
         return np.arange(*np.searchsorted(self.cluster.node, (node, node + 1)))
 
     def column(self, local: int) -> float:
-        """Returns the x of a GPU's cell; there is a gap between the domains of a node."""
+        """Returns the x coordinate of a GPU's cell; a node's domains have a gap between them."""
         inside = min(self.cluster.domain_gpus, self.cluster.gpus_per_node)
         return self.left + 12 + local * (self.cell + GAP) + local // inside * 16
 
     def unit(self, unit: int, nodes: list[int], top: float) -> float:
-        """Draws a unit's leaf switches, a bar for each rail, and its nodes; returns its bottom."""
+        """Draws a unit's nodes, and a bar for each leaf switch; returns the bottom of the unit."""
         self.canvas.text(24, top + 18, f"unit {unit}", size=13, weight=600)
         bars = top + 28
         first = bars + self.cluster.rails * LEAF + 14
@@ -233,7 +233,7 @@ class _Picture:
         self.canvas.line(x1, y1, x2, y2, colour, width, cls=f"wire {kind}", bytes=f"{nbytes:.0f}")
 
     def thickness(self, nbytes: float) -> float:
-        """Returns pixels: a hairline for no bytes, or else by their square root."""
+        """Returns a line's width in pixels, by the square root of its bytes."""
         share = nbytes / self.loads.largest if nbytes > 0 else 0.0
         return 1.2 + (THICKEST - 1.2) * share**0.5 if share else 0.6
 

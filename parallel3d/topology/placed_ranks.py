@@ -1,11 +1,10 @@
-"""Assigns ranks to launched processes, by rank file or rank mapping, before torch.distributed
-starts.
+"""Assigns ranks to processes by rank file or rank mapping, before torch.distributed starts.
 
-A launcher numbers processes arbitrarily: the *launch rank*. Each process has a *slot*, a GPU of the
-cluster, and a rank mapping decides which slot holds which rank. Ranks are permuted, groups are
-not: training gives the same bits under every mapping. The launcher's first process stays rank 0,
-since it holds the store, the run directory and the records. The store is any object with `set`,
-`get` and `multi_get`; this module does not import torch.
+A launcher gives each process an arbitrary number, its *launch rank*. Each process has a *slot*, a
+GPU of the cluster, and a rank mapping decides which slot holds which rank. Only the places of ranks
+change, not the groups, so training gives the same bits under every mapping. The launcher's first
+process stays rank 0, since it holds the store, the run directory and the records. This module does
+not import torch.
 
 A line of a rank file is `rank host local_index`, or OpenMPI's `rank 0=host slot=0`; `#` starts a
 comment. The local index is the process's number on its host (LOCAL_RANK, SLURM_LOCALID).
@@ -45,8 +44,9 @@ class Process(NamedTuple):
     """A launched process.
 
     Attributes:
-        address, pattern: SLURM_TOPOLOGY_ADDR and its pattern, or "".
-        gpu: identity of its GPU; "" on a CPU or if unknown.
+        host, local: the host's name, and the number of the process on its host.
+        address, pattern: SLURM_TOPOLOGY_ADDR and its pattern; "" if not set.
+        gpu: identity of the process's GPU; "" on a CPU or if unknown.
     """
 
     host: str
@@ -57,7 +57,7 @@ class Process(NamedTuple):
 
 
 def ranks_of_file(rank_file: str, processes: Sequence[Process]) -> list[int]:
-    """Reads the launch rank of each rank from a rank file; see `launch_ranks_by_file`."""
+    """Returns the launch rank of each rank, read from the file `rank_file`. Raises UserError."""
     text = read_given("rank_file", rank_file)
     return launch_ranks_by_file(text, Path(rank_file).name, processes)
 
@@ -70,8 +70,8 @@ def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> 
         processes: all launched processes, by launch rank.
 
     Raises:
-        UserError: a malformed line, an unknown rank, host or index, a rank or process named twice
-            or never, or a rank 0 that is not launch rank 0.
+        UserError: for a malformed line, an unknown rank, host or index, a rank or process that is
+            named twice or never, or a rank 0 that is not launch rank 0.
     """
     found: dict[int, int] = {}
     lines: dict[tuple[str, int], str] = {}  # ("rank" or "launch", number) → its line
@@ -130,8 +130,10 @@ def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> 
 
 
 def _host_called(name: str, hosts: Collection[str]) -> str:
-    """Returns the host with that name or first label; for `localhost`, the only host; or else
-    `name`."""
+    """Returns the host that a rank file calls `name`; `name` itself if there is no such host.
+
+    The names may differ after their first label, and `localhost` stands for the only host.
+    """
     if name in hosts:
         return name
     short = [host for host in hosts if host.split(".")[0] == name.split(".")[0]]
@@ -149,9 +151,9 @@ class PlacedRanks:
     Attributes:
         processes: the processes by launch rank.
         launch_ranks: the launch rank of each rank.
-        how: source of the map, in a few words.
+        how: a few words on where the assignment comes from.
         placement: the rank mapping on the cluster; None if the cluster is not needed.
-        predicted_s: predicted seconds of communication per step, if computed.
+        predicted_s: predicted seconds of communication per step; None if not computed.
         note: a message for the user, or None.
     """
 
@@ -165,7 +167,7 @@ class PlacedRanks:
 
     @property
     def rank_of_launch(self) -> list[int]:
-        """The rank of each launch rank."""
+        """Returns the rank of each launch rank."""
         return np.argsort(self.launch_ranks).tolist()
 
 
@@ -189,7 +191,7 @@ def place_processes(
         cluster: None if it is not needed (default order, rank files).
 
     Raises:
-        UserError: a rank file, order or tiling does not fit.
+        UserError: if a rank file, order or tiling does not fit.
     """
     layout = layout_of(config)
     chosen = list(range(len(processes)))
@@ -217,7 +219,7 @@ def place_processes(
 
 
 def _check_names(processes: Sequence[Process]) -> None:
-    """Raises UserError if two hosts have one name, as clones of a virtual machine do."""
+    """Raises UserError if two hosts have the same name, as clones of a virtual machine do."""
     found = Counter((process.host, process.local) for process in processes)
     (host, local), count = found.most_common(1)[0]
     if count > 1:
@@ -248,8 +250,10 @@ def with_rank_0_at(placement: RankMapping, slot: int) -> RankMapping:
 
 
 def hosts_in_order(processes: Sequence[Process]) -> list[str]:
-    """Returns host names in node order: hosts under one switch (by Slurm's address) are adjacent,
-    and node2 comes before node10."""
+    """Returns the hosts' names in the order of nodes.
+
+    Hosts under one switch, by Slurm's address, are adjacent, and node2 comes before node10.
+    """
     address = {process.host: process.address for process in processes}
 
     def above(host: str) -> list[str]:  # the switches of the host
@@ -290,7 +294,7 @@ def slots_of(cluster: Cluster, processes: Sequence[Process]) -> tuple[Cluster, S
 
 
 def to_message(placed: PlacedRanks) -> dict[str, Any]:
-    """Returns the map for the other processes as JSON."""
+    """Returns the assignment, as JSON, for the other processes."""
     message: dict[str, Any] = {"ranks": placed.rank_of_launch, "how": placed.how}
     if placed.placement is not None:
         message["slots"] = placed.placement.slots.tolist()
@@ -299,7 +303,7 @@ def to_message(placed: PlacedRanks) -> dict[str, Any]:
 
 
 def from_message(content: dict[str, Any], layout: Layout) -> tuple[list[int], RankMapping | None]:
-    """Returns (rank of each launch rank, the rank mapping if there is one)."""
+    """Returns (rank of each launch rank, the rank mapping or None) from a message."""
     if "cluster" not in content:
         return content["ranks"], None
     fields: dict[str, Any] = {
@@ -312,7 +316,7 @@ def from_message(content: dict[str, Any], layout: Layout) -> tuple[list[int], Ra
 
 
 def save(placed: PlacedRanks, path: Path) -> None:
-    """Writes the map as JSON, one line per rank."""
+    """Writes the assignment as JSON, with one line per rank."""
     rows = []
     for rank, launch in enumerate(placed.launch_ranks):
         host, local, *_ = placed.processes[launch]
@@ -338,7 +342,7 @@ def save(placed: PlacedRanks, path: Path) -> None:
 
 
 def rank_of_launch(path: Path, launch_rank: int) -> int:
-    """Returns the rank of a launch rank in a saved map; the same number if it cannot be read."""
+    """Returns a launch rank's rank in a saved file; `launch_rank` if the file cannot be read."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["ranks"]
         return next(row["rank"] for row in rows if row["launch_rank"] == launch_rank)

@@ -1,4 +1,4 @@
-"""Runs `parallel3d topology`: finds the cluster, places ranks, prices a step; shows it.
+"""Runs `parallel3d topology`: finds the cluster, places ranks, prices a step, shows the results.
 
 Bytes and seconds are per optimizer step. This module does not import torch.
 """
@@ -59,7 +59,7 @@ from parallel3d.topology.search import Candidate, place, search
 
 MADE_BY = "parallel3d topology"
 LEAST_WIDTH = 40
-# as a share of the communication; smaller differences are within the model's error
+# share of the communication; smaller savings are within the error of the prediction
 WORTH_SAYING = 0.005
 
 
@@ -74,7 +74,7 @@ class BetweenRails(NamedTuple):
 
 @dataclass(frozen=True)
 class TopologyReport:
-    """Results of the command, shown as text, JSON and picture."""
+    """The results of the command, which are shown as text, JSON and a picture."""
 
     blueprint: Blueprint
     settings: TopologyConfig
@@ -105,19 +105,22 @@ class TopologyReport:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """Raises UserError if neighbours have no wire between them."""
+        """Returns the warnings. Raises UserError if neighbours have no wire between them."""
         return warnings_for(self.placement, self.links, self.transfers)
 
     @property
     def shown_candidates(self) -> list[Candidate]:
-        """The first `topology.search` candidates, and the default order in any case."""
+        """Returns the first `topology.search` candidates, and the default order in any case."""
         rows = self.settings.search
         return self.candidates[:rows] + [c for c in self.candidates[rows:] if c.is_default]
 
     @property
     def between_rails(self) -> BetweenRails | None:
-        """A message of the length sent between stages, from the first GPU to another rail and
-        domain; None on a single rail."""
+        """Returns an example of a message between rails; None if no two GPUs are suitable.
+
+        It goes from the first GPU to another rail and domain, with the bytes that one pipeline
+        stage sends to the next.
+        """
         cluster = self.cluster
         others = (cluster.rail_of != cluster.rail_of[0]) & (cluster.domain != cluster.domain[0])
         near = others & (cluster.unit == cluster.unit[0])
@@ -135,7 +138,10 @@ def make_report(
     environ: Mapping[str, str],
     settings: TopologyConfig | None = None,
 ) -> TopologyReport:
-    """Finds and prices everything without output. Raises UserError if something cannot work."""
+    """Finds and prices everything, without output. Raises UserError if something cannot work.
+
+    `typed` are the overrides of the command line; with None, every key counts as chosen.
+    """
     settings = settings or TopologyConfig()
     check_fields(config)
     typed = ("experiment",) if typed is None else typed
@@ -240,7 +246,7 @@ def _plain(value: Any) -> Any:
 
 
 def picture_of(report: TopologyReport) -> str:
-    """Returns the map as an SVG document."""
+    """Returns the picture of the cluster as an SVG document."""
     sizes, _, job = job_line(report).partition("; ")
     title = f"{report.cluster.name}: {sizes} on {report.cluster.size:,} GPUs"
     words = f"{cluster_line(report.cluster)}. {job}"
@@ -288,7 +294,7 @@ def job_line(report: TopologyReport) -> str:
 
 
 def heading(report: TopologyReport, width: int) -> list[str]:
-    """Returns cluster, wires, job, assumptions, and the chosen rank's groups."""
+    """Returns lines on the cluster, its wires, the job, assumptions, and the chosen rank."""
     c = report.cluster
     layout = report.layout
     rank = report.settings.rank
@@ -313,7 +319,7 @@ def heading(report: TopologyReport, width: int) -> list[str]:
 
 
 def group_table(report: TopologyReport, width: int) -> list[str]:
-    """Returns a row per dimension: size, groups, links, algorithm, bytes, time."""
+    """Returns a table with a row per dimension: size, groups, links, algorithm, bytes, time."""
     price, label = report.price, report.cluster.label
     rows = [("group", "size", "groups", "links of neighbours", "algorithm", "bytes", "ms")]
     for dim, of_dim in price.dims.items():
@@ -336,7 +342,7 @@ def group_table(report: TopologyReport, width: int) -> list[str]:
 
 
 def search_table(report: TopologyReport, width: int) -> list[str]:
-    """Returns the best placements found, against the default order."""
+    """Returns a table of the best placements, compared with the default order."""
     rows = report.shown_candidates
     if not rows:
         return []
@@ -357,7 +363,7 @@ def search_table(report: TopologyReport, width: int) -> list[str]:
 
 
 def route_lines(report: TopologyReport, width: int) -> list[str]:
-    """Returns the priced routes of a message between rails."""
+    """Returns lines on the routes of a message between rails, with their prices."""
     message, c = report.between_rails, report.cluster
     if message is None:
         return []

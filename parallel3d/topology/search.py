@@ -1,9 +1,9 @@
-"""Searches for a rank mapping: the configured one, or the one with the least communication.
+"""Finds the rank mapping that is configured, or the one with the least communication.
 
 A candidate is a tiling over a list of GPUs (`Base`). The search prices every order of the
-dimensions over every base and climbs from there: in the cheapest candidates it moves each prime
-factor of each dimension to every other place and turns them into snakes (see `Tiling`), until no
-result is among the cheapest. Every candidate is priced in full.
+dimensions over every base. It then varies the cheapest candidates, by moving each prime factor of
+each dimension to every other place and by turning tilings into snakes (see `Tiling`), until no new
+candidate is among the cheapest. Every candidate is priced in full.
 """
 
 from __future__ import annotations
@@ -29,14 +29,20 @@ if TYPE_CHECKING:
     pass
 
 
-SMALL = 4096  # up to this many ranks the search climbs from `WIDE` candidates, then from `NARROW`
+SMALL = 4096  # up to this many ranks the search varies `WIDE` candidates, above it `NARROW`
 WIDE, NARROW = 8, 3
 LARGE = 65_536  # with more ranks only orders are compared, as pricing one takes 0.1 s
 
 
 @dataclass(frozen=True)
 class Base:
-    """The GPU at each position, the usual number of positions per domain, and a description."""
+    """A list of GPUs to which ranks are assigned in order.
+
+    Attributes:
+        slots: the GPU at each position.
+        domain: the usual number of positions per domain.
+        note: a description; "" for the GPUs in their given order.
+    """
 
     slots: Slots
     domain: int
@@ -45,9 +51,10 @@ class Base:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tiling over a base, with the predicted seconds of communication per step.
+    """A tiling over a base, with its price.
 
-    They are infinite if a needed wire is missing.
+    Attributes:
+        seconds: predicted seconds of communication per step; infinity if a wire is missing.
     """
 
     tiling: Tiling
@@ -65,7 +72,7 @@ class Candidate:
 
     @cached_property
     def rank(self) -> tuple:
-        """Sorts by cost, default, digits, snake, other GPUs, similarity to the default order."""
+        """Returns the sort key: cost, default, few digits, no snake, given GPUs, usual order."""
         order = tuple(DIMENSIONS.index(d) for d, _ in self.tiling.digits)
         plain = (len(order), self.tiling.snake, bool(self.base.note))
         return self.cost, not self.is_default, *plain, order, str(self.tiling), self.base.note
@@ -94,8 +101,9 @@ def search(
     """Returns rank mappings of `layout` over `slots` (default: all GPUs), cheapest first.
 
     The default order over the slots in their given order is among them. It wins ties, followed by
-    mappings with fewer digits. Among equal prices over one base only the simplest is kept, as most
-    of them differ only inside a domain. If no candidate has all needed wires, all cost infinity.
+    mappings with fewer digits. Among mappings with equal prices over one base, only the simplest
+    is kept, as most of them differ only inside a domain. If no candidate has all needed wires, all
+    cost infinity.
 
     Raises ValueError for fewer slots than ranks.
     """
@@ -147,13 +155,13 @@ def bases_of(cluster: Cluster, layout: Layout, slots: Slots | None = None) -> li
 
 
 def _usual_count(numbers: Slots) -> int:
-    """Returns the most frequent count of the numbers; the larger one on a tie."""
+    """Counts how often each number occurs; returns the most frequent count, the larger on a tie."""
     sizes, times = np.unique(np.unique(numbers, return_counts=True)[1], return_counts=True)
     return int(max(zip(times, sizes, strict=True))[1])
 
 
 def _segments(cluster: Cluster, layout: Layout, slots: Slots, domain: int) -> list[Base]:
-    """Returns bases with a multiple of a block of ranks from each domain, if there are spare GPUs.
+    """Returns bases that fill each domain with whole blocks of ranks, if there are spare GPUs.
 
     Slurm's --segment does the same, for example with tp·cp·pp = 64 of a rack's 72 GPUs.
     """
@@ -189,7 +197,7 @@ def place(
     `search`. An order or tiling is laid over the slots in the given order, sorted, or in equal
     segments of the domains, whichever is cheapest.
 
-    Raises UserError if it is malformed or if a group needs a wire that the cluster lacks.
+    Raises UserError if `wanted` is malformed or a group needs a wire that the cluster lacks.
     """
     if wanted == "auto":
         placement = search(cluster, layout, transfers, slots)[0].placement

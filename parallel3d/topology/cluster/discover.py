@@ -31,16 +31,15 @@ def discover(
     world_size: int | None = None,
     addresses: Mapping[str, tuple[str, str]] | None = None,
 ) -> Cluster:
-    """Finds the cluster by `config.source` (config, slurm or local); speeds are the configured
-    ones.
+    """Finds the cluster by `config.source` (config, slurm or local), with the configured speeds.
 
     Args:
         run: runs a command and returns its output, like `run_command`.
         world_size: ranks that must fit; None if unknown.
-        addresses: node → its SLURM_TOPOLOGY_ADDR and pattern, if gathered, for slurm.
+        addresses: each node's SLURM_TOPOLOGY_ADDR and pattern; None if they were not gathered.
 
     Raises:
-        UserError: the result cannot be read, contradicts itself or does not fit.
+        UserError: if the result cannot be read, contradicts itself or does not fit.
     """
     if config.source == "config":
         return cluster_from_config(config, world_size)
@@ -85,7 +84,7 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # nvidia-smi underlines the header of t
 
 @dataclass(frozen=True)
 class GpuMatrix:
-    """The matrix: codes from each GPU to all GPUs, and to all NICs."""
+    """The matrix of `nvidia-smi topo -m`: codes from each GPU to all GPUs and to all NICs."""
 
     gpus: tuple[tuple[str, ...], ...]
     nics: tuple[tuple[str, ...], ...]
@@ -96,7 +95,7 @@ class GpuMatrix:
         return GpuMatrix(gpus, tuple(self.nics[a] for a in chosen))
 
     def domains(self) -> tuple[int, ...]:
-        """Returns each GPU's NVLink domain, whose GPUs are connected directly or indirectly."""
+        """Returns each GPU's NVLink domain: GPUs that NVLinks connect, directly or indirectly."""
         island = list(range(len(self.gpus)))
         for a, codes in enumerate(self.gpus):
             for b, code in enumerate(codes):

@@ -96,12 +96,11 @@ ARBITRARY = "arbitrary"
 
 
 def host_of_rank_0(environ: Mapping[str, str], read: Callable[[str], str]) -> str:
-    """Returns the node with rank 0 of a step of srun.
+    """Returns the node on which rank 0 of an srun step runs. Raises UserError if it is unknown.
 
-    It is the first of the step's sorted nodes, unless srun was given the places of the tasks
-    (`-m arbitrary`, SLURM_HOSTFILE) or joined components of a job, whose order then counts.
-
-    `read` returns the text of a file; raises OSError. Raises UserError if the node is unknown.
+    It is the first of the step's sorted nodes, unless the user gave srun the places of the tasks
+    (`-m arbitrary`, SLURM_HOSTFILE), or the step joins components of a job, whose order then
+    counts. `read` returns the text of a file, or raises OSError.
     """
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not listed:
@@ -130,8 +129,7 @@ def host_of_rank_0(environ: Mapping[str, str], read: Callable[[str], str]) -> st
 
 
 def _first_of_hostfile(path: str | None, nodes: list[str], read: Callable[[str], str]) -> str:
-    """Returns the first node of a hostfile, which has a node per line, maybe followed by
-    `*tasks`."""
+    """Returns the first node of a hostfile, whose lines are `node` or `node*tasks`."""
     remedy = "give launch.master_addr, the node of rank 0"
     if path is None:
         raise UserError(f"srun -m arbitrary without SLURM_HOSTFILE hides where rank 0 is: {remedy}")
@@ -165,7 +163,7 @@ FORMS = "SwitchName=… Nodes=… or Switches=…, or BlockName=… Nodes=…"
 
 @dataclass(frozen=True)
 class SlurmTopology:
-    """Leaf switch and block by node name, for nodes that have one."""
+    """The leaf switch and the block of each node that has one, by the node's name."""
 
     unit: dict[str, str] = field(default_factory=dict)
     block: dict[str, str] = field(default_factory=dict)
@@ -206,7 +204,7 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
                 if groups.setdefault(node, name) != name:
                     kind = "leaf switches" if switch else "blocks"
                     raise UserError(f"{where}: {node} is in two {kind}, {groups[node]} and {name}.")
-        # Scontrol prints such a line for a leaf that waits for nodes.
+        # A line with a level is valid: scontrol prints it for a leaf that waits for nodes.
         elif switch and "level" not in fields:
             raise UserError(
                 f"{where}: switch {name} has neither Nodes nor Switches: is it cut off?"
@@ -225,9 +223,9 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
 def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, str]:
     """Returns (leaf switch, block, node) of SLURM_TOPOLOGY_ADDR and SLURM_TOPOLOGY_ADDR_PATTERN.
 
-    `spine.leaf1.node2` with `switch.switch.node` is leaf1; `rack3.node7` with `block.node` is block
-    rack3; a plain `node` has neither. The top of a tree may be empty (`.core.leaf.node`), and a
-    node's name may have dots.
+    `spine.leaf1.node2` with `switch.switch.node` gives leaf1; `rack3.node7` with `block.node` gives
+    block rack3; a plain `node` has neither. The top of a tree may be empty (`.core.leaf.node`), and
+    a node's name may have dots.
 
     Raises UserError for another pattern, or an address that does not match it.
     """
@@ -283,16 +281,16 @@ def slurm_cluster(
     """Returns the cluster of the job with this environment.
 
     Args:
-        config: speeds, `rails`, `topology_file`; `domain_gpus` and `unit_nodes` if Slurm names no
-            blocks or leaf switches. A `domain_gpus` of at most a node makes Slurm's blocks units
-            instead of NVLink domains. `gpus_per_node` is ignored.
+        config: gives speeds, `rails` and `topology_file`; `domain_gpus` and `unit_nodes` if Slurm
+            names no blocks or leaf switches. A `domain_gpus` of at most a node makes Slurm's blocks
+            units instead of NVLink domains. `gpus_per_node` is ignored.
         environ: environment of any process of the job.
-        run: runs `scontrol show topology`, if nothing else gives the topology.
-        addresses: node → its SLURM_TOPOLOGY_ADDR and pattern, if gathered.
+        run: runs `scontrol show topology` if nothing else gives the topology.
+        addresses: each node's SLURM_TOPOLOGY_ADDR and pattern; None if they were not gathered.
 
     Raises:
-        UserError: no job, contradictory variables, a topology that cannot be read or has none of
-            the nodes, or sizes that do not fit.
+        UserError: if there is no job, variables contradict each other, the topology cannot be read
+            or has none of the nodes, or sizes do not fit.
     """
     names, gpus = job_nodes(environ)
     if config.nodes not in (None, len(names)):
@@ -320,8 +318,8 @@ def slurm_cluster(
 def job_nodes(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
     """Returns the nodes of the step, or else of the job, and the number of GPUs of each.
 
-    A task counts as a GPU. But if a node has one task and several GPUs, the task is a launcher
-    (torchrun) that starts a rank for each GPU.
+    Each task counts as a GPU. But if every node has a single task, the tasks count as launchers
+    (torchrun), which start a rank for each GPU of their node.
 
     Raises UserError if there is no job, or if the lists contradict each other.
     """
@@ -449,7 +447,7 @@ def _domain_size(
     node_domain: tuple[int, ...],
     most: int,
 ) -> int:
-    """Returns the GPUs of the largest domain; a node has `most` GPUs."""
+    """Returns the number of GPUs in the largest domain, with `most` GPUs per node."""
     fullest, count = Counter(node_domain).most_common(1)[0]
     largest = count * most
     if config.domain_gpus is not None and largest > config.domain_gpus:
