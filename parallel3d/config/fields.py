@@ -118,7 +118,7 @@ def fits_64_bits(number: int) -> bool:
 
 
 def spell(name: str, value: Any) -> str:
-    """Returns `key=value` as on the command line; a preset has its group's name: `model=gpt`."""
+    """Returns `key=value` as on the command line; a preset by its group: `precision=fp16`."""
     return f"{typed_name(name)}={show(value)}"
 
 

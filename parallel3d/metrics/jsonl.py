@@ -16,8 +16,8 @@ survives a change of the batch size. A line may also have these entries:
 - `imbalance`: with context parallelism, the excess of attention work on the slowest rank of rank
   0's group over the group's mean, as a fraction.
 - `experts`: in a mixture of experts, figures by layer: `load` (tokens of the fullest expert over
-  the mean), `unused` experts, the `entropy` of the scores in nats, `z`, the range of the `bias`,
-  and the auxiliary loss `aux` if it is used.
+  the mean), the number of `unused` experts, the `entropy` of the scores in nats, the z-loss `z`,
+  the `bias` (its highest value minus its lowest), and the auxiliary loss `aux` if it is used.
 
 The line of an evaluation has `step`, `eval_loss` (null if there is no token to predict) and
 `tokens`. `eval_losses` maps the parts of a blend to their losses, and `valid` maps the sets of
