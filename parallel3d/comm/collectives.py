@@ -38,7 +38,7 @@ class CompletedWork:
 
 
 def kind_of(group: Group) -> str:
-    """Returns the kind of time (see `step_timer.KINDS`) as which a group's communication counts."""
+    """Returns the kind of time (in `step_timer.KINDS`) to which a group's communication belongs."""
     return KIND_OF_GROUP.get(group.name, "model")
 
 
@@ -142,17 +142,17 @@ def _scatter(out: Tensor, tensor: Tensor, group: Group) -> Work:
 
 
 def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
-    """Starts to sum `tensor` (size · n, ...) over the group; rank i gets part i, (n, ...)."""
+    """Starts to reduce-scatter `tensor` (size · n, ...) over the group into `out` (n, ...)."""
     return observed("reduce_scatter", tensor, group, lambda: _scatter(out, tensor, group))
 
 
 def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
-    """Starts to sum a flat bucket into this rank's shard of it; its rest becomes undefined."""
+    """Starts to reduce-scatter a flat bucket into this rank's shard; the rest is undefined."""
     return reduce_scatter_into(own_shard(tensor, group), tensor, group)
 
 
 def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts to sum `tensor` (size · n, ...) over the group; returns this rank's part (n, ...)."""
+    """Starts to reduce-scatter `tensor` (size · n, ...) over the group into a new one (n, ...)."""
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()
@@ -191,7 +191,7 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
 
 
 def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts to send part j of `tensor` (size · n, ...) to rank j; the result is by sender."""
+    """Starts to send part j of `tensor` (size · n, ...) to rank j; results are in sender order."""
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()

@@ -54,8 +54,8 @@ class MirroredPeers:
     ) -> None:
         """Fills each peer's part of `out` with the bytes that this rank sends to itself.
 
-        The parts may be longer, because the tokens that come back from a peer are as many as were
-        sent to it. Then bytes are repeated: the values do not matter for a measurement of time.
+        A part may need more bytes than that, because a peer returns as many tokens as it was sent.
+        Then bytes are repeated, as the values do not matter for a measurement of time.
         """
         own = tensor[: given[0]]
         for part in out.split(list(taken)):

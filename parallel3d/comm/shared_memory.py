@@ -314,8 +314,8 @@ class SharedCollectives:
         self, tensor: Tensor, given: Sequence[int], out: Tensor, taken: Sequence[int]
     ) -> None:
         """Sends `given[j]` consecutive bytes to rank j, and receives `taken[i]` bytes from rank i.
-        Both tensors are flat uint8. A rank writes into its slot first where the bytes for each rank
-        begin, and then its bytes."""
+        Both tensors are flat uint8. A rank's slot begins with the offsets of the bytes for each
+        rank; the bytes follow."""
         if self.unread is not None:
             self.unread.wait()
         turn = self.operations % SLOTS

@@ -75,7 +75,7 @@ class MicroBatches:
     """
 
     def __init__(self, load: Loader, order: Iterable[int]) -> None:
-        """Takes in `order` the micro-batch number of each forward, in the program's order.
+        """Takes the function that loads, and the micro-batch number of each forward in order.
 
         With several chunks a number occurs once per chunk.
         """
@@ -423,7 +423,8 @@ class Executor:
     def _hand_off(self, kind: Kind, step: Action, values: Values) -> None:
         """Passes a result to the next stage (SEND_F) or to the previous one (SEND_B).
 
-        The result takes a message through the outbox only if that stage is on another rank.
+        If that stage is on this rank, it gets the result directly; otherwise the result becomes a
+        message in the outbox.
         """
         me, (offset, received) = self.route.group.index, _NEXT[kind]
         place = self.route.assignment.neighbour(me, step.chunk, offset)

@@ -38,7 +38,7 @@ class HostSlabs:
     The slabs are reused and never given back to the system.
 
     Attributes:
-        count: slabs that exist.
+        count: number of slabs that exist.
         free: slabs that are not lent.
     """
 

@@ -49,7 +49,7 @@ class StageAssignment:
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """(rank, chunk) by stage."""
+        """The (rank, chunk) of each stage."""
         return tuple(self.place(stage) for stage in range(self.stages))
 
     def around(self, rank: int) -> list[tuple[int, _Place | None, _Place | None]]:

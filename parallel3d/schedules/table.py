@@ -66,8 +66,8 @@ def read_table(
         chunks: the number of stages that each rank must have; None allows any number.
 
     Raises:
-        UserError: a cell is malformed, the number of ranks, chunks or micro-batches is another one,
-            the stages form neither loops nor a V, or the checker finds a fault.
+        UserError: a cell is malformed, the table has another number of ranks, chunks or
+            micro-batches, the stages form neither loops nor a V, or the checker finds a fault.
     """
     key = f"schedule.file={name}"
     rows = [_cells(line, key, number) for number, line in enumerate(text.splitlines(), 1)]

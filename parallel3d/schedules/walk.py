@@ -93,7 +93,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of every rank, each rank's in order of time."""
+    """The spans of all ranks, those of each rank in order of time."""
 
     spans: tuple[tuple[Span, ...], ...]
 
