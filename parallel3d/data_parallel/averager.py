@@ -121,7 +121,7 @@ class _Watch:
 
 
 def check_shared(named: Sequence[tuple[str, nn.Parameter]], as_views: bool) -> None:
-    """Raises ValueError if two wrappers share a parameter and one keeps gradients in buckets."""
+    """Raises ValueError if two wrappers share a parameter and either keeps gradients in buckets."""
     for name, parameter in named:
         for hook in (post_accumulate_grad_hooks(parameter) or {}).values():
             other = hook.averager() if isinstance(hook, _Watch) else None

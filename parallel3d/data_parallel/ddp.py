@@ -242,7 +242,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if not self.contents.changed() and not any(p.requires_grad for p in self.frozen):
             return
         for name, parameter in left(self.module.named_parameters(), self.parameters_to_ignore):
-            # `functional_call` puts plain tensors there for one forward.
+            # `functional_call` puts plain tensors in place of parameters for one forward.
             trained = isinstance(parameter, nn.Parameter) and parameter.requires_grad
             if trained and parameter not in self.numbers:
                 raise RuntimeError(
@@ -417,7 +417,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return {key: v for key, v in self.__dict__.items() if key not in NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores the wrapper; not collective until its first forward with gradients."""
+        """Restores the wrapper; its first forward with gradients is the first collective call."""
         super().__setstate__(state)
         self.__dict__.setdefault("group", group_of(None))
         self._reset_state()
@@ -444,7 +444,7 @@ def _group_of(
     process_group: GroupLike,
     device_mesh: DeviceMesh | None,
 ) -> Group:
-    """Returns the group that the two arguments name.
+    """Returns the group that `process_group` or `device_mesh` names.
 
     Raises RuntimeError, like PyTorch's class, for both a group and a mesh, and for a mesh of
     several dimensions; TypeError if `device_ids` is not a list of devices; ValueError if this rank

@@ -321,7 +321,8 @@ class BucketedDataParallel:
         left = self.reducer.arrived(number)
         if left < 0:
             raise RuntimeError(
-                f"{self.names[number]}: it got more gradients than the forward has uses of it"
+                f"{self.names[number]} got more gradients than the forward has uses of this "
+                "parameter"
             )
         if self.observer is not None:
             name = self.names[number]

@@ -265,7 +265,7 @@ class _Chunks(nn.Module):
 
 
 class _Chunk:
-    """Calls one stage of a root."""
+    """Calls one stage of a `_Chunks` root."""
 
     def __init__(self, root: nn.Module, chunk: int) -> None:
         self.root = root
@@ -330,7 +330,7 @@ class _ReduceScatter(_Collective):
         async_op: bool = False,
     ) -> None:
         if op != dist.ReduceOp.SUM:
-            raise ValueError(f"FSDP2 reduces by {op}, but gradients of one loss are sums")
+            raise ValueError(f"FSDP2 reduces by {op}, but this engine only supports sums")
         if self.group.size == 1:  # no other rank holds these experts
             output_tensor.copy_(input_tensor)
             return
@@ -369,9 +369,9 @@ def all_reduce_replicas(flat: Tensor, replicas: Group) -> None:
     collectives.all_reduce(flat, replicas)
     if accelerator.is_on_accelerator(flat):
         # FSDP2 allocated `flat` on its reduce-scatter stream, and adds it to the existing `.grad`
-        # on its all-reduce stream, the current one. After that nothing refers to `flat`, and the
+        # on its all-reduce stream, the current one. Afterwards nothing refers to `flat`, and the
         # next unit's reduce-scatter, on a stream that waits for neither, would get the same memory.
-        # From torch 2.15 on, FSDP2 itself keeps it.
+        # From torch 2.15 on, FSDP2 itself keeps `flat`.
         flat.record_stream(accelerator.module(flat.device).current_stream(flat.device))
 
 

@@ -69,12 +69,12 @@ class PartialNorms:
         self.part.zero_()
 
     def added(self, name: str, parameter: nn.Parameter, times: int) -> None:
-        """With dp=1, adds a parameter's squared norm after its first micro-batch."""
+        """Adds a parameter's squared norm after its first micro-batch, if dp=1."""
         if not self.by_replicas and times == 1:
             self.part += self._squares_of(name, parameter)
 
     def full(self, bucket: Bucket) -> None:
-        """With dp > 1, adds a full bucket's squared norm before the bucket is reduced."""
+        """Adds a full bucket's squared norm before the bucket is reduced, if dp > 1."""
         if self.by_replicas:
             for name, parameter in bucket.params.items():
                 self.part += self._squares_of(name, parameter)

@@ -1,1 +1,1 @@
-"""This machine: its devices, environment, memory, CPUs and processes."""
+"""Describes this machine: its devices, environment, memory, CPUs and processes."""

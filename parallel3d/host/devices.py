@@ -1,4 +1,4 @@
-"""Chooses the device of this host's ranks, and their environment variables; without torch.
+"""Chooses the device of this host's ranks and their environment variables, without torch.
 
 `choose_device` alone decides on `device=`, for every subcommand and for the library.
 """
@@ -190,7 +190,7 @@ def gpu_of_rank(device: str, environ: Mapping[str, str]) -> str:
 
 
 def check_numerics(kind: str, precision: str, environ: Mapping[str, str]) -> None:
-    """Raises UserError if a variable that overrides every program contradicts `precision`.
+    """Raises UserError if NVIDIA_TF32_OVERRIDE, which overrides programs, contradicts `precision`.
 
     cuBLAS never computes in tf32 if NVIDIA_TF32_OVERRIDE is 0; any other value forces it.
     """

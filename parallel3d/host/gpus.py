@@ -39,7 +39,7 @@ OF_JOBS = re.compile(
     r"|SM_NUM_GPUS|DSTACK_GPUS_NUM|BEAKER_ASSIGNED_GPU_COUNT|MA_NUM_GPUS|MLP_WORKER_GPU"
     r"|NGC_GPUS_PER_NODE|LEPTON_RESOURCE_ACCELERATOR_NUM"
 )
-# Least memory of a GPU for computing; a laptop's GPU shares the processor's memory.
+# A GPU for computing has at least this memory; a laptop's GPU shares the processor's memory.
 OWN_MEMORY = 8 << 30
 
 
@@ -187,14 +187,14 @@ CODES = {
     805: ("MPS_CONNECTION_FAILED", "start MPS (nvidia-cuda-mps-control -d), or unset CUDA_MPS_*"),
     806: ("MPS_RPC_FAILURE", "restart MPS"),
     807: ("MPS_SERVER_NOT_READY", "wait for MPS, or restart it"),
-    808: ("MPS_MAX_CLIENTS_REACHED", "MPS serves no more processes"),
-    809: ("MPS_MAX_CONNECTIONS_REACHED", "MPS serves no more processes"),
+    808: ("MPS_MAX_CLIENTS_REACHED", "end another process that uses MPS"),
+    809: ("MPS_MAX_CONNECTIONS_REACHED", "end another process that uses MPS"),
     999: ("UNKNOWN", "restart the host, or reload the driver's module (nvidia-modprobe -u)"),
 }
 
 
 def code_words(code: int) -> str:
-    """Returns a sentence for the driver's code: its number, its name and a remedy."""
+    """Returns words for the driver's error code: its number, its name and a remedy."""
     name, remedy = CODES.get(code, ("", BROKEN))
     named = f" CUDA_ERROR_{name}" if name else ""
     return f"the driver does not start (cuInit: {code}{named}): {remedy}"
@@ -409,7 +409,7 @@ def _of_machine(root: Path) -> list[str]:
 def _computes(root: Path) -> bool:
     """Returns whether a GPU behind /dev/kfd has memory of its own; True if that is unknown.
 
-    The graphics unit of an AMD processor has the file too.
+    The file also exists for the graphics unit of an AMD processor, which has no such memory.
     """
     nodes = list((root / "sys/class/kfd/kfd/topology/nodes").glob("*"))
     sizes = [_bank_size(bank) for node in nodes for bank in node.glob("mem_banks/*/properties")]

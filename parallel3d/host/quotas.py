@@ -104,7 +104,7 @@ def _statistics(folder: Path) -> dict[str, int]:
 
 
 def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
-    """Yields the folders of this process's group of `controller`, from its own up to the root."""
+    """Yields the folders of this process's groups for `controller`, from its own up to the root."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -112,7 +112,7 @@ def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
         mine = of_version_2 if version == 2 else controller in controllers.split(",")
         mounts = [*_mounted(controller, version, root)] if mine else []
         if mounts:
-            # A container may have both the host's mount and its own: take one that shows the group,
+            # A container may have both the host's mount and its own: the best one shows the group
             # and most of its parents.
             mount, top = min(mounts, key=lambda at: (not _is_in(path, at[1]), len(at[1])))
             # The mount shows the hierarchy from `top` on: the whole on a host, a container's own

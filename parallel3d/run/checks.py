@@ -22,7 +22,7 @@ def check_run_name(run: str | None, runs_dir: str) -> None:
         raise UserError(
             f"run={show(run)} must be the plain name of a folder inside runs_dir="
             f"{show(runs_dir)}, without blanks around it or a ~ before it, of at most "
-            f"{LONGEST_RUN_NAME} bytes; null makes a name, and runs_dir moves the place."
+            f"{LONGEST_RUN_NAME} bytes; null makes a name, and runs_dir chooses another folder."
         )
     if (variable := re.search(r"\$\{?(\w+)", run)) is not None:
         raise UserError(

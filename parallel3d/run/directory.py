@@ -107,7 +107,7 @@ def last_config(directory: Path) -> Config:
         try:
             return typed_config(read_manifest(folder).config)
         except Exception:
-            continue  # reported when the checkpoint is to be loaded
+            continue  # loading the checkpoint reports the error
     raise problem or FileNotFoundError(directory / CONFIG_FILE)
 
 
@@ -159,7 +159,7 @@ def left_out(directory: Path) -> str | None:
             words.append(f"{spell(key, found[key])} ({removed.instead})")
     if not words:
         return None
-    return f"run={directory.name}: this version no longer has {', '.join(words)}: left out"
+    return f"run={directory.name}: this version no longer has {', '.join(words)}; they are left out"
 
 
 def keeps_tokenizer(data: DataConfig, directory: Path) -> bool:
@@ -183,7 +183,7 @@ def config_files(directory: Path) -> list[Path]:
 
 def next_name(directory: Path) -> str:
     newest = CONFIGS.fullmatch(config_files(directory)[-1].name)
-    assert newest is not None  # config_files returns only such names
+    assert newest is not None  # `config_files` returns only names of this form
     return f"config-{int(newest[1] or 1) + 1}.yaml"
 
 
@@ -286,7 +286,8 @@ def make_run_directory(
         if config.train.eval_only and not os.path.lexists(directory):
             raise UserError(
                 f"train.eval_only=true needs a run with a checkpoint, and there is no {directory}: "
-                f"give run= of one{nearest_hint(name, os.listdir(runs) if runs.is_dir() else [])}"
+                "give run= the name of such a run"
+                f"{nearest_hint(name, os.listdir(runs) if runs.is_dir() else [])}"
             )
         try:
             made = not os.path.lexists(directory) and _is_first(
@@ -423,7 +424,7 @@ def take_run(config: Config, directory: Path) -> int | None:
         ) from None
     except OSError as error:
         if held is not None:
-            with suppress(OSError):  # even after an error the descriptor is closed
+            with suppress(OSError):  # the descriptor is closed even if this raises an error
                 os.close(held)
         raise UserError(
             f"run={config.run}: {directory} cannot be written ({error.strerror}): make it "
@@ -461,7 +462,7 @@ def _locked(path: Path, *, shared: bool = False) -> int | None:
 
 
 def keep_failures(directory: Path) -> None:
-    """Renames the failure records of an earlier start, so that only this start's are read."""
+    """Renames an earlier start's failure records, so that only those of this start are read."""
     old, number = directory / FAILURES, 1
     while (kept := directory / f"{FAILURES}-{number}").exists():
         number += 1

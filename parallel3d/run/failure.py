@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-# Our launcher's signal to end ranks at once. No scheduler or terminal sends it; their signals ask
-# ranks to save and stop.
+# The signal with which our launcher ends ranks at once. No scheduler or terminal sends it: their
+# signals ask ranks to save and stop.
 END_SIGNAL = signal.SIGALRM
 RECORD_BYTES = 1 << 20  # maximum size of a failure's record
 PACKAGE = Path(__file__).parents[1]  # spelled like the file names in stack frames
@@ -123,7 +123,7 @@ def coordinates_of(layout: Layout, rank: int) -> str:
 
 
 def who(layout: Layout, rank: int, host: str | None = None) -> str:
-    """Returns "rank 3 (pp 1, dp 0, tp 1) on host"; `host` defaults to this host."""
+    """Describes a rank as "rank 3 (pp 1, dp 0, tp 1) on host"; by default, `host` is this host."""
     return f"rank {rank} ({coordinates_of(layout, rank)}) on {host or socket.gethostname()}"
 
 
@@ -147,7 +147,7 @@ def from_exception(config: Config, worker: Worker, error: BaseException) -> Rank
     if isinstance(error, UserError):
         text, kind, awaited, divergence = str(error), "user", None, None
     elif isinstance(error, TrainingFailure):
-        # The decision may need collectives that no earlier step had, so this is no divergence.
+        # Ranks may have decided by collectives that no earlier step had: this is no divergence.
         kind, awaited, divergence = "decided", None, None
     if awaited is not None:
         text = f"in {awaited}: {text}"

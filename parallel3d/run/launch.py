@@ -1,4 +1,4 @@
-"""A process's place among the ranks, and the signals that ask it to stop."""
+"""Holds a process's place among the ranks, and the signals that ask it to stop."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class StopSignals:
     second_interrupts: bool = True
 
     def install(self) -> None:
-        """Installs handlers that note these signals, and unblocks them; main thread only."""
+        """Installs handlers that note these signals, and unblocks the signals; main thread only."""
         for number in STOPPING:
             if not is_nohup(number):
                 signal.signal(number, self._note)
@@ -174,7 +174,7 @@ class StopSignals:
 
 
 def is_nohup(number: int) -> bool:
-    """Returns whether `number` is SIGHUP and nohup makes this process ignore it."""
+    """Returns whether `number` is SIGHUP and this process ignores it, as under nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
@@ -193,7 +193,7 @@ def kept_handlers(numbers: Sequence[signal.Signals] = STOPPING) -> Iterator[None
 def blocked_signals(
     numbers: Sequence[signal.Signals] = STOPPING,
 ) -> Iterator[set[int | signal.Signals]]:
-    """Blocks these signals, also in processes started inside; yields the previous mask."""
+    """Blocks these signals here and in processes started in the block; yields the previous mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield before
@@ -202,7 +202,7 @@ def blocked_signals(
 
 
 class ProgressWatch(Protocol):
-    """The methods of `faults.watchdog.Watchdog` that the code that runs a rank calls."""
+    """The methods of `faults.watchdog.Watchdog` that are called in this folder."""
 
     @property
     def is_reporting(self) -> bool: ...

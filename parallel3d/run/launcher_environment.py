@@ -283,7 +283,7 @@ def _of_agent(given: Mapping[str, str], master_addr: str | None) -> RankAssignme
 def _torch(given: Mapping[str, str]) -> Claim | None:
     """Reads RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, some of which may be missing."""
     if not {"RANK", "WORLD_SIZE"} & given.keys():
-        return None  # LOCAL_RANK and MASTER_ADDR alone: some platforms set them for any process
+        return None  # some platforms set LOCAL_RANK and MASTER_ADDR for any process
     size = _number(given, "WORLD_SIZE", 1) if "WORLD_SIZE" in given else None
     world = f"WORLD_SIZE={size}"
     most = None if size is None else size - 1
@@ -466,7 +466,7 @@ def _slurm_tasks_here(given: Mapping[str, str], size: int) -> int | None:
         return size if len(names) == 1 else None
     counts = expand_tasks_per_node(given[per_node], per_node)
     if sum(counts) != size:
-        # These are the job's tasks, which may be more than this step's.
+        # These are the tasks of the job, which may have more tasks than this step.
         if per_node == "SLURM_TASKS_PER_NODE":
             return size if len(names) == 1 else None
         raise UserError(
@@ -752,14 +752,14 @@ HOSTS = (
     ("NUM_NODES", "NODE_RANK"),
     ("NNODES", "NODE_RANK"),
 )
-OF_VOLCANO = re.compile("VC_[A-Z0-9_]+_NUM")  # number of pods of each kind of task
-# Lists of hosts, each with its separator and the number of items per host.
+OF_VOLCANO = re.compile("VC_[A-Z0-9_]+_NUM")  # numbers of pods for each kind of task
+# Variables with lists of hosts, each with its separator and the number of items per host.
 HOST_LISTS = (
     ("LSB_MCPU_HOSTS", None, 2),  # host slots host slots
     ("LSB_HOSTS", None, 1),
     ("AZ_BATCH_HOST_LIST", ",", 1),
 )
-# Files with one host per line, as its first word.
+# Variables that name a file whose lines begin with a host.
 HOST_FILES = (
     *("PBS_NODEFILE", "OAR_NODEFILE", "COBALT_NODEFILE", "LSB_DJOB_HOSTFILE"),
     "BATCH_HOSTS_FILE",  # Google's
@@ -767,7 +767,7 @@ HOST_FILES = (
 
 
 def _host_counts(given: Mapping[str, str], read: Read) -> dict[str, int]:
-    """Returns variable → the number of hosts that it gives."""
+    """Returns the number of hosts that each variable gives, by the variable's name."""
     found = {}
     for name, beside in HOSTS:
         if name in given and beside in given:

@@ -181,7 +181,7 @@ class LocalRanks:
             exits = [process.exitcode for process in self.ranks]
             failed = {rank: code for rank, code in enumerate(exits) if code}
             if failed:
-                if -signal.SIGABRT in failed.values():  # its peers may know the cause
+                if -signal.SIGABRT in failed.values():  # its peers may know why it aborted
                     time.sleep(LAST_WORDS_S)
                 self._end()
                 return failed
@@ -244,7 +244,7 @@ def _signal_session(pid: int, number: signal.Signals) -> None:
 # The launcher
 
 
-DISK_S = 5.0  # a disk that takes longer for a few small files counts as dead
+DISK_S = 5.0  # a disk that needs more seconds for a few small files counts as dead
 
 
 def listen_here(port: int) -> socket.socket:
@@ -349,7 +349,7 @@ def _set_threads(wanted: dict[str, str]) -> None:
 def _restart_decision(
     layout: Layout, run_dir: Path, max_restarts: int
 ) -> Callable[[dict[int, int]], bool]:
-    """Returns a function of the exit codes by launch rank that decides on restarting the ranks."""
+    """Returns a function that decides on a restart, given the exit codes by launch rank."""
     restarts = Restarts(run_dir, max_restarts, print_line)
 
     def decide(exits: dict[int, int]) -> bool:

@@ -1,4 +1,4 @@
-"""Lets a job's processes meet in a store, and agree on their ranks and their run."""
+"""Lets the processes of a job meet in a store, and agree on their ranks and their run."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def tell_rank_0(
 
     with ending_on_signals(lambda: "sending rank 0 an error"):
         until(is_there, TELL_S)
-        with suppress(RuntimeError, OtherStart):  # rank 0 has ended since, or is another run's
+        with suppress(RuntimeError, OtherStart):  # rank 0 has ended, or belongs to another run
             if is_there():
                 refuse(rendezvous(launch, run, place), place.rank, error)
 
@@ -133,7 +133,7 @@ def assign_rank(
         return
     launch_rank = worker.rank
     mine = Process(
-        environ.get("SLURMD_NODENAME") or socket.gethostname(),  # its name in Slurm's topology
+        environ.get("SLURMD_NODENAME") or socket.gethostname(),  # as in Slurm's topology
         worker.local_rank,
         environ.get("SLURM_TOPOLOGY_ADDR", ""),
         environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""),
@@ -188,7 +188,7 @@ CAN_RESUME = ("train",)
 READ_A_RUN = ("eval",)  # they write into a folder of that run
 
 RUN_KEY = "parallel3d/run"  # the store's key of rank 0's run, read by the other ranks
-TELL_S = 15.0  # maximum wait for the store of rank 0, which first imports torch
+TELL_S = 15.0  # maximum wait for the store of rank 0, which imports torch first
 READ_S = 5.0  # rank 0 keeps the store for this time, so that the others can read why it ends
 
 # On an error or time-out, ProcessGroupNCCL writes this key without any prefix (kStoreDumpKey in
@@ -299,7 +299,7 @@ def _check_start(store: Store, run: str | None, place: RankAssignment, attempt: 
             for start, ranks in (named, (mine["start"], mine["ranks"]))
         ]
         raise OtherStart(f"{where}, {words[0]}; this is {words[1]}: {remedy} (launch.master_port)")
-    # Otherwise `agree_on_run` also reports it to rank 0.
+    # If the start has a name, `agree_on_run` finds this difference and reports it to rank 0, too.
     if not place.start and theirs["run"] != run:
         raise OtherStart(
             f"{where}, which have run={show(theirs['run'])}; here it is run={show(run)}: {remedy}, "

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 TAKING_S = 5.0  # maximum seconds that a signal waits until a run directory is complete
 
-# Function of each subcommand that runs on every rank: f(config, worker) -> exit code or None.
+# Subcommands that run on every rank, with module and function: f(config, worker) -> code or None.
 APPS = {
     "train": ("parallel3d.commands.train", "train"),
     "verify": ("parallel3d.commands.verify", "verify_command"),
@@ -275,7 +275,7 @@ def threads_within_quota(local_ranks: int, environ: Mapping[str, str]) -> int | 
 
 
 def _die_with(launcher_pid: int) -> None:
-    """Makes this process end with its launcher, and at once on END_SIGNAL."""
+    """Makes this process end when its launcher ends, and at once on END_SIGNAL."""
     signal.signal(END_SIGNAL, signal.SIG_DFL)
     die_with_parent()
     if os.getppid() != launcher_pid:

@@ -263,7 +263,7 @@ def warnings_for(
 
 
 def _without_wire(links: dict[str, DimLinks], transfers: list[Transfer]) -> DimLinks | None:
-    """Returns the first dimension that sends between neighbours without a wire."""
+    """Returns the links of the first dimension in which neighbours without a wire communicate."""
     used = {t.dim for t in transfers}
     return next((x for d, x in links.items() if d in used and x.pairs.get(LinkClass.NONE)), None)
 
@@ -271,7 +271,7 @@ def _without_wire(links: dict[str, DimLinks], transfers: list[Transfer]) -> DimL
 def refuse_unreachable(
     placement: RankMapping, links: dict[str, DimLinks], transfers: list[Transfer]
 ) -> None:
-    """Raises UserError, with an alternative, if neighbours have no wire between them.
+    """Raises UserError, which names an alternative, if neighbours have no wire between them.
 
     Forwarding by an NVLink peer (PXN) would connect them, but only with NCCL and at the cost of two
     hops per message, so it does not count as a path.
@@ -338,7 +338,7 @@ def _leaves_domain(
 
 
 def _off_rail(links: DimLinks) -> int:
-    """Counts the pairs that change rail."""
+    """Returns the number of pairs whose two GPUs are on different rails."""
     return links.pairs.get(LinkClass.SPINE, 0) - links.between_units
 
 

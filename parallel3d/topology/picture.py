@@ -39,7 +39,7 @@ THICKEST = 9.0
 
 
 def cluster_svg(placement: RankMapping, rank: int, loads: Loads, title: str, subtitle: str) -> str:
-    """Returns the SVG; `loads` gives the line widths."""
+    """Returns the picture as SVG; `loads` determines the widths of the lines."""
     canvas = Canvas()
     canvas.text(24, 38, title, size=20, weight=600)
     for line, words in enumerate(textwrap.wrap(subtitle, 120)):
@@ -83,7 +83,7 @@ def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> li
 
 
 class _Picture:
-    """State of one drawing; `left` and `right` are the borders of the GPUs and leaf switches."""
+    """Draws one picture; `left` and `right` are the borders of the GPUs and leaf switches."""
 
     def __init__(self, canvas: Canvas, placement: RankMapping, rank: int, loads: Loads) -> None:
         self.canvas = canvas
@@ -99,7 +99,7 @@ class _Picture:
         self.left = 24 + 18 + max(names)
         self.right = self.column(max(len(self.gpus(node)) for node in shown)) + 8
         self.hidden = self.cluster.nodes - len(shown)
-        # Drawn unit → its nodes, ordered by domain.
+        # The nodes of each unit that is drawn, ordered by domain.
         first = np.minimum(self.cluster.first_slot, self.cluster.size - 1)
         unit, domain = self.cluster.unit[first], self.cluster.domain[first]
         self.units: dict[int, list[int]] = {}

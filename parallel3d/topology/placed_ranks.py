@@ -230,7 +230,7 @@ def _check_names(processes: Sequence[Process]) -> None:
 
 
 def with_rank_0_at(placement: RankMapping, slot: int) -> RankMapping:
-    """Returns the same groups, renumbered so that `slot` holds rank 0.
+    """Renumbers the ranks of a mapping so that `slot` holds rank 0 and groups stay the same.
 
     Along tp, cp and dp the ranks rotate, which keeps every ring. Along pp, if the last stage must
     become the first, the pipeline is reversed; if a middle one must, the pipeline rotates.

@@ -172,7 +172,7 @@ def make_report(
 
 
 def _data_parallel(layout: Layout, dp: int | None, cluster: Cluster) -> int:
-    """Returns the given dp, or the number of replicas that fit. Raises UserError if none does."""
+    """Returns the given dp, or the number of replicas that fit. Raises UserError if none fits."""
     tp = layout.tp
     pp = layout.pp
     cp = layout.cp
@@ -192,7 +192,7 @@ def _data_parallel(layout: Layout, dp: int | None, cluster: Cluster) -> int:
 
 
 def _from_file(rank_file: str, cluster: Cluster, layout: Layout) -> RankMapping:
-    """Returns the rank mapping of `rank_file` over the cluster's GPUs by node and local index."""
+    """Returns the rank mapping of `rank_file`, which names GPUs by node and local index."""
     everywhere = [
         Process(cluster.node_name(node), local)
         for node, local in zip(cluster.node.tolist(), cluster.local.tolist(), strict=True)
@@ -202,7 +202,7 @@ def _from_file(rank_file: str, cluster: Cluster, layout: Layout) -> RankMapping:
 
 
 def facts_of(report: TopologyReport) -> dict[str, Any]:
-    """Returns the content of topology.json: all shown values, unrounded."""
+    """Returns the content of the JSON file: all values that are shown, without rounding."""
     price, rank = report.price, report.settings.rank
     return {
         "made_by": MADE_BY,
@@ -375,7 +375,7 @@ def route_lines(report: TopologyReport, width: int) -> list[str]:
         for hop, slot in zip(way.hops, way.slots[1:], strict=True):
             path += f" -{c.label(hop)}- {c.slot_name(slot)}"
         lines += wrap(f"{ms(way.seconds)} ms  {path}", width, "  ", "    ")
-    return lines if message.ways else [*lines, "  no way leads there"]
+    return lines if message.ways else [*lines, "  there is no route"]
 
 
 def warning_lines(report: TopologyReport, width: int) -> list[str]:

@@ -141,8 +141,8 @@ def _sorted(candidates: Iterable[Candidate]) -> list[Candidate]:
 def bases_of(cluster: Cluster, layout: Layout, slots: Slots | None = None) -> list[Base]:
     """Returns the lists of GPUs to try: in the given order, sorted, and in segments of domains.
 
-    `slots` (default: all GPUs) may be in any order, have holes and uneven nodes, and be more than
-    the layout needs.
+    `slots` (default: all GPUs) may be in any order, have gaps and uneven nodes, and be more GPUs
+    than the layout needs.
     """
     given = np.arange(cluster.size) if slots is None else slots
     ordered = cluster.sorted_slots()

@@ -1,4 +1,4 @@
-"""Finds the cluster: from the configuration, from Slurm, or from nvidia-smi.
+"""Finds the cluster by the configuration, by Slurm, or by nvidia-smi.
 
 `nvidia-smi topo -m` prints a code for each pair of GPUs and NICs: NV# for # NVLinks, and from near
 to far PIX (one PCIe bridge), PXB (several), PHB (host bridge), NODE (one NUMA node), SYS
@@ -55,7 +55,7 @@ def discover(
 
 
 def run_command(command: list[str]) -> str:
-    """Returns the output of `command`. Raises UserError if it is missing, fails or times out."""
+    """Returns the output of `command`. Raises UserError if that is missing, fails or times out."""
     line = " ".join(command)
     try:
         done = subprocess.run(
@@ -108,9 +108,9 @@ class GpuMatrix:
     def rails(self) -> tuple[int, ...] | None:
         """Returns the rail of each GPU's NIC; None if the matrix does not determine it.
 
-        GPUs choose in the order of their distance to the nearest NIC; among equally near NICs they
-        take the least used. The NICs in use are numbered as rails. A GPU has no nearest NIC if all
-        are on another socket (every GPU of a GB200).
+        GPUs choose in the order of their distance to the nearest NIC; among equally near NICs
+        they take the least used one. The NICs in use are numbered as rails. A GPU has no nearest
+        NIC if all NICs are on another socket, as for every GPU of a GB200.
         """
         taken: Counter[int] = Counter()
         nic_of: dict[int, int] = {}
@@ -204,7 +204,7 @@ def gpu_rows(run: Run) -> list[GpuRow]:
 
 
 def visible_gpus(environ: Mapping[str, str], count: int, run: Run) -> list[int]:
-    """Returns nvidia-smi's numbers of the GPUs of CUDA_VISIBLE_DEVICES, or of all `count`.
+    """Returns nvidia-smi's numbers of the GPUs in CUDA_VISIBLE_DEVICES, or of all `count` GPUs.
 
     CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is PCI_BUS_ID, unlike nvidia-smi.
 

@@ -207,7 +207,7 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
         # A line with a level is valid: scontrol prints it for a leaf that waits for nodes.
         elif switch and "level" not in fields:
             raise UserError(
-                f"{where}: switch {name} has neither Nodes nor Switches: is it cut off?"
+                f"{where}: switch {name} has neither Nodes nor Switches; the text may be cut off"
             )
     if not described:
         raise UserError(f"{what} describes no switch and no block: it must have lines {FORMS}.")
@@ -215,7 +215,7 @@ def parse_topology(text: str, what: str) -> SlurmTopology:
     if missing:
         raise UserError(
             f"{what} names switch {missing[0]} under {children[missing[0]]} but does not describe "
-            f"it: is it cut off?"
+            f"it; the text may be cut off"
         )
     return topology
 
@@ -236,7 +236,7 @@ def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, s
             f"switch and block joined by dots before it, such as switch.switch.node."
         )
     parts = address.split(".", len(kinds) - 1)
-    # The last of several switches is the nearest, and it stays.
+    # The last of several switches is the nearest one; `dict` keeps it.
     found = dict(zip(kinds, parts, strict=False))
     if len(parts) != len(kinds) or not all(found.values()) or set("[], ") & set(parts[-1]):
         raise UserError(
@@ -306,7 +306,8 @@ def slurm_cluster(
         units = topology.block
     if (topology.unit or topology.block) and not any(n in units or n in domains for n in names):
         raise UserError(
-            f"{source} knows none of the job's nodes, such as {names[0]}: is it of another cluster?"
+            f"{source} knows none of the job's nodes, such as {names[0]}; give the topology of "
+            "this cluster"
         )
     own: dict[str, Any] = {"node_gpus": tuple(gpus), "node_unit": _numbered(names, units)}
     if node_domain := _numbered(names, domains):
@@ -356,7 +357,7 @@ def _in_users_step(environ: Mapping[str, str]) -> bool:
 
 
 def _gpus_on_node(environ: Mapping[str, str]) -> int:
-    """Returns the number of GPUs of a node on which the job has one task.
+    """Returns the number of GPUs per node of a job with one task per node.
 
     Raises UserError if no variable gives it: assuming one GPU would describe another machine.
     """
