@@ -330,7 +330,7 @@ class _ReduceScatter(_Collective):
         async_op: bool = False,
     ) -> None:
         if op != dist.ReduceOp.SUM:
-            raise ValueError(f"FSDP2 reduces by {op}, but this engine only supports sums")
+            raise ValueError(f"FSDP2 reduces by {op}, but this engine supports only sums")
         if self.group.size == 1:  # no other rank holds these experts
             output_tensor.copy_(input_tensor)
             return

@@ -302,7 +302,10 @@ def make_run_directory(
         if config.run is not None:
             check_run(named, may_resume=may_resume)
             return named, directory
-    raise UserError(f"runs_dir={config.runs_dir} holds a thousand runs named {candidates[0]}-…")
+    raise UserError(
+        f"runs_dir={config.runs_dir} holds a thousand runs named {candidates[0]}-…: give another "
+        "name with run="
+    )
 
 
 def folder_in_run(runs_dir: str, run: str, name: str) -> Path:

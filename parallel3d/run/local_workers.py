@@ -253,11 +253,11 @@ def listen_here(port: int) -> socket.socket:
         listening = listen_at(LOCALHOST, port)
     except OSError as error:
         raise UserError(
-            f"launch.master_port={port} cannot be listened on ({error.strerror}): choose "
+            f"launch.master_port={port} cannot be opened ({error.strerror}): choose "
             "another, or 0 for a free one"
         ) from None
     if listening is None:
-        raise UserError(f"this host has no address {LOCALHOST}, at which its ranks meet")
+        raise UserError(f"this host has no address {LOCALHOST}, at which its ranks would meet")
     return listening
 
 

@@ -401,8 +401,8 @@ def _as_on_rank_0(
     """Returns this rank's configuration with rank 0's run. Raises UserError if they differ."""
     if kind != message["device"]:
         raise UserError(
-            f"device={config.device}: rank 0 computes on {message['device']}, rank {place.rank} "
-            f"would on {kind}; give device=cpu or device=cuda"
+            f"device={config.device}: rank 0 computes on {message['device']}, but rank "
+            f"{place.rank} would compute on {kind}; give device=cpu or device=cuda"
         )
     if message["typed_run"] != config.run:
         raise UserError(

@@ -208,7 +208,7 @@ HOSTS: dict[str, tuple[Host, int, str]] = {
     "ROCm that cannot be imported": (
         Host("hip", rocm=ImportError("libamdhip64.so.7: cannot open shared object file")),
         1,
-        "cannot count them: ImportError: libamdhip64.so.7",
+        "cannot count its GPUs: ImportError: libamdhip64.so.7",
     ),
     "ROCm in a group without rights": (Host("hip", files=("dev/kfd",)), 1, "ROCm shows no GPU"),
 }

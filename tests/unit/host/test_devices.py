@@ -125,7 +125,7 @@ def test_hosts_with_different_devices_are_refused(
         here = Worker(rank, rank, 4, 2, Path(), "torchrun")
         rendezvous.agree_on_run("bench comm", config, place(rank, rank), here, store, "cuda")
         assert here.device == f"cuda:{rank}"
-    with pytest.raises(UserError, match="rank 0 computes on cuda, rank 2 would on cpu"):
+    with pytest.raises(UserError, match="rank 0 computes on cuda, but rank 2 would compute on cpu"):
         here = Worker(2, 0, 4, 2, Path(), "torchrun")
         rendezvous.agree_on_run("bench comm", config, place(2, 0), here, store, "cpu")
 
