@@ -107,4 +107,6 @@ def test_bad_input_is_one_sentence(
     keys = USUAL | dict(word.split("=", 1) for word in words)
     ended = answer(shell, capfd, "plan", *(f"{key}={value}" for key, value in keys.items()))
     assert ended.code == 2 and ended.out == ""
-    assert ended.err.count("\n") == 1 and re.search(said, ended.err), ended.err
+    # A slow machine also sees how far the search is.
+    lines = [line for line in ended.err.splitlines() if not re.fullmatch("plan: .* …", line)]
+    assert len(lines) == 1 and re.search(said, lines[0]), ended.err
