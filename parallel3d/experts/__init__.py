@@ -1,1 +1,1 @@
-"""Mixture of experts: routers, dispatch over expert-parallel ranks, the experts, and balance."""
+"""Mixture of experts: routers, dispatch over expert-parallel ranks, experts and load balancing."""

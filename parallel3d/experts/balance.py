@@ -1,7 +1,7 @@
-"""Balance of the experts: auxiliary and z-loss, counts of tokens, and the update of the bias.
+"""Load balancing of experts: auxiliary loss, z-loss, token counts, and the update of router biases.
 
-All of them are functions of the global batch and its sequences, so they are equal in every layout
-and for every size of micro-batches.
+All of these are functions of the global batch and its sequences, so they are equal in every layout
+and for every micro-batch size.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from parallel3d.device.accelerator import moved
 
 @dataclass(frozen=True)
 class Balance:
-    """The data of a micro-batch of b samples that the balancing losses of a layer need.
+    """The data about a micro-batch of b samples from which a layer computes its balancing losses.
 
     Attributes:
-        samples: (b,) int64, the samples' numbers in the run.
-        positions: (b, n) int64, the places of this rank's n tokens in each sample; None: 0, 1, 2 …
-        used: (b, n) bool, false for padding among these tokens; None: there is no padding.
-        lengths: (b,) float64, the number of tokens of each whole sample, without padding.
-        aux_scale, z_scale: scalars, the factors of a sequence's auxiliary loss and of a token's
-            z-loss in the total that the backward differentiates; None: the loss is not used.
+        samples: (b,) int64, the number of each sample in the run's order of samples.
+        positions: (b, n) int64, the positions in each sample of this rank's n tokens; None: 0, 1,
+            2, …
+        used: (b, n) bool, false where a token is padding; None: there is no padding.
+        lengths: (b,) float64, the number of tokens in each whole sample, without padding.
+        aux_scale, z_scale: scalars by which the auxiliary loss of a sequence and the z-loss of a
+            token are multiplied in the loss that the backward differentiates; None: the loss is not
+            used.
         sequence: the groups over which the tokens of a sequence are split.
-        watch: sees every choice of experts, and may replace it.
+        watch: an observer that sees every choice of experts and may replace it; None: no observer.
     """
 
     samples: Tensor
@@ -44,7 +46,7 @@ class Balance:
     watch: Watch | None = None
 
     def at(self, index: int, ranks: int, tokens: int) -> Balance:
-        """Returns the balance of part `index` of `ranks` parts of the tokens, `tokens` each."""
+        """Returns the data for part `index` of `ranks` parts, with `tokens` tokens of a sample."""
         if ranks == 1:
             return self
         positions = self.positions
@@ -57,25 +59,26 @@ class Balance:
 
 
 class Watch(Protocol):
-    """Sees the choices of all layers; verification compares and replays them."""
+    """Observes the choice of experts in all layers, so that verify can compare and replay it."""
 
     def chosen(self, layer: int, balance: Balance, experts: Tensor, margins: Tensor) -> Tensor:
-        """Returns the experts that the tokens of a micro-batch use.
+        """Returns the experts that the tokens of a micro-batch are to use.
 
         Args:
-            experts: (n, k), the router's own choice.
-            margins: (n,), the gap between the lowest chosen value and the highest one that was not
-                chosen.
+            experts: (n, k), the experts that the router chose.
+            margins: (n,), how close each token's choice was, as `margins_of` returns it.
         """
         ...
 
 
 class Tally:
-    """Sums of one layer over the step so far, on its device, in float64 so that counts are exact.
+    """Statistics of one layer, summed over the step so far.
+
+    The sums stay on the layer's device, in float64 so that counts are exact.
 
     Attributes:
-        values: tokens of each expert, then the auxiliary losses of sequences, the z-losses of
-            tokens, and the entropies of tokens' scores.
+        values: the number of tokens of each expert, followed by the sums of the sequences'
+            auxiliary losses, of the tokens' z-losses, and of the entropies of the tokens' scores.
     """
 
     MORE = 3
@@ -97,17 +100,20 @@ class Tally:
 
 @dataclass(frozen=True)
 class BalanceLosses:
-    """Balancing losses of a micro-batch's tokens of one layer on this rank, differentiable scalars.
+    """Balancing losses of one layer for this rank's tokens of a micro-batch.
 
     Attributes:
-        aux: Σ over the samples of this rank's part of the auxiliary loss. The loss of a sequence of
-            T tokens is Σ_e f_e · P_e, where f_e = experts / (k·T) · the number of its tokens that
-            chose e, and P_e is the mean score of e over all T tokens, normalised to a sum of 1
-            (DeepSeek-V3 report, equations 17 to 20). Zero if it is not used.
-        z: Σ over tokens of logsumexp(logits)² (Zoph et al. 2022, ST-MoE, equation 5).
-        entropy: Σ over tokens of the entropy of their scores.
-        chosen: (experts,) tokens of this rank that chose each expert.
-        counts: (b, experts) of the whole sequences; None if the auxiliary loss is not used.
+        aux: differentiable scalar, this rank's part of the auxiliary loss, summed over the samples.
+            The loss of a sequence of T tokens is Σ_e f_e · P_e, where f_e = experts / (k·T) · the
+            number of its tokens that chose e, and P_e is the mean over all T tokens of the score of
+            e, with each token's scores normalised to a sum of 1 (DeepSeek-V3 report, equations 17
+            to 20). It is zero if the auxiliary loss is not used.
+        z: differentiable scalar, Σ over tokens of logsumexp(logits)² (Zoph et al. 2022, ST-MoE,
+            equation 5).
+        entropy: scalar without a gradient, the sum over tokens of the entropy of their scores.
+        chosen: (experts,), the number of this rank's tokens that chose each expert.
+        counts: (b, experts), the number of tokens in each whole sequence that chose each expert;
+            None if the auxiliary loss is not used.
     """
 
     aux: Tensor
@@ -125,12 +131,13 @@ class BalanceLosses:
         balance: Balance,
         counts: Tensor | None,
     ) -> BalanceLosses:
-        """Computes the losses of n = b · s tokens, without padding.
+        """Computes the losses of n = b · s tokens; padding contributes nothing.
 
         Args:
-            logits, scores: (n, all experts).
-            experts: (n, k), the chosen ones.
-            counts: as in the attributes, if known; if None, the call is collective over `sequence`.
+            logits, scores: (n, experts), for all experts of the layer.
+            experts: (n, k), the experts that each token chose.
+            counts: the attribute `counts` if an earlier forward computed it; None: it is computed
+                here if the auxiliary loss is used, which is collective over `balance.sequence`.
         """
         samples = len(balance.lengths)
         chosen = torch.zeros_like(scores, dtype=torch.int64).scatter_(-1, experts, 1)
@@ -156,7 +163,7 @@ class BalanceLosses:
         return cls(aux, z.sum(), entropy, here.sum(0), counts)
 
     def through(self, x: Tensor, balance: Balance) -> Tensor:
-        """Returns x; its backward adds the gradients of the losses in use."""
+        """Returns x, and lets its backward add the gradients of the losses that are used."""
         for loss, scale in ((self.aux, balance.aux_scale), (self.z, balance.z_scale)):
             if scale is not None:
                 x = _WithLoss.apply(x, loss, scale)
@@ -164,7 +171,7 @@ class BalanceLosses:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Returns x; the backward differentiates scale · loss as well."""
+    """Returns x unchanged; the backward differentiates scale · loss as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
@@ -178,14 +185,17 @@ class _WithLoss(torch.autograd.Function):
 
 
 class ExpertFigures(NamedTuple):
-    """Statistics of the expert layers in a step, equal on every rank, by layer of the model.
+    """Statistics of the layers with experts in one step, equal on every rank.
+
+    The keys of each dictionary are the numbers of the layers in the model.
 
     Attributes:
-        counts: tokens of each expert.
-        aux: mean auxiliary loss of a sequence.
-        z: mean z-loss of a token.
+        counts: number of tokens of each expert.
+        aux: mean auxiliary loss per sequence.
+        z: mean z-loss per token.
         entropy: mean entropy of a token's scores, in nats.
-        bias: the lowest and the highest bias before the step; empty without biases.
+        bias: the router's lowest and highest bias before the step; empty if the model's routers
+            have no biases.
     """
 
     counts: dict[int, list[int]]
@@ -195,10 +205,11 @@ class ExpertFigures(NamedTuple):
     bias: dict[int, tuple[float, float]]
 
     def row(self) -> dict[str, dict[str, float]]:
-        """Returns the values for a line of metrics.jsonl, each by layer.
+        """Returns the statistics for a line of metrics.jsonl: name → layer → value.
 
-        `load` is the number of tokens of the fullest expert over the mean, `unused` the number of
-        experts without a token, and `bias` the highest bias minus the lowest.
+        `load` is the number of tokens of the fullest expert divided by the mean over the experts,
+        `unused` the number of experts without a token, and `bias` the highest bias minus the
+        lowest.
         """
         found: dict[str, dict[str, float]] = {
             "load": {str(n): round(max(c) * len(c) / max(1, sum(c)), 4) for n, c in self.layers},
@@ -214,12 +225,12 @@ class ExpertFigures(NamedTuple):
 
     @property
     def layers(self) -> list[tuple[int, list[int]]]:
-        """Layers with the tokens of their experts."""
+        """Pairs of a layer's number and the numbers of tokens of its experts."""
         return list(self.counts.items())
 
 
 class Routed(Protocol):
-    """The attributes of a router that balancing needs."""
+    """The attributes of a router that load balancing needs."""
 
     name: str
     bias: Tensor | None
@@ -230,13 +241,13 @@ class BalanceOfRun:
     """Scales a run's balancing losses, and updates the routers' biases after each step.
 
     Args:
-        settings: coefficients of the losses, and the rate of the biases.
-        routers: this rank's routers by layer.
-        layers: all layers with experts.
-        experts, chosen: experts of a layer, and of a token.
+        settings: coefficients of the losses, and the amount by which a step changes the biases.
+        routers: this rank's routers, by the number of their layer.
+        layers: the numbers of all layers with experts.
+        experts, chosen: the number of experts in a layer, and of experts that a token uses.
         sequence: the groups over which the tokens of a sequence are split.
-        has_biases: the model's routers have biases.
-        is_first: this rank reports the biases of its stage to the others.
+        has_biases: whether the model's routers have biases.
+        is_first: whether this rank reports the biases of its pipeline stage to the other ranks.
     """
 
     def __init__(
@@ -263,22 +274,23 @@ class BalanceOfRun:
 
     @property
     def states(self) -> dict[str, Tensor]:
-        """The biases of this rank's routers, by full name; they are saved with the parameters."""
+        """The biases of this rank's routers by full name, which are saved with the parameters."""
         routers = self.routers.values()
         return {f"{r.name}.bias": r.bias for r in routers if r.bias is not None}
 
     @property
     def needs_routed_tokens(self) -> bool:
-        """Whether `scaled` needs the number of tokens of the global batch, without padding."""
+        """Whether `scaled` needs the number of tokens in the global batch, without padding."""
         return self.settings.z_loss > 0
 
     def scaled(self, balance: Balance, loss_scale: float, batch: int, routed: Tensor) -> Balance:
-        """Returns the `Balance` of a micro-batch, with the scales of its losses.
+        """Returns a micro-batch's `Balance` with the scales of the losses filled in.
 
         Args:
-            loss_scale: factor of all gradients.
-            batch: sequences of the global batch.
-            routed: scalar, its number of tokens without padding, on all ranks.
+            loss_scale: the factor by which all gradients are multiplied.
+            batch: the number of sequences in the global batch.
+            routed: scalar, the number of tokens in the global batch over all ranks, without
+                padding; it is only used if `needs_routed_tokens`.
         """
         aux, z = self.settings.aux_loss, self.settings.z_loss
         like = balance.lengths
@@ -291,7 +303,7 @@ class BalanceOfRun:
         )
 
     def take(self, like: Tensor) -> Tensor:
-        """Returns this rank's share of the sums of all layers since the last call, flat float64."""
+        """Returns this rank's share of all layers' sums since the last call, a float64 vector."""
         width = self.experts + Tally.MORE
         shares = like.new_zeros(len(self.layers), width + 2)
         for layer, router in self.routers.items():
@@ -302,7 +314,7 @@ class BalanceOfRun:
         return shares.flatten()
 
     def figures(self, totals: Sequence[float], batch: int) -> ExpertFigures:
-        """Returns the statistics of a step, given the result of `take` summed over the world."""
+        """Returns the statistics of a step; `totals`: the results of `take`, summed over ranks."""
         width = self.experts + Tally.MORE + 2
         rows = {n: totals[i * width : (i + 1) * width] for i, n in enumerate(self.layers)}
         counts = {layer: [round(n) for n in row[: self.experts]] for layer, row in rows.items()}
@@ -326,10 +338,11 @@ class BalanceOfRun:
 def updated_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     """Returns the bias after a step (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
 
-    `counts`: (experts,) tokens of the global batch. The bias of an expert with fewer tokens than
-    the mean rises by `rate`; with more tokens it falls.
+    `counts`: (experts,), the number of tokens of the global batch that chose each expert. The bias
+    of an expert with fewer tokens than the mean rises by `rate`, and that of an expert with more
+    tokens falls by `rate`.
     """
     counts = counts.double()
-    # The comparison is in whole numbers, because the mean of the counts may not be one.
+    # Both sides are multiplied by the number of experts, as the mean may not be a whole number.
     direction = torch.sign(counts.sum() - counts * counts.numel())
     return bias + rate * direction.to(bias.dtype)

@@ -1,4 +1,4 @@
-"""Checks of a mixture of experts and of its layout."""
+"""Checks the settings of a mixture of experts and of expert parallelism."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from parallel3d.errors import UserError, closest
 
 
 def check_experts(model: ModelConfig) -> None:
-    """Raises UserError for a router or layers that do not fit the number of experts."""
+    """Raises UserError for router settings or `model.dense_layers` that do not fit the experts."""
     count, chosen = model.num_experts, model.experts_per_token
     if count == 0:
         return
@@ -26,8 +26,9 @@ def check_experts(model: ModelConfig) -> None:
         )
     if model.router_score == "sigmoid" and groups > 1 and count // groups < 2:
         raise UserError(
-            f"model.router_groups={groups} leaves a group 1 of the {count} experts, but with "
-            "sigmoid its score is the sum of its two best; the nearest is "
+            f"model.router_groups={groups} leaves only 1 of the {count} experts in a group, but "
+            "with model.router_score=sigmoid a group's score is the sum of its two best experts' "
+            "scores; the nearest is "
             f"model.router_groups={max(n for n in range(1, count // 2 + 1) if count % n == 0)}."
         )
     most = count // groups * kept
@@ -66,7 +67,7 @@ def _check_dense_layers(model: ModelConfig) -> None:
 
 
 def check_expert_parallel(num_experts: int, ep: int, ranks: int) -> None:
-    """Raises UserError unless ep divides the experts and the `ranks` of a pipeline stage."""
+    """Raises UserError unless `ep` divides `num_experts` and the `ranks` of a pipeline stage."""
     if ep == 1:
         return
     for what, size in (("tp · cp · dp", ranks), ("model.num_experts", num_experts)):

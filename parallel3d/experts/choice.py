@@ -1,6 +1,6 @@
-"""The experts that tokens choose, and the order in which tokens are read, sent and summed.
+"""The experts of each token, and the order in which tokens are sent, read and summed.
 
-These decisions are made once per micro-batch; recomputation and the backward reuse them.
+These decisions are made once per micro-batch; the backward and recomputed forwards reuse them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from parallel3d.device.grouped import Groups, has_grouped_kernels
 
 
 class Routing(NamedTuple):
-    """The experts of n tokens, best first, (n, k) int64, and their weights, (n, k) in fp32 or
-    better."""
+    """The experts that n tokens use.
+
+    Attributes:
+        experts: (n, k) int64, the experts of each token, best first.
+        weights: (n, k), the weights of these experts, in fp32 or fp64.
+    """
 
     experts: Tensor
     weights: Tensor
@@ -30,14 +34,15 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that a rank's experts read, sorted by expert: a row is one token for one expert.
+    """The rows that a rank's experts read, sorted by expert; a row is one token for one expert.
 
     Attributes:
-        groups: the rows of each local expert, one after the other.
+        groups: the consecutive rows that belong to each local expert.
         tokens: (rows,) int64, the token of each row.
-        slots: (rows,) int64, the place of each row in the flat (tokens, slots) table of choices.
-        places: (tokens, slots) int64, the row of each choice; where there is none, the number of
-            rows.
+        slots: (rows,) int64, the index of each row's choice in the flattened (tokens, slots) table
+            of choices.
+        places: (tokens, slots) int64, the row of each choice, or the number of rows if the choice
+            is not a local expert.
     """
 
     groups: Groups
@@ -47,10 +52,14 @@ class Rows:
 
     @classmethod
     def counted(cls, experts: Tensor, count: int, balanced: int) -> Callable[[], Rows]:
-        """Counts the choices of t tokens. The returned function synchronises with the device and
-        sorts them (see `sorted_by`).
+        """Counts the choices of t tokens for each local expert.
 
-        `balanced`: number of rows if all experts are chosen equally often.
+        The returned function waits for the counts and returns the sorted rows.
+
+        Args:
+            experts: the choices, as `sorted_by` takes them.
+            count: the number of local experts.
+            balanced: the number of rows if all experts are chosen equally often, for a dry run.
         """
         numbers = counts_of(experts.flatten(), count + 1)[:count]
         read = _reading(numbers, evenly(balanced, count))
@@ -63,8 +72,10 @@ class Rows:
 
     @classmethod
     def counted_all(cls, experts: Tensor, count: int, dtype: torch.dtype) -> Callable[[], Rows]:
-        """Does the same where every choice is a local expert. The host only waits for the device if
-        the experts' GEMMs in `dtype` run one by one."""
+        """Does the same as `counted` for choices that are all local experts.
+
+        The host only waits for the device if no grouped kernel runs the experts' GEMMs in `dtype`.
+        """
         if not has_grouped_kernels(experts.device, dtype):
             return cls.counted(experts, count, experts.numel())
         groups = Groups.of(counts_of(experts.flatten(), count), None)
@@ -72,11 +83,13 @@ class Rows:
 
     @classmethod
     def sorted_by(cls, experts: Tensor, groups: Groups, total: int) -> Rows:
-        """Sorts the choices of t tokens, (t, slots): local experts, or the number of these for
-        none.
+        """Sorts the choices of t tokens by expert, and the rows of an expert by token.
 
-        `total`: the number of choices of local experts. An expert's rows are in the order of
-        tokens.
+        Args:
+            experts: (t, slots), the local experts that each token chose, with the number of local
+                experts in place of an expert of another rank.
+            groups: the rows of each local expert.
+            total: the number of choices that are local experts.
         """
         flat = experts.flatten()
         slots = flat.sort(stable=True).indices[:total]
@@ -88,13 +101,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sent:
-    """This rank's tokens that go to each rank of ep, a message for each token and rank.
+    """The messages in which this rank sends its tokens to the ranks of ep.
+
+    A message is one token for one rank.
 
     Attributes:
-        tokens: (sent,) int64, the token of each message, sorted by rank and then by token.
-        places: (n, ep) int64, the message of each token to each rank; where there is none, the
-            number of messages.
-        given, taken: numbers of messages to and from each rank.
+        tokens: (sent,) int64, the token of each message; messages are sorted by destination rank
+            and then by token.
+        places: (n, ep) int64, the message that carries each token to each rank, or the number of
+            messages if the token does not go to that rank.
+        given, taken: the number of messages to each rank, and from each rank.
         rows: the rows that each of this rank's experts gets.
         most: the largest number of messages that a rank can send or receive.
     """
@@ -108,16 +124,21 @@ class Sent:
 
     @classmethod
     def counted(cls, experts: Tensor, local: int, ep: Group, balanced: int) -> Callable[[], Sent]:
-        """Finds the ranks of the chosen experts (n, k). Collective; the returned function
-        synchronises with the device.
+        """Finds the ranks that hold the chosen experts, (n, k), and exchanges counts; collective.
 
-        `balanced`: messages to each rank if all experts are chosen equally often.
+        The returned function waits for the counts and returns the messages.
+
+        Args:
+            experts: (n, k), the chosen experts, numbered over all ranks.
+            local: the number of experts on each rank.
+            balanced: the number of messages to each rank if all experts are chosen equally often,
+                for a dry run.
         """
         ranks = experts.div(local, rounding_mode="floor")
         goes = torch.zeros(len(experts), ep.size, dtype=torch.bool, device=experts.device)
         goes.scatter_(1, ranks, True)
-        # For each rank: the number of messages to it, and the number of rows of each of its
-        # experts.
+        # Each rank is told how many messages it gets from here, and how many rows each of its
+        # experts gets.
         of_experts = counts_of(experts.flatten(), local * ep.size).view(ep.size, local)
         numbers = torch.cat((goes.sum(0).unsqueeze(1), of_experts), dim=1)
         got = collectives.all_to_all(numbers, ep)
@@ -130,8 +151,8 @@ class Sent:
             counts = read()
             given, taken = counts[: ep.size], counts[ep.size : 2 * ep.size]
             total = sum(given)
-            # A stable sort of (rank, token) lists the messages to rank 0 in the order of tokens,
-            # and so on.
+            # A stable sort of the (rank, token) pairs keeps the messages to each rank in the order
+            # of the tokens.
             flat = goes.t().flatten()
             messages = (~flat).sort(stable=True).indices[:total]
             places = torch.full_like(flat, total, dtype=torch.int64)
@@ -151,15 +172,16 @@ class Sent:
 
 @dataclass
 class Choice:
-    """Keeps a layer's decisions about the tokens of a micro-batch for its recomputation.
+    """Keeps a layer's decisions about a micro-batch's tokens for recomputed forwards.
 
-    The first forward fills it in; a recomputed forward reads it.
+    The first forward sets the attributes, which are None until then; a recomputed forward reads
+    them.
 
     Attributes:
         experts: (n, k), as in `Routing`.
-        counts: (b, experts) tokens of each whole sequence that chose an expert, for the auxiliary
-            loss.
-        sent: the tokens that go to each rank.
+        counts: (b, experts), the number of tokens in each whole sequence that chose each expert;
+            None without an auxiliary loss.
+        sent: the messages to each rank; None unless tokens are sent by all_to_all.
         rows: the order in which this rank's experts read their tokens.
     """
 
@@ -170,13 +192,15 @@ class Choice:
 
 
 def counts_of(numbers: Tensor, count: int) -> Tensor:
-    """Counts how often each number below `count` occurs: (n,) int64 → (count,)."""
+    """Returns how often each number below `count` occurs: (n,) int64 → (count,)."""
     return numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _reading(numbers: Tensor, balanced: Sequence[int]) -> Callable[[], tuple[int, ...]]:
-    """Copies the numbers to the host; the returned function waits for them. In a dry run they have
-    no values, and it returns `balanced` instead."""
+    """Starts to copy `numbers` to the host, and returns a function that waits for them.
+
+    In a dry run the numbers have no values, so the function returns `balanced` instead.
+    """
     reading = Reading(numbers)
 
     def read() -> tuple[int, ...]:
@@ -187,16 +211,15 @@ def _reading(numbers: Tensor, balanced: Sequence[int]) -> Callable[[], tuple[int
 
 
 def evenly(total: int, parts: int) -> list[int]:
-    """Splits `total` into whole numbers that differ by at most one."""
+    """Returns `parts` whole numbers that sum to `total` and differ by at most one."""
     return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
 
 
 def balanced_experts(seed: int, layer: int, tokens: int, experts: int, chosen: int) -> Tensor:
-    """Returns the experts of each position of a sequence, all equally often: (tokens, chosen)
-    int64.
+    """Returns experts for each position of a sequence, with every expert used equally often.
 
-    Each run of experts/chosen positions shares out one random permutation of all experts. The
-    result is the same for all sequences and layouts.
+    The result, (tokens, chosen) int64, is the same for all sequences and layouts. Each run of
+    experts/chosen consecutive positions divides one random permutation of all experts.
     """
     chance = torch.Generator().manual_seed(4096 * seed + layer)
     each = experts // chosen
@@ -206,18 +229,18 @@ def balanced_experts(seed: int, layer: int, tokens: int, experts: int, chosen: i
 
 @functools.partial(fused, rows=True)
 def sum_of_slots(rows: Tensor, places: Tensor) -> Tensor:
-    """Sums each token's rows in the order of its slots: (rows, h), (t, slots) → (t, h).
+    """Returns the sum of each token's rows, added in the order of its slots.
 
-    Places past the last row add nothing. Equal inputs give equal bits on every device, as nothing
-    is added atomically.
+    (rows, h), (t, slots) → (t, h). A place after the last row adds nothing. Because no addition is
+    atomic, equal inputs give equal bits on every device.
     """
-    if torch.compiler.is_compiling():  # one kernel, without a copy of the rows
+    if torch.compiler.is_compiling():  # this becomes one kernel, which does not copy the rows
         last, total = rows.shape[0] - 1, rows.new_zeros(places.shape[0], rows.shape[1])
         for place in places.unbind(1) if last >= 0 else ():
             row = rows.index_select(0, place.clamp(max=last))
             total = total + row.where((place <= last).unsqueeze(-1), 0)
         return total
-    padded = rows  # every place is a row's own, so that as many places as rows leave none out
+    padded = rows  # places do not repeat a row, so with as many rows as places none is missing
     if rows.shape[0] < places.numel():
         padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     total = padded.index_select(0, places[:, 0])

@@ -1,13 +1,13 @@
 """Sends tokens to the experts of other ranks, and returns the results, in one of two ways.
 
-| way | a rank gets | bytes for each token, in hidden states and each direction |
+| way | tokens that a rank receives | traffic per token and direction, in hidden states |
 |---|---|---|
 | gather | the tokens of all ranks of ep | ep − 1 |
-| all_to_all | each token once if it chose an expert there | (ep − 1) · p, see `share_sent` |
+| all_to_all | each token that chose an expert of the rank, once | (ep − 1) · p, see `share_sent` |
 
-A rank runs its own experts on the tokens that it received and returns one sum for each; the token's
-own rank adds these sums in the order of the ranks. The host waits for the sizes once in a forward.
-Neither a backward nor a recomputation exchanges counts or waits for the device.
+A rank runs its own experts on the tokens that it received and returns one sum for each token; the
+token's own rank adds these sums in the order of the ranks. The host waits for the sizes once in a
+forward. Neither a backward nor a recomputed forward exchanges counts or waits for the device.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from parallel3d.comm.group import Group
 from parallel3d.comm.turns import Turns
 from parallel3d.experts.choice import Choice, Rows, Sent, sum_of_slots
 
-# (tokens (t, h), weights (t, slots), rows) → (t, h): the sums over this rank's experts.
+# A function (tokens (t, h), weights (t, slots), rows) → (t, h) that returns each token's weighted
+# sum over this rank's experts.
 RunExperts = Callable[[Tensor, Tensor, Rows], Tensor]
 
 
 class Order(NamedTuple):
-    """The order in which this rank's experts read tokens, and the tokens that were sent; `sent` is
-    None unless tokens are sent by all_to_all."""
+    """The order in which this rank's experts read tokens, and the messages to other ranks.
+
+    `sent` is None unless tokens are sent by all_to_all.
+    """
 
     rows: Rows
     sent: Sent | None = None
@@ -40,16 +43,18 @@ class Order(NamedTuple):
 def counted(
     chosen: Tensor, choice: Choice, experts: int, ep: Group, way: str, dtype: torch.dtype
 ) -> Callable[[], Order]:
-    """Counts the rows of this rank's experts; the returned function waits for the counts.
+    """Counts the rows of this rank's experts, and returns a function that waits for their order.
 
-    Work that is launched between the two calls hides the wait. A recomputation finds the order in
-    `choice`.
+    Work that is launched between the two calls hides the wait. A recomputed forward finds the order
+    in `choice`.
 
     Args:
         chosen: (n, k), the experts of each token.
-        choice: keeps the order for a recomputation.
-        experts: the number of all experts; each rank of `ep` holds equally many consecutive ones.
-        dtype: of the experts' GEMMs.
+        choice: the record in which the order is kept for a recomputed forward.
+        experts: the number of experts in the layer, which the ranks of `ep` divide into equal
+            consecutive parts.
+        way: how tokens travel, `gather` or `all_to_all`.
+        dtype: the dtype of the experts' GEMMs.
     """
     if choice.rows is not None:
         kept = Order(choice.rows, choice.sent)
@@ -98,9 +103,10 @@ def dispatched(
     """Returns the weighted sums of the chosen experts' results: (n, hidden) → (n, hidden).
 
     Args:
-        weights: (n, k) of the chosen experts.
-        run: runs this rank's experts.
-        turns: lets another micro-batch compute while tokens are under way.
+        weights: (n, k), the weights of the chosen experts.
+        order: the result of the function that `counted` returned.
+        run: the function that runs this rank's experts.
+        turns: lets another micro-batch compute while tokens are in flight; None: there is no other.
     """
     if ep.size == 1:
         return run(x, weights, order.rows)
@@ -117,7 +123,7 @@ def dispatched(
 
 
 def _arrived(sending: tuple[Tensor, Work], turns: Turns | None) -> Tensor:
-    """Returns what is under way when it has arrived; until then another micro-batch computes."""
+    """Waits for data in flight and returns it; with `turns`, another micro-batch computes first."""
     out, work = sending
     if turns is not None:
         turns.pass_on()
@@ -126,13 +132,13 @@ def _arrived(sending: tuple[Tensor, Work], turns: Turns | None) -> Tensor:
 
 
 def _local(experts: Tensor, local: int, index: int) -> Tensor:
-    """Returns numbers among the `local` experts of rank `index`; `local` for the others."""
+    """Renumbers the experts of rank `index` from 0; experts of other ranks become `local`."""
     numbers = experts - local * index
     return numbers.where((numbers >= 0) & (numbers < local), local)
 
 
 class _Gather(torch.autograd.Function):
-    """All-gathers (n, …) to (ep · n, …); the backward sums the ranks' gradients."""
+    """All-gathers (n, …) to (ep · n, …); the backward reduce-scatters the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, turns: Turns | None) -> Tensor:
@@ -147,7 +153,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Reduce-scatters (ep · n, …) to (n, …)."""
+    """Reduce-scatters (ep · n, …) to (n, …); the backward all-gathers the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, turns: Turns | None) -> Tensor:
@@ -184,7 +190,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Take(torch.autograd.Function):
-    """Copies the tokens of all messages; the backward sums each token's gradients by rank."""
+    """Copies each message's token; the backward sums a token's gradients in order of the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Sent) -> Tensor:
@@ -197,7 +203,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sums each token's results in the order of ranks; it is the adjoint of `_Take`."""
+    """Sums each token's results in the order of the ranks; it is the adjoint of `_Take`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Sent) -> Tensor:

@@ -1,4 +1,4 @@
-"""Adds the weight gradients of experts to their buckets."""
+"""Adds the weight gradients of experts to their gradient bucket."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from parallel3d.parameters.gradients import add_matmul, add_or_defer
 def add_grouped_gradient(
     weight: Tensor, grad: Callable[[], Tensor], x: Callable[[], Tensor], groups: Groups
 ) -> Tensor | None:
-    """Adds the gradients gradᵀ·x of experts' matrices to their bucket, or returns them.
+    """Adds the gradients gradᵀ·x of the experts' matrices to their bucket, or returns them.
 
-    An expert without rows gets a zero gradient, so that every rank has gradients of all of its
-    experts. Otherwise it works like `parameters.gradients.add_weight_gradient`.
+    It does for several experts what `parameters.gradients.add_weight_gradient` does for a linear
+    layer. An expert without rows gets a zero gradient, so that every rank has gradients of all of
+    its experts.
 
     Args:
-        weight: (experts · out, in).
-        grad, x: functions that return (rows, out) and (rows, in), sorted by expert.
+        weight: (experts · out, in), the experts' matrices, one after the other.
+        grad, x: functions that return the gradients, (rows, out), and the inputs, (rows, in), both
+            sorted by expert.
         groups: the rows of each expert.
     """
 

@@ -1,8 +1,8 @@
-"""Runs the experts of one rank: rows sorted by expert, grouped GEMMs, sums in a fixed order.
+"""Runs one rank's experts: sorts rows by expert, multiplies them in grouped GEMMs, and sums them.
 
-A token's weight multiplies the activation before the second GEMM. So the second GEMM's results need
-not be kept, and the weight's gradient is a sum over a row (Guo et al. 2025, SonicMoE,
-arXiv:2512.14080).
+The activation is multiplied by the token's weight before the second GEMM. So the results of the
+second GEMM need not be kept, and the gradient of a weight is a sum over the elements of a row (Guo
+et al. 2025, SonicMoE, arXiv:2512.14080). Each token's rows are summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ class Activation(NamedTuple):
 
     Attributes:
         plain: the function itself.
-        weighed: a kernel that also multiplies each row by its weight; None: `_weighed` does so.
-        weighed_backward: a kernel that takes (gradient, rows, weights) and returns the gradients of
-            the rows and of the weights, and the result of `weighed`.
+        weighed: a kernel for accelerators that also multiplies each row by its weight; None:
+            `_weighed` multiplies the result of `plain`.
+        weighed_backward: a kernel for accelerators that takes (gradient, rows, weights) and returns
+            the gradients of the rows and of the weights, and the result of `weighed`; None:
+            autograd differentiates `_weighed`.
     """
 
     plain: Callable[[Tensor], Tensor]
@@ -42,19 +44,21 @@ def run_experts(
     """Runs this rank's experts on t tokens: (t, hidden) → (t, hidden).
 
     Args:
-        weights: (t, slots), the weight of each choice, fp32 or better.
-        up: (experts · inner, hidden), down: (experts · hidden, ffn): the experts' matrices, one
-            after the other.
+        weights: (t, slots), the weight of each choice, in fp32 or fp64.
+        up: (experts · inner, hidden), the experts' first matrices, one after the other.
+        down: (experts · hidden, ffn), the experts' second matrices, one after the other.
+        rows: the rows of each expert.
         activation: the non-linearity, from `inner` to `ffn` features.
     """
     return _Experts.apply(x, weights, up, down, rows, activation)
 
 
 class _Experts(torch.autograd.Function):
-    """Keeps x (unless `up` is frozen), the result of `up` and the weights; everything else is
-    computed again.
+    """Runs the experts, and keeps little for the backward.
 
-    Weights of the experts are kept in `ctx` itself, like those of linear layers (`linear_ops`).
+    It keeps x (unless `up` is frozen), the result of the first GEMM and the tokens' weights, and
+    recomputes everything else. The experts' matrices are attributes of `ctx` rather than saved
+    tensors, like the weights of linear layers (`linear_ops`).
     """
 
     @staticmethod
@@ -71,7 +75,7 @@ class _Experts(torch.autograd.Function):
         ctx.down = down
         ctx.rows = rows
         ctx.activation = activation
-        # No variable holds the gathered rows, so that their memory is free before the second GEMM.
+        # No variable refers to the gathered rows, so that they are freed before the second GEMM.
         inner = grouped_matmul(x.index_select(0, rows.tokens), *_transposed(up, rows))
         ctx.save_for_backward(weights, inner, *([x] if up.requires_grad else []))
         active = _weighed(inner, weights.flatten()[rows.slots], activation)
@@ -94,8 +98,8 @@ class _Experts(torch.autograd.Function):
         )
         del grad_active
 
-        # A deferred gradient keeps x and `inner` and recomputes the gathered rows and the
-        # activations.
+        # A deferred weight gradient keeps only x and `inner`, and calls these functions to
+        # recompute the gathered rows and the activations.
         def active_rows() -> Tensor:
             return _weighed(inner, chosen, ctx.activation)
 
@@ -129,17 +133,17 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _matrices(weight: Tensor, rows: Rows) -> Tensor:
-    """Views (experts · out, in) as the experts' matrices, (experts, out, in)."""
+    """Returns a view of the weight (experts · out, in) as matrices, (experts, out, in)."""
     return weight.unflatten(0, (len(rows.groups.ends), -1))
 
 
 def _transposed(weight: Tensor, rows: Rows) -> tuple[Tensor, Groups]:
-    """Returns the transposed matrices, (experts, in, out), and the groups of rows."""
+    """Returns the experts' transposed matrices, (experts, in, out), and the groups of rows."""
     return _matrices(weight, rows).transpose(1, 2), rows.groups
 
 
 def _weighed(inner: Tensor, weights: Tensor, activation: Activation) -> Tensor:
-    """Returns activations times the rows' weights, rounded once: (rows, inner) → (rows, ffn)."""
+    """Returns each row's activation times its weight: (rows, inner) → (rows, ffn)."""
     if activation.weighed is not None and is_on_accelerator(inner):
         return activation.weighed(inner, weights)
     active = activation.plain(inner)
@@ -149,7 +153,7 @@ def _weighed(inner: Tensor, weights: Tensor, activation: Activation) -> Tensor:
 def _weighed_backward(
     grad: Tensor, inner: Tensor, weights: Tensor, activation: Activation
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of `inner` and of the weights, and the result of `_weighed`."""
+    """Returns the gradients of `inner` and of the weights, and `_weighed`'s recomputed result."""
     if activation.weighed_backward is not None and is_on_accelerator(inner):
         return activation.weighed_backward(grad, inner, weights)
     with torch.enable_grad():

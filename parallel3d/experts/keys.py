@@ -1,4 +1,4 @@
-"""Keys of mixtures of experts: the model, its balance, and how tokens reach the experts."""
+"""Keys of mixtures of experts: the model, load balancing, and how tokens reach the experts."""
 
 from __future__ import annotations
 

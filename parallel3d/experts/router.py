@@ -1,6 +1,6 @@
-"""The router: scores of a token's experts, their choice, and their weights.
+"""The router, which scores the experts for each token, chooses among them and weights them.
 
-The routers of all model families are one function with the settings in `RouterSettings`. Scores are
+One implementation serves all model families, which differ in their `RouterSettings`. Scores are
 fp32, or fp64 in an fp64 model. The choice is made once per micro-batch and kept (`Choice`), because
 a recomputed forward that chose again could choose other experts.
 """
@@ -26,7 +26,7 @@ from parallel3d.parameters.state import state_of
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """The settings by which routers differ; see `experts.keys.ExpertKeys`."""
+    """The settings in which routers differ; `experts.keys.ExpertKeys` explains them."""
 
     score: str
     experts: int
@@ -50,22 +50,24 @@ class RouterSettings:
 
 
 def scores_of(logits: Tensor, settings: RouterSettings) -> Tensor:
-    """Returns the scores of all experts: (n, experts) → (n, experts)."""
+    """Returns the scores of all experts, given the logits: (n, experts) → (n, experts)."""
     return logits.sigmoid() if settings.score == "sigmoid" else logits.softmax(-1)
 
 
 def ranked(values: Tensor, count: int) -> Tensor:
-    """Returns the indices of the `count` largest values of each row; of equal values the first
-    wins."""
+    """Returns the indices of the `count` largest values of each row, the largest first.
+
+    Among equal values, the first comes first.
+    """
     places = values.sort(dim=-1, descending=True, stable=True).indices
-    return places[..., :count].contiguous()  # a view would keep the indices of all values in memory
+    return places[..., :count].contiguous()  # a view would keep all indices in memory
 
 
 def choose(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Tensor:
     """Returns the experts of each token, best first: (n, experts) → (n, k) int64.
 
-    `bias` only affects the choice. With groups, experts outside a token's best groups are not
-    chosen (DeepSeek-V3 report, §2.1.2).
+    `bias` is added to the scores for the choice only; None: nothing is added. With groups, experts
+    outside a token's best groups are not chosen (DeepSeek-V3 report, §2.1.2).
     """
     values, _ = _values(scores, bias, settings)
     return ranked(values, settings.chosen)
@@ -74,8 +76,8 @@ def choose(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Ten
 def margins_of(scores: Tensor, bias: Tensor | None, settings: RouterSettings) -> Tensor:
     """Returns how close each token's choice was: (n, experts) → (n,).
 
-    It is the gap between the lowest chosen value and the highest one that was not chosen, or the
-    same gap between groups if that is smaller.
+    The result is the difference between the lowest value that was chosen and the highest that was
+    not, or the same difference between groups of experts if that is smaller.
     """
     values, of_groups = _values(scores, bias, settings)
     gaps = [_gap(values, settings.chosen)]
@@ -94,8 +96,10 @@ def _gap(values: Tensor, count: int) -> Tensor:
 def _values(
     scores: Tensor, bias: Tensor | None, settings: RouterSettings
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the values by which experts are chosen, and the values of the groups, or None without
-    groups to choose from."""
+    """Returns the values by which experts are chosen, and those by which groups are chosen.
+
+    The latter are None if a token may use all groups.
+    """
     values = scores.detach()
     if bias is not None:
         values = values + bias
@@ -103,7 +107,7 @@ def _values(
         grouped = values.unflatten(-1, (settings.groups, -1))
         if settings.score == "sigmoid":
             of_groups = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
-        else:  # DeepSeek-V2, which has no bias
+        else:  # as in DeepSeek-V2, whose router has no bias
             of_groups = scores.detach().unflatten(-1, (settings.groups, -1)).amax(-1)
         kept = torch.zeros_like(of_groups, dtype=torch.bool)
         kept.scatter_(-1, ranked(of_groups, settings.top_groups), True)
@@ -116,20 +120,20 @@ def weights_of(scores: Tensor, experts: Tensor, settings: RouterSettings) -> Ten
     weights = scores.gather(-1, experts)
     if settings.normalize:
         total = weights.sum(-1, keepdim=True)
-        # transformers and DeepSeek-V3 add this bound; a sum of softmax scores is never zero.
+        # transformers and DeepSeek-V3 add 1e-20 too; a sum of softmax scores is never zero.
         weights = weights / (total + 1e-20 if settings.score == "sigmoid" else total)
     return weights * settings.scale
 
 
 class Router(nn.Module):
-    """Scores every token's experts and chooses among them; replicated over tp.
+    """Scores the experts for every token and chooses among them; replicated over tp.
 
     Args:
-        routing: `moe.routing`.
+        routing: the key `moe.routing`: `model` or `balanced`.
 
     Attributes:
-        bias: (experts,) added to the scores for the choice, fp32 or fp64; None without
-            `model.router_bias`. It is state rather than a parameter: the optimizer, clipping and
+        bias: (experts,), fp32 or fp64, added to the scores for the choice; None without
+            `model.router_bias`. It is not a parameter: the optimizer, gradient clipping and weight
             averaging ignore it.
     """
 
@@ -148,8 +152,8 @@ class Router(nn.Module):
         bias = None
         if model.router_bias:
             bias = torch.zeros(model.num_experts, dtype=init.dtype, device=init.device)
-        # Not a buffer: modules convert buffers to bf16 with their parameters, which would erase
-        # the differences that balance the experts.
+        # The bias is not a buffer, because modules convert buffers to bf16 with their parameters,
+        # which would erase the small differences that balance the experts.
         self.bias = bias
         self.tally = Tally(model.num_experts, init.device)
         self.balanced: Tensor | None = None
@@ -158,12 +162,13 @@ class Router(nn.Module):
             self.balanced = balanced_experts(init.seed, layer, *sizes).to(init.device)
 
     def forward(self, x: Tensor, choice: Choice, balance: Balance | None) -> Routing:
-        """Routes tokens: (b, s, hidden) → n = b · s tokens.
+        """Chooses experts for the n = b · s tokens in x, (b, s, hidden).
 
         Args:
-            choice: the choice made by an earlier forward of the same tokens; an empty one is filled
-                in.
-            balance: the data for balancing losses of the micro-batch; None: tokens are not counted.
+            choice: the decisions of an earlier forward of the same tokens, which are reused; if it
+                is empty, the router's decisions are written into it.
+            balance: the data for the micro-batch's balancing losses; None: there are no losses, and
+                tokens are not counted.
         """
         logits = _Logits.apply(x, self.weight).flatten(0, -2)
         scores = scores_of(logits, self.settings)
@@ -187,17 +192,17 @@ class Router(nn.Module):
         return Routing(choice.experts, weights)
 
     def _balanced(self, table: Tensor, balance: Balance, samples: int, tokens: int) -> Tensor:
-        """Returns the experts of `moe.routing=balanced` for the micro-batch's tokens."""
+        """Returns the experts that `moe.routing=balanced` gives the tokens of a micro-batch."""
         if balance.positions is None:
             return table[:tokens].repeat(samples, 1)
         return table[balance.positions.flatten() % len(table)]
 
 
 class _Logits(torch.autograd.Function):
-    """Computes x·Wᵀ in fp32 or better, where products of bf16 numbers are exact.
+    """Computes x·Wᵀ in fp32, in which products of bf16 numbers are exact, or in fp64.
 
-    The backward's gradients are fp32, and no GEMM multiplies fp32 by bf16, so it copies the other
-    operands to fp32 on every device.
+    In the backward, incoming gradients are fp32. As no GEMM multiplies fp32 by bf16, the other
+    operands are copied to fp32 on every device.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Records the choices of experts in a step, and replays the choices of another run.
+"""Records which experts are chosen in a step, and replays the choices of another run.
 
-A layout and a single process may choose different experts where two scores differ by less than
-rounding. Replaying the choice separates such flips from mistakes: with it, losses and gradients
-agree as closely as in a model without experts.
+A layout and a single process may choose different experts for a token if two of its scores differ
+by less than rounding errors do. Replaying the choices tells such flips from mistakes: with equal
+choices, losses and gradients agree as closely as in a model without experts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from parallel3d.experts.balance import Balance
 
 @dataclass
 class Choices:
-    """The experts that the tokens of one step choose, on this rank or on all.
+    """The experts that the tokens of one step choose, on this rank or on all ranks.
 
     Attributes:
         layers: the layers with experts, in the order of the tensors' first dimension.
-        first: number of the step's first sample in the run.
-        experts: (layers, samples, positions, k) int64, the model's choices; -1 where this rank has
-            none.
-        margins: (layers, samples, positions) float64, how close the choice was; see `margins_of`.
-        given: experts to use instead of the chosen ones; None: the chosen ones are used.
+        first: the number of the step's first sample in the run.
+        experts: (layers, samples, positions, k) int64, the router's choices; -1 for tokens that
+            this rank does not have.
+        margins: (layers, samples, positions) float64, how close each choice was (`margins_of`);
+            infinite for tokens that this rank does not have.
+        given: the experts to use instead of the router's choices, shaped like `experts`; None: the
+            router's choices are used.
     """
 
     layers: list[int]
@@ -45,20 +47,20 @@ class Choices:
         device: torch.device,
         given: Tensor | None = None,
     ) -> Choices:
-        """Creates an empty record; `shape`: samples, positions and k."""
+        """Returns a record without choices; `shape`: the numbers of samples, positions and k."""
         experts = torch.full((len(layers), *shape), -1, dtype=torch.int64, device=device)
         margins = torch.full(experts.shape[:-1], torch.inf, dtype=torch.float64, device=device)
         return cls(layers, first, experts, margins, given)
 
     def chosen(self, layer: int, balance: Balance, experts: Tensor, margins: Tensor) -> Tensor:
-        """Records the choice of a micro-batch; returns the experts to use."""
+        """Records the choices of a micro-batch in a layer, and returns the experts to use."""
         number = self.layers.index(layer)
         count, length = len(balance.samples), self.experts.shape[2]
         own = experts.unflatten(0, (count, -1))
         positions = balance.positions
         if positions is None:
             positions = torch.arange(own.shape[1], device=own.device).expand(count, -1)
-        is_inside = positions < length  # the rest pads sequences for context parallelism
+        is_inside = positions < length  # later positions are padding for context parallelism
         rows = (balance.samples - self.first).unsqueeze(1).expand_as(positions)[is_inside]
         places = positions[is_inside]
         self.experts[number, rows, places] = own[is_inside]
@@ -70,25 +72,25 @@ class Choices:
         return used.flatten(0, 1)
 
     def gathered(self, world: Group) -> Choices:
-        """Returns the choices of all ranks; collective. Each token must be on one rank."""
-        # A rank without a token has -1, and adds nothing to the sum.
+        """Returns the choices of all ranks; collective. Each token must be on exactly one rank."""
+        # Adding 1 turns the -1 of a missing token into 0, so that it adds nothing to the sum.
         experts = collectives.all_reduce(self.experts + 1, world) - 1
-        # This is the smallest value, because it is infinite on all ranks but one.
+        # A margin is infinite on all ranks but one, where its inverse is the only one above zero.
         inverse = collectives.all_reduce(1 / self.margins, world)
         return Choices(self.layers, self.first, experts, 1 / inverse, self.given)
 
 
 @dataclass(frozen=True)
 class Flips:
-    """Differences between the choices of a layout and of a single process in a step.
+    """The differences between a layout's choices in a step and those of a single process.
 
     Attributes:
-        tokens: number of tokens of each layer.
-        by_layer: layer → number of tokens whose sets of chosen experts differ.
-        margin: the smallest margin of all tokens in the single process.
-        close: number of tokens, summed over layers, with a margin below 1e-6.
-        first: (layer, sample, position, margin) of the flip with the largest margin; None: there
-            is none.
+        tokens: the number of tokens in each layer.
+        by_layer: layer → the number of tokens whose sets of chosen experts differ.
+        margin: the smallest margin of a token in the single process.
+        close: the number of tokens with a margin below 1e-6, summed over the layers.
+        first: (layer, sample, position, margin) of the differing token with the largest margin;
+            None: no token differs.
     """
 
     tokens: int
@@ -99,12 +101,12 @@ class Flips:
 
     @property
     def count(self) -> int:
-        """Number of tokens, summed over layers, whose experts differ."""
+        """The number of tokens whose experts differ, summed over the layers."""
         return sum(self.by_layer.values())
 
     @property
     def share(self) -> float:
-        """The share of tokens whose experts differ."""
+        """The fraction of tokens, over all layers, whose experts differ."""
         return self.count / (self.tokens * len(self.by_layer))
 
 
@@ -112,7 +114,7 @@ CLOSE = 1e-6
 
 
 def flips(layout: Choices, single: Choices) -> Flips:
-    """Compares the choices of all ranks of a layout with the choices of a single process."""
+    """Compares the choices of all ranks of a layout with those of a single process."""
     differ = (layout.experts.sort(-1).values != single.experts.sort(-1).values).any(-1)
     margins = single.margins
     worst = None

@@ -1,1 +1,1 @@
-"""The training loop of a run, and what happens around its steps."""
+"""The training loop of a run, and the hooks that run around its steps."""

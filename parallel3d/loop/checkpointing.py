@@ -1,4 +1,4 @@
-"""Saves the run every `checkpoint.every` steps, and where a signal stops it."""
+"""Saves the run every `checkpoint.every` steps, and when a signal stops it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from parallel3d.trainer import StepResult
 
 @dataclass
 class Checkpointing(Hook):
-    """Saves checkpoints, each with the lines of metrics that are not on disk yet."""
+    """Saves checkpoints, which include the lines of metrics that are not on disk yet."""
 
     run: Run
 
     def before_run(self) -> None:
-        """Lets checkpoints include the recorder's waiting lines."""
+        """Lets checkpoints include the lines that the recorder has not written yet."""
         if self.run.recorder is not None:
             self.run.checkpoints.waiting = self.run.recorder.waiting
 
@@ -27,7 +27,7 @@ class Checkpointing(Hook):
             run.checkpoints.after_step(run.trainer)
 
     def stopped(self, step: int) -> None:
-        """Saves the step after which a signal ends the run, if the run saves at all."""
+        """Saves the run when a signal ends it, unless `checkpoint.every` is 0."""
         if self.run.trainer.config.checkpoint.every:
             with self.run.spent("checkpoint"):
                 self.run.checkpoints.save(self.run.trainer)

@@ -1,4 +1,4 @@
-"""Checks of batch, length and profiled steps."""
+"""Checks the batch sizes, the noise scale and the profiled steps of a run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from parallel3d.config.values import (
 )
 from parallel3d.errors import UserError, closest, nearest_multiple
 
-LAST_STEP = 2**63 - 1  # stands in for the last step of train.epochs until the data is open
+LAST_STEP = 2**63 - 1  # with train.epochs, the last step is unknown until the data is open
 
 
 def check_batch(batch: int, replica: Replicas) -> None:
-    """Raises UserError unless the global batch is whole micro-batches of every rank."""
+    """Raises UserError unless the global batch gives every replica whole micro-batches."""
     micro, dp = replica
     if batch % (micro * dp) == 0:
         return
@@ -39,14 +39,19 @@ def check_batch(batch: int, replica: Replicas) -> None:
 
 
 def check_batch_schedule(given: Mapping[Any, Any], batch: int, replica: Replicas) -> None:
-    """Checks form and sizes of `train.batch_schedule`, which must end with the global batch; raises
-    UserError."""
+    """Raises UserError unless `train.batch_schedule` is well-formed and ends with the global batch.
+
+    Args:
+        given: the schedule, with numbers of samples as keys and global batches as values.
+        batch: `global_batch_size`.
+        replica: the micro-batch size and dp, whose product divides every batch.
+    """
     name, multiple = f"train.batch_schedule={show(given)}", replica.multiple
     firsts = [number_of_tokens(first) for first in given]
     if not given or firsts[0] != 0 or any(a >= b for a, b in pairwise(firsts)):
         raise UserError(
-            f"{name} must give global batches by numbers of samples that grow from 0; the nearest "
-            f"is train.batch_schedule={{0:{batch}}}."
+            f"{name} must map numbers of samples, which increase from 0, to global batches; the "
+            f"nearest is train.batch_schedule={{0:{batch}}}."
         )
     for size in given.values():
         if type(size) is not int or size < 1 or size % multiple:
@@ -58,15 +63,17 @@ def check_batch_schedule(given: Mapping[Any, Any], batch: int, replica: Replicas
             )
     if size != batch:
         raise UserError(
-            f"{name} must end with global_batch_size={batch}, which memory, "
-            f"time and evaluations are planned for; the nearest is global_batch_size={size}."
+            f"{name} must end with global_batch_size={batch}, for which memory, "
+            f"time and evaluations are planned; the nearest is global_batch_size={size}."
         )
 
 
 def check_noise_scale(sizes: BatchSizes, schedule: Any, micro_batch_size: int) -> None:
-    """Raises UserError unless a batch has two micro-batches, or ranks, whose gradients differ.
+    """Raises UserError for a global batch of one micro-batch, which has no parts to compare.
 
-    `schedule`: `train.batch_schedule`, from which `sizes` follow, or None.
+    Args:
+        sizes: the run's global batches.
+        schedule: `train.batch_schedule`, or None without one.
     """
     least = min(sizes.sizes)
     if least != micro_batch_size:
@@ -81,13 +88,17 @@ def check_noise_scale(sizes: BatchSizes, schedule: Any, micro_batch_size: int) -
 
 
 def check_profile(profile: ProfileConfig, steps: int | None, world_size: int | None) -> None:
-    """Checks steps and ranks to profile, ranks only if `world_size` is known; `steps` as in
-    `check_learning_rate`; raises UserError."""
+    """Raises UserError for steps or ranks to profile that the run does not have.
+
+    Args:
+        steps: the number of steps of the run; None if it is not known before the data is open.
+        world_size: the number of ranks; None if it is not known, which accepts all ranks.
+    """
     last_step = LAST_STEP if steps is None else steps
     if not profile.steps:
         if profile.memory:
             raise UserError(
-                "profile.memory=true requires profile.steps, which says when; the nearest "
+                "profile.memory=true requires profile.steps, the steps to record; the nearest "
                 f"is profile.steps=[{min(10, last_step)},{min(12, last_step)}]."
             )
         return

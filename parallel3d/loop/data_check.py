@@ -1,5 +1,7 @@
-"""Checks that the files of a run's text do not change, as its losses would belong to another
-text."""
+"""Checks that the files of a run's text do not change during the run.
+
+If they changed, the recorded losses would belong to a different text.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,27 @@ from parallel3d.trainer import StepResult, Trainer
 
 
 def check_data(trainer: Trainer, worker: Worker) -> None:
-    """Checks that the files that the run reads are unchanged, or raises UserError."""
+    """Raises UserError if a file that the run reads has changed."""
     assert trainer.corpus is not None
     sentences = look_at([*trainer.corpus.watched.values(), *trainer.valid_files])
-    if worker.local_rank == 0:  # the others see the same files
+    if worker.local_rank == 0:  # other ranks of the host see the same files
         for sentence in sentences:
             print_line(sentence)
 
 
 @dataclass
 class DataCheck(Hook):
-    """Checks the files before an evaluation is recorded, a checkpoint written or a run ended.
+    """Checks the files before an evaluation is recorded, a checkpoint is written or the run ends.
 
     Attributes:
-        checked: the step after which the files were last checked.
+        checked: the step after which the files were last checked; 0: they were not checked yet.
     """
 
     run: Run
     checked: int = 0
 
     def check(self, step: int) -> None:
-        """Checks the files after a step, once. Raises UserError if one has changed."""
+        """Checks the files, at most once after each step. Raises UserError if one has changed."""
         if self.checked == step:
             return
         self.run.worker.phase = f"looking at the data after step {step}"
@@ -41,7 +43,7 @@ class DataCheck(Hook):
         self.checked = step
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Checks the files if a checkpoint follows, or an evaluation is due."""
+        """Checks the files if a checkpoint or an evaluation is due, or if the run stops."""
         run, step = self.run, result.step
         if result.stop or run.evaluates_after(step) or run.checkpoints.is_due(step):
             self.check(step)

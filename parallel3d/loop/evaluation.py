@@ -1,4 +1,4 @@
-"""Losses of held-out text and of validation sets, every `train.eval_every` steps."""
+"""Evaluates held-out text and validation sets every `train.eval_every` steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from parallel3d.optim.optimizer import EMA
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult, Trainer
 
-EVALUATIONS = "evaluations.jsonl"  # file of `train.eval_only`
+EVALUATIONS = "evaluations.jsonl"  # the file to which `train.eval_only` appends
 Evaluated = tuple[float | None, dict[str, float | None], dict[str, Score]]
 
 
 def evaluate(trainer: Trainer, worker: Worker) -> Evaluated | None:
-    """Returns the loss of all held-out text, the losses of a blend's parts, and the scores of the
-    validation sets; None if nothing is evaluated; collective."""
+    """Evaluates the held-out text and the validation sets; collective.
+
+    Returns the loss of the held-out text (None without any), the losses of the parts of a blend,
+    and the scores of the validation sets; returns None if the run has nothing to evaluate.
+    """
     if trainer.held_out is None and not trainer.evaluated_sets:
         return None
     worker.phase = f"evaluation after step {trainer.steps_done}"
@@ -43,9 +46,9 @@ def evaluate(trainer: Trainer, worker: Worker) -> Evaluated | None:
 
 @dataclass
 class Evaluation(Hook):
-    """Evaluates when it is due, and with validation sets also before the first step of a run.
+    """Evaluates when an evaluation is due; validation sets also before the first step of a run.
 
-    `data_check` checks the files before a loss is recorded.
+    `data_check` checks that the files are unchanged before a loss is recorded.
     """
 
     run: Run
@@ -58,8 +61,10 @@ class Evaluation(Hook):
         self._compiles = trainer.config.compile or fuses(trainer.device)
 
     def before_run(self) -> None:
-        """Evaluates the initial weights; the watchdog is paused, because it has no pace to compare
-        with yet."""
+        """Evaluates the initial weights if the run has validation sets.
+
+        The watchdog is paused, because it does not know the run's usual pace yet.
+        """
         if self.run.first > 1 or not self._is_on or not self.run.trainer.evaluated_sets:
             return
         with self.run.watchdog_paused(), self.run.spent("evaluation"):
@@ -82,12 +87,13 @@ class Evaluation(Hook):
 
 
 def evaluate_only(trainer: Trainer, worker: Worker, is_restored: bool) -> None:
-    """Evaluates the restored checkpoint and appends the results to EVALUATIONS; collective.
+    """Evaluates the restored checkpoint and appends the results to `EVALUATIONS`; collective.
 
     metrics.jsonl, summary.json and checkpoints belong to the training and are not changed.
+    `is_restored`: whether the trainer holds the weights of a checkpoint.
 
     Raises:
-        UserError: the run has no checkpoint, or nothing to evaluate.
+        UserError: if the run has no checkpoint, or nothing to evaluate.
     """
     config = trainer.config
     if not is_restored:

@@ -1,4 +1,4 @@
-"""Checks every step for skipped updates, spikes of the loss and replicas that drift apart."""
+"""Checks every step for skipped updates, loss spikes and replicas that drift apart."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from parallel3d.trainer import StepResult
 
 @dataclass
 class HealthCheck(Hook):
-    """Checks every step, and records a rollback to a checkpoint."""
+    """Checks the health of the training after every step, and records rollbacks to a checkpoint."""
 
     run: Run
     health: Health
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Checks the step. Raises TrainingFailure, then on all ranks."""
+        """Checks the step. Raises TrainingFailure on all ranks if the run cannot go on."""
         run, before = self.run, self.health.rollbacks
         run.worker.phase = f"looking after step {result.step}"
         run.worker.log.boundary("looking")

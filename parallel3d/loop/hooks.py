@@ -1,4 +1,4 @@
-"""Defines hooks around the steps of a run; each is a file here, and their order is fixed."""
+"""Defines the hooks that run around the steps of a run; `usual_hooks` lists them in order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from parallel3d.trainer import StepResult, Trainer
 
 @dataclass(frozen=True)
 class Run:
-    """The steps of a run on one rank.
+    """The objects with which one rank runs its steps.
 
     Attributes:
-        recorder: writes metrics on rank 0; None on other ranks.
-        first: the first step of this start.
-        last: the last step of this start.
+        recorder: the writer of metrics on rank 0; None on other ranks.
+        first, last: the first and the last step since the run was last started or resumed.
     """
 
     trainer: Trainer
@@ -32,13 +31,13 @@ class Run:
 
     @contextmanager
     def spent(self, part: str) -> Iterator[None]:
-        """Records the wall time of a block, for the run's goodput."""
+        """Records the wall time of a block as time spent on `part`, for the run's goodput."""
         with spent(self.recorder, part):
             yield
 
     @contextmanager
     def watchdog_paused(self, when: bool = True) -> Iterator[None]:
-        """Pauses the watchdog during a block that may take long; does nothing unless `when`."""
+        """Pauses the watchdog during a block that may take long; no-op if `when` is false."""
         watchdog = self.worker.watchdog
         assert watchdog is not None  # `train` has started it
         if when:
@@ -48,15 +47,20 @@ class Run:
             watchdog.resume()
 
     def evaluates_after(self, step: int) -> bool:
-        """Returns whether an evaluation follows a step: every `train.eval_every` steps and the
-        last."""
+        """Returns whether an evaluation follows a step.
+
+        Evaluations follow every `train.eval_every`-th step and the last one.
+        """
         every = self.trainer.config.train.eval_every
         return step == self.last or bool(every and step % every == 0)
 
 
 @contextmanager
 def spent(recorder: Recorder | None, part: str) -> Iterator[None]:
-    """Records the wall time of a block, for the run's goodput."""
+    """Records the wall time of a block as time spent on `part`, for the run's goodput.
+
+    No-op if `recorder` is None.
+    """
     start = time.perf_counter()
     yield
     if recorder is not None:
@@ -64,19 +68,19 @@ def spent(recorder: Recorder | None, part: str) -> Iterator[None]:
 
 
 class Hook:
-    """Base class of hooks. Every rank has the same hooks in the same order.
+    """Base class of hooks; every rank has the same hooks in the same order.
 
-    A hook overrides the methods that it needs, and each of these may communicate.
+    A hook overrides the methods that it needs. Each method may communicate with other ranks.
     """
 
     def before_run(self) -> None:
-        """Runs before the first step of this start."""
+        """Runs before the first step after the run is started or resumed."""
 
     def before_step(self, step: int) -> None:
         """Runs before a step."""
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Runs after a step that took `seconds` on the wall."""
+        """Runs after a step that took `seconds` of wall time."""
 
     def stopped(self, step: int) -> None:
-        """Runs where a signal ends the run after a step."""
+        """Runs after the last step if a signal ends the run early."""

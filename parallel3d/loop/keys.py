@@ -1,4 +1,4 @@
-"""Keys of the training loop: batch, length, evaluation, profiling."""
+"""Keys of the training loop: batch sizes, length of the run, evaluation and profiling."""
 
 from __future__ import annotations
 

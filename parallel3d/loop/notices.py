@@ -1,4 +1,4 @@
-"""Logs notices about the configuration of a run before its first step."""
+"""Logs notices about a run's configuration before its first step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel3d.text import si
 
 
 def log_notices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
-    """Logs possible surprises: toy defaults, a job that saves nothing, and choices for auto."""
+    """Warns of toy defaults and of a job that saves nothing, and logs the choices for auto."""
     if not config.train.eval_only and (sentence := toy_defaults(config)) is not None:
         print_line(sentence)
     saves = config.train.eval_only or config.checkpoint.every > 0
@@ -31,7 +31,7 @@ def log_notices(config: Config, groups: ProcessGroups, device: torch.device) -> 
 
 
 def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> None:
-    """Logs the choices that were made for keys that are auto."""
+    """Logs the choices for keys that are auto, and a key that has no effect here."""
     if config.ddp.hierarchical and groups.dp_inner.size == 1:
         print_line("ddp.hierarchical=true has no effect: this placement has only one level")
     if config.schedule.name == "auto":
@@ -43,14 +43,14 @@ def log_choices(config: Config, groups: ProcessGroups, device: torch.device) -> 
         )
 
 
-LARGE = 100  # multiples of the default model's parameters, and of its vocabulary
-# Keys that a recipe sets for its model. A notice needs one of the first two at its default.
+LARGE = 100  # a model is large from this multiple of the default parameters or vocabulary on
+# Keys that every recipe sets. Without one of TELLING at its default, there is no notice.
 TELLING = ("precision.name", "optim.lr")
 OTHERS = ("optim.lr_warmup_steps", "global_batch_size")
 
 
 def toy_defaults(config: Config) -> str | None:
-    """Returns a sentence on defaults that do not suit the model, or None."""
+    """Returns a sentence about defaults that do not suit the model; None if there are none."""
     keys, small = all_keys(), ModelConfig()
     wrong = []
     parameters = parameter_count(config.model)
@@ -65,7 +65,7 @@ def toy_defaults(config: Config) -> str | None:
     if not wrong:
         return None
     return (
-        f"{config.model.name} has {si(parameters)}parameters and is trained with defaults for one "
-        f"of {si(parameter_count(small)).strip()}: {', '.join(wrong)}; parallel3d recipes lists "
-        "configurations for such models"
+        f"{config.model.name} has {si(parameters)}parameters and is trained with defaults for "
+        f"a model of {si(parameter_count(small)).strip()}: {', '.join(wrong)}; parallel3d recipes "
+        "lists configurations for such models"
     )

@@ -1,4 +1,4 @@
-"""Opens the text of a run, which must be equal on every rank, and gives it to a trainer."""
+"""Opens the text of a run, which must be the same on every rank, and gives it to a trainer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def open_text(
     *,
     has_source: bool,
 ) -> tuple[DataConfig, Corpus | Blend, dict[str, Corpus]]:
-    """Opens the corpus and the validation sets; collective. Raises UserError if ranks read
-    different texts.
+    """Opens the corpus and the validation sets; collective.
 
     Returns the `data` section with the run's own tokenizer, the corpus, and the sets by name.
+    Raises UserError if the ranks read different texts.
 
-    `has_source`: the weights came from another run or a folder (`init_from`).
+    `has_source`: whether the weights come from another run or a folder (`init_from`).
     """
     data, corpus = open_data(data, model, worker, groups, device, has_source=has_source)
     sets = open_sets(data, corpus, model.seq_length, model.vocab_size)
@@ -54,9 +54,10 @@ def open_data(
     *,
     has_source: bool,
 ) -> tuple[DataConfig, Corpus | Blend]:
-    """Opens the corpus; returns the `data` section with the run's own tokenizer, and the corpus.
+    """Opens the corpus; collective.
 
-    Collective. Raises UserError if ranks read different texts.
+    Returns the `data` section with the run's own tokenizer, and the corpus. Raises UserError if the
+    ranks read different texts. `has_source`: as in `open_text`.
     """
     data = with_own_tokenizer(data, worker.run_dir)
     corpus = open_corpus(data, model.seq_length, vocab_size=model.vocab_size)
@@ -78,7 +79,7 @@ def make_trainer(
     corpus: Corpus | Blend,
     sets: Mapping[str, Corpus],
 ) -> Trainer:
-    """Creates the trainer with the samples of the validation sets."""
+    """Creates the trainer, with the corpus and the samples of the validation sets."""
     how = config.model.seq_length, config.data, config.seed
     sources = {name: one.samples(True, *how) for name, one in sets.items()}
     name = config.data.tokenizer or (BYTE if config.data.reads_bytes else None)

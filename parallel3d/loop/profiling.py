@@ -1,4 +1,4 @@
-"""`profile.steps=[10,12]`: profiles steps with `torch.profiler`, or for Nsight Systems."""
+"""Profiles the steps in `profile.steps`, with `torch.profiler` or under Nsight Systems."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from parallel3d.run.launch import Worker
 from parallel3d.trainer import StepResult, Trainer
 
 FOLDER = "profile"
-ROWS, WIDTH = 10, 60  # number of rows of the table, and width of its names
-MOST_ENTRIES = 100_000  # number of newest entries of the allocator's history that are kept
+ROWS, WIDTH = 10, 60  # rows of the printed table, and the width of its column of names
+MOST_ENTRIES = 100_000  # the allocator's history keeps this many of its newest entries
 NSYS = "NSYS_PROFILING_SESSION_ID"  # set by Nsight Systems in profiled processes
-SILENT = "99"  # log level above errors: Kineto logs every start and stop as an error
+SILENT = "99"  # a level above errors, because Kineto logs every start and stop as an error
 LAYER = re.compile(r"embedding|head|layers\.\d+(\.attention|\.mlp)?")
 
 
 class StepProfiler(Hook):
-    """Profiles the steps `profile.steps` on the ranks `profile.ranks`; other ranks wait for them.
+    """Profiles the steps in `profile.steps` on the ranks in `profile.ranks`.
 
-    nsys and `torch.profiler` cannot both trace a GPU, so under nsys only ranges and the start and
-    end of the steps are marked (`--capture-range=cudaProfilerApi`).
+    Other ranks wait until the profiles are written. Because nsys and `torch.profiler` cannot both
+    trace a GPU, a process under nsys only marks ranges and the start and end of the profiled steps
+    (`--capture-range=cudaProfilerApi`).
 
     Attributes:
-        steps: remaining steps to profile.
+        steps: the steps of `profile.steps` that have not been done yet.
     """
 
     def __init__(self, trainer: Trainer, worker: Worker) -> None:
@@ -64,7 +65,7 @@ class StepProfiler(Hook):
             )
 
     def before_step(self, step: int) -> None:
-        """Starts the profiler before the first step."""
+        """Starts the profiler before the first profiled step, and marks each profiled step."""
         if not (self.is_profiled and step in self.steps):
             return
         if self.ranges is None:
@@ -72,7 +73,7 @@ class StepProfiler(Hook):
         self.ranges.push(f"ProfilerStep#{step}")  # the name that analysers of traces look for
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Writes the profile after the last step to profile, which is collective."""
+        """Writes the profile after the last profiled step; collective after that step."""
         step = result.step
         if step not in self.steps:
             return
@@ -83,32 +84,33 @@ class StepProfiler(Hook):
         self.worker.phase = f"writing the profile of {self._steps_text()}"
         watchdog = self.worker.watchdog
         assert watchdog is not None
-        watchdog.pause()  # a profile may have hundreds of MB, and the other ranks wait
+        watchdog.pause()  # writing hundreds of MB takes long, and the other ranks wait
         if self.ranges is not None:
             self._stop()
         dist.barrier()
         watchdog.resume()
 
     def stopped(self, step: int) -> None:
-        """Logs that a signal ended the run after `step`, with no time to write a profile."""
+        """Logs that no profile is written if a signal ended the run among the profiled steps."""
         if step in self.steps[:-1] and self.reports:
             steps = self._steps_text()
             print_line(f"stopped within profile.steps: no profile of {steps} is written")
 
     def _start(self) -> Ranges:
         trainer, device = self.trainer, self.trainer.device
-        accelerator.synchronize(device)  # so that kernels of the previous step are excluded
+        accelerator.synchronize(device)  # otherwise kernels of the previous step would be profiled
         if self._history is not None:
             record, _ = self._history
             record(stacks="python", max_entries=MOST_ENTRIES)
         if NSYS in os.environ and hasattr(self._api, "profiler"):
             self._api.profiler.start()
         else:
-            if self._api is None:  # on a GPU, errors of the profiler matter
+            if self._api is None:  # not on a GPU, where the profiler's errors matter
                 os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)
             names = ("CPU", device.type.upper())
             kinds = [kind for kind in supported_activities() if kind.name in names]
-            # There is one cycle only, but without acc_events torch 2.11 warns about lost ones.
+            # Without acc_events, torch 2.11 warns that events are lost between cycles, although
+            # there is only one cycle.
             self._profile = profile(activities=kinds, acc_events=True)
             self._profile.start()
         ranges = trainer.step_timer.ranges = Ranges(device)
@@ -118,7 +120,7 @@ class StepProfiler(Hook):
     def _stop(self) -> None:
         self._layers.close()
         self.trainer.step_timer.ranges = None
-        accelerator.synchronize(self.trainer.device)  # waits for all kernels of the last step
+        accelerator.synchronize(self.trainer.device)  # kernels of the last step may still run
         if self._profile is None:
             self._api.profiler.stop()
         else:
@@ -144,8 +146,8 @@ class StepProfiler(Hook):
 
 
 def _write(path: Path, write: Callable[[str], object]) -> None:
-    """Writes `path` atomically; logs an error and continues if that fails."""
-    partial = path.with_name(f".{path.name}")  # the suffix selects compression
+    """Calls `write` to write the file at `path` atomically; an error is logged, not raised."""
+    partial = path.with_name(f".{path.name}")  # the suffix .gz makes torch compress the file
     try:
         write(str(partial))
         os.replace(partial, path)
@@ -156,10 +158,10 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
 
 @contextmanager
 def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Iterator[None]:
-    """Marks the forwards of layers with ranges ("layers.3", "layers.3.attention").
+    """Marks the forwards of layers with ranges, such as "layers.3.attention", during a block.
 
-    `compiled`: each graph of blocks gets one range, because a graph does not call hooks of its
-    modules. Recomputed forwards appear inside their backward.
+    If the layers are `compiled`, each graph of layers gets one range, because a graph does not call
+    the hooks of its modules. Recomputed forwards appear inside the backward that needs them.
     """
     with ExitStack() as undo:
         for stage in stages:
@@ -174,7 +176,7 @@ def layers_shown(stages: Sequence[Stage], ranges: Ranges, compiled: bool) -> Ite
 
 
 def _hooks(module: nn.Module, name: str, ranges: Ranges) -> Iterator[Any]:
-    # `always_call` is needed because recomputation leaves forwards by an exception.
+    # Recomputation leaves forwards by an exception, so `end` needs `always_call`.
     def begin(module: nn.Module, args: Any) -> None:
         ranges.push(name)
 
@@ -198,7 +200,7 @@ def _shown_graph(stage: Stage, ranges: Ranges) -> Callable[..., Tensor]:
 
 
 def longest(profile: profile) -> str:
-    """Returns PyTorch's table of the longest kernels, or of operators if there are no kernels."""
+    """Returns PyTorch's table of the slowest kernels, or of the slowest operators on a CPU."""
     events = profile.key_averages()
     operators = [event for event in events if not event.is_user_annotation]
     kernels = [event for event in operators if event.device_type != DeviceType.CPU]

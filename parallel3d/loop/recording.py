@@ -1,4 +1,4 @@
-"""Records metrics of steps, the header of a run, and the parts of a blend."""
+"""Records the metrics of steps, the reading of a blend and the load of experts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from parallel3d.trainer import StepResult, Trainer
 
 @dataclass
 class StepRecords(Hook):
-    """Records every step on rank 0; `is_profiled` tells whether the profiler slowed a step down."""
+    """Records every step on rank 0; `is_profiled` tells whether a step ran under the profiler."""
 
     run: Run
     is_profiled: Callable[[int], bool]
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Writes the step's metrics to metrics.jsonl, to the loggers and to the screen."""
+        """Writes the step's metrics to metrics.jsonl, the loggers and the screen."""
         trainer, recorder = self.run.trainer, self.run.recorder
         if recorder is None:
             return
@@ -57,7 +57,7 @@ class StepRecords(Hook):
 
 @dataclass
 class BlendRecords(Hook):
-    """Records the amount of text read from each part of a blend."""
+    """Records how much text was read from each part of a blend, when an evaluation is due."""
 
     run: Run
 
@@ -72,7 +72,7 @@ class BlendRecords(Hook):
 
 @dataclass
 class ExpertRecords(Hook):
-    """Records how many tokens each expert gets."""
+    """Records how many tokens each expert gets, when an evaluation is due."""
 
     run: Run
 
@@ -85,7 +85,7 @@ class ExpertRecords(Hook):
 
 
 def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:
-    """Returns the recorder of rank 0; `changed`: keys differ from the checkpoint's."""
+    """Opens the recorder of rank 0; `changed`: whether keys differ from the checkpoint's."""
     config = trainer.config
     peak = device_peak_flops(
         trainer.device,
@@ -111,7 +111,7 @@ def open_recorder(trainer: Trainer, worker: Worker, changed: bool) -> Recorder:
 def header_facts(
     trainer: Trainer, corpus: Corpus | Blend, sets: Mapping[str, Corpus] = {}
 ) -> dict[str, str]:
-    """Returns lines of the header: data, length, device, validation sets, tokenizer."""
+    """Returns the header's texts by label: tokenizer, data, length, device and validation sets."""
     config, device = trainer.config, trainer.device
     name = config.data.path or "this Python's standard library"
     if isinstance(corpus, Blend):

@@ -1,4 +1,4 @@
-"""Asks a batch script to queue the job again after a scheduler's signal."""
+"""Asks the batch script to queue the job again after a signal from the scheduler."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from parallel3d.metrics.recorder import Recorder
 from parallel3d.run.launch import Worker
 from parallel3d.trainer import Trainer
 
-# File in the run directory that asks a batch script to requeue the job.
+# A file of this name in the run directory asks the batch script to requeue the job.
 REQUEUE = "requeue"
 
 
 def leave_marker(
     trainer: Trainer, worker: Worker, recorder: Recorder | None, is_saved: bool
 ) -> None:
-    """Logs that a signal stopped the run; for a scheduler's signal, writes REQUEUE.
+    """Logs that a signal stopped the run, and writes `REQUEUE` if the job is to be queued again.
 
-    The batch script looks for that file, as srun and torchrun do not forward exit codes. A run
-    that could not save is not requeued, as it would start over.
+    That is so after a scheduler's signal if the run was saved; otherwise the job would start over.
+    The batch script looks for the file because srun and torchrun do not forward exit codes. No-op
+    on ranks without a recorder.
     """
     if recorder is None:
         return

@@ -1,4 +1,4 @@
-"""The training loop: steps, with hooks around them."""
+"""Runs the training loop, with hooks around its steps."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> None:
     """Runs the steps to the end, or until a signal stops the run (`worker.stopped`)."""
     trainer, worker = run.trainer, run.worker
     trainer.stop_requested = lambda: worker.stop.number is not None
-    # Graphs and an accelerator's fused kernels are compiled in the first step, which takes minutes
-    # on a GPU, while other ranks wait in a collective. So the watchdog is paused in that step, and
-    # only the backend's timeout detects a hang.
+    # The first step compiles graphs and an accelerator's fused kernels. This takes minutes on a
+    # GPU, while other ranks wait in a collective, so the watchdog is paused in that step, and only
+    # the backend's timeout detects a hang.
     may_compile = trainer.config.compile or fuses(trainer.device)
     for hook in hooks:
         hook.before_run()

@@ -22,7 +22,7 @@ from parallel3d.schedules.walk import Costs, Span, Timeline, time_orders
 from parallel3d.svg import Canvas
 from parallel3d.trainer import StepResult, Trainer
 
-LATER = 2  # steps to skip before the drawn one: the first ones allocate and compile
+LATER = 2  # steps before the drawn one; the first steps also allocate memory and compile
 EVENTS, PICTURE = "timeline.json", "timeline.svg"
 
 
@@ -30,8 +30,8 @@ EVENTS, PICTURE = "timeline.json", "timeline.svg"
 class DrawnStep(Hook):
     """Times the actions of one step and draws the pipeline of rank 0.
 
-    Rank 0 writes `timeline.svg`, the measured step above a simulated one with its costs, and
-    `timeline.json` for Perfetto (ui.perfetto.dev) and chrome://tracing.
+    Rank 0 writes `timeline.svg`, which shows the measured step above a simulation with the measured
+    costs, and `timeline.json` for Perfetto (ui.perfetto.dev) and chrome://tracing.
     """
 
     run: Run
@@ -42,12 +42,12 @@ class DrawnStep(Hook):
         self._times = ActionTimes(self.run.trainer.device)
 
     def before_step(self, step: int) -> None:
-        """Makes the executor time its actions if this step is to be drawn."""
+        """Lets the executor time its actions if this step is to be drawn."""
         if step == self._step:
             self.run.trainer.executor.action_times = self._times
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Draws the step; collective over a pipeline."""
+        """Draws the step that was timed; collective over a pipeline."""
         if result.step == self._step:
             self.run.trainer.executor.action_times = None
             draw_step(
@@ -56,7 +56,7 @@ class DrawnStep(Hook):
 
 
 def draw_step(trainer: Trainer, spans: Sequence[Measured], step: int, run_dir: Path) -> None:
-    """Draws the pipeline of rank 0 in a step; `spans`: this rank's times; collective."""
+    """Draws a step of rank 0's pipeline; `spans`: this rank's times; collective over a pipeline."""
     groups = trainer.groups
     by_rank: list[Any] = [spans]
     if groups.pp.size > 1:
@@ -79,12 +79,12 @@ def draw_step(trainer: Trainer, spans: Sequence[Measured], step: int, run_dir: P
 def _write(path: Path, text: str) -> None:
     try:
         replace_durably(path, text.encode())
-    except OSError as error:  # the run continues without its picture
+    except OSError as error:  # the run goes on without this file
         print_line(f"{path} is not written: {error.strerror}")
 
 
 def timeline_of(by_rank: Sequence[Sequence[Measured]]) -> Timeline:
-    """Returns the spans of all ranks, counted from the first computation of any rank."""
+    """Returns the spans of all ranks, with times relative to the earliest start of a span."""
     begin = min(start for spans in by_rank for _, start, _ in spans)
     return Timeline(
         tuple(
@@ -97,7 +97,7 @@ def timeline_of(by_rank: Sequence[Sequence[Measured]]) -> Timeline:
 def seconds_by_stage(
     measured: Timeline, schedule: Schedule
 ) -> Mapping[tuple[Kind, int], list[float]]:
-    """Returns the seconds of every action, by its kind and stage."""
+    """Returns how many seconds each action took, in a list for each kind and stage."""
     seconds = defaultdict(list)
     for rank, spans in enumerate(measured.spans):
         for span in spans:
@@ -107,13 +107,13 @@ def seconds_by_stage(
 
 
 def simulated_timeline(measured: Timeline, schedule: Schedule) -> Timeline:
-    """Simulates the schedule with the median time of every stage."""
+    """Simulates the schedule with the median time of each kind of action in each stage."""
     assignment, seconds = schedule.assignment, seconds_by_stage(measured, schedule)
 
     def cost(kind: Kind, stage: int) -> float:
         if (kind, stage) in seconds:
             return max(median(seconds[kind, stage]), 1e-9)
-        return cost(Kind.B, stage) / 2  # an unsplit backward is simulated as two halves
+        return cost(Kind.B, stage) / 2  # I and W of an unsplit backward are half of it each
 
     stages = range(assignment.stages)
     forward, input, weight = (
@@ -125,10 +125,15 @@ def simulated_timeline(measured: Timeline, schedule: Schedule) -> Timeline:
 def measured_costs(
     measured: Timeline, schedule: Schedule, layers: Sequence[range], recomputed: Sequence[float]
 ) -> tuple[float, float, float]:
-    """Returns the seconds of F, I and W of a micro-batch in the layers of an average rank.
+    """Returns the seconds that F, I and W of a micro-batch take in an average rank's layers.
 
-    Only stages without the head count, as `schedule=auto` computes the head's cost from its size.
-    An unsplit backward counts as two halves; `recomputed` forwards of each stage are subtracted.
+    The last stage is left out, because `schedule=auto` computes the head's cost from its size. An
+    unsplit backward counts as one half I and one half W.
+
+    Args:
+        layers: the layers of each stage.
+        recomputed: how many forwards of a layer each stage recomputes per layer in its backward,
+            whose time is subtracted.
     """
     each = [
         (kind, stage, one / len(layers[stage]))
@@ -158,7 +163,7 @@ def keys_of(costs: Sequence[float], hop: float) -> str:
 
 
 def pictures(measured: Timeline, simulated: Timeline, title: str) -> str:
-    """Draws both timelines, one below the other, on one axis."""
+    """Draws the simulated timeline below the measured one, on the same scale."""
     canvas, until = Canvas(), max(measured.makespan, simulated.makespan)
     TimelinePicture(canvas, measured, 1200, until, " s").draw(f"{title}, measured")
     below = "the same costs on the clock, no hops"
@@ -167,7 +172,7 @@ def pictures(measured: Timeline, simulated: Timeline, title: str) -> str:
 
 
 def trace_events(timeline: Timeline) -> dict[str, list[dict[str, Any]]]:
-    """Returns a trace in the Trace Event Format: one process per rank, times in microseconds."""
+    """Returns a trace in the Trace Event Format, with a process for each rank of the pipeline."""
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.spans):
         name = {"name": f"pipeline rank {rank}"}

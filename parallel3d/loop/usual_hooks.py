@@ -20,9 +20,9 @@ def usual_hooks(run: Run) -> list[Hook]:
     return [
         DrawnStep(run),
         StepRecords(run, is_profiled=profiler.steps.__contains__),
-        profiler,  # it prints a table, which belongs after the step's line
+        profiler,  # it prints a table, which follows the line of the step
         Evaluation(run, data_check),
-        data_check,  # it must precede a checkpoint
+        data_check,  # the files must be checked before a checkpoint is saved
         BlendRecords(run),
         ExpertRecords(run),
         HealthCheck(run, Health(run.trainer, run.checkpoints, print_line)),

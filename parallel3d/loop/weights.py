@@ -1,4 +1,4 @@
-"""Writes full parameters before the first and after the last step (`train.save_weights`)."""
+"""Writes the full parameters before the first and after the last step (`train.save_weights`)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def save_weights(trainer: Trainer, worker: Worker, name: str) -> None:
     if worker.rank == 0:
         from safetensors.torch import save
 
-        # They are written durably: a finished run would not write them again after a power cut.
+        # A finished run would not write them again after a power failure, so they are flushed.
         whole = {name: parameter.contiguous() for name, parameter in parameters.items()}
         replace_durably(worker.run_dir / name, save(whole))
