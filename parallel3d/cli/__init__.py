@@ -1,1 +1,1 @@
-"""The command line: arguments in, exit code out; its help."""
+"""The command line: subcommands, their arguments and exit codes, and help texts."""

@@ -1,7 +1,7 @@
-"""The command line: the first argument selects the subcommand, the rest are Hydra's overrides.
+"""Runs a command line: the first argument selects the subcommand, which gets the other arguments.
 
-Nothing here imports torch: configuration and data are checked first, so that a mistake is refused
-at once and nothing is written.
+Nothing here imports torch. Configuration and data are checked first, so that a mistake is refused
+at once, before anything is written.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ CGROUPS = Path("/proc/self/cgroup")
 FAILED = 1
 INTERRUPTED = 130
 READER_GONE = 141
-# Subcommands without Hydra, with their verbs; report has no verbs, only keys.
+# Subcommands that do not use Hydra, with their verbs; report has keys but no verbs.
 FAMILIES: dict[str, tuple[Callable[[Sequence[str]], int], Mapping[str, Verb]]] = {
     "checkpoint": (checkpoint_command.checkpoint, checkpoint_command.VERBS),
     "data": (data_command.data, data_command.VERBS),
@@ -108,17 +108,17 @@ ALL = (
     *SUBCOMMANDS,
     *(f"{word} {verb}".strip() for word, (_, verbs) in FAMILIES.items() for verb in verbs),
 )
-# Subcommands of earlier versions, with the command of the repository that replaces them.
+# Subcommands of earlier versions, and the command in a checkout that replaces each of them.
 MOVED = {"bench ddp": "python -m benchmarks.figures.ddp"}
-# Set if Hydra's submitit launcher runs a sweep's job, far from the user's terminal.
+# This variable is set if Hydra's submitit launcher runs a job of a sweep, which has no terminal.
 SUBMITIT = "SUBMITIT_EXECUTOR"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line (`sys.argv` by default) and returns the exit code.
 
-    0: done; 1: a rank failed, or verify found a difference; 2: the input cannot work; 128 + n:
-    stopped by signal n.
+    The code is 0 if the command succeeded, 1 if a rank failed or verify found a difference, 2 if
+    the user's input cannot work, and 128 + n if signal n stopped the command.
     """
     prepare_streams()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -147,9 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print_line("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # `parallel3d checkpoint ls | head`
+    except BrokenPipeError:  # the reader is gone, as in `parallel3d checkpoint ls | head`
         return _reader_gone()
-    except OSError as error:  # an error of this process's own start; ranks log theirs
+    except OSError as error:  # this process failed before the ranks, which log their own errors
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
         what = f"{os.fsdecode(error.filename)} cannot be used: " if error.filename else ""
@@ -161,18 +161,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_gone() -> int:
-    """Discards what Python flushes when it ends, as nobody reads it. Returns the exit code."""
+    """Discards output that Python flushes at exit, as nobody reads it. Returns the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return READER_GONE
 
 
 def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
-    """Composes the configuration and runs the subcommand on it, as `@hydra.main` would.
+    """Composes the configuration and runs the subcommand with it, as `@hydra.main` would.
 
-    Raises UserError if it cannot be composed; SystemExit carries the job's exit code past Hydra,
-    which would otherwise continue with a sweep's next job.
+    Raises UserError if the configuration cannot be composed, and SystemExit with the job's exit
+    code if that is not 0: without an exception, Hydra would start the next job of a sweep.
     """
-    # done before aliases are replaced, so that messages have the user's names
+    # Duplicates are found before aliases are replaced, so that messages name the user's words.
     check_twice(arguments)
     arguments, prompt = take_prompt(arguments) if command.name == GENERATE else (arguments, None)
     arguments = [without_alias(word, command.name) for word in arguments]
@@ -181,7 +181,7 @@ def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
     if HELP & set(arguments):
         print(help_text.of_subcommand(command, own))
         return
-    # Hydra prints errors itself, in many lines, unless this makes it raise them.
+    # With this variable, Hydra raises errors instead of printing them in many lines.
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv = ["parallel3d", *arguments]
@@ -200,7 +200,7 @@ def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
     try:
         hydra_run.run(job, arguments, command.schema)
     except Exception as error:
-        # Hydra also raises errors of Python's conversions of a value, such as OverflowError.
+        # While it composes, Hydra may also raise errors such as OverflowError for a user's value.
         if begun and not isinstance(error, (HydraException, OmegaConfBaseException)):
             raise
         if wants_traceback:
@@ -214,16 +214,20 @@ def _run_hydra(command: Subcommand, arguments: list[str]) -> None:
 def _run_job(
     command: Subcommand, composed: DictConfig, prompt: str | None = None, own: Path | None = None
 ) -> int:
-    """Checks a composed configuration and runs it. Returns the exit code, after logging errors.
+    """Checks a composed configuration and runs the subcommand with it. Returns the exit code.
 
-    `own`: the folder of --config-dir.
+    Logs user errors instead of raising them.
+
+    Args:
+        prompt: the text to continue, for generate; None: the configuration's own.
+        own: the folder of --config-dir, or None.
     """
     place: RankAssignment | None = None
     try:
         config = config_of(composed)
         if command.alone is None:
             place = _place(command, config.launch, config.world_size)
-        # Under srun every task gets here with the same configuration.
+        # Under srun, every task runs this code with the same configuration.
         first = place.rank == 0 if place else prints_for_all(os.environ)
         _check_versions(command, config.logger, first)
         typed = HydraConfig.get().overrides.task
@@ -241,26 +245,26 @@ def _run_job(
     except UserError as error:
         return _refuse(error, place)
     except OmegaConfBaseException as error:
-        # Not resolved: an interpolation that fails would fail in the overrides as well.
+        # The overrides are not resolved, as an interpolation that failed would fail again here.
         arguments = OmegaConf.to_container(HydraConfig.get().overrides.task)
         assert isinstance(arguments, list)
         return _refuse(composing_error(error, arguments, command.schema), place)
 
 
 def _run_alone(command: Subcommand, config: Config, typed: Sequence[str]) -> int:
-    """Runs a subcommand that needs this process alone; returns its exit code."""
+    """Runs a subcommand that needs only this process; returns its exit code."""
     assert command.alone is not None
     function = getattr(importlib.import_module(command.alone), command.name)
     try:
         return int(function(config, typed))
-    except BrokenPipeError:  # caught here, or Hydra would print a line of its own
+    except BrokenPipeError:  # it is caught here because Hydra would print a line about it
         return _reader_gone()
 
 
 def _run_on_run(
     command: Subcommand, config: CommandConfig, typed: Sequence[str], place: RankAssignment | None
 ) -> int:
-    """Runs a subcommand on the model of a run; returns its exit code. Raises UserError."""
+    """Runs a subcommand on the model of a run; returns the exit code. Raises UserError."""
     app = command.name
     if command.starts_ranks and place is not None:
         raise UserError(f"{app} starts its tp × pp ranks itself: run it without {place.launcher}")
@@ -289,7 +293,7 @@ def _run_ranks(
         check_filled(config, typed, own)
     store = None
     if command.name == TRAIN and config.layout == "auto":
-        # The import is here because the planner would slow every command's start by 0.1 s.
+        # The planner is imported here, because it would slow the start of every command by 0.1 s.
         from parallel3d.commands.best_layout import take_layout
 
         if place is not None and not place.local_world_size:
@@ -307,8 +311,8 @@ def _run_ranks(
 
 
 def _place(command: Subcommand, launch: LaunchConfig, world_size: int) -> RankAssignment | None:
-    """Returns the rank that a launcher gave this process; None if it starts the ranks itself."""
-    # A subcommand that starts its ranks does not ask a launcher for their number.
+    """Returns the rank that a launcher gave this process; None if this process starts the ranks."""
+    # A subcommand that starts its own ranks does not depend on a launcher's number of ranks.
     addr, starts = launch.master_addr, None if command.starts_ranks else world_size
     place = detect(os.environ, addr, launch.master_port, starts)
     if starts is not None and (line := alone_in_a_job(os.environ, place)) is not None:
@@ -328,9 +332,9 @@ def _place(command: Subcommand, launch: LaunchConfig, world_size: int) -> RankAs
 def _with_earlier(
     command: Subcommand, config: Config, given: Given, place: RankAssignment | None
 ) -> tuple[Config, list[str]]:
-    """Completes `config` from an earlier start of the run, or from the source of its weights.
+    """Completes `config` with values of the run's last start, or of the source of its weights.
 
-    Returns it with lines to log about that.
+    Returns the completed configuration, and lines to log about the values that were taken over.
     """
     config = replace(config, run=numbered(config.run))
     if not command.resumes and config.init_from is None:
@@ -343,10 +347,10 @@ def _with_earlier(
 def _taken(
     command: Subcommand, config: Config, given: Given, world_size: int | None
 ) -> tuple[Config, list[str]]:
-    """Does the work of `_with_earlier`, which limits its time."""
+    """Does the work of `_with_earlier`, which sets the time limit."""
     directory = Path(config.runs_dir) / str(config.run)
     resumes = command.resumes_run(config.runs_dir, config.run)
-    # A user's own primary configuration gives every key, so nothing is taken over.
+    # A user's own primary configuration (--config-name) gives every key, so nothing is taken over.
     if resumes and HydraConfig.get().job.config_name == hydra_run.NAME:
         there = config_there(str(config.run), directory)
         if (directory / FOLDER).is_dir():  # the run has its own copy of the tokenizer
@@ -366,7 +370,7 @@ def _taken(
 
 
 def _start(command: Subcommand, config: Config, lines: Sequence[str]) -> int:
-    """Logs `lines` and runs the subcommand: this process launches the layout's ranks."""
+    """Logs `lines` and runs the subcommand on the layout's ranks, which this process starts."""
     world_size = config.world_size
     may_resume = command.name in CAN_RESUME
     with _time_limit(config.launch.timeout_s, config.runs_dir):
@@ -376,7 +380,7 @@ def _start(command: Subcommand, config: Config, lines: Sequence[str]) -> int:
     check_precision_of(device.kind, config.precision.name)
     check_numerics(device.kind, config.precision.name, os.environ)
     if world_size > 1:
-        listen_here(config.launch.master_port).close()  # refused before anything is written
+        listen_here(config.launch.master_port).close()  # a port in use is refused before any write
     job_id = os.environ.get("SLURM_JOB_ID")
     number = HydraConfig.get().job.num if is_sweep() else None
     with _time_limit(config.launch.timeout_s, config.runs_dir):
@@ -388,15 +392,16 @@ def _start(command: Subcommand, config: Config, lines: Sequence[str]) -> int:
 
 
 def _time_limit(seconds: float, runs_dir: str) -> AbstractContextManager[None]:
-    """Limits the time of a block that uses file systems, as a dead server would block for ever."""
+    """Limits the time of a block that uses file systems, whose server may never answer."""
     where = f"runs_dir={runs_dir} or the data's folders"
     return or_end(seconds, f"{where} have not answered for {seconds:g} s: is their server down?")
 
 
 def _checked_here(command: Subcommand, config: Config, place: RankAssignment) -> str:
-    """Checks what only this host can check; returns the device type of its ranks.
+    """Runs the checks that depend on this host; returns the device type of its ranks.
 
-    Sets the variables of GPU ranks first: counting the GPUs starts CUDA, which reads them.
+    The environment variables of GPU ranks are set first, because CUDA reads them when it starts,
+    and counting the GPUs starts it.
     """
     try:
         os.environ.update(
@@ -420,7 +425,7 @@ def _checked_here(command: Subcommand, config: Config, place: RankAssignment) ->
 
 
 def _check_versions(command: Subcommand, logger: LoggerConfig, first: bool) -> None:
-    """Raises UserError for packages that are too old; the `first` rank names those too new."""
+    """Raises UserError for a package that is too old; the `first` rank warns of untested ones."""
     if not command.needs_torch:
         return
     used = [*OF_A_RUN, "wandb"] if command.name == TRAIN and "wandb" in logger.names else OF_A_RUN
@@ -430,7 +435,7 @@ def _check_versions(command: Subcommand, logger: LoggerConfig, first: bool) -> N
 
 
 def _check_data(command: Subcommand, config: Config, first: bool = True) -> None:
-    """Raises UserError for bad data; the `first` rank logs warnings."""
+    """Raises UserError for loggers or data that cannot work; the `first` rank logs warnings."""
     if command.name == TRAIN and first:
         check_loggers(config.logger, os.environ)
     if command.needs_data:
@@ -438,7 +443,7 @@ def _check_data(command: Subcommand, config: Config, first: bool = True) -> None
         run_dir = Path(config.runs_dir) / str(config.run)
         if (run_dir / FOLDER).is_dir() and keeps_tokenizer(data, run_dir):
             data = with_own_tokenizer(data, run_dir)
-        # Only a blend, which epochs exclude, needs samples.
+        # Only a blend needs the number of samples, and train.epochs excludes blends.
         is_open = config.train.epochs is not None
         samples = 0 if is_open else config.batch_sizes.samples(config.train_steps)
         length, vocab_size = model.seq_length, model.vocab_size
@@ -450,9 +455,9 @@ def _check_data(command: Subcommand, config: Config, first: bool = True) -> None
 
 
 def _refuse(error: UserError, place: RankAssignment | None = None) -> int:
-    """Logs a user error once although all ranks find it, a HostError once per host.
+    """Logs a user error, and returns the exit code.
 
-    Returns the exit code.
+    All ranks find the same error, so only one rank logs it, or one rank per host for a HostError.
     """
     first_of_host = place is not None and place.local_rank == 0
     of_host = isinstance(error, HostError) and first_of_host

@@ -1,7 +1,7 @@
-"""Composes the configuration of `train run=NAME` for a run that exists, from its last start.
+"""Composes the configuration with which `train run=NAME` resumes a run that exists.
 
-The order of precedence is: keys given on the command line, with the presets and the experiment that
-it names; the configuration of the run's last start; the defaults.
+In order of precedence, a value comes from the command line, with the presets and the experiment
+that it names; from the configuration of the run's last start; from the defaults.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from parallel3d.errors import UserError
 
 EXPERIMENT = "experiment"
 SIZES = ("tp", "pp", "cp")
-OF_STAGES = ("vpp", "recompute_layers", "offload_layers", "schedule.")  # kept only with the same pp
-OF_RANKS = ("placement", "rank_file")  # kept only with the same sizes
+OF_STAGES = ("vpp", "recompute_layers", "offload_layers", "schedule.")  # kept only if pp is kept
+OF_RANKS = ("placement", "rank_file")  # kept only if all sizes are kept
 OF_THE_PLANNER = (*SIZES, *OF_STAGES, "dp", "micro_batch_size", "zero", "recompute")
 MOST_SHOWN = 6
 
@@ -35,8 +35,8 @@ class Given:
     """The keys and presets that overrides give.
 
     Attributes:
-        keys: keys given on the command line or by an experiment; a section ends with a dot.
-        presets: sections with a preset, chosen on the command line or by the experiment.
+        keys: the keys given on the command line or by an experiment; a dot marks a whole section.
+        presets: the sections for which the command line or the experiment chooses a preset.
     """
 
     keys: set[str]
@@ -55,7 +55,7 @@ def given_by(words: Sequence[str], own: Path | None = None) -> Given:
     chosen = next((option(word) for word in words if word.startswith(f"{EXPERIMENT}=")), None)
     for file in experiment_files(chosen, own):
         for entry in file.pop("defaults", ()):
-            if isinstance(entry, DictConfig):  # an entry such as override /model: llama_1b
+            if isinstance(entry, DictConfig):  # such as override /model: llama_1b
                 presets |= {str(name).rpartition("/")[2] for name in entry}
         tree: Any = OmegaConf.to_container(file)
         keys |= {key for key, value in flat(tree).items() if value != MISSING}
@@ -63,7 +63,7 @@ def given_by(words: Sequence[str], own: Path | None = None) -> Given:
 
 
 def _is_among(key: str, keys: Collection[str]) -> bool:
-    """Returns whether `keys` contain a key, or its section with a dot."""
+    """Returns whether `keys` contain a key, or its section followed by a dot."""
     section, dot, _ = key.partition(".")
     return key in keys or section + dot in keys
 
@@ -71,27 +71,27 @@ def _is_among(key: str, keys: Collection[str]) -> bool:
 def continued(
     config: Config, there: Config, given: Given, world_size: int | None, *, has_begun: bool = True
 ) -> tuple[Config, str | None]:
-    """Returns the configuration with which a run resumes, and a line on the values it took over.
+    """Returns the configuration with which a run resumes, and a line about the values taken over.
 
-    Sizes of the layout that are not given stay as in the last start, and dp takes the remaining
-    ranks: the launcher's (`world_size`), or as many as at the last start. Where the old sizes do
-    not fit with the given ones, they are not taken over.
+    The line is None if no value is taken over. Sizes of the layout that are not given stay as they
+    were at the last start, unless they do not fit with the given ones. dp then follows from the
+    number of ranks: the launcher's (`world_size`), or that of the last start.
 
     Args:
         config: the configuration composed from the overrides alone.
         there: the configuration of the run's last start.
         given: the keys and presets that the overrides give.
         world_size: number of the launcher's ranks; None without a launcher.
-        has_begun: whether the run has a checkpoint, which binds it to the source of its weights.
+        has_begun: whether the run has a checkpoint, and so no longer reads `init_from`.
 
-    Raises UserError for a value of the last start that this version does not know.
+    Raises UserError for a value of the last start that this version no longer allows.
     """
     old, new = values_of(with_derived_keys(there)), values_of(with_derived_keys(config))
     left = {name for name, key in all_keys().items() if key.meta["once"]}
     left |= {"prompt", *(f"{name}." for name in OPTIONS)}
     if "layout" in given:
         left |= {*OF_THE_PLANNER}
-    # A preset that differs from the last start's replaces its whole section.
+    # A preset other than that of the last start replaces its whole section.
     left |= {f"{s}." for s in given.presets if new[f"{s}.name"] != old[f"{s}.name"]}
     given = replace(given, presets=set())
     if "layout" not in given:
@@ -105,7 +105,7 @@ def continued(
     left = left.union(*(some for some in ALTERNATIVES if any(k in given for k in some)))
     if "global_batch_size" in given:
         left |= {"train.batch_schedule"}
-    # A source given again without a step means the step that the first start chose.
+    # If the source is given again without a step, the step that the first start chose is kept.
     if has_begun and config.init_from == str(there.init_from).rpartition("@")[0]:
         given = replace(given, keys=given.keys - {"init_from"})
     taken = {k: v for k, v in old.items() if k not in given and not _is_among(k, left)}
@@ -127,14 +127,14 @@ def continued(
 def _sizes(
     new: Mapping[str, Any], old: Mapping[str, Any], given: Given, world_size: int | None
 ) -> dict[str, int | None]:
-    """Returns tp, pp, cp and dp for `continued`; dp=None: it takes the launcher's remaining ranks.
+    """Returns tp, pp, cp and dp for `continued`; with dp=None, dp follows from the number of ranks.
 
     `new` and `old` are the values by key, now and at the last start.
     """
     typed = {s: new[s] for s in (*SIZES, "dp") if s in given}
     kept = {s: typed.get(s, old[s]) for s in SIZES}
     ranks = world_size or _ranks(old)
-    # Without a launcher, the sizes decide how many ranks this process starts.
+    # Without a launcher, this process starts as many ranks as the sizes need, so all of them fit.
     if "dp" in typed and world_size is None:
         return kept | typed
     if typed and ranks % (math.prod(kept.values()) * (typed.get("dp") or 1)):

@@ -1,4 +1,4 @@
-"""Help texts and tab completion."""
+"""Writes the help texts of subcommands and keys, and completes command lines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from parallel3d.config.overrides import groups, presets
 from parallel3d.config.schema import CONFLICTS, sections_of
 from parallel3d.errors import UserError
 
-WIDTH = 92  # columns of a key's help
+WIDTH = 92  # maximum number of columns in the help of a key
 
 
 def complete(subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]) -> None:
-    """Prints completions of the line in COMP_LINE.
+    """Prints the completions of the command line in the variable COMP_LINE.
 
-    `verbs`: each subcommand's verbs by name; the name is empty for a subcommand with keys only.
+    Args:
+        subcommands: all subcommands, with their verbs.
+        verbs: the verbs of each subcommand by name; a subcommand without verbs has one verb whose
+            name is "".
     """
     line = os.environ.get("COMP_LINE", "")
     if os.environ.get("COMP_POINT", "").isdigit():
@@ -35,7 +38,7 @@ def complete(subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]
 def _next_words(
     typed: list[str], subcommands: Sequence[str], verbs: Mapping[str, Mapping[str, Verb]]
 ) -> Iterable[str]:
-    """Returns the words that may follow the words of a line."""
+    """Returns the words that may follow the words in `typed`."""
     if not typed:
         return dict.fromkeys(app.split()[0] for app in subcommands)
     app = next((a for a in (" ".join(typed[:2]), typed[0]) if a in subcommands), None)
@@ -50,7 +53,11 @@ def _next_words(
 class Help(NamedTuple):
     """The help of a subcommand.
 
-    `keys`: its most used keys, in addition to all keys of the section with its name.
+    Attributes:
+        about: a description of the subcommand.
+        examples: command lines, one below the other.
+        keys: the most used keys, shown in addition to the keys of the section that has the
+            subcommand's name.
     """
 
     about: str
@@ -142,7 +149,7 @@ COMMANDS = {
         ("run", "runs_dir", "prompt", "seed", "tp", "pp", "device"),
     ),
 }
-# Subcommands with verbs or keys of their own; they print their help themselves.
+# Subcommands that do not use Hydra; they print their own help.
 FAMILIES = {
     "report run=… run=…": "a page of runs: curves, restarts, time, memory, differences",
     "checkpoint ls|verify|export|import|average|branch|diff": (
@@ -155,7 +162,7 @@ FAMILIES = {
 
 
 def overview() -> str:
-    """Returns the help of the command itself."""
+    """Returns the help of the command `parallel3d` itself."""
     rows = [(f"{app} [key=value …]", help.about) for app, help in COMMANDS.items()]
     rows += FAMILIES.items()
     listed = "\n".join(f"  parallel3d {app}\n      {about}" for app, about in rows)
@@ -172,7 +179,7 @@ def overview() -> str:
 
 
 def of_subcommand(command: Subcommand, own: Path | None) -> str:
-    """Returns the help of a subcommand; `own`: the folder of --config-dir."""
+    """Returns the help of a subcommand; `own`: the folder of --config-dir, or None."""
     app = command.name
     about, examples, most_used = COMMANDS[app]
     keys, section = all_keys(command.schema), f"{app.split()[0]}."
@@ -191,9 +198,9 @@ def of_subcommand(command: Subcommand, own: Path | None) -> str:
 
 
 def of_names(names: Sequence[str]) -> str:
-    """Returns the help of keys and of whole sections, by name: allowed values and the meaning.
+    """Returns the help of the keys, and of the keys in the sections, that have these names.
 
-    Raises UserError for a name that is neither.
+    Raises UserError for a name that is neither a key nor a section.
     """
     keys, sections, shown = all_keys(CommandConfig), sections_of(CommandConfig), []
     for name in names:
@@ -209,7 +216,7 @@ def of_names(names: Sequence[str]) -> str:
 
 
 def _of_key(key: Key) -> str:
-    """Returns a key with its default, meaning, allowed values and exclusions."""
+    """Returns a key with its default, its meaning, its allowed values and its conflicts."""
     texts = [key.meta["help"], f"must be {allowed(key)}"]
     texts += [f"refused: {text}" for text in _excluded(key.name)]
     lines = [line for text in texts for line in wrap(text, WIDTH)]
@@ -217,7 +224,7 @@ def _of_key(key: Key) -> str:
 
 
 def _excluded(name: str) -> Iterator[str]:
-    """Yields the settings of each conflict of a key, as they are typed."""
+    """Yields, for each conflict of a key, the settings that conflict, as a user would type them."""
     keys = all_keys()
     for conflict in CONFLICTS:
         if name in conflict.settings:

@@ -1,5 +1,7 @@
-"""Runs Hydra: orders its arguments, checks its flags and logging, keeps a sweep's folder
-private."""
+"""Runs Hydra, after it has ordered the arguments and checked Hydra's flags and keys.
+
+It also keeps the folder of a sweep private.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,16 @@ from parallel3d.config.schema import Config, conf_dir
 from parallel3d.errors import USER_ERROR, UserError, print_line
 from parallel3d.private_names import hydra_arguments
 
-# Short forms of keys. `tokenizer` is the name in `parallel3d data`; a dataclass cannot have a field
-# `async`, and `Config.num_microbatches` is derived from the batch.
+# Short forms of keys. `parallel3d data` calls the tokenizer `tokenizer`, a dataclass cannot have a
+# field `async`, and `Config.num_microbatches` is a property that is derived from the batch.
 ALIASES = {
     "tokenizer": "data.tokenizer",
     "checkpoint.async": "checkpoint.async_save",
     "num_microbatches": "schedule.num_microbatches",
 }
-TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # keys of eval, allowed without `eval.`
+TYPED = ("tasks", "to", "batch_tokens", "step", "weights")  # eval takes these without `eval.`
 QUIET = ("none", "disabled", "false", "null", "[]")  # values that turn logging off
-# Prefixes of Hydra's own keys that have no effect here, or only in a sweep.
+# Prefixes of Hydra's own keys that only have an effect in a sweep, or none at all.
 OF_SWEEPS = ("hydra/hydra_logging", "hydra.verbose")
 NO_EFFECT = {
     "hydra.run.dir": "give runs_dir=… instead",
@@ -41,13 +43,14 @@ NO_EFFECT = {
 } | dict.fromkeys(
     OF_SWEEPS, "it must be none or false, or with --multirun hydra/hydra_logging=default"
 )
-READ_FILES = ("plan", "train")  # subcommands that take a measured machine, cluster=FILE.yaml
+READ_FILES = ("plan", "train")  # subcommands that take a calibrated machine as cluster=FILE.yaml
 
 
 def without_alias(word: str, app: str = "train") -> str:
-    """Returns the override under its key's own name.
+    """Returns an override with the full name of its key.
 
-    In READ_FILES, cluster=FILE means cluster.file; logger=[a,b] means logger.name.
+    In the subcommands `READ_FILES`, cluster=FILE stands for cluster.file=FILE. logger=[a,b] stands
+    for logger.name=[a,b].
     """
     key, equals, value = word.partition("=")
     bare = key.lstrip("+~")
@@ -56,22 +59,23 @@ def without_alias(word: str, app: str = "train") -> str:
     is_file = value.strip("'\"").endswith((".yaml", ".yml")) or "/" in value
     if app in READ_FILES and bare == "cluster" and is_file:
         return f"cluster.file={value}"
-    if bare == "logger" and value.startswith("["):  # Hydra would take the last of several presets
+    if bare == "logger" and value.startswith("["):  # Hydra would only use the last preset
         return f"logger.name={value}"
     return key.replace(bare, ALIASES[bare]) + equals + value if bare in ALIASES else word
 
 
 def numbered(run: str | None) -> str | None:
-    """Returns the run's name; in a sweep, with the number of the job."""
+    """Returns the run's name, followed by the number of the job in a sweep; None without a name."""
     if run is None or not is_sweep():
         return run
     return f"{run}-{HydraConfig.get().job.num}"
 
 
 def check_sweep_words(words: Sequence[str], schema: type[Config] = Config) -> None:
-    """Raises UserError for a sweep's word that Hydra would change.
+    """Raises UserError for an override in a sweep whose value Hydra would change.
 
-    Words of the command line were checked before; these come from `hydra.sweeper.params` in a file.
+    Such overrides come from `hydra.sweeper.params` in a file; those of the command line were
+    checked earlier.
     """
     for word in words if is_sweep() else ():
         kept = check_overrides([word], OwnFolder.path, schema=schema)[0]
@@ -83,7 +87,7 @@ def check_sweep_words(words: Sequence[str], schema: type[Config] = Config) -> No
 
 
 def failed_elsewhere(code: int) -> str:
-    """Returns the sentence on a sweep's job that failed under submitit, whose log has the error."""
+    """Returns a sentence that names the log of a sweep's job that failed under submitit."""
     sweep = HydraConfig.get()
     log = f"{sweep.sweep.dir}/.submitit/{sweep.job.id}"
     return f"job {sweep.job.num} of the sweep ended with code {code}; {log} has its log."
@@ -97,15 +101,16 @@ def is_sweep() -> bool:
 def order_arguments(
     arguments: list[str], schema: type[Config] = Config
 ) -> tuple[list[str], Path | None]:
-    """Returns the arguments, flags first as argparse needs, and the folder of --config-dir.
+    """Returns the arguments with flags first, as argparse needs, and the folder of --config-dir.
 
-    Raises UserError for an unknown flag, and for overrides that would have no effect.
+    The folder is None without that flag. Raises UserError for an unknown flag, and for overrides
+    that are invalid or would have no effect.
     """
     parser = hydra_arguments()
     parser.error = _raise_argument_error
     known, rest = parser.parse_known_args(arguments)
     flags = [word.partition("=")[0] for word in arguments if word.startswith("--config-")]
-    if len(flags) > len(set(flags)):  # argparse takes the last
+    if len(flags) > len(set(flags)):  # argparse would ignore all but the last
         raise UserError(f"{max(flags, key=flags.count)} is given twice; give it once.")
     if known.config_path and not Path(known.config_path).is_absolute():
         raise UserError(
@@ -121,10 +126,10 @@ def order_arguments(
     flags = list(arguments)
     for word in overrides:
         flags.remove(word)
-    if known.config_dir and known.config_dir.startswith("~"):  # Hydra does not expand ~
+    if known.config_dir and known.config_dir.startswith("~"):  # Hydra does not expand it
         ends = known.config_dir
         flags = [w.removesuffix(ends) + str(own) if w.endswith(ends) else w for w in flags]
-    if not known.shell_completion:  # its argument is install=…, which is not an override
+    if not known.shell_completion:  # otherwise the argument is install=…, which is no override
         overrides = check_overrides(overrides, own, sweeps, schema)
     return [*flags, *overrides], own
 
@@ -132,8 +137,8 @@ def order_arguments(
 def _check_has_effect(word: str, sweeps: bool) -> None:
     """Raises UserError for an override of one of Hydra's keys that would have no effect.
 
-    parallel3d chooses the folders and does not use Python's logging, and Hydra does not configure
-    the ranks' processes: only Hydra's own lines about a sweep can be logged.
+    parallel3d chooses the folders, and does not let Hydra configure logging in the processes of the
+    ranks. So only the logging of Hydra's own lines about a sweep can be changed.
     """
     name, _, value = word.lstrip("+~").partition("=")
     if value.lower() in QUIET or (sweeps and name in OF_SWEEPS):
@@ -148,9 +153,13 @@ def _raise_argument_error(message: str) -> NoReturn:
 
 
 class OwnFolder(SearchPathPlugin):
-    """Puts the folder of --config-dir before parallel3d's presets, so that the user's come first.
+    """Lets Hydra search the folder of --config-dir before parallel3d's own presets.
 
-    Hydra puts it last, so that a copied and edited experiment with its old name would be ignored.
+    Hydra would search it last, and so ignore an experiment that was copied there and edited under
+    its old name.
+
+    Attributes:
+        path: the folder; None without --config-dir.
     """
 
     path: ClassVar[Path | None] = None
@@ -161,7 +170,7 @@ class OwnFolder(SearchPathPlugin):
 
 
 def _own_folder(given: str | None, config_name: str | None) -> Path | None:
-    """Returns the folder of --config-dir. Raises UserError for a bad one."""
+    """Returns the folder of --config-dir, or None without it. Raises UserError for a bad folder."""
     if given is None:
         return None
     check_path("--config-dir", at_home(given))
@@ -178,17 +187,17 @@ def _own_folder(given: str | None, config_name: str | None) -> Path | None:
 
 
 class PrivateSweepFolder(Callback):
-    """Creates `runs_dir/.multirun` for its user alone, before Hydra would.
+    """Creates `runs_dir/.multirun`, accessible to its user alone, before Hydra would create it.
 
-    submitit stores its jobs there as pickles, which run when Slurm starts them: nobody else may
-    exchange them.
+    submitit stores the jobs there as pickles, which are executed when Slurm starts them, so nobody
+    else may replace them.
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Creates the folder.
 
-        Raises SystemExit if it is another user's or `runs_dir` is not a path, because Hydra turns
-        other exceptions of a callback into warnings.
+        Raises SystemExit if the folder belongs to another user or `runs_dir` is not a valid path,
+        because Hydra turns other exceptions in a callback into warnings.
         """
         folder = Path(config.hydra.sweep.dir)
         try:
@@ -199,7 +208,7 @@ class PrivateSweepFolder(Callback):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.lstat().st_uid != os.getuid():
             print_line(
-                f"runs_dir={config.runs_dir}: {folder} belongs to another user, who could exchange "
+                f"runs_dir={config.runs_dir}: {folder} belongs to another user, who could replace "
                 "the sweep's jobs; choose another runs_dir."
             )
             raise SystemExit(USER_ERROR)
@@ -214,8 +223,8 @@ def run(
 ) -> None:
     """Composes `arguments`, which are also in `sys.argv`, and runs `job` on the result.
 
-    `@hydra.main` composes everything twice to see whether `hydra.mode` is a sweep, which takes 0.1
-    s more. It is used only where a word is one of Hydra's own or may belong to a sweep.
+    `@hydra.main` composes the configuration twice, to find out whether it runs a sweep, and so
+    takes 0.1 s longer. It is only used if an argument is for Hydra itself or may belong to a sweep.
     """
     if any(map(_is_hydras, arguments)):
         register(schema)
@@ -229,6 +238,8 @@ def run(
 
 
 def _is_hydras(word: str) -> bool:
-    """Returns whether Hydra must read a word: a flag, its own key, or several values (1,2,
-    range())."""
+    """Returns whether Hydra itself must read an argument.
+
+    This is so for a flag, for a key of Hydra, and for several values, such as 1,2 or range(3).
+    """
     return word.startswith("-") or "hydra" in word or bool(set(",(") & set(word))

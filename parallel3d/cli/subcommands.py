@@ -1,4 +1,4 @@
-"""Lists the subcommands with a configuration of Hydra, and the needs of each."""
+"""Lists the subcommands whose configuration Hydra composes, and how each of them runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel3d.errors import UserError
 from parallel3d.run.directory import CONFIG_FILE
 
 TRAIN, VERIFY, BENCH = "train", "verify", "bench comm"
-OWNERS = {"prompt": GENERATE}  # subcommands of options without a section
+OWNERS = {"prompt": GENERATE}  # subcommands that own an option outside of any section
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,17 @@ class Subcommand:
     """A subcommand whose words are Hydra's overrides.
 
     Attributes:
-        name: its words on the command line.
-        alone: module of its function if that runs in this process alone; None: the function is in
-            `run.worker.APPS` and runs on every rank.
-        schema: its keys: a run's, or also the options of subcommands.
-        needs_data: it trains, so the corpus is checked before the ranks start.
-        of_run: it takes the model from a run (`run=`).
-        starts_ranks: it starts its ranks itself, even under a launcher.
-        resumes: it resumes the run if one with the given name exists.
-        needs_torch: the versions of torch and other packages are checked before it runs.
+        name: the subcommand's name on the command line.
+        alone: the module with the subcommand's function if that runs in this process alone; None:
+            the function is in `run.worker.APPS` and runs on every rank.
+        schema: the class that defines the keys: `Config` for those of a run, or `CommandConfig` for
+            these and the options of subcommands.
+        needs_data: whether the subcommand trains, so that the corpus is checked before the ranks
+            start.
+        of_run: whether the subcommand takes the model from a run (`run=`).
+        starts_ranks: whether the subcommand always starts its ranks itself, and refuses a launcher.
+        resumes: whether the subcommand resumes a run of the given name if there is one.
+        needs_torch: whether the versions of torch and other packages are checked first.
     """
 
     name: str
@@ -47,13 +49,15 @@ class Subcommand:
     needs_torch: bool = True
 
     def resumes_run(self, runs_dir: str, run: str | None) -> bool:
-        """Returns whether the subcommand resumes a run: one with the given name exists."""
+        """Returns whether the subcommand resumes a run, because one with this name exists."""
         return self.resumes and run is not None and Path(runs_dir, run, CONFIG_FILE).is_file()
 
     def checked(self, config: Config, typed: Sequence[str], world_size: int | None) -> Config:
-        """Returns the configuration of the ranks, checked before they start. Raises UserError.
+        """Checks the configuration and returns it as the ranks get it. Raises UserError.
 
-        `typed`: the overrides; `world_size`: a launcher's ranks.
+        Args:
+            typed: the overrides on the command line.
+            world_size: the launcher's number of ranks; None without a launcher.
         """
         if self.name == CALIBRATE:
             return calibrate_config(cast(CommandConfig, config), typed, world_size)
@@ -62,7 +66,7 @@ class Subcommand:
         may_resume = self.resumes_run(config.runs_dir, config.run)
         config = check_config(config, world_size, may_resume=may_resume)
         if self.name == VERIFY:
-            single_process(config)  # refused here once instead of on every rank
+            single_process(config)  # so that a bad layout is refused once and not on every rank
         return config
 
 
@@ -84,7 +88,7 @@ SUBCOMMANDS = {
 
 
 def refuse_options_of_others(command: Subcommand, words: Sequence[str]) -> None:
-    """Raises UserError for an option of another subcommand, such as `verify.steps` in a run."""
+    """Raises UserError for an option of another subcommand, such as `verify.steps` for train."""
     for word in words:
         name = word.partition("=")[0].lstrip("+~")
         if name in _names(CommandConfig) and name not in _names(command.schema):

@@ -1,6 +1,6 @@
-"""Parses commands with verbs, `parallel3d checkpoint VERB key=value …`.
+"""Parses commands with verbs, such as `parallel3d checkpoint VERB key=value …`.
 
-It needs neither Hydra nor torch, so that help and refusals are immediate.
+Neither Hydra nor torch is imported, so that help and error messages appear at once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Verb:
     """A verb of a command.
 
     Attributes:
-        about: its description.
-        keys: its keys with their help.
-        needs: required keys.
-        examples: command lines.
-        names: keys that may be given by position.
-        free: other keys are passed on as overrides of the configuration.
-        paths: keys that are paths, in which `~` is expanded.
+        about: the verb's description.
+        keys: the verb's keys and their help texts.
+        needs: the required keys.
+        examples: command lines, one below the other.
+        names: the keys whose values may be given by position, without KEY=.
+        free: whether keys of the configuration are accepted too, as overrides.
+        paths: the keys whose values are paths, in which `~` is expanded.
     """
 
     about: str
@@ -49,10 +49,10 @@ def run_verb(
     argv: Sequence[str],
     run: Callable[[str, dict[str, str], list[str]], int],
 ) -> int:
-    """Calls `run` with the verb after `command`, its keys, and overrides; returns the exit code.
+    """Parses `argv` and calls `run` with the verb, its keys and the overrides.
 
-    It prints help if that is asked for. Raises UserError for invalid words, and for errors of the
-    system.
+    Returns the exit code, or prints help if `argv` asks for it. Raises UserError for invalid
+    arguments, and for errors of the operating system.
     """
     if not argv or argv[0] in ("help", *HELP):
         print(_overview(command, verbs))
@@ -74,8 +74,8 @@ def run_verb(
 def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns the verb's own keys with their values, and the overrides of the configuration.
 
-    `command` is the command with its verb, "checkpoint ls". Raises UserError for a key that is
-    unknown, given twice or missing.
+    `command` is the command with its verb, such as "checkpoint ls". Raises UserError for a key that
+    is unknown, given twice or missing.
     """
     given: dict[str, str] = {}
     overrides = []
@@ -114,20 +114,26 @@ def parse(command: str, verb: Verb, argv: Sequence[str]) -> tuple[dict[str, str]
 
 @contextmanager
 def refusing(command: str) -> Iterator[None]:
-    """Turns OSError and MemoryError into UserError; `command` is the command with its verb."""
+    """Turns OSError and MemoryError of a block into UserError.
+
+    `command` is the command with its verb, such as "checkpoint ls".
+    """
     try:
         yield
     except OSError as error:
         where = plain(f"{os.fsdecode(error.filename)}: ") if error.filename else ""
         raise UserError(f"{command}: {where}{reason(error)}") from None
     except MemoryError:
-        raise UserError(f"{command}: it does not fit into this host's memory") from None
+        raise UserError(f"{command} does not fit into this host's memory") from None
 
 
 def whole_number(
     key: str, given: Mapping[str, str], least: int = 0, most: int | None = None
 ) -> int | None:
-    """Returns the number given for a key, or None. Raises UserError for other text."""
+    """Returns the number given for a key; None if the key is not given.
+
+    Raises UserError unless it is a whole number from `least` to `most`; `most` = None: no maximum.
+    """
     text = given.get(key)
     if text is None:
         return None
@@ -143,7 +149,10 @@ def whole_number(
 
 
 def true_or_false(key: str, given: Mapping[str, str], default: bool) -> bool:
-    """Returns whether a key is given as true, else the default. Raises UserError for other text."""
+    """Returns the truth value given for a key, or `default` if the key is not given.
+
+    Raises UserError unless the text is true or false.
+    """
     text = given.get(key)
     if text is None:
         return default
@@ -176,7 +185,7 @@ def _overview(command: str, verbs: Mapping[str, Verb]) -> str:
 
 
 def verb_help(command: str, verb: Verb) -> str:
-    """Returns the help text of a verb, or of a command without verbs."""
+    """Returns the help text of a verb, or that of a command without verbs."""
     width = max(map(len, verb.keys), default=0)
     keys = "\n".join(f"  {key:<{width}}  {text}" for key, text in verb.keys.items())
     examples = "\n".join(f"  {line}" for line in dedent(verb.examples).splitlines())

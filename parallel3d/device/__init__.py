@@ -1,1 +1,1 @@
-"""The device that tensors are on: streams, fused functions, number formats."""
+"""The device of a rank: its streams, its kernels and its number formats."""

@@ -1,7 +1,8 @@
-"""Hides the kind of device that a tensor is on from all other modules; ranges for profilers.
+"""Hides the kind of device from all other modules, and marks ranges for profilers.
 
 CUDA and ROCm GPUs, other accelerators that torch knows and the simulated one
-(`parallel3d.simulated_device`) share this code: their modules (`torch.cuda`, …) share names.
+(`parallel3d.simulated_device`) share this code, because their modules (such as `torch.cuda`) have
+functions of the same names.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-HOST = ("cpu", "meta")  # device types whose operations end when they return
+HOST = ("cpu", "meta")  # device types whose operations are complete when their calls return
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -24,31 +25,31 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def module(device: torch.device) -> Any:
-    """Returns `torch.cuda`, or the corresponding module of another accelerator."""
+    """Returns `torch.cuda`, or the corresponding module of another type of accelerator."""
     return torch.get_device_module(device)
 
 
 def has_values(device: torch.device) -> bool:
-    """Returns whether tensors on `device` hold numbers: not on meta, nor in a dry run."""
+    """Returns whether tensors on `device` hold values; on meta and in a dry run they do not."""
     if not is_accelerator(device):
         return device.type != "meta"
-    machine = getattr(module(device), "machine", None)  # the simulated device's
+    machine = getattr(module(device), "machine", None)  # only the simulated device has one
     return machine is None or machine.data != "meta"
 
 
 def backend_of(device: torch.device) -> str:
-    """Returns the process-group backend for tensors on `device`: gloo, nccl, …"""
+    """Returns the name of the process-group backend for tensors on `device`, such as nccl."""
     return dist.get_default_backend_for_device(device)
 
 
 def backends_of_world() -> dict[str, str]:
-    """Returns the world's backend by type of device, as in cpu:gloo,cuda:nccl."""
+    """Returns device type → backend of the world's process group, such as "cuda" → "nccl"."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
     return {kind: backend for kind, _, backend in pairs}
 
 
 def device_of_world() -> torch.device:
-    """Returns the current accelerator if the world has the backend for it, else the CPU."""
+    """Returns the thread's current accelerator if the world has its backend, else the CPU."""
     if not dist.is_initialized() or (kind := accelerator_of_world()) is None:
         return torch.device("cpu")
     return current(kind)
@@ -63,15 +64,17 @@ def accelerator_of_world() -> torch.device | None:
 
 
 def device_of_words() -> torch.device:
-    """Returns the device for exchanging small values over the world: the CPU if it can."""
+    """Returns the device for exchanging small values over the world, the CPU if possible."""
     if not dist.is_initialized() or "cpu" in backends_of_world():
         return torch.device("cpu")
     return device_of_world()
 
 
 def make_current(device: torch.device) -> None:
-    """Makes `device` the thread's current one; no-op on a CPU. Raises ValueError without an
-    index."""
+    """Makes `device` the thread's current device; no-op on a CPU.
+
+    Raises ValueError for an accelerator without an index.
+    """
     if is_accelerator(device):
         module(device).set_device(device)
 
@@ -93,7 +96,7 @@ def name(device: torch.device) -> str:
 
 
 def bus_id(device: torch.device) -> str | None:
-    """Returns the PCI address in Linux's form ("0000:1b:00.0"); None if unknown."""
+    """Returns the PCI address as Linux writes it ("0000:1b:00.0"); None if it is unknown."""
     if not is_accelerator(device):
         return None
     facts = module(device).get_device_properties(device)
@@ -107,17 +110,17 @@ def bus_id(device: torch.device) -> str | None:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to `device` through pinned memory, without waiting for the copy."""
+    """Returns a copy of a CPU tensor on `device`; an accelerator copies it asynchronously."""
     if not is_accelerator(device):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class Reading:
-    """Copies whole numbers of a device to the host, which goes on until it needs them.
+    """Copies numbers from a device to the host asynchronously.
 
     Args:
-        numbers: a tensor of any shape.
+        numbers: a tensor of any shape on the device.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -130,7 +133,7 @@ class Reading:
             self._event.record()
 
     def values(self) -> list[Any]:
-        """Returns the numbers; waits for their copy, not for work that was queued after it."""
+        """Waits for the copy, though not for work queued after it, and returns the numbers."""
         if self._event is not None:
             self._event.synchronize()
         return self._numbers.tolist()
@@ -138,7 +141,7 @@ class Reading:
 
 @contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
-    """Queues the work of a block on `stream`."""
+    """Queues the device work of a block on `stream`."""
     with module(stream.device).stream(stream):
         yield
 
@@ -150,8 +153,9 @@ def is_on_accelerator(tensor: Tensor) -> bool:
 class Ranges:
     """Opens and closes named ranges of `torch.profiler` and, on CUDA, of NVTX for nsys.
 
-    Ranges nest: `pop` closes the newest. The thread that opens one must close it; the thread that
-    called a backward waits while autograd's own thread has ranges open.
+    Ranges nest: `pop` closes the range that was opened last. The thread that opens a range must
+    close it. Autograd's own thread may open ranges, because the thread that called the backward
+    waits meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Checks of number formats."""
+"""Checks the settings of number formats."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from parallel3d.device.keys import NO_TF32
 
 
 def check_precision(precision: PrecisionConfig) -> None:
-    """Raises UserError for a loss scale that begins below its least value."""
+    """Raises UserError if the initial loss scale is below the minimum loss scale."""
     least, first = precision.min_loss_scale, precision.initial_loss_scale
     check_at_most("precision.min_loss_scale", least, "precision.initial_loss_scale", first)
 
 
 def check_precision_of(device: str, precision: str) -> None:
-    """Raises UserError for a precision that `device` ("cpu", "cuda" or "cuda:1") does not have."""
+    """Raises UserError if `device` ("cpu", "cuda" or "cuda:1") does not support `precision`."""
     values = {"device": device, "precision.name": precision}
     check_conflicts((NO_TF32,), values.__getitem__)

@@ -1,28 +1,30 @@
-"""The one table of GPUs, from their datasheets: compute, memory and links."""
+"""Lists the compute, memory and links of GPUs, from their datasheets."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-BLACKWELL = 10  # NVIDIA's compute capability
+BLACKWELL = 10  # the major compute capability of NVIDIA's Blackwell
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU's datasheet.
+    """The datasheet of one kind of GPU.
 
     Attributes:
-        pattern: pattern of the name that its driver reports; "": no running device is recognised as
-            it.
-        peak: dense TFLOP/s by dtype with accumulation in fp32 (vendors print twice that, with 2:4
-            sparsity). fp64 is the rate of matrix units; fp32 is the rate of plain units, or of
-            matrix units for true fp32.
-        memory_gib: memory as the driver reports it.
-        memory_gb_s: bandwidth, B/s · 1e-9.
-        units: multiprocessors (compute units).
-        link_gb_s: rate in one direction to the GPUs of its domain; 0: the planner has no constants
-            for this GPU.
+        name: the name in cluster files.
+        pattern: regular expression for the name that the driver reports; "": no running device is
+            recognised as this GPU.
+        source: the document that the figures are from.
+        peak: dense TFLOP/s by dtype with accumulation in fp32 (vendors also print twice that, for
+            2:4 sparsity). fp64 is the rate of matrix units; fp32 is the rate of vector units, or of
+            matrix units that multiply in true fp32.
+        memory_gib: memory in GiB, as the driver reports it; 0: unknown.
+        memory_gb_s: memory bandwidth in GB/s; 0: unknown.
+        units: number of multiprocessors (compute units); 0: unknown.
+        link_gb_s: GB/s in one direction to the GPUs of the same NVLink domain; 0: the planner has
+            no constants for this GPU.
     """
 
     name: str
@@ -61,7 +63,7 @@ DATASHEETS = (  # if two patterns match a name, the first one counts
     Device("h100_nvl", r"\bH100 NVL\b", "NVIDIA H100 NVL datasheet", _HOPPER_NVL, units=132),
     Device("h100_pcie", r"\bH100 PCIe\b", "NVIDIA H100 PCIe datasheet", _H100_PCIE, units=114),
     Device("h100", r"\bH100\b", "NVIDIA H100 SXM datasheet", _H100_SXM, 79.1, 3350, 132, 450),
-    # It has HBM2e and a power limit of 500 W, but the H100's peak.
+    # This variant has HBM2e and a power limit of 500 W, but the peak of the H100 SXM.
     Device("h100_500w", "", "NVIDIA H100 SXM datasheet", _H100_SXM, 94.5, 2400, 132, 450),
     Device("h200_nvl", r"\bH200 NVL\b", "NVIDIA H200 NVL datasheet", _HOPPER_NVL, units=132),
     Device("h200", r"\bH200\b", "NVIDIA H200 datasheet", _H100_SXM, 139.8, 4800, 132, 450),
@@ -73,9 +75,9 @@ DATASHEETS = (  # if two patterns match a name, the first one counts
            _GB300, 277.0, 8000, 152, 900),
     Device("l40s", r"\bL40S\b", "NVIDIA L40S datasheet", _L40S, units=142),
     Device("l4", r"\bL4\b", "NVIDIA L4 datasheet", _L4, units=58),
-    # The 4090 D and the laptop's 4090 are other, slower chips.
+    # The pattern excludes the 4090 D and the laptop's 4090, which are other, slower chips.
     Device("rtx_4090", r"\bRTX 4090$", "NVIDIA Ada architecture whitepaper", _RTX_4090, units=128),
-    # PyTorch shows each of the package's two dies as a device: half of AMD's numbers.
+    # PyTorch shows each of the package's two dies as a device, so AMD's numbers are halved.
     Device("mi250x", r"\bMI250X\b", "AMD Instinct MI250X datasheet, one of two dies", _MI250X_GCD,
            units=110),
     Device("mi300x", r"\bMI300X\b", "AMD Instinct MI300X datasheet", _MI300X, units=304),
@@ -86,10 +88,10 @@ DATASHEETS = (  # if two patterns match a name, the first one counts
 
 DEVICES = {d.name: d for d in DATASHEETS if d.link_gb_s}  # the devices that the planner knows
 
-# Names of slices: NVIDIA's virtual GPUs (GRID A100-20C, NVIDIA H100-2-20C), and MIG.
+# Names of slices of a GPU: NVIDIA's virtual GPUs (GRID A100-20C, NVIDIA H100-2-20C), and MIG.
 SLICE = re.compile(r"\bMIG\b|^GRID |-[0-9]+(C|Q|B|A|CME)$")
-# A slice may have the whole GPU's name: AMD's partitions (CPX), a hypervisor's share. Some A100s
-# have half the datasheet's memory.
+# A slice may have the name of the whole GPU, like AMD's partitions (CPX) and a hypervisor's shares,
+# so sizes are compared too. The limit for memory is low because some A100s have half the memory.
 LEAST_UNITS = 0.95
 MOST_UNITS = 1.1
 LEAST_MEMORY = 0.45
@@ -98,11 +100,12 @@ LEAST_MEMORY = 0.45
 def find_device(name: str, units: int = 0, memory: int = 0) -> Device | None:
     """Returns the datasheet of the device that its driver calls `name`.
 
-    Returns None if it is unknown, or if its name, number of multiprocessors or memory are those of
-    a slice or of another chip.
+    Returns None if the table does not have the device, or if its name, multiprocessors or memory
+    show that it is a slice of a GPU or another chip.
 
     Args:
-        units, memory: multiprocessors and bytes that the driver reports; 0: unknown.
+        units: number of multiprocessors that the driver reports; 0: unknown.
+        memory: number of bytes of memory that the driver reports; 0: unknown.
     """
     if SLICE.search(name):
         return None

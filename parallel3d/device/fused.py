@@ -1,4 +1,4 @@
-"""Custom operators for the compiler, and element-wise functions fused into one kernel."""
+"""Defines custom operators for the compiler, and fuses element-wise functions into one kernel."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ _numbers = itertools.count()
 
 
 def register(thing: Any) -> Tensor:
-    """Returns a handle, an int64 scalar on the CPU, by which an operator finds `thing` while it
-    lives.
+    """Returns a handle, an int64 scalar on the CPU, by which an operator finds `thing`.
 
-    It is a tensor because a plain number would be a constant of the compiled code, and every layer
-    would need a copy of that code.
+    The handle is valid as long as `thing` exists. It is a tensor because the compiler would turn a
+    plain number into a constant, and so compile the same code again for every layer.
     """
     number = next(_numbers)
     _registered[number] = thing
@@ -55,20 +54,23 @@ def operator(
     gradient_shape: Callable,
     kept: str | None = None,
 ) -> Callable[..., Tensor]:
-    """Returns a function of tensors with a written-out gradient, opaque to the compiler.
+    """Returns a function with an explicit gradient into which the compiler does not look.
 
-    In eager mode it is an autograd node, in compiled code `torch.ops.parallel3d.NAME`, whose
-    gradient is `NAME_backward`.
+    In eager mode the function is an autograd node; in compiled code it is the operator
+    `torch.ops.parallel3d.NAME`, whose gradient is the operator `NAME_backward`.
 
     Args:
-        inputs: schema of the arguments that get a gradient.
-        where: schema of the other arguments, tensors first.
-        run: returns the result for the inputs and `where`, or a tuple of the result and other
+        name: the name of the operator.
+        inputs: the schema of the arguments that get a gradient.
+        where: the schema of the other arguments, tensors first.
+        run: a function of all arguments that returns the result, or a tuple of the result and other
             tensors that the gradient needs.
-        gradient: returns the gradients of the inputs, given the result's gradient, the saved
-            tensors, and `where`.
-        shape, gradient_shape: like `run` and `gradient`, for tensors without values.
-        kept: None: nothing is saved; "": the inputs; else also the results, whose schema this is.
+        shape: does the same for tensors without values.
+        gradient: a function that returns the gradients of the inputs, given the gradient of the
+            result, the saved tensors, and the other arguments.
+        gradient_shape: does the same for tensors without values.
+        kept: the tensors saved for the gradient; None: none; "": the inputs; otherwise the schema
+            of what `run` returns, which is saved together with the inputs.
     """
     count, tensors = inputs.count("Tensor"), where.count("Tensor")
     parts = ["Tensor grad"] if kept is None else ["Tensor grad", inputs, *([kept] if kept else [])]
@@ -107,7 +109,7 @@ def operator(
         @staticmethod
         def forward(ctx: Any, *given: Any) -> Tensor:
             outputs = _as_tuple(run(*given))
-            # These are not saved tensors, so that recomputation may end before this node.
+            # If these were saved tensors, a recomputed forward would have to run up to this node.
             ctx.where = given[count:]
             ctx.save_for_backward(*saved(given, outputs))
             return outputs[0]
@@ -132,20 +134,20 @@ log = logging.getLogger(__name__)
 Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
 
-# TorchInductor's options that give all ranks kernels with equal bits. Otherwise each rank
-# autotunes the split of its reductions, and replicated results of tensor ranks, such as gradients
-# of norms, would differ in their last bits.
+# With these options, TorchInductor's kernels give equal bits on all ranks. Otherwise each rank
+# would autotune how it splits reductions, and results that should be equal on tensor-parallel
+# ranks, such as gradients of norms, would differ in their last bits.
 EQUAL_BITS: dict[str, str | int | bool | Callable[..., Any]] = {"deterministic": True}
-# If the largest argument is smaller than this, as for one token at a time in `generate`, a kernel
-# saves microseconds but takes seconds to compile.
+# If the largest argument is smaller than this, a kernel would save microseconds but take seconds to
+# compile, as for the single tokens of `generate`.
 LEAST_ELEMENTS = 1 << 20
-# A function is compiled for at most so many kinds of arguments, seconds each; further kinds
-# (`generate` with prompts of all lengths) run as separate operations.
+# A function is compiled for at most this many kinds of arguments, because each compilation takes
+# seconds. Other kinds, such as more lengths of prompts in `generate`, run as separate operations.
 MOST_KERNELS = 64
 
 
 def fuses(device: torch.device) -> bool:
-    """Returns whether large calls of `fused` functions on `device` are one kernel each."""
+    """Returns whether a `fused` function runs as one kernel on large tensors on `device`."""
     if not accelerator.is_accelerator(device):
         return False
     return hasattr(accelerator.module(device), "fused_kernel") or has_kernel_compiler()
@@ -153,7 +155,7 @@ def fuses(device: torch.device) -> bool:
 
 @functools.cache
 def has_kernel_compiler() -> bool:
-    """Returns whether TorchInductor can compile kernels here: with Triton and a C compiler."""
+    """Returns whether Triton and a C compiler, which TorchInductor needs for kernels, are here."""
     from parallel3d.private_names import has_triton
 
     compilers = (os.environ.get("CC"), "gcc", "clang")
@@ -186,31 +188,31 @@ class _Fused(Generic[*Ts, T]):
     def _run_compiled(self, *args: *Ts) -> T:
         from parallel3d.private_names import DynamoError, RecompileLimit
 
-        # Detached, because training and evaluation would otherwise be two kernels.
+        # Tensors are detached, because training and evaluation would otherwise be two kernels.
         plain = [a.detach() if isinstance(a, Tensor) else a for a in args]
         kernel = self._kernel(tuple(_kind(a, self.rows) for a in plain))
         try:
             with torch.no_grad():
                 return kernel(*plain)
         except (RecompileLimit, DynamoError) as error:
-            # It is raised before anything ran. The plain function is slower and gives the same
+            # Nothing has run before this is raised. The plain function is slower but gives the same
             # result.
             self._warn(first_line(error))
             self.compiles = False
             return self.function(*args)
 
     def _kernel(self, kind: Hashable) -> Callable[..., T]:
-        """Returns the kernel for arguments of this kind; beyond the limit, the plain function.
+        """Returns the kernel for arguments of this kind, or the plain function beyond MOST_KERNELS.
 
-        Dynamo finds compiled code through a function's code object and refuses a ninth shape for it
-        (`recompile_limit`), so each kind gets a code object of its own.
+        Dynamo stores compiled code by a function's code object, and refuses a ninth version of the
+        same one (`recompile_limit`), so each kind of arguments gets a code object of its own.
         """
         kernel = self.kernels.get(kind)
         if kernel is None and len(self.kernels) < MOST_KERNELS:
             kernel = self.kernels[kind] = torch.compile(
                 _with_own_code(self.function),
                 fullgraph=True,
-                # None: a second number of rows triggers a compilation for any number.
+                # With None, the second number of rows leads to code for any number of rows.
                 dynamic=None if self.rows else False,
                 options=EQUAL_BITS,
             )
@@ -223,8 +225,10 @@ class _Fused(Generic[*Ts, T]):
 
 
 def _kind(argument: Any, rows: bool) -> Hashable:
-    """Returns the properties of an argument for which a kernel is specialised; the number of rows
-    is one of them unless `rows`."""
+    """Returns the properties of an argument for which a kernel is specialised.
+
+    With `rows`, the size of the first dimension is not one of them.
+    """
     if isinstance(argument, Tensor):
         shape = argument.shape[1:] if rows else argument.shape
         return shape, argument.stride(), argument.dtype, argument.device
@@ -241,18 +245,20 @@ def fused(
 ) -> Callable[[*Ts], T]:
     """Decorates an element-wise function of tensors and constants that may run as one kernel.
 
-    Operations between GEMMs are bound by memory: eight in a row read and write the activations
-    eight times, one kernel once. On a CPU the function runs as it is; on an accelerator with Triton
-    it is compiled once for each kind of arguments (seconds, cached by TorchInductor). The simulated
-    device's `fused_kernel` counts it as one kernel. Values may differ from the plain run by
-    rounding: intermediates stay in fp32 registers.
+    Element-wise operations are bound by memory: eight of them in sequence read and write the
+    activations eight times, and one kernel does so once. On a CPU the function runs unchanged. On
+    an accelerator with Triton it is compiled once for each kind of arguments, which takes seconds
+    unless TorchInductor has the code in its cache. The simulated device counts the function as one
+    kernel. As intermediate values stay in fp32 registers, a kernel's results may differ from those
+    of the plain function by rounding.
 
-    It is for use inside autograd nodes with written-out gradients: compiled results have no graph.
+    Only autograd nodes with explicit gradients may call it, as a kernel's results have no graph.
     The function may write into its arguments, which must be positional.
 
     Args:
-        least: it is compiled if its largest argument has this many elements; None: LEAST_ELEMENTS.
-        rows: the first dimension differs from call to call, as the rows of experts do, and is no
-            reason to compile it again.
+        least: the function is compiled if its largest argument has at least this many elements;
+            None: LEAST_ELEMENTS.
+        rows: whether the size of the first dimension differs from call to call, like the number of
+            an expert's rows, so that another size should not lead to another compilation.
     """
     return _Fused(function, least, rows)

@@ -1,11 +1,10 @@
-"""Grouped GEMMs: products of groups of rows, each with a matrix of its own, for the experts of a
-layer.
+"""Grouped GEMMs, which multiply each group of rows by its own matrix, for the experts of a layer.
 
-A GPU runs all groups in one kernel, which reads their ends from device memory, so that the host
-need not know their sizes. Elsewhere each group is a GEMM by itself.
+A GPU runs all groups in one kernel, which reads the ends of the groups from device memory, so that
+the host need not know their sizes. On other devices, each group is a GEMM of its own.
 
-Weight gradients are added in fp32. PyTorch's grouped GEMM can neither return fp32 nor add to its
-result (PyTorch issue 166651), so `grouped_kernels` has a kernel for that.
+Weight gradients are accumulated in fp32. As PyTorch's grouped GEMM can neither return fp32 nor add
+to its result (PyTorch issue 166651), `grouped_kernels` has a kernel for them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Groups(NamedTuple):
 
     Attributes:
         ends: (groups,) int32 on the device, the end (exclusive) of each group.
-        counts: number of rows of each group; None: the host does not know it.
+        counts: the number of rows in each group; None: the host does not know them.
     """
 
     ends: Tensor
@@ -38,24 +37,26 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, counts: tuple[int, ...] | None) -> Groups:
-        """Returns groups of these sizes, (groups,) on the device; `counts`: the same on the host,
-        if known."""
+        """Returns groups of the sizes `numbers`, (groups,) on the device.
+
+        `counts`: the same sizes on the host; None: the host does not know them.
+        """
         return cls(numbers.cumsum(0).int(), counts)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of rows of each group. Raises ValueError if the host does not know it."""
+        """The number of rows in each group. Raises ValueError if the host does not know them."""
         if self.counts is None:
             raise ValueError("the sizes of the groups are only known on the device")
         return self.counts
 
     @property
     def total(self) -> int:
-        """Number of rows of all groups."""
+        """The number of rows in all groups. Raises ValueError if the host does not know it."""
         return sum(self.sizes)
 
     def spans(self) -> Iterator[slice]:
-        """Yields the rows of each group."""
+        """Yields each group's slice of rows. Raises ValueError if the host does not know it."""
         first = 0
         for size in self.sizes:
             yield slice(first, first + size)
@@ -63,8 +64,11 @@ class Groups(NamedTuple):
 
 
 def has_grouped_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether products of groups are one kernel: in bf16 on a GPU from Hopper on, with
-    Triton, and on the simulated device, there also in fp64 for exact comparisons."""
+    """Returns whether a grouped GEMM in `dtype` is one kernel on `device`.
+
+    It is one kernel in bf16 on NVIDIA GPUs since Hopper, with Triton. On the simulated device it is
+    one in bf16, and in fp64 for exact comparisons.
+    """
     if not accelerator.is_accelerator(device):
         return False
     if hasattr(accelerator.module(device), "fused_kernel"):
@@ -82,7 +86,7 @@ def _is_since_hopper(device: torch.device) -> bool:
 def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """Multiplies the rows of each group by its matrix: (rows, in), (groups, in, out) → (rows, out).
 
-    The result is undefined in rows after the last group.
+    Rows of the result after the last group are undefined.
     """
     if has_grouped_kernels(rows.device, rows.dtype):
         return torch.ops.parallel3d.grouped_matmul(groups.ends, rows, matrices)
@@ -94,15 +98,22 @@ def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 
 
 def add_products(out: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:
-    """Adds aᵀ·b of each group's rows to its matrix in `out` (fp32), in one kernel and without
-    rounding.
+    """Adds aᵀ·b of each group's rows to the group's matrix in `out`, in one kernel.
 
-    (groups, n, m), (rows, n), (rows, m). It needs `has_grouped_kernels`.
+    The products are not rounded to the dtype of `a` and `b` before they are added. It requires
+    `has_grouped_kernels`.
+
+    Args:
+        out: (groups, n, m), in fp32 or fp64.
+        a: (rows, n).
+        b: (rows, m).
+        groups: the rows of each group.
     """
     torch.ops.parallel3d.add_products(out, groups.ends, a, b)
 
 
-# Operators that are one kernel each. The simulated device runs their CPU implementation.
+# The functions below implement operators that are one kernel each. The simulated device runs the
+# implementations for the CPU.
 
 
 def _spans(ends: Tensor) -> Iterator[slice]:
@@ -113,7 +124,7 @@ def _spans(ends: Tensor) -> Iterator[slice]:
 
 
 def _matmul_on_cpu(ends: Tensor, rows: Tensor, matrices: Tensor) -> Tensor:
-    out = rows.new_full((rows.shape[0], matrices.shape[2]), torch.nan)  # after the last group
+    out = rows.new_full((rows.shape[0], matrices.shape[2]), torch.nan)  # reveals reads past the end
     for span, matrix in zip(_spans(ends), matrices, strict=True):
         out[span] = rows[span] @ matrix
     return out
@@ -133,7 +144,7 @@ def _add_on_cpu(out: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _add_on_gpu(out: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> None:
-    from parallel3d.device import grouped_kernels  # imported here because only GPUs have Triton
+    from parallel3d.device import grouped_kernels  # it needs Triton, which only GPUs have
 
     grouped_kernels.add_products(out, a.contiguous(), b.contiguous(), ends)
 

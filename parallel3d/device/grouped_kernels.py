@@ -1,4 +1,4 @@
-"""Triton kernels for groups of rows; importing it needs Triton."""
+"""Triton kernels for groups of rows; only a process with Triton can import this module."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows and columns of a program's tile of the result, and rows of a group that it reads at a time.
-# The result takes 64 fp32 numbers per thread, and the operands three stages of 32 KiB in shared
-# memory.
+# A program computes a tile of COLUMNS_A × COLUMNS_B elements and reads ROWS rows of a group at a
+# time. The tile takes 64 fp32 numbers per thread, and the operands take three stages of 32 KiB in
+# shared memory.
 BLOCKS = {"COLUMNS_A": 128, "COLUMNS_B": 128, "ROWS": 64}
 HOW = {"num_warps": 8, "num_stages": 3}
 
@@ -27,10 +27,11 @@ def add_products_of_groups(  # type: ignore[no-untyped-def]
     COLUMNS_B: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Adds aᵀ·b of each group's rows to its matrix in `out`: (groups, a_columns, b_columns) fp32.
+    """Adds aᵀ·b of each group's rows to the group's matrix in `out`.
 
-    Rows of other groups, and rows after the last group, are masked and never read. Programs of a
-    group that read the same columns of `a` run side by side, so that the cache is reused.
+    `out` is (groups, a_columns, b_columns) in fp32. Rows of other groups, and rows after the last
+    group, are masked and never read. Programs that read the same columns of `a` run side by side,
+    so that they find them in the cache.
     """
     group = tl.program_id(1).to(tl.int64)
     parts = tl.cdiv(b_columns, COLUMNS_B)
@@ -61,7 +62,7 @@ def add_products_of_groups(  # type: ignore[no-untyped-def]
 
 
 def add_products(out: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> None:
-    """Launches `add_products_of_groups`; rows of `a` and `b` are contiguous."""
+    """Launches `add_products_of_groups`; each row of `a` and `b` must be contiguous."""
     groups, a_columns, b_columns = out.shape
     programs = triton.cdiv(a_columns, BLOCKS["COLUMNS_A"]) * triton.cdiv(
         b_columns, BLOCKS["COLUMNS_B"]

@@ -1,13 +1,14 @@
-"""Counter-based hash of dropout and of stochastic rounding: equal bits for every layout.
+"""The hash for dropout and stochastic rounding, which gives equal bits in every layout.
 
-A row has a 64-bit key: SplitMix64's finaliser (Steele et al. 2014), modulo 2⁶⁴, of a number that
-the caller makes from seed, place and row. Its low and high half L and H and the column c are mixed
-like MurmurHash3's finaliser, modulo 2³²:
+Each row has a 64-bit key. The key is the result of SplitMix64's finaliser (Steele et al. 2014),
+modulo 2⁶⁴, for a number that the caller computes from the seed, the place in the model and the row.
+The key's low half L and high half H and the column c are then mixed, modulo 2³², by a function like
+MurmurHash3's finaliser:
 
     x = c · 0x9E3779B9 + L;  x ^= x >> 16;  x *= 0x21F0AAAD;  x ^= x >> 15;
     x ^= H;  x *= 0x735A2D97;  x ^= x >> 15
 
-torch's integers are signed; all arithmetic here wraps around.
+The integers of torch are signed, and their arithmetic wraps around.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 
 from torch import Tensor, int32
 
-# Factors of the numbers in a key.
+# The caller multiplies the numbers in a key by these factors.
 SAMPLE = 0xD1B54A32D192ED03
 ROW = 0xABC98388FB8FAC03
 FINISH = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -26,18 +27,18 @@ SECOND = 0x735A2D97
 
 
 def signed(value: int, bits: int) -> int:
-    """Returns the signed integer with the same bits, as torch's integers are signed."""
+    """Returns the signed integer that has the same bits as an unsigned one."""
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def site_key(text: str) -> int:
-    """Returns a signed 64-bit number for a text, such as a seed and a place in the model."""
+    """Returns a signed 64-bit hash of a text, such as a seed and a place in the model."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def halves(key: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns L and H, int32, of the finished keys of int64 numbers."""
+    """Computes the keys of int64 numbers, and returns their halves L and H in int32."""
     for by, factor in FINISH:
         key = (key ^ _shifted(key, by, 64)).mul_(signed(factor, 64))
     key = key ^ _shifted(key, 31, 64)
@@ -45,7 +46,10 @@ def halves(key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mixed(low: Tensor, high: Tensor, column: Tensor) -> Tensor:
-    """Returns 32 random bits for each row and column, int32, broadcast."""
+    """Returns 32 pseudorandom bits, int32, for each pair of a key (`low`, `high`) and a column.
+
+    The arguments are broadcast against each other.
+    """
     bits = column * signed(CHANNEL, 32) + low
     bits ^= _shifted(bits, 16, 32)
     bits *= FIRST
@@ -57,5 +61,5 @@ def mixed(low: Tensor, high: Tensor, column: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int, bits: int) -> Tensor:
-    """Shifts right without sign extension."""
+    """Shifts the `bits`-bit integers in x right by `by` bits, without sign extension."""
     return (x >> by).bitwise_and_((1 << (bits - by)) - 1)

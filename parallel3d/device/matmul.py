@@ -1,11 +1,11 @@
-"""Matmuls by the fastest CPU backend.
+"""Multiplies matrices with the fastest backend of the CPU.
 
-PyTorch multiplies fp16 matrices on a CPU without half-precision units at 0.2 to 4 GFLOP/s per core,
-fp32 ones at 80 (1024³, EPYC with AVX-512). So fp16 operands are converted to fp32, which is exact,
-and the result is rounded once, like on tensor cores, which accumulate in fp32 too.
+On a CPU without half-precision units, PyTorch multiplies fp16 matrices at 0.2 to 4 GFLOP/s per core
+and fp32 matrices at 80 GFLOP/s (1024³, EPYC with AVX-512). So fp16 operands are converted to fp32,
+which is exact, and the result is rounded once. Tensor cores also accumulate in fp32.
 
-PyTorch gives fp32 matmuls to MKL, which has AVX-512 kernels for Intel's processors and AVX2 ones
-for AMD's. oneDNN, which is part of PyTorch, has AVX-512 kernels for both.
+PyTorch uses MKL for fp32 matmuls, which has AVX-512 kernels for Intel's processors but only AVX2
+kernels for AMD's. oneDNN, which is part of PyTorch, has AVX-512 kernels for both.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# oneDNN is faster from this number of multiply-adds on: a call costs some 15 µs more than MKL's,
-# and a matmul of this size takes 350 µs.
+# oneDNN is faster from this number of multiply-adds on. Its calls have about 15 µs more overhead
+# than MKL's, which is little in a matmul of this size (350 µs).
 ONEDNN_MIN_SIZE = 1 << 24
 
 
 def is_widened(x: Tensor) -> bool:
-    """Returns whether matmuls of `x` are computed in fp32 and rounded."""
+    """Returns whether matmuls of `x` are computed in fp32 and rounded to fp16."""
     return x.dtype == torch.float16 and x.device.type == "cpu"
 
 
@@ -46,14 +46,18 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 @functools.cache
 def onednn_is_faster(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Returns whether oneDNN is faster in large fp32 matmuls: on AMD with AVX-512 (since Zen 4)."""
+    """Returns whether oneDNN is faster for large fp32 matmuls, as on AMD CPUs with AVX-512."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not cpuinfo.is_file():
         return False
     return torch.backends.mkldnn.is_available() and "AuthenticAMD" in cpuinfo.read_text()
 
 
 def _takes_onednn(x: Tensor, other: Tensor, outputs: int) -> bool:
-    """Returns whether oneDNN is usable (no gradient, contiguous) and faster for `x` · `other`."""
+    """Returns whether oneDNN can compute the product of `x` and `other`, and is faster.
+
+    `by_onednn` needs contiguous fp32 CPU tensors without a gradient. `outputs`: the number of
+    columns of the result.
+    """
     if x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
         return False
     if torch.is_grad_enabled() and (x.requires_grad or other.requires_grad):
@@ -62,9 +66,11 @@ def _takes_onednn(x: Tensor, other: Tensor, outputs: int) -> bool:
 
 
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes `linear` for fp32 CPU tensors without gradient; `weight` may be a transposed
-    view."""
-    # A build without oneDNN has no such operator.
+    """Computes `linear` for fp32 CPU tensors that need no gradient.
+
+    `weight` may be a transposed view.
+    """
+    # The import is here because a build of PyTorch without oneDNN has no such operator.
     from parallel3d.private_names import linear_pointwise
 
     return linear_pointwise(x, weight, bias, "none", [], "")

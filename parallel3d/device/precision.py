@@ -1,4 +1,4 @@
-"""Number formats: compute dtype, matmul precision, determinism, and fp16's loss scale."""
+"""Number formats and determinism of a run, and the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ COMPUTE = {
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """Returns the dtype of parameters and activations. Masters and gradients are fp32 or better."""
+    """Returns the dtype of parameters and activations."""
     return COMPUTE[precision.name]
 
 
 def master_dtype(precision: PrecisionConfig) -> torch.dtype:
-    """Returns the dtype of master weights and of checkpoints."""
+    """Returns the dtype of master weights and checkpoints, fp32 or fp64."""
     return torch.promote_types(compute_dtype(precision), torch.float32)
 
 
 def set_matmul_precision(precision: PrecisionConfig) -> None:
-    """Lets fp32 GEMMs of this process run on tensor cores (tf32), or not."""
+    """Sets whether fp32 GEMMs of this process may run on tensor cores in tf32."""
     torch.set_float32_matmul_precision("high" if precision.name == "tf32" else "highest")
 
 
 def set_numerics(precision: PrecisionConfig, device: torch.device, deterministic: bool) -> None:
-    """Sets this process's matmul precision and, if asked for, its determinism."""
+    """Sets this process's matmul precision, and makes its kernels deterministic if asked."""
     set_matmul_precision(precision)
     if deterministic:
         set_determinism(device)
 
 
 def set_determinism(device: torch.device) -> None:
-    """Makes this process compute the same bits from the same inputs.
+    """Makes this process compute the same bits whenever it gets the same inputs.
 
-    A CPU's kernels do so anyway. On a GPU, PyTorch replaces kernels that add in order of arrival
-    with slower ones, and raises RuntimeError if there is none; cuBLAS needs workspaces of its own,
-    set by a variable that it reads at its first matmul.
+    A CPU's kernels do so anyway. On a GPU, PyTorch replaces kernels whose order of additions varies
+    with slower ones, and a later call without such a kernel raises RuntimeError. cuBLAS needs
+    a fixed workspace, which is set by a variable that it reads at its first matmul.
     """
     if not accelerator.is_accelerator(device):
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # No code here reads uninitialised memory. (torch's stub of the module lacks the attribute.)
+    # Filling memory is not needed, as no code here reads uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -63,8 +63,15 @@ def set_determinism(device: torch.device) -> None:
 class LossScale:
     """Dynamic loss scaling (Micikevicius et al. 2018 §3.2), with Megatron-LM's hysteresis.
 
-    The scale backs off after `hysteresis` overflows since it last grew or backed off, and grows
-    after `window` steps in a row without one. In dtypes with fp32's range it stays 1.
+    The scale is reduced at the `precision.loss_scale_hysteresis`-th overflow since its last change,
+    and grows after `precision.loss_scale_window` steps in a row without an overflow. In dtypes
+    other than fp16 it stays 1.
+
+    Attributes:
+        config: the section `precision` of the configuration.
+        scale: the factor by which the loss is multiplied.
+        good_steps: the number of steps since the last overflow or growth.
+        overflows: the number of overflows since the scale last changed.
     """
 
     config: PrecisionConfig
@@ -81,7 +88,7 @@ class LossScale:
         return self.config.name == "fp16" and self.config.loss_scale is None
 
     def update(self, overflow: bool) -> None:
-        """Adapts the scale after a step; `overflow`: its gradients were not finite."""
+        """Adapts the scale after a step; `overflow`: whether a gradient was not finite."""
         if not self.is_dynamic:
             return
         config = self.config
@@ -105,12 +112,15 @@ class LossScale:
         }
 
     def restore(self, progress: Mapping[str, Any]) -> None:
-        """Continues from `progress`; a configured scale stays as configured."""
+        """Restores the state that `progress` returned, unless the configuration fixes the scale."""
         if self.is_dynamic:
             self.scale = float(progress["loss_scale"])
             self.good_steps = int(progress["good_steps"])
             self.overflows = int(progress["overflows"])
 
     def unscaled(self, norm: float) -> float:
-        """Returns the norm of the gradients without the scale that they still carry."""
+        """Returns the norm of the gradients as it would be without the loss scale.
+
+        A norm that is not finite is returned unchanged.
+        """
         return norm / self.scale if math.isfinite(norm) else norm

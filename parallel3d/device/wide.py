@@ -1,7 +1,7 @@
-"""Matrix products of half-precision numbers whose results are fp32.
+"""Multiplies half-precision matrices into fp32 results.
 
-Such products are exact in fp32, and a GPU's GEMMs sum them there, so that nothing is rounded. On
-other devices the operands are copied to fp32 first.
+The product of two half-precision numbers is exact in fp32, and a GPU's GEMMs also sum in fp32, so
+that no result is rounded to half precision. On other devices the operands are first copied to fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Computes x·Wᵀ in fp32 or better: (…, in), (out, in) → (…, out)."""
+    """Computes x·Wᵀ in fp32, or in fp64 for fp64 inputs: (…, in), (out, in) → (…, out)."""
     if x.dtype in HALF and has_wide_kernel(x.device):
         out = torch.ops.parallel3d.wide_linear(x.flatten(0, -2), weight)
         return out.unflatten(0, x.shape[:-1])
@@ -26,7 +26,7 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def has_wide_kernel(device: torch.device) -> bool:
-    """Returns whether the product is one kernel: on CUDA and the simulated device."""
+    """Returns whether the product is one kernel, as on NVIDIA GPUs and the simulated device."""
     if not accelerator.is_accelerator(device):
         return False
     if device.type != "cuda" or torch.version.hip is not None:
@@ -56,4 +56,4 @@ def _register() -> torch.library.Library:
     return library
 
 
-_library = _register()  # the operator exists as long as it does
+_library = _register()  # keeps the operator registered
