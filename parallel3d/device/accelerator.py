@@ -1,8 +1,7 @@
 """Hides the kind of device from all other modules, and marks ranges for profilers.
 
 CUDA and ROCm GPUs, other accelerators that torch knows and the simulated one
-(`parallel3d.simulated_device`) share this code, because their modules (such as `torch.cuda`) have
-functions of the same names.
+(`parallel3d.simulated_device`) share this code: their modules (`torch.cuda`, …) have equal names.
 """
 
 from __future__ import annotations
@@ -71,10 +70,7 @@ def device_of_words() -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Makes `device` the thread's current device; no-op on a CPU.
-
-    Raises ValueError for an accelerator without an index.
-    """
+    """Makes `device` the thread's current one. Raises ValueError for a GPU without an index."""
     if is_accelerator(device):
         module(device).set_device(device)
 

@@ -28,8 +28,8 @@ _numbers = itertools.count()
 def register(thing: Any) -> Tensor:
     """Returns a handle, an int64 scalar on the CPU, by which an operator finds `thing`.
 
-    The handle is valid as long as `thing` exists. It is a tensor because the compiler would turn a
-    plain number into a constant, and so compile the same code again for every layer.
+    The handle is valid while `thing` exists. It is a tensor because a plain number would become a
+    constant of the compiled code, which would then be compiled again for every layer.
     """
     number = next(_numbers)
     _registered[number] = thing
@@ -60,17 +60,15 @@ def operator(
     `torch.ops.parallel3d.NAME`, whose gradient is the operator `NAME_backward`.
 
     Args:
-        name: the name of the operator.
         inputs: the schema of the arguments that get a gradient.
         where: the schema of the other arguments, tensors first.
-        run: a function of all arguments that returns the result, or a tuple of the result and other
-            tensors that the gradient needs.
-        shape: does the same for tensors without values.
-        gradient: a function that returns the gradients of the inputs, given the gradient of the
-            result, the saved tensors, and the other arguments.
-        gradient_shape: does the same for tensors without values.
-        kept: the tensors saved for the gradient; None: none; "": the inputs; otherwise the schema
-            of what `run` returns, which is saved together with the inputs.
+        run: returns the result for all arguments, or a tuple of the result and other tensors that
+            the gradient needs.
+        gradient: returns the gradients of the inputs, given the gradient of the result, the saved
+            tensors, and the other arguments.
+        shape, gradient_shape: do what `run` and `gradient` do, for tensors without values.
+        kept: None: no tensor is saved for the gradient; "": the inputs are saved; otherwise the
+            inputs and the results of `run`, whose schema this is.
     """
     count, tensors = inputs.count("Tensor"), where.count("Tensor")
     parts = ["Tensor grad"] if kept is None else ["Tensor grad", inputs, *([kept] if kept else [])]
@@ -195,8 +193,7 @@ class _Fused(Generic[*Ts, T]):
             with torch.no_grad():
                 return kernel(*plain)
         except (RecompileLimit, DynamoError) as error:
-            # Nothing has run before this is raised. The plain function is slower but gives the same
-            # result.
+            # It is raised before anything ran; the plain function is only slower.
             self._warn(first_line(error))
             self.compiles = False
             return self.function(*args)
@@ -225,10 +222,7 @@ class _Fused(Generic[*Ts, T]):
 
 
 def _kind(argument: Any, rows: bool) -> Hashable:
-    """Returns the properties of an argument for which a kernel is specialised.
-
-    With `rows`, the size of the first dimension is not one of them.
-    """
+    """Returns an argument's properties for which a kernel is specialised; `rows`: as in `fused`."""
     if isinstance(argument, Tensor):
         shape = argument.shape[1:] if rows else argument.shape
         return shape, argument.stride(), argument.dtype, argument.device
@@ -245,12 +239,11 @@ def fused(
 ) -> Callable[[*Ts], T]:
     """Decorates an element-wise function of tensors and constants that may run as one kernel.
 
-    Element-wise operations are bound by memory: eight of them in sequence read and write the
-    activations eight times, and one kernel does so once. On a CPU the function runs unchanged. On
-    an accelerator with Triton it is compiled once for each kind of arguments, which takes seconds
-    unless TorchInductor has the code in its cache. The simulated device counts the function as one
-    kernel. As intermediate values stay in fp32 registers, a kernel's results may differ from those
-    of the plain function by rounding.
+    Element-wise operations are bound by memory: eight in sequence read and write the activations
+    eight times, one kernel once. On a CPU the function runs unchanged. On an accelerator with
+    Triton, it is compiled once for each kind of arguments, which takes seconds unless the code is
+    in TorchInductor's cache. The simulated device counts it as one kernel. A kernel's results may
+    differ by rounding, as intermediate values stay in fp32 registers.
 
     Only autograd nodes with explicit gradients may call it, as a kernel's results have no graph.
     The function may write into its arguments, which must be positional.
@@ -258,7 +251,7 @@ def fused(
     Args:
         least: the function is compiled if its largest argument has at least this many elements;
             None: LEAST_ELEMENTS.
-        rows: whether the size of the first dimension differs from call to call, like the number of
-            an expert's rows, so that another size should not lead to another compilation.
+        rows: the first dimension differs from call to call, like the number of an expert's rows,
+            so another size leads to no other compilation.
     """
     return _Fused(function, least, rows)

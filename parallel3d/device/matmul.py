@@ -53,11 +53,7 @@ def onednn_is_faster(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _takes_onednn(x: Tensor, other: Tensor, outputs: int) -> bool:
-    """Returns whether oneDNN can compute the product of `x` and `other`, and is faster.
-
-    `by_onednn` needs contiguous fp32 CPU tensors without a gradient. `outputs`: the number of
-    columns of the result.
-    """
+    """Returns whether `by_onednn` can compute a product with `outputs` columns, and is faster."""
     if x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
         return False
     if torch.is_grad_enabled() and (x.requires_grad or other.requires_grad):
@@ -66,10 +62,7 @@ def _takes_onednn(x: Tensor, other: Tensor, outputs: int) -> bool:
 
 
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes `linear` for fp32 CPU tensors that need no gradient.
-
-    `weight` may be a transposed view.
-    """
+    """Computes `linear` for fp32 CPU tensors without gradients; `weight` may be a view."""
     # The import is here because a build of PyTorch without oneDNN has no such operator.
     from parallel3d.private_names import linear_pointwise
 
