@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend as Backend
     from torch.distributed import ProcessGroup
 
-# Ours → "module:name" of theirs. A name that ends in `()` is an attribute, bound as a function of
-# its object.
+# Maps our name to the package's "module:path". A path that ends in "()" leads to a descriptor, and
+# its __get__ is returned, which reads the attribute of a given object.
 NAMES = {
     # Multi-tensor and fused kernels.
     "foreach_add_": "torch:_foreach_add_",

@@ -65,7 +65,7 @@ def without_alias(word: str, app: str = "train") -> str:
 
 
 def numbered(run: str | None) -> str | None:
-    """Returns the run's name, followed by the number of the job in a sweep; None without a name."""
+    """Returns the run's name, to which a sweep appends the job's number."""
     if run is None or not is_sweep():
         return run
     return f"{run}-{HydraConfig.get().job.num}"
