@@ -1,7 +1,7 @@
 """parallel3d: transformer training with tensor, pipeline, data and context parallelism.
 
-The names below are imported when first used: `import parallel3d` alone imports no torch.
-docs/library.md trains a model with them. Everything else is private.
+The names in `__all__` are the public interface, which docs/library.md explains; everything else is
+private. A name is imported at its first use, so `import parallel3d` alone does not import torch.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
 
     check_versions(OF_A_SCRIPT)
     value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value  # later look-ups find it there
+    globals()[name] = value  # later look-ups do not call this function
     return value
 
 

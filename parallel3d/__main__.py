@@ -7,16 +7,16 @@ import sys
 
 def main() -> int:
     try:
-        gc.disable()  # imports leave no garbage, and looking for it takes a tenth of their time
+        gc.disable()  # imports make no garbage, and collections would take a tenth of their time
         from parallel3d.cli.command_line import main as command
 
         gc.freeze()
         gc.enable()
         return command()
-    except KeyboardInterrupt:  # during the imports; later the command prints it itself
+    except KeyboardInterrupt:  # it came during the imports; later, the command handles it
         print("parallel3d: interrupted", file=sys.stderr, flush=True)
-        # Not `return`: if the interrupt came while C code of an import ran Python, the interpreter
-        # would still end by the signal.
+        # A `return` would not be enough: if the interrupt came while C code of an import ran
+        # Python code, the interpreter would still end by the signal.
         os._exit(130)
 
 

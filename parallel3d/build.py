@@ -1,4 +1,4 @@
-"""Builds the parts of a rank's training; each part only needs the ones before it."""
+"""Builds a rank's model and the objects that train it, in the order in which they are needed."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankParts:
-    """Holds a rank's model and the objects that train it.
+    """A rank's model and the objects that train it.
 
     Attributes:
-        stages: the rank's stages, by chunk.
-        tied_name: name of the table if it is trained and another rank holds it too; else None.
-        executor: runs the stages' forwards and backwards, with their messages.
-        balance: balances the experts; None for a model without them.
+        stages: the rank's pipeline stages, in the order of its chunks.
+        tied_name: the name of the embedding table if it is trained and another rank holds a copy
+            of it; otherwise None.
+        noise: measures the gradient noise scale.
+        data_parallel: sums gradients over the replicas, and holds the parameters.
+        executor: runs the stages' forwards and backwards, and exchanges their messages.
+        balance: balances the load of the experts; None for a model without experts.
     """
 
     stages: Sequence[Stage]
@@ -62,16 +65,17 @@ def build(
     launch: LaunchConfig,
     timer: StepTimer,
 ) -> RankParts:
-    """Builds a rank's parts: layers, parameters, compiled code, optimizer, executor; collective.
+    """Builds a rank's layers, parameters, compiled code, optimizer and executor; collective.
 
     Args:
-        schedule: the schedule of the run's whole global batch.
-        launch: whether stages exchange through shared memory, and how long a message may take.
-        timer: gets the baseline latencies of the messages.
+        schedule: the pipeline schedule for `global_batch_size`.
+        launch: tells whether stages exchange messages through shared memory, and how long a message
+            may take.
+        timer: gets the measured baseline latencies of the messages.
     """
     dtype = compute_dtype(blueprint.precision)
     master_dtype = torch.promote_types(dtype, torch.float32)
-    # Layers are made on the meta device; the engine draws the parameters that this rank keeps.
+    # Layers are created on the meta device; the engine initialises the parameters of this rank.
     initializer = Initializer(blueprint.seed, master_dtype, device, deferred=True)
     turns = Turns(device) if blueprint.pipeline.overlaps else None
     of_layers = groups.tp, groups.cp, groups.ep, turns
@@ -79,7 +83,7 @@ def build(
     held = blueprint.stages_of(groups.pp.index)
     stages = stages_of_rank(blueprint.model, held, context)
     freeze(stages, blueprint.frozen)
-    # Parameters are created, and the engine that sums gradients over dp.
+    # The engine, which sums gradients over dp, also creates the parameters.
     tied = {stage.tied_table for stage in stages} - {None} - blueprint.frozen
     noise = noise_scale(blueprint, groups, device)
     engine = data_parallel_engine(blueprint.data, stages, initializer, dtype, groups, noise.norms)
@@ -98,10 +102,10 @@ def build(
 
 
 def freeze(stages: Sequence[Stage], names: Collection[str]) -> None:
-    """Excludes the parameters of these names from training, before the engine reads them.
+    """Excludes the parameters with these names from training, before the engine reads them.
 
-    Nothing else is needed: autograd, the linear layers, the engines and the optimizer treat a
-    parameter without `requires_grad` as a constant.
+    It is enough to clear `requires_grad`: autograd, the linear layers, the engines and the
+    optimizer treat such a parameter as a constant.
     """
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -112,7 +116,7 @@ def freeze(stages: Sequence[Stage], names: Collection[str]) -> None:
 def expert_balance(
     blueprint: Blueprint, stages: Sequence[Stage], groups: ProcessGroups
 ) -> BalanceOfRun | None:
-    """Returns the balance of the experts of a rank's stages; None for a model without experts."""
+    """Creates the load balancing for a rank's experts; returns None for a model without experts."""
     model = blueprint.model
     if not model.num_experts:
         return None
@@ -132,7 +136,7 @@ def expert_balance(
 def build_optimizer(
     blueprint: Blueprint, engine: DataParallel, groups: ProcessGroups, device: torch.device
 ) -> Optimizer:
-    """Creates the optimizer of the shards that this rank steps."""
+    """Creates the optimizer for the shards of parameters that this rank updates."""
     optim = blueprint.optim
     muon: Muon | MuonByKind | None = None
     if optim.name == "muon":
@@ -163,7 +167,7 @@ def build_executor(
     timer: StepTimer,
     turns: Turns | None,
 ) -> Executor:
-    """Creates the executor and sets the timer's baseline latencies; collective."""
+    """Creates the executor, and sets the baseline latencies of `timer`; collective."""
     sliced = blueprint.sends_slices(accelerator.is_accelerator(device))
     sequence = blueprint.local_seq_length // (groups.tp.size if blueprint.layer.sp else 1)
     hidden = (blueprint.micro_batch_size, sequence, blueprint.model.hidden_size)

@@ -1,4 +1,4 @@
-"""Errors that end a run with a sentence instead of a traceback, and how sentences are shown."""
+"""Defines errors that end a run with a sentence and no traceback, and prints sentences."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ USER_ERROR = 2  # exit code
 
 
 class UserError(ValueError):
-    """User input that cannot work, in one sentence; the command line exits with code 2, without
-    traceback.
+    """Input of the user that cannot work; the message explains it in a sentence.
 
-    It is a ValueError, as elsewhere in Python: an `except ValueError` that must not catch it needs
-    an `except UserError` before it.
+    The command line prints the message without a traceback, and exits with code 2. An `except
+    ValueError` catches this error too, unless an `except UserError` comes before it.
     """
 
 
 class TrainingFailure(RuntimeError):
-    """A decision of all ranks to end the run, which would end the same way if restarted."""
+    """All ranks decided to end the run, because a restart would fail in the same way."""
 
 
 def print_line(sentence: str) -> None:
-    """Prints one line on stderr, flushed: it may be the last action of this process."""
+    """Prints a line to stderr, and flushes it because the process may end right afterwards."""
     print(f"parallel3d: {sentence}", file=sys.stderr, flush=True)
 
 
 def readable(sentence: str) -> str:
-    """Sanitises control characters and truncates long text in the middle, for one terminal line."""
+    """Returns a sentence for the terminal: escapes control characters and shortens long text."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in sentence)
     return _brief(re.sub(r"\S{300,}", lambda word: _brief(word[0], 300), line), 2000)
 
@@ -39,12 +38,12 @@ def _brief(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
 
-# PyTorch's advice when a GPU's memory is full: a setting that GPU ranks already have.
+# When a GPU's memory is full, PyTorch advises a setting that GPU ranks already have.
 ALLOCATOR_ADVICE = re.compile(r" If reserved but unallocated memory is large.*")
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text, or its class if it has none."""
+    """Returns the first line of an error's message, or the name of its class without one."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ALLOCATOR_ADVICE.sub("", line)
 
@@ -56,9 +55,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def nearest_hint(word: str, known: Iterable[str], key: str = "") -> str:
-    """Returns "; the nearest is …" for the end of a sentence, or "" if none is close.
+    """Returns "; the nearest is …" for the end of a sentence, or "" if no known word is close.
 
-    `key` goes before the word, such as "format=".
+    `key` is put before the word, such as "format=".
     """
     close = nearest(word, known)
     return f"; the nearest is {key}{close}" if close else ""
@@ -67,7 +66,7 @@ def nearest_hint(word: str, known: Iterable[str], key: str = "") -> str:
 def closest(value: int, fits: Callable[[int], bool], limit: int) -> int | None:
     """Returns the number in 1…limit closest to `value` that fits (ties: the smaller), or None.
 
-    It tries at most 50,000 distances, because a user may give sizes far beyond any machine.
+    At most 50,000 distances are tried, because a user may give sizes far beyond any machine.
     """
     start = max(1, min(value, limit))
     for distance in range(min(limit, 50_000)):
@@ -78,6 +77,6 @@ def closest(value: int, fits: Callable[[int], bool], limit: int) -> int | None:
 
 
 def nearest_multiple(value: int, unit: int) -> int:
-    """Returns the multiple of `unit`, at least one, closest to `value` (ties: the smaller)."""
+    """Returns the positive multiple of `unit` that is closest to `value` (ties: the smaller)."""
     below = value // unit * unit
     return max(unit, below if value - below <= below + unit - value else below + unit)

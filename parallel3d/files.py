@@ -1,4 +1,4 @@
-"""Durable files, file ownership, and bounded reading of files that are not trusted."""
+"""Writes files durably, checks their owners, and reads files that are not trusted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Opens a new file, private to the user, and follows no link. Raises OSError."""
+    """Opens a new file that is private to the user. Raises OSError if `path` exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         yield descriptor
@@ -36,20 +36,20 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def write_all(descriptor: int, view: memoryview, at: int | None = None) -> None:
-    """Writes all of `view`, at the file's position or at byte `at`."""
+    """Writes all of `view` at byte `at` of the file; None: at the file's current position."""
     done = 0
     while done < len(view):
         part = view[done:]
         wrote = os.write(descriptor, part) if at is None else os.pwrite(descriptor, part, at + done)
-        if wrote == 0:  # no file should, and this loop would never end
+        if wrote == 0:  # this should not happen, and the loop would never end
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         done += wrote
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Replaces the file `path` with `content` atomically and flushes it.
+    """Replaces the file `path` atomically with `content`, and flushes it to the disk.
 
-    A link of that name is replaced, not followed. If it raises OSError, nothing is left behind.
+    If `path` is a link, the link itself is replaced. If OSError is raised, no partial file remains.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -63,10 +63,10 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder that replaces `folder`, which must be empty or missing.
+    """Yields a temporary folder that becomes `folder`, which must be empty or missing.
 
-    It is flushed and renamed at the end of the block, or removed if the block raises: `folder`
-    appears whole or not at all. Raises OSError.
+    At the end of the block, the temporary folder is flushed and renamed, or removed if the block
+    raised, so that `folder` appears whole or not at all. Raises OSError.
     """
     partial = folder.parent / f".{folder.name[:100]}.{secrets.token_hex(4)}.partial"
     partial.mkdir(parents=True)
@@ -82,12 +82,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flushes a folder's entries (new names, renames) to the disk."""
+    """Flushes the entries of a folder, such as new and changed names, to the disk."""
     flush(folder)
 
 
 def flush(path: Path) -> None:
-    """Flushes the contents of a file or folder to the disk, whoever wrote them."""
+    """Flushes a file or folder to the disk, even if another process wrote it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -96,12 +96,12 @@ def flush(path: Path) -> None:
 
 
 def no_link(path: str | Path, flags: int) -> int:
-    """Opens the file at `path`, private if it is new; refuses a link (ELOOP)."""
+    """Opens the file at `path`; a new one is private. Raises OSError (ELOOP) for a link."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def is_ours(status: os.stat_result, folder: Path) -> bool:
-    """Returns whether a file with this status belongs to this user, even if owners are mapped."""
+    """Returns whether a file in `folder` is this user's, even where the mount maps owners."""
     if status.st_uid == os.geteuid():
         return True
     made = status_of_new_file(folder)
@@ -109,8 +109,10 @@ def is_ours(status: os.stat_result, folder: Path) -> bool:
 
 
 def others_may_write(status: os.stat_result, folder: Path) -> bool:
-    """Returns whether a file's mode lets others write; False on file systems without modes
-    (CIFS)."""
+    """Returns whether the mode of a file in `folder` lets other users write to it.
+
+    Returns False on a file system without modes, such as CIFS.
+    """
     if not status.st_mode & OTHERS_WRITE:
         return False
     made = status_of_new_file(folder)
@@ -127,15 +129,15 @@ def status_of_new_file(folder: Path) -> os.stat_result | None:
 
 # Files that are not trusted
 
-MAX_DEPTH = 50  # maximum depth of nested lists and objects; our own files have four levels
+MAX_DEPTH = 50  # maximum nesting of lists and objects; parallel3d's own files have four levels
 MAX_SENTENCE = 400
 
 
 def lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Locks an open file for this process, until it is closed; `shared`: others may lock it too.
+    """Locks an open file until it is closed; `shared`: other processes may share the lock.
 
     Returns False on a file system without locks (some NFS and Lustre mounts). Raises
-    BlockingIOError if another process has it.
+    BlockingIOError if another process holds a conflicting lock.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -148,7 +150,7 @@ def lock(descriptor: int, *, shared: bool = False) -> bool:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """Opens `path` for reading without blocking; ValueError for a pipe, device or folder."""
+    """Opens `path` for reading, and never blocks. Raises ValueError for anything but a file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -159,8 +161,10 @@ def open_regular(path: Path) -> Iterator[int]:
 
 
 def read_into(descriptor: int, view: memoryview, at: int) -> int:
-    """Fills `view` from byte `at` of the file. Returns the number of bytes read, fewer only at the
-    end of the file."""
+    """Fills `view` with the bytes of the file from byte `at` on.
+
+    Returns the number of bytes read, which is only smaller than `view` at the end of the file.
+    """
     done = 0
     while done < len(view) and (got := os.preadv(descriptor, [view[done:]], at + done)):
         done += got
@@ -168,7 +172,7 @@ def read_into(descriptor: int, view: memoryview, at: int) -> int:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """Reads a regular file. Raises OSError, and ValueError if it has more than `most` bytes."""
+    """Returns the content of a regular file. Raises ValueError if it exceeds `most` bytes."""
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > most:
@@ -179,17 +183,17 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parses JSON. Raises ValueError for invalid or too deeply nested text."""
+    """Parses JSON. Raises ValueError if the text is invalid or nested too deeply."""
     try:
         content = json.loads(text)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("nested too deeply") from None
     check_depth(content)
     return content
 
 
 def check_depth(content: Any) -> None:
-    """Raises ValueError for lists and objects that are nested too deep."""
+    """Raises ValueError if lists and objects are nested more than `MAX_DEPTH` levels deep."""
     level = [content]
     for _ in range(MAX_DEPTH):
         level = [value for item in level for value in _items(item)]
@@ -204,6 +208,6 @@ def _items(value: Any) -> list[Any]:
 
 
 def plain(text: str) -> str:
-    """Escapes characters that would move a terminal's cursor, and truncates long text."""
+    """Returns text in which unprintable characters are escaped, truncated if it is long."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: MAX_SENTENCE + 1])
     return shown if len(text) <= MAX_SENTENCE else f"{shown[:MAX_SENTENCE]}…"

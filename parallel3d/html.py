@@ -1,4 +1,4 @@
-"""Makes the parts of a self-contained HTML page, light and dark: sections, tables, stacked bars."""
+"""Writes self-contained HTML pages with sections, tables and stacked bars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-SHORT = 16  # maximum number of letters in a cell that does not wrap
+SHORT = 16  # cells with more letters than this may wrap
 STYLE = """
 :root{color-scheme:light dark} body{font:15px/1.5 system-ui,sans-serif;margin:0}
 main{max-width:1180px;margin:0 auto;padding:24px} h1{font-size:26px;margin:0} h2{font-size:19px}
@@ -24,10 +24,12 @@ margin:0 6px 0 14px} .paper{background:#fff;padding:8px;overflow:auto;max-height
 
 
 def whole_page(mark: str, title: str, body: str, head: str = "") -> str:
-    """Returns the page; `mark` is an attribute with the name of its writer, `head` goes into
-    <head>.
+    """Returns an HTML page.
 
-    All arguments but `mark` are HTML already.
+    Args:
+        mark: an attribute of <html> that names the writer of the page.
+        title, body: the page's title and content, already in HTML.
+        head: more HTML for <head>.
     """
     return f"""<!DOCTYPE html><html lang='en' {mark}><head><meta charset='utf-8'>
 <meta name='viewport' content='width=device-width,initial-scale=1'>
@@ -36,7 +38,7 @@ def whole_page(mark: str, title: str, body: str, head: str = "") -> str:
 
 
 def section(heading: str, words: str, *parts: str) -> str:
-    """Returns a section; `words` are plain text, `parts` HTML already."""
+    """Returns a section; `heading` and `words` are plain text, `parts` are already in HTML."""
     said = f"<p>{escape(words)}</p>" if words else ""
     return f"<section><h2>{escape(heading)}</h2>{said}{''.join(parts)}</section>"
 
@@ -44,8 +46,10 @@ def section(heading: str, words: str, *parts: str) -> str:
 def stacked_bar(
     parts: Mapping[str, float], whole: float, unit: str, limit: float | None = None
 ) -> str:
-    """Returns a bar whose length is the sum of `parts` relative to `whole`, and a line at
-    `limit`."""
+    """Returns a bar with a segment for each of `parts`; a length of `whole` is the full width.
+
+    A line marks `limit`; None: there is no line.
+    """
     made = "".join(
         f"<i style='width:{100 * value / whole:.2f}%;background:{colour(place)}' "
         f"title='{escape(f'{kind}: {value:.3g} {unit}')}'></i>"
@@ -57,25 +61,25 @@ def stacked_bar(
 
 
 def bar_key(kinds: Iterable[str]) -> str:
-    """Returns the names beside the colours that `stacked_bar` gives them."""
+    """Returns a legend of the colours that `stacked_bar` gives to these parts."""
     named = enumerate(map(escape, kinds))
     items = (f"<i style='background:{colour(place)}'></i>{kind}" for place, kind in named)
     return f"<div class='key'>{''.join(items)}</div>"
 
 
 def colour(place: int) -> str:
-    """Returns a hue that differs from the previous ones by the golden angle."""
+    """Returns the colour of number `place`; the hues of successive colours differ by 137.5°."""
     return f"hsl({(210 + 137.5 * place) % 360:.0f} 50% 48%)"
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table whose cells are HTML already; cells of several words wrap."""
+    """Returns a table; the cells of `head` and `rows` are already in HTML, and long ones wrap."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<div class='wide'><table><tr>{top}</tr>{body}</table></div>"
 
 
 def _cell(cell: str) -> str:
-    """Returns a cell; figures and words of up to `SHORT` letters stay on one line."""
+    """Returns a table cell; one with up to `SHORT` letters stays on one line."""
     letters = len(re.sub("<[^>]*>", "", cell))
     return f"<td class='words'>{cell}</td>" if letters > SHORT else f"<td>{cell}</td>"

@@ -1,15 +1,15 @@
-"""Names that other packages call private, under names of our own.
+"""Gives access to private names of other packages, under names of parallel3d.
 
-A private name may disappear or change its meaning with any release. So parallel3d takes them only
-from here (tests/unit/test_private_names.py checks this), and a missing one raises a sentence at its
-first use; there are no defaults. The same test tries the behaviour of each name with the installed
-versions.
+Any release may remove a private name or change its meaning. So parallel3d takes such names only
+from here, and a missing one raises UserError at its first use. tests/unit/test_private_names.py
+checks both, and also checks with the installed versions that each name still does what is needed.
+The names were looked up in torch 2.11, 2.13 and 2.15, hydra-core 1.3.8 and fsspec 2026.9.
 
-The names were read in torch 2.11, 2.13 and 2.15, hydra-core 1.3.8 and fsspec 2026.9. The line
+A package is imported at the first use of one of its names. The line
 
     from parallel3d.private_names import foreach_copy_
 
-binds a name once, so that a call costs no more than torch's. No package is imported before.
+binds a name once, so that calls cost no more than calls of torch's own function.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAMES = {
     "foreach_norm": "torch:_foreach_norm",
     "fused_adamw_": "torch:_fused_adamw_",
     "fused_sgd_": "torch:_fused_sgd_",
-    # Operators, with the arguments that the test gives.
+    # Operators; the test calls them with the arguments that parallel3d gives.
     "flash_forward": "torch:ops.aten._flash_attention_forward",
     "flash_backward": "torch:ops.aten._flash_attention_backward",
     "cpu_flash_forward": "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
@@ -101,12 +101,12 @@ NAMES = {
     "HydraFiles": "hydra._internal.core_plugins.file_config_source:FileConfigSource",
     "hydra_sources": "hydra._internal.sources_registry:SourcesRegistry",
 }
-# The first version that has a name; for older versions the name is None.
+# The first version of the package that has the name; with older versions, the name is None.
 SINCE = {"self_recording_backends": "2.15"}
-# packages, by the first part of the module's name
+# First part of a module's name → name of its package.
 PACKAGES = {"torch": "torch", "hydra": "hydra-core"}
 
-# Their methods that our classes override, so that their code calls ours.
+# Private methods of other packages' classes that parallel3d's subclasses override.
 OVERRIDDEN = {
     "torch.nn.Module": ("_apply", "_load_from_state_dict", "_save_to_state_dict"),
     "torch.distributed.ProcessGroup": (
@@ -121,16 +121,16 @@ OVERRIDDEN = {
     "torch.cuda._sanitizer.StreamSynchronizations": ("_state_wait_for_other",),
 }
 
-# Names of operators, as in schemas.
+# Names of operators, as schemas spell them.
 WITHOUT_A_KERNEL = ("_unsafe_view", "_reshape_alias")
 OVERWRITING = ("_foreach_copy_", "_foreach_zero_")
 OF_UNKNOWN_SIZE = ("_local_scalar_dense", "_unique2")
 OF_MANY_TENSORS = ("_foreach_", "_fused_adam")  # prefixes of names
 FOREACH_NORM = "_foreach_norm"
 
-# Attributes of users' modules and parameters, which PyTorch's DDP looks for too.
+# An attribute of users' modules that PyTorch's DDP reads too.
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
-# The innermost Python frame of a thread that runs a backward.
+# The name of the innermost Python frame in a thread that runs a backward.
 BACKWARD_FRAME = "_engine_run_backward"
 
 
@@ -164,26 +164,26 @@ def missing(package: str, name: str) -> UserError:
     )
 
 
-# Attributes that an object gets when it is made.
+# The functions below read attributes that an object only gets when it is created.
 
 
 def buffers_of(module: nn.Module) -> dict[str, Any]:
-    """Returns the module's own table of buffers, in which users may replace them."""
+    """Returns the module's own dictionary of buffers, which may be changed in place."""
     return module._buffers
 
 
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the module's own tables of parameters and of submodules."""
+    """Returns the module's own dictionaries of parameters and of submodules."""
     return module._parameters, module._modules
 
 
 def schema_of(operator: Any) -> Any:
-    """Returns the schema of an overload: its name, and its arguments with their aliases."""
+    """Returns the schema of an operator's overload, with its name, arguments and aliases."""
     return operator._schema
 
 
 def is_joining(wrapper: Any) -> bool:
-    """Returns whether one of torch's `Joinable`s runs under `Join`."""
+    """Returns whether a `Joinable` of torch is running inside a `Join` context."""
     return wrapper._join_config.enable
 
 
@@ -193,7 +193,7 @@ def steps_in_backward(parameter: nn.Parameter) -> bool:
 
 
 def is_of_fsdp1(parameter: Tensor) -> bool:
-    """Returns whether FullyShardedDataParallel holds the parameter, with either use_orig_params."""
+    """Returns whether FSDP1 holds the parameter, with or without use_orig_params."""
     if not hasattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel"):
         return False
     flat, mark = _marks_of_fsdp1()
@@ -207,7 +207,7 @@ def _marks_of_fsdp1() -> tuple[type, str]:
 
 
 def path_in(files: Any, address: str) -> str:
-    """Returns an address as a path of fsspec's file system `files`, without its protocol."""
+    """Returns an address without its protocol, as a path in fsspec's file system `files`."""
     return files._strip_protocol(address)
 
 
@@ -217,18 +217,18 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Backend:
 
 
 def set_devices(options: Any, devices: list[Any]) -> None:
-    """Sets the interfaces of a gloo group's options."""
+    """Sets the network devices in the options of a gloo group."""
     options._devices = devices
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
-    """Sets the time limit in options of any backend's groups."""
+    """Sets the time limit in the options of a process group of any backend."""
     options._timeout = timeout
 
 
 def memory_history(device_module: Any) -> tuple[Callable[..., None], Callable[..., None]] | None:
-    """Returns the functions that switch the allocator's history on and off, and that write it to a
-    file, as in `torch.cuda`; None for a device without a module `memory`."""
+    """Returns a function that starts and stops the allocator's history, and one that writes it to
+    a file; returns None if the device's module has no `memory`."""
     memory = getattr(device_module, "memory", None)
     if memory is None:
         return None
@@ -239,10 +239,10 @@ def memory_history(device_module: Any) -> tuple[Callable[..., None], Callable[..
 
 
 def simulated_backend_is_a_group(name: str, group: type) -> None:
-    """Lets torch.distributed take a backend in Python whose groups are whole ProcessGroups.
+    """Lets torch.distributed use a backend in Python whose groups are ProcessGroups themselves.
 
-    From 2.15 on, torch would record its operations by a hook on a C++ backend, and from 2.14 on, it
-    would split it like one. It has neither.
+    Such groups have no C++ backend. But torch since 2.15 would install a hook on one to record
+    operations, and torch since 2.14 would use one to split a group.
     """
     recording = find(NAMES["self_recording_backends"], SINCE["self_recording_backends"])
     if recording is not None:
@@ -258,10 +258,10 @@ def simulated_backend_is_a_group(name: str, group: type) -> None:
 
 
 def flight_records() -> list[str]:
-    """Returns the flight recorder's content as JSON, for each class of groups that may have one.
+    """Returns the flight recorder's records as JSON, one for each kind of process group.
 
-    NCCL's groups up to torch 2.14 have a record of their own, which only builds with NCCL can read.
-    From torch 2.15 on, they are in the record under their backend's name.
+    Up to torch 2.14, NCCL's groups have a record of their own, which only builds with NCCL can
+    read. Since torch 2.15, they are in the common record under the name of their backend.
     """
     every = {"includeCollectives": True, "onlyActive": False}
     dumps = []

@@ -1,4 +1,4 @@
-"""Writes SVG: a canvas that collects elements and measures text, and colours."""
+"""Writes SVG pictures: provides a canvas for shapes and text, and a palette of colours."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ BACKGROUND = "#ffffff"
 INK = "#212529"
 DARK = "#495057"
 GREY = "#868e96"
-# Colours that can be told apart, each with the colour of text on it.
+# Colours that are easy to tell apart, each with the colour for text on top of it.
 PALETTE = (
     *(("#4e79a7", "#ffffff"), ("#f28e2b", INK), ("#59a14f", "#ffffff"), ("#e15759", "#ffffff")),
     *(("#3aa6a0", "#ffffff"), ("#d9b520", INK), ("#b07aa1", "#ffffff"), ("#9c755f", "#ffffff")),
 )
 FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 MARGIN = 24
-# Widths in em, overestimated, so that any common font fits.
+# Characters that are narrower and wider than others, for the estimate of a text's width.
 NARROW, WIDE = "ijlt.,:;'|!()[] ", "mwMW@—…"
 
 
 class Canvas:
-    """Collects elements; `right` and `bottom` are the borders of everything drawn so far."""
+    """Collects the elements of a picture.
+
+    Attributes:
+        parts: the elements in SVG.
+        right, bottom: the right and bottom edges of everything drawn so far.
+    """
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -30,7 +35,7 @@ class Canvas:
 
     @staticmethod
     def measure(text: str, size: float) -> float:
-        """Estimates the width of `text` in pixels, never below that of common fonts."""
+        """Estimates the width of `text` in pixels, large enough for any common font."""
         widths = (0.36 if c in NARROW else 0.95 if c in WIDE else 0.64 for c in text)
         return size * sum(widths)
 
@@ -49,7 +54,7 @@ class Canvas:
         fill: str = INK,
         weight: int = 400,
     ) -> None:
-        """Draws words whose baseline begins at, is centred on or ends at (x, y), by `anchor`."""
+        """Draws words on a baseline of height y; `anchor` says which point of the words is at x."""
         wide = self.measure(words, size) * (1.06 if weight > 400 else 1)
         self._grow(x + wide * {"start": 1, "middle": 0.5, "end": 0}[anchor], y + 0.3 * size)
         align = "" if anchor == "start" else f" text-anchor='{anchor}'"
@@ -73,7 +78,11 @@ class Canvas:
         tip: str = "",
         **marks: object,
     ) -> None:
-        """Draws a rectangle; `tip` is its tooltip; `marks`: its class as `cls`, data-…."""
+        """Draws a rectangle.
+
+        `tip` is the text of its tooltip. `marks` are its attributes: `cls` is its class, and any
+        other name gets the prefix data-.
+        """
         self._grow(x + width, y + height)
         edge = f" stroke='{stroke}' stroke-width='1.2'" if stroke else ""
         edge += f" stroke-dasharray='{dash}'" if dash else ""
@@ -87,7 +96,7 @@ class Canvas:
     def line(
         self, x1: float, y1: float, x2: float, y2: float, colour: str, width: float, **marks: object
     ) -> None:
-        """Draws a straight line; a hairline (under 1) is dashed."""
+        """Draws a straight line, which is dashed if its width is below 1; `marks`: as in `rect`."""
         self._grow(max(x1, x2) + width / 2, max(y1, y2) + width / 2)
         dash = " stroke-dasharray='2 2'" if width < 1 else ""
         self.parts.append(
@@ -96,21 +105,24 @@ class Canvas:
         )
 
     def path(self, commands: str, colour: str, width: float, **marks: object) -> None:
-        """Draws a path inside the area of other elements; width 0 fills it."""
+        """Draws the outline of a path, or fills it if `width` is 0; `marks`: as in `rect`.
+
+        A path does not enlarge the picture, so it must be within the area of other elements.
+        """
         ink = f"fill='{colour}'"
         if width:
             ink = f"fill='none' stroke='{colour}' stroke-width='{width:g}'"
         self.parts.append(f"<path d='{commands}' {ink}{_attributes(marks)}/>")
 
     def svg(self, title: str, made_by: str = "parallel3d") -> str:
-        """Returns the document, with a background and a margin around everything."""
+        """Returns the picture as an SVG document, with a background and a margin."""
         width, height = round(self.right) + MARGIN, round(self.bottom) + MARGIN
         head = (
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' "
             f"width='{width}' height='{height}' font-family=\"{FONT}\" data-by='{made_by}'>"
         )
         tip = f"<title>{escape(title)}</title>"
-        # A tooltip also shows when the pointer is over the words on its shape.
+        # Text ignores the pointer, so that the tooltip of the shape below it appears.
         style = "<style>text{pointer-events:none}</style>"
         back = f"<rect width='{width}' height='{height}' fill='{BACKGROUND}'/>"
         return "\n".join([head, tip, style, back, *self.parts, "</svg>"]) + "\n"

@@ -1,4 +1,4 @@
-"""The trainer of one rank, and its training step from forward to optimizer."""
+"""Trains one rank's part of the model, and runs each step from forward to optimizer."""
 
 from __future__ import annotations
 
@@ -61,17 +61,19 @@ Value = TypeVar("Value")
 
 
 class StepSums(NamedTuple, Generic[Value]):
-    """The sums of a step over the world: shares of this rank on its device, totals on the host.
+    """The quantities of a step that are summed over the world.
 
-    All of them travel in one all-reduce, for which the host waits once. A new sum is one more
-    field, with any number of elements.
+    The values are either this rank's shares, as tensors on its device, or the totals, as lists on
+    the host. All sums travel in one all-reduce, so that the host waits once. Another quantity only
+    needs another field, with any number of elements.
 
     Attributes:
-        loss, tokens: see `Trainer.share_of_loss`.
-        squared_norm: squared norm of the gradients, still multiplied by the loss scale.
-        stop: number of ranks that were asked to end the run.
-        noise: the two squared norms of `train.noise_scale`; empty without it.
-        experts: sums of the layers with experts (`BalanceOfRun.take`); empty without them.
+        loss, tokens: the sum of the losses and the number of unmasked tokens
+            (`Trainer.share_of_loss`).
+        squared_norm: the squared norm of the gradients, which still contain the loss scale.
+        stop: the number of ranks that were asked to end the run.
+        noise: the two squared norms for `train.noise_scale`; empty without it.
+        experts: the sums of the layers with experts (`BalanceOfRun.take`); empty without experts.
     """
 
     loss: Value
@@ -83,7 +85,7 @@ class StepSums(NamedTuple, Generic[Value]):
 
 
 def total_sums(shares: StepSums[Tensor], world: Group) -> StepSums[list[float]]:
-    """Sums the shares of all ranks, float64 tensors, in the order of the fields; collective."""
+    """Sums shares, float64 tensors, over all ranks, and returns the totals; collective."""
     sums = torch.cat([share.reshape(-1) for share in shares])
     collectives.all_reduce_few(sums, world)
     with blocking(world):
@@ -92,7 +94,7 @@ def total_sums(shares: StepSums[Tensor], world: Group) -> StepSums[list[float]]:
 
 
 class EvaluatedSet(NamedTuple):
-    """A set that is evaluated; `samples`: their number, or None for an endless source."""
+    """A set of samples that is evaluated; `samples`: their number, None for an endless source."""
 
     batches: Batches
     samples: int | None
@@ -102,14 +104,17 @@ class StepResult(NamedTuple):
     """The result of an optimizer step, equal on every rank.
 
     Attributes:
-        loss: mean over the unmasked tokens of the global batch, in nats; None if all are masked.
-        grad_norm: norm before clipping.
-        tokens: tokens read, including masked ones.
-        skipped: the parameters are unchanged, because the gradients were not finite or there is no
-            loss.
-        stop: a rank was asked to end the run (`stop_requested`).
-        noise: estimates of the gradient noise, with `train.noise_scale`.
-        experts: load and balance of the layers with experts; None without them.
+        step: the number of the step, from 1 on.
+        loss: the mean over the unmasked tokens of the global batch, in nats; None if all tokens are
+            masked.
+        grad_norm: the norm of the gradients before clipping.
+        lr: the learning rate.
+        tokens: the number of tokens read, including masked ones.
+        skipped: whether the parameters are unchanged, because the loss or a gradient was not finite
+            or there is no loss.
+        stop: whether a rank was asked to end the run (`stop_requested`).
+        noise: the estimates of the gradient noise; None without `train.noise_scale`.
+        experts: the load and balance of the layers with experts; None without experts.
     """
 
     step: int
@@ -128,19 +133,23 @@ class Trainer:
     """Trains one rank's part of the model.
 
     Args:
-        config: a complete configuration; it is checked here too, for library users.
-        corpus: the result of `open_corpus`, with training and held-out samples.
-        train_source, valid_source: samples to use instead of a corpus.
-        valid_sets: samples of validation sets by name; a source with `windows` (`Finite`) is
-            finite, with that many samples.
-        token_bytes: (vocabulary,) bytes of each token's text, for the sets' `Score`.
-        valid_files: open files of the validation sets; changes to them are reported.
+        config: a complete configuration, which is checked here again for users of the library.
+        groups: the process groups of this rank.
+        device: the device of this rank.
+        corpus: the result of `open_corpus`, with training and held-out samples; None: the samples
+            come from the sources.
+        train_source, valid_source: the training and held-out samples without a corpus.
+        valid_sets: the samples of the validation sets by name; a source with `windows` (`Finite`)
+            has that many samples, and any other source is endless.
+        token_bytes: (vocabulary,), the number of bytes in each token's text, for `Score`; None: it
+            is not known.
+        valid_files: the open files of the validation sets, which are checked for changes.
 
     Attributes:
-        before_update: called once per step, before parameters change.
+        before_update: a function that is called in every step before parameters change.
 
     Raises:
-        UserError: a configuration that cannot work.
+        UserError: if the configuration cannot work.
     """
 
     config: Config
@@ -187,13 +196,13 @@ class Trainer:
         self._open_data()
         self.steps_done = 0
         self.consumed_samples = 0
-        self.batch = config.global_batch_size  # global batch of the last step
+        self.batch = config.global_batch_size  # later the global batch of the last step
         self.stop_requested: Callable[[], bool] = lambda: False
-        # Called once per step, before parameters change.
+        # A checkpoint's saver replaces this function, to finish its copy of the parameters.
         self.before_update: Callable[[], object] = lambda: None
 
     def use(self, schedule: Schedule) -> None:
-        """Sets the schedule of training and evaluation, once the checker has proved its program."""
+        """Checks a pipeline schedule, and uses it for training and evaluation."""
         program, rank = schedule.program(), self.groups.pp.index
         check(program, schedule.microbatches, schedule.assignment)
         self.schedule = schedule
@@ -249,13 +258,13 @@ class Trainer:
 
     @property
     def tokens_per_step(self) -> int:
-        """Returns the tokens of the last step."""
+        """Returns the number of tokens read in the last step."""
         return self.batch * self.config.model.seq_length
 
     def _resize(self) -> None:
-        """Switches to the next step's global batch of `train.batch_schedule`.
+        """Switches to the global batch that `train.batch_schedule` gives the next step.
 
-        Evaluations keep `global_batch_size`.
+        Evaluations still use `global_batch_size`.
         """
         config, batch = self.config, self.config.batch_sizes.at(self.consumed_samples)
         if config.train.batch_schedule is None or batch == self.batch:
@@ -272,8 +281,8 @@ class Trainer:
     def train_step(self) -> StepResult:
         """Runs one optimizer step on the next global batch; collective over the world.
 
-        Gradients that are not finite on some rank, or a batch without an unmasked token, leave
-        parameters and optimizer unchanged on all ranks.
+        If the loss or the gradients are not finite on some rank, or all tokens of the batch are
+        masked, the parameters and the optimizer stay unchanged on all ranks.
         """
         self.step_timer.start_step()
         self._resize()
@@ -330,7 +339,7 @@ class Trainer:
         )
 
     def _loader(self, first: int) -> Callable[[int], MicroBatch]:
-        """Returns a loader of the micro-batches of the step from sample `first` on."""
+        """Returns a function that loads a micro-batch of the step that begins at sample `first`."""
         load = functools.partial(self.train_batches.micro_batch, first)
         balance = self.balance
         if balance is None or not balance.routers:
@@ -342,26 +351,26 @@ class Trainer:
 
         def scaled(m: int) -> MicroBatch:
             batch = load(m)
-            assert batch.balance is not None  # it exists on stages with experts
+            assert batch.balance is not None  # ranks with routers have it
             given = (batch.balance, self.loss_scale.scale, self.batch, routed)
             return batch._replace(balance=balance.scaled(*given))
 
         return scaled
 
     def evaluate(self, part: str | None = None) -> float | None:
-        """Returns the mean loss of the held-out samples (`score`), or None if all tokens are
-        masked.
+        """Returns the mean loss of the held-out samples (`score`); collective.
 
-        Collective. `part`: one of `held_out_parts`, the parts of a blend; None: all of them.
+        Returns None if all tokens are masked. `part`: the name of one of `held_out_parts`, the
+        parts of a blend; None: the whole held-out text.
         """
         chosen = self.held_out if part is None else self.held_out_parts[part]
-        assert chosen is not None  # the caller ensures that there are held-out samples
+        assert chosen is not None  # callers check that there are held-out samples
         return self.score(chosen).loss
 
     def score(self, of: EvaluatedSet) -> Score:
-        """Returns losses and tokens of a set's first `train.eval_batches` global batches.
+        """Evaluates the first `train.eval_batches` global batches of a set; collective.
 
-        It never reads a sample twice. Collective.
+        A set with fewer samples is evaluated once as a whole.
         """
         size, most = self.config.global_batch_size, self.config.train.eval_batches
         end = of.samples if most is None else most * size
@@ -370,7 +379,7 @@ class Trainer:
         if of.samples is not None:
             end = min(end, of.samples)
         total = torch.zeros(3, dtype=torch.float64, device=self.device)
-        # One rank counts where several have equal samples.
+        # Of the ranks that read the same samples, only the first counts their bytes.
         is_first = self.groups.tp.index == self.groups.cp.index == 0
         self.data_parallel.wait_for_all_gathers()
         for first in range(0, end, size):
@@ -388,22 +397,25 @@ class Trainer:
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """Replaces the weights with their average (`optim.ema_decay`) in a block; collective.
+        """Replaces the weights by their moving average (`optim.ema_decay`) in a block; collective.
 
-        Afterwards all weights have their previous bits.
+        After the block, all weights have exactly their previous values.
         """
         self._swap_ema()
-        yield  # an error inside ends the run
+        yield  # an exception in the block ends the run, so nothing is swapped back
         self._swap_ema()
 
     def _swap_ema(self) -> None:
-        self.before_update()  # a save in flight may still copy them
-        self.data_parallel.wait_for_all_gathers()  # they write to this rank's own shard too
+        self.before_update()  # a checkpoint in progress may still copy the weights
+        self.data_parallel.wait_for_all_gathers()  # these also write to this rank's own shard
         self.optimizer.swap_ema()
         self.data_parallel.all_gather_params()
 
     def global_tokens(self, batches: Batches, first: int) -> Tensor:
-        """Returns the unmasked tokens of a global batch, float64; zero on ranks without a loss."""
+        """Returns the number of unmasked tokens in a global batch, in float64; collective over dp.
+
+        The number is zero on ranks that do not compute the loss.
+        """
         count = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.has_loss:
             with self.step_timer.within("data"):
@@ -412,17 +424,18 @@ class Trainer:
         return count
 
     def gradient_scale(self, tokens: Tensor) -> Tensor:
-        """Returns the factor of a step's gradients, given the global batch's tokens.
+        """Returns the factor by which a step's gradients are multiplied; `tokens`: unmasked tokens.
 
-        It is the loss scale over the tokens: gradients are of the mean loss, and are only summed.
+        The factor is the loss scale divided by the number of tokens in the global batch, so that
+        summing gradients over micro-batches and ranks gives the gradient of the mean loss.
         """
         return self.loss_scale.scale / tokens.clamp(min=1.0)
 
     def share_of_loss(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
-        """Returns this rank's share of (Σ losses, tokens) of the global batch.
+        """Returns this rank's share of the sum of losses and of the tokens in the global batch.
 
-        All tp ranks hold the same loss; only tp rank 0 contributes it. Context-parallel ranks hold
-        the losses of their own tokens, but the count of all tokens.
+        All tensor-parallel ranks hold the same loss, so only the first contributes it. The token
+        count is already that of the whole global batch, so only one rank contributes it.
         """
         groups = self.groups
         contributes = self.has_loss and groups.tp.index == 0
@@ -433,15 +446,18 @@ class Trainer:
     def _agree(
         self, loss_sum: Tensor, tokens: Tensor
     ) -> tuple[float | None, float, bool, ExpertFigures | None]:
-        """Reduces the loss, the unscaled gradient norm, whether to stop, and the experts' sums,
-        over the world."""
+        """Sums the results of a step over the world; collective.
+
+        Returns the mean loss (None if all tokens are masked), the gradient norm without the loss
+        scale, whether the run is to stop, and the figures of the experts (None without experts).
+        """
         squared = self.share_of_norm()
         own_loss, own_tokens = self.share_of_loss(loss_sum, tokens)
         sums = StepSums(
             loss=own_loss,
             tokens=own_tokens,
             squared_norm=squared,
-            # Filled by a kernel: copying a number from the host would block it.
+            # A kernel fills the tensor, because copying a number would block the host.
             stop=torch.full_like(squared, float(self.stop_requested())),
             noise=self.noise.squares(self.data_parallel.segments, squared),
             experts=squared.new_empty(0) if self.balance is None else self.balance.take(squared),
@@ -449,8 +465,8 @@ class Trainer:
         totals = total_sums(sums, self.groups.world)
         (square,) = totals.squared_norm
         if not math.isfinite(square) and self.config.optim.clip_grad > 0:
-            # Finite gradients above 1e19 have squares beyond fp32, but are ordinary once they are
-            # clipped. Without clipping, AdamW would square them itself.
+            # The squares of gradients above 1e19 overflow in fp32, although clipping would make the
+            # gradients ordinary. Without clipping, AdamW's own squares would overflow too.
             share = self.share_of_norm(torch.float64)
             collectives.all_reduce_few(share, self.groups.world)
             with blocking(self.groups.world):
@@ -464,11 +480,14 @@ class Trainer:
         return mean, self.loss_scale.unscaled(square**0.5), stops > 0, experts
 
     def share_of_norm(self, summed_in: torch.dtype | None = None) -> Tensor:
-        """Returns this rank's share of the squared gradient norm, float64."""
+        """Returns this rank's share of the squared gradient norm, in float64.
+
+        `summed_in`: the dtype in which squares are summed; None: as in `Optimizer.squared_norm`.
+        """
         return self.optimizer.squared_norm(summed_in).to(self.device)
 
     def parameter_slices(self) -> list[ParameterSlice]:
-        """Returns slices of all state that a checkpoint restores on this rank."""
+        """Returns this rank's slices of all tensors that a checkpoint restores."""
         states = {} if self.balance is None else self.balance.states
         return [
             *parameter_slices(self.optimizer.groups),
@@ -477,8 +496,10 @@ class Trainer:
         ]
 
     def saved_slices(self) -> list[ParameterSlice]:
-        """Returns slices of all state that this rank adds to a checkpoint, which includes averages
-        of frozen parameters."""
+        """Returns this rank's slices of all tensors that it writes to a checkpoint.
+
+        With `optim.ema_decay`, these include averages of frozen parameters.
+        """
         slices = self.parameter_slices()
         return slices if self.config.optim.ema_decay is None else with_averages(slices)
 
@@ -493,9 +514,9 @@ class Trainer:
         }
 
     def restore(self, progress: Mapping[str, Any], there: Mapping[str, Any] = {}) -> None:
-        """Restores `progress`, after the caller has overwritten the `parameter_slices`.
+        """Continues from `progress`, once the caller has overwritten the `parameter_slices`.
 
-        `there`: the configuration saved with it.
+        `there`: the configuration that was saved with `progress`; empty: it is not known.
         """
         self.steps_done = int(progress["steps"])
         self.consumed_samples = int(progress["consumed_samples"])
@@ -508,13 +529,13 @@ class Trainer:
         self.data_parallel.wait_for_all_gathers()
 
     def step_times(self) -> list[dict[str, Any]]:
-        """Returns every rank's coordinates and mean seconds per step by kind; collective."""
+        """Returns the coordinates and the mean times per step of every rank; collective."""
         times = self.step_timer.means()
         place = self.groups.layout.coordinates(self.groups.rank)
         row = {"rank": self.groups.rank, **place._asdict(), **times, "step": sum(times.values())}
         return all_gather_json(row, self.groups.world.handle, self.device)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Returns name → full tensor on rank 0's CPU, an empty dict elsewhere; collective."""
+        """Returns name → full tensor on the CPU of rank 0, and {} on other ranks; collective."""
         self.data_parallel.wait_for_all_gathers()
         return gather_parameters(self.parameters.values(), self.groups)

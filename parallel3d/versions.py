@@ -1,4 +1,4 @@
-"""Tells which versions of other packages parallel3d was tried with, without importing them."""
+"""Compares installed packages with the versions that parallel3d was tried with."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from parallel3d.errors import UserError
 
 
 class Tried(NamedTuple):
-    """A range of versions: `oldest` as in pyproject.toml (None: unknown), `newest` with all its
-    patch releases."""
+    """A range of versions: from `oldest`, as in pyproject.toml (None: unknown), to `newest`,
+    including all patch releases of `newest`."""
 
     oldest: str | None
     newest: str
 
 
-# Newer versions are not refused: most of them work, and a new GPU needs a new torch.
+# Versions newer than these are accepted: most of them work, and a new GPU needs a new torch.
 TRIED = {
     "torch": Tried("2.11", "2.15"),
     "hydra-core": Tried("1.3.2", "1.3"),
@@ -33,8 +33,8 @@ OF_A_SCRIPT = ("torch",)
 
 @functools.cache
 def installed(package: str) -> str | None:
-    """Returns the installed version of a package, by pip's name; None if it is not installed."""
-    # imported here, because it takes longer to import than everything else
+    """Returns the installed version of a package (pip's name); None if it is not installed."""
+    # The import is here because it takes longer than all others of this module.
     from importlib import metadata
 
     try:
@@ -44,14 +44,15 @@ def installed(package: str) -> str | None:
 
 
 def parts(version: str) -> tuple[int, ...]:
-    """Returns (2, 15, 0) for "2.15.0a0+git12"; () for a version that does not begin with a
-    number."""
+    """Returns the numbers of a version, such as (2, 15, 0) for "2.15.0a0+git12".
+
+    Returns () for a version that does not begin with a number."""
     found = re.match(r"v?(\d+(?:\.\d+)*)", version)
     return tuple(map(int, found[1].split("."))) if found else ()
 
 
 def check_versions(packages: Iterable[str]) -> None:
-    """Raises UserError if one of the packages is older than the oldest that was tried."""
+    """Raises UserError if a package is older than the oldest version that was tried."""
     for package in packages:
         oldest, version = TRIED[package].oldest, installed(package)
         if oldest is None or version is None:
@@ -64,8 +65,8 @@ def check_versions(packages: Iterable[str]) -> None:
 
 
 def newer(packages: Iterable[str]) -> str | None:
-    """Returns a sentence on packages that are newer than any tried version, or whose version cannot
-    be read; None if there is none."""
+    """Returns a sentence about packages that are newer than the newest tried version, or whose
+    version cannot be compared; None if there are none."""
     found = [
         (package, version, TRIED[package].newest)
         for package in packages
@@ -87,13 +88,13 @@ def _within(version: tuple[int, ...], newest: tuple[int, ...]) -> bool:
 
 
 def tried(package: str) -> str:
-    """Returns "torch 2.11 to 2.15"."""
+    """Returns a package with its tried versions, as in "torch 2.11 to 2.15"."""
     oldest, newest = TRIED[package]
     return f"{package} {newest}" if oldest is None else f"{package} {oldest} to {newest}"
 
 
 def within(package: str) -> str:
-    """Returns the range in pip's form: ">=2.11,<2.16"."""
+    """Returns the range of tried versions in pip's form, as in ">=2.11,<2.16"."""
     oldest, newest = TRIED[package]
     *first, last = parts(newest)
     below = ".".join(map(str, (*first, last + 1)))
