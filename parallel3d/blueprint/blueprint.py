@@ -51,12 +51,12 @@ class PipelineSettings:
 
     Attributes:
         name, file: `schedule.name` and `schedule.file`.
-        ranks: number of ranks of a pipeline.
-        chunks: number of stages of each rank.
-        microbatches: number of micro-batches of a rank in a step with the full global batch.
-        earlier: numbers of micro-batches of a rank in earlier steps, in which the global batch is
-            smaller (`train.batch_schedule`).
-        work, memory: the costs of actions and the limit of memory for schedule=auto.
+        ranks: number of ranks in the pipeline.
+        chunks: number of stages on each rank.
+        microbatches: number of micro-batches that a rank runs in a step with the full global batch.
+        earlier: these numbers for earlier steps, in which the global batch is smaller
+            (`train.batch_schedule`).
+        work, memory: the costs of actions and the memory limit for schedule=auto.
         whole_backwards: whether backwards must not be split, because FSDP2 reduces gradients during
             the backward.
         overlaps: whether a forward runs during the backward of the micro-batch before it
@@ -93,9 +93,10 @@ class PipelineSettings:
         )
 
     def schedule(self, microbatches: int | None = None) -> Schedule:
-        """Returns the schedule for `microbatches` micro-batches (None: the run's).
+        """Returns the schedule for `microbatches` micro-batches.
 
-        Raises UserError if there is no such schedule (see `choose.wanted`).
+        If `microbatches` is None, the number of the run is used. Raises UserError if there is no
+        such schedule (see `choose.wanted`).
         """
         count = self.microbatches if microbatches is None else microbatches
         found = wanted(self.name, self.ranks, count, self.chunks, self.file, self.work, self.memory)
@@ -120,13 +121,14 @@ class StageBlueprint:
     """One stage of the pipeline.
 
     Attributes:
-        layers: numbers of its layers in the model.
-        recomputed: how many of the layers, from the first one on, repeat a part of their forward in
-            the backward.
-        offloaded: how many of the layers, from the first one on, are offloaded.
-        first, last: whether it holds the embedding, and the head.
-        without_backward: how many of the layers, from the first one on, have no backward, because
-            there is nothing to train in them or before them.
+        layers: indices of the stage's layers in the model.
+        recomputed: number of layers, counted from the first one, that repeat a part of their
+            forward in the backward.
+        offloaded: number of layers, counted from the first one, that are offloaded.
+        first: whether the stage holds the embedding.
+        last: whether the stage holds the head.
+        without_backward: number of layers, counted from the first one, that have no backward,
+            because there is nothing to train in them or before them.
         has_backward: whether there is anything to train in this stage or before it.
     """
 
@@ -164,7 +166,7 @@ class LayerSettings:
         mlp_chunks: number of pieces in which a recomputed MLP runs.
         gather_qk: whether q and k are gathered over tp (`Attention.project`).
         cp_style: how attention reads the keys of other context-parallel ranks.
-        cp_balance: whether ranks of cp get equal work even if documents would make it uneven.
+        cp_balance: whether ranks of cp get equal work even if documents would make the work uneven.
         attention_kernel: the configured kernel (see `models.attention.choose_kernel`).
         dispatch: how tokens reach the experts of other ranks (`experts/dispatch.py`).
     """
@@ -229,18 +231,18 @@ class Blueprint:
     """Holds the facts of a run that its ranks share; `Blueprint.of` creates it.
 
     Attributes:
-        given: `schedule.layers_per_stage`; None: layers are balanced by cost.
-        recompute_layers: number of recomputed layers of each stage, or one number for all stages;
-            (): all layers.
-        offload_layers: number of offloaded layers of each stage, or one number for all stages; ():
-            no layers.
-        slices: `schedule.slices`; None: true on accelerators only.
+        given: `schedule.layers_per_stage`, or None if layers are balanced by cost.
+        recompute_layers: number of recomputed layers of each stage, one number for all stages, or
+            () if all layers are recomputed.
+        offload_layers: number of offloaded layers of each stage, one number for all stages, or ()
+            if no layers are offloaded.
+        slices: `schedule.slices`, or None, which stands for true on accelerators only.
         local_seq_length: tokens of a sample on a context-parallel rank, before sp divides them.
         device: the key `device`; all values but "cpu" stand for a GPU.
         compiles: whether the forward and backward of the layers are compiled.
         noise_scale: whether a step estimates the noise of its gradients.
-        load: number of rows of a rank's experts divided by the mean over all ranks; more than 1
-            describes the fullest rank (`ops.ExpertWidths`).
+        load: number of rows of a rank's experts divided by the mean over all ranks. A value
+            above 1 describes the fullest rank (`ops.ExpertWidths`).
     """
 
     model: ModelConfig
@@ -321,7 +323,7 @@ class Blueprint:
 
     @cached_property
     def ops(self) -> dict[LayerKind, LayerOps]:
-        """The operations on one rank of a layer of each kind in the model."""
+        """For each kind of layer in the model, the operations of such a layer on one rank."""
         given = self.layout.tp, self.sequence_parallel, self.layer.recompute
         return {
             kind: ops_of(
@@ -393,7 +395,7 @@ class Blueprint:
 
     @property
     def stages_without_backward(self) -> int:
-        """Number of first stages that compute no gradient, and receive none from the next stage."""
+        """Number of stages, counted from the first one, that compute and receive no gradient."""
         return sum(not stage.has_backward for stage in self.stages)
 
     def stages_of(self, index: int) -> tuple[StageBlueprint, ...]:
@@ -410,8 +412,9 @@ class Blueprint:
     def sends_slices(self, on_accelerator: bool) -> bool:
         """Returns whether tensor-parallel ranks each send a slice of their hidden states onward.
 
-        This is Megatron-LM's scatter_gather_tensors_in_pipeline (Narayanan et al. 2021 §4.1). It
-        needs hidden states that are equal on all tensor-parallel ranks, so `sp` excludes it.
+        This is Megatron-LM's scatter_gather_tensors_in_pipeline (Narayanan et al. 2021 §4.1).
+        Slices need hidden states that are equal on all tensor-parallel ranks, so `sp` excludes
+        them.
         """
         tp, pp = self.layout.tp, self.layout.pp
         if self.layer.sp or tp == 1 or pp == 1 or self.model.seq_length % tp:

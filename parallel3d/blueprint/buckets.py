@@ -1,4 +1,4 @@
-"""Rules by which gradients are grouped into buckets, and Muon's matrices assigned to ranks."""
+"""Rules by which gradients are grouped into buckets and Muon's matrices are assigned to ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SHARD_ALIGNMENT = 32  # in elements, so that shards in fp32 begin at a multiple 
 
 
 def padded_numel(numel: int, shards: int) -> int:
-    """Returns the elements of a bucket padded to `shards` equal shards; one shard is not padded."""
+    """Returns the size of a bucket padded to `shards` equal shards; a single shard needs none."""
     unit = shards * SHARD_ALIGNMENT if shards > 1 else 1
     return -(-numel // unit) * unit
 
 
 def caps_of(bucket_cap_mb: float | Sequence[float] | None, accelerated: bool) -> Sequence[float]:
-    """Returns the MiB at which each bucket closes; the last number holds for all later buckets."""
+    """Returns the size in MiB at which each bucket closes; the last one holds for later buckets."""
     if bucket_cap_mb is None:
         return [FIRST_BUCKET_MIB, ACCELERATOR_CAP_MIB if accelerated else CPU_CAP_MIB]
     return bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else [bucket_cap_mb]
@@ -60,14 +60,14 @@ def assign(
     return buckets
 
 
-PIECE = 1 << 24  # elements whose bf16 states are converted to fp32 and updated together on a GPU
-# Number of tokens whose gradients are cast to the embedding table's dtype at a time. All tokens of
-# a long sequence would make the largest tensor of a step.
+PIECE = 1 << 24  # number of elements with bf16 states that a GPU updates together, in fp32
+# Number of tokens whose gradients are cast to the embedding table's dtype at a time. Casting
+# all tokens of a long sequence together would create the largest tensor of a step.
 LOOKUP_TOKENS = 1 << 16
 
 
 def is_hidden(name: str, dims: int) -> bool:
-    """Returns whether Muon steps a tensor: it steps the layers' matrices, except for routers."""
+    """Returns whether Muon updates a tensor, as it does with the layers' matrices but routers."""
     return dims == 2 and name.startswith("layers.") and not name.endswith(".router.weight")
 
 

@@ -15,7 +15,7 @@ from parallel3d.errors import UserError, nearest
 
 
 def data_parallel_size(world_size: int | None, *, tp: int, pp: int, cp: int, dp: int | None) -> int:
-    """Returns `dp`; if that is None, derives it from the world size.
+    """Returns `dp`, or derives it from the world size if `dp` is None.
 
     If the world size is None, `dp` is 1 unless it is given. Raises UserError if the world size is
     not the product of all dimensions.
@@ -42,7 +42,7 @@ def data_parallel_size(world_size: int | None, *, tp: int, pp: int, cp: int, dp:
 
 
 def check_groups(launch: LaunchConfig, cluster: ClusterConfig) -> None:
-    """Checks NCCL settings; raises UserError."""
+    """Checks the NCCL settings; raises UserError for a wrong one."""
     for kind in launch.nccl_high_priority:
         if kind not in GROUP_KINDS:
             raise UserError(

@@ -23,7 +23,10 @@ Slots = npt.NDArray[np.int64]
 
 
 class LinkClass(IntEnum):
-    """Class of the link between two GPUs, cheapest first; `NONE`: they are not connected."""
+    """Class of the link between two GPUs, cheapest first.
+
+    `NONE` means that they are not connected.
+    """
 
     SELF = 0
     NVLINK = 1
@@ -40,9 +43,9 @@ class LinkClass(IntEnum):
 class Link:
     """One GPU's share of a link class, in each direction.
 
-    `gb_per_s` is the datasheet's rate in one direction: half of NVIDIA's figure for NVLink (450 for
-    an H100's 900 GB/s), an eighth of a NIC's Gb/s. The cost model knows which fraction of it is
-    achieved.
+    `gb_per_s` is the datasheet's rate in one direction, which is half of NVIDIA's figure for NVLink
+    (450 for an H100's 900 GB/s) and an eighth of a NIC's Gb/s. The cost model knows which fraction
+    of this rate is achieved.
     """
 
     gb_per_s: float  # 1e9 bytes per second
@@ -73,7 +76,7 @@ class Cluster:
     rail: Link
     spine: Link
     oversubscription: float | None = 1.0
-    unit_nodes: int | None = None  # None: one unit
+    unit_nodes: int | None = None  # None if all nodes are one unit
     node_names: tuple[str, ...] = ()
     node_gpus: tuple[int, ...] = ()
     node_domain: tuple[int, ...] = ()
@@ -139,12 +142,12 @@ class Cluster:
     # int32 halves the memory traffic at a million ranks.
     @cached_property
     def leaf(self) -> npt.NDArray[np.int32]:
-        """(size,): the leaf switch of each slot, one rail of one unit."""
+        """(size,): the leaf switch of each slot; each rail of each unit has one switch."""
         return (self.unit * self.rails + self.rail_of).astype(np.int32)
 
     @cached_property
     def nic(self) -> npt.NDArray[np.int32]:
-        """(size,): the NIC of each slot, one rail of one node."""
+        """(size,): the NIC of each slot; each rail of each node has one NIC."""
         return (self.node * self.rails + self.rail_of).astype(np.int32)
 
     @cached_property
@@ -164,10 +167,10 @@ class Cluster:
     def sorted_slots(self) -> Slots:
         """Returns all slots, (size,), in an order in which neighbours have fast connections.
 
-        Slurm hands out nodes in any order, nodes fail, and some have fewer GPUs. In the returned
-        order domains and units are contiguous; a domain in several units belongs to the unit of its
-        first slot. Whole domains and full units come first, so that a missing GPU only affects the
-        last groups. The sort is stable, so an even cluster in order stays unchanged.
+        Slurm hands out nodes in any order, nodes fail, and some nodes have fewer GPUs. In the
+        returned order domains and units are contiguous; a domain in several units belongs to the
+        unit of its first slot. Whole domains and full units come first, so that a missing GPU only
+        affects the last groups. The sort is stable, so an even cluster in order stays unchanged.
         """
         domain_first, domain_size = _first_and_size(self.domain)
         unit_first, unit_size = _first_and_size(self.unit)
@@ -178,8 +181,9 @@ class Cluster:
     def link_class(self, a: Slots | int, b: Slots | int) -> npt.NDArray[np.int8]:
         """Returns the `LinkClass` between slots `a` and `b`, element by element.
 
-        `RAIL` means one leaf switch: the same rail of the same unit. All other pairs in different
-        domains use the spine, or are not connected if there is none.
+        `RAIL` means that both slots are under one leaf switch, on the same rail of the same unit.
+        All other pairs in different domains use the spine, or are not connected if there is no
+        spine.
         """
         a, b = np.asarray(a), np.asarray(b)
         far = LinkClass.NONE if self.oversubscription is None else LinkClass.SPINE
@@ -191,8 +195,8 @@ class Cluster:
     def link(self, kind: LinkClass) -> Link:
         """Returns the speed of a link class for one GPU.
 
-        For the spine it is a GPU's share while all GPUs use the spine. Raises ValueError for `SELF`
-        and `NONE`.
+        The speed of the spine is a GPU's share while all GPUs use the spine. Raises ValueError for
+        `SELF`, `NONE`, and `SPINE` in a cluster without a spine.
         """
         if kind is LinkClass.NVLINK:
             return self.nvlink
@@ -217,7 +221,7 @@ class Cluster:
         return self.intra == "nvlink" and self.network == "infiniband"
 
     def label(self, kind: LinkClass) -> str:
-        """Returns the name of a link class: `pcie` for `NVLINK` if PCIe joins the domains here."""
+        """Returns the name of a link class, which is `pcie` for `NVLINK` if domains use PCIe."""
         return self.intra if kind is LinkClass.NVLINK else kind.label
 
     def node_name(self, node: int) -> str:
@@ -246,11 +250,12 @@ USUAL_NODE = 8  # GPUs per node if neither the configuration nor the ranks deter
 
 
 def cluster_from_config(config: ClusterConfig, world_size: int | None = None) -> Cluster:
-    """Returns the cluster of the configured sizes, large enough for `world_size` ranks (None: any).
+    """Returns the cluster of the configured sizes, with enough GPUs for `world_size` ranks.
 
-    If a key is null, it has a default: `nodes` are as many as the ranks need, or one domain;
-    `gpus_per_node` spreads the ranks evenly over the nodes, or is 8; a domain is a node; a node has
-    one rail per GPU; and a unit has all nodes. The last domain and unit may be smaller.
+    A key that is null has a default. There are as many `nodes` as the ranks need, or as one domain
+    needs if `world_size` is None, but only one if `gpus_per_node` is null too. `gpus_per_node`
+    spreads the ranks evenly over the nodes, or is 8 if `world_size` is None. A domain is a node, a
+    node has one rail per GPU, and a unit has all nodes. The last domain and unit may be smaller.
 
     Raises UserError for sizes that contradict each other, or fewer GPUs than ranks.
     """
@@ -308,7 +313,7 @@ def cluster_of(
 
 
 def _check_domain(domain: int, gpus: int) -> None:
-    """Raises UserError unless nodes of `gpus` GPUs can have NVLink domains of `domain`."""
+    """Raises UserError unless nodes of `gpus` GPUs can have NVLink domains of `domain` GPUs."""
     fitting = [d for d in range(1, gpus + 1) if gpus % d == 0]
     fitting += [domain // gpus * gpus, (domain // gpus + 1) * gpus]
     close = min((d for d in fitting if d), key=lambda d: (abs(d - domain), d))

@@ -36,7 +36,7 @@ class Transfer:
         dim: name of the group, such as tp or dp_cp (see `groups.members`).
         op: one of `OPERATIONS`.
         nbytes: bytes of one call's whole buffer, as nccl-tests counts them.
-        count: number of calls in a step; for send_recv, of messages that the rank sends.
+        count: number of calls in a step; for send_recv, the number of messages that the rank sends.
         what: a description of the content.
     """
 

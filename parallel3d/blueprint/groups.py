@@ -49,11 +49,11 @@ def _along(layout: Layout, along: tuple[str, ...]) -> Matrix:
 
 
 def levels(cluster: Cluster, groups: Matrix) -> Matrix | None:
-    """Returns the members of each group by domain, as positions (groups, outer, inner).
+    """Returns the positions of each group's members, sorted by domain, (groups, outer, inner).
 
     `groups` are slots. The members in a domain, `inner` of them, are in the order of their leaf
-    switches, and the j-th members of all domains form an outer group. It returns None unless every
-    group has the same number of members, more than 1, in each of several domains.
+    switches, and the j-th members of all domains form an outer group. The result is None
+    unless every group has the same number of members, more than 1, in each of several domains.
     """
     domain, size = cluster.domain[groups], groups.shape[1]
     inner = int((domain[0] == domain[0, 0]).sum())

@@ -26,10 +26,10 @@ class States:
 
     Attributes:
         live: for each chunk, number of micro-batches between their forward and their backward (or
-            I).
-        deferred: for each chunk, number of micro-batches between I and W.
+            I, the half of a backward that computes the gradient of the input).
+        deferred: for each chunk, number of micro-batches between I and W, the other half.
         in_flight: number of sends in flight, which hold their tensors.
-        begun: for each chunk, whether it has had a backward in this step.
+        begun: for each chunk, whether the chunk has had a backward in this step.
         final: whether no backward (or I) of the step follows the action.
     """
 
@@ -60,8 +60,10 @@ def _schedule(name: str, pp: int, microbatches: int, vpp: int, whole_backwards: 
 
 
 def states_of(blueprint: Blueprint, rank: int, microbatches: int | None = None) -> Seen:
-    """Returns the states of `rank` along pp in a step of `microbatches` micro-batches (None: the
-    run's)."""
+    """Returns the states of `rank` along pp in a step of `microbatches` micro-batches.
+
+    If `microbatches` is None, the number of the run is used.
+    """
     pipeline = blueprint.pipeline
     count = pipeline.microbatches if microbatches is None else microbatches
     whole = pipeline.whole_backwards

@@ -99,7 +99,7 @@ class Layout:
     def wraps(self) -> bool:
         """Whether loops add a link from the last rank of a pipeline to the first.
 
-        In a pipeline of two ranks the two are neighbours without it.
+        In a pipeline of two ranks the two are neighbours even without such a link.
         """
         return self.loops > 1 and self.pp > 2
 
@@ -123,7 +123,7 @@ class Layout:
         return ", ".join(f"{dim} {i}" for dim, i in place.items() if dim != "cp" or self.cp > 1)
 
     def named_groups(self, rank: int) -> list[str]:
-        """Returns the groups of a rank as text, such as "tp group 4 5", except groups of one."""
+        """Returns the groups of a rank as text, like "tp group 4 5", without groups of one rank."""
         dims = (*DIMENSIONS, *EXPERT_DIMENSIONS) if self.ep > 1 else DIMENSIONS
         groups = {dim: self.group_of(rank, dim) for dim in dims if self.size(dim) > 1}
         return [f"{dim} group {shortened(ranks)}" for dim, ranks in groups.items()]
@@ -159,7 +159,7 @@ class Layout:
 
 
 def layout_of(config: Config) -> Layout:
-    """Returns the layout of a checked configuration; if its `dp` is None, with dp=1 and ep=1."""
+    """Returns the layout of a checked configuration; if `dp` is None, dp and any ep are 1."""
     ep = 1 if config.dp is None else config.ep
     ep = ep if config.model.num_experts else 0
     return Layout(tp=config.tp, pp=config.pp, dp=config.dp or 1, cp=config.cp, ep=ep)

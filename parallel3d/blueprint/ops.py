@@ -28,11 +28,11 @@ class NormCost(NamedTuple):
 
     Attributes:
         keeps: number of tensors of its input's size that stay until the backward.
-        statistics: number of fp32 values per token that stay until the backward too.
+        statistics: number of fp32 values per token that also stay until the backward.
         forward, backward: number of kernel launches in each direction.
         is_fused: whether one kernel both sums the residual stream and normalises it, in the forward
             and in the backward.
-        has_bias: whether it has a bias as well as a weight.
+        has_bias: whether the norm has a bias as well as a weight.
     """
 
     keeps: int
@@ -58,15 +58,16 @@ class ExpertWidths(NamedTuple):
         experts: number of experts of the layer.
         chosen: number of experts that each token uses.
         ep: number of ranks over which the experts are divided.
-        way: how tokens reach the experts, `gather` or `all_to_all`; "" with one rank.
+        way: how tokens reach the experts, `gather` or `all_to_all`, or "" if all are on one rank.
         ffn: width of an expert.
-        shared: width of the shared expert on a tensor-parallel rank; 0: there is none.
+        shared: width of the shared expert on a tensor-parallel rank, or 0 if there is none.
         shared_gate: 1 if the shared expert's output is multiplied by a sigmoid gate, else 0.
         choosing: number of launches that choose the experts, given the scores.
         weighing: number of launches from the router's logits to the tokens' weights.
         unweighing: number of launches from the gradient of the weights to that of the logits.
         numbers: number of fp32 values per token that the router keeps.
-        aux, z: 1 if the balancing loss, and the z-loss, is used, else 0.
+        aux: 1 if the balancing loss is used, else 0.
+        z: 1 if the z-loss is used, else 0.
         is_grouped: whether one kernel multiplies the rows of all experts (`device.grouped`).
         load: number of rows of this rank's experts, divided by the number that it would be if all
             experts were chosen equally often.
@@ -117,7 +118,7 @@ class Widths(NamedTuple):
     key_heads: Number
     ffn: Number
     gated: Number = 0  # the MLP's first GEMM has two outputs of `ffn`
-    # number of ranks that divide the residual stream: tp under sequence parallelism
+    # number of ranks that divide the residual stream: tp under sequence parallelism, else 1
     share: Number = 1
     norm: NormCost = NORMS["rmsnorm"]
     norm_before: Number = 1  # norms of the inputs of attention and MLP
@@ -131,7 +132,7 @@ class Widths(NamedTuple):
     out_bias: Number = 0
     bias: Number = 0
     experts: ExpertWidths | None = None  # in place of the MLP
-    window: int | None = None  # number of keys that a query sees; None: all up to its own
+    window: int | None = None  # number of keys that a query sees, or None for all up to its own
 
 
 class LayerKind(NamedTuple):
@@ -139,7 +140,7 @@ class LayerKind(NamedTuple):
 
     Attributes:
         experts: whether the layer has experts in place of an MLP.
-        window: number of keys that a query sees, its own included; None: all keys up to its own.
+        window: number of keys that a query sees, its own included, or None for all up to its own.
         rotates: whether RoPE rotates q and k.
     """
 
@@ -159,8 +160,8 @@ def widths(
 ) -> Widths:
     """Returns the sizes, on each of `tp` ranks, of a layer with an MLP.
 
-    `kind`: the kind of layer whose attention it has; None: that of the first layer. With fewer
-    key-value heads than ranks, each head is on several ranks.
+    The layer has the attention of `kind`, or of the model's first layer if `kind` is None. With
+    fewer key-value heads than ranks, each head is on several ranks.
     """
     kind = LayerKind.of(model, 0) if kind is None else kind
     return Widths(
@@ -207,7 +208,7 @@ def with_experts(
 ) -> Widths:
     """Returns the sizes `w` of a dense layer with its MLP replaced by experts over `ep` ranks.
 
-    `load`: the rank's `ExpertWidths.load`, which is limited to `most_load`.
+    `load` is the rank's `ExpertWidths.load`, which is limited to `most_load`.
     """
     sigmoid, groups = model.router_score == "sigmoid", model.router_top_groups < model.router_groups
     normalizes, bias = model.router_normalize, model.router_bias
@@ -246,9 +247,9 @@ class Op(NamedTuple):
         name: name of the module, as in the names of its parameters.
         kind: gemm, attention, norm or elementwise.
         inputs, outputs: number of elements per token that it reads and writes; for a GEMM, k and n.
-        parts: the parts of `recompute` that repeat it in the backward.
+        parts: the parts of `recompute` that repeat the operation in the backward.
         keeps: number of elements per token that stay until the backward.
-        statistics: number of fp32 values per token that stay until the backward too.
+        statistics: number of fp32 values per token that also stay until the backward.
         forward, backward: number of kernel launches other than GEMMs and attention.
         split: for a GEMM, "column" (sharded outputs) or "row" (sharded inputs); "" for neither.
         bias: 1 if a GEMM has a bias, else 0.
@@ -258,9 +259,9 @@ class Op(NamedTuple):
         calls: number of launches of a GEMM in each direction.
         inside, inside_backward: number of elements per token of temporary tensors inside its
             forward, and inside its backward.
-        operands: number of elements per token that its weight gradient keeps if it is deferred;
-            None: its input and the gradient of its output.
-        window: for attention, the number of keys that a query sees; None: all keys up to its own.
+        operands: number of elements per token that stay for a deferred weight gradient, or None if
+            they are the elements of the input and of the output's gradient.
+        window: for attention, number of keys that a query sees, or None for all up to its own.
     """
 
     name: str
@@ -294,7 +295,7 @@ INNER = ("activation", "mlp", "layer")
 
 
 def layer_ops(w: Widths, recompute: Collection[str] = ()) -> list[Op]:
-    """Lists the operations of a layer in their order; `recompute` are the parts that it recomputes.
+    """Lists the operations of a layer in their order; `recompute` names the recomputed parts.
 
     A residual sum and a fused norm after it are one kernel in each direction, unless the norm is
     recomputed. The backward of the split into heads is a concatenation; RoPE is a kernel in both
@@ -537,7 +538,8 @@ def split_counts(ops: Sequence[Op]) -> tuple[int, int]:
 def flops(ops: Sequence[Op], seq_length: Number, keys: Number | None = None) -> Number:
     """Returns the forward FLOPs per token of the GEMMs and of attention's two matmuls.
 
-    `keys`: number of keys of a query without a window; None: the mean under a causal mask.
+    `keys` is the number of keys that a query without a window sees, or None for the mean under a
+    causal mask.
     """
     gemms = sum(2.0 * op.rows * op.inputs * op.outputs for op in ops if op.kind == "gemm")
     every = seq_length / 2 if keys is None else keys
@@ -548,7 +550,8 @@ def flops(ops: Sequence[Op], seq_length: Number, keys: Number | None = None) -> 
 def keys_seen(op: Op, seq_length: Number, every: Number) -> Number:
     """Returns the mean number of keys that a query of an attention sees.
 
-    `every`: this mean without a window; it also holds if the window is as long as the sequence.
+    `every` is this mean without a window. It also holds if the window is at least as long as the
+    sequence.
     """
     window = op.window
     if window is None or window >= seq_length:
@@ -562,7 +565,7 @@ def layer_flops(
     """Returns the forward FLOPs of a layer per token, over all tensor-parallel ranks.
 
     With `recompute` it counts only the operations that the backward repeats. `kind` is the kind of
-    the layer; None: that of the first layer.
+    the layer, or None for that of the first layer.
     """
     ops = _plain(model, LayerKind.of(model, 0) if kind is None else kind)
     chosen = ops if recompute is None else repeated(ops, recompute)
@@ -642,8 +645,9 @@ class TrainedShares(NamedTuple):
 
     Attributes:
         backward: share of the layers with something to train in them or before them.
-        weights: share of the elements of the layers.
-        embedding, head: share of the embedding's and of the head's weight: 0 or 1.
+        weights: share of the layers' elements that are trained.
+        embedding: 1 if the embedding's weight is trained, else 0.
+        head: 1 if the head's weight is trained, else 0.
     """
 
     backward: float = 1.0
@@ -657,7 +661,8 @@ ALL_TRAINED = TrainedShares()
 # Conventions of the MFU:
 #
 # * Only matmuls count: 2 FLOPs per multiply-add, once forward and twice backward, i.e. 6 per weight
-#   and token. Norms, softmax, activations, embedding look-ups and the optimizer do not.
+#   and token. Norms, softmax, activations, embedding look-ups and the optimizer
+#   do not count.
 # * A frozen weight has no gradient, so it counts 4 per token, and 2 in layers before the first
 #   trained weight.
 # * Attention counts over the full s × s square, not the causal half, as in PaLM (Chowdhery et al.

@@ -20,10 +20,10 @@ class LocalParameter(NamedTuple):
 
     Attributes:
         numel: number of elements.
-        replicated: whether every tp rank holds all of it. Under sequence parallelism a rank then
-            has the gradient of its own tokens.
+        replicated: whether every tp rank holds the whole parameter. Under sequence parallelism a
+            rank then has only the gradient of its own tokens.
         columns: number of columns of a matrix; 1 for a vector.
-        shared: number of elements, at its end, whose gradients are summed over several tp ranks:
+        shared: number of elements, at the end, whose gradients are summed over several tp ranks:
             key-value heads that are on several ranks, and norms of heads, since each rank has its
             own heads.
         owners: number of sets of ranks with different shared elements.
@@ -59,8 +59,9 @@ def stage_parameters(
     `Stage.named_parameters()`, which decides the gradient buckets;
     tests/unit/estimate/test_traffic.py compares the two.
 
-    A tied weight is in the list once if one stage has both ends. It is not in the head's list if
-    the head's stage `borrows_table` from the first stage on the same rank.
+    A tied weight is in the list once if one stage has both embedding and head. It is not in
+    the list of the head's stage if this stage `borrows_table` from the first stage on the same
+    rank.
     """
     found = list(_embedding(model, tp)) if first else []
     dense = _layer(widths(model, tp), tp, model.kv_heads) if layers else ()

@@ -51,7 +51,7 @@ class PipelineRank:
 
     Args:
         index: index of the rank along pp.
-        data_rank: index of the rank along dp_cp, which decides its shards under zero=1.
+        data_rank: index of the rank along dp_cp, which decides its shards under ZeRO.
     """
 
     def __init__(self, blueprint: Blueprint, index: int, data_rank: int = 0) -> None:
@@ -112,7 +112,7 @@ class PipelineRank:
 
     @cached_property
     def head_groups(self) -> int:
-        """Number of sets of key-value heads, which context parallelism gathers one by one."""
+        """Number of sets of key-value heads; context parallelism gathers one set at a time."""
         w = widths(self.blueprint.model, self.layout.tp)
         of_head = 2 * self.tokens * self.blueprint.model.head_size * self.item
         return int(w.key_heads) // heads_at_once(int(w.key_heads), of_head)
@@ -264,7 +264,7 @@ class PipelineRank:
     def frozen_numel(self, layers: range | None = None) -> tuple[int, int]:
         """Counts the frozen elements of experts, and those of all other parameters.
 
-        `layers`: the layers of this rank in which to count; None: count in the whole rank.
+        It counts in `layers`, which must be on this rank, or in the whole rank if they are None.
         """
         if not self.blueprint.frozen:
             return 0, 0
@@ -375,13 +375,13 @@ def _sum_of_kinds(kinds: Sequence[LayersOfKind]) -> list[LayersOfKind]:
 
 
 class FlatShard(NamedTuple):
-    """A part of the gradients with which a rank steps.
+    """A part of the gradients that a rank uses in its optimizer step.
 
     Attributes:
         spans: (parameter, first, count) for parameters that are alike in weight decay and
-            replication: the shard has `count` elements of each, from its element `first` on.
+            replication: the shard has `count` elements of each parameter, from element `first` on.
         tied: whether it is a copy of a tied weight, which the gradient norm does not count.
-        shared: number of elements that tp ranks sum (see `LocalParameter`), for all owners.
+        shared: number of elements that tp ranks sum (see `LocalParameter`), times their `owners`.
     """
 
     spans: list[tuple[LocalParameter, int, int]]
@@ -406,15 +406,15 @@ class FlatShard(NamedTuple):
 
     @property
     def hidden(self) -> int:
-        """Number of elements of matrices that Muon steps."""
+        """Number of elements in matrices that Muon updates."""
         return sum(n for p, _, n in self.spans if is_hidden(p.name, 1 + (p.columns > 1)))
 
 
 def flat_shards(rank: PipelineRank) -> list[FlatShard]:
-    """Returns the gradients that a rank sums over tp and steps with, without frozen parameters.
+    """Returns the gradients that a rank sums over tp and then uses in its optimizer step.
 
-    Without ZeRO they are all gradients, by bucket. Under zero=1 they are the rank's part of every
-    bucket, and under zero=2 and 3 its rows of every parameter.
+    Frozen parameters have none. Without ZeRO the result has all gradients, by bucket. Under zero=1
+    it has the rank's part of every bucket, and under zero=2 and 3 its rows of every parameter.
     """
     tied = rank.is_tied_to_another
     found = []

@@ -63,7 +63,7 @@ class Tiling:
         return digits + SNAKE if self.snake else digits
 
     def rank_of_slot(self, layout: Layout) -> Slots:
-        """Returns the rank at each position through which the digits count, (world size,)."""
+        """Returns the rank of each slot number that the digits count, (world size,)."""
         places, stride = np.arange(layout.world_size), layout.world_size
         index = {d: np.zeros_like(places) for d in DIMENSIONS}
         for dim, factor in reversed(self.digits):
@@ -99,13 +99,13 @@ class Tiling:
 
 
 def joined(digits: Iterable[tuple[str, int]]) -> Tiling:
-    """Joins neighbouring digits of one dimension and drops those of size one."""
+    """Joins neighbouring digits of one dimension and drops digits of size one."""
     runs = itertools.groupby((d for d in digits if d[1] > 1), key=lambda digit: digit[0])
     return Tiling(tuple((dim, math.prod(n for _, n in run)) for dim, run in runs))
 
 
 def orders(layout: Layout) -> list[Tiling]:
-    """Returns every order of the dimensions in use; the default order first."""
+    """Returns every order of the dimensions in use, with the default order first."""
     used = [(d, layout.size(d)) for d in DEFAULT_ORDER.split("-") if layout.size(d) > 1]
     return [Tiling(digits) for digits in itertools.permutations(used)]
 

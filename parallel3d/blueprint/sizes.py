@@ -19,25 +19,25 @@ LEAST_BYTES = 4 << 20
 def heads_at_once(heads: int, of_head: float) -> int:
     """Returns the number of key-value heads that are gathered together, a divisor of `heads`.
 
-    `of_head`: bytes of one head's keys and values on a rank.
+    `of_head` is the number of bytes of one head's keys and values on a rank.
     """
     enough = (n for n in range(1, heads) if heads % n == 0 and n * of_head >= LEAST_BYTES)
     return next(enough, heads)
 
 
 def splits_heads(heads: Number, kv_heads: Number, cp: Number) -> Any:
-    """Returns whether style=heads can divide the heads of a tensor rank over cp ranks."""
+    """Returns whether style=heads can divide the heads of a tensor-parallel rank over cp ranks."""
     even = (np.mod(kv_heads, cp) == 0) | (np.mod(cp, kv_heads) == 0)
     return (np.mod(heads, cp) == 0) & even
 
 
 def recomputing(given: Sequence[int] | None, stage: int, layers: int) -> int:
-    """Returns how many of a stage's `layers` layers are recomputed, given `recompute_layers`."""
+    """Returns how many of a stage's layers are recomputed, by default all."""
     return offloading(given, stage, layers) if given else layers
 
 
 def offloading(given: Sequence[int] | None, stage: int, layers: int) -> int:
-    """Returns how many of a stage's `layers` layers are offloaded, given `offload_layers`."""
+    """Returns how many of a stage's layers are offloaded, by default none."""
     if not given:
         return 0
     return min(layers, given[0] if len(given) == 1 else given[stage])
@@ -62,7 +62,7 @@ def loss_chunks(
 
     Args:
         columns: columns of the logits that one rank holds.
-        chunk_tokens: `loss.chunk_tokens`; None: the size follows from CPU_BYTES and
+        chunk_tokens: `loss.chunk_tokens`, or None if the size follows from CPU_BYTES and
             CPU_LEAST_TOKENS on a CPU, and from ACCELERATOR_BYTES on an accelerator.
         item: bytes of an element in the compute dtype.
     """
@@ -71,6 +71,6 @@ def loss_chunks(
     else:
         most = chunk_tokens or max(CPU_LEAST_TOKENS, CPU_BYTES // (4 * columns))
     count = -(-tokens // most)
-    # Chunks are as equal as possible: a short last one would run at half the speed.
+    # Chunks are as equal as possible, because a short last chunk would run at half the speed.
     size, larger = divmod(tokens, count)
     return +Counter({size + 1: larger, size: count - larger})

@@ -41,7 +41,7 @@ def balance_chunks(
             f"pp={pp} × vpp={vpp} stages are more than model.num_layers={layers}, but every stage "
             f"needs a layer: set {enough} or less."
         )
-    # Whole numbers of a common unit, so that equal sums compare equal.
+    # The costs become whole numbers of a common unit, so that equal sums compare equal.
     exact = [Fraction(c) for c in (cost, last_extra)]
     scale = math.lcm(*(c.denominator for c in exact))
     unit, last = (int(c * scale) for c in exact)
@@ -153,7 +153,7 @@ class StageWeights:
         costs: cost of each layer.
         head: cost of the head, in the same unit.
         ranks: number of ranks of the pipeline.
-        given: `schedule.layers_per_stage`, which fixes the number of stages; None: layers are
+        given: `schedule.layers_per_stage`, which fixes the number of stages, or None if layers are
             balanced by cost.
         balances: whether layers are also balanced for numbers of stages other than that of `given`,
             which are impossible otherwise.
