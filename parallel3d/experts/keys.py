@@ -173,13 +173,14 @@ CONFLICTS = (
     ),
     Conflict(
         {"moe.overlap": Is(True), "ep": Is(1)},
-        "{moe.overlap} hides how long tokens travel to other ranks, but with {ep} none travel",
+        "{moe.overlap} hides the time in which tokens travel to other ranks, but {ep} has "
+        "no such time",
         (("moe.overlap", False),),
     ),
     Conflict(
         {"moe.overlap": Is(True), "zero": Where(_shards_gradients, 2)},
-        "{moe.overlap} runs a forward and a backward at one time, but FSDP2, which {zero} uses, "
-        "gathers and frees the parameters of one",
+        "{moe.overlap} runs a forward and a backward at the same time, but FSDP2, which {zero} "
+        "uses, gathers and frees parameters for only one of them",
         (("zero", 1), ("moe.overlap", False)),
     ),
     *(
