@@ -71,8 +71,8 @@ def _name(name: str, desc: str) -> str:
 def _without_batches(entries: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], bool]]:
     """Returns pairs (entry, whether it is done), without the entries of batches.
 
-    Each message of a batch has an entry whose state is never updated. The entry of the batch, which
-    follows them, has the state of them all.
+    Each message of a batch has an entry whose state is never updated. The batch's own entry, which
+    follows the messages' entries, has the state of all of them.
     """
     found: list[tuple[dict[str, Any], bool]] = []
     for entry in entries:
@@ -145,7 +145,7 @@ class RankState:
         ranks: ranks of each group by its name.
         divergence: first difference from the preceding step (`OperationLog.divergence`); None if
             there is none.
-        queue: newest operations that the host has begun, or the device if `on_device` is True.
+        queue: newest operations that the host has begun, or with `on_device` those on the device.
         device_queue: operations queued on the device, in order; None without a flight record.
         on_device: whether `queue` is the device's.
     """
@@ -224,7 +224,7 @@ def from_json(content: dict[str, Any]) -> RankState:
 # Diagnosis. A hang has one of these kinds:
 # dead        A rank does not answer: its process is stopped or gone, or its host is unreachable.
 # shape       Ranks are in the same operation of a group, but with different tensors or calls.
-# missing     A rank did not come to an operation in which others wait, as it is elsewhere.
+# missing     A rank did not come to an operation in which others wait, because it is elsewhere.
 # unknown     The states of the ranks do not show a rank at fault.
 #
 # If two ranks wait in different places, either may be at fault. But training repeats itself: if one
@@ -244,7 +244,7 @@ def diagnose(states: Mapping[int, RankState], silent: Mapping[int, tuple[str, st
         for rank, state in states.items()
         if state.device_queue is not None
     }
-    # With NCCL, the devices wait. The hosts run on until they read a value, so they look alike.
+    # With NCCL, the devices wait. The hosts run on until they read a value, and look alike.
     if len(on_devices) == len(states) and any(state.stuck for state in on_devices.values()):
         states = on_devices
     if (found := _diverged(states) or _other_tensor(states)) is not None:
@@ -301,7 +301,7 @@ def _other_tensor(states: Mapping[int, RankState]) -> Diagnosis | None:
         others = [rank for rank, found in theirs.items() if not found.is_same_call(mine)]
         if not others:
             continue
-        # The rarer call is at fault; if both are equally frequent, the one other than `mine`.
+        # The rarer call is at fault; if both are equally frequent, the call unlike `mine` is.
         same = [rank for rank, found in theirs.items() if found.is_same_call(mine)]
         odd, usual = (same, others) if len(same) < len(others) else (others, same)
         blamed, witness = states[odd[0]], states[usual[0]]

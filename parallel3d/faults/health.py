@@ -43,7 +43,7 @@ class Health:
     def after_step(self, result: StepResult) -> None:
         """Checks a step. After too many skips, all ranks roll back or raise TrainingFailure."""
         settings = self.trainer.config.recovery
-        if result.loss is not None:  # None: the batch had no token to learn, so nothing is checked
+        if result.loss is not None:  # without a token to learn, nothing is checked
             self._check_step(result, result.loss)
         if settings.drift_every and result.step % settings.drift_every == 0:
             self.compare_replicas(result.step)
@@ -171,7 +171,10 @@ def _bad_gradients(trainer: Trainer) -> Iterator[str]:
 
 
 def first_bad_gradient(trainer: Trainer) -> str:
-    """Returns a clause about the model's first gradient that is not finite; collective."""
+    """Returns a clause about the model's first gradient that is not finite.
+
+    All ranks must call it.
+    """
     groups, order = trainer.groups, list(trainer.parameters)
     bad = sorted({order.index(name) for name in _bad_gradients(trainer)})
     found = None

@@ -78,7 +78,7 @@ def in_torch_distributed(stack: Stack) -> str:
 
 
 KEY = "parallel3d/hang"
-LOOK_S = 1.0  # interval of the checks in s, or a quarter of the time-out if that is shorter
+LOOK_S = 1.0  # seconds between checks, or a quarter of the time-out if that is shorter
 RECORD_S = 1.0  # a flight recorder that takes longer is blocked by the hang itself
 STORE_S = 3.0  # a store that takes longer counts as unreachable
 ANSWER_S = 3.5  # ranks that have not answered after this are silent
@@ -101,8 +101,8 @@ class Watchdog:
     The thread checks that the rank's operation log grows; as long as it does, nothing is written
     or sent. After `timeout_s` without progress, all ranks send their states through the store and
     dump their stacks into the run directory, and the first rank to do so logs the diagnosis
-    (`hang.diagnose`). If a rank does not answer, as a stopped process cannot, a rank on the same
-    host inspects its /proc.
+    (`hang.diagnose`). If a rank does not answer, as a stopped process cannot, the diagnosing rank
+    looks up the state of that process in /proc, if both are on the same host.
 
     If the launcher holds the store (our own launcher, torchrun), the store outlives a stopped rank.
     Under srun rank 0 holds it, and if the store does not answer, rank 0 is at fault.
@@ -166,7 +166,7 @@ class Watchdog:
         self._paused = False
 
     def timed_out(self) -> None:
-        """Reports a hang, because a wait of the main thread has timed out. Does not return."""
+        """Reports a hang, because a wait of the main thread has timed out. It never returns."""
         self._idle_s = max(self._idle_s, self.timeout_s)
         self._report()
 
@@ -330,7 +330,10 @@ class Watchdog:
         return get(self.store, key) if self.store.check([key]) else None
 
     def _inspect(self, rank: int, process: dict[str, Any] | None) -> tuple[str, str]:
-        """Returns a silent rank's name, and why it does not answer; on this host /proc tells."""
+        """Returns a silent rank's name, and why it does not answer.
+
+        The reason comes from /proc if the rank ran on this host.
+        """
         if process is None:
             return failure.who(self.layout, rank), "has not started to train"
         return failure.who(self.layout, rank, process["host"]), why_silent(process)

@@ -70,7 +70,7 @@ def _needs_order(tp: int, zero: int) -> bool:
     return capability is None or capability < BLACKWELL
 
 
-# NCCL from 2.30 on lets several ranks share a GPU: slow, but enough to try a layout on one GPU.
+# NCCL from 2.30 on lets several ranks share a GPU. This is slow, but it is enough to try a layout.
 SHARED_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 CPU = "cpu"
 CUDA = "cuda"
@@ -107,7 +107,7 @@ def choose_device(
         launched: whether a launcher started the ranks. It may show each rank only the rank's own
             GPU, as Slurm's binding does, so the GPUs of all ranks are compared later
             (`shared_gpu`).
-        environ: environment variables; None: those of this process.
+        environ: environment variables; None stands for those of this process.
 
     Raises:
         HostError: if the GPUs cannot be used or are fewer than the ranks, or if there is no GPU
@@ -228,7 +228,7 @@ def gpu_count() -> int:
 
 
 def compute_capability() -> int | None:
-    """Returns the major compute capability of this process's first GPU (9: Hopper), or None."""
+    """Returns the major compute capability of this process's first GPU (9 for Hopper), or None."""
     gpus = find(os.environ).gpus
     return (gpus[0].capability or None) if gpus else None
 

@@ -39,7 +39,8 @@ OF_JOBS = re.compile(
     r"|SM_NUM_GPUS|DSTACK_GPUS_NUM|BEAKER_ASSIGNED_GPU_COUNT|MA_NUM_GPUS|MLP_WORKER_GPU"
     r"|NGC_GPUS_PER_NODE|LEPTON_RESOURCE_ACCELERATOR_NUM"
 )
-# A GPU for computing has at least this memory; a laptop's GPU shares the processor's memory.
+# A GPU for computing has at least this many bytes of memory of its own. A laptop's GPU shares the
+# processor's memory.
 OWN_MEMORY = 8 << 30
 
 
@@ -208,7 +209,7 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _too_old(driver: ctypes.CDLL, build: Mapping[str, Any]) -> str:
-    """Returns a sentence if the driver is too old for torch's major version of CUDA; else ""."""
+    """Returns a sentence if the driver is too old for torch's major version of CUDA, or ""."""
     found = ctypes.c_int(0)
     if driver.cuDriverGetVersion(ctypes.byref(found)) != 0:
         return ""
@@ -329,7 +330,7 @@ def in_subprocess(ask: Callable[[], Answer]) -> Answer:
 
 
 def _missing(name: str, environ: Mapping[str, str], count: int) -> str:
-    """Returns a sentence if the mask in variable `name` has more GPUs than the driver shows; or "".
+    """Returns a sentence if the mask in `name` has more GPUs than the driver shows, or "" if not.
 
     The driver shows only the GPUs that the mask names before the first one that does not exist.
     """
@@ -345,7 +346,7 @@ def _missing(name: str, environ: Mapping[str, str], count: int) -> str:
 
 
 def _contradicting(environ: Mapping[str, str]) -> str:
-    """Returns a sentence if the masks of ROCm contradict each other; else "".
+    """Returns a sentence if the masks of ROCm contradict each other, or "" if not.
 
     ROCR_VISIBLE_DEVICES numbers the host's GPUs, and the other masks number those that it leaves.
     """
@@ -381,7 +382,7 @@ def _of_job(environ: Mapping[str, str]) -> list[str]:
         wanted = value.strip() not in ("", "0", "(null)", "N/A", *NOTHING)
         if name == "SLURM_TRES_PER_TASK":
             wanted = bool(re.search(r"gres[/:]gpu", value))
-        if name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):  # numbers, so 0 is the first GPU
+        if name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"):  # they list indices, so 0 is a GPU
             wanted = value.strip() not in ("", *NOTHING)
         if OF_JOBS.fullmatch(name) and wanted:
             found.append(f"{name}={value}")
@@ -446,7 +447,7 @@ def _nvidia_cards(root: Path) -> list[str]:
 
 
 def _remark(environ: Mapping[str, str], root: Path) -> str:
-    """Returns a weak sign that a GPU is intended, and a remedy; "" without one."""
+    """Returns a weak sign that a GPU is intended, and a remedy, or "" without such a sign."""
     image = environ.get("NVIDIA_VISIBLE_DEVICES", "")
     how = "a container gets them with docker run --gpus all or apptainer exec --nv"
     if gpus := len(list((root / "proc/driver/nvidia/gpus").glob("*"))):
@@ -459,7 +460,7 @@ def _remark(environ: Mapping[str, str], root: Path) -> str:
 
 
 def _lines(path: Path) -> Iterable[str]:
-    """Returns the lines of a kernel file; none if there is no such file."""
+    """Returns the lines of a kernel file, or none if there is no such file."""
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -89,8 +89,8 @@ def bind_near(bus_id: str, sys: Path = SYS) -> set[int]:
     """Binds the calling thread, and threads that it starts, to the NUMA node of a PCI device.
 
     It binds only if the machine has several nodes and this process may use all CPUs; if it may not,
-    srun, numactl or a container has chosen CPUs. Returns the CPUs of the node; an empty set if
-    nothing was bound.
+    srun, numactl or a container has chosen CPUs. Returns the CPUs of the node, or an empty set
+    if nothing was bound.
     """
     if not hasattr(os, "sched_setaffinity"):
         return set()
@@ -102,7 +102,7 @@ def bind_near(bus_id: str, sys: Path = SYS) -> set[int]:
 
 
 def cpus_near(bus_id: str, sys: Path = SYS) -> set[int]:
-    """Returns the CPUs of the device's NUMA node; none if it is unknown or the only node."""
+    """Returns the CPUs of the device's NUMA node, or none if it is unknown or the only node."""
     nodes = {path.parent: _cpus_of(path) for path in sys.glob("devices/system/node/node*/cpulist")}
     if sum(bool(cpus) for cpus in nodes.values()) < 2:  # some nodes only have a GPU's memory
         return set()
@@ -115,7 +115,7 @@ def cpus_near(bus_id: str, sys: Path = SYS) -> set[int]:
 
 
 def _cpus_of(path: Path) -> set[int]:
-    """Parses a list such as "0-3,8,10-11"; empty if it cannot be read."""
+    """Parses a file such as "0-3,8,10-11"; returns an empty set if it cannot be read."""
     cpus: set[int] = set()
     try:
         for part in filter(None, path.read_text().strip().split(",")):

@@ -111,7 +111,7 @@ def _owner(pid: int) -> int:
 
 
 def _job(pid: int) -> dict[bytes, bytes]:
-    """Returns the job variables that a process's launcher set; empty if they cannot be read."""
+    """Returns the job variables that a process's launcher set, or {} if they cannot be read."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -160,7 +160,7 @@ def drop_failed_output() -> None:
         try:
             descriptor = stream.fileno()
         except io.UnsupportedOperation:
-            continue  # a test or a notebook has replaced this by a stream in memory
+            continue  # a test or a notebook has replaced it by a stream in memory
         _flush(stream)
         kept = io.BufferedWriter(_Dropping(descriptor, "w", closefd=False))
         how = {"encoding": stream.encoding, "errors": stream.errors}

@@ -1,4 +1,4 @@
-"""Finds the CPUs and memory that this process may use, by machine, affinity and cgroups.
+"""Finds the CPUs and memory that this process may use, given its affinity and control groups.
 
 The limits of a container or a job are written in the process's own control group or in a group
 above it. /proc/self/cgroup names the group, and /proc/self/mountinfo tells where its files are. A
@@ -27,8 +27,8 @@ def cores() -> int:
 def available_cores(root: Path = ROOT) -> int:
     """Returns the number of cores that this process may use within its groups' CPU quotas.
 
-    A quota of 2.5 cores counts as 2, and less than one core counts as 1: threads beyond the quota
-    are stopped for the rest of each period.
+    A quota of 2.5 cores counts as 2, because threads beyond the quota are stopped for the rest of
+    each period. A quota of less than one core counts as 1.
     """
     return max(1, math.floor(min(cores(), _cpu_quota(root))))
 
@@ -42,7 +42,7 @@ def _cpu_quota(root: Path) -> float:
         if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
             quotas.append(int(words[0]) / int(words[1]))
     for folder in _groups("cpu", 1, root):
-        quota = _number(folder / "cpu.cfs_quota_us")  # -1: no quota
+        quota = _number(folder / "cpu.cfs_quota_us")  # -1 means that there is no quota
         period = _number(folder / "cpu.cfs_period_us")
         if quota is not None and quota > 0 and period:
             quotas.append(quota / period)
@@ -50,7 +50,7 @@ def _cpu_quota(root: Path) -> float:
 
 
 def memory_in_all(root: Path = ROOT) -> float:
-    """Returns the bytes of the machine's memory, or the smallest limit of this process's groups."""
+    """Returns the bytes of memory that this process's groups allow, at most the machine's."""
     whole = _machine(root, "MemTotal")
     if math.isinf(whole):
         whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -112,11 +112,12 @@ def _groups(controller: str, version: int, root: Path) -> Iterator[Path]:
         mine = of_version_2 if version == 2 else controller in controllers.split(",")
         mounts = [*_mounted(controller, version, root)] if mine else []
         if mounts:
-            # A container may have both the host's mount and its own: the best one shows the group
+            # A container may have both the host's mount and its own. The best mount shows the group
             # and most of its parents.
             mount, top = min(mounts, key=lambda at: (not _is_in(path, at[1]), len(at[1])))
-            # The mount shows the hierarchy from `top` on: the whole on a host, a container's own
-            # group in its namespace. A group outside of `top` ("/../other") cannot be seen.
+            # The mount shows the hierarchy from `top` down: all groups on a host, and only the
+            # container's own group in a container's namespace. A group outside of `top`
+            # ("/../other") cannot be seen.
             inside = path[len(top.rstrip("/")) :] if _is_in(path, top) else "/"
             folder = mount / inside.strip("/")
             yield folder

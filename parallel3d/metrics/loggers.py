@@ -168,7 +168,7 @@ class TensorBoardLogger:
 
 
 TRUE = ("true", "1", "yes", "on")
-ONLINE_TIMEOUT_S = 30  # then W&B goes offline; its default of 90 s is long
+ONLINE_TIMEOUT_S = 30  # after this time W&B goes offline; its own default of 90 s is long
 
 
 def has_credentials() -> bool:

@@ -30,8 +30,8 @@ def peak_memory(device: torch.device) -> dict[str, int] | None:
     }
 
 
-# Peak FLOP/s. They are given by the user, come from a datasheet, or are measured if no datasheet
-# is known for the device.
+# The peak FLOP/s are given by the user, come from a datasheet, or are measured if no datasheet is
+# known for the device.
 
 TERA = 1e12
 # The measurement is so short that two starts on a shared machine may differ several-fold.
@@ -132,7 +132,7 @@ def _operand(device: torch.device, dtype_name: str, size: int) -> torch.Tensor:
 
 
 def _time(a: torch.Tensor) -> float:
-    """Returns the seconds that one a @ a takes; waits for the device before and after it."""
+    """Returns the seconds that one a @ a takes, and waits for the device before and after."""
     accelerator.synchronize(a.device)
     start = time.perf_counter()
     matmul(a, a)

@@ -13,7 +13,7 @@ GIT_TIMEOUT_S = 5.0
 def provenance() -> dict[str, str | None]:
     """Returns the versions, commit and host of a run, without paths, user names or addresses."""
     return {
-        "parallel3d": version_of("parallel3d"),  # None if a checkout is used by PYTHONPATH
+        "parallel3d": version_of("parallel3d"),  # None if a checkout is used through PYTHONPATH
         "git_commit": git_commit(Path(__file__).resolve()),
         "torch": version_of("torch"),
         "hostname": socket.gethostname(),
@@ -21,7 +21,7 @@ def provenance() -> dict[str, str | None]:
 
 
 def git_commit(file: Path) -> str | None:
-    """Returns the commit of the checkout that tracks `file`, or this with "-dirty" after changes.
+    """Returns the commit of the checkout that tracks `file`, with "-dirty" if it has changes.
 
     Returns None without git, outside a checkout, or if `file` is not tracked: a package that is
     installed inside another repository must not report that repository's commit.

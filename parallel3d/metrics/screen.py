@@ -174,7 +174,7 @@ def header_facts(config: Config, length: Length, peak: Peak) -> dict[str, str]:
 
 
 def _parameters(model: ModelConfig) -> str:
-    """Returns the number of parameters in words, and how many a token uses if these are fewer."""
+    """Returns the number of parameters in words, and of those that a token uses if fewer."""
     total, active = parameter_count(model), active_parameter_count(model)
     used = f" ({si(active).strip()} active)" if active < total else ""
     return f"{si(total)} parameters{used}"

@@ -65,7 +65,7 @@ class Start:
     at: float  # Unix time of its first step
     lost_s: float = 0.0
     between_s: float = 0.0
-    account: float = 0.0  # Unix time of its last line; `step` is its last step then
+    account: float = 0.0  # Unix time of its last line, when `step` was its last step
     step: int = 0
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SUMS, 0.0))
 

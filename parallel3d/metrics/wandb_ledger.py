@@ -34,8 +34,8 @@ ID_FILE = "wandb-id"
 LEDGER = "wandb.jsonl"
 # Matches the name of a session's folder; an id may contain dashes.
 _FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
-# Types of records that W&B's tool shows (0.31). If it shows no row but a type that is not listed
-# here, its output has a format that this reader does not know.
+# Types of records that W&B's tool (version 0.31) shows. If it shows no row but a type that is not
+# listed here, its output has a format that this reader does not know.
 _TYPES = frozenset(
     (
         *("run", "history", "summary", "exit", "metric", "stats", "config", "files", "header"),

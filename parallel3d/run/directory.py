@@ -61,7 +61,7 @@ NO_CONFIG = (OmegaConfBaseException, YAMLError, TypeError, ValueError, Recursion
 def save_config(
     config: Config, directory: Path, name: str = CONFIG_FILE, comment: str = ""
 ) -> None:
-    """Writes the whole resolved configuration durably, below the line `comment` ("": none)."""
+    """Writes the whole resolved configuration durably, below the line `comment` if there is one."""
     check_plain(config)
     text = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)), resolve=True)
     replace_durably(directory / name, f"{comment}{text}".encode())
@@ -147,7 +147,7 @@ def left_out(directory: Path) -> str | None:
         try:
             read_config(path)
         except NO_CONFIG:
-            continue  # torn: `last_config` skips it, too
+            continue  # the file is torn, and `last_config` skips it, too
         tree: Any = read_yaml(path)
         found = flat(tree)
         break
@@ -175,7 +175,7 @@ def keeps_tokenizer(data: DataConfig, directory: Path) -> bool:
 
 
 def config_files(directory: Path) -> list[Path]:
-    """Returns the paths of a run's configurations, oldest first; config.yaml if there is none."""
+    """Returns the paths of a run's configurations, oldest first, or config.yaml if none exists."""
     found = [m for path in directory.iterdir() if (m := CONFIGS.fullmatch(path.name))]
     names = [m[0] for m in sorted(found, key=lambda m: int(m[1] or 1))]
     return [directory / name for name in names or [CONFIG_FILE]]
@@ -239,7 +239,7 @@ def _schema() -> DictConfig:
 
 
 TEMPORARY = ".new-"
-LEFT_S = 86400.0  # age in seconds at which the creator of a temporary folder counts as dead
+LEFT_S = 86400.0  # age in seconds of a temporary folder at which its creator counts as dead
 FAILURES = "failures"
 PLACEMENT_FILE = "placement.json"
 HOW = ("run", "train.progress", "launch.", "logger.")  # prefixes of keys that do not affect results
@@ -405,7 +405,7 @@ def check_run(config: Config, *, may_resume: bool = False) -> None:
 def take_run(config: Config, directory: Path) -> int | None:
     """Locks a run until this process ends, and writes the configuration if it is new.
 
-    Returns the descriptor that holds the lock; None on a file system without locks. Raises
+    Returns the descriptor that holds the lock, or None on a file system without locks. Raises
     UserError if another process holds the run, as two starts would overwrite each other.
     """
     held: int | None = None
@@ -474,12 +474,12 @@ def keep_failures(directory: Path) -> None:
 
 
 def status(directory: Path) -> str | None:
-    """Returns the status of a run's last start, such as "finished"; None without a summary."""
+    """Returns the status of a run's last start, such as "finished", or None without a summary."""
     return read_json(directory / "summary.json").get("status")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file of a run; {} if it holds none or cannot be read."""
+    """Returns the JSON object in a file of a run, or {} if it holds none or cannot be read."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

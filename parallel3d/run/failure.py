@@ -257,7 +257,7 @@ def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def _rank_of_cause(failure: RankFailure) -> tuple[int, float]:
-    if failure.kind in ("hang", "decided"):  # the cause for all ranks, and it may have ended some
+    if failure.kind in ("hang", "decided"):  # this ends all ranks, so it caused the others
         return -1, failure.time
     if failure.kind == "killed":
         # The time is that at which the launcher noticed the death, so an error of the same moment

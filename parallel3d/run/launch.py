@@ -59,7 +59,7 @@ def ending_on_signals(
     Args:
         waiting: returns the activity to name in the sentence.
         first: called before the process ends.
-        noted: the signals that were received before the block; None if none were noted.
+        noted: the signals that were received before the block; None if nothing noted them.
     """
     numbers = {number for number in STOPPING if not is_nohup(number)}
     over = threading.Event()
@@ -120,7 +120,8 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.05)
 
 
-# Signals that ask a run to stop after a step: preemption, time limit, Ctrl-C, a lost terminal.
+# These signals ask a run to stop after a step. They announce preemption or the end of the time
+# limit, or they come from Ctrl-C or from a lost terminal.
 #
 # A signal reaches the ranks at different moments, or reaches only one of them, so no rank acts on
 # its own. An all-reduce in each step counts the ranks that have received a signal, and all ranks
@@ -129,7 +130,7 @@ def until(condition: Callable[[], bool], seconds: float) -> None:
 # Signals that a scheduler sends before it takes the machine away (LSF, SGE and submitit send
 # SIGUSR2); users send SIGINT.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-STOPPING = (*PREEMPTION, signal.SIGINT, signal.SIGHUP)  # SIGHUP: the terminal has gone
+STOPPING = (*PREEMPTION, signal.SIGINT, signal.SIGHUP)  # SIGHUP means that the terminal has gone
 
 
 @dataclass

@@ -147,9 +147,9 @@ MPI = (
     ),
 )
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Ranks per host: torchrun sets the first variable, deepspeed the second.
+# Variables with the number of ranks per host. torchrun sets the first, and deepspeed the second.
 TORCH_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-# Set by torch's agents and by our own launcher for every rank. They override all other variables.
+# Torch's agents and our own launcher set these for every rank. They override all other variables.
 AGENTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
 RANKS_OF_A_HOST = ("PET_NPROC_PER_NODE", "NPROC_PER_NODE")  # set by Kubeflow and DLC for torchrun
 # Azure's variables for the host of rank 0 in MPI jobs; the port in them is not ours.
@@ -158,7 +158,9 @@ AZURE_MASTERS = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
 
 @dataclass(frozen=True)
 class Claim:
-    """The numbers that one launcher's variables give this process; None if not given.
+    """The numbers that one launcher's variables give this process.
+
+    A number is None if no variable gives it.
 
     Attributes:
         words: the variables with their values, for messages.
@@ -303,7 +305,10 @@ def _torch(given: Mapping[str, str]) -> Claim | None:
 
 
 def _check_torch(given: Mapping[str, str], needed: tuple[str, ...]) -> None:
-    """Raises UserError unless all `needed` variables are set; RANK or WORLD_SIZE must be set."""
+    """Raises UserError unless all `needed` variables are set.
+
+    The caller has checked that RANK or WORLD_SIZE is set.
+    """
     missing = [name for name in needed if name not in given]
     if not missing:
         return
@@ -403,7 +408,7 @@ def _ranks_alone(given: Mapping[str, str]) -> list[Claim]:
 
 
 def _slurm_step(given: Mapping[str, str]) -> Claim | None:
-    """Returns srun's claim about this task; None in a batch script or a shell of salloc."""
+    """Returns srun's claim about this task, or None in a batch script or a shell of salloc."""
     step_names = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
     number = _named(given, "SLURM_STEP_ID", "SLURM_STEPID")
     if number is None and not any(name in given for name in step_names):
@@ -621,7 +626,7 @@ def _check_is_first_host(given: Mapping[str, str], first_host: str) -> None:
 
 
 def _check_own_host(given: Mapping[str, str], rank: int, first_host: str | None) -> None:
-    """Raises UserError if rank 0 does not run on the host where the others look for it."""
+    """Raises UserError if rank 0 does not run on the host where the other ranks look for it."""
     own = given.get("SLURMD_NODENAME")
     if rank == 0 and own is not None and first_host is not None and own != first_host:
         raise UserError(
@@ -660,10 +665,11 @@ def _refuse_left_out(given: Mapping[str, str], starts: int, read: Read) -> None:
 
 
 def alone_in_a_job(environ: Mapping[str, str], place: RankAssignment | None) -> str | None:
-    """Returns a warning if this process trains a whole run but may be meant as a part; or None.
+    """Returns a warning if this process trains a run of its own but may be meant as part of one.
 
     The pods of a Kubernetes Job may be the jobs of a sweep or the hosts of one run, and no pod
     knows their number. The same holds for tasks of srun that each start a torchrun for one host.
+    In all other cases the function returns None.
     """
     name, tasks = "JOB_COMPLETION_INDEX", environ.get("SLURM_STEP_NUM_TASKS", "")
     if place is None and environ.get(name):
@@ -731,7 +737,7 @@ def _tasks_asked_for(given: Mapping[str, str]) -> int:
 
 
 # Variables with the number of hosts, set by platforms that leave the launcher to the user. Their
-# names are common, so each only counts if a second variable, mostly the index of this host, is set.
+# names are common, so each counts only if a second variable, usually this host's index, is set.
 HOSTS = (
     ("GROUP_WORLD_SIZE", "GROUP_RANK"),
     ("NUM_MACHINES", "MACHINE_RANK"),
@@ -755,7 +761,7 @@ HOSTS = (
 OF_VOLCANO = re.compile("VC_[A-Z0-9_]+_NUM")  # numbers of pods for each kind of task
 # Variables with lists of hosts, each with its separator and the number of items per host.
 HOST_LISTS = (
-    ("LSB_MCPU_HOSTS", None, 2),  # host slots host slots
+    ("LSB_MCPU_HOSTS", None, 2),  # "host slots host slots …"
     ("LSB_HOSTS", None, 1),
     ("AZ_BATCH_HOST_LIST", ",", 1),
 )
@@ -825,7 +831,7 @@ def _entries(name: str, text: str) -> int:
 
 
 def task_of_cgroups(text: str) -> tuple[str, int] | None:
-    """Returns Slurm's (step, task) from the text of /proc/self/cgroup; None outside of a step.
+    """Returns Slurm's (step, task) from the text of /proc/self/cgroup, or None outside a step.
 
     This works even if a container, sudo or ssh has dropped all variables.
     """
@@ -848,12 +854,12 @@ def refuse_lost_variables(environ: Mapping[str, str], cgroups: str) -> None:
 
 
 def _named(given: Mapping[str, str], *names: str) -> str | None:
-    """Returns the first of these names that is set."""
+    """Returns the first of these names that is set, or None."""
     return next((name for name in names if name in given), None)
 
 
 def _count(given: Mapping[str, str], *names: str) -> int:
-    """Returns the number in the first of these variables that is set; 0 if there is none."""
+    """Returns the number in the first of these variables that is set, or 0 without a number."""
     name = _named(given, *names)
     return int(given[name]) if name is not None and given[name].isdecimal() else 0
 
@@ -863,7 +869,7 @@ def _number(
 ) -> int:
     """Parses the whole number in variable `name`, from `least` to `most`.
 
-    `of` names the variable that determines `most`, for the message. Raises UserError.
+    `of` says in the message where `most` comes from, such as "WORLD_SIZE=4". Raises UserError.
     """
     text = given[name]
     if not NUMBER.fullmatch(text):

@@ -98,9 +98,9 @@ class Restarts:
 
 # Processes of the ranks
 
-# Seconds after END_SIGNAL until ranks that have not ended (a stopped one never does) are killed.
+# Seconds after END_SIGNAL until ranks that have not ended (a stopped rank never does) are killed.
 GRACE_S = 3
-LAST_WORDS_S = 2.0  # a waiting rank tests once a second whether its peer lives
+LAST_WORDS_S = 2.0  # long enough for waiting ranks, which test once a second whether peers live
 POLL_S = 0.1
 SIGNALS = (*STOPPING, signal.SIGQUIT)
 FORK = multiprocessing.get_context("fork")
@@ -125,7 +125,7 @@ class LocalRanks:
         count: number of ranks.
         live: runs a rank in its own process, given the rank and the number of earlier starts, and
             returns the exit code.
-        grace_s: seconds that the ranks have after a forwarded signal; None: no signal is forwarded.
+        grace_s: seconds that the ranks have after a signal; None if signals are not forwarded.
         should_restart: returns whether to restart all ranks, given the exit codes of failed ranks.
     """
 
@@ -139,7 +139,7 @@ class LocalRanks:
     interrupted: bool = False
 
     def run(self, started: Callable[[], object] = lambda: None) -> dict[int, int]:
-        """Runs the ranks, calls `started` after the first forks, and returns nonzero exit codes."""
+        """Runs the ranks, calls `started` after the first forks, and returns nonzero codes by rank."""
         starts = 0
         try:
             while True:

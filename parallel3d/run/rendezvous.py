@@ -66,8 +66,8 @@ def from_rank_0(
 ) -> Any:
     """Returns rank 0's decision, a JSON value, on every rank.
 
-    If `decide` raises a UserError, every rank raises it. Rank 0, which may hold the store, does so
-    after the other ranks have read the error.
+    If `decide` raises a UserError, every rank raises it. Rank 0, which may hold the store,
+    first gives the other ranks `READ_S` seconds to read the error.
     """
     if place.rank > 0:
         message = get(store, key)
@@ -91,7 +91,7 @@ def seen_key(key: str) -> str:
 
 
 def refuse(store: Store, rank: int, error: UserError) -> None:
-    """Sends rank 0 the error with which this rank refuses to start, in place of its process."""
+    """Sends rank 0 the error with which this rank refuses to start, instead of its `Process`."""
     put(store, f"{PROCESS_KEY}/{rank}", {"refuses": str(error)})
     store.add(seen_key(RANKS_KEY), 1)
 
@@ -185,7 +185,7 @@ def find_cluster(
 
 # Subcommands that continue an existing run.
 CAN_RESUME = ("train",)
-READ_A_RUN = ("eval",)  # they write into a folder of that run
+READ_A_RUN = ("eval",)  # these write into a folder of an existing run
 
 RUN_KEY = "parallel3d/run"  # the store's key of rank 0's run, read by the other ranks
 TELL_S = 15.0  # maximum wait for the store of rank 0, which imports torch first
@@ -374,7 +374,7 @@ def agree_on_run(
                     named, job_id=place.job_id, may_resume=app in CAN_RESUME
                 )
                 take_run(named, run_dir)
-            # Set once this process holds the run: a later failure cleans it up.
+            # This is set once this process holds the run, so that a later failure can clean it up.
             worker.run_dir = run_dir
         put(before, RUN_KEY, named.run)
         return {

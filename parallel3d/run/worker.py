@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
 TAKING_S = 5.0  # maximum seconds that a signal waits until a run directory is complete
 
-# Subcommands that run on every rank, with module and function: f(config, worker) -> code or None.
+# Subcommands that run on every rank, each with its module and its function. The function is called
+# with (config, worker), and returns an exit code or None.
 APPS = {
     "train": ("parallel3d.commands.train", "train"),
     "verify": ("parallel3d.commands.verify", "verify_command"),
@@ -126,9 +127,9 @@ def run_joined(
 ) -> int:
     """Runs one of the ranks that a launcher started, on a device of type `kind`.
 
-    Rank 0 creates the run directory and sends its name through `store`, which is opened here if it
-    is None. Until all ranks have met, a signal ends this process. Every failing rank logs a line of
-    its own, but only one rank logs a UserError. Returns the exit code.
+    Rank 0 creates the run directory and sends its name through `store`. If `store` is None, this
+    function opens the store. Until all ranks have met, a signal ends this process. Every failing
+    rank logs a line of its own, but only one rank logs a UserError. Returns the exit code.
     """
     if keeps_store(os.environ):  # without the agent, which has the store, nothing could be saved
         die_with_parent()

@@ -230,7 +230,7 @@ def _check_packed(x: Tensor, edges: SimulatedTensor | None, longest: int) -> Non
 def _sequences(
     q: SimulatedTensor, edges: SimulatedTensor | None, key_edges: SimulatedTensor | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Yields each packed sequence's slices of queries and keys, or one of all without packing.
+    """Yields each packed sequence's slices of queries and keys, or full slices without packing.
 
     It yields nothing if the tensors have no values.
     """

@@ -88,7 +88,8 @@ class StorageMemory:
     Attributes:
         used_on: streams that were passed to `record_stream`.
         label: name that an observer gave to the memory; None if none did.
-        is_allocated: False inside the fused kernel that requests it, where it stands for registers.
+        is_allocated: False inside the fused kernel that requests the memory, which stands for
+            registers there.
     """
 
     memory: AllocatorBlock
@@ -204,7 +205,7 @@ class _Syncs(sanitizer.StreamSynchronizations):
         for stream, state in self.current_sync_states.items():
             host[stream] = state[stream]
         for state in self.current_sync_states.values():
-            state.update(host)  # safe: no stream has waited for a kernel newer than these
+            state.update(host)  # this is safe: no stream has waited for a kernel newer than these
 
 
 class AllocatorBlock:

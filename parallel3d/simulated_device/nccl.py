@@ -496,7 +496,7 @@ class SimulatedNCCL(dist.ProcessGroup):
     def _on_stream(
         self, name: str, inputs: Sequence[SimulatedTensor], outputs: Sequence[SimulatedTensor]
     ) -> None:
-        """Launches a kernel on the group's stream, behind the current one; poisons its outputs."""
+        """Launches a kernel on the group's stream, behind the current stream; poisons the outputs."""
         machine = this_machine()
         current = SimulatedStream(self.index, number=machine.stream_of(self.index))
         self.stream.wait_stream(current)

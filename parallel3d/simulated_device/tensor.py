@@ -290,7 +290,7 @@ def launch(
 
 
 def poison(data: Tensor) -> None:
-    """Fills memory with NaN or very large integers until its result is there."""
+    """Fills memory with NaN or very large integers, which stay until the result is written."""
     if data.is_meta:
         return
     if data.is_floating_point():
@@ -489,7 +489,7 @@ _OVERWRITING = frozenset(
 _HOST_WAITS = frozenset(
     (*OF_UNKNOWN_SIZE, "nonzero", "masked_select", "equal", "unique_dim", "bincount", "is_nonzero")
 )
-# Tensors that one launch of a multi-tensor kernel of PyTorch takes, by the number of lists.
+# Maximum number of tensors in one launch of PyTorch's multi-tensor kernels, by the number of lists.
 _BY_LISTS = {1: 110, 2: 64, 3: 48, 4: 36}
 
 
