@@ -139,7 +139,10 @@ class LocalRanks:
     interrupted: bool = False
 
     def run(self, started: Callable[[], object] = lambda: None) -> dict[int, int]:
-        """Runs the ranks, calls `started` after the first forks, and returns nonzero codes by rank."""
+        """Runs the ranks, and returns the nonzero exit codes by rank.
+
+        `started` is called after the first forks.
+        """
         starts = 0
         try:
             while True:

@@ -496,7 +496,10 @@ class SimulatedNCCL(dist.ProcessGroup):
     def _on_stream(
         self, name: str, inputs: Sequence[SimulatedTensor], outputs: Sequence[SimulatedTensor]
     ) -> None:
-        """Launches a kernel on the group's stream, behind the current stream; poisons the outputs."""
+        """Launches a kernel on the group's stream, and poisons its outputs until the result is known.
+
+        The kernel runs after the work that is already on the current stream.
+        """
         machine = this_machine()
         current = SimulatedStream(self.index, number=machine.stream_of(self.index))
         self.stream.wait_stream(current)
