@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 
-USER_ERROR = 2  # exit code
+USER_ERROR = 2  # the exit code after a UserError
 
 
 class UserError(ValueError):

@@ -153,7 +153,7 @@ def fuses(device: torch.device) -> bool:
 
 @functools.cache
 def has_kernel_compiler() -> bool:
-    """Returns whether Triton and a C compiler, which TorchInductor needs for kernels, are here."""
+    """Returns whether TorchInductor finds Triton and a C compiler, which it needs for kernels."""
     from parallel3d.private_names import has_triton
 
     compilers = (os.environ.get("CC"), "gcc", "clang")

@@ -144,7 +144,7 @@ def _add_on_cpu(out: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _add_on_gpu(out: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> None:
-    from parallel3d.device import grouped_kernels  # it needs Triton, which only GPUs have
+    from parallel3d.device import grouped_kernels  # the import needs Triton
 
     grouped_kernels.add_products(out, a.contiguous(), b.contiguous(), ends)
 

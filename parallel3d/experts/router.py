@@ -116,7 +116,7 @@ def _values(
 
 
 def weights_of(scores: Tensor, experts: Tensor, settings: RouterSettings) -> Tensor:
-    """Returns the weights of the chosen experts: (n, k)."""
+    """Returns the weights of the chosen experts: (n, experts), (n, k) → (n, k)."""
     weights = scores.gather(-1, experts)
     if settings.normalize:
         total = weights.sum(-1, keepdim=True)

@@ -57,7 +57,7 @@ class StepRecords(Hook):
 
 @dataclass
 class BlendRecords(Hook):
-    """Records how much text was read from each part of a blend, when an evaluation is due."""
+    """Records how much text was read from each part of a blend."""
 
     run: Run
 
@@ -72,7 +72,7 @@ class BlendRecords(Hook):
 
 @dataclass
 class ExpertRecords(Hook):
-    """Records how many tokens each expert gets, when an evaluation is due."""
+    """Records how many tokens each expert gets."""
 
     run: Run
 
