@@ -86,7 +86,7 @@ RECORD_FILE_S = 3.0  # a file system that takes longer for a small file counts a
 DUMP_S = 3.0  # extra time after the diagnosis for files that are still being written
 # After this time, the other ranks end even if the first rank has sent no diagnosis.
 DIAGNOSIS_S = ANSWER_S + DUMP_S + RECORD_FILE_S + 1.0
-PAUSED_TIMEOUTS = 3.0  # a paused rank hangs after this many time-outs without work
+PAUSED_TIMEOUTS = 3.0  # a paused rank counts as hanging after this many time-outs without work
 END_S = 30.0  # more than all of the above; then the process ends without a report
 
 # The diagnosis (None on ranks that do not log it), and the processes (pid, start time) of this host

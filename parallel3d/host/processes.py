@@ -58,7 +58,7 @@ def state_letter(pid: int, born: int) -> str:
 
 
 def why_silent(process: dict[str, Any]) -> str:
-    """Returns words on why a rank's process, given as {pid, born, host}, does not respond."""
+    """Tells in words why a rank's process, given as {pid, born, host}, does not respond."""
     if process["host"] != socket.gethostname():
         return "gives no answer: its process or its host is stopped or gone"
     letter = state_letter(process["pid"], process["born"])

@@ -14,7 +14,7 @@ LONGEST_RUN_NAME = 200  # bytes; file systems allow 255, and a sweep adds the jo
 
 
 def check_run_name(run: str | None, runs_dir: str) -> None:
-    """Raises UserError unless `run` is a plain folder name."""
+    """Raises UserError unless `run` is None or a plain folder name."""
     if run is None:
         return
     is_plain = run.isprintable() and not re.search(r"[/\\]|^~|^\s|\s$", run)

@@ -84,8 +84,8 @@ class Numbered:
             number of ranks there; the first one that is set counts.
         jobs: variables that identify the start, the preferred one first; without them, no port can
             be derived from the start.
-        hosts: variable with the number of hosts, for a launcher that has none for the ranks per
-            host; "" for any other launcher.
+        hosts: variable with the number of hosts, for a launcher without a variable for the ranks
+            per host; "" for any other launcher.
     """
 
     name: str

@@ -496,7 +496,7 @@ class SimulatedNCCL(dist.ProcessGroup):
     def _on_stream(
         self, name: str, inputs: Sequence[SimulatedTensor], outputs: Sequence[SimulatedTensor]
     ) -> None:
-        """Launches a kernel on the group's stream, and poisons its outputs until it ends.
+        """Launches a kernel on the group's stream, and fills its outputs with garbage (`poison`).
 
         The kernel runs after the work that is already on the current stream.
         """
