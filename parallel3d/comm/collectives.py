@@ -1,4 +1,4 @@
-"""Runs collectives; differences of torch versions and backends, timing and logging are hidden here.
+"""Runs collectives, and hides timing, logging and differences of torch versions and backends.
 
 The `*_async` and `*_bucket` functions return a handle. The result may be read after the handle's
 `wait()`, which makes the current stream wait on NCCL and blocks the host on gloo. Several
@@ -72,7 +72,7 @@ def observed(name: str, tensor: Tensor, group: Group, start: Callable[[], Work])
 
 
 def _shared_memory(tensor: Tensor, group: Group) -> SharedCollectives | MirroredPeers | None:
-    """Returns the mirror or shared memory that does a group's collectives, or None."""
+    """Returns the mirror or memory that performs a group's collectives, or None if torch does."""
     if group.mirror is not None:
         return group.mirror
     return group.shared if tensor.device.type == "cpu" else None
@@ -147,12 +147,12 @@ def reduce_scatter_into(out: Tensor, tensor: Tensor, group: Group) -> Work:
 
 
 def reduce_scatter_bucket(tensor: Tensor, group: Group) -> Work:
-    """Starts to reduce-scatter a flat bucket into this rank's shard; the rest is undefined."""
+    """Starts to reduce-scatter a flat bucket into this rank's shard; other shards are undefined."""
     return reduce_scatter_into(own_shard(tensor, group), tensor, group)
 
 
 def reduce_scatter_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts to reduce-scatter `tensor` (size · n, ...) over the group into a new one (n, ...)."""
+    """Starts to reduce-scatter `tensor` (size · n, ...) over the group; the result is (n, ...)."""
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()
@@ -173,7 +173,7 @@ def all_gather_bucket(tensor: Tensor, group: Group) -> Work:
 
 
 def all_gather_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
-    """Starts to gather tensors (n, ...) of all ranks into one (size · n, ...), in rank order."""
+    """Starts to gather the tensors (n, ...) of all ranks into (size · n, ...), in rank order."""
     tensor = tensor.contiguous()
     if group.size == 1:
         return tensor, CompletedWork()
@@ -187,7 +187,7 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     return out
 
 
-# Others
+# Other collectives
 
 
 def all_to_all_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
@@ -220,7 +220,7 @@ def all_to_all_uneven_async(
     rank i. A rank may send or receive no elements.
 
     `most` is the largest number of elements that any rank sends; all ranks must give the same
-    number. Shared memory is used only if so many elements fit into a slot; None never uses it.
+    number. Shared memory is used only if that many fit into a slot, and never if `most` is None.
     """
     if group.size == 1:
         return tensor, CompletedWork()
@@ -251,7 +251,7 @@ def all_to_all_rows_async(
 ) -> tuple[Tensor, Work]:
     """Starts to send `given[j]` consecutive rows of `x` (rows, …) to each rank j. The result has
     the received rows in the order of the senders, `taken[i]` of them from rank i. `most` is the
-    largest number of rows that any rank sends, equal on all ranks."""
+    largest number of rows that any rank sends, and must be equal on all ranks."""
     width = math.prod(x.shape[1:])
     sent, got = ([n * width for n in each] for each in (given, taken))
     flat = x.contiguous().view(-1)
@@ -312,14 +312,14 @@ def ring_shift_async(tensor: Tensor, group: Group) -> tuple[Tensor, Work]:
 
 
 def broadcast(tensor: Tensor, source: int, group: Group) -> Tensor:
-    """Broadcasts `tensor` from the group's member number `source` in place, and returns it."""
+    """Broadcasts `tensor` in place from member `source` of the group, and returns it."""
     if group.size > 1:
         dist.broadcast(tensor, group.ranks[source], group=group.handle)
     return tensor
 
 
 def differs(numbers: Tensor, group: Group) -> bool:
-    """Tells every rank whether any of these integers (n,) differs between the ranks."""
+    """Returns whether any of the integers `numbers` (n,) differs between the ranks; collective."""
     if group.size == 1:
         return False
     both = torch.stack((numbers, ~numbers))  # their maxima give the largest and the smallest number

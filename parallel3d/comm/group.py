@@ -79,7 +79,7 @@ def group_of(group: GroupLike) -> Group:
     return Group(EXTERNAL, ranks, index, handle)
 
 
-# A mesh of this package has its groups attached, so that their shared memory is found through it.
+# This package attaches groups to its meshes, so that a mesh leads to the groups' shared memory.
 
 
 def set_groups_of_mesh(mesh: DeviceMesh, by_dim: dict[str, Group]) -> None:
@@ -98,6 +98,6 @@ def mesh_of_group(group: Group, device_type: str) -> DeviceMesh:
     """Returns a one-dimensional mesh over a group of several ranks. The call is not collective."""
     assert group.handle is not None
     # PyTorch's caches outlive a group and confuse meshes with equal ranks and names. Therefore the
-    # name includes that of the communicator.
+    # name includes the communicator's name.
     name = f"{group.name}_{group.handle.group_name}"
     return DeviceMesh.from_group(group.handle, device_type, mesh_dim_names=(name,))

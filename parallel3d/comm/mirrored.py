@@ -54,7 +54,7 @@ class MirroredPeers:
     ) -> None:
         """Fills each peer's part of `out` with the bytes that this rank sends to itself.
 
-        A part may need more bytes than that, because a peer returns as many tokens as it was sent.
+        A part may need more bytes than these, because a peer returns as many tokens as it was sent.
         Then bytes are repeated, as the values do not matter for a measurement of time.
         """
         own = tensor[: given[0]]

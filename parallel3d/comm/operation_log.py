@@ -60,7 +60,7 @@ class Divergence(NamedTuple):
 
     Attributes:
         now: the operation of this run; None if the phase ended without it.
-        was: the operation in the same place of the previous run.
+        was: the operation at the same place in the previous run.
         after: the operation that followed `was` in the previous run; None if there was none.
     """
 
@@ -103,7 +103,7 @@ class OperationLog:
         self._notes: list[LoggedOperation] = []
         self._phase = ""
         self._previous: dict[str, list[LoggedOperation]] = {}  # phase → entries of its last run
-        # The entries of the latest phases, newest first, each with those of its previous run. Three
+        # Pairs of a phase's entries and those of its previous run, latest phase first. Three
         # phases suffice for a step and an evaluation or a health check between two steps.
         self._closed: deque[tuple[list[LoggedOperation], list[LoggedOperation]]] = deque(maxlen=3)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = (False, ())  # result of `nccl_settings` for a kind of group without settings
 BACKWARD = "pp_backward"  # kind of the group through which a pipeline's gradients travel
-# A backend: gloo on a chosen interface. torch's own gloo backend ignores this option.
+# Name of a backend for gloo on a chosen interface, which torch's own gloo backend ignores.
 GLOO_ON = "gloo_on"
 
 # Kinds of groups that carry enough bytes for an interface of their own. The other groups carry a
@@ -63,7 +63,7 @@ class ProcessGroups:
         dp_cp: the ranks along dp and cp, which have equal parameters. Gradients are summed over
             them, and ZeRO shards over them. With cp = 1 it is dp.
         pp_backward: the ranks of pp, for the gradients that travel back (see `pipeline.p2p`). On
-            NCCL it has a communicator of its own, elsewhere it is the same group.
+            NCCL it has a communicator of its own, elsewhere it is the group pp.
         embedding: the first and the last stage of a pipeline, for tied embeddings.
         world: all ranks, for the loss and the gradient norm.
         dp_inner: with a hierarchical all-reduce the members of dp_cp in one NVLink domain; with
@@ -101,9 +101,9 @@ class ProcessGroups:
         With context parallelism it also has cp, between dp and tp.
 
         The mesh can be given to FSDP2, DTensor, DCP and the parts of this library. Its
-        communicators are those of the groups. Dimensions of size 1 share one of this rank alone,
-        which is made when the mesh is first used; on NCCL this first use is collective over the
-        world.
+        communicators are those of the groups. Dimensions of size 1 share a communicator of this
+        rank alone, which is made when the mesh is first used; on NCCL this first use is collective
+        over the world.
 
         Raises UserError if the groups have no world.
         """
@@ -143,7 +143,7 @@ class ProcessGroups:
     def of_run(cls, config: Config, device: str, placement: RankMapping | None) -> ProcessGroups:
         """Creates the groups of a run's layout on this rank, as configured; collective.
 
-        `placement` maps the ranks to the GPUs of the cluster; None if no cluster is known.
+        `placement` maps the ranks to the GPUs of the cluster; it is None if no cluster is known.
         """
         device_type = device.split(":")[0]
         interfaces = None
@@ -312,7 +312,7 @@ class GroupMaker:
     def _reuse_or_make(
         self, kind: str, all_ranks: Ranks, mine: list[int]
     ) -> dist.ProcessGroup | None:
-        """Returns this rank's group of a kind, which may be shared with another kind or new."""
+        """Returns this rank's group of a kind, which may be new or that of another kind."""
         wants, ranks = self._settings(kind), tuple(map(tuple, all_ranks))
         if wants is None and len(all_ranks[0]) == dist.get_world_size():
             return dist.group.WORLD  # the same ranks in the same order need no second group

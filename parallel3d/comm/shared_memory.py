@@ -1,7 +1,7 @@
 """Provides memory that CPU ranks of one host share, and collectives that use it.
 
 gloo sends tensors between processes of one machine through TCP. For 512 KiB between two ranks this
-takes a millisecond or more, most of it to wake threads. Here ranks read each other's memory.
+takes a millisecond or more, mostly to wake threads. Here ranks read each other's memory.
 
 POSIX semaphores order memory accesses on every processor, let a waiting rank sleep, and support
 timeouts. Each rank locks one byte of the shared file, and the kernel releases the lock when the
@@ -181,7 +181,7 @@ def open_shared_memory(
 
 
 def _create(length: int, semaphores: Sequence[int]) -> int:
-    """Creates a file that begins with semaphores; -1 with too little memory or without Linux."""
+    """Creates a file that begins with semaphores, or returns -1 without enough memory or Linux."""
     if not hasattr(os, "memfd_create"):
         return -1
     descriptor = os.memfd_create("parallel3d")
@@ -226,8 +226,8 @@ CHUNK_BYTES = 1 << 20  # a chunk stays in a core's cache between its write and i
 SLOTS = 2
 MOST_VIEWS = 256  # maximum number of cached views
 
-# A function that computes `out` from the contributions of all ranks, in rank order, each (n,), and
-# this rank's index.
+# A function (out, parts, index) that computes `out`. The parts (n,) are the contributions of all
+# ranks in rank order, and the index is this rank's.
 Finish = Callable[[Tensor, list[Tensor], int], None]
 
 
@@ -343,7 +343,7 @@ class SharedCollectives:
         return SharedWork(self, tensor, 1, out, 1, _shift)
 
     def write(self, given: Tensor) -> list[Tensor]:
-        """Writes this rank's slot and signals; returns each slot's part for this rank."""
+        """Writes this rank's slot, signals all peers and returns each slot's part for this rank."""
         turn = self.operations % SLOTS
         self.operations += 1
         slots = self._slots(turn, given.shape, given.dtype)

@@ -11,7 +11,7 @@
 | dp        | gradient buckets, and parameters with zero ≥ 1, over the data-parallel group      |
 | model     | tied embeddings' gradient over two stages; loss and gradient norm over all ranks  |
 | optimizer | clearing gradients, norm, clipping, update, and everything else                   |
-| data      | micro-batches read and moved to the device                                        |
+| data      | reading micro-batches and moving them to the device                               |
 | idle      | waiting for a late rank while nothing is transferred                              |
 
 Only *exposed* communication is counted, which no computation hides. Nested times count once, as the
@@ -68,7 +68,7 @@ class HostTimes:
         return True
 
     def counts(self) -> bool:
-        """Returns whether operations of the calling thread take time of the step."""
+        """Returns whether operations of the calling thread count towards the step's time."""
         return True
 
     def mark(self, kind: str, idle_beyond: float) -> None:
@@ -93,9 +93,9 @@ class DeviceTimes:
     have no events either: FSDP2 (zero ≥ 2) gathers and reduces on its own streams, so its exposed
     time counts as forward and backward, and dp has little more than the sum of the token counts.
 
-    An event takes some microseconds of the host and about one of the stream, and a step with tp has
-    thousands of them. So only the first `WARMUP_STEPS` steps and then one of `EVERY` are timed. The
-    host reads events after the device has passed them, and so never waits for them.
+    An event costs the host some microseconds and the stream about one, and a step with tp has
+    thousands of events. So only the first `WARMUP_STEPS` steps and then one of `EVERY` are timed.
+    The host reads events after the device has passed them, and so never waits for them.
     """
 
     marks_starts = False
@@ -160,10 +160,10 @@ class StepTimer:
         device: the compute device; None means the CPU. See `DeviceTimes` for accelerators.
 
     Attributes:
-        baseline_latency: name of a group → seconds that its smallest all-reduce (pp: a message
+        baseline_latency: name of a group → seconds that its smallest all-reduce (for pp a message
             between stages) takes when no rank is late. Without an entry no wait counts as idle.
         last: kind → seconds of the step whose times became known when the latest step ended. On an
-            accelerator this is an earlier step. None if no times became known.
+            accelerator this is an earlier step. It is None if no times became known.
         ranges: a profiler's ranges, which are opened and closed with every kind; None without a
             profiler.
     """
@@ -177,7 +177,7 @@ class StepTimer:
         self.running = False
         self.ranges: Ranges | None = None
         self._stack: list[str] = []
-        self._steps = 0  # steps in `_sums`; those of the warm-up only until there are others
+        self._steps = 0  # steps in `_sums`, which drops the warm-up's steps when it is over
         self._sums = dict.fromkeys(KINDS, 0.0)
         self._is_warm = False
 
@@ -206,7 +206,7 @@ class StepTimer:
                 self._sums[kind] += seconds
 
     def push(self, kind: str, name: str | None = None) -> None:
-        """Begins time of a kind; a profile shows it as `name`, or as `kind` if that is None."""
+        """Begins a time of `kind`; a profile shows it as `name`, or as `kind` if `name` is None."""
         if self.ranges is not None:
             self.ranges.push(name or kind)
         if self.running and self.times.counts():
@@ -214,7 +214,7 @@ class StepTimer:
             self._stack.append(kind)
 
     def pop(self, idle_beyond: float = torch.inf) -> None:
-        """Ends the innermost kind on the stream of its `push`; time over `idle_beyond` is idle."""
+        """Ends the innermost kind on its `push`'s stream; seconds over `idle_beyond` are idle."""
         if self.running and self.times.counts():
             self.times.mark(self._stack.pop(), idle_beyond)
         if self.ranges is not None:
@@ -228,7 +228,7 @@ class StepTimer:
         self.pop()
 
     def starting(self, kind: str, name: str | None = None) -> AbstractContextManager[None]:
-        """Counts the time of a `with` block that starts communication; zero on an accelerator."""
+        """Counts the time of a `with` block that starts communication, except on an accelerator."""
         return self.within(kind, name) if self.times.marks_starts else self.range(name or kind)
 
     def range(self, name: str) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Overlaps the forward of a micro-batch with the backward of the one before.
+"""Overlaps the forward of a micro-batch with the backward of the previous one.
 
 The two run in turns: the forward computes until it has to wait for tokens of other ranks, then the
 backward continues until it has to wait, and so on. Thus the tokens of one computation travel while
@@ -39,14 +39,14 @@ class Turns:
         self._changed = threading.Condition()
         self._running: list[int] = []  # computations (0, 1) of `run` that have not ended
         self._turn = 0
-        self._failed: BaseException | None = None  # the first exception of the two
+        self._failed: BaseException | None = None  # the first exception of either computation
 
     def pass_on(self) -> None:
         """Lets the other computation run until it calls `pass_on` itself or ends.
 
-        Returns at once if no other computation runs. Autograd's own thread may call this too: it
-        works for the computation whose turn it is. Raises OtherFailed if the other one has failed,
-        because other ranks then expect its exchanges in between.
+        Returns at once if no other computation runs. Autograd's own thread may call this too, for
+        the computation whose turn it is. Raises OtherFailed if the other computation has failed,
+        because other ranks expect the exchanges of both in a fixed order.
         """
         with self._changed:
             if self._failed is not None:

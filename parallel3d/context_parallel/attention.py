@@ -94,7 +94,7 @@ def attend_within(
     kernel: str = AUTO,
     scale: float | None = None,
 ) -> Tensor:
-    """Attends from each query to the keys of its own document up to its position.
+    """Attends from each query to the keys of its own document up to the query's position.
 
     The result has the shape of q and is stored as (b, s, heads, head_dim).
 
@@ -165,7 +165,7 @@ class _Run(NamedTuple):
 def _forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the result, log Σ exp(scores) of each query, and the keys and values to keep.
 
-    The last tensor is empty if none are kept.
+    The last tensor is empty if no keys and values are kept.
     """
     run = _Run(*how)
     cp, kernel = run.cp, run.kernel
@@ -213,7 +213,7 @@ def _forward_shape(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, 
 
 
 def _backward_shape(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
-    run = _Run(*more[-len(_Run._fields) :])  # the first ones are kept tensors
+    run = _Run(*more[-len(_Run._fields) :])  # the arguments before are kept tensors
     if run.order is not None:
         return empty_for_blocks(q, q.dtype)[0], *k.new_empty(2, *k.shape).unbind(0)
     return tuple(empty_for_blocks(x, x.dtype)[0] for x in (q, k, v))
@@ -246,7 +246,7 @@ def _heads_at_once(k: Tensor) -> int:
 def _empty_kept(k: Tensor, order: Tensor, keeps: bool) -> Tensor:
     """Allocates the kept keys and values (groups of heads, 2, heads, b · padded, head_dim).
 
-    Returns an empty tensor if none are kept.
+    Returns an empty tensor if `keeps` is false.
     """
     if not keeps:
         return k.new_empty(0)
@@ -323,7 +323,7 @@ def _gather_backward(
     kept: Tensor,
     run: _Run,
 ) -> Tensor:
-    """Adds to `of_q`, and returns the gradients of k and v together (2, b, heads, n, head_dim)."""
+    """Adds the gradient of q to `of_q`, and returns those of k and v (2, b, heads, n, head_dim)."""
     b, of_keys = len(k), k.new_empty(2, *k.shape)
     accum_dtype = torch.promote_types(k.dtype, torch.float32)
     finish_reducing: Callable[[], None] | None = None
@@ -458,7 +458,7 @@ def to_heads(
     """Exchanges parts of sequences with all heads for whole sequences with a part of the heads.
 
     The shapes change from (b, heads, n, head_dim) to (b, heads / size, padded, head_dim). If there
-    are fewer key-value heads than ranks, each goes to all ranks that have its query heads.
+    are fewer key-value heads than ranks, each of them goes to all ranks with its query heads.
     """
     size = cp.group.size
     parts = [repeated(x, max(x.shape[1], size)).unflatten(1, (size, -1)) for x in (q, k, v)]

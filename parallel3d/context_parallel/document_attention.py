@@ -1,7 +1,7 @@
 """Runs kernels of causal attention within documents, from queries to blocks of keys.
 
-On a CPU each document takes a call of PyTorch's kernel, while neighbours of equal length share one.
-On a GPU in half precision one call of the varlen kernel computes all documents.
+On a CPU each document takes a call of PyTorch's kernel, but neighbours of equal length share
+a call. On a GPU in half precision one call of the varlen kernel computes all documents.
 
 Under context parallelism a rank has fewer queries than keys, and the keys may come in blocks (see
 `attend_block`). The results of several calls for one query are merged by their log Σ exp(scores).
@@ -113,7 +113,7 @@ class Block(NamedTuple):
     Attributes:
         table, calls, edges: the block's part of those in `AttentionBlocks`.
         is_first: whether this is the first block, in which every query also reads its own key.
-        is_only: whether there is no other block, and only its own segment reads each key.
+        is_only: whether there is no other block, so that each key is read only by its own segment.
         scale: factor of the scores; None stands for head_dim^-½.
     """
 
@@ -143,8 +143,8 @@ class Block(NamedTuple):
 def empty_for_blocks(q: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Allocates a result (b, heads, n, head_dim) and its sums (b, heads, n).
 
-    The sums are log Σ exp(scores) of each query. Both tensors have fp32 or better; `dtype` is
-    another dtype for the result, if it is given.
+    The sums are log Σ exp(scores) of each query. Both tensors are in fp32 or better,
+    except that the result has the dtype `dtype` if that is not None.
     """
     b, heads, n, size = q.shape
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -344,8 +344,8 @@ def repeated(x: Tensor, heads: int) -> Tensor:
 def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Returns whether the varlen kernel runs on this device, by running it once.
 
-    An error that says nothing about the kernel is raised: memory is full, the device is in an error
-    state, or this version of torch takes other arguments.
+    Raises errors that say nothing about the kernel, because memory is full, the device is in an
+    error state, or this version of torch takes other arguments.
     """
     try:
         x = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
@@ -353,7 +353,7 @@ def _has_varlen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) 
         flash_forward(x, x, x, edges, edges, 1, 1, 0.0, True, False)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # a later call tries again, because exceptions are not cached
-    except RuntimeError as error:  # NotImplementedError too
+    except RuntimeError as error:  # includes NotImplementedError
         if "Declaration:" in str(error):  # torch's operator takes other arguments
             raise
         return False
@@ -441,7 +441,7 @@ def plain_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of q, k and v by the formula (Dao et al. 2022, §B.2).
 
-    With P = softmax(scores) it is dV = Pᵀ·dO, dP = dO·Vᵀ and dS = P ∘ (dP − rowsum(dP ∘ P)).
+    With P = softmax(scores) this is dV = Pᵀ·dO, dP = dO·Vᵀ and dS = P ∘ (dP − rowsum(dP ∘ P)).
 
     `out` and `sums` are the results over all keys of a query; they may be None if `k` has all of
     these keys.

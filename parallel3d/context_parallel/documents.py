@@ -28,11 +28,11 @@ class AttentionBlocks:
     Attributes:
         table: (blocks, m + 1, 5) int32 on the host. The first row of a block has the number of its
             segments. Each further row describes a segment: sample, first query, number of queries,
-            first key, `before`.
+            first key and `before`.
         calls: (blocks, m + 1, 7) int32 on the host. The first row of a block has the number of its
             calls of the varlen kernel, which reads sequences of different lengths. Each further row
             describes a call: first query, number of queries, first key, number of keys, number of
-            sequences, largest number of queries and of keys in a sequence.
+            sequences, and largest numbers of queries and of keys in a sequence.
         edges: (blocks, 2, 2 · m) int32 on the device: the edges of the sequences of all calls, for
             queries and for keys. On a CPU, which has no such kernel, it is empty.
     """
@@ -51,14 +51,14 @@ class SequenceShard:
         starts: (b, n) int32 on the device: the position at which each token's document begins.
         order: (b · padded,) int64 on the device: for each token of the b sequences its index among
             the (size, b, n) tokens of all ranks, which an all-gather of (b, n) returns.
-        places: (size · b · n,) int64 on the device: the inverse, for each token in rank order its
-            index among the tokens of the b sequences.
+        places: (size · b · n,) int64 on the device: the inverse of `order`, which has for each
+            token in rank order its index among the tokens of the b sequences.
         held: (size, b, n) int32 on the host: the positions that each rank holds.
-        blocks: the keys to which this rank's queries attend. There is one block with the whole
-            sequences in order. In a ring there is one block per rank: first this rank's own, then
-            the previous rank's, and so on.
+        blocks: the keys to which this rank's queries attend. In a ring there is one block per
+            rank: first this rank's own, then the previous rank's, and so on. Otherwise there is one
+            block with the whole sequences in order.
         index: index of this rank in the group.
-        imbalance: attention work of the slowest rank / mean work of a rank - 1.
+        imbalance: the slowest rank's attention work divided by the ranks' mean work, minus 1.
         window: the keys that queries of sliding layers see; None if no layer slides.
     """
 
@@ -204,7 +204,7 @@ def segments_of(held: Ints, starts: Ints, split: SequenceSplit) -> Ints:
     blocks = []
     for i in range(split.size):
         # The positions of a rank ascend. Therefore its tokens of this document that precede the
-        # segment are consecutive.
+        # segment are consecutive among its tokens.
         offsets = np.arange(b)[:, None] * split.padded
         theirs = (held[(split.index - i) % split.size] + offsets).reshape(-1)
         key, end = (np.searchsorted(theirs, x + row * split.padded) for x in (start, position))

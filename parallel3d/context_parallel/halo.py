@@ -1,7 +1,7 @@
-"""Finds a rank's halo, which is the keys of other ranks that its queries see through a window.
+"""Finds a rank's halo, which consists of the keys of other ranks that its queries see in a window.
 
-The halo consists of the W − 1 keys before each of the rank's pieces, except for its own keys and
-those of other documents. Nothing here imports torch.
+With a window of W keys these are the W − 1 keys before each of the rank's pieces, except for the
+rank's own keys and those of other documents. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Segments(NamedTuple):
 
     Attributes:
         rank: the rank that holds the segment.
-        row: the sample.
+        row: index of the sample.
         first: index of the first token among the rank's tokens of the sample.
         number: number of tokens.
         position: position of the first token in the sample.
@@ -62,7 +62,7 @@ class Segments(NamedTuple):
 def needed_of_others(segments: Segments, owner: Ints, window: int, rank: int) -> Whole:
     """Returns the tokens of other ranks that the queries of `rank` see, in ascending order.
 
-    Tokens are numbered through all samples. `owner` (b, padded) has the rank that holds each token.
+    Tokens are numbered across all samples. `owner` (b, padded) has the rank that holds each token.
     """
     mine = segments.of_rank(rank)
     end = mine.row * owner.shape[1] + mine.position

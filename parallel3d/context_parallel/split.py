@@ -18,7 +18,7 @@ EVEN = 0.05  # accepted imbalance: extra work of the slowest rank, as a fraction
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """Splits sequences over `size` ranks, of which this rank has number `index`.
+    """Splits sequences over `size` ranks, of which this rank is number `index`.
 
     A sequence is padded at its end and cut into 2 · size pieces. Rank r holds the pieces r and
     2 · size − 1 − r, so that under a causal mask all ranks have the same number of pairs of query
@@ -28,7 +28,7 @@ class SequenceSplit:
 
     Attributes:
         length: number of tokens of a sequence without padding.
-        multiple: must divide the number of a rank's tokens (tp, under sequence parallelism).
+        multiple: number that must divide `local` (tp, under sequence parallelism).
         balanced: whether a balanced split may be used.
         ring: whether attention reads the keys of one rank after another instead of the whole
             sequence at once.
@@ -89,7 +89,7 @@ class SequenceSplit:
             return halves
         counts = [n for n in range(2, BLOCKS + 1) if self.local % n == 0]
         best, least = halves, imbalance(halves, starts)
-        for count in counts:  # ends with the smallest number of blocks that is even enough
+        for count in counts:  # ends at the smallest count whose split is even enough
             if least <= EVEN:
                 break
             blocks = self._balanced(starts, count)
@@ -100,8 +100,8 @@ class SequenceSplit:
     def _balanced(self, starts: Ints, count: int) -> Ints:
         """Returns the positions of a balanced split with `count` blocks per sequence and rank.
 
-        Blocks are assigned in order of decreasing work. Each goes to the rank with the least work
-        so far.
+        Blocks are assigned in order of decreasing work. Each block goes to the rank with the
+        least work so far among those with fewer than `count` blocks.
         """
         blocks = np.arange(self.padded, dtype=np.int32).reshape(self.size * count, -1)
         pairs = blocks.reshape(-1) - starts + 1  # number of keys of each query
@@ -127,6 +127,6 @@ def work_of_ranks(held: Ints, starts: Ints) -> npt.NDArray[np.int64]:
 
 
 def imbalance(held: Ints, starts: Ints) -> float:
-    """Returns attention work of the slowest rank / mean work of a rank - 1."""
+    """Returns the slowest rank's attention work divided by the ranks' mean work, minus 1."""
     work = work_of_ranks(held, starts)
     return float(work.max() / work.mean() - 1)

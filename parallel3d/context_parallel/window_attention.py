@@ -134,7 +134,7 @@ class HaloExchange:
         own, others = every.split((len(every) - sum(self.taken), sum(self.taken)))
         how = self.group, self.taken, self.given, self.most_taken
         arrived = collectives.all_to_all_rows(others, *how)
-        # The ranks are added one at a time, because a key may be in the halos of several ranks.
+        # One rank's gradients are added at a time, because a key may be in several ranks' halos.
         parts = zip(self.sent.split(self.given), arrived.split(self.given), strict=True)
         for places, part in parts:
             if len(places):

@@ -35,8 +35,8 @@ class Halo:
             sequences, its index among this rank's own tokens followed by the received ones, by
             sender.
         places: (b · padded,) int64 on the device: the inverse of `order`.
-        counts: (4, size) int64 on the host: for each rank the number of tokens that this rank sends
-            to it, that this rank receives from it, and that it sends and receives in total.
+        counts: (4, size) int64 on the host: for each rank r the numbers of tokens that this rank
+            sends to r and receives from r, and that r sends and receives in total.
     """
 
     sent: Tensor
@@ -50,7 +50,7 @@ class WindowBlocks:
     """The m queries of b samples and the keys that they see through a window.
 
     The keys are all keys of the b samples, or this rank's own keys and its halo. They are in the
-    order of the sequences, and tokens are numbered through all samples.
+    order of the sequences, and tokens are numbered across all samples.
 
     Attributes:
         window: maximum number of keys that a query sees, including its own.

@@ -88,7 +88,7 @@ class LossScale:
         return self.config.name == "fp16" and self.config.loss_scale is None
 
     def update(self, overflow: bool) -> None:
-        """Adapts the scale after a step. `overflow` tells whether its gradients were not finite."""
+        """Adapts the scale after a step; `overflow` tells whether its gradients were not finite."""
         if not self.is_dynamic:
             return
         config = self.config

@@ -38,7 +38,7 @@ def _tp_dividends(model: ModelConfig, *, cp: int, sp: bool) -> dict[str, int]:
 def _tp_splits(model: ModelConfig, sizes: Collection[int]) -> Callable[[int], bool]:
     """Returns a function that tells whether a tensor-parallel size splits this model evenly.
 
-    `sizes` are the sizes that it must divide.
+    `sizes` are the sizes that the tensor-parallel size must divide.
     """
     common = math.gcd(*sizes)
     return lambda tp: common % tp == 0 and _splits_key_value_heads(model, tp)

@@ -65,8 +65,8 @@ def look_up(ids: Tensor, weight: Tensor, deterministic: bool) -> Tensor:
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, deterministic: bool) -> None:
     """Adds rows[i] to table[ids[i]]; if `deterministic`, equal inputs give equal bits.
 
-    On accelerators the usual kernel adds with atomic operations in any order. The deterministic one
-    sorts the ids.
+    On accelerators the usual kernel adds with atomic operations in any order. The deterministic
+    kernel sorts the ids.
     """
     if deterministic and is_on_accelerator(table):
         table.index_put_((ids,), rows, accumulate=True)
@@ -102,7 +102,7 @@ class VocabParallelEmbedding(ShardedModule):
     """Splits the rows of an `nn.Embedding` over `group` (Shoeybi et al. 2019 §3).
 
     Args:
-        padded: number of rows including the padding, which stays zero; None: no padding.
+        padded: number of rows including the padding, which stays zero; None adds no padding.
         replicated: whether every rank holds the whole table, so that the forward sends nothing.
             Under sequence parallelism each rank then looks up its own part of the sequence.
         sequence_parallel: whether the result is this rank's part of the sequence.

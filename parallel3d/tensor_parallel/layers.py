@@ -1,6 +1,6 @@
 """Linear layers that are split over a tensor-parallel group (Shoeybi et al. 2019, §3).
 
-Their constructors have the arguments of `nn.Linear` first. Each rank holds its shard of the
+Their constructors take the arguments of `nn.Linear` first. Each rank holds its shard of the
 weights, but state dicts hold full tensors, which load into `nn.Linear` and on any number of ranks.
 `state_dict()` gathers the shards, so it is collective over the group.
 
@@ -115,7 +115,7 @@ class ShardedModule(nn.Module, ABC):
 
     @abstractmethod
     def specs(self, index: int) -> dict[str, ParameterSpec | None]:
-        """Returns parameter name → its spec on rank `index` of the group; None: no parameter."""
+        """Returns the specs of rank `index` by parameter name, with None for absent parameters."""
 
     def register_shards(self, values: Initializer | nn.Module) -> None:
         """Registers this rank's parameters; `values` draws them or has the full parameters."""
@@ -217,7 +217,7 @@ def _like(linear: nn.Linear, group: GroupLike) -> dict[str, Any]:
 
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Casts the tensors to the dtype of autocast, which does not affect the autograd nodes."""
+    """Casts the tensors as autocast would, because autocast does not affect our autograd nodes."""
     kind = x.device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return x, weight, bias
@@ -248,8 +248,8 @@ class ColumnParallelLinear(ShardedModule):
         sum_partial_gradients: whether the backward sums the gradients of these rows. If not, they
             stay partial until `optim.all_reduce_shared_kv_grads` sums those of all layers.
         seed, name, std: weights are normal with `std` and depend only on (seed, name); biases are
-            zero. Without a seed `nn.Linear` draws them from PyTorch's generator, which must have
-            the same state on all ranks; they are then equal for every size of the group.
+            zero. Without a seed `nn.Linear` draws both from PyTorch's generator, which must have
+            the same state on all ranks; both are then equal for every size of the group.
         init: draws the weights instead of `seed`, in its own dtype and on its own device.
 
     Shapes: (…, in_features), equal on all ranks → (…, Σ out_features / tp); with sequence
@@ -485,8 +485,8 @@ def dtensor_of(local: Tensor, spec: ParameterSpec, tp: Group) -> Tensor:
     """Returns a shard as a DTensor of the whole shape that uses the same memory; not collective.
 
     After `fully_shard`, `local` is a DTensor already, over a mesh of dp ranks that share the shard.
-    The result's mesh then has tp before dp. With dp first, rows that both of them split would need
-    PyTorch's private strided placement.
+    The result's mesh then has tp before dp. With dp first, rows that both dimensions split would
+    need PyTorch's private strided placement.
     """
     # This is imported only here, because the import of DTensor takes a second.
     from torch.distributed.tensor import DTensor, Placement, Shard

@@ -45,8 +45,8 @@ def _forward_shape(x: Tensor, handle: Tensor, outputs: int, gather: int, scatter
 
 
 def _backward(grad: Tensor, x: Tensor, handle: Tensor, *sizes: int) -> Tensor:
-    # The compiler takes this for a pure function of `grad`. It may add to `main_grad`, because
-    # nothing in a compiled block reads a gradient bucket.
+    # The compiler takes this for a pure function of `grad`. Nonetheless this may add to
+    # `main_grad`, because nothing in a compiled block reads a gradient bucket.
     layer: LinearLayer = registered(handle)
     grad = grad.contiguous()
     _add_bias_gradient(layer, grad)
@@ -161,7 +161,7 @@ def _gather_linear_in_chunks(
     for i in range(chunks):
         gathering.wait()
         chunk = gathered
-        if i + 1 < chunks:  # the next one is sent during the GEMM of this chunk
+        if i + 1 < chunks:  # the next chunk is sent during this chunk's GEMM
             gathered, gathering = collectives.all_gather_async(shards[i + 1], group)
         _put(linear(chunk, weight, bias), y, i)
         if full is not None:

@@ -40,7 +40,7 @@ class Objective:
         label_smoothing, z_loss: ε and λ.
         half: whether logits, statistics and losses stay in half precision, as with Megatron-LM's
             --fp16-lm-cross-entropy. Otherwise statistics and losses are fp32 or better.
-        scale, cap: s and c. No cap is applied if it is None.
+        scale, cap: s and c. No cap is applied if `cap` is None.
     """
 
     vocab_size: int

@@ -139,9 +139,9 @@ def gather_heads(x: Tensor, group: Group) -> Tensor:
 def rows_of_replicated(weight: Tensor, group: Group, partial_sums: bool) -> Tensor:
     """Returns this rank's rows of a replicated table, for a head split over the vocabulary.
 
-    All uses of a replicated parameter must give the same kind of gradient. It is complete on each
-    rank, so its rows are gathered here; or with `partial_sums` it is one term of a sum over tp,
-    which sequence parallelism computes after the backward, so the other ranks' rows are zero here.
+    All uses of a replicated parameter must give one kind of gradient. Usually it is complete on
+    each rank, so its rows are gathered here. With `partial_sums` it is a term of the sum over tp
+    that sequence parallelism computes after the backward, so the other ranks' rows are zero here.
     """
     shape = weight.shape
 
