@@ -46,7 +46,7 @@ def sends(
         tokens: number of tokens of a micro-batch on one context-parallel rank.
         item: bytes of an element.
         cp: number of context-parallel ranks.
-        drops: whether there is dropout, with which keys and values are gathered separately.
+        drops: whether attention has dropout; if so, keys and values are gathered separately.
     """
     # `own`: bytes of the keys and values of this rank's tokens.
     own, what = 2 * tokens * w.keys * item, "keys and values"

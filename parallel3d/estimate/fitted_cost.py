@@ -52,7 +52,7 @@ FAMILIES = {"speed": SPEEDS, "network": NETWORKS, "engine": ENGINES}
 
 
 def from_odds(odds: Number | float) -> Number:
-    """Returns the fraction for some odds; odds of 1 are a fraction of 0.5."""
+    """Returns the fraction that the odds stand for, such as 0.5 for odds of 1."""
     return np.asarray(odds / (1 + odds))
 
 
@@ -66,9 +66,9 @@ class Constants:
         return self.values[name]
 
     def of(self, family: str, key: str, index: Number) -> Number:
-        """Returns the constant `key` of a member of `FAMILIES`, for the member of each row.
+        """Returns, for each row, the constant `key` of the row's member of a family.
 
-        `index`: index of each row's member in its family.
+        `index`: index of each row's member in `FAMILIES[family]`.
         """
         values = [self.values[f"{family}.{name}.{key}"] for name in FAMILIES[family]]
         return np.array(values)[np.asarray(index, dtype=int)]
@@ -132,7 +132,7 @@ class StepWork:
     cp: Number
     cp_style: Number  # index into STYLES; the index after the last one means the cheapest style
     chunks: Number  # model chunks per pipeline rank
-    split: Number  # share of the bubble that split backwards leave; 0: backwards are whole
+    split: Number  # share of the bubble that split backwards leave, or 0 for whole backwards
     micro_batch: Number
     microbatches: Number
     gpus_per_node: Number  # GPUs of one NVLink domain
@@ -147,7 +147,7 @@ class StepWork:
     recompute_attention: Number
     recompute_mlp: Number
     recompute_layer: Number
-    recompute_end: Number  # flag of all other operations, as other frameworks recompute them too
+    recompute_end: Number  # flag of all other operations, which some frameworks recompute too
     sequence_parallel: Number
     flash: Number
     dropout: Number
@@ -188,8 +188,9 @@ class StepWork:
     load: Number = field(default_factory=partial(np.ones, ()))  # rows of the fullest rank / mean
     overlap_ep: Number = field(default_factory=partial(np.zeros, ()))  # flag: `moe.overlap`
     copies: Number = field(default_factory=partial(np.zeros, ()))  # index into COPIES
-    # Multi-head latent attention (DeepSeek-V2): widths of the latents and of the parts of a head; 0
-    # without latents. With latents, `head_size` is the mean of a query's and a value's width.
+    # Multi-head latent attention (DeepSeek-V2): widths of the latents and of the parts of a head,
+    # which are 0 in rows without latents. In all other rows, `head_size` is the mean of the widths
+    # of a query and a value.
     q_latent: Number = field(default_factory=partial(np.zeros, ()))
     kv_latent: Number = field(default_factory=partial(np.zeros, ()))
     value_size: Number = field(default_factory=partial(np.zeros, ()))
@@ -282,17 +283,17 @@ class StepWork:
 
     @functools.cached_property
     def parameters(self) -> Any:
-        """Returns the elements of a layer's matrices, without experts, on a rank of tp."""
+        """Returns the number of elements of a layer's matrices, without experts, on a tp rank."""
         return self.mean(lambda ops: _elements(ops, of_experts=False))
 
     @functools.cached_property
     def expert_parameters(self) -> Any:
-        """Returns the elements of a layer's experts on a rank."""
+        """Returns the number of elements of a layer's experts on a rank."""
         return self.mean(lambda ops: _elements(ops, of_experts=True))
 
     @functools.cached_property
     def multiplied(self) -> Any:
-        """Returns the elements of a layer's matrices by which a rank multiplies a token."""
+        """Returns the number of matrix elements in a layer by which a rank multiplies a token."""
         gemms = self.mean(
             lambda ops: sum(o.rows * o.inputs * o.outputs for o in ops if o.kind == "gemm")
         )
@@ -342,7 +343,7 @@ def sizes_of_model(model: ModelConfig, shares: TrainedShares = ALL_TRAINED) -> d
 
 
 def _sliding(model: ModelConfig) -> float:
-    """Returns the share of the layers that have a window; 1 if the model has no window."""
+    """Returns the share of the layers that have a window, or 1 if the model has no window."""
     if model.sliding_window is None:
         return 1.0
     windows = [model.attention_kind(layer).window for layer in range(model.num_layers)]
@@ -360,7 +361,7 @@ _CLOCKED = 16  # V-Half has no closed form, so it is simulated, with at most thi
 
 
 def share_left(schedule: str, ranks: int, microbatches: int) -> float:
-    """Returns the share of the bubble that split backwards leave; 0 if backwards are whole."""
+    """Returns the share of the bubble that split backwards leave, or 0 if backwards are whole."""
     if schedule == "v_half":
         return _v_half(min(ranks, _CLOCKED), microbatches * min(ranks, _CLOCKED) // ranks)
     return {"zb_h1": SPLIT_BUBBLE, "interleaved_zb": SPLIT_BUBBLE, "zbv": 0.4}.get(schedule, 0.0)
@@ -406,7 +407,7 @@ def pipeline_time(
         total: sum of these seconds over all stages.
         microbatches: number of micro-batches.
         chunks: model chunks per pipeline rank.
-        split: share of the bubble that remains (`share_left`); 0: backwards are whole.
+        split: share of the bubble that remains (`share_left`), or 0 for whole backwards.
     """
     left = np.where(np.asarray(split) > 0, split, 1.0)
     slowest = np.maximum(np.maximum(first, middle), last)
@@ -418,7 +419,7 @@ _TILES = ((256, 128, 1, 0), (128, 128, 1, 1), (128, 64, 1, 2), (256, 128, 4, 0),
 
 
 def smooth_max(a: Number, b: Number, power: float = 4.0) -> Any:
-    """Returns about max(a, b), but more for similar times, as neither fully hides the other."""
+    """Returns about max(a, b), and more if they are similar, as neither fully hides the other."""
     return (a**power + b**power) ** (1 / power)
 
 
@@ -473,11 +474,12 @@ def attention(work: StepWork, c: Constants) -> tuple[Any, Any]:
 
 def _attention(work: StepWork, c: Constants, keys: Number) -> Any:
     """Returns the seconds of attention's forward if a query sees at most `keys` keys."""
-    # `queries`: number of rows of the matrices of scores.
+    # `queries` is the number of rows of all score matrices.
     queries = work.micro_batch * work.heads / work.tp * work.seq / work.cp
     flops = 4.0 * queries * keys * work.head_size
     causal = np.where(keys < work.seq, 1.0, 0.5)
-    width = np.where(work.head_size < 96, 0.75, 1.0)  # narrow heads fill half of a tensor core
+    # Heads narrower than 96 reach only about three quarters of the speed.
+    width = np.where(work.head_size < 96, 0.75, 1.0)
     odd = np.where(np.mod(work.head_size, 8) != 0, c["attention.odd_head"], 1.0)
     base = c.of("speed", "rate", work.speed) * work.peak_attention * odd
     flash = flops * causal / (base * c.of("engine", "flash", work.engine) * width)
@@ -532,7 +534,7 @@ def reduce(work: StepWork, c: Constants, bytes: Number, ranks: Number, stride: N
 
 
 def pair_rate(work: StepWork, c: Constants, inside: Any) -> Any:
-    """Returns the bytes/s between two GPUs: over a link if `inside` a node, or the network."""
+    """Returns the bytes/s between two GPUs, by NVLink if `inside` a node, else by the network."""
     fabric = work.fabric_rate * c.of("network", "rate", work.fabric)
     return np.where(inside, work.link_rate * c["link.rate"], fabric)
 
@@ -561,7 +563,7 @@ KINDS = {"gemm": "matmuls", "attention": "attention"}
 def layer(work: StepWork, c: Constants) -> tuple[dict[str, Number], Number]:
     """Returns (kind → seconds on the GPU, total seconds) of a layer's forward and backward.
 
-    The total is about the host's time if its launches take longer than the GPU.
+    The total is about the host's time if the launches take longer than the kernels.
     """
     parts, waits = _of_layer(work.ops, work, c)
     if np.any(work.sparse):
@@ -770,8 +772,8 @@ SENDING = 16 / 132
 def _host(work: StepWork, c: Constants) -> Any:
     """Returns the seconds that the host needs to launch a layer's kernels.
 
-    They grow with tp. They are even longer if pipeline messages and tp collectives share the
-    threads that drive the network.
+    The seconds grow with tp, and further if pipeline messages and tp collectives share the threads
+    that drive the network.
     """
     launches = 1 + work.recompute_layer / 3
     own = c.of("engine", "launch_us", work.engine)
@@ -959,7 +961,7 @@ def _optimizer(work: StepWork, c: Constants) -> Any:
 
 
 def breakdown(work: StepWork, c: Constants, compute: float) -> dict[str, float]:
-    """Returns kind → seconds of the busiest stage, whose sum is `compute`.
+    """Returns kind → seconds of the busiest stage; the seconds add up to `compute`.
 
     `work` must have a single row. The seconds beyond kernels and exposed collectives are listed as
     the host's launches, and include the gathers of zero=3.

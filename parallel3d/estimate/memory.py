@@ -140,7 +140,7 @@ def bounded(
     load: float = 1.0,
     tell: Callable[[str], None] | None = None,
 ) -> Priced:
-    """Returns the priced layouts, with the memory of all that can be among the best rows.
+    """Returns the priced layouts, with the memory of all layouts that can be among the best rows.
 
     Memory is computed from the fastest layout on, until no further layout can be among the best
     `rows` rows of layouts that fit into `most` bytes. Memory that is already known is kept.
@@ -346,7 +346,7 @@ class LayerBytes:
         return self.rank.hidden * (1 + self.rank.copies) if gathers else 0.0
 
     def _row(self, op: Op) -> float:
-        """Returns the bytes of one element for each token; in a chunked MLP, of each chunk."""
+        """Returns the bytes of one element per token of the micro-batch, or of an MLP's chunk."""
         row, mlp = self.rank.tokens * self.rank.item, op.name.startswith("mlp.")
         cut = mlp and op.name != "mlp.residual" and not self.rank.blueprint.recompute_layers
         return row / self.rank.mlp_chunks if cut else row
@@ -389,7 +389,7 @@ class LayerBytes:
                 more += bytes_kept(rank, [o for o in ops.repeated if self._part(o) == part])
                 more += self.over_cp.again if part != "mlp" else 0.0
             summed = 0.0
-            # With FSDP2 the weight's gradient needs memory of its own; else it is added in place.
+            # With FSDP2 a weight's gradient needs its own memory; else the GEMM adds it in place.
             if op.kind == "gemm" and rank.fully_sharded:
                 more += rank.item * op.numel
                 if op.matrices > 1:  # gradients of experts are summed in fp32 and then rounded
@@ -505,7 +505,7 @@ class _Moments:
                 for phase, more in self._reduction(stage, kept).items():
                     most = float((behind if phase == ENDS else last).max(initial=-math.inf))
                     yield RankMemory(activations=most, temporary=more, phase=phase)
-        if rank.blueprint.optim.state == "bf16":  # a piece of the states in fp32, and random bits
+        if rank.blueprint.optim.state == "bf16":  # a piece has fp32 states and random bits
             widest = max((s.numel for s in flat_shards(rank)), default=0)
             yield RankMemory(temporary=3.0 * FP32 * min(PIECE, widest), phase="optimizer")
 
@@ -556,7 +556,7 @@ class _Moments:
         return stage.first and stage.last and self.rank.table.tied
 
     def _forward(self, stage: StageBlueprint, kept: float) -> dict[str, float]:
-        """Returns phase → bytes of a forward; phases are a layer, and the head with the loss."""
+        """Returns phase → bytes of a forward, for a layer and for the head with the loss."""
         rank = self.rank
         layer = self._most(stage, lambda layer: layer.forward) + self._away(stage)
         layer += self._gathered(min(2, rank.layer_count))

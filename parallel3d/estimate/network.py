@@ -55,8 +55,8 @@ Bytes = npt.NDArray[np.float64]
 # bandwidth `link.gb_per_s` (B) and latency `link.latency_us` (α) per message. `nbytes` (N) is the
 # size of the whole buffer as nccl-tests counts it: the input of all-reduce, broadcast, send,
 # reduce-scatter, scatter and all-to-all, and the output of all-gather and gather. The arithmetic of
-# reductions costs nothing, and neither does a collective of one rank. Fewer ranks or a negative
-# size raise ValueError.
+# reductions costs nothing, and neither does a collective of one rank. Fewer than one rank or a
+# negative size raises ValueError.
 
 
 def check_sizes(n: int, nbytes: float = 0.0) -> None:
@@ -70,7 +70,7 @@ def check_sizes(n: int, nbytes: float = 0.0) -> None:
 def messages(count: float, nbytes: float, link: Link, latencies: float | None = None) -> float:
     """Returns the seconds of `count` messages, one after the other: count · (α + N/B).
 
-    `latencies`: how often α counts, if not `count` times: latencies · α + count · N/B.
+    With `latencies`, α counts that many times instead: latencies · α + count · N/B.
     """
     wire = nbytes / (link.gb_per_s * 1e9)
     if latencies is None:
@@ -107,7 +107,7 @@ def tree_all_reduce(n: int, nbytes: float, link: Link) -> float:
 def broadcast(n: int, nbytes: float, link: Link, segments: int = 1) -> float:
     """Returns the seconds of a broadcast along a chain, in pipelined segments.
 
-    With S = `segments` they are (S + n − 2)(α + N/(S·B)). A reduce takes as long, in the opposite
+    With S = `segments` it takes (S + n − 2)(α + N/(S·B)). A reduce takes as long, in the opposite
     direction. S = 1 is store and forward and takes (n − 1)(α + N/B); with many segments, the time
     tends to N/B for any n. Source: Woolley, "NCCL: Accelerated Multi-GPU Collective
     Communications", 2015, with α added.
@@ -121,8 +121,8 @@ def broadcast(n: int, nbytes: float, link: Link, segments: int = 1) -> float:
 def best_segments(n: int, nbytes: float, link: Link) -> int:
     """Returns the number of segments with which `broadcast` is fastest.
 
-    This is √((n − 2)·N / (α·B)), rounded up or down to the faster number. There is at least one
-    segment, and each has at least one byte.
+    The number is √((n − 2)·N / (α·B)), rounded up or down to the faster number. There is at least
+    one segment, and each segment has at least one byte.
     """
     check_sizes(n, nbytes)
     most = max(1, int(nbytes))
@@ -172,7 +172,7 @@ def collective_time(op: str, n: int, nbytes: float, link: Link) -> float:
 class Flows:
     """Flows at the same time from each slot in `here` to the slot at the same index in `there`.
 
-    `weights`: the share of a full flow's bytes that each flow sends; None: all flows are full.
+    `weights`: the share of a full flow's bytes that each flow sends, or None if all are full.
     """
 
     cluster: Cluster
@@ -303,9 +303,9 @@ class DimFlows(NamedTuple):
 
     Attributes:
         ring: flows of the rings of all groups or, for pp, from each stage to the next.
-        inner: number of ranks of a group in one domain; 1: there are no two levels.
+        inner: number of ranks of a group in one domain, or 1 if there are no two levels.
         inside, between: with two levels, flows of the rings inside and between domains.
-        pairs: flows of an all-to-all of experts; None: the dimension is not ep.
+        pairs: flows of an all-to-all of experts, or None if the dimension is not ep.
     """
 
     ring: Flows
@@ -376,10 +376,10 @@ class Paths:
 
     Attributes:
         n: number of ranks in a group.
-        flat: link of rings and trees; None: a pair has no wire.
+        flat: link of rings and trees, or None if a pair has no wire.
         inner: number of ranks of a group in one domain, for two levels.
-        outer: link of rings between domains; None: two levels are not possible.
-        pairs: link of an all-to-all of experts; None: an all-to-all is priced as a ring.
+        outer: link of rings between domains, or None if two levels are not possible.
+        pairs: link of an all-to-all of experts, or None if an all-to-all is priced as a ring.
     """
 
     n: int

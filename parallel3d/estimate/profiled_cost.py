@@ -78,7 +78,7 @@ class Table:
             raise ValueError("times must be positive and finite")
 
     def __call__(self, *at: float) -> float:
-        """Returns the seconds at the sizes `at`, one for each axis; 0 if any size is 0."""
+        """Returns the seconds at the sizes `at` along the axes, or 0 if any size is 0."""
         if not all(at):
             return 0.0
         values = [math.log(s) for s in self.seconds]
@@ -115,12 +115,12 @@ TABLES = {
 
 
 def block_name(index: int) -> str:
-    """Returns the prefix of the tables of a block of the model's kind of layer number `index`."""
+    """Returns the prefix of the tables of a block whose kind of layer has the number `index`."""
     return f"block.{index}" if index else "block"
 
 
 def recompute_name(part: str, index: int) -> str:
-    """Returns the name of the table of `recompute` part `part` for kind of layer `index`."""
+    """Returns the name of the table of a part of `recompute` for kind of layer `index`."""
     return f"recompute.{index}.{part}" if index else f"recompute.{part}"
 
 
@@ -295,7 +295,7 @@ def check_device(
 
     Args:
         kind: kind of this device, cpu or cuda.
-        name: name of this device; None: unknown, and not compared.
+        name: name of this device, or None if it is unknown and not compared.
         count: number of cores or GPUs of this host.
     """
     made = machine.made
@@ -310,7 +310,7 @@ def check_device(
 
 
 def scaled(machine: MeasuredMachine, file: str, model: ModelConfig) -> str:
-    """Returns a sentence if the model's blocks differ from the measured ones, else ""."""
+    """Returns a sentence about scaled times if blocks differ from the measured ones, else ""."""
     measured, here = machine.model, layer_kinds(model)
     like = {kind: machine.nearest(kind) for kind in here}
     same = model.seq_length == measured.seq_length
@@ -358,7 +358,7 @@ def passes(
 
     Args:
         piece: "block", "embedding" or "head".
-        kind: kind of the block; None: the kind of the first layer.
+        kind: kind of the block, or None for the kind of the first layer.
         load: rows of the fullest rank's experts relative to the mean.
     """
     here, model = machine.model, config.model
@@ -388,9 +388,9 @@ def _share_of_experts(model: ModelConfig, kind: LayerKind) -> float:
 def _more_on_ep_ranks(machine: MeasuredMachine, config: Config, name: str, tokens: int) -> Passes:
     """Returns the seconds that expert parallelism adds to each pass of a block with experts.
 
-    The seconds are negative if it saves time: on one of ep ranks there are fewer experts, with more
-    rows each. The change was measured as a share of the seconds of a block that has as many tokens
-    as the experts of one tensor-parallel rank get.
+    The seconds are negative if expert parallelism saves time, because a rank has fewer experts,
+    each with more rows. The change was measured as a share of the seconds of a block that has as
+    many tokens as the experts of one tensor-parallel rank get.
     """
     own = tokens / config.tp  # sequence parallelism divides the tokens
     if config.ep == 1:
@@ -470,7 +470,7 @@ def shared_clock(
         replicas: number of ranks that do the same as each rank of the pipeline, tp × cp × dp.
         speed: returns the speed of each rank for a number of busy ranks; 1 is the speed of a rank
             that runs alone.
-        ends: seconds of each rank after its order, for reductions and the update; None: 0.
+        ends: seconds of each rank after its order, for reductions and the update, or None for 0.
 
     Raises ScheduleError if ranks wait for each other in a cycle.
     """
@@ -549,7 +549,7 @@ def step_time(config: Config, machine: MeasuredMachine, load: float = 1.0) -> Me
     slowest = max(range(pp), key=lambda rank: busy[rank] + ends[rank])
     mine = groups[slowest]
     parts = busy[slowest], messages[slowest], reduced[slowest], mine["update"], mine["world"]
-    # A rank is faster than with all cores busy while other ranks wait.
+    # While other ranks wait, a rank is faster than with all cores busy.
     scale = min(1 / speed(layout.world_size), total / sum(parts))
     computing, between, sums, updated, few = (part * scale for part in parts)
     core = replicas * (sum(busy) + sum(ends) + sum(messages))

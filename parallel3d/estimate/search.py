@@ -53,14 +53,14 @@ FULL, NONE = "full", "none"
 RECOMPUTE = (NONE, "[norm,activation]", FULL)
 WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules that do not split the backward
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
-# In the search, a context-parallel rank has at least so many tokens of a sequence.
+# In the search, a context-parallel rank has at least this many tokens of a sequence.
 CP_TOKENS = 8192
 CHUNKS = (1, 2, 3, 4, 5, 6, 8)
 # Largest pipelines in the search, in general and with V-Half. Larger ones take too long: the time
 # grows with the square of the ranks, and choosing a pattern of V-Half for 64 ranks takes 2 s.
 MOST_STAGES, MOST_V_HALF = 512, 64
-# A layout that fills more than NEARLY_FULL of a GPU's memory must be faster than others by the
-# factor TIGHT, because runs on such GPUs have stalled or failed.
+# A layout that fills more than NEARLY_FULL of a GPU's memory is sorted as if it took TIGHT times as
+# long, because runs on such GPUs have stalled or failed.
 NEARLY_FULL, TIGHT = 0.92, 1.05
 SAME = 1.005  # layouts within this ratio count as equally fast, and the simpler one comes first
 
@@ -158,7 +158,7 @@ class Priced:
     Attributes:
         choices: the layouts.
         time: seconds of a step of each layout.
-        memory: bytes of the fullest GPU of each layout; NaN if they are not known.
+        memory: bytes of the fullest GPU of each layout, or NaN if they are not known.
         tight: whether that GPU is nearly full.
         order: indices of the layouts that fit into memory, best first.
     """
@@ -227,8 +227,8 @@ def layouts(
             if fixed.get("dp", dp) != dp or batch % dp:
                 continue
             mine, layers = batch // dp, sizes["layers"]
-            # cp=4 with two sequences costs the same as cp=2 with one sequence, but with more
-            # traffic. With cp, a micro-batch therefore has one sequence.
+            # cp=4 with two sequences computes as much per rank as cp=2 with one sequence, but has
+            # more traffic. With cp, a micro-batch therefore has one sequence.
             counts = _allowed(fixed, "micro_batch_size", MICRO_BATCHES if cp == 1 else [1])
             micro = [b for b in counts if mine % b == 0]
             even = [v for v in CHUNKS if v == 1 or (pp > 1 and layers % (pp * v) == 0)]
@@ -253,8 +253,8 @@ def expert_sizes(sizes: Mapping[str, float], ranks: int, fixed: Fixed) -> list[i
 def schedules(pp: int, vpp: int, zero: int, typed: str | None = None) -> list[str]:
     """Returns the possible schedules for these numbers of stages and chunks.
 
-    `typed`: the only schedule to consider; None: all but GPipe, as 1F1B needs less memory. FSDP2
-    does not support schedules that split the backward.
+    `typed`: the only schedule to consider, or None for all but GPipe, which needs more memory than
+    1F1B. FSDP2 does not support schedules that split the backward.
     """
     if pp == 1:
         found = ["1f1b"]
@@ -439,7 +439,7 @@ def with_style(config: AnyConfig) -> AnyConfig:
 def planned(config: Config, layout: Layout | None = None) -> Blueprint:
     """Returns the blueprint of the configuration, with context_parallel.style=auto resolved.
 
-    `layout`: a layout that replaces that of the configuration; None: keep it.
+    `layout`: replaces the layout of the configuration, unless it is None.
     """
     if layout is not None:
         ep = layout.ep or config.ep

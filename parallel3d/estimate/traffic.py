@@ -191,9 +191,9 @@ def transfers(
     Args:
         config: a checked configuration, whose tp, cp, pp, dp and ep `layout` replaces.
         layout: the layout.
-        stage: index of the rank along pp, 0 to pp − 1. None: each dimension has the calls of the
-            pipeline's busiest rank in this dimension, except pp, which has the traffic in both
-            directions between the two neighbouring ranks that exchange most.
+        stage: index of the rank along pp, 0 to pp − 1. If it is None, each dimension has the calls
+            of the pipeline's busiest rank in this dimension, except pp, which has the traffic in
+            both directions between the two neighbouring ranks that exchange most.
         data_rank: index of the rank along dp_cp.
 
     Raises:
@@ -337,7 +337,7 @@ def _pipeline(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _messages(rank: PipelineRank, forward: int, back: int) -> Iterator[Transfer]:
-    """Yields messages: activations over `forward` boundaries, gradients over `back` boundaries."""
+    """Yields the messages of activations over `forward` and of gradients over `back` boundaries."""
     nbytes = rank.hidden // (rank.layout.tp if rank.sp or rank.sends_slices else 1)
     count = rank.blueprint.microbatches
     ways = (forward, "activations to the next stage"), (back, "gradients to the previous stage")
@@ -374,7 +374,7 @@ def _muon(rank: PipelineRank) -> Iterator[Transfer]:
 
 
 def _muon_of(rank: PipelineRank, experts: bool) -> Iterator[Transfer]:
-    """Yields the exchanges of the matrices of experts, or else of all other matrices.
+    """Yields the exchanges of the matrices of experts if `experts`, else of all other matrices.
 
     tp does not divide the matrices of experts, so they are only exchanged over edp.
     """

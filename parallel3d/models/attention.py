@@ -134,17 +134,17 @@ def causal_attention(
 
     Args:
         qkv: (b, s, (heads + 2 · kv_heads) · head_dim): q, k and v concatenated.
-        rotary: cos and sin to rotate q and k with; None: no rotation.
+        rotary: cos and sin that rotate q and k, or None for no rotation.
         dropout: drops attention probabilities if `samples` are given, and is slower than PyTorch's
-            kernels; None: no dropout.
-        samples: (b,) numbers of the samples in the run, for the dropout; None: no dropout.
-        documents: the documents within which attention stays; None: each sample is one document.
+            kernels; or None for no dropout.
+        samples: (b,) numbers of the samples in the run, for the dropout, or None for no dropout.
+        documents: documents within which attention stays, or None if each sample is a document.
         kernel: the result of `choose_kernel`.
         cp: the group and the style of context parallelism, used if `documents` have a shard.
-        scale: factor of the scores; None: head_dim^-½.
+        scale: factor of the scores, or None for head_dim^-½.
         window: number of keys that a query sees, its own included, for which `documents` must have
-            tables; None: all keys up to its own.
-        temperature: factors of the queries, (s, 1) or (b, 1, s, 1); None: queries are not scaled.
+            tables; or None for all keys up to its own.
+        temperature: factors of the queries, (s, 1) or (b, 1, s, 1), or None for no factors.
 
     Returns: (b, s, heads · head_dim).
     """
@@ -231,7 +231,7 @@ def kernel_shares_heads(q: Tensor) -> bool:
 def _is_slow_below_fp32(q: Tensor) -> bool:
     """Returns whether PyTorch's CPU kernel is faster in fp32 than in the narrower dtype of q.
 
-    For fp16 this is always so (see `device.matmul`), for bf16 only with short sequences of narrow
+    For fp16 it always is (see `device.matmul`), and for bf16 only with short sequences of narrow
     heads. On one core with AMX, forward and backward of (2, 8, 256, 32) took 7.2 ms in bf16 and
     4.9 ms in fp32, including the casts; (1, 8, 1024, 64) took 24 ms in bf16 and 43 ms in fp32.
     """

@@ -28,7 +28,7 @@ NOPE = {FULL_NOPE: FULL, SLIDING_NOPE: SLIDING}
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raises UserError for numbers of heads or positions, or RoPE, that do not fit the model."""
+    """Raises UserError if numbers of heads or positions, or keys of RoPE, do not fit together."""
     hidden, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.kv_heads
     if model.head_dim is None and hidden % heads:
         raise UserError(

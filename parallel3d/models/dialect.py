@@ -27,8 +27,8 @@ class AttentionKind(NamedTuple):
     """The attention of a layer.
 
     Attributes:
-        window: number of keys that a query sees, its own included; None: all keys up to its own.
-        rope: rotary positions; None: RoPE does not rotate q and k.
+        window: number of keys that a query sees, its own included, or None for all up to its own.
+        rope: rotary positions, or None if RoPE does not rotate q and k.
     """
 
     window: int | None

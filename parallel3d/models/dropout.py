@@ -166,9 +166,9 @@ def attend_dropping(
             and v belong to whole sequences, so there are more keys than queries.
         dropout: the dropout, whose `first_head` is the number of the first head of `q`.
         samples: (b,) numbers of the samples in the run.
-        documents: the documents within which attention stays; None: each sample is one document.
-        scale: factor of the scores; None: head_dim^-½.
-        window: number of keys that a query sees, its own included; None: all keys up to its own.
+        documents: documents within which attention stays, or None if each sample is a document.
+        scale: factor of the scores, or None for head_dim^-½.
+        window: number of keys that a query sees, its own included, or None for all up to its own.
 
     Returns: (b, heads, s, head_dim), stored as (b, s, heads, head_dim).
     """

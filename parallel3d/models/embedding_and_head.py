@@ -95,8 +95,8 @@ class Head(nn.Module):
     """Computes the final norm, logits split over the vocabulary, and the loss.
 
     Args:
-        tied_table: the word embedding, if it is on this rank and the head reads it; None: the head
-            has a table of its own.
+        tied_table: the word embedding, if it is on this rank and the head reads it, or None if the
+            head has a table of its own.
     """
 
     def __init__(

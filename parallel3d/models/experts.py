@@ -121,7 +121,7 @@ class MixtureOfExperts(nn.Module):
         """Returns the result of the experts for norm(x).
 
         x and the result are (b, s, hidden), or (b, s/tp, hidden) under sequence parallelism.
-        `balance` has the data for the balancing losses; None: the tokens are not counted.
+        `balance` has the data for the balancing losses, or is None if tokens are not counted.
         """
         if {"mlp", "norm"} <= self.recompute:
             return recomputed(lambda x: self.inner(norm(x), choice, balance), x)

@@ -255,8 +255,7 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def max_positions(self) -> int:
-        """Number of rows of the learned position table, even if `max_position_embeddings` is
-        null."""
+        """Number of rows of the position table, even if `max_position_embeddings` is null."""
         return self.max_position_embeddings or self.seq_length
 
     @property
@@ -273,8 +272,10 @@ class ModelConfig(  # the fields of the last base come first
 
     @property
     def padded_vocab_size(self) -> int:
-        """Number of rows of the embedding and the head: `vocab_size` rounded up to a multiple of
-        `vocab_multiple`."""
+        """Number of rows of the embedding and of the head, with padding.
+
+        It is `vocab_size` rounded up to a multiple of `vocab_multiple`.
+        """
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 

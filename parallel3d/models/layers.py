@@ -43,7 +43,7 @@ class BuildContext:
     ep: Group = SINGLE
     dispatch: str = AUTO  # how tokens reach the experts of other ranks (`experts.dispatch`)
     routing: str = "model"  # who chooses the experts of a token (`ExpertsConfig.routing`)
-    turns: Turns | None = None  # to overlap a forward with a backward; None: no overlap
+    turns: Turns | None = None  # overlaps a forward with a backward, unless it is None
 
     @classmethod
     def of_run(
@@ -111,7 +111,7 @@ def offset_of(model: ModelConfig) -> float:
 class Norm(nn.Module):
     """Applies LayerNorm or RMSNorm over the hidden dimension.
 
-    Every tp rank holds all of its weights.
+    Every tp rank holds all weights of the norm.
     """
 
     def __init__(self, name: str, model: ModelConfig, init: Initializer) -> None:

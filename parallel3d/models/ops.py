@@ -88,13 +88,14 @@ def _norm_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and of the weight.
 
-    `grad_total` is added to the gradient of x before it is rounded; None: nothing is added.
+    If `grad_total` is not None, it is added to the gradient of x before that is rounded.
     """
     gain = gain_of(weight, offset)
     shape, parts = x.shape, [grad, x, scale] + ([] if grad_total is None else [grad_total])
     if all(part.is_contiguous() for part in parts):
         # For matrices TorchInductor reduces rows and columns and writes grad_x in one pass. For
-        # tensors of three dimensions it needs two passes: 10 bytes per element in bf16, not 6.
+        # tensors of three dimensions it needs two passes, which move 10 bytes per element in bf16
+        # instead of 6.
         grad, x, scale, *rest = (part.flatten(0, -2) for part in parts)
         grad_total = rest[0] if rest else None
     normed = x * scale
@@ -123,10 +124,11 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Returns x / sqrt(mean(x²) + eps) · (offset + weight) over the last dimension (Zhang and
-    Sennrich 2019).
+    """Returns x / sqrt(mean(x²) + eps) · (offset + weight) over the last dimension.
 
-    Statistics are in fp32 or better. Shapes: (..., h), (h,) → (..., h).
+    This is RMSNorm (Zhang and Sennrich 2019). Statistics are in fp32 or better.
+
+    Shapes: (..., h), (h,) → (..., h).
     """
     if not torch.compiler.is_compiling():
         return _RMSNorm.apply(x, weight, eps, offset)
@@ -365,8 +367,8 @@ def split_heads(qkv: Tensor, shape: Heads, rotary: Rotary | None) -> tuple[Tenso
 
     Args:
         qkv: (b, s, (heads + 2 · kv_heads) · head_dim).
-        rotary: cos and sin for the first r dimensions of a head, paired (d, d + r/2); None: no
-            rotation.
+        rotary: cos and sin for the first r dimensions of a head, paired (d, d + r/2), or None for
+            no rotation.
 
     Returns: q (b, heads, s, head_dim), k and v (b, kv_heads, s, head_dim).
     """

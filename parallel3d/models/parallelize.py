@@ -39,8 +39,8 @@ def data_parallel_engine(
         initializer: draws the initial values. If it is `deferred`, each rank draws only the values
             that it keeps.
         dtype: the compute dtype.
-        observer: sees gradients before they are reduced; None: no observer. FSDP2 has no buckets to
-            observe, so the checks of the configuration refuse keys that need an observer with it.
+        observer: sees gradients before they are reduced, or None. With FSDP2, which has no buckets
+            to observe, the checks of the configuration refuse keys that need an observer.
     """
     groups_of = partial(copy_groups, groups=groups)
     if settings.zero > 1 and groups.layout.ep and groups.layout.world_size > 1:
@@ -95,8 +95,8 @@ def _without_backward(stages: Sequence[Stage]) -> set[nn.Module]:
 
 
 def _has_copies(stages: Sequence[Stage], groups_of: GroupsOf) -> bool:
-    # This is a function so that no reference to a parameter survives: FSDP2 frees sharded
-    # parameters.
+    # This is a function so that no reference to a parameter survives, which would keep FSDP2 from
+    # freeing the parameters that it shards.
     specs = (spec_of(p) for stage in stages for p in stage.parameters())
     return any(groups_of(spec).data.size > 1 for spec in specs)
 

@@ -15,9 +15,9 @@ stages hold the activations of most micro-batches.
 
 Communication is repeated in the same order on every rank of a tensor-parallel group. `layer`
 repeats one all-reduce without sequence parallelism, and two all-gathers and a reduce-scatter with
-it. `mlp` repeats one all-gather with it. The other parts repeat no communication. A recomputed part
-ends in a linear layer, whose GEMM and reduction are not repeated. Only a whole layer that ends in a
-norm (`model.norm_position`) repeats both, because the norm needs their result.
+it. `mlp` repeats one all-gather with sequence parallelism. Other parts repeat no communication. A
+recomputed part ends in a linear layer, whose GEMM and reduction are not repeated. Only a whole
+layer that ends in a norm (`model.norm_position`) repeats both, because the norm needs their result.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from parallel3d.device.fused import EQUAL_BITS
 
 
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Returns `function(*args)`; keeps only the tensors in `args` for the backward.
+    """Returns `function(*args)`, and keeps only the tensors in `args` for the backward.
 
-    No generator state is restored: dropout masks do not depend on one (`models/dropout.py`).
+    No generator state is restored, because dropout masks use none (`models/dropout.py`).
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -97,8 +97,8 @@ def shared_inductor(
 
 def without_inplace_reuse(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compiles a graph like `shared_inductor`, for runs with deferred weight gradients."""
-    # This is no `functools.partial`, because `torch.compile` identifies a backend by its name, and
-    # models share code only if they have the same backend.
+    # This is not a `functools.partial`, because `torch.compile` identifies a backend by its name,
+    # and models share code only if they have the same backend.
     return shared_inductor(graph, inputs, saves_operands=True)
 
 

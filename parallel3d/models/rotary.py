@@ -18,7 +18,7 @@ class Positions(NamedTuple):
 
     Attributes:
         rotary: cos and sin for each kind of rotary positions in the model (`model.ropes`).
-        temperature: factors of the queries, (s, 1) or (b, 1, s, 1); None: queries are not scaled.
+        temperature: factors of the queries, (s, 1) or (b, 1, s, 1), or None for no factors.
     """
 
     rotary: tuple[Rotary, ...]
@@ -78,8 +78,8 @@ def _yarn(frequency: Tensor, base: float, model: ModelConfig) -> Tensor:
     """Scales frequencies like YaRN (Peng et al. 2023, arXiv:2309.00071, §3.2).
 
     A pair that turns more than `rope_beta_fast` times in `rope_original_length` tokens is
-    unchanged, a pair that turns less than `rope_beta_slow` times turns `rope_scaling_factor` times
-    slower. In between, the two are blended linearly in the index of the pair.
+    unchanged, and a pair that turns less than `rope_beta_slow` times turns `rope_scaling_factor`
+    times slower. In between, the two are blended linearly in the index of the pair.
     """
     pairs = len(frequency)
 

@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.scale = model.attention_scale
         kind = model.attention_kind(layer)
         self.window = kind.window
-        # index of the layer's rotary table in the stage's list; None: no rotary positions
+        # index of the layer's rotary table in the stage's list, or None without rotary positions
         self.rope = None if kind.rope is None else model.ropes.index(kind.rope)
         self.tp = ctx.tp
         self.gathers = ctx.gather_qk and ctx.tp.size > 1
@@ -297,21 +297,21 @@ def _run_attention(block: TransformerBlock, *args: Any) -> tuple[Tensor, Tensor]
 
 
 class Stage(nn.Module):
-    """Runs contiguous layers; the first stage has the embedding, the last one the head and the
-    loss.
+    """Runs contiguous layers, and before or after them the embedding or the head with the loss.
 
     Args:
         layers: global layer numbers of this stage.
-        first, last: whether it holds the embedding, and the head; with both it is the whole model.
-        first_stage: the first stage, if this rank holds it and this one is the last (a V schedule),
-            so that a tied head reads its word embedding; else None.
-        recomputed: how many of the layers, from the first one on, are recomputed; None: all.
+        first, last: whether the stage has the embedding, and whether it has the head. A stage with
+            both is the whole model.
+        first_stage: the first stage, if this stage is the last one of the same rank (a V schedule),
+            so that a tied head reads the word embedding there; else None.
+        recomputed: how many layers, from the first one on, are recomputed, or None for all.
 
     Attributes:
         pre_forward: hook called before the forward reads the parameters of "embedding", "layers.3"
             or "head"; sharded parameters are all-gathered (unsharded) there.
-        tied_table: local name of the word embedding if another rank holds it too; else None.
-        offload: moves saved tensors of the offloaded layers to the host; None: nothing is moved.
+        tied_table: local name of the word embedding if another rank holds it too, else None.
+        offload: moves saved tensors of the offloaded layers to the host, or None if there are none.
         offloaded: how many of the layers, from the first one on, are offloaded.
         without_backward: how many of the layers, from the first one on, have no backward, because
             there is nothing to train in them or before them.
@@ -413,12 +413,12 @@ class Stage(nn.Module):
                 as in `hidden`. Only the first and the last stage read them.
             loss_mask: (b, s) bool; only the last stage reads it.
             samples: (b,) numbers of the samples in the run, for dropout.
-            documents: the documents within which attention stays and positions are counted; None:
-                each sample is one document.
-            balance: data for the experts' balancing losses; None: the experts' tokens are not
+            documents: the documents within which attention stays and positions are counted, or None
+                if each sample is one document.
+            balance: data for the experts' balancing losses, or None if the experts' tokens are not
                 counted.
             loss_scale: scalar, the gradient of the sum of the losses with which the backward
-                begins; None: an evaluation, without gradients or dropout.
+                begins, or None for an evaluation, without gradients or dropout.
         """
         if loss_scale is None or not self.uses_dropout:
             samples = None
@@ -484,7 +484,7 @@ def compile_blocks(stages: Sequence[Stage], saves_operands: bool) -> None:
     Blocks that FSDP2 shards are compiled one by one, inside its hooks, which gather and free them.
     In a block with experts only the attention is compiled: the experts' row counts change with
     every micro-batch, and their choice must not be recomputed. Gradients of the linear layers go to
-    their buckets (see `tensor_parallel.linear_ops`); only under FSDP2 they go to `.grad`.
+    their buckets (see `tensor_parallel.linear_ops`); only under FSDP2 do they go to `.grad`.
 
     Args:
         saves_operands: whether weight gradients may be deferred (see `shared_inductor`).
@@ -567,7 +567,7 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor | None:
-        """Returns the logits of the token after `tokens` on the last stage, None on other stages.
+        """Returns the logits of the token after `tokens` on the last stage, and None elsewhere.
 
         The logits are (vocab_size,). `tokens` are the whole sequence so far, of which the tokens of
         earlier calls are cached. When the window of `seq_length` tokens is full, its second half is

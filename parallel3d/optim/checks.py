@@ -23,8 +23,8 @@ from parallel3d.errors import UserError, nearest, nearest_hint
 def check_learning_rate(optim: OptimConfig, steps: int | None) -> None:
     """Checks learning rate, warm-up and decay against each other; raises UserError.
 
-    `steps`: number of steps of the run; None: it is unknown until the data is open or the position
-    of a resumed run is known.
+    `steps`: number of steps of the run, or None if it is unknown until the data is open or the
+    position of a resumed run is known.
     """
     check_at_most("optim.min_lr", optim.min_lr, "optim.lr", optim.lr)
     if (span := optim.lr_decay_steps or steps) is not None:  # otherwise the caller checks later
@@ -32,8 +32,7 @@ def check_learning_rate(optim: OptimConfig, steps: int | None) -> None:
 
 
 def check_schedule_of_rate(optim: OptimConfig, steps: int) -> None:
-    """Checks warm-up and decay against the `steps` of the learning rate's schedule; raises
-    UserError."""
+    """Raises UserError if warm-up and decay do not fit into the `steps` of the schedule."""
     span = "optim.lr_decay_steps" if optim.lr_decay_steps else "train.steps"
     if optim.lr_warmup_steps >= steps:
         raise UserError(

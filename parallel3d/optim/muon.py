@@ -172,7 +172,7 @@ class Muon:
         self._scatter_over_dp(self.scatter_over_tp(whole), views)
 
     def _gather_over_dp(self, views: dict[MatrixRange, Tensor]) -> dict[str, Tensor]:
-        """Returns this rank's flat shards of the matrices whose home has its index along dp."""
+        """Returns this rank's flat shards of the matrices whose home has this rank's dp index."""
 
         def moved(source: int, target: int) -> dict[MatrixRange, int]:
             found = {}
@@ -248,7 +248,7 @@ class Muon:
 class MuonByKind:
     """Makes the updates of experts, and of all other matrices, with a `Muon` for each of the two.
 
-    The two are sharded over different ranks.
+    Matrices of experts and all other matrices are sharded over different ranks.
 
     Args:
         experts: updates the matrices of experts, which are whole on every rank of edp.

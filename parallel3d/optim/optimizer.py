@@ -56,7 +56,7 @@ class FlatGroup:
         names: tuple[str, ...],
         dtype: torch.dtype | None,
     ) -> FlatGroup:
-        """Creates a group whose states are zeros in `dtype` (None: the dtype of the masters)."""
+        """Creates a group with states of zeros in `dtype`, or the masters' dtype if it is None."""
         masters = [s.master for s in segments]
         state = {name: [torch.zeros_like(m, dtype=dtype) for m in masters] for name in names}
         steps = [torch.zeros((), dtype=torch.float32, device=m.device) for m in masters]
@@ -143,7 +143,7 @@ class Optimizer:
 
         Only one of the ranks that hold a parameter counts it. The share is not finite if any
         gradient on this rank is not, even one that another rank counts, or if the squares overflow
-        in `summed_in` (None: fp32, or fp64 for fp64 gradients).
+        in `summed_in`. If that is None, they are summed in fp32, or fp64 for fp64 gradients.
         """
         counted: list[Tensor] = []
         rest: list[Tensor] = []
@@ -283,8 +283,7 @@ class Optimizer:
         )
 
     def _nesterov(self, group: FlatGroup, divisor: Tensor | None) -> None:
-        """Updates Muon's momentum, and replaces the gradients by updates that are not orthogonal
-        yet."""
+        """Updates Muon's momentum, and replaces the gradients by updates to be orthogonalized."""
         beta = self.optim.momentum
         if divisor is not None:
             foreach_div_(group.grads, divisor)
@@ -348,8 +347,8 @@ def sum_of_powers(
 ) -> Tensor:
     """Returns Σ |g|^norm_type, or max |g| for inf, over these gradients, a scalar in float64.
 
-    `summed_in`: dtype of the sums inside a gradient; None: fp32 for half precision, else the
-    gradient's own dtype.
+    `summed_in`: dtype of the sums inside a gradient, or None for fp32 in half precision and the
+    gradient's own dtype otherwise.
     """
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -27,7 +27,7 @@ class Copies:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that counts, sends or saves the run."""
+        """Returns whether this rank is the one that counts, sends or saves the run."""
         return self.index == 0
 
 
@@ -41,7 +41,7 @@ class CopyGroups:
         tp: the tensor-parallel ranks. All of them hold the same values
             (`ParameterSpec.replicated`), or consecutive ones hold the same shard
             (`ShardSpec.tp_replicas`).
-        stages: the first and the last stage for a table that both hold; else this rank alone.
+        stages: the first and the last stage for a table that both hold, else this rank alone.
     """
 
     data: Group = SINGLE

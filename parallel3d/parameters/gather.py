@@ -50,8 +50,10 @@ def full_local_parameter(parameter: nn.Parameter) -> Tensor:
 def gather_shards(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
 ) -> list[tuple[int, ShardSpec, Tensor]]:
-    """Returns (rank, shard, CPU tensor) of all shards, including replicas, on rank 0;
-    collective."""
+    """Returns (rank, shard, CPU tensor) of all shards on rank 0 and [] elsewhere; collective.
+
+    A shard that several ranks hold is returned once for each of them.
+    """
     held = [(spec_of(p), full_local_parameter(p)) for p in parameters]
     shards = [(shard, shard.of_local(local)) for spec, local in held for shard in spec.shards]
     return _gather(shards, held[0][1].device, groups)
@@ -60,7 +62,7 @@ def gather_shards(
 def _gather(
     shards: list[tuple[ShardSpec, Tensor]], device: torch.device, groups: ProcessGroups
 ) -> list[tuple[int, ShardSpec, Tensor]]:
-    """Returns (rank, shard, CPU tensor) of all ranks' shards on rank 0, [] elsewhere; collective.
+    """Returns (rank, shard, CPU tensor) of all given shards on rank 0, else []; collective.
 
     Ranks send specs and dtypes as JSON, then the values as bytes, one rank after another. NCCL only
     sends device memory, so rank 0's device holds one message at a time.
@@ -99,7 +101,7 @@ def _shard_spec(values: Sequence[Any]) -> ShardSpec:
 def gather_parameters(
     parameters: Iterable[nn.Parameter], groups: ProcessGroups
 ) -> dict[str, Tensor]:
-    """Returns full, unpadded CPU tensors by name on rank 0, an empty dict elsewhere; collective.
+    """Returns full, unpadded CPU tensors by name on rank 0 and an empty dict elsewhere; collective.
 
     Raises:
         RuntimeError: the shards do not cover a tensor exactly once.

@@ -14,7 +14,7 @@ from parallel3d.parameters.state import DeferredGradient, state_of
 
 
 def deferred_queue(weight: Tensor) -> list[DeferredGradient] | None:
-    """Returns the queue for deferred gradients of this weight; None: they are computed at once."""
+    """Returns the queue for deferred gradients of this weight, or None if none are deferred."""
     weight_gradients = state_of(weight).weight_gradients
     return None if weight_gradients is None else weight_gradients.queue
 
@@ -46,7 +46,7 @@ def add_weight_gradient(
 def add_or_defer(
     weight: Tensor, computed: Callable[[], Tensor], add_to: Callable[[Tensor], None]
 ) -> Tensor | None:
-    """Adds a weight's gradient to its bucket, now or deferred; or returns it for autograd.
+    """Adds a weight's gradient to its bucket, at once or later, or returns it for autograd.
 
     Args:
         computed: returns the gradient.
@@ -78,8 +78,8 @@ def add_matmul(out: Tensor, grad: Tensor, x: Tensor) -> None:
 
     Shapes: `out` (out, in), `grad` (tokens, out), `x` (tokens, in). The product is not rounded if
     the device's GEMM adds half precision to fp32, nor for fp16 on a CPU, where factors are
-    converted to fp32. Else it is first rounded to the factors' dtype: to 8 bits in bf16, and to
-    infinity beyond 65,504 in fp16.
+    converted to fp32. Otherwise, it is first rounded to the factors' dtype: bf16 keeps 8 bits, and
+    in fp16 values beyond 65,504 become infinite.
     """
     if out.dtype == grad.dtype:
         out.addmm_(grad.t(), x)
@@ -93,7 +93,7 @@ def add_matmul(out: Tensor, grad: Tensor, x: Tensor) -> None:
 
 @functools.cache
 def supports_wide_addmm(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Returns whether a GEMM of `narrow` matrices on `device` can add to a `wide` one.
+    """Returns whether a GEMM of `narrow` matrices on `device` can add to a `wide` matrix.
 
     PyTorch supports this since 2.10, but not on every device, so the GEMM is tried once.
     """
@@ -109,7 +109,7 @@ def supports_wide_addmm(device: torch.device, narrow: torch.dtype, wide: torch.d
 
 
 def add_gradient(parameter: Tensor, grad: Tensor) -> None:
-    """Adds a finished gradient to the parameter's bucket, or to `.grad` if it has none."""
+    """Adds a finished gradient to the parameter's bucket, or to `.grad` if there is no bucket."""
     state = state_of(parameter)
     if state.main_grad is None:
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad

@@ -80,7 +80,7 @@ class Initializer:
             out[top - row0 : bottom - row0] = torch.from_numpy(self._band(shard, top, bottom))
 
     def _band(self, shard: ShardSpec, top: int, bottom: int) -> np.ndarray:
-        """Returns rows [top, bottom) of the full matrix in the shard's columns, float32."""
+        """Returns rows [top, bottom) of the full matrix in the shard's columns, in float32."""
         left, cols = shard.start[1], shard.shape[1]
         band = np.empty((bottom - top, cols), dtype=np.float32)
 
@@ -106,7 +106,7 @@ class Initializer:
         return band
 
     def _tile(self, name: str, i: int, j: int, rows: int = TILE) -> np.ndarray:
-        """Returns the first rows of a tile of standard normal values, float32 for all dtypes.
+        """Returns the first rows of a tile of standard normal values, in float32 for all dtypes.
 
         Rows are drawn in order, so `rows` changes no value.
         """

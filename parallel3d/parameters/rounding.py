@@ -7,8 +7,8 @@ than half a step of bf16 still grows. Values that bf16 can represent stay unchan
 
 The random bits are a hash (`device/hashing.py`) of the column and the row's key, which is
 site + A · update + B · row, modulo 2⁶⁴. The site is a hash of the seed and the name of the full
-tensor. The hash has 32 bits: an optimizer's first state takes the low half, its second state the
-high half.
+tensor. The random bits are 32: an optimizer's first state takes the low half, and its second state
+takes the high half.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Piece:
     Attributes:
         places: for each chunk, its first element, counted from `start`, and its numbers of rows and
             columns. Elements outside of all chunks are padding.
-        numbers: int64 (chunks, 3): for each chunk site + B · first row, the first column, and B. B
-            is in the tensor, because TorchInductor would multiply by a constant in 32 bits.
+        numbers: int64 tensor (chunks, 3) that holds site + B · first row, the first column, and B
+            of each chunk. B is in the tensor, because TorchInductor would multiply by a constant in
+            32 bits.
     """
 
     start: int

@@ -44,7 +44,7 @@ class Segment:
     Attributes:
         param: the flat parameters, in the compute dtype.
         grad: their flat gradients, fp32 or better.
-        master: flat tensor that the optimizer steps: `param` itself if that is fp32 or better.
+        master: flat tensor that the optimizer steps, which is `param` if that is fp32 or better.
         spans: the parts of parameters of which the three tensors consist, in order.
         groups: this rank's groups in which other ranks step the same elements.
     """
@@ -57,9 +57,9 @@ class Segment:
 
     @property
     def spec(self) -> ParameterSpec:
-        """The spec of its first parameter.
+        """Returns the spec of the segment's first parameter.
 
-        All of its parameters are equal in weight decay, replication, tying and `is_expert`.
+        All parameters of a segment are equal in weight decay, replication, tying and `is_expert`.
         """
         return self.spans[0].spec
 
@@ -112,7 +112,7 @@ class Chunk:
         return tuple(map(sum, zip(self.offsets, self.sizes, strict=True)))
 
     def overlap(self, other: Chunk) -> Chunk | None:
-        """Returns the part that is in both chunks; None if there is none."""
+        """Returns the part that is in both chunks, or None if they do not overlap."""
         first = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self.ends, other.ends)
         sizes = tuple(end - start for start, end in zip(first, ends, strict=True))
@@ -121,8 +121,8 @@ class Chunk:
     def of(self, values: Tensor, start: tuple[int, ...] | None = None) -> Tensor:
         """Returns the view of this chunk in `values`.
 
-        `start`: index of the first element of `values` in the full tensor; None: `values` begin
-        where the full tensor begins.
+        `start`: index of the first element of `values` in the full tensor, or None if `values`
+        begin where the full tensor begins.
         """
         start = (0,) * len(self.offsets) if start is None else start
         places = zip(self.offsets, self.ends, start, strict=True)

@@ -1,6 +1,6 @@
 """Specs of local parameters, which list the shards of full tensors that they hold.
 
-Full tensors do not depend on the layout: q, k and v are separate, gate and up too, and the
+Full tensors do not depend on the layout: q, k and v are separate, so are gate and up, and the
 vocabulary has no padding. Initialisation, gathering, comparison and resharding read only the specs,
 so a layout changes nothing but the place of the numbers.
 """
@@ -27,7 +27,7 @@ class ShardSpec:
         name: name of the full tensor, such as `layers.3.attention.q.weight`.
         start: first row (and column) of the shard in the full tensor.
         row: first row of the shard in the local parameter.
-        std: standard deviation of the initial values around 0; 0: all values are `fill`.
+        std: standard deviation of the initial values around 0, or 0 if all values are `fill`.
         tp_replicas: number of consecutive tp ranks that hold this same shard. It is above 1 for
             norms of heads, and for key-value heads if there are fewer of them than ranks. Each rank
             has only the gradient of its own query heads, so these ranks sum their gradients.
@@ -72,7 +72,8 @@ class ParameterSpec:
             gradient is a partial sum over the rank's tokens (Korthikanti et al. 2022 §4.2.2).
         tied: whether the first and the last stage each hold a copy of it (a tied word embedding).
         is_expert: whether it holds experts, whose gradients are summed over edp only.
-        uses: how often a forward pass reads it: twice if it is a tied table on a single stage.
+        uses: how often a forward pass reads it, which is twice for a tied table if one rank holds
+            the first and the last stage.
     """
 
     shape: tuple[int, ...]
@@ -117,5 +118,5 @@ class ParameterSpec:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies to it, as to all parameters but biases and norms."""
+        """Returns whether weight decay applies, as it does to all but biases and norms."""
         return len(self.shape) > 1

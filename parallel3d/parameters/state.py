@@ -32,7 +32,7 @@ class WeightGradients:
 
     @contextmanager
     def deferred(self) -> Iterator[list[DeferredGradient]]:
-        """Defers weight gradients inside the block; yields their queue, to be called in order."""
+        """Defers weight gradients inside the block; yields the queue, to be called in order."""
         queue: list[DeferredGradient] = []
         self.queue = queue
         try:
@@ -46,15 +46,15 @@ class ParameterState:
     """All that parallel training keeps about one parameter (see `state_of`).
 
     Attributes:
-        spec: the shards of full tensors that it holds; None if it is in no layer of this package.
+        spec: the shards of full tensors that it holds, or None outside of this package's layers.
         tp: the group of the tensor-parallel layer to which it belongs.
         pp: the group of the `Pipeline` to which it belongs, whose other ranks do not hold it.
-        main_grad: view of a bucket to which gradients are added; None: `.grad` takes them.
+        main_grad: view of a bucket to which gradients are added, or None if `.grad` takes them.
         additions: number of additions to `main_grad` that make one gradient.
         added: number of additions since the last complete gradient.
         register_grad_ready: notifies the reducer of a gradient that was added to `main_grad`.
-        weight_gradients: queue of its pipeline stage; None: its gradients are never deferred.
-        compute_dtype: type in which FSDP2 gathers it for the model; None: FSDP2 does not shard it.
+        weight_gradients: queue of its pipeline stage, or None if its gradients are never deferred.
+        compute_dtype: dtype in which FSDP2 gathers it, or None if FSDP2 does not shard it.
     """
 
     spec: ParameterSpec | None = None
@@ -68,12 +68,12 @@ class ParameterState:
     compute_dtype: torch.dtype | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles to an empty placeholder: process groups cannot be pickled."""
+        """Pickles to an empty placeholder, because process groups cannot be pickled."""
         return OrderedDict, ()  # `torch.load(weights_only=True)` admits this type
 
 
 def state_of(parameter: Tensor) -> ParameterState:
-    """Returns the parameter's state: the only attribute that this package adds to a tensor."""
+    """Returns the parameter's state, the only attribute that this package adds to a tensor."""
     state = getattr(parameter, "parallel_state", None)
     # A new tensor has no such attribute, and a parameter from a file has the empty placeholder.
     if not isinstance(state, ParameterState):
