@@ -346,7 +346,7 @@ class LayerBytes:
         return self.rank.hidden * (1 + self.rank.copies) if gathers else 0.0
 
     def _row(self, op: Op) -> float:
-        """Returns the bytes of one element per token of the micro-batch, or of an MLP's chunk."""
+        """Returns the bytes of one element for each token of the micro-batch or the MLP's chunk."""
         row, mlp = self.rank.tokens * self.rank.item, op.name.startswith("mlp.")
         cut = mlp and op.name != "mlp.residual" and not self.rank.blueprint.recompute_layers
         return row / self.rank.mlp_chunks if cut else row

@@ -197,10 +197,7 @@ def attend_dropping(
 
 
 class _Block(NamedTuple):
-    """Scores that are computed together, of some queries (`rows`) of some samples.
-
-    They cover the first `keys` keys.
-    """
+    """Scores of some queries (`rows`) of some samples with the first `keys` keys."""
 
     samples: slice
     rows: slice

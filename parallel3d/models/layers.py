@@ -146,7 +146,10 @@ class Norm(nn.Module):
 
 
 def output_std(model: ModelConfig) -> float:
-    """Returns the init std of layers that write into the residual stream (Radford et al. 2019)."""
+    """Returns the initial standard deviation of layers that write into the residual stream.
+
+    It shrinks with the number of such layers (Radford et al. 2019).
+    """
     return model.init_std / math.sqrt(2 * model.num_layers)
 
 

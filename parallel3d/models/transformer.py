@@ -297,14 +297,14 @@ def _run_attention(block: TransformerBlock, *args: Any) -> tuple[Tensor, Tensor]
 
 
 class Stage(nn.Module):
-    """Runs contiguous layers, and before or after them the embedding or the head with the loss.
+    """Runs contiguous layers, and also the embedding on the first stage, or the head on the last.
 
     Args:
         layers: global layer numbers of this stage.
         first, last: whether the stage has the embedding, and whether it has the head. A stage with
             both is the whole model.
-        first_stage: the first stage, if this stage is the last one of the same rank (a V schedule),
-            so that a tied head reads the word embedding there; else None.
+        first_stage: the first stage, if this stage is the last one and is on the same rank (a V
+            schedule), so that a tied head can read the word embedding; otherwise None.
         recomputed: how many layers, from the first one on, are recomputed, or None for all.
 
     Attributes:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Copies:
-    """This rank's index among the ranks that hold a run of elements with equal bits, and their
-    count."""
+    """Index of this rank among the ranks that hold a run with equal bits, and their count."""
 
     index: int
     count: int

@@ -7,7 +7,7 @@ than half a step of bf16 still grows. Values that bf16 can represent stay unchan
 
 The random bits are a hash (`device/hashing.py`) of the column and the row's key, which is
 site + A · update + B · row, modulo 2⁶⁴. The site is a hash of the seed and the name of the full
-tensor. The random bits are 32: an optimizer's first state takes the low half, and its second state
+tensor. The hash has 32 bits: an optimizer's first state takes the low half, and its second state
 takes the high half.
 """
 

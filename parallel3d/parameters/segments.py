@@ -39,7 +39,7 @@ class ParameterSpan(NamedTuple):
 
 @dataclass
 class Segment:
-    """The part that this rank steps of some parameters with equal optimizer settings.
+    """Parts of parameters with equal optimizer settings, which this rank steps.
 
     Attributes:
         param: the flat parameters, in the compute dtype.
