@@ -87,7 +87,11 @@ def names_of_all(run: str | None, run_dir: Path, share: Share) -> list[str]:
 
 
 def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | None) -> Compared:
-    """Returns why a run cannot resume from this checkpoint, if so, and a note on its data files."""
+    """Compares a checkpoint with the configuration and the text of a run.
+
+    The result tells why the run cannot resume from the checkpoint, if so. Otherwise it may have a
+    note on the data files.
+    """
     refusal = identity.refusal(config.run, identity.changes(manifest.config, config))
     reads = not config.train.eval_only
     if refusal is None and corpus is not None and manifest.data:
@@ -101,9 +105,9 @@ def compared_with(manifest: Manifest, config: Config, corpus: TrainingText | Non
 def _other_text(
     manifest: Manifest, here: DataFacts, run: str | None, seq_length: int, *, reads: bool
 ) -> str | None:
-    """Returns why a run cannot resume from this checkpoint with the text `here`; None: it can.
+    """Returns why a run cannot resume with the text `here`, or None if it can.
 
-    `reads`: whether the run trains on samples of the text.
+    `reads` tells whether the run trains on samples of the text.
     """
     # The marks of the files hold times and inodes, which may change.
     if {**manifest.data, "files": here["files"]} == here:
@@ -128,7 +132,7 @@ def _other_text(
 
 
 def _other_blend(manifest: Manifest, run: str | None, seq_length: int, here: str) -> str | None:
-    """Returns why a run cannot resume with the blend `here`; None: it can.
+    """Returns why a run cannot resume with the blend `here`, or None if it can.
 
     The blend must be the same for the samples read so far, and may change for later ones.
     """
@@ -160,14 +164,14 @@ def facts_of(corpus: TrainingText) -> DataFacts:
 
 
 def changed_keys(found: list[identity.ConfigChange]) -> list[identity.ConfigChange]:
-    """Returns those of the changed keys that affect the results of the steps after a checkpoint."""
+    """Returns the changes that affect the results of the steps after a checkpoint."""
     return [change for change in found if change.kind == "reported"]
 
 
 def to_go(length: Length, sizes: BatchSizes, seq_length: int, steps: int, samples: int) -> str:
     """Describes what a resuming run has done and still has to do, in the unit of its length.
 
-    `sizes`: the size of the global batch as a function of the samples read.
+    `sizes` gives the size of the global batch for any number of samples read.
     """
     done = f"{steps:,} of {length.last_step:,} steps are done"
     if length.budget is not None:
@@ -255,7 +259,7 @@ class Checkpoints:
         self.step_in_flight: int | None = None
         self.saved_step = 0  # newest step whose checkpoint is written or in flight
         self.resumed = False  # whether `restore` has found a checkpoint
-        # Whether keys that affect the results, beyond rounding, differ from the checkpoint's.
+        # Whether keys that affect the results beyond rounding have other values than there.
         self.changed = False
         self.last_failed = False
         self.number = 0
@@ -272,7 +276,7 @@ class Checkpoints:
         return self.groups.rank == 0
 
     def restore(self, trainer: Trainer) -> int:
-        """Restores the newest intact checkpoint, if there is one; returns the first step to run.
+        """Restores the newest intact checkpoint, if any, and returns the first step to run.
 
         A damaged checkpoint is logged and set aside, and the previous one is used; a checkpoint
         that a rank cannot read is left unchanged. Without a checkpoint, the trainer is not changed.
@@ -345,9 +349,10 @@ class Checkpoints:
                 self.say(sentence)
 
     def _copies_ahead(self, step: int) -> bool:
-        """Returns whether a later save will copy the values, so that memory is needed for it.
+        """Returns whether a later save will copy the values, and will need memory for the copy.
 
-        Every background save does, except the one after the last step. `step`: steps done.
+        Every background save copies them, except the save after the last step. `step` is the number
+        of steps done.
         """
         settings, steps = self.config.checkpoint, self.length.last_step
         if not (settings.async_save and settings.every):
@@ -359,7 +364,10 @@ class Checkpoints:
         return bool(every) and (step % every == 0 or step == self.length.last_step)
 
     def after_step(self, trainer: Trainer) -> None:
-        """Saves if a save is due. Raises CheckpointFailure if the previous save failed by a bug."""
+        """Saves if a save is due.
+
+        Raises CheckpointFailure if the previous save failed because of a bug.
+        """
         self._settle(wait=False)
         if self.is_due(trainer.steps_done):
             self.save(trainer, wait=not self.config.checkpoint.async_save)
@@ -403,10 +411,10 @@ class Checkpoints:
         return not self.last_failed
 
     def _settle(self, *, wait: bool) -> bool:
-        """Ends the save in flight on all ranks, if it has ended on rank 0.
+        """Reports the result of the save in flight, if the save has ended on rank 0.
 
-        Returns False if the checkpoint was not written because of a disk error. `wait`: wait for
-        the end of the save first.
+        Returns False if the checkpoint was not written because of a disk error. With `wait`, waits
+        for the end of the save first.
         """
         if self.step_in_flight is None:
             return True

@@ -6,7 +6,7 @@
 
 The manifest's name contains its digest, so digests cover every byte of a checkpoint. A folder is
 made under a name that begins with `.saving-`, and is renamed to `step-…` when it is complete on the
-disk; a folder with that name is therefore complete. This module only reads and writes JSON and
+disk; a folder named `step-…` is therefore complete. This module only reads and writes JSON and
 text, and does not import torch.
 """
 
@@ -106,7 +106,7 @@ class DataFacts(TypedDict, total=False):
     fingerprint: str
     train_tokens: int
     files: str  # `marks_of` the files, to notice changes
-    blend: str  # the blend's history, a list of first sample:digest
+    blend: str  # the blend's history: `first sample:digest` of each stage, separated by spaces
     tokenizer: str  # digest of the tokenizer; absent if the tokens are bytes
 
 
@@ -121,7 +121,7 @@ class Manifest:
         data: facts about the training text; empty if the caller brought its own samples.
         saved_at: time of the save in UTC, in ISO 8601.
         versions: versions of parallel3d and torch.
-        files: digests of the ranks' files; a rank without anything to write has none.
+        files: digests of the ranks' files; a rank that has nothing to write has no file.
         lines: lines of metrics.jsonl that were not yet on the disk at the time of the save.
     """
 
@@ -147,7 +147,7 @@ class Manifest:
     def has_weights_alone(self) -> bool:
         """Returns whether the checkpoint holds no optimizer state.
 
-        An import and an average of checkpoints make such a checkpoint, of step 0.
+        Such a checkpoint has step 0. An import creates it, or an average of checkpoints.
         """
         return self.step == 0
 
@@ -161,7 +161,10 @@ def step_folder(step: int) -> str:
 
 
 def entries(run_dir: Path) -> list[Path]:
-    """Returns the paths in a run's folder of checkpoints; [] without one. Raises OSError."""
+    """Returns the paths in a run's folder of checkpoints, or [] if there is no such folder.
+
+    Raises OSError.
+    """
     try:
         return sorted((run_dir / CHECKPOINTS).iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -183,7 +186,10 @@ def step_of(folder: Path) -> int:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:
-    """Writes the manifest under a name with its digest, for the owner only, and flushes it."""
+    """Writes the manifest to a file whose name contains its digest, and returns the path.
+
+    The file is flushed to the disk, and only its owner can read it.
+    """
     content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(manifest)}
     text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
     path = folder / f"manifest-{hashlib.sha256(text).hexdigest()}.json"
@@ -192,7 +198,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and verifies a manifest, and compares the sizes of the files that it lists.
+    """Reads and verifies a manifest, and checks the sizes of the files that it lists.
 
     Raises DamagedCheckpoint and UnreadableCheckpoint.
     """
@@ -301,11 +307,13 @@ Share = Callable[[Any], list[Any]]  # gathers a value from all ranks; collective
 def read_together(read: Callable[[], T], share: Share) -> tuple[T | None, str | None]:
     """Calls `read` on every rank, and retries on ranks that could not read; collective.
 
-    An error of the system on some rank (a failing file system, a node without the mount, stale
+    An error of the system on some rank (a failing file system, a node without the mount, or stale
     folder entries) does not prove that the checkpoint is damaged. All ranks then raise the same
     error and change nothing.
 
-    Returns this rank's result and None or, on all ranks, None and why the checkpoint is damaged.
+    Returns (this rank's result, None). If the checkpoint is damaged, returns (None, the reason) on
+    all ranks.
+
     Raises TrainingFailure on all ranks if a rank cannot read a file, or misses files that other
     ranks find.
     """

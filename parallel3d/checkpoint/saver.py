@@ -110,9 +110,10 @@ class Lease:
         ]
 
     def lost_to(self) -> str | None:
-        """Returns a sentence if another start has claimed the folder; else claims it if needed.
+        """Returns a sentence if another start has claimed the folder, or None otherwise.
 
-        An unreadable claim does not prove that there is another start.
+        If there is no other start, this start claims the folder, unless it has done so already. An
+        unreadable claim does not prove that there is another start.
         """
         current = None if self.tried and not self.taken else self._current()
         if current is not None and current.get("session") != self.session:
@@ -148,7 +149,7 @@ _LEFTOVERS = (UNFINISHED, REMOVED, f".{LATEST}", f".{CLAIM}.")
 def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Path]:
     """Returns the checkpoints to remove.
 
-    These are all but the newest `keep` and those whose step is a multiple of `keep_every`.
+    Only the newest `keep` stay, and those whose step is a multiple of `keep_every`.
     """
     old = list(newest_first)[settings.keep :]
     every = settings.keep_every
@@ -156,7 +157,10 @@ def expired(newest_first: Iterable[Path], settings: CheckpointConfig) -> list[Pa
 
 
 def remove_leftovers(run_dir: Path) -> list[str]:
-    """Removes what interrupted saves and removals left; returns a sentence per failed removal."""
+    """Removes the files that interrupted saves and removals left in the folder.
+
+    Returns a sentence for each failed removal.
+    """
     try:
         left = [path for path in entries(run_dir) if path.name.startswith(_LEFTOVERS)]
     except OSError as error:
@@ -209,12 +213,12 @@ class SaveResult:
     """Describes how a whole save, or one rank's part of it, ended.
 
     Attributes:
-        problem: why the save failed; None: it succeeded.
+        problem: reason why the save failed, or None if it succeeded.
         is_bug: whether a bug caused the problem, rather than a disk error.
         is_overtaken: whether the save failed because another start has taken over the run.
         notes: sentences on other errors, which do not make the save fail.
-        file: the file that the rank wrote; None: it had nothing to write, or this is the result of
-            a whole save.
+        file: the file that the rank wrote, or None if it had nothing to write. The result of a
+            whole save has None too.
         elements: number of elements of each kind in the rank's file.
     """
 
@@ -227,7 +231,7 @@ class SaveResult:
 
 
 def count_elements(state: State) -> dict[str, int]:
-    """Returns kind → number of elements; kinds are the parameters and each optimizer state."""
+    """Returns kind → number of elements, where a kind is a word such as "parameter"."""
     counts: Counter[str] = Counter()
     for name, tensor in state.items():
         counts[name.partition("/")[0]] += sum(chunk.elements for chunk, _ in tensor.chunks)
@@ -270,9 +274,9 @@ def failed(rank: int, error: Exception) -> SaveResult:
 
 
 def unfinished_folder(run_dir: Path, step: int, session: str) -> Path:
-    """Returns the folder of a checkpoint before it has its final name.
+    """Returns the folder in which a checkpoint is written before it gets its final name.
 
-    `session` is in its name, so that leftovers of an earlier attempt are not in the way.
+    The name contains `session`, so that leftovers of an earlier attempt are not in the way.
     """
     return run_dir / CHECKPOINTS / f"{UNFINISHED}{step:08d}-{session}"
 
@@ -333,9 +337,9 @@ class Staging:
         self.stream: Any = None  # stream of copies that overlap with training
 
     def prepare(self, state: State) -> list[tuple[str, Chunk, Tensor, Tensor]]:
-        """Allocates the memory that `state` needs and that is not there yet.
+        """Allocates the memory that `state` needs, unless it is allocated already.
 
-        This takes about half a second per GB, so it is better called before the first save. Returns
+        This takes about half a second per GB, so a caller does it before the first save. Returns
         (name, chunk, values, place in a slab) for every chunk. Chunks are packed into slabs, the
         largest first.
         """
@@ -360,7 +364,7 @@ class Staging:
         return found
 
     def now(self, state: State) -> Any:
-        """Returns an event after all work queued so far, which computes the values of `state`.
+        """Returns an event that follows all queued work, which computes the values of `state`.
 
         On a CPU the values are ready, and the result is None.
         """
@@ -448,12 +452,12 @@ class Save:
 
 
 class Saver:
-    """Writes one rank's part of the saves of a run; at most one is in flight.
+    """Writes one rank's part of a run's saves; at most one save is in flight.
 
     Args:
         run_dir: the run's folder, on a file system that all hosts share.
-        session: a name that all ranks of this start of the run share, different for each start.
-        lease: the lease on the folder, on rank 0; None: ownership of the folder is not checked.
+        session: a name that is the same on all ranks, and different for each start of the run.
+        lease: the lease on the folder, for rank 0. With None, another start is not detected.
     """
 
     def __init__(
@@ -482,7 +486,8 @@ class Saver:
     def start(self, save: Save, *, background: bool, copies: bool = True) -> None:
         """Begins a save; without `background`, also completes this rank's part of it.
 
-        At the end, `outcome` is set: on rank 0 for the whole save, on other ranks for their part.
+        At the end, `outcome` is set. It describes the whole save on rank 0, and only the rank's own
+        part on other ranks.
         During a background save the values must not change before `copied` is set or, without
         `copies` (at the end of a run), before the save has ended. This must be called by the thread
         that computes the values. Raises RuntimeError if another save is in flight.
@@ -538,7 +543,7 @@ class Saver:
             self.copied.set()
 
     def _finish(self, save: Save, mine: SaveResult) -> SaveResult:
-        """Waits for the parts of all ranks, and completes the checkpoint or removes them."""
+        """Waits for the parts of all ranks, and completes the checkpoint or removes the parts."""
         try:
             parts = [mine, *self._parts_of_others(save)]
             # This is checked before failures of parts, because another start may have caused them.
@@ -575,7 +580,7 @@ class Saver:
             time.sleep(POLL_S)
         try:
             parts = [_part_of(facts) for facts in get_all(store, others)]
-        except ValueError as error:  # the message does not have the signature of a rank
+        except ValueError as error:  # a message was not signed by a rank of this job
             raise OSError(None, str(error)) from None
         for key in others:
             store.delete_key(key)

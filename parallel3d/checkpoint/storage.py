@@ -7,7 +7,7 @@ A rank's part of a checkpoint is one file:
 The header lists every chunk as `kind/name/first row,first column`, with its dtype, shape and
 offset; `__metadata__` holds the full shapes and a SHA-256 of each chunk. The checkpoint's manifest
 holds the SHA-256 of the length and the header, so that digests cover every byte. A reader verifies
-exactly the chunks that it reads, once they are in memory. Any safetensors reader opens the file.
+exactly the chunks that it reads, once they are in memory. Any safetensors reader can open the file.
 
 A checkpoint does not depend on ranks, stages, buckets or shards: it holds chunks of full tensors,
 and a reader intersects the chunks that it wants with the stored ones. Each rank computes which
@@ -43,9 +43,9 @@ from parallel3d.parameters.segments import Chunk, chunks_of_range
 if TYPE_CHECKING:
     from parallel3d.parameters.slices import ParameterSlice
 
-# Ranks that hold equal values divide a parameter by rows if each gets at least this many elements.
-# A smaller one is written by a single rank, because headers of smaller chunks would outweigh their
-# values.
+# Ranks that hold equal values divide a parameter by rows if each rank gets at least this many
+# elements. A smaller parameter is written by a single rank, because the headers of its chunks would
+# outweigh their values.
 SHARED_ELEMENTS = 4096
 _LENGTH = 8  # bytes of the field with the header's length
 # Bytes, including the field with the length; enough for a quarter of a million chunks.
@@ -108,7 +108,7 @@ def share(part: ParameterSlice) -> tuple[int, int]:
 def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str, TensorChunks]:
     """Returns `kind/name` → this rank's chunks, as views of its slices.
 
-    `shared`: leave out elements that another rank with the same values writes.
+    With `shared`, leaves out the elements that another rank with the same values writes.
     """
     tensors: dict[str, TensorChunks] = {}
     for part in parts:
@@ -126,9 +126,9 @@ def chunks_by_name(parts: Iterable[ParameterSlice], *, shared: bool) -> dict[str
 
 
 def write_state(path: Path, state: State) -> FileDigest:
-    """Writes chunks and their digests to a new file for the owner only, and flushes it.
+    """Writes chunks and their digests to a new file, and flushes it.
 
-    Raises OSError.
+    Only the owner can read the file. Raises OSError.
     """
     parts = {
         f"{name}/{','.join(map(str, chunk.offsets))}": values
@@ -329,7 +329,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def verify_checkpoint(folder: Path) -> Manifest:
-    """Verifies every byte of a checkpoint, and that it holds all elements of each tensor.
+    """Verifies every byte of a checkpoint, and checks that no element of a tensor is missing.
 
     Returns the manifest; raises as `read_state` does.
     """
@@ -342,7 +342,7 @@ def verify_checkpoint(folder: Path) -> Manifest:
 
 
 def _opened(folder: Path) -> tuple[Manifest, dict[str, list[StoredChunk]]]:
-    """Verifies the manifest, the headers, and that each tensor is complete.
+    """Verifies the manifest and the headers, and checks that each tensor is complete.
 
     Returns the manifest and each tensor's chunks by `kind/name`.
     """

@@ -136,7 +136,7 @@ def check_config(
 
 
 def with_derived_keys(config: AnyConfig) -> AnyConfig:
-    """Returns the configuration with the null keys filled in whose values follow from others."""
+    """Returns a copy of the configuration in which null keys have the values that others imply."""
     model, train = config.model, config.train
     values = {
         "model.num_query_groups": model.kv_heads,

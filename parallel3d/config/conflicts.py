@@ -1,4 +1,4 @@
-"""Declares which settings exclude each other, and words the sentence that refuses them.
+"""Declares which settings exclude each other, and composes the sentence that refuses them.
 
 A conflict is declared in `keys.py`, next to its keys. The check of a configuration, the page of
 refusals, the fuzzer and a test of every conflict read the same declarations.

@@ -35,8 +35,11 @@ class Key:
 
     @property
     def holds(self) -> Any:
-        """Returns the finer type: `Path` for text that is a path; for values in braces the types
-        of names and values; None for other keys."""
+        """Returns the finer type of the value.
+
+        It is `Path` for text that is a path, a type of dict for values in braces, and None for
+        other keys.
+        """
         return self.meta["holds"]
 
     @property
@@ -48,7 +51,7 @@ class Key:
     def tried(self) -> tuple[Any, ...]:
         """Returns values other than the default, for tests.
 
-        These are the declared ones, or else the other choices, or the other truth value.
+        These are the values that the key declares, or else the other choices or truth value.
         """
         if self.meta["tried"]:
             return tuple(self.meta["tried"])
@@ -72,7 +75,7 @@ REMOVED_VALUES = {("ddp.comm_hook", "powersgd"): "bf16"}
 
 
 class Removed(NamedTuple):
-    """Removed key: advice on a replacement, and the default, with which the key did nothing."""
+    """Advice on the replacement of a removed key, and the default, with which it did nothing."""
 
     instead: str
     default: Any = None
@@ -101,7 +104,7 @@ def show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, int) and not fits_64_bits(value):
-        return f"{value:#x}"  # Python refuses to print very long ones in decimal
+        return f"{value:#x}"  # Python refuses to print very long numbers in decimal
     if isinstance(value, (list, tuple)):
         return f"[{','.join(show(v) for v in value)}]"
     if isinstance(value, dict):
@@ -118,7 +121,7 @@ def fits_64_bits(number: int) -> bool:
 
 
 def spell(name: str, value: Any) -> str:
-    """Returns `key=value` as on the command line; a preset by its group: `precision=fp16`."""
+    """Returns `key=value` as on the command line; a preset has its group: `precision=fp16`."""
     return f"{typed_name(name)}={show(value)}"
 
 
@@ -186,7 +189,7 @@ def with_values(config: AnyConfig, values: Mapping[str, Any]) -> AnyConfig:
 class MegatronFlags(NamedTuple):
     """Flags of Megatron-LM that mean the same as a key, and how their meaning differs.
 
-    `differs` is None if it does not.
+    `differs` is None if the meaning is the same.
     """
 
     flags: tuple[str, ...] = ()

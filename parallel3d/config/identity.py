@@ -120,7 +120,7 @@ def refusal(run: str | None, found: list[ConfigChange]) -> str | None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Returns whether two values are equal as JSON: tuples count as lists, names as text."""
+    """Returns whether two values are equal as JSON, where tuples are lists and names are text."""
     return bool(json.loads(json.dumps(a)) == json.loads(json.dumps(b)))
 
 

@@ -64,7 +64,7 @@ class Length:
         """
         if self.budget is None:
             return step
-        if step >= self.last_step:  # it may read a few samples more than the budget
+        if step >= self.last_step:  # the last step may read more samples than the budget
             return self.end
         return self.clock.place(self.sizes.samples(step))
 

@@ -38,7 +38,9 @@ def parse_nccl_settings(settings: list[str]) -> list[tuple[str, str, int]]:
 
 
 def parse_nccl_env(settings: list[str]) -> dict[str, str]:
-    """Returns values by variable for items such as `NCCL_CROSS_NIC:0`; values may have colons.
+    """Returns the value of each variable in items such as `NCCL_CROSS_NIC:0`.
+
+    A value may contain colons.
 
     It also accepts torch's variables TORCH_NCCL_…, TORCH_FR_… and TORCH_DIST_…. Raises UserError
     for other text.

@@ -112,7 +112,7 @@ class FileConfigSource(HydraFiles):
     """Makes Hydra read a user's YAML files by `read_yaml`, which keeps text as it is written.
 
     It has the same name as Hydra's own class: a job of the submitit launcher gets this process's
-    table of sources, registers Hydra's class again, and would refuse one with another name.
+    table of sources, registers Hydra's class again, and would refuse a class with another name.
     """
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -141,7 +141,7 @@ def register(schema: type[Config] = Config) -> None:
 def presets(group: str, own: Path | None = None) -> list[str]:
     """Returns the options of a config group: the files of `conf/<group>/`, sorted.
 
-    `own` is the folder of --config-dir, whose options are listed too; None without one.
+    `own` is the folder of --config-dir, or None. Its options are listed too.
     """
     folders = [folder / group for folder in (conf_dir(), own) if folder is not None]
     return sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
@@ -173,7 +173,7 @@ def check_filled(config: Config, overrides: Sequence[str], own: Path | None = No
     Args:
         config: the configuration composed from the overrides.
         overrides: the words of the command line.
-        own: the folder of --config-dir, whose experiments come first; None without one.
+        own: the folder of --config-dir, or None. Its experiments come first.
     """
     typed = {override.partition("=")[0].lstrip("+"): override for override in overrides}
     keys = all_keys()
@@ -225,7 +225,7 @@ def check_overrides(
 
     Args:
         words: the words of the command line.
-        own: the folder of --config-dir; None without one.
+        own: the folder of --config-dir, or None if it is not given.
         sweeps: whether a key may have several values, each of which gets a run.
         schema: the schema whose keys are allowed.
     """
@@ -291,7 +291,7 @@ def _may_be_list(value: object) -> bool:
 
 
 def _is_of_another_form(value: str, key: Key) -> bool:
-    """Returns whether a value is a list or in braces although the key does not take that.
+    """Returns whether a value is a list or in braces although the key takes no such value.
 
     It uses no parser, which would take seconds for a list of thousands of values.
     """

@@ -123,12 +123,12 @@ class Config(
 
     @property
     def padded_seq_length(self) -> int:
-        """Returns the tokens of a sample with the padding that context parallelism needs."""
+        """Returns the number of a sample's tokens, with the padding for context parallelism."""
         return padded_length(self.model.seq_length, self.cp, self.rank_multiple)
 
     @property
     def local_seq_length(self) -> int:
-        """Returns the tokens of a sample on a context-parallel rank, before sp splits them."""
+        """Returns the number of a sample's tokens on a context-parallel rank, without sp."""
         return self.padded_seq_length // self.cp
 
     @property
@@ -151,7 +151,10 @@ class Config(
         return self.microbatches_of(self.global_batch_size)
 
     def microbatches_of(self, batch: int) -> int:
-        """Returns `num_microbatches` for a step of `batch` sequences. May raise ValueError too."""
+        """Returns `num_microbatches` for a step of `batch` sequences.
+
+        Raises ValueError while dp is null.
+        """
         if self.dp is None:
             raise ValueError("dp is not known yet: call check_config first")
         return batch // (self.micro_batch_size * self.dp)
@@ -164,7 +167,7 @@ class Config(
 
     @property
     def budget(self) -> int | None:
-        """Returns the samples of `train.tokens`, or None if another key gives the length."""
+        """Returns the samples that hold `train.tokens`, or None if another key gives the length."""
         tokens = self.train.tokens
         return None if tokens is None else -(-math.ceil(tokens) // self.model.seq_length)
 
@@ -197,7 +200,8 @@ CONFLICTS = (
     *DATA_PARALLEL,
     *BLUEPRINT,
 )
-# Mutually exclusive keys: if the command line sets one, it resets those that a preset sets.
+# Groups of mutually exclusive keys. A key on the command line resets the other keys of its group,
+# which a preset may set.
 ALTERNATIVES = (LENGTHS, WARM_UPS)
 
 

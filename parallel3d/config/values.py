@@ -41,8 +41,8 @@ def key(
         choices: the allowed words; None allows all.
         list_of: words of which one or several may be given in place of a choice, as a list or as
             text; with RANKS, numbers of ranks. None allows no list.
-        holds: `Path` for text that is a path; for values in braces the types of names and values,
-            such as dict[str, float]; None for other keys.
+        holds: `Path` for text that is a path, a type such as dict[str, float] for values in braces,
+            and None for other keys.
         minimum, maximum: inclusive limits; None for no limit.
         above, below: exclusive limits; None for no limit.
         resume: whether a resumed run may change the key (FREE, LAYOUT, REPORTED or REFUSED); None
@@ -122,7 +122,7 @@ def _least(parts: tuple[str, ...]) -> frozenset[str]:
 
 
 def spelled(recompute: str | Sequence[str]) -> str:
-    """Returns `recompute` as text: a word such as "full" if one means the same, else its parts.
+    """Returns `recompute` as text: a word such as "full" if it means the same, or else the parts.
 
     The parts are in the order of PARTS.
     """
@@ -177,7 +177,10 @@ class BatchSizes(NamedTuple):
         return steps
 
     def samples(self, steps: int) -> int:
-        """Returns how many samples the first `steps` steps read; `steps` >= `steps_before`."""
+        """Returns how many samples the first `steps` steps read.
+
+        `steps` must be at least `steps_before`.
+        """
         steps, read = max(0, steps - self.steps_before), self.samples_before
         for (_, size), end in self._until():
             count = steps if end is None else min(steps, max(0, -(-(end - read) // size)))
@@ -196,7 +199,7 @@ class BatchSizes(NamedTuple):
         return steps - over / (self.samples(steps) - self.samples(steps - 1))
 
     def _until(self) -> list[tuple[tuple[int, int], int | None]]:
-        """Returns each entry with the `first` of the next entry; None for the last entry."""
+        """Returns each entry with the `first` of the next entry, or with None if it is the last."""
         after = [first for first, _ in self.entries[1:]]
         return list(zip(self.entries, [*after, None], strict=True))
 

@@ -29,7 +29,7 @@ from parallel3d.config.fields import Key
 from parallel3d.config.paths import at_home, check_path, with_texts_of_variables
 from parallel3d.errors import UserError
 
-# Matches values that Hydra leaves unchanged, as most are; they need no parser.
+# Matches most of the values that Hydra leaves unchanged. They need no parser.
 _PLAIN = re.compile(r"(?!(?i:true|false|inf|nan)\Z)[A-Za-z_/][A-Za-z0-9_./-]*")
 # Matches characters that Hydra's grammar refuses outside quotes, though they mean nothing in it.
 _FOREIGN = re.compile(r"[^\w\s=,:()\[\]{}'\"\\/\-+.$%*@?|]|[^\x00-\x7f]|[\n\r\f\v]")

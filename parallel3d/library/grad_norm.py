@@ -151,7 +151,7 @@ class _Gradient:
         shards = [] if state.spec is None or state.spec.replicated else [state.tp]
         start, whole, local = 0, grad, grad
         if hasattr(parameter, "placements"):
-            # Importing DTensor takes a second, so a model without one does not import it.
+            # Importing DTensor takes a second, so it is not imported for a model without DTensors.
             from torch.distributed.tensor import DTensor, Replicate
 
             from parallel3d.private_names import local_shape_and_offset
@@ -172,7 +172,7 @@ class _Gradient:
         return cls(local, whole, start, groups, state, parameter.device)
 
     def runs(self) -> Iterable[tuple[Tensor, bool]]:
-        """Yields flat parts of the gradient, each with whether this rank counts it."""
+        """Yields (flat part of the gradient, whether this rank counts this part)."""
         if self.whole is None or not self.whole.numel():
             return
         flat, spec = self.whole.reshape(-1), self.state.spec
@@ -255,7 +255,7 @@ class _Norm:
     def _copy(self, values: Tensor) -> Tensor:
         """Returns the first of several copies, or a value that is not finite if one copy is not."""
         low, high = values.aminmax()
-        differ = high - low > SAME * high  # False if they are not finite
+        differ = high - low > SAME * high  # False if a value is not finite
         self.wrong[0] = torch.maximum(self.wrong[0], torch.where(differ, high, 0.0))
         return torch.where(high.isfinite(), values[0], high)
 
@@ -300,8 +300,8 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
     gradient is summed once per backward, before anything else reads it, such as
     `DistributedDataParallel`.
 
-    Call it once, before the first backward. Backwards are then collective over `group`; None stands
-    for all ranks.
+    Call it once, before the first backward. Backwards are then collective over `group`, where None
+    stands for all ranks.
 
     Raises:
         UserError: a parameter belongs to a tensor-parallel layer, is under `fully_shard` or is
@@ -343,7 +343,9 @@ def sum_gradients_over(module: nn.Module, group: GroupLike = None) -> None:
 
 
 def check_replicated(module: nn.Module, group: GroupLike = None, tolerance: float = 0.0) -> None:
-    """Checks that replicated parameters are equal on all ranks of `group`; collective over it.
+    """Checks that replicated parameters are equal on all ranks of `group`.
+
+    The call is collective over the group.
 
     Shards of tensor-parallel layers are skipped. If the gradients of a replicated parameter are
     only partial (see `sum_gradients_over`), its copies differ from the first optimizer step on.

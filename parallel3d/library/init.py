@@ -74,7 +74,7 @@ def init(
     Args:
         tp, pp, dp, cp: sizes of the dimensions; one of them may be None and gets the remaining
             ranks.
-        device: cpu, cuda or auto, which takes one GPU for each rank if the host has GPUs. It takes
+        device: cpu, cuda or auto. With auto, each rank takes a GPU if the host has GPUs, and takes
             the CPU if there is no GPU and nothing indicates that a GPU is intended.
         order: the dimensions, beginning with the one whose ranks are adjacent.
         timeout_s: timeout of a collective, in seconds.
@@ -211,7 +211,7 @@ def _local_ranks() -> int:
 def _number_of(name: str, default: int) -> int:
     """Returns a number from a variable of the launcher, or `default` if the variable is not set.
 
-    It is not set if the script joined the ranks without a launcher.
+    No launcher sets the variable if the script itself joined the ranks.
     """
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else default
@@ -270,8 +270,8 @@ def _divides(whole: int, size: int) -> bool:
 class ScriptEnd:
     """Closes the groups when the script ends, as their threads would abort an exiting interpreter.
 
-    NCCL destroys a communicator collectively. A failed rank must not take part in it: its peers may
-    still wait for it in another collective, and both sides would hang.
+    NCCL destroys a communicator collectively. A failed rank must not take part: its peers may still
+    wait for it in another collective, and both sides would hang.
 
     A script fails by an uncaught exception, or by `sys.exit` with a code other than 0. A
     `raise SystemExit` cannot be detected, and counts as success.
@@ -280,7 +280,7 @@ class ScriptEnd:
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self.code: int | None = None  # exit code after an uncaught exception
-        self.has_exited = False  # whether it called `sys.exit` with a code other than 0
+        self.has_exited = False  # whether the script called `sys.exit` with a code other than 0
         self.excepthook = sys.excepthook
         self.exit = sys.exit
         sys.excepthook = self._raised

@@ -123,7 +123,7 @@ class Pipeline(nn.Module):
                 self.add_module(str(i), modules[i])
         self.stages, route = stages, P2PRoute(self.group, assignment)
         self.executor = Executor(stages, route, [], self.device, keeps_failures=True)
-        # Connections between stages by number; `numbers` has the number for each shape of inputs.
+        # Connections between stages; `numbers` maps each shape of the inputs to its connection.
         self.connections: list[Connection] = []
         self.numbers: dict[str, int] = {}
         if self.dp.size > 1 and next(fully_sharded(modules), None) is not None:
@@ -152,7 +152,7 @@ class Pipeline(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        """Returns whether this rank has the last stage: it reads targets and returns outputs."""
+        """Returns whether this rank has the last stage, which reads targets and returns outputs."""
         return self.schedule.assignment.places[-1][0] == self.group.index
 
     def step(self, inputs: Any = None, targets: Any = None) -> Tensor:
@@ -337,7 +337,10 @@ class Pipeline(nn.Module):
         return Shares([w * len(weights) / own for w in weights], own * self.dp.size / total)
 
     def _sends(self, inputs: tuple[Any, ...] | None, trains: bool) -> list[StageOutputs]:
-        """Finds the shapes that stages send, by running all but the last once; collective."""
+        """Runs every stage but the last once to find the shapes that stages send.
+
+        The call is collective over the group.
+        """
         sends: list[StageOutputs] = []
         for number, (rank, chunk) in enumerate(self.schedule.assignment.places[:-1]):
             facts = None
@@ -365,7 +368,7 @@ class Pipeline(nn.Module):
         return SharedP2P.of_programs(self.programs, self.executor.route, largest, self.timeout_s)
 
     def _exchange(self, value: float, trains: bool, last: bool = False) -> list[float]:
-        """Returns the numbers of all ranks; raises on all ranks and replicas if one has failed."""
+        """Returns the `value` of every rank. Raises on all ranks and replicas if a rank failed."""
         failure = self.executor.failure
         mine = torch.tensor([[value, float(failure is not None)]], dtype=torch.float64)
         values, flags = collectives.all_gather(mine.to(self.device), self.group).t().tolist()
@@ -407,7 +410,7 @@ class Shares:
 
 
 def fully_sharded(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Yields the parameters of those modules to which PyTorch's `fully_shard` was applied."""
+    """Yields the parameters of the modules to which PyTorch's `fully_shard` was applied."""
     # Importing FSDP2 takes a second; if it is in use, it is imported already.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for part in (part for module in modules for part in module.modules()):
@@ -624,7 +627,7 @@ MEANS_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def options_of(loss_fn: LossFn | None) -> tuple[Any, dict[str, Any]]:
-    """Returns the function or module inside partials, and its options by name, as far as known."""
+    """Returns the function or module inside partials, and by name the options that are known."""
     named: dict[str, Any] = {}
     while isinstance(loss_fn, partial):
         named, loss_fn = loss_fn.keywords | named, loss_fn.func

@@ -56,8 +56,8 @@ def _convolution(
     return _Convolution.apply(input, weight, bias, (*sizes, False, [0] * dims, groups))
 
 
-# For each function of torch, a function that computes the same but defers the weight gradient; it
-# returns None if it cannot.
+# Maps a function of torch to our function, which computes the same but defers the weight gradient.
+# Our function returns None if it cannot defer this gradient.
 DEFERRING: dict[Any, Callable[..., Tensor | None]] = {
     F.linear: _linear,
     torch.conv1d: partial(_convolution, 1),
@@ -103,7 +103,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        # Detached, so that the deferred job does not keep the graph to the stage's input.
+        # x is detached, so that the deferred job does not keep the graph to the stage's input.
         x = ctx.saved_tensors[0].detach()
         weight, needs_x, with_bias = ctx.weight, ctx.needs_input_grad[0], ctx.bias_shape is not None
         gradients = partial(

@@ -49,7 +49,7 @@ def full_state_dict(net: nn.Module) -> dict[str, Any]:
     for name, value in sharded_state_dict(net).items():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         if first or sent:
-            # A copy, so that the next training step does not change the caller's dict.
+            # The dict gets a copy, which the next training step does not change.
             is_tensor = isinstance(whole, Tensor)
             found[name] = whole.detach().to("cpu", copy=True) if is_tensor else whole
     if sent:

@@ -2,8 +2,8 @@
 
 The files have the format of the trainer's checkpoints (`checkpoint.storage`): safetensors with a
 SHA-256 of every chunk, and a JSON manifest. The same functions create, name and list the folders
-(`checkpoint.saver`, `checkpoint.manifest`). Unlike the trainer's, the ranks agree by collectives in
-the script's own thread. Nothing is pickled or unpickled.
+(`checkpoint.saver`, `checkpoint.manifest`). Unlike in the trainer, the ranks agree by collectives
+in the script's own thread. Nothing is pickled or unpickled.
 """
 
 from __future__ import annotations
@@ -67,16 +67,17 @@ def save(
     step: int,
     extra: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes a checkpoint of the training state into `folder`; collective over the world.
+    """Writes a checkpoint of the training state into `folder`.
 
-    Every rank writes its shards, and each tensor is written once. The new folder
-    `folder/checkpoints/step-…` appears when all of it is on disk. All hosts must share the disk.
+    Every rank writes its shards, but only one of several equal copies is written. The new folder
+    `folder/checkpoints/step-…` appears when all of it is on disk. All hosts must share this file
+    system. The call is collective over the world.
 
     Args:
         folder: the run's folder.
         net: a plain module, a module with tensor-parallel layers, a `Pipeline`, a module under
-            `fully_shard`, or a combination of these; but not a module that contains a `Pipeline`
-            among other modules.
+            `fully_shard`, or a combination of these. It must not contain a `Pipeline` among other
+            modules.
         optimizer: optimizer of the parameters of `net`; None saves no optimizer.
         step: number of optimizer steps done.
         extra: further values that the script needs to resume, such as the state dict of a
@@ -116,9 +117,10 @@ def load(
     *,
     step: int | None = None,
 ) -> TrainingState | None:
-    """Loads a checkpoint of `save`, under any split of the model; collective over the world.
+    """Loads a checkpoint of `save`, under any split of the model.
 
-    Every rank reads the chunks that it needs, and verifies them.
+    Every rank reads the chunks that it needs, and verifies them. The call is collective over the
+    world.
 
     Args:
         folder: the run's folder.
@@ -321,7 +323,7 @@ def _merged(everyone: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _new_folder(folder: Path, step: int) -> str:
-    """Returns the name of the unfinished folder. Raises UserError if the step exists already."""
+    """Returns the name of the unfinished folder. Raises UserError if the step is saved already."""
     unfinished = unfinished_folder(folder, step, secrets.token_hex(6))
     final = unfinished.with_name(step_folder(step))
     if final.exists():
@@ -352,7 +354,7 @@ def _finish(unfinished: Path, step: int, script: dict[str, Any], files: list[Fil
 
 
 def _chosen(folder: Path, step: int | None) -> Path | None:
-    """Returns the checkpoint to load, which rank 0 chooses for all ranks; None without one."""
+    """Returns the checkpoint to load, which rank 0 chooses, or None if there is no checkpoint."""
 
     def choose() -> str | None:
         names = [path.name for path in list_checkpoints(folder)]
@@ -378,7 +380,7 @@ Moments = dict[nn.Parameter, dict[str, Any]]  # optimizer states of the paramete
 
 
 def _check_names(path: Path, here: list[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UserError, on every rank, if names of model and checkpoint differ."""
+    """Raises UserError, on every rank, if the model and the checkpoint have different names."""
     of_all = {name for theirs in _share(here) for name in theirs}
     there = {n.partition("/")[2] for n in shapes if n.partition("/")[0] == PARAMETER}
     for missing in sorted(of_all - there):
@@ -445,8 +447,9 @@ def _check_groups(
     groups, group_of = saved["groups"], saved["group_of"]
     if len(groups) != len(optimizer.param_groups):
         raise UserError(
-            f"{path} has an optimizer with {len(groups)} parameter groups, but must have "
-            f"{len(optimizer.param_groups)} as this one; give the same groups"
+            f"{path} was saved from an optimizer with {len(groups)} parameter groups, but this "
+            f"optimizer has {len(optimizer.param_groups)}; create it with the groups of the saved "
+            "one"
         )
     for name, _, index in _named(net, optimizer):
         if group_of.get(name) != index:

@@ -115,8 +115,9 @@ FIXED: dict[str, tuple[Any, ...]] = {
 def hf_kind(model: ModelConfig, like: str | None = None) -> str:
     """Returns the Hugging Face format for a model, such as "llama" or "qwen3_moe".
 
-    Raises UserError, which names the key at fault, if no format can express the model. `like`: the
-    format from which the model was imported, which is preferred if it fits.
+    Raises UserError, which names the key at fault, if no format can express the model. `like` is
+    the format from which the model was imported, if any; it is preferred if it can express the
+    model.
     """
     position = model.position_embedding
     if position == "none":
@@ -173,7 +174,7 @@ def _kind_with_experts(model: ModelConfig) -> tuple[str, str]:
 def _wanted(model: ModelConfig, kind: str) -> list[tuple[str, Any, tuple[Any, ...]]]:
     """Returns (key, the model's value, values that the format can express) for restricted keys.
 
-    These are all keys for which the format cannot express every value.
+    A key is restricted if the format cannot express all of its values.
     """
     heads, family = model.num_attention_heads, FAMILIES[kind]
     if kind == GPT2:
@@ -252,7 +253,7 @@ def _head_scale(model: ModelConfig) -> float:
 
 
 def _scale(model: ModelConfig, key: str) -> Any:
-    """Returns the value of a scale, in which None for attention_scale is 1/√head_size."""
+    """Returns the value of a scale; a null attention_scale counts as 1/√head_size."""
     value = getattr(model, key)
     return _head_scale(model) if key == "attention_scale" and value is None else value
 
@@ -260,7 +261,8 @@ def _scale(model: ModelConfig, key: str) -> Any:
 def to_hf(model: ModelConfig, dtype: str, like: str | None = None) -> dict[str, Any]:
     """Returns the content of config.json for a model, without special tokens.
 
-    `dtype` is "fp32", "bf16" and so on; `like` is that of `hf_kind`, whose UserError this raises.
+    `dtype` is a word such as "fp32" or "bf16"; for `like`, see `hf_kind`. Raises UserError as
+    `hf_kind` does.
     """
     kind = hf_kind(model, like)
     family = FAMILIES[kind]
@@ -452,7 +454,7 @@ def _attention(keys: Keys, family: Family) -> dict[str, Any]:
 
 
 def _scales(keys: Keys, family: Family, hidden: int, width: int) -> dict[str, Any]:
-    """Returns our keys for the scales. Raises UserError if one is not above 0."""
+    """Returns our keys for the scales. Raises UserError if a scale is not above 0."""
     found: dict[str, Any] = {"embedding_scale": hidden**0.5} if family.root_scale else {}
     for scale in family.scales:
         off = {"null": None} if scale.may_be_off else {}

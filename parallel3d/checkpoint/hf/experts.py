@@ -161,7 +161,7 @@ def wanted_experts(
 
 
 def mtp_layers(config: Mapping[str, Any], family: Family) -> int:
-    """Returns how many layers of multi-token prediction may follow the model's own in the files."""
+    """Returns how many layers of multi-token prediction may follow the model's own layers."""
     known = MTP in family.aliases.values()
     return Keys(config, aliases=family.aliases).get(MTP, 0, int) if known else 0
 

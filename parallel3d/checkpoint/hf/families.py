@@ -45,17 +45,17 @@ class ExpertNames:
         count: key with the number of experts.
         width: key with the width of an expert, which is `intermediate_size` in families without
             dense layers.
-        shared: transformers' name of the shared expert; None: the family has none.
+        shared: transformers' name of the shared expert, or None if the family has none.
         shared_width: key with the width of the shared expert or, with `shared_in_experts`, with the
             number of experts that it counts as.
         shared_in_experts: whether the width of the shared expert is given in widths of an expert.
         gated: whether the shared expert's output is multiplied by a sigmoid that depends on the
             token.
-        choice_bias: name of the tensor in `block` with the router's bias; None: there is no bias.
+        choice_bias: name of the tensor in `block` with the router's bias, or None without a bias.
         score: the family's `model.router_score`.
-        normalizes: whether the weights of the chosen experts are normalized; None: the key
+        normalizes: whether the weights of the chosen experts are normalized; with None, the key
             norm_topk_prob decides.
-        dense: key that says which layers are dense; None: no layer is dense.
+        dense: key that says which layers are dense, or None if no layer is dense.
         grouped: whether the router chooses among groups of experts, and scales the weights.
     """
 
@@ -79,13 +79,13 @@ class Windows:
     """Describes which layers of a family have a window if config.json has no list of layer types.
 
     Attributes:
-        rule: which layers have a window. "all": every layer; "late": the layers from
-            max_window_layers on; "early": every second layer before max_window_layers; "period":
-            all but every `period`th layer; "unrotated": the layers without positions.
-        size: default of sliding_window; None: by default, no layer has a window.
+        rule: which layers have a window. The rule "all" selects every layer, "late" the layers from
+            max_window_layers on, "early" every second layer before max_window_layers, "period" all
+            but every `period`th layer, and "unrotated" the layers without positions.
+        size: default of sliding_window, or None if no layer has a window by default.
         switch: whether use_sliding_window must be true for layers to have a window.
         period: period of the rule "period" or, with "unrotated", of the layers without positions.
-        period_key: key that gives another `period`; "": there is no such key.
+        period_key: key that gives another `period`, or "" if there is no such key.
         last: default of max_window_layers.
         nope: whether layers without a window have no positions if other layers have a window, as in
             EXAONE 4.
@@ -112,7 +112,7 @@ class Scale:
     Attributes:
         ours: our key.
         theirs: transformers' key.
-        usual: default of transformers' key; None: by default, the scale is off.
+        usual: default of transformers' key, or None if the scale is off by default.
         power: our value is transformers' value to this power.
         is_whole: whether the value of transformers' key is a whole number.
         may_be_off: whether the value of transformers' key may be null, which means off.
@@ -160,11 +160,11 @@ class Family:
         defaults: values of keys that config.json may leave out.
         aliases: other name of a key → the key, as in transformers' `attribute_map`.
         fixed: further keys that may change the logits of this family → their harmless values. If
-            the key is absent, its value is that in `defaults`, else the first harmless one.
+            the key is absent, its value is that in `defaults`, or else the first harmless value.
         harmless: further keys that change no logit of this family, separated by spaces.
         norms: transformers' module of each norm in a layer → ours.
         joined: transformers' module that joins several projections → ours, separated by spaces.
-        head_dim: default of `head_dim`; None: hidden_size / num_attention_heads.
+        head_dim: default of `head_dim`; None means hidden_size / num_attention_heads.
         null_head_dim: whether `head_dim` may be null, which means hidden_size /
             num_attention_heads.
         has_head_dim: whether an export always writes `head_dim`; otherwise it only writes a value
@@ -174,35 +174,35 @@ class Family:
         usual_heads: whether the size of a head must be hidden_size / num_attention_heads.
         activation_key: key with the MLP's non-linearity.
         activations: allowed values of `model.activation`, the default first.
-        biases: value of `model.attention_bias` if attention has biases; None: it never has.
-        bias_key: key that switches the biases of attention on; None: `biases` always applies.
-        out_bias_key: key that adds a bias to attention's output projection; None: there is no such
-            key.
+        biases: value of `model.attention_bias` if attention has biases, or None if it has none.
+        bias_key: key that switches the biases of attention on; with None, `biases` always applies.
+        out_bias_key: key that adds a bias to attention's output projection, or None if there is no
+            such key.
         has_mlp_bias: whether the key mlp_bias switches the MLP's biases on.
         dropouts: keys with dropout probabilities.
-        norm_of_heads: `model.qk_norm_width` of the norms of queries and keys; None: there are no
-            such norms; "": the key use_qk_norm switches norms of each head on.
-        rotary: default of partial_rotary_factor; None: every dimension of a head is rotated.
+        norm_of_heads: `model.qk_norm_width` of the norms of queries and keys, or None without such
+            norms. With "", the key use_qk_norm switches norms of each head on.
+        rotary: default of partial_rotary_factor, or None if every dimension of a head is rotated.
         has_rotary_dim: whether rotary_dim may give the number of rotated dimensions.
         pairs: whether RoPE pairs dimensions 2i and 2i + 1 of a head, rather than i and i + r/2, as
             our model does.
         base: default of rope_theta.
         local_base: default base of layers with a window, in families whose layers with and without
-            a window have separate rope_parameters; None: all layers share rope_parameters.
-        local_key: key of that base at the top level; "": there is no such key.
+            a window have separate rope_parameters; with None, all layers share rope_parameters.
+        local_key: top-level key that overrides `local_base`, or "" if there is no such key.
         scalings: allowed values of rope_type.
         rope_names: other name of a rope_type → the rope_type.
         rope: value of rope_parameters if config.json has none.
-        original: default of original_max_position_embeddings at the top level; None: there is no
-            default there.
+        original: default of original_max_position_embeddings at the top level, or None if there is
+            no such default.
         has_temperature: whether llama_4_scaling_beta in rope_parameters scales the queries.
-        windows: which layers have a window; None: no layer may have one.
+        windows: which layers have a window, or None if no layer may have one.
         zero_centered: whether norms multiply by 1 + weight.
         root_scale: whether the embedding is multiplied by √hidden_size.
         scales: further scales.
         has_pad: whether transformers has a default pad_token_id, which might lie outside of the
             vocabulary, so that an export writes null.
-        experts: names of the experts; None: the family is dense.
+        experts: names of the experts, or None if the family is dense.
     """
 
     title: str
@@ -265,7 +265,7 @@ def _sizes(
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,  # None: as many as there are query heads
+        "num_key_value_heads": kv_heads,  # None means as many as there are query heads
         "intermediate_size": ffn,
         "max_position_embeddings": positions,
         "vocab_size": vocabulary,

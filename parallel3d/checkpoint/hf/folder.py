@@ -94,11 +94,12 @@ def export_hf(
         read: returns the full, unpadded tensors for names of our tensors; called once per file.
         folder: created here, and must be empty if it exists. It appears complete or not at all.
         dtype: dtype of the weights in the files, a key of `COMPUTE`.
-        end_of_text: token that separates documents; None: unknown.
-        begin_of_text: token that begins a prompt; None: `end_of_text`.
-        ends: takes an `eos_token_id` or None, and returns the one to export, which has all tokens
-            at which generation stops; None: the `eos_token_id` is exported unchanged.
-        kept: `kept_keys` of the config.json from which the model was imported; None: it was not.
+        end_of_text: token that separates documents, or None if it is unknown.
+        begin_of_text: token that begins a prompt; None stands for `end_of_text`.
+        ends: function that takes an `eos_token_id` or None, and returns the value to export, with
+            all tokens at which generation stops. Without it, the value is exported unchanged.
+        kept: `kept_keys` of the config.json from which the model was imported, or None if it was
+            not imported.
         beside: additional files, file name → content, such as a tokenizer's. They override files
             that are written here.
         others: the folder that `keep_rest` wrote, if the model is the text part of a vision model;
@@ -142,7 +143,7 @@ def export_hf(
             for name, text in texts.items():
                 (partial / name).parent.mkdir(exist_ok=True)
                 (partial / name).write_bytes(text)
-    except (OSError, SafetensorError) as error:  # a full disk, in Python or safetensors
+    except (OSError, SafetensorError) as error:  # for example, the disk is full
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"to={folder} cannot be written: {reason}") from None
     return sorted(folder.iterdir())
@@ -163,7 +164,7 @@ def _shards(
 ) -> dict[str, list[HFTensor]]:
     """Returns file name → tensors, in order; a file exceeds `shard_bytes` only with one tensor.
 
-    `extra`: whether the names must count another file, which follows these.
+    With `extra`, the names count one more file, which follows these.
     """
     groups: list[list[HFTensor]] = [[]]
     held = 0
@@ -198,7 +199,7 @@ def _written(tensor: HFTensor, parts: dict[str, Tensor], dtype: str) -> Tensor:
 def _reordered(whole: Tensor, tensor: HFTensor, *, back: bool) -> Tensor:
     """Reorders the rows of heads from pairs (2i, 2i + 1), as in the file, to (i, i + r/2).
 
-    `back`: reorder in the opposite direction. Without `tensor.pairs`, nothing is reordered.
+    With `back`, reorders in the opposite direction. Without `tensor.pairs`, nothing is reordered.
     """
     if tensor.pairs is None:
         return whole
@@ -321,8 +322,8 @@ def tensors_of(
 
     Args:
         kind: the folder's format.
-        dtype: dtype of the tensors; None: the files' dtype.
-        wanted: names of our tensors to yield; None: all.
+        dtype: dtype of the tensors; None stands for the files' dtype.
+        wanted: names of our tensors to yield; None stands for all.
         mtp: number of layers of multi-token prediction that the files may hold, which are left out.
         wrapped: whether the model is the text part of a vision model, whose other tensors are left
             out.

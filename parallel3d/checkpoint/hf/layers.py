@@ -53,8 +53,8 @@ def words_of(model: ModelConfig) -> list[str]:
 def read_layers(keys: Keys, family: Family, layers: int, positions: int) -> dict[str, Any]:
     """Returns our keys `layer_types` and `sliding_window` for a config.json.
 
-    Raises UserError for values that transformers refuses or our model cannot express. `positions`:
-    maximum sequence length.
+    Raises UserError for values that transformers refuses or our model cannot express. `positions`
+    is the maximum sequence length.
     """
     windows = family.windows
     types = _read_types(keys, layers)
@@ -92,7 +92,7 @@ def read_layers(keys: Keys, family: Family, layers: int, positions: int) -> dict
 
 
 def _read_types(keys: Keys, layers: int) -> list[bool] | None:
-    """Returns which layers have a window by layer_types; None: config.json has no layer_types."""
+    """Returns which layers have a window by layer_types, or None if config.json lacks this key."""
     kinds = keys.get("attn_type_list", None, list)  # MiniMax's key; 1 is full attention
     if kinds is not None and any(one != 1 for one in kinds):
         raise keys.error("attn_type_list", kinds, "every layer must be 1")
@@ -149,7 +149,7 @@ def _usual(
 
 
 def _read_period(keys: Keys, key: str, usual: int) -> int:
-    """Returns the period that a key gives as a number or, in EXAONE's files, as LLLG."""
+    """Returns the period that a key gives as a number or, for EXAONE, as text such as LLLG."""
     value = keys.take(key, usual)
     if isinstance(value, str) and value[-1:] == "G" and set(value[:-1]) == {"L"}:
         return len(value)

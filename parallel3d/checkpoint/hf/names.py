@@ -66,7 +66,7 @@ class HFTensor:
         wide: whether an export always writes the tensor in fp32 or fp64. This is needed for a
             router's bias, whose differences bf16 would erase.
         pairs: (size of a head, rotated dimensions) if RoPE pairs dimensions (2i, 2i + 1) in the
-            file; None: it pairs (i, i + r/2), as our model does.
+            file, or None if it pairs (i, i + r/2), as in our model.
     """
 
     name: str
@@ -110,7 +110,8 @@ def spellings(name: str, *, wrapped: bool = False) -> list[str]:
     """Returns the names that a tensor may have in a folder.
 
     A folder of a bare `LlamaModel` or `GPT2Model`, such as OpenAI's GPT-2, has names without the
-    prefix. `wrapped`: the model is the text part of a vision model, which has one of two prefixes.
+    prefix. With `wrapped`, the model is the text part of a vision model, whose names have one of
+    two prefixes.
     """
     if not wrapped:
         return [name, BASE_PREFIX.sub("", name)]

@@ -21,7 +21,7 @@ _REFUSED = object()
 
 
 class Keys:
-    """Reads keys of config.json, or of an object in it; `finish` refuses all keys left unread."""
+    """Reads keys of config.json or of an object in it; `finish` refuses keys that were not read."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Keys:
         """Returns the value of `key`, or `default` if the key is absent.
 
         Raises UserError if the value is not of type `kind`; a whole number may stand for a float.
-        `null`: the value that stands for null; without it, null is only allowed and returned if
-        `default` is None.
+        `null` is the value to return for null. Without it, null is only allowed if `default` is
+        None, and None is returned.
         """
         value = self._left.pop(key, _REFUSED)
         if value is _REFUSED:
@@ -59,7 +59,10 @@ class Keys:
         raise self.error(key, value, f"it must be {WORDS[kind]}")
 
     def require(self, key: str, allowed: tuple[Any, ...], default: Any, why: str = "") -> Any:
-        """Returns the value of `key`, or `default`. Raises UserError unless it is `allowed`."""
+        """Returns the value of `key`, or `default` if the key is absent.
+
+        Raises UserError unless `allowed` contains the value. `why` ends the message.
+        """
         value = self.take(key, default)
         if value not in allowed:
             choices = " or ".join(show(choice) for choice in allowed)

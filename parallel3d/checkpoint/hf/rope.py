@@ -118,7 +118,7 @@ def _read_by_kind(
 def _read(
     keys: Keys, rope: Keys, family: Family, positions: int, width: int, top: float | None
 ) -> dict[str, Any]:
-    """Returns our keys for one set of rope_parameters; `top`: the base if the set has none."""
+    """Returns our keys for one set of rope_parameters; `top` is the base if the set has none."""
     old_name = rope.get(OLD_KIND, "default", str)
     names = (*family.scalings, *family.rope_names)
     kind = rope.require(KIND, names, old_name)
@@ -140,8 +140,8 @@ def _read(
 def _rotary_percent(keys: Keys, rope: Keys, family: Family, width: int) -> float:
     """Returns the share of a head that RoPE rotates.
 
-    The first that exists counts: partial_rotary_factor in `rope`, then at the top level, then
-    MiniMax's rotary_dim, then the family's default.
+    The first of these that exists gives the share: partial_rotary_factor in `rope`, the same key at
+    the top level, MiniMax's rotary_dim, and the family's default.
     """
     share = family.rotary
     if family.has_rotary_dim:

@@ -125,8 +125,8 @@ def extents_of(path: Path) -> dict[str, Extent]:
 def keep_others(folder: Path, files: Sequence[Path], names: Collection[str], to: Path) -> None:
     """Writes the tensors `names`, config.json and the processor's files into the folder `to`.
 
-    `files`: the files with the weights; if several hold a tensor, the last one counts. Raises
-    OSError, and raises ValueError for a file that is not valid JSON despite its name.
+    `files` are the files with the weights; if several hold a tensor, the last file counts. Raises
+    OSError, and raises ValueError for a .json file that is not valid JSON.
     """
     for name in (CONFIG, *PROCESSOR_FILES):
         if (folder / name).is_file():
