@@ -8,9 +8,9 @@ errors of all levels above a leaf add up to less than 1.5 slots, and the last le
 0.5.
 
 After any n slots, each owner therefore has its share of n to within 2. Webster's rule for all
-owners at once (slots ordered by (j + 1/2) / w) does not guarantee this: next to an owner of weight
-1/2, a thousand owners of weight 1/2000 would get their first slots only after the heavy owner has
-had 500.
+owners at once, which orders slot j of each owner by (j + 1/2) / w, does not guarantee this: next to
+an owner of weight 1/2, a thousand owners of weight 1/2000 would get their first slots only after
+the heavy owner has had 500.
 
 Sources: M. Balinski and H. P. Young, Fair Representation, 1982 (Webster's rule; quotas); D. A.
 Huffman, "A Method for the Construction of Minimum-Redundancy Codes", Proc. IRE 1952.
@@ -44,15 +44,15 @@ class Shares:
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
-        """Builds the Huffman tree. Raises ValueError if there is no weight or a weight below 1."""
+        """Builds the Huffman tree. Raises ValueError if there are no weights or one is below 1."""
         if not weights or min(weights) < 1:
             raise ValueError("shares need weights, whole numbers of at least 1")
         self.owners = len(weights)
-        # Inner nodes, children before their parents: twice the left child's weight, the node's own
-        # weight, the left and the right child. A child is the number of a node, or -1 - k for
-        # owner k.
+        # The inner nodes, children before their parents. Each has twice its left child's weight,
+        # its own weight, its left child and its right child. A child is the number of a node, or
+        # -1 - k for owner k.
         self._nodes: list[tuple[int, int, int, int]] = []
-        # At equal weights owners come first, in their order, then nodes in order of creation.
+        # At equal weights, owners come first, in their order, and then nodes in order of creation.
         heap = [(weight, k, -1 - k) for k, weight in enumerate(weights)]
         heapq.heapify(heap)
         while len(heap) > 1:
@@ -116,7 +116,7 @@ class StagedShares:
         self._firsts = firsts
         self._members = [list(stage.weights) for stage in stages]
         self._shares = [Shares(list(stage.weights.values())) for stage in stages]
-        self._before = [[0] * sets]  # for each stage, the samples of each data set before
+        self._before = [[0] * sets]  # for each stage, each data set's samples before it
         for first in firsts[1:]:
             self._before.append(self.counts(first))
 

@@ -49,7 +49,7 @@ _PAUSE_S = 0.02
 _LARGEST_FACTS = 1 << 20
 
 
-# A function that makes a result from an entry's open files, by suffix, and its builder's facts.
+# A function that makes a result from an entry's open files by suffix, and its builder's facts.
 Opened = Callable[[dict[str, WatchedFile], dict[str, Any]], T]
 
 
@@ -78,7 +78,7 @@ def kept(
         check_owner(folder)
         found = load()
         if found is None:
-            # The folder is private, because the text may be. An existing one keeps its permissions.
+            # The folder is private, as texts may be. An existing folder keeps its permissions.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _build_lock(prefix.with_suffix(".lock")) as locked:
                 found = load()  # another process may have just built it
@@ -142,7 +142,7 @@ def _build_lock(path: Path) -> Iterator[bool]:
     """Locks a file while the caller builds; yields False if the file system has no locks.
 
     Some network file systems have none. Two runs may then both build, but each file is renamed into
-    place, so no reader sees an incomplete one.
+    place, so no reader sees an incomplete file.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     told = False
@@ -162,7 +162,9 @@ def _build_lock(path: Path) -> Iterator[bool]:
             _log.info(f"{path.parent} is on a file system without locks: others may build it, too")
         yield locked
     finally:
-        os.close(descriptor)  # unlocks; removing the file would race with other processes
+        # Closing releases the lock; the file stays, because removing it would race with other
+        # processes.
+        os.close(descriptor)
 
 
 # The folder
@@ -225,6 +227,6 @@ def check_owner(folder: Path) -> None:
 
 
 def is_trusted(status: os.stat_result, folder: Path) -> bool:
-    """Returns whether a regular file is this user's or root's, and no other user can write it."""
+    """Returns whether a file is regular, owned by this user or root, and writable by no other."""
     ours = status.st_uid == 0 or is_ours(status, folder)
     return stat.S_ISREG(status.st_mode) and ours and not others_may_write(status, folder)

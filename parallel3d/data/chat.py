@@ -52,8 +52,8 @@ _log = logging.getLogger(__name__)
 
 PRIVATE = range(0xE000, 0xF900)  # Unicode's private characters, which have no meaning
 Turn = tuple[int, int]  # characters [begin, end) of the text that the assistant wrote
-# Three pairs of characters: for the two sides of a special token that a message spells out, of the
-# text inside `{% generation %}`, and of the number of an anchor.
+# Three pairs of characters, which enclose the special tokens that messages spell out, the text in
+# `{% generation %}`, and the numbers of anchors.
 Marks = tuple[str, ...]
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 
@@ -63,7 +63,7 @@ class Conversation(NamedTuple):
 
     Attributes:
         tokens: (n,) int64.
-        spoken: (n,) bool, true for the assistant's tokens and those that end its turns.
+        spoken: (n,) bool, true for the learned tokens: the assistant's words and ends of turns.
         unread: keys of the row that nothing reads.
         drops_thoughts: whether the template leaves some thoughts out.
     """
@@ -138,7 +138,10 @@ class Reader:
             else:
                 at += len(piece)
         if begins or shown.whole != "".join(pieces[::2]):
-            raise Refused("has a template that changes what its {% generation %} tags enclose")
+            raise Refused(
+                "cannot be read, because the chat template changes the text inside its "
+                "{% generation %} tags; give a template that leaves it unchanged"
+            )
         left = []
         own = [n for n, message in enumerate(shown.row.messages) if message["role"] == ASSISTANT]
         for at, turn in enumerate(turns):
@@ -226,7 +229,7 @@ class Reader:
         return re.compile(f"{pattern}|[{begin}{end}]").finditer(whole, at)
 
     def _encoded(self, whole: str, marks: Marks, held: set[str]) -> Placed:
-        """Encodes a whole conversation; the places of tokens refer to `whole`."""
+        """Returns the tokens of a conversation, with their places in `whole`. Raises Refused."""
         plain = _without(whole, marks[:2])
         try:
             plain.encode()
@@ -276,15 +279,15 @@ class Reader:
         def source(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             return places + shifts[np.searchsorted(begins, places, "right") - 1]
 
-        # The end follows from the last character, because the next may belong to another part.
+        # The end follows from the last character, as the next may be another piece's.
         last = np.maximum(made.ends - 1, made.begins)
         return Placed(made.tokens, source(made.begins), source(last) + 1)
 
 
 def _with_contents(rendering: Rendering) -> list[Message]:
-    """Returns the messages of a rendering.
+    """Returns the messages of a rendering, in a form on which the template does not fail.
 
-    If the template fails on messages without a content, they get an empty one.
+    If the template fails on messages without content, an empty content is added to them.
     """
     try:
         rendering.text()
@@ -306,7 +309,7 @@ def _unused(held: set[str], count: int) -> tuple[str, ...]:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a JSON value with its strings changed, except keys."""
+    """Returns a JSON value with `change` applied to all its strings except keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -316,8 +319,8 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-# Conversations of a run: a pair of marked tokens in the token cache. A marked token is the token,
-# plus SPOKEN if the assistant wrote it, so windows, packs and shuffles work as for documents.
+# The conversations of a run are a pair of marked tokens in the token cache. A marked token is a
+# token, plus SPOKEN if it is learned, so windows, packs and shuffles work as for documents.
 
 
 VERSION = 3
@@ -393,7 +396,7 @@ class ChatSamples:
         self._marked.will_read(i)
 
     def sample(self, i: int) -> Sample:
-        """Returns sample `i` >= 0, in which only labels of the assistant count."""
+        """Returns sample `i` >= 0, in which only the learned labels count."""
         sample = self._marked.sample(i)
         spoken = (sample.tokens & SPOKEN) != 0
         tokens = sample.tokens & TOKEN
@@ -403,7 +406,7 @@ class ChatSamples:
 def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
     """Writes all conversations; returns notes for the user about the rows, as facts to keep.
 
-    Raises UserError for a row that is not a conversation, or for too many of them.
+    Raises UserError if more rows than allowed are not conversations, or if no row is one.
     """
     _log.info(f"building the token cache: conversations of {len(chat.documents)} files")
     reader, told = Reader(chat.tokenizer, chat.template), Told()
@@ -429,7 +432,7 @@ def write_chat(chat: Chat, writer: IndexedWriter) -> dict[str, Any]:
 def _judge(chat: Chat, told: Told, least: int) -> None:
     """Raises UserError if too many rows are bad.
 
-    The share of bad rows counts from `least` rows on. If no bad row is allowed, the first raises.
+    The share of bad rows is checked from `least` rows on. If none is allowed, the first one raises.
     """
     if not chat.most_bad and told.bad:
         raise UserError(

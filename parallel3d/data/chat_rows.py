@@ -24,8 +24,8 @@ ASSISTANT = "assistant"
 TOOL = "tool"
 FUNCTION = "function"
 MESSAGES = "messages"
-# Keys of the messages. If a row has several, the first is read; the others hold earlier states of
-# the conversation.
+# Keys under which a row may hold its messages. If a row has several, the first is read, since the
+# others hold earlier states of the conversation.
 LISTS = (MESSAGES, "conversations", "conversation")
 SYSTEMS = ("system", "system_prompt")
 TOOLS = "tools"
@@ -70,7 +70,7 @@ _LEARNING = (
     "training_detail train_on_input train_on_inputs train_on_turn should_train assistant_masks "
     "learn learned supervise supervised no_loss ignore_loss compute_loss calculate_loss is_target"
 )
-# A key of a message that has one of these words is taken to be about learning.
+# A message's key that contains one of these words is taken to be about learning.
 _WORDS = (
     "train trained training loss mask masked weight learn learned label labels ignore ignored skip "
     "skipped exclude excluded"
@@ -121,7 +121,7 @@ _ARGUMENTS = (
 RESERVED = frozenset(_ARGUMENTS.split())
 CLOSE = 0.88  # difflib's ratio for a difference of one letter in eight
 EMPTY: tuple[Any, ...] = (None, "", [], {})
-# Options that are off if they are false; elsewhere false may have a meaning.
+# Options for which false counts as missing; for other keys, false may have a meaning.
 SWITCHES = ("prefix", "partial", "end_turn", "continue_final_message", "add_generation_prompt")
 
 Message = Mapping[str, Any]
@@ -135,11 +135,11 @@ class Row(NamedTuple):
     """A row in the form that a template gets.
 
     Attributes:
-        messages: each has a role and, unless it is null, a content: text or a list of its parts.
+        messages: each has a role and, unless it only has calls, a content: text or a list of parts.
         names: the name of each message in errors.
         learned: whether each message is learned if the assistant says it.
-        tools: an object for each tool; None if the row has none.
-        documents: an object for each document; None if the row has none.
+        tools: an object for each tool, or None if the row has none.
+        documents: an object for each document, or None if the row has none.
         more: further variables for the template.
         optional: keys of messages that have an effect only if the template reads them.
         unread: keys that nothing reads.
@@ -161,8 +161,8 @@ class Row(NamedTuple):
 def parse(text: str | bytes) -> Any:
     """Parses JSON text.
 
-    Raises Refused, even for a key that occurs twice and for lists and objects that are nested too
-    deep.
+    Raises Refused if the text is not JSON, if an object has a key twice, or if lists and objects
+    are nested too deep.
     """
     try:
         content = json.loads(text, object_pairs_hook=_once)
@@ -187,7 +187,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _spelled(value: Any, kind: type, what: str) -> Any:
-    """Returns a value of `kind`, given as such or as JSON text. Raises Refused about `what`."""
+    """Returns a value of type `kind`, which may be given as JSON text. Raises Refused on `what`."""
     if isinstance(value, str):
         try:
             value = parse(value)
@@ -200,7 +200,7 @@ def _spelled(value: Any, kind: type, what: str) -> Any:
 
 
 def _objects(value: Any, what: str) -> list[dict[str, Any]] | None:
-    """Returns a list of objects; None for null and for empty text.
+    """Returns a list of objects, or None if `value` is null or blank text.
 
     `value` is a list, one object, or the JSON text of either; each object in a list may be JSON
     text, too. Raises Refused about `what`.
@@ -316,7 +316,7 @@ def _bare(key: str) -> str:
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
-    """Returns the tools of a row, as objects with a name; None without any.
+    """Returns the tools of a row as objects with a name, or None if no tools are given.
 
     Functions in the format of 2023 become tools. Raises Refused.
     """
@@ -334,7 +334,7 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a tool with its parameters as an object, which may be given as JSON text.
+    """Returns a tool whose parameters are an object, parsed if they were given as JSON text.
 
     Raises Refused.
     """
@@ -355,14 +355,14 @@ def _with_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_of(called: Mapping[str, Any]) -> str:
-    """Returns the name of a tool or of a call; "" without one."""
+    """Returns the name of a tool or of a call, or "" if it has none."""
     function = called.get(FUNCTION, called)
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
 
 
 def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
-    """Returns a row's text for a first message of role system; None without one. Raises Refused."""
+    """Returns the system text to put before a row's messages, or None. Raises Refused."""
     given = {key: row[key] for key in SYSTEMS if row.get(key) not in EMPTY}
     for key, text in given.items():
         if not isinstance(text, str):
@@ -384,9 +384,10 @@ def _system(row: Mapping[str, Any], messages: Sequence[Message]) -> str | None:
 
 
 def _message(turn: Mapping[str, Any], number: int, optional: set[str]) -> tuple[Message, bool]:
-    """Returns a message, and whether it is learned; adds keys to `optional`.
+    """Returns a turn as a message, and whether it is learned.
 
-    Nulls count as missing, as in transformers. Raises Refused.
+    Adds to `optional` the keys that have an effect only if the template reads them. Nulls count as
+    missing, as in transformers. Raises Refused.
     """
     given = {key: value for key, value in turn.items() if value is not None}
     of = f" of message {number}"
@@ -448,7 +449,7 @@ def _speaker(given: Mapping[str, Any], number: int) -> str:
 
 
 def _flag(value: Any, key: str, of: str) -> bool | None:
-    """Returns whether a flag is set; None if it is missing. Raises Refused for other values."""
+    """Returns whether a flag is set, or None if it is missing. Raises Refused if it is invalid."""
     if value is None:
         return None
     for flag, learned in FLAGS:
@@ -488,7 +489,7 @@ def _put_thoughts(given: dict[str, Any], number: int) -> None:
 
 
 def _content(given: Mapping[str, Any], number: int) -> Any:
-    """Returns the content of a message: text, or a list of its parts; None without a content.
+    """Returns a message's content, text or a list of parts, or None if the message only has calls.
 
     Raises Refused.
     """
@@ -508,7 +509,7 @@ def _content(given: Mapping[str, Any], number: int) -> Any:
 
 
 def _part(part: Any, number: int) -> dict[str, Any]:
-    """Returns a part of a content, which must be text. Raises Refused."""
+    """Returns a part of a message's content, which must be text. Raises Refused."""
     if not isinstance(part, dict):
         raise Refused(f"has a part of message {number} that is not an object with type and text")
     part = {key: value for key, value in part.items() if value is not None}
@@ -559,7 +560,7 @@ def _call(call: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _arguments(function: Mapping[str, Any], what: str) -> Any:
-    """Returns the arguments of a call, an object or its JSON text. Raises Refused."""
+    """Returns the arguments of a call, which are an object or its JSON text. Raises Refused."""
     given = function.get("arguments")
     if given is None:
         raise Refused(f"has no {what}: write {{}} for a call without arguments")
@@ -635,7 +636,7 @@ SHOWN = 12  # maximum number of keys in a sentence
 
 
 def keys_not_read(unread: Mapping[str, int]) -> list[str]:
-    """Returns a sentence on keys that nothing reads, with their numbers of rows; [] without any."""
+    """Returns a list with a sentence on the keys that nothing reads, or [] if there are none."""
     if not unread:
         return []
     many = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
@@ -655,7 +656,7 @@ def unread_of(row: Row, reads: Has, takes: Has) -> frozenset[str]:
     """Returns the keys of a row that nothing reads.
 
     `reads` tells whether the template reads a key, and `takes` whether it reads a variable. Raises
-    Refused for a key that would change the shown text.
+    Refused for a key that would change the shown text, and for results of calls in a wrong order.
     """
     found = row.unread | {f"{plain(key)} of {KWARGS}" for key in row.more if not takes(key)}
     for key in row.optional:

@@ -63,9 +63,9 @@ class Anchors:
 
         Args:
             begin, end: the characters before and after an anchor's number.
-            inside: put anchors inside the messages of other roles than the assistant's, not at
-                their ends.
-            names: put anchors into the names of tools and calls, too.
+            inside: whether anchors are put inside the messages of other roles than the
+                assistant's, not at their ends.
+            names: whether anchors are put into the names of tools and calls, too.
         """
         self._begin = begin
         self._end = end
@@ -73,7 +73,8 @@ class Anchors:
         self._names = names
         escaped = [f"\\\\u{ord(mark):04x}" for mark in (begin, end)]
         self._pattern = re.compile(f"{begin}(\\d+){end}|{escaped[0]}(\\d+){escaped[1]}")
-        # The owner of each anchor: its kind, its number, and the number of a call in its message.
+        # The owner of each anchor: "message", "call" or "tool", the number of the message or
+        # tool, and the number of the call in its message, which is 0 for other owners.
         self.owners: list[tuple[str, int, int]] = []
 
     def put(self, rendering: Rendering) -> Rendering:
@@ -216,7 +217,7 @@ class Shown:
         return False
 
     def speakers(self, turn: tuple[int, int]) -> set[int]:
-        """Returns the numbers of the assistant's messages of which some text ends within a turn."""
+        """Returns the numbers of the assistant's messages with a text that ends within `turn`."""
         return {
             owner[1]
             for owner, places in self._places.items()
@@ -225,8 +226,8 @@ class Shown:
             and any(turn[0] <= place <= turn[1] for place in places)
         }
 
-    # Places of one turn: a message has its anchor after its words, or after its last call if it has
-    # no words.
+    # Places of one turn. The anchor of a message follows its words, or the name of its last call if
+    # it has no words.
 
     def _anchor(self, number: int) -> tuple[str, int, int] | None:
         message = self.rendering.messages[number]
@@ -294,7 +295,7 @@ class Shown:
         return None
 
     def words_end(self, number: int, begin: int) -> int:
-        """Returns where the words of message `number`, which has no calls, end. Raises Refused."""
+        """Returns where the words of message `number` end. Raises Refused, also if it has calls."""
         words, place = _words(self.rendering.messages[number]), self._place(number, self._places)
         if _calls(self.rendering.messages[number]):
             raise self.unknown(number)

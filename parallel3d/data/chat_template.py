@@ -42,7 +42,7 @@ CLOCK = "strftime_now"  # a function that transformers offers to templates
 
 
 class ChatTemplate:
-    """The chat templates of a tokenizer, which has one, or several by name.
+    """The chat template of a tokenizer, or its several templates, which have names.
 
     Attributes:
         texts: the source of each template by its name.
@@ -79,7 +79,7 @@ class ChatTemplate:
         return self.texts.get(DEFAULT, self.texts.get(WITH_TOOLS, ""))
 
     def of(self, tools: Any) -> Template:
-        """Returns the template for rows with `tools`, or without if None. Raises Refused."""
+        """Returns the template for rows with `tools`, or without if it is None. Raises Refused."""
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self._by_name else DEFAULT
         if name not in self._by_name:
             raise Refused(f"has no tools, but {self.named} is only for rows with tools")
@@ -99,7 +99,7 @@ class Template:
         self.text = text
         self._tokens = dict(tokens)
         self.has_tags = False
-        self._around = ("", "")  # the texts written in place of `{% generation %}` and its end
+        self._around = ("", "")  # the texts written in place of the opening and closing tags
         self._names: set[str] = set()  # the variables in the code
         self._keys: set[str] = set()  # the attributes and the strings in the code
         self._template = self._parsed(named)
@@ -117,9 +117,9 @@ class Template:
         """Returns the messages as text. Raises Refused if the template fails.
 
         Args:
-            more: further names for the template, which override the names of special tokens.
-            prompt: end the text with the opening of an assistant's message.
-            around: markers for the start and the end of the assistant's words, if `has_tags`.
+            more: further variables for the template, which override those of special tokens.
+            prompt: whether the text ends with the opening of an assistant's message.
+            around: markers to write before and after the assistant's words, if `has_tags`.
         """
         self._around = around
         names = {
@@ -168,19 +168,19 @@ class Template:
 
     @cached_property
     def takes_objects(self) -> bool:
-        """Whether the template shows arguments of calls that are objects as JSON or XML."""
+        """Whether the template shows a call's arguments as JSON or XML if they are an object."""
         found = self._called({"onlykey": "only value"})
         return found is not None and "only value" in found and "'onlykey'" not in found
 
     @cached_property
     def takes_text(self) -> bool:
-        """Whether the template shows arguments of calls that are JSON text unchanged."""
+        """Whether the template shows a call's arguments unchanged if they are JSON text."""
         text = '{"onlykey": "only value"}'
         found = self._called(text)
         return found is not None and text in found
 
     def _called(self, arguments: Any) -> str | None:
-        """Returns the text of a call with `arguments`; None if the template does not show them."""
+        """Returns the text of a call with `arguments`, or None if the template hides them."""
         function = {"name": "onlycalled", "arguments": arguments}
         call = {"id": "onlycalls", "type": FUNCTION, FUNCTION: function}
         schema = {"type": "object", "properties": {}}
@@ -305,8 +305,8 @@ def templates_of(tokenizer: FileTokenizer) -> dict[str, str]:
 def _listed(config: Mapping[str, Any], file: str, key: str) -> dict[str, str]:
     """Returns the templates in chat_template of a configuration file, by name.
 
-    The key holds one text, a list of objects with name and template, or an object of texts by
-    name. Raises UserError for anything else.
+    The key holds one text, a list of objects with name and template, or an object that maps
+    names to texts. Raises UserError for anything else.
     """
     given = config.get("chat_template")
     if not given:
@@ -321,7 +321,7 @@ def _listed(config: Mapping[str, Any], file: str, key: str) -> dict[str, str]:
     found = dict(pairs)
     if not found or not all(isinstance(text, str) for pair in found.items() for text in pair):
         raise UserError(
-            f"{key} cannot be read: chat_template in {file} must be text, or a list of objects "
-            "with name and template"
+            f"{key} cannot be read: chat_template in {file} must be text, a list of objects with "
+            "name and template, or an object that maps names to texts"
         )
     return found

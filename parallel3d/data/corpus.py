@@ -1,4 +1,4 @@
-"""Opens the text of a run as streams of tokens, to train on and held out, with packing plans."""
+"""Opens a run's text as a stream to train on and a held-out stream, with packing plans."""
 
 from __future__ import annotations
 
@@ -86,22 +86,24 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _LOOKED_AT = 1 << 22  # number of tokens read at a time
-_SENTENCES = 4  # number of notes on a blend's parts that are shown
-# numbers of sampled places of stream and index for a fingerprint, and of tokens at each place
+_SENTENCES = 4  # maximum number of shown notes on a blend's parts
+# A fingerprint samples this many places of the tokens and of the index, and this many numbers at
+# each place.
 _PLACES, _RUN = 8, 512
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as a stream of tokens, split into `train` and then `valid`, of which one may be empty.
+    """A text as a stream of tokens, split into `train` and `valid`, either of which may be empty.
 
     Attributes:
         fingerprint: a digest of the stream, the same on any machine.
         vocab_size, eot: number of tokens, and the token that ends a text.
         tokenizer: the tokenizer's digest.
         tokenizer_name: location of the tokenizer; None if it is not known.
-        documents: tells where documents begin; None: a document begins after each `eot`.
-        plans: packing plans of `train` and `valid`, None for an empty part; None: no packing.
+        documents: tells where documents begin, or None if they begin after each `eot`.
+        plans: packing plans of `train` and `valid`, each None if the part is empty; None if the
+            documents are not packed.
         name: the prefix of a pair; "" for other texts.
         named: the name of the corpus in errors.
         marked: whether the tokens carry the marks of `chat`.
@@ -156,7 +158,7 @@ class Corpus:
         return self.valid if held_out else self.train
 
     def starts(self, held_out: bool) -> Starts | None:
-        """Returns a function that finds where documents start in a part, counted from its start.
+        """Returns a function that finds where documents start, relative to the part's start.
 
         Returns None if a document begins after each `eot`.
         """
@@ -194,7 +196,7 @@ class Corpus:
         """Returns the samples of one part.
 
         Samples to train on are shuffled; held-out samples are in order and reach the last token.
-        `name` is that of a blend's part, so that each part has an order of its own.
+        `name` identifies a part of a blend, so that each part has an order of its own.
         """
         tokens, shuffle = self.part(held_out), not held_out
         if self.plans is not None:
@@ -220,8 +222,8 @@ def _starts(pair: IndexedCorpus, first: int, begin: int, end: int) -> npt.NDArra
 class Blend:
     """Several corpora that were made with the same tokenizer, mixed by weight.
 
-    They are in the order of their fingerprints, which does not depend on file names and on the
-    order in which the user gave them.
+    The corpora are in the order of their fingerprints, which depends neither on file names nor on
+    the order in which the user gave them.
     """
 
     corpora: tuple[Corpus, ...]
@@ -334,8 +336,9 @@ def open_corpus(
     """Opens the text that `data` describes; builds its token cache and plans if they are missing.
 
     The share `data.held_out` of each text is held out at its end; unless the share is 0, that is at
-    least one sample of `seq_length` + 1 tokens. `vocab_size` is the model's, which a pair's tokens
-    must not exceed; None: the limit is the tokenizer's. Raises UserError.
+    least one sample of `seq_length` + 1 tokens. `vocab_size` is the size of the model's
+    vocabulary, which a pair's tokens must not exceed; None stands for the tokenizer's. Raises
+    UserError.
     """
     folder = cache.folder_of(data)
     if data.name in ("corpus", "blend"):
@@ -372,7 +375,7 @@ def _open_text(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
 def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Document], list[str]]:
     """Returns the tokenizer and the documents of a text, and lines on how its files are read.
 
-    Raises UserError, even if plain files have too few bytes for byte tokens; all other tokens are
+    Raises UserError, also if plain files have too few bytes for byte tokens. Other tokens are
     counted only when they are made.
     """
     tokenizer = open_tokenizer(data.tokenizer or BYTE)
@@ -387,8 +390,8 @@ def _find_text(data: DataConfig, seq_length: int) -> tuple[Tokenizer, list[Docum
 def _open_chat(data: DataConfig, seq_length: int, folder: Path) -> Corpus:
     """Opens the conversations of `data`, after tokenizing them into `folder` if necessary.
 
-    The last conversations, `data.valid_fraction` of the tokens and at least one, are held out.
-    Raises UserError for a row that is not a conversation.
+    The last conversations are held out: the share `data.held_out` of the tokens, and at least one
+    conversation unless this share is 0. Raises UserError if too many rows are not conversations.
     """
     chat = find_chat(data)
     pair, files, facts = cached_pair(folder, chat.key, DTYPE, partial(write_chat, chat))
@@ -474,7 +477,7 @@ def _open_pairs(
 
     Args:
         folder: the cache folder, which keeps blocks of remote files.
-        limit: the size of the model's vocabulary; None: it is not known.
+        limit: the size of the model's vocabulary, or None if it is not known.
     """
     weights = blend_weights(data) if data.name == "blend" else []
     named = {
@@ -506,7 +509,7 @@ def _open_pairs(
 
 
 def _stage(stage: Weights, corpora: Sequence[Corpus], seq_length: int) -> WeightPeriod:
-    """Returns a stage with whole weights by the indices of its corpora."""
+    """Returns a stage whose weights are whole numbers, by the index of the corpus."""
     typed = stage.by_prefix
     members = [k for k, corpus in enumerate(corpora) if corpus.name in typed]
     exact = [typed[corpora[k].name] or Fraction(len(corpora[k].train)) for k in members]
@@ -543,7 +546,7 @@ def _open_pair(
         pair = IndexedCorpus(prefix, named, remote.opened)
         index = pair.index
         assert not isinstance(index, IOBase)
-        index.check()  # both files may have been replaced between their openings
+        index.check()  # the index may have been replaced before the .bin was opened
         kept = facts_beside(prefix, remote.read)
     else:
         pair = IndexedCorpus(prefix, named)
@@ -585,7 +588,7 @@ def is_remote(prefix: str) -> bool:
 def _facts(
     data: DataConfig, pair: IndexedCorpus, tokenizer: Tokenizer | None, kept: CorpusFacts | None
 ) -> tuple[CorpusFacts, str | None]:
-    """Returns facts about a pair, and the place of its tokenizer if known. Raises UserError."""
+    """Returns facts about a pair, and its tokenizer's location or None. Raises UserError."""
     if kept is None:
         if tokenizer is None:
             raise UserError(
@@ -672,9 +675,9 @@ def check_data(
     """Checks the inputs of `open_corpus`, as far as names, sizes and permissions tell.
 
     The launcher calls this function before workers start, so it reads only the first bytes of text
-    files, writes nothing and does not import torch. Only byte tokens and pairs are counted. Returns
-    sentences on how the files of folders are read, and on parts of a blend that a run of `samples`
-    samples would repeat often. Raises UserError, even for a tokenizer that does not fit a model of
+    files, writes nothing and does not import torch. It counts only byte tokens and the tokens of
+    pairs. Returns sentences on how the files of folders are read, and on parts of a blend that a
+    run of `samples` samples would repeat often. Raises UserError, even for a tokenizer that does not fit a model of
     `vocab_size` tokens.
     """
     folder, limit = cache.folder_of(data), vocab_size or TOKEN
@@ -707,7 +710,7 @@ def check_data(
 
 
 def check_vocabulary(needed: int, vocab_size: int, name: str | None) -> None:
-    """Raises UserError if the model's vocabulary is below `needed`, that of tokenizer `name`."""
+    """Raises UserError if `vocab_size` is below `needed`, the tokenizer `name`'s vocabulary."""
     if needed > vocab_size:
         raise UserError(
             f"model.vocab_size={vocab_size} must be at least {needed} for the tokens of "
@@ -726,7 +729,7 @@ def check_epochs(
     """Returns warnings about parts that a run of `samples` samples would repeat often.
 
     `windows` has the number of samples in an epoch of each part. Raises UserError for a part that
-    would be read more than `most` times; None: there is no limit.
+    would be read more than `most` times, unless `most` is None.
     """
     counts = StagedShares(blend.stages, len(blend.corpora)).counts(samples)
     warnings = []
@@ -750,7 +753,7 @@ def check_epochs(
 
 
 def _with_plans(corpus: Corpus, data: DataConfig, seq_length: int, folder: Path) -> Corpus:
-    """Returns the corpus with both packing plans; builds those missing. Raises UserError."""
+    """Returns the corpus with both packing plans; builds missing plans. Raises UserError."""
     capacity = seq_length + 1
     fit = one_each if data.packing == "padded" else best_fit
     training, held_out = (
@@ -785,8 +788,8 @@ def _plan_key(corpus: Corpus, held_out: bool, data: DataConfig, capacity: int) -
     part, first = corpus.part(held_out), len(corpus.train) if held_out else 0
     if not len(part):
         return ""
-    # A fingerprint only samples places of a pair, but a plan depends on all of it, so the files'
-    # marks count, too.
+    # A fingerprint only samples places of a pair, but a plan depends on the whole pair, so the
+    # files' marks count, too.
     stream = [corpus.fingerprint, marks_of(corpus.watched), first, len(part), corpus.marked]
     return cache.digest_of([PLAN_VERSION, stream, capacity, data.packing, data.cut_documents])
 
@@ -834,8 +837,8 @@ def _check_lengths(documents: int, data: DataConfig, capacity: int, named: str) 
 def sets_of(data: DataConfig) -> dict[str, DataConfig]:
     """Returns a `data` section for each validation set, whose text is all held out.
 
-    A set is a pair, given by its prefix or the name of one of its files, or files: conversations
-    under data=chat, text otherwise. Raises UserError for anything else.
+    A set is a pair, given by its prefix or the name of one of its files, or it consists of other
+    files, which hold conversations with data=chat and text otherwise. Raises UserError for anything else.
     """
     found = {}
     for name, path in (data.valid or {}).items():
@@ -849,9 +852,9 @@ def sets_of(data: DataConfig) -> dict[str, DataConfig]:
 
 
 def _prefix_of(path: str) -> str | None:
-    """Returns the prefix of the pair that a path names; None if the path names no pair.
+    """Returns the prefix of the pair that a path names, or None if the path names no pair.
 
-    Raises UserError for an address of another file, and for a folder of pairs.
+    Raises UserError for the address of a file that is not of a pair, and for a folder of pairs.
     """
     bare, end = os.path.splitext(path)
     local = os.path.expanduser(path)
@@ -880,7 +883,7 @@ def _prefix_of(path: str) -> str | None:
 
 
 def named_form(path: str) -> Form | None:
-    """Returns the format that a file's name tells; None if it is unknown or not read."""
+    """Returns the format that a file's name tells, or None if it is unknown or not read."""
     try:
         return named(file_name(path))
     except NotTaken:

@@ -70,7 +70,7 @@ _HELD = frozenset(
 def words_of(text: str) -> list[str]:
     """Splits a name at capitals and at characters that are not letters; returns lower-case words.
 
-    The words "held" and "hold" before "out" also give the joined word, such as "heldout".
+    The words "held" and "out", or "hold" and "out", also give the joined word, such as "heldout".
     """
     found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", text)
     words = [word.lower() for word in found]
@@ -123,10 +123,10 @@ def sort_out(
     Args:
         files: the first bytes of each file by its relative name; b"" if the file is empty, None if
             its bytes are unknown.
-        typed: the kind that the user gave; None: the files tell their kinds.
+        typed: the kind that the user gave, or None if the files tell their kinds.
         asked: words of the glob, whose splits are read even next to training files.
-        web: the files come from a web server.
-        held_out: the files are for evaluation, not for training.
+        web: whether the files come from a web server.
+        held_out: whether the files are for evaluation, not for training.
     """
     taken: dict[str, Form] = {}
     left_out: dict[str, list[str]] = {}
@@ -140,7 +140,7 @@ def sort_out(
             candidates[below] = head
         else:
             left_out.setdefault(why, []).append(below)
-    # In a folder of code, tables and archives are examples for its tests, not data.
+    # In a folder of code, tables and archives are examples for tests, not data.
     is_code = sum(_end(below) in CODE for below in candidates) * 2 > len(candidates)
     for below, head in candidates.items():
         name = below.rpartition("/")[2]
@@ -171,7 +171,7 @@ def _in_folder(below: str, error: NotTaken) -> NotTaken:
 
 
 def _no_document(below: str) -> str | None:
-    """Returns why a file of this name is no training document; None if it may be one."""
+    """Returns why a file of this name is no training document, or None if it may be one."""
     *folders, name = below.split("/")
     end = endings(name)[0]
     if any(_MARKS.fullmatch(part) for part in (*folders, name)):
@@ -254,7 +254,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def check_twins(addresses: Iterable[str]) -> None:
-    """Raises NotTaken for two files with one name and probably the same content.
+    """Raises NotTaken for two files with the same name and probably the same content.
 
     One of them is packed, as after `gzip -k`, or they have the same rows in two formats.
     """
@@ -283,7 +283,8 @@ def label_of(form: Form, split: str) -> str:
 def listing(found: Sorted) -> list[str]:
     """Returns a phrase for each format and split of the files that are read.
 
-    A phrase tells the number of files, the endings of text files, and several folders.
+    A phrase tells the number of files, the endings of text files, and the folders if there are
+    several.
     """
     groups: dict[str, list[str]] = {}
     for name, form in found.taken.items():

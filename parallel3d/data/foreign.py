@@ -112,7 +112,7 @@ def _enders(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _documents(pair: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
-    """Returns sampled documents that are not empty: numbers, and first and last tokens."""
+    """Returns the numbers, and the first and last tokens, of sampled non-empty documents."""
     if pair.documents <= FEW:
         firsts, run = [0], pair.documents
     else:
@@ -129,7 +129,7 @@ def _documents(pair: IndexedCorpus) -> list[tuple[int, np.ndarray]]:
 
 
 def _gives_again(tokenizer: FileTokenizer, tokens: np.ndarray, first: int) -> bool | None:
-    """Returns whether encoding the text of `tokens` gives them again; None if they are too few.
+    """Returns whether encoding the text of `tokens` gives the same tokens; None if too few.
 
     `first` is the number of tokens that the tokenizer puts before every text.
     """

@@ -1,7 +1,7 @@
-"""Recognises the formats of files by ending and first bytes, and refuses unreadable ones by name.
+"""Recognises file formats by endings and first bytes, and refuses formats that are not read.
 
 A file's ending states its content and its packing, and its first bytes must agree. All code that
-opens a file named by a user checks it here: `data tokenize` and `data train-tokenizer`, data=text,
+opens a user's file checks the file here: `data tokenize` and `data train-tokenizer`, data=text,
 data=chat, data.valid and `eval tasks=`.
 """
 
@@ -123,8 +123,8 @@ UNFINISHED: Final = _named(
     (".bak .old .orig .backup .save", "a copy of another state", "give the file itself"),
 )
 _LFS = b"version https://git-lfs.github.com/spec/"
-# Each row: an offset, the bytes there, their meaning and a remedy. The meaning of readable packings
-# and parquet is a key of NAMES.
+# Each row has an offset, the bytes there, their meaning and a remedy. The meaning of readable
+# packings and parquet is a key of NAMES.
 _MAGIC: Final = (
     (0, b"\x1f\x8b", ".gz", ""),
     (0, b"\x28\xb5\x2f\xfd", ".zst", ""),
@@ -196,7 +196,7 @@ _PAGE = re.compile(
 )
 CONTROLS = bytes({*range(32), 127} - {*b"\0\t\n\v\f\r\b\x1b\x1a"})
 MOST_CONTROLS = 0.01  # largest number of control characters, as a fraction of a text's bytes
-BROKEN = 1000  # text may have at most one replaced character in this many
+BROKEN = 1000  # at most one of this many characters of a text may be replaced
 
 
 class NotTaken(ValueError):
@@ -248,12 +248,12 @@ def file_name(address: str) -> str:
         return address.rstrip("/").rpartition("/")[2]
     if scheme in ("http", "https", "webdav", "ftp"):
         return unquote(urlsplit(address).path).rstrip("/").rpartition("/")[2]
-    # Other stores take any character in a name; ?versionId= and ?download= are not part of it.
+    # Other stores take any character in a name; ?versionId= and ?download= are no part of it.
     return unquote(re.sub(r"\?[\w-]+=[^/]*$", "", rest)).rstrip("/").rpartition("/")[2]
 
 
 def endings(name: str) -> tuple[str, str]:
-    """Returns a name's endings for content and compression, in lower case; "" if there is none."""
+    """Returns a name's endings for content and compression in lower case, each "" if missing."""
     bare, end = os.path.splitext(name.strip())
     packed = PACKED.get(end.lower(), "")
     if not packed:
@@ -262,7 +262,7 @@ def endings(name: str) -> tuple[str, str]:
 
 
 def named(name: str, typed: str | None = None) -> Form | None:
-    """Returns the format that a file's name tells; None if it has no known ending.
+    """Returns the format that a file's name tells, or None if its ending is not known.
 
     `typed` is the kind that the user gave, or None. Raises NotTaken for a format that is not read.
     """
@@ -323,7 +323,7 @@ def _is_binary(head: bytes) -> bool:
 
 
 def encoding_of(head: bytes) -> str | None:
-    """Returns the encoding of a byte order mark of UTF-16 or UTF-32; None without one."""
+    """Returns the encoding that a UTF-16 or UTF-32 byte order mark tells, or None without one."""
     return next((name for mark, name in _BOMS if head.startswith(mark)), None)
 
 
@@ -332,8 +332,8 @@ def check_packing(
 ) -> None:
     """Checks that the first stored bytes of a file agree with its format.
 
-    `typed` tells that the user gave the kind. Raises NotTaken for bytes of another packing, and of
-    a format that is not read.
+    `typed` tells whether the user gave the kind. Raises NotTaken for bytes of another packing, and
+    for bytes of a format that is not read.
     """
     found = content_of(head)
     if form.packed:
@@ -375,8 +375,8 @@ def check_content(
 ) -> None:
     """Checks that the first bytes of a file's unpacked content agree with its format.
 
-    `typed` tells that the user gave the kind, and `web` that a web server gave the file. Raises
-    NotTaken for bytes of another kind.
+    `typed` tells whether the user gave the kind, and `web` whether the file is from a web server.
+    Raises NotTaken for bytes of another kind.
     """
     if form.packed:
         found = content_of(head)
@@ -461,7 +461,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def is_list_or_rows(head: bytes) -> bool:
-    """Returns whether JSON is data, which is a list, or one object per line."""
+    """Returns whether JSON holds rows, as a list or as one object per line."""
     text = head.removeprefix(codecs.BOM_UTF8).lstrip()
     return text.startswith(b"[") or are_rows(head)
 
@@ -545,10 +545,10 @@ def judged(
     typed: str | None = None,
     web: bool = False,
 ) -> Form:
-    """Returns the format of a file by its name and first bytes, or by its name alone if None.
+    """Returns the format of a file by its name and its first bytes `head`.
 
-    A file without a known ending is text. If the user gave the kind `typed`, the first bytes decide
-    on the packing. Raises NotTaken for a file that is not read.
+    If `head` is None, the name alone decides. A file without a known ending is text. If the user
+    gave the kind `typed`, the first bytes decide on the packing. Raises NotTaken for a file that is not read.
     """
     form = named(name, typed) or Form(TEXT, endings(name)[1])
     if head:

@@ -92,7 +92,8 @@ class IndexedCorpus:
         or not of a pair of tokens, and for an index that does not fit the .bin.
 
         Args:
-            named: the pair's name in errors, such as `data.path=corpora/web`; None: the prefix.
+            named: the pair's name in errors, such as `data.path=corpora/web`; by default, the
+                prefix.
             opened: opens a file, given its path and the pair's name in errors.
         """
         self.prefix = prefix = os.path.expanduser(os.fspath(prefix))
@@ -284,7 +285,7 @@ class IndexedWriter:
         is not one of Megatron's integers (see `token_type`).
 
         Args:
-            partial: prefix of the temporary files; None: a random one next to the pair.
+            partial: prefix of the temporary files, or None for a random one next to the pair.
             documents, tokens: the numbers that the earlier writer flushed.
         """
         self.prefix = os.path.expanduser(os.fspath(prefix))
@@ -437,8 +438,8 @@ def facts_beside(
 ) -> CorpusFacts | None:
     """Reads `<prefix>.json`; returns None if it is missing, as for pairs of other programs.
 
-    `read` returns the content of a remote file by its name, and raises OSError or ValueError; None:
-    the file is local. Raises UserError.
+    `read` returns the content of a remote file by its name, and raises OSError or ValueError; it is
+    None if the file is local. Raises UserError.
     """
     path = f"{os.fspath(prefix)}.json"
     try:

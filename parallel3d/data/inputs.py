@@ -114,7 +114,7 @@ def not_taken(source: Input, error: NotTaken) -> UserError:
 SHOWN = 5  # maximum number of bad rows that a report describes
 EXCERPT = 60  # maximum number of shown characters of a bad row
 KEYS = 5  # maximum number of shown keys of a row that lacks its text
-# number of characters tokenized at a time, because a tokenizer needs many times their memory
+# number of characters tokenized at a time, because a tokenizer needs many times their size
 AT_ONCE = 256 << 10
 ROWS = 256  # number of rows of a parquet file in memory at a time
 
@@ -270,7 +270,7 @@ def _of_lines(shard: Shard, text_key: str, count: Count) -> Iterator[Found]:
 
 
 def _is_twice(line: bytes, key: str) -> bool:
-    """Returns whether the object in a line has a key twice, of which json takes the last."""
+    """Returns whether the object in a line has `key` twice, which `json.loads` would accept."""
     pairs = json.loads(line, object_pairs_hook=list)
     return [name for name, _ in pairs].count(key) > 1
 
@@ -340,7 +340,7 @@ SHARD_BYTES = 2 << 20  # bytes of text in a shard
 
 
 class Position(NamedTuple):
-    """The start of a shard: number of the input, byte of its content or row group, and line."""
+    """The start of a shard: the input's number, the byte of its content or row group, and line."""
 
     file: int = 0
     at: int = 0
@@ -356,7 +356,7 @@ class Shard(NamedTuple):
     Attributes:
         sources: one input, or several with one document each.
         after: the position after the shard.
-        read: stored bytes of all inputs up to that position.
+        read: stored bytes of the inputs that were read before it, to show the progress.
         content: whole lines; b"" for files that the process reads itself.
         at: number of the first line, or of the row group.
     """
@@ -433,7 +433,7 @@ def _skip(content: BinaryIO, count: int) -> None:
 
 
 class Row(NamedTuple):
-    """A row with its number, which in jsonl is that of its line.
+    """A row with its number, which in jsonl is the number of its line.
 
     `value` is the bytes of the line in jsonl, and a dict in parquet.
     """
@@ -468,7 +468,7 @@ def rows(source: Input, longest: int) -> Iterator[Row]:
 def without_nulls(value: Any) -> Any:
     """Returns a row of parquet without the keys that only other rows have.
 
-    In parquet, all objects of a column have the same keys; null stands for a missing one.
+    In parquet, all objects of a column have the same keys; null stands for a missing key.
     """
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
@@ -579,8 +579,8 @@ class Taken(NamedTuple):
 def find_inputs(given: str, kind: str | None = None) -> list[Input]:
     """Returns the files of `input=…`, each once.
 
-    `kind` is the kind of all files; None: each file's name tells it. Raises UserError for an item
-    that is missing, cannot be listed or read, or holds no files.
+    `kind` is the kind of all files, or None if each file's name tells it. Raises UserError for an
+    item that is missing, cannot be listed or read, or holds no files.
     """
     return take_inputs(given, kind).inputs
 

@@ -88,10 +88,10 @@ class Batches:
 
         Args:
             stride: number of samples of all ranks in a step; above 0, a thread reads ahead.
-            split: how context-parallel ranks split a sample; each reads all of it and keeps its own
-                tokens. None: samples are not split.
-            vocab_size: the limit of tokens in a check of each sample; None: they are not checked.
-            routes: the stage has experts, which must know the padding.
+            split: how context-parallel ranks split a sample, or None if they do not. Each rank
+                reads the whole sample and keeps its own tokens.
+            vocab_size: the limit of tokens when samples are checked, or None for no check.
+            routes: whether the stage has experts, which must know the padding.
         """
         self.source = source
         self._needs_batch = needs_batch
@@ -287,10 +287,10 @@ _PAUSE_S = 1e-4  # pause between two samples, so that the main thread gets the i
 
 
 class ReadAhead:
-    """Reads one rank's samples ahead: `share` per step, from `first` + `offset` on.
+    """Reads one rank's samples ahead, which are `share` per step from `first` + `offset` on.
 
-    If the source raises an exception for a sample, it is raised when the sample is taken. The
-    thread ends with this object.
+    An exception that the source raises for a sample is raised when the sample is taken. The thread
+    ends with this object.
     """
 
     def __init__(self, source: SampleSource, offset: int, share: int, stride: int) -> None:
@@ -366,7 +366,7 @@ def _read(source: SampleSource, wanted: SimpleQueue[Futures]) -> None:
 def check_same_text(corpus: TrainingText, world: Group, device: torch.device) -> None:
     """Raises UserError on every rank if two ranks have different tokens; collective.
 
-    They differ if a file grows while the ranks start, or if hosts hold different copies.
+    The tokens differ if a file grows while the ranks start, or if hosts hold different copies.
     """
     sizes = corpus.train_tokens, corpus.valid_tokens
     facts = [corpus.fingerprint, corpus.tokenizer, corpus.eot, *sizes, socket.gethostname()]
@@ -388,7 +388,7 @@ def check_same_text(corpus: TrainingText, world: Group, device: torch.device) ->
 
 
 def with_length(train: TrainConfig, source: SampleSource) -> TrainConfig:
-    """Returns the keys with `train.epochs` converted to `train.tokens`, by this source's epochs.
+    """Returns `train` with `epochs` converted to `tokens` by the length of the source's epoch.
 
     Raises UserError if the source does not tell `windows`, its number of samples.
     """

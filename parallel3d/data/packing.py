@@ -54,12 +54,15 @@ def one_each(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
 def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> Packs:
     """Packs documents of 1 to `capacity` tokens into packs of at most `capacity` tokens."""
     if lengths.size and not 0 < int(lengths.min()) <= int(lengths.max()) <= capacity:
-        raise ValueError(f"documents of {lengths.min()} to {lengths.max()} tokens for {capacity}")
+        raise ValueError(
+            f"documents must have 1 to {capacity} tokens, but have {lengths.min()} to "
+            f"{lengths.max()}"
+        )
     counts = np.bincount(lengths, minlength=capacity + 1)
     # The longest documents come first; documents of equal length keep their order.
     narrow = np.uint16 if capacity < 1 << 16 else np.uint32
     order = np.argsort((capacity - lengths).astype(narrow), kind="stable")
-    place = order.size - np.cumsum(counts)  # index in `order` of the next document of a length
+    place = order.size - np.cumsum(counts)  # index in `order` of each length's next document
     items: list[npt.NDArray[np.int64]] = []
     sizes: list[npt.NDArray[np.int64]] = []
     for packs, content in _groups(counts, capacity):

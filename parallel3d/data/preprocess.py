@@ -1,8 +1,8 @@
 """Trains tokenizers, and tokenizes text into corpora by several processes.
 
 A killed run can be continued: `<to>.partial/` holds the tokens and lengths written so far, and
-journal.json records how much of them is flushed, and the position in the inputs up to which they
-go. A new start cuts off all that was written after the last flush.
+journal.json records how many of them are flushed, and the position in the inputs after them. A
+new start cuts off all that was written after the last flush.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Journal:
         self._flushed_at = time.monotonic()
 
     def complete(self, tokenizer: Tokenizer, begin: Sequence[int] = ()) -> None:
-        """Writes index, facts and tokenizer; `begin` are the tokens that begin each document."""
+        """Writes the index, the facts and the tokenizer; documents begin with the tokens `begin`."""
         self.flush()
         self._writer.write_index()
         own, file = self.folder / PARTS[".tokenizer"], None
@@ -245,7 +245,7 @@ def is_begun(to: Path) -> bool:
 
 
 def check_free(to: Path) -> None:
-    """Raises UserError if any file of a corpus at `to` exists: nothing is overwritten."""
+    """Raises UserError if any file of a corpus at `to` exists, since nothing is overwritten."""
     there = [f"{to}{end}" for end in PARTS if os.path.lexists(f"{to}{end}")]
     if there:
         raise UserError(
@@ -264,10 +264,10 @@ LOST = (
 def in_order(
     shards: Iterator[Shard], work: Callable[[Shard], Made], workers: int
 ) -> Generator[tuple[Shard, Made], None, None]:
-    """Yields each shard with its result, in order; `workers` processes compute, or this one if 0.
+    """Yields each shard with its result, in order, from `workers` processes or, if 0, this one.
 
     Processes are spawned, because a lock held by a library's thread would stay locked after a fork.
-    Raises the UserError of a task, or UserError if a process was killed.
+    Passes on a task's UserError, and raises UserError if a process was killed.
     """
     if not workers:
         yield from ((each, work(each)) for each in shards)
@@ -296,7 +296,7 @@ def in_order(
 
 
 def begin_worker(parent: int) -> None:
-    """Prepares a worker process, which ends with its parent and leaves Ctrl-C to it."""
+    """Prepares a worker process, which ends with its parent and ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     if os.getppid() != parent:
@@ -371,8 +371,8 @@ class PreprocessJob:
         tokenizer: name for `open_tokenizer`.
         to: prefix of the corpus.
         bad: largest allowed share of rows without a document.
-        workers: number of processes; 0: this process does the work.
-        add_bos: begin each document with the tokens that the tokenizer puts before every text.
+        workers: number of processes; 0 if this process does the work.
+        add_bos: whether documents begin with the tokens that the tokenizer puts before texts.
     """
 
     inputs: tuple[Input, ...]
@@ -404,7 +404,7 @@ def _tokenizer_of(name: str, digest: str) -> Tokenizer:
 
 
 def made_of(shard: Shard, text_key: str, name: str, digest: str, add_bos: bool) -> Made:
-    """Returns the tokens of a shard's documents, each followed by an end-of-text."""
+    """Returns the tokens of a shard's documents, with an end-of-text after each document."""
     tokenizer = _tokenizer_of(name, digest)
     dtype, count = token_type(tokenizer.vocab_size), Count()
     end, parts = np.array([tokenizer.eot], dtype), [np.zeros(0, dtype)]

@@ -1,8 +1,8 @@
 """Reads files at fsspec addresses (s3://, gs://, https://, memory://) block by block.
 
-Fetched blocks are stored in a folder shared by the processes of a host, each followed by its
-digest: a block cut short by a kill or a full disk is fetched again. The folder's size is bounded;
-the least recently read blocks are removed first.
+Fetched blocks are stored in a folder shared by the processes of a host. Each block is followed by
+its digest, so that a block cut short by a kill or a full disk is fetched again. The folder's size
+is bounded, and the least recently read blocks are removed first.
 
 A run reads the version of a file that it opened. A block is kept only if the store still has that
 version after the block arrived; otherwise the run ends. A version is an ETag or the like. If
@@ -48,7 +48,7 @@ class BlockCache:
     """The folder of blocks, with a subfolder for each file."""
 
     def __init__(self, folder: Path, most: int) -> None:
-        """Opens `folder`, which is to hold at most `most` bytes; each process counts on its own.
+        """Opens `folder`, to hold at most about `most` bytes, as each process counts by itself.
 
         Raises UserError for a folder that cannot be used, or that belongs to another user, who
         could put any text in it.
@@ -84,7 +84,7 @@ class BlockCache:
         return file.pread(file.size, 0)
 
     def block(self, path: Path, size: int) -> bytes | None:
-        """Returns the block of `size` bytes at `path`; None if it is missing or damaged."""
+        """Returns the block of `size` bytes at `path`, or None if it is missing or unusable."""
         try:
             with open(path, "rb", buffering=0, opener=no_link) as file:
                 status = os.fstat(file.fileno())
@@ -99,7 +99,7 @@ class BlockCache:
         return block if len(block) == size and _digest(block) == digest else None
 
     def keep(self, path: Path, block: bytes) -> None:
-        """Stores a whole block; does nothing if the disk is full."""
+        """Stores a whole block; does nothing if it cannot be written."""
         partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -201,7 +201,7 @@ class BlockFile:
         return content[at - first * BLOCK : end - first * BLOCK]
 
     def will_read(self, size: int, at: int) -> None:
-        """Starts to fetch the missing blocks of these bytes."""
+        """Starts to fetch the missing blocks of `size` bytes from byte `at` on."""
         for number in range(at // BLOCK, (min(at + size, self.size) - 1) // BLOCK + 1):
             if not self._file(number).exists():
                 self._fetched(number)
@@ -213,8 +213,8 @@ class BlockFile:
     def _check(self) -> None:
         is_same = self._ask() == self._version
         is_same = is_same and all(self._place(at) == was for at, was in self._places.items())
-        # Once another version was seen, a block in flight may belong to it, even if the first
-        # version is back.
+        # Once another version was seen, a block in flight may be of that version, even if
+        # the first version is back.
         if self._is_over or not is_same:
             self._is_over = True
             raise UserError(

@@ -15,8 +15,8 @@ from parallel3d.data.tokens import Tokens, WatchedFile
 
 _ROUNDS = 8
 
-# A function (first, last + 1) that returns the positions at which documents begin in this range of
-# the stream.
+# A function that gets (first, last + 1) and returns the positions at which documents begin in this
+# range of the stream.
 Starts = Callable[[int, int], npt.NDArray[np.int64]]
 
 
@@ -27,8 +27,8 @@ class Sample(NamedTuple):
         tokens: (seq + 1,) int64; the inputs are [:-1], the labels [1:].
         loss_mask: (seq,) bool, whether each label counts in the loss.
         starts: (seq,) int32; starts[p] is the position in the sample where the document of input p
-            begins. None: the sample is one document.
-        used: number of inputs before the padding at the end; None: there is no padding.
+            begins. It is None if the sample is one document.
+        used: number of inputs before the padding at the end, or None if there is no padding.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -59,7 +59,7 @@ class Finite(Protocol):
 class Masking(Protocol):
     """A source that tells whether a loss mask can contain False.
 
-    If no mask can, `Batches.token_count` reads no sample. A source that is not `Masking` is assumed
+    If none can, `Batches.token_count` reads no sample. A source that is not `Masking` is assumed
     to have such masks.
     """
 
@@ -72,7 +72,7 @@ class Prefetching(Protocol):
     """A source that can begin to fetch samples before they are read."""
 
     def will_read(self, i: int) -> None:
-        """Begins to fetch sample `i`, whose content this does not change."""
+        """Begins to fetch sample `i`, without any effect on its content."""
         ...
 
 
@@ -116,7 +116,7 @@ class Order:
     """Orders `count` items, epoch after epoch, each epoch in its own order."""
 
     def __init__(self, count: int, seed: int, shuffle: bool, name: str = "") -> None:
-        """Keeps the given order if `shuffle` is false; `name` makes orders of one seed differ."""
+        """Keeps the order unless `shuffle` is set; `name` makes orders of equal seed differ."""
         self.count = count
         self._seed = seed
         self._shuffle = shuffle
@@ -158,12 +158,12 @@ class Sampler:
         """Cuts `tokens`, of shape (n,), into windows.
 
         Args:
-            shuffle: give each epoch an order of its own.
-            eod_mask_loss: mask each label that begins a document.
-            document_mask: give samples their `starts`.
-            starts: tells where documents begin; None: they begin after each `eot`.
-            name: the part of a blend, so that each part has an order of its own.
-            whole: use the tokens after the last whole window, too.
+            shuffle: whether each epoch has an order of its own.
+            eod_mask_loss: whether each label that begins a document is masked.
+            document_mask: whether samples get their `starts`.
+            starts: tells where documents begin, or None if they begin after each `eot`.
+            name: identifies a part of a blend, so that each part has an order of its own.
+            whole: whether the tokens after the last whole window are used, too.
 
         Raises ValueError unless n > seq_length (n > 1 if `whole`).
         """
@@ -186,7 +186,7 @@ class Sampler:
         return self._eod_mask_loss or self._whole
 
     def window(self, i: int) -> int:
-        """Returns the number of sample i's window, i >= 0; an epoch has each window once."""
+        """Returns the window of sample `i` >= 0; each epoch has every window once."""
         return self._order.at(i)
 
     def will_read(self, i: int) -> None:

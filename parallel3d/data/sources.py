@@ -1,7 +1,7 @@
 """Finds the files of a text, orders them, and keeps their tokens in the token cache.
 
 The order depends on the relative names alone, so two machines pack the same stream. Documents are
-ordered by a hash of the name: the held-out tail of the stream is then a fair sample.
+ordered by a hash of the name, so that the held-out tail of the stream is a fair sample.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class Document(NamedTuple):
     Attributes:
         name: path relative to the folder or glob given by the user.
         kind, packed: format of the file and of its compression.
-        mark: the encoding that a byte order mark tells; "" without one.
+        mark: the encoding that a byte order mark tells; "" without a mark.
     """
 
     name: str
     path: str
     size: int  # bytes
     mtime_ns: int
-    # `touch`, `rsync -t` and `tar` cannot set it, unlike the time of modification.
+    # `touch`, `rsync -t` and `tar` cannot set this time, unlike the time of modification.
     ctime_ns: int
     inode: int
     kind: str = TEXT
@@ -316,7 +316,7 @@ def _unreadable(key: str, path: str, reason: str | None) -> UserError:
 
 
 def _why_missing(path: str) -> str:
-    """Returns words on which part of a missing path is wrong, or on the nearest path."""
+    """Returns words that name the wrong part of a missing path, or the nearest path."""
     wrong = os.path.abspath(path)
     while not os.path.isdir(os.path.dirname(wrong)):
         wrong = os.path.dirname(wrong)
@@ -360,7 +360,7 @@ def cached_text(
     """Returns the tokens of `documents` from the cache in `folder`.
 
     Each text follows the tokens `begin` and ends with an end-of-text token. With byte tokens, only
-    these tokens separate texts, because the documents of the pair are blocks of a text. Raises
+    the latter separate texts, because the documents of the pair are blocks of a text. Raises
     UserError if the folder or a document cannot be used.
     """
 

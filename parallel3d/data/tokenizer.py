@@ -76,7 +76,7 @@ class ByteTokenizer:
         self.vocab_size = 257
         self.eot = 256
         self.ends = frozenset((self.eot,))
-        # In training, each text follows the end of another; so do prompts, even in an export.
+        # In training, each text follows the end of another. Prompts do too, even in an export.
         self.begin = self.prefix = [self.eot]
         self.bos: list[int] = []
 
@@ -189,8 +189,8 @@ class FileTokenizer:
         name: name given by the user.
         vocab_size: the largest token number + 1.
         eot: token that ends a text; `eot_text` is its spelling.
-        bos: tokens put before every text, as with Llama; empty if that is only `eot`, which
-            already ends the preceding document.
+        bos: tokens put before every text, as with Llama; empty if they are only `eot`,
+            which already ends the preceding document.
         prefix: tokens that the post-processor puts before a prompt with text; in a run's own
             tokenizer, the tokens that begin the run's documents.
         begin: tokens put before any prompt, even an empty one: `prefix`, or else `eot`.
@@ -200,7 +200,7 @@ class FileTokenizer:
         added: the added tokens, special or not, by their texts.
         roles: roles learned in a run; None for a tokenizer from elsewhere.
         folder: folder of the configuration files; None if the tokenizer has none.
-        beside: contents of these files by name.
+        beside: contents of the configuration files by name.
         digest: digest of the tokenizer.json and the end-of-text token.
     """
 
@@ -236,8 +236,8 @@ class FileTokenizer:
         names = (TOKENIZER_CONFIG, SPECIAL_MAP, ADDED, GENERATION, CONFIG)
         self.beside = {file: read_json(folder, file, where) for file in names if folder is not None}
         end = self._end_of_text(vocabulary)
-        # A special token spelled out in a document is plain text: it must not end the document or
-        # begin a turn.
+        # A special token spelled out in a document is plain text, so that it does not end the
+        # document or begin a turn.
         inner.encode_special_tokens = True
         self._inner = inner
         self._twin: Any = None  # a copy with `_stand_ins` among its tokens
@@ -277,7 +277,7 @@ class FileTokenizer:
         return cls(name, content, path.parent if path.name == TOKENIZER else None, key)
 
     def role(self, name: str) -> str | None:
-        """Returns the token of a role such as eos_token in the folder's files; None without one.
+        """Returns the token of a role, such as eos_token, in the folder's files; None without one.
 
         special_tokens_map.json takes precedence over a tokenizer_config.json that does not list the
         added tokens, as in transformers. Raises UserError for a token that is not a string.
@@ -339,7 +339,7 @@ class FileTokenizer:
         return sentences
 
     def _spells(self, text: str, token: int | None = None) -> bool:
-        """Returns whether the tokens of a text include `token`, or any token if that is None."""
+        """Returns whether the tokens of a text include `token`, or any at all if it is None."""
         try:
             found = self.encode(text.encode())
         except Unencodable:
@@ -506,7 +506,7 @@ class FileTokenizer:
         spelled = [self._inner.id_to_token(token) or "" for token in range(self.vocab_size)]
         decoder = json.loads(self._content).get("decoder") or {}
         kinds = {part.get("type") for part in (decoder.get("decoders") or [decoder])}
-        if "ByteLevel" in kinds:  # each byte is a letter, one of the first 324 of Unicode
+        if "ByteLevel" in kinds:  # each byte is spelled as one of Unicode's first 324
             is_letters = [max(map(ord, text), default=0) < 324 for text in spelled]
             found = [
                 len(text if letters else text.encode())
@@ -535,7 +535,7 @@ class FileTokenizer:
     def to_export(self) -> dict[str, bytes]:
         """Returns `files` for an export.
 
-        They make other programs begin prompts and end generations as parallel3d does.
+        The files make other programs begin prompts and end generations as parallel3d does.
         """
         found = self.files()
         if self.prefix != self._own_prefix:  # the run's documents begin without these tokens
@@ -695,7 +695,7 @@ def from_hub(name: str, key: str) -> FileTokenizer:
 
 
 CONTEXT = 6  # number of preceding tokens that may change a token's spelling (blanks, joined words)
-HELD = 32  # maximum number of tokens of an incomplete character; with more it is invalid
+HELD = 32  # maximum number of tokens of an incomplete character; longer ones are invalid
 
 
 class Decoding:
@@ -766,7 +766,7 @@ NO_ROLES = Roles((), ())
 
 
 def read_roles(folder: Path, vocab_size: int, where: str) -> Roles | None:
-    """Reads the file ROLES of a run's tokenizer; None if it is missing. Raises UserError."""
+    """Reads the file ROLES of a run's tokenizer, or returns None without it. Raises UserError."""
     content = read_json(folder, ROLES, where)
     if not content:
         return None
@@ -784,7 +784,7 @@ def read_roles(folder: Path, vocab_size: int, where: str) -> Roles | None:
 
 
 def begun(tokens: Sequence[int], begin: Sequence[int]) -> list[int]:
-    """Puts the tokens `begin` before those of a prompt, unless it begins with them already."""
+    """Puts the tokens `begin` before a prompt's tokens, unless the prompt has them already."""
     given = list(tokens)
     return given if given[: len(begin)] == list(begin) else [*begin, *given]
 
@@ -817,8 +817,8 @@ def tokenizer_of(data: DataConfig, run_dir: Path) -> Tokenizer:
 def check_same_tokens(there: Tokenizer, here: Tokenizer, where: str) -> str | None:
     """Compares the configured tokenizer `here` with `there`, the tokenizer of the weights `where`.
 
-    Returns None if they are equal, a sentence if only ends, splits or additional tokens differ.
-    Raises UserError if a token's number differs: its embedding would stand for another text.
+    Returns None if they are equal, or a sentence if only ends, splits or additional tokens differ.
+    Raises UserError if a token's number differs, as its embedding would stand for another text.
     """
     if there.digest == here.digest:
         return None
@@ -860,8 +860,8 @@ def keep_tokenizer(
     Args:
         digest: digest of the tokenizer that has read the corpus.
         learned: roles learned from the corpus.
-        is_begun: the weights come from an import or from `init_from`. If documents have no tokens
-            before them, prompts then begin as in the earlier training.
+        is_begun: whether the weights come from an import or from `init_from`. If they do, and no
+            tokens begin the documents, prompts begin as in the earlier training.
 
     Raises OSError, and UserError if the tokenizer has changed.
     """

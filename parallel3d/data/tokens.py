@@ -19,7 +19,7 @@ from parallel3d.errors import UserError
 class LocalFile(FileIO):
     """A file open for reading that can be pickled: another process opens it again by its name.
 
-    DataLoader spawns its workers, and pickles the source for them, where torch must not be forked.
+    Where torch must not be forked, DataLoader spawns its workers and pickles the source for them.
     """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -32,7 +32,7 @@ def _opened_again(path: str, mark: str) -> LocalFile:
         file = LocalFile(path)
     except OSError as error:
         raise UserError(f"{path} cannot be opened again ({error.strerror})") from None
-    # The third fact, the time of change, is not compared: a new link or a rename changes it, too.
+    # The third fact, the time of change, is not compared, as a new link or a rename changes it.
     facts, now = mark.split(":"), mark_of(file).split(":")
     if facts[:2] + facts[3:] != now[:2] + now[3:]:
         file.close()
@@ -101,7 +101,7 @@ TIMES = (
 
 
 def version_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the facts of fsspec's `info` that identify a remote file's version; {} without any.
+    """Returns the facts of fsspec's `info` that identify a remote file's version, or {}.
 
     A weak ETag is ignored, since different contents have the same one if the server calls them
     equivalent. Times are left out next to an exact version, since they may differ between the
@@ -259,7 +259,7 @@ class WatchedFile:
 
 
 def prove(file: File, digest: str | None) -> Proof:
-    """Compares a file with its digest, unless this is unknown or the file is larger than PROVED."""
+    """Compares a file with its digest, unless that is None or the file is larger than PROVED."""
     if digest is None or size_of(file) > PROVED:
         return Proof.SAMPLED
     return Proof.SAME if whole_digest(file) == digest else Proof.CHANGED

@@ -371,7 +371,7 @@ def test_tags_within_a_macro_are_found(tmp_path: Path) -> None:
     path = home(tmp_path / "a", made("byte_level", False), template.replace("TRIM", ""))
     assert said(reader(path).read(rows), path) == ["b", "Ġ", END]
     cut = template.replace("{{ eos_token }}", "").replace("TRIM", "| trim")
-    with pytest.raises(Refused, match=r"changes what its .* tags enclose"):
+    with pytest.raises(Refused, match=r"changes the text inside its .* tags"):
         reader(home(tmp_path / "b", made("byte_level", False), cut)).read(rows)
 
 

@@ -52,7 +52,7 @@ def test_packs_are_as_full_as_by_placing_documents_one_by_one(seed: int) -> None
 
 
 def test_many_documents_that_do_not_fit_are_packed_quickly() -> None:
-    with pytest.raises(ValueError, match="1 to 9 tokens for 8"):
+    with pytest.raises(ValueError, match="1 to 8 tokens, but have 1 to 9"):
         best_fit(np.array([1, 9]), 8)
 
 
