@@ -677,8 +677,8 @@ def check_data(
     The launcher calls this function before workers start, so it reads only the first bytes of text
     files, writes nothing and does not import torch. It counts only byte tokens and the tokens of
     pairs. Returns sentences on how the files of folders are read, and on parts of a blend that a
-    run of `samples` samples would repeat often. Raises UserError, even for a tokenizer that does not fit a model of
-    `vocab_size` tokens.
+    run of `samples` samples would repeat often. Raises UserError, even for a tokenizer that does
+    not fit a model of `vocab_size` tokens.
     """
     folder, limit = cache.folder_of(data), vocab_size or TOKEN
     if data.name in ("corpus", "blend"):
@@ -838,7 +838,8 @@ def sets_of(data: DataConfig) -> dict[str, DataConfig]:
     """Returns a `data` section for each validation set, whose text is all held out.
 
     A set is a pair, given by its prefix or the name of one of its files, or it consists of other
-    files, which hold conversations with data=chat and text otherwise. Raises UserError for anything else.
+    files, which hold conversations with data=chat and text otherwise. Raises UserError for anything
+    else.
     """
     found = {}
     for name, path in (data.valid or {}).items():

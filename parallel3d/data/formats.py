@@ -548,7 +548,8 @@ def judged(
     """Returns the format of a file by its name and its first bytes `head`.
 
     If `head` is None, the name alone decides. A file without a known ending is text. If the user
-    gave the kind `typed`, the first bytes decide on the packing. Raises NotTaken for a file that is not read.
+    gave the kind `typed`, the first bytes decide on the packing. Raises NotTaken for a file that is
+    not read.
     """
     form = named(name, typed) or Form(TEXT, endings(name)[1])
     if head:

@@ -171,7 +171,7 @@ class Journal:
         self._flushed_at = time.monotonic()
 
     def complete(self, tokenizer: Tokenizer, begin: Sequence[int] = ()) -> None:
-        """Writes the index, the facts and the tokenizer; documents begin with the tokens `begin`."""
+        """Writes the index, the facts and the tokenizer; documents begin with tokens `begin`."""
         self.flush()
         self._writer.write_index()
         own, file = self.folder / PARTS[".tokenizer"], None
