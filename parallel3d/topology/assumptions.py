@@ -31,9 +31,10 @@ def chosen_keys(typed: Sequence[str]) -> set[str]:
 
 
 def assume_model(config: AnyConfig, typed: Sequence[str]) -> tuple[AnyConfig, list[str]]:
-    """Returns the configuration with a model and a micro-batch, and the assumptions as overrides.
+    """Returns the configuration with a model and a micro-batch size, and what was assumed.
 
-    `typed` are the overrides of the command line; an experiment counts as choosing everything.
+    The assumptions are overrides. `typed` are the overrides of the command line. If they choose an experiment or a model, nothing
+    is assumed.
     """
     keys = chosen_keys(typed)
     if "experiment" in keys or any(k == "model" or k.startswith("model.") for k in keys):
@@ -54,7 +55,10 @@ def full_batch(micro_batch_size: int, pp: int, dp: int) -> tuple[int, str]:
 
 
 def read_given(key: str, name: str) -> str:
-    """Returns the text of the file that `key` names. Raises UserError if it cannot be read."""
+    """Returns the text of the file `name`, which was given as `key`.
+
+    Raises UserError if the file cannot be read.
+    """
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

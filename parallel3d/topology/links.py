@@ -70,7 +70,7 @@ class DimLinks:
         crossing: number of all remaining groups.
         rails: number of rails of the first crossing group.
         between_units: number of pairs on one rail that need the spine.
-        hierarchy: the two-level reduction that the groups allow; None if they allow none.
+        hierarchy: the two-level reduction that the groups allow, or None if they allow none.
         offending: the first pairs with a slower link than their dimension should have (NVLink for
             tp, cp and ep, one rail for the others).
     """
@@ -94,7 +94,7 @@ class DimLinks:
 
 
 def classify(placement: RankMapping) -> dict[str, DimLinks]:
-    """Classifies the links of tp, cp, dp, dp_cp, pp and `embedding`; with experts, ep and edp."""
+    """Classifies the links of tp, cp, dp, dp_cp, pp, `embedding` and, with experts, ep and edp."""
     more = EXPERT_DIMENSIONS if placement.layout.ep else ()
     return {dim: _classify(placement, dim) for dim in (*CLASSIFIED, *more)}
 
@@ -131,8 +131,7 @@ def _classify(placement: RankMapping, dim: str) -> DimLinks:
         return Pair((a, b), names, LinkClass(kinds[i]))
 
     wanted = LinkClass.NVLINK if dim in ("tp", "cp", "ep") else LinkClass.RAIL
-    # The first offending pairs, and the first pair without a wire, for which a placement is
-    # refused.
+    # A refusal names the first pair without a wire, so it is kept beside the first offending pairs.
     shown = (np.flatnonzero(kinds > wanted)[:SHOWN_PAIRS], np.flatnonzero(kinds == LinkClass.NONE))
     return DimLinks(
         dim=dim,
@@ -171,7 +170,7 @@ class Loads:
         return float(max(a.max(initial=0.0) for a in (self.nvlink, self.nic, self.port)))
 
     def busiest(self, cluster: Cluster) -> dict[str, tuple[str, float]]:
-        """Returns the name and the bytes of the busiest NIC and uplink, by kind, if used."""
+        """Returns names and bytes of the busiest NIC and uplink, each only if bytes pass it."""
         nics = np.bincount(cluster.nic, self.nic)
         node, rail = divmod(int(nics.argmax()), cluster.rails)
         unit, leaf = divmod(int(self.port.argmax()), cluster.rails)
@@ -217,8 +216,8 @@ def routes(cluster: Cluster, a: int, b: int, nbytes: float) -> list[Route]:
     """Returns the routes for one message from slot `a` to slot `b`, cheapest first.
 
     Without a common domain or leaf switch, a message goes over the spine, or a GPU of a's domain
-    under b's leaf switch forwards it (NCCL's PXN; NCCL_P2P_PXN_LEVEL). Forwarding is priced as
-    store and forward, without contention; over PCIe or sockets nothing is forwarded.
+    under b's leaf switch forwards it (NCCL's PXN, see NCCL_P2P_PXN_LEVEL). Forwarding is priced as
+    store and forward, without contention, and is not available over PCIe or sockets.
     """
     kind, found = LinkClass(int(cluster.link_class(a, b))), []
     if kind not in (LinkClass.SELF, LinkClass.NONE):
@@ -242,7 +241,7 @@ def warnings_for(
 ) -> list[str]:
     """Returns warnings about a rank mapping with their cost, the worst kinds first.
 
-    `links` is `classify(placement)`; `transfers` are those of a step. Raises UserError like
+    `links` is `classify(placement)`, and `transfers` are those of a step. Raises UserError like
     `refuse_unreachable`.
     """
     refuse_unreachable(placement, links, transfers)
@@ -366,7 +365,7 @@ def _alternates_rails(placement: RankMapping, links: DimLinks) -> str | None:
 
 
 def _snake_on_rails(placement: RankMapping, dim: str) -> Tiling | None:
-    """Returns the default order as a snake over the same GPUs if that keeps `dim` on its rails."""
+    """Returns the default order as a snake; None unless it keeps `dim` on its rails."""
     cluster, layout = placement.cluster, placement.layout
     snake = orders(layout)[0].snaked(cluster.domain_gpus)
     if snake is None or layout.world_size > TRIED_RANKS:
@@ -387,7 +386,7 @@ def _between_units(placement: RankMapping, links: DimLinks) -> str | None:
 
 
 def _replica_and_domain(placement: RankMapping) -> str | None:
-    """Returns advice for domains of several nodes (NVL72): a replica in each, Slurm's segment."""
+    """Returns advice on replicas in NVLink domains of several nodes (NVL72), or None."""
     layout, cluster = placement.layout, placement.cluster
     replica = layout.tp * layout.cp * layout.pp
     several = cluster.domain_gpus > cluster.gpus_per_node
@@ -408,7 +407,7 @@ def _replica_and_domain(placement: RankMapping) -> str | None:
 
 
 def _pp_inside_dp(placement: RankMapping) -> str | None:
-    """Returns advice if dp is outside of pp on domains of a single node (H100)."""
+    """Returns advice if dp is outside of pp on domains of a single node (H100), or else None."""
     layout, cluster = placement.layout, placement.cluster
     if cluster.domain_gpus > cluster.gpus_per_node or layout.pp == 1 or layout.dp == 1:
         return None

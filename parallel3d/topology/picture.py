@@ -24,7 +24,7 @@ INTRA = {"nvlink": DARK, "pcie": "#a0522d"}  # colour of a domain's lines
 CHOSEN = "rank"  # mark of the chosen rank itself
 # Colours of the chosen rank and of its groups.
 GROUPS = {CHOSEN: INK, "tp": "#d9480f", "cp": "#862e9c", "pp": "#1864ab", "dp": "#2b8a3e"}
-EXPERTS = "#c2255c"  # colour of the frames around the ranks that share experts with the chosen one
+EXPERTS = "#c2255c"  # colour of the frames around the expert group of the chosen rank
 GROUP_NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data"}
 # Beyond this number, only the nodes most relevant to the chosen rank are drawn.
 MAX_NODES = 40
@@ -39,7 +39,7 @@ THICKEST = 9.0
 
 
 def cluster_svg(placement: RankMapping, rank: int, loads: Loads, title: str, subtitle: str) -> str:
-    """Returns the picture as SVG; `loads` determines the widths of the lines."""
+    """Returns the picture as SVG, with lines whose widths `loads` determines."""
     canvas = Canvas()
     canvas.text(24, 38, title, size=20, weight=600)
     for line, words in enumerate(textwrap.wrap(subtitle, 120)):
@@ -64,8 +64,8 @@ def expert_group(layout: Layout, rank: int) -> list[int]:
 def shown_nodes(placement: RankMapping, rank: int, limit: int = MAX_NODES) -> list[int]:
     """Returns at most `limit` nodes to draw, ascending.
 
-    If there are more, these are the nodes of the rank and its groups (only some of a large cp, pp
-    or dp group), and the first and the last.
+    If the cluster has more nodes, the result has those of the rank and of its groups (only some of
+    a large cp, pp, dp or ep group), the first two nodes and the last node.
     """
     cluster, layout = placement.cluster, placement.layout
     if cluster.nodes <= limit:
@@ -135,12 +135,12 @@ class _Picture:
         return np.arange(*np.searchsorted(self.cluster.node, (node, node + 1)))
 
     def column(self, local: int) -> float:
-        """Returns the x coordinate of a GPU's cell; a node's domains have a gap between them."""
+        """Returns the x coordinate of a GPU's cell, with a gap between the domains of a node."""
         inside = min(self.cluster.domain_gpus, self.cluster.gpus_per_node)
         return self.left + 12 + local * (self.cell + GAP) + local // inside * 16
 
     def unit(self, unit: int, nodes: list[int], top: float) -> float:
-        """Draws a unit's nodes, and a bar for each leaf switch; returns the bottom of the unit."""
+        """Draws a unit's nodes and bars for its leaf switches, and returns the unit's bottom."""
         self.canvas.text(24, top + 18, f"unit {unit}", size=13, weight=600)
         bars = top + 28
         first = bars + self.cluster.rails * LEAF + 14

@@ -46,7 +46,7 @@ class Process(NamedTuple):
     Attributes:
         host, local: the host's name, and the number of the process on its host.
         address, pattern: SLURM_TOPOLOGY_ADDR and its pattern; "" if not set.
-        gpu: identity of the process's GPU; "" on a CPU or if unknown.
+        gpu: identity of the process's GPU, or "" on a CPU or if it is unknown.
     """
 
     host: str
@@ -130,9 +130,10 @@ def launch_ranks_by_file(text: str, name: str, processes: Sequence[Process]) -> 
 
 
 def _host_called(name: str, hosts: Collection[str]) -> str:
-    """Returns the host that a rank file calls `name`; `name` itself if there is no such host.
+    """Returns the host that a rank file calls `name`, or `name` itself if there is no such host.
 
-    The names may differ after their first label, and `localhost` stands for the only host.
+    Without an exact match, the only host whose first label (up to the dot) is that of `name` is
+    meant, and `localhost` means the only host of the run.
     """
     if name in hosts:
         return name
@@ -152,8 +153,8 @@ class PlacedRanks:
         processes: the processes by launch rank.
         launch_ranks: the launch rank of each rank.
         how: a few words on where the assignment comes from.
-        placement: the rank mapping on the cluster; None if the cluster is not needed.
-        predicted_s: predicted seconds of communication per step; None if not computed.
+        placement: the rank mapping on the cluster, or None if the cluster is not needed.
+        predicted_s: predicted seconds of communication per step, or None without a cluster.
         note: a message for the user, or None.
     """
 
@@ -174,7 +175,10 @@ class PlacedRanks:
 def wants_cluster(
     placement: str, settings: ClusterConfig, *, preflight: bool, hierarchical: bool
 ) -> bool:
-    """Returns whether a run needs its rank mapping on the cluster; the default does not."""
+    """Returns whether a run needs its rank mapping on the cluster.
+
+    The default order and rank files alone do not need it.
+    """
     searched = placement not in (DEFAULT, FILE)
     interfaces = settings.nvlink_interface or settings.rail_interface
     return bool(searched or interfaces or preflight or hierarchical)
@@ -250,13 +254,13 @@ def with_rank_0_at(placement: RankMapping, slot: int) -> RankMapping:
 
 
 def hosts_in_order(processes: Sequence[Process]) -> list[str]:
-    """Returns the hosts' names in the order of nodes.
+    """Returns the hosts' names in the order of the cluster's nodes.
 
-    Hosts under one switch, by Slurm's address, are adjacent, and node2 comes before node10.
+    Hosts that Slurm's addresses put under one switch are adjacent, and node2 comes before node10.
     """
     address = {process.host: process.address for process in processes}
 
-    def above(host: str) -> list[str]:  # the switches of the host
+    def above(host: str) -> list[str]:  # the switches above the host
         return address[host].split(".")[:-1] if address[host] else []
 
     return sorted(address, key=lambda host: (above(host), natural(host)))
@@ -342,7 +346,10 @@ def save(placed: PlacedRanks, path: Path) -> None:
 
 
 def rank_of_launch(path: Path, launch_rank: int) -> int:
-    """Returns a launch rank's rank in a saved file; `launch_rank` if the file cannot be read."""
+    """Returns the rank of `launch_rank` in a file of `save`.
+
+    Returns `launch_rank` itself if the file cannot be read or does not name it.
+    """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["ranks"]
         return next(row["rank"] for row in rows if row["launch_rank"] == launch_rank)

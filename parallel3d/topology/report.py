@@ -59,7 +59,7 @@ from parallel3d.topology.search import Candidate, place, search
 
 MADE_BY = "parallel3d topology"
 LEAST_WIDTH = 40
-# share of the communication; smaller savings are within the error of the prediction
+# smaller savings, as a share of the communication, are within the error of the prediction
 WORTH_SAYING = 0.005
 
 
@@ -118,8 +118,8 @@ class TopologyReport:
     def between_rails(self) -> BetweenRails | None:
         """Returns an example of a message between rails; None if no two GPUs are suitable.
 
-        It goes from the first GPU to another rail and domain, with the bytes that one pipeline
-        stage sends to the next.
+        The message goes from the first GPU to a GPU of another rail and domain, with the bytes that
+        one pipeline stage sends to the next (1 MB without pipeline stages).
         """
         cluster = self.cluster
         others = (cluster.rail_of != cluster.rail_of[0]) & (cluster.domain != cluster.domain[0])
@@ -231,7 +231,11 @@ def facts_of(report: TopologyReport) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Converts dataclasses and named tuples to dicts, links to their names, infinity to None."""
+    """Makes a value fit for JSON.
+
+    Converts dataclasses and named tuples to dicts, link classes to their labels, and infinity to
+    None.
+    """
     if dataclasses.is_dataclass(value):
         value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     elif hasattr(value, "_asdict"):
@@ -254,7 +258,10 @@ def picture_of(report: TopologyReport) -> str:
 
 
 def write_report(report: TopologyReport, written: Sequence[str], stream: TextIO) -> None:
-    """Writes everything, as wide as the terminal (or COLUMNS, or 80); `written` names the files."""
+    """Writes all results, as wide as the terminal (or COLUMNS, or 80).
+
+    `written` names the files that the command has written.
+    """
     width = max(LEAST_WIDTH, shutil.get_terminal_size((80, 24)).columns)
     tables = (heading, group_table, search_table, route_lines, warning_lines)
     parts = [*(table(report, width) for table in tables), [f"wrote {name}" for name in written]]

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     pass
 
 
-SMALL = 4096  # up to this many ranks the search varies `WIDE` candidates, above it `NARROW`
+SMALL = 4096  # with at most this many ranks, `WIDE` candidates are varied, else `NARROW`
 WIDE, NARROW = 8, 3
-LARGE = 65_536  # with more ranks only orders are compared, as pricing one takes 0.1 s
+# with more ranks, the search prices the orders but does not vary them, because each price takes
+# 0.1 s
+LARGE = 65_536
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Base:
     Attributes:
         slots: the GPU at each position.
         domain: the usual number of positions per domain.
-        note: a description; "" for the GPUs in their given order.
+        note: a description, or "" for the GPUs in their given order.
     """
 
     slots: Slots
@@ -54,7 +56,7 @@ class Candidate:
     """A tiling over a base, with its price.
 
     Attributes:
-        seconds: predicted seconds of communication per step; infinity if a wire is missing.
+        seconds: predicted seconds of communication per step, or infinity if a wire is missing.
     """
 
     tiling: Tiling
@@ -72,7 +74,11 @@ class Candidate:
 
     @cached_property
     def rank(self) -> tuple:
-        """Returns the sort key: cost, default, few digits, no snake, given GPUs, usual order."""
+        """Returns the sort key.
+
+        Lower cost sorts first. At equal cost, the default order comes first, then candidates with
+        fewer digits, without a snake, over the GPUs in their given order, and in the usual order.
+        """
         order = tuple(DIMENSIONS.index(d) for d, _ in self.tiling.digits)
         plain = (len(order), self.tiling.snake, bool(self.base.note))
         return self.cost, not self.is_default, *plain, order, str(self.tiling), self.base.note
@@ -100,10 +106,10 @@ def search(
 ) -> list[Candidate]:
     """Returns rank mappings of `layout` over `slots` (default: all GPUs), cheapest first.
 
-    The default order over the slots in their given order is among them. It wins ties, followed by
-    mappings with fewer digits. Among mappings with equal prices over one base, only the simplest
-    is kept, as most of them differ only inside a domain. If no candidate has all needed wires, all
-    cost infinity.
+    The result contains the default order over the slots in their given order. This order wins ties,
+    followed by mappings with fewer digits. Among mappings with equal prices over one base, only the
+    simplest is kept, because most of them differ only inside a domain. If no candidate has all
+    needed wires, every candidate costs infinity.
 
     Raises ValueError for fewer slots than ranks.
     """
@@ -141,8 +147,8 @@ def _sorted(candidates: Iterable[Candidate]) -> list[Candidate]:
 def bases_of(cluster: Cluster, layout: Layout, slots: Slots | None = None) -> list[Base]:
     """Returns the lists of GPUs to try: in the given order, sorted, and in segments of domains.
 
-    `slots` (default: all GPUs) may be in any order, have gaps and uneven nodes, and be more GPUs
-    than the layout needs.
+    `slots` (default: all GPUs) may be in any order, may have gaps and uneven nodes, and may be
+    more than the layout needs.
     """
     given = np.arange(cluster.size) if slots is None else slots
     ordered = cluster.sorted_slots()
@@ -155,7 +161,7 @@ def bases_of(cluster: Cluster, layout: Layout, slots: Slots | None = None) -> li
 
 
 def _usual_count(numbers: Slots) -> int:
-    """Counts how often each number occurs; returns the most frequent count, the larger on a tie."""
+    """Returns the count with which most numbers occur, or the larger count on a tie."""
     sizes, times = np.unique(np.unique(numbers, return_counts=True)[1], return_counts=True)
     return int(max(zip(times, sizes, strict=True))[1])
 
@@ -177,7 +183,7 @@ def _segments(cluster: Cluster, layout: Layout, slots: Slots, domain: int) -> li
     found = []
     for size in sorted(kept - {domain}, reverse=True):
         if domain >= cluster.gpus_per_node and size % cluster.gpus_per_node:
-            continue  # Slurm counts nodes
+            continue  # a segment of Slurm consists of whole nodes
         chosen = slots[(count[number] >= size) & (place < size)]
         if chosen.size >= layout.world_size:
             found.append(Base(chosen, size, f"{size} GPUs of each domain"))
@@ -193,7 +199,7 @@ def place(
 ) -> RankMapping:
     """Returns the rank mapping that `placement=wanted` asks for.
 
-    With `default`, it is the default order over the given slots; with `auto`, the first result of
+    `default` means the default order over the given slots, and `auto` means the first result of
     `search`. An order or tiling is laid over the slots in the given order, sorted, or in equal
     segments of the domains, whichever is cheapest.
 

@@ -1,4 +1,4 @@
-"""Finds the cluster by the configuration, by Slurm, or by nvidia-smi.
+"""Finds the cluster from the configuration, from Slurm, or from nvidia-smi.
 
 `nvidia-smi topo -m` prints a code for each pair of GPUs and NICs: NV# for # NVLinks, and from near
 to far PIX (one PCIe bridge), PXB (several), PHB (host bridge), NODE (one NUMA node), SYS
@@ -55,7 +55,7 @@ def discover(
 
 
 def run_command(command: list[str]) -> str:
-    """Returns the output of `command`. Raises UserError if that is missing, fails or times out."""
+    """Returns the output of `command`. Raises UserError if it is missing, fails or times out."""
     line = " ".join(command)
     try:
         done = subprocess.run(
@@ -130,9 +130,9 @@ def _distance(code: str) -> int:
 
 
 def parse_gpu_matrix(text: str) -> GpuMatrix:
-    """Parses `nvidia-smi topo -m`.
+    """Parses the output of `nvidia-smi topo -m`.
 
-    Its columns are GPU0…, then the NICs, named `NIC0` or, by older drivers, `mlx5_0`; later columns
+    The columns are GPU0…, then the NICs, named `NIC0` or, by older drivers, `mlx5_0`; later columns
     (`CPU Affinity`…) are ignored.
 
     Raises UserError if there is no matrix, if a row is missing, cut off or unreadable, or if the
@@ -186,7 +186,7 @@ class GpuRow(NamedTuple):
 
 
 def gpu_rows(run: Run) -> list[GpuRow]:
-    """Returns the host's GPUs by nvidia-smi. Raises UserError if its output is unreadable."""
+    """Returns the GPUs that nvidia-smi lists. Raises UserError if its output is unreadable."""
     text = run(GPUS.split())
     rows: list[GpuRow] = []
     for line in filter(str.strip, text.splitlines()):
@@ -206,7 +206,8 @@ def gpu_rows(run: Run) -> list[GpuRow]:
 def visible_gpus(environ: Mapping[str, str], count: int, run: Run) -> list[int]:
     """Returns nvidia-smi's numbers of the GPUs in CUDA_VISIBLE_DEVICES, or of all `count` GPUs.
 
-    CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is PCI_BUS_ID, unlike nvidia-smi.
+    nvidia-smi numbers GPUs by PCI address, but CUDA puts the fastest first unless
+    CUDA_DEVICE_ORDER is PCI_BUS_ID.
 
     Raises UserError for a mask that names other GPUs, or whose numbers are ambiguous.
     """
@@ -278,7 +279,8 @@ def _own_domains(matrix: GpuMatrix) -> dict[str, Any]:
 def with_own_gpus(cluster: ClusterConfig, environ: Mapping[str, str], run: Run) -> ClusterConfig:
     """Fills the cluster's GPU keys from nvidia-smi if `cluster.source=local` asks for it.
 
-    Only GPUs in CUDA_VISIBLE_DEVICES count; keys that are set stay. `run` works like `run_command`.
+    Only GPUs in CUDA_VISIBLE_DEVICES count, and keys that are set keep their values. `run` works
+    like `run_command`.
 
     Raises UserError if nvidia-smi is unreadable, or for GPUs of several kinds.
     """
@@ -294,7 +296,7 @@ def with_own_gpus(cluster: ClusterConfig, environ: Mapping[str, str], run: Run) 
         )
     name, mib = kinds[0], min(row.mib for row in chosen)
     known = find_device(name, memory=mib << 20)
-    bandwidth = known.memory_gb_s or None if known else None  # 0: not in the datasheet
+    bandwidth = known.memory_gb_s or None if known else None  # 0 means that the datasheet lacks it
     return replace(
         cluster,
         gpu=name,

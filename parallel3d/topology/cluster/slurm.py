@@ -59,7 +59,7 @@ def expand_hostlist(text: str, what: str = "node list") -> list[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Expands `01-03,7` to 01, 02, 03, 7; raises ValueError if it is malformed or too long."""
+    """Expands `01-03,7` to 01, 02, 03, 7. Raises ValueError if it is malformed or too long."""
     numbers: list[str] = []
     for part in ranges.split(","):
         match = RANGE.fullmatch(part.strip())
@@ -98,9 +98,9 @@ ARBITRARY = "arbitrary"
 def host_of_rank_0(environ: Mapping[str, str], read: Callable[[str], str]) -> str:
     """Returns the node on which rank 0 of an srun step runs. Raises UserError if it is unknown.
 
-    It is the first of the step's sorted nodes, unless the user gave srun the places of the tasks
-    (`-m arbitrary`, SLURM_HOSTFILE), or the step joins components of a job, whose order then
-    counts. `read` returns the text of a file, or raises OSError.
+    Rank 0 runs on the first of the step's sorted nodes, unless the user gave srun the places of the
+    tasks (`-m arbitrary`, SLURM_HOSTFILE), or the step joins components of a job, in which case the
+    first component counts. `read` returns the text of a file, or raises OSError.
     """
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not listed:
@@ -163,7 +163,7 @@ FORMS = "SwitchName=… Nodes=… or Switches=…, or BlockName=… Nodes=…"
 
 @dataclass(frozen=True)
 class SlurmTopology:
-    """The leaf switch and the block of each node that has one, by the node's name."""
+    """Maps the names of nodes to their leaf switches and to their blocks, where they have them."""
 
     unit: dict[str, str] = field(default_factory=dict)
     block: dict[str, str] = field(default_factory=dict)
@@ -236,7 +236,7 @@ def parse_address(address: str, pattern: str) -> tuple[str | None, str | None, s
             f"switch and block joined by dots before it, such as switch.switch.node."
         )
     parts = address.split(".", len(kinds) - 1)
-    # The last of several switches is the nearest one; `dict` keeps it.
+    # The last of several switches is the nearest to the node, and `dict` keeps the last.
     found = dict(zip(kinds, parts, strict=False))
     if len(parts) != len(kinds) or not all(found.values()) or set("[], ") & set(parts[-1]):
         raise UserError(
@@ -281,11 +281,12 @@ def slurm_cluster(
     """Returns the cluster of the job with this environment.
 
     Args:
-        config: gives speeds, `rails` and `topology_file`; `domain_gpus` and `unit_nodes` if Slurm
-            names no blocks or leaf switches. A `domain_gpus` of at most a node makes Slurm's blocks
-            units instead of NVLink domains. `gpus_per_node` is ignored.
+        config: gives the speeds, `rails` and `topology_file`. It also gives `domain_gpus` if Slurm
+            names no blocks, and `unit_nodes` if Slurm names no leaf switches. If `domain_gpus` does
+            not exceed the GPUs of a node, Slurm's blocks count as units instead of NVLink domains.
+            `gpus_per_node` is ignored.
         environ: environment of any process of the job.
-        run: runs `scontrol show topology` if nothing else gives the topology.
+        run: runs a command, here `scontrol show topology` if nothing else gives the topology.
         addresses: each node's SLURM_TOPOLOGY_ADDR and pattern; None if they were not gathered.
 
     Raises:
@@ -350,7 +351,7 @@ def job_nodes(environ: Mapping[str, str]) -> tuple[list[str], list[int]]:
 
 
 def _in_users_step(environ: Mapping[str, str]) -> bool:
-    """Returns whether this is a step of srun, which may have fewer nodes and tasks than its job."""
+    """Returns whether this process runs in a step of srun, which may be smaller than its job."""
     step = environ.get("SLURM_STEP_ID", "")
     known = environ.get("SLURM_STEP_NODELIST") and environ.get("SLURM_STEP_TASKS_PER_NODE")
     return bool(known) and step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
@@ -359,7 +360,8 @@ def _in_users_step(environ: Mapping[str, str]) -> bool:
 def _gpus_on_node(environ: Mapping[str, str]) -> int:
     """Returns the number of GPUs per node of a job with one task per node.
 
-    Raises UserError if no variable gives it: assuming one GPU would describe another machine.
+    If no variable gives the number, it is 1 in a step of srun. Elsewhere, UserError is raised,
+    because assuming one GPU would describe another machine.
     """
     local = environ.get("LOCAL_WORLD_SIZE")  # set by torchrun, if the task started it
     for name, text, count in (
@@ -389,7 +391,7 @@ def _whole(text: str) -> int:
 
 
 def _listed(text: str) -> int:
-    """Returns the length of a list such as 0,2-3; 0 for other text."""
+    """Returns the length of a list such as 0,2-3, or 0 for other text."""
     parts = [re.fullmatch(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", part) for part in text.split(",")]
     if not all(parts):
         return 0
@@ -397,7 +399,7 @@ def _listed(text: str) -> int:
 
 
 def _by_type(text: str) -> int:
-    """Returns the sum of a request such as 8, a100:8 or a100:4,v100:4; 0 for other text."""
+    """Returns the sum of a request such as 8, a100:8 or a100:4,v100:4, or 0 for other text."""
     parts = [re.fullmatch(r"(?:[\w.-]+:)?([0-9]{1,4})", part) for part in text.split(",")]
     return sum(int(p[1]) for p in parts if p is not None) if all(parts) else 0
 
@@ -430,9 +432,9 @@ def _topology(
 
 
 def _numbered(names: list[str], group: Mapping[str, str]) -> tuple[int, ...]:
-    """Numbers the nodes' groups in order of appearance; a node without one is alone.
+    """Numbers the nodes' groups in order of appearance.
 
-    Returns () if no node has a group.
+    A node without a group counts as a group of its own. Returns () if no node has a group.
     """
     if not any(name in group for name in names):
         return ()
